@@ -1,0 +1,40 @@
+"""Phalanx: one trainer, every parallelism, from a laptop to a cluster.
+
+Names are imported when first used, so that `import phalanx` and `phalanx --help` never pay for torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from phalanx.version import __version__
+
+if TYPE_CHECKING:
+    from phalanx.config import DistributedConfig
+    from phalanx.errors import PhalanxError
+    from phalanx.loop.formation import Formation
+    from phalanx.observe.history import History
+    from phalanx.trainers.ddp import PyTorchDDPTrainer
+
+_HOMES = {
+    "DistributedConfig": "phalanx.config",
+    "Formation": "phalanx.loop.formation",
+    "History": "phalanx.observe.history",
+    "PhalanxError": "phalanx.errors",
+    "PyTorchDDPTrainer": "phalanx.trainers.ddp",
+}
+
+__all__ = ["DistributedConfig", "Formation", "History", "PhalanxError", "PyTorchDDPTrainer", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        value = getattr(import_module(_HOMES[name]), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module 'phalanx' has no attribute '{name}'")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

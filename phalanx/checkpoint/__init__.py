@@ -1,0 +1,43 @@
+"""Checkpoints: sharded, hashed, published by one atomic rename, and loaded at any other layout.
+
+Writing is `save`; resuming is `choose`, then `compare_model`, then `load`. A checkpoint directory holds
+
+    step-00000100/          published: complete by construction
+        manifest.json       what is in it, with the size and hash of every file
+        .metadata           torch's index of the shards
+        __0_0.distcp ...    the shards, one file a rank
+        rank-00000.pt ...   what belongs to one rank, such as its random state
+    .writing-...            a save in progress, or what a dead one left for the next save to remove
+
+Nothing here knows the training loop: state dicts go in and come out.
+"""
+
+from __future__ import annotations
+
+from phalanx.checkpoint.find import Checkpoint, Choice, choose, list_checkpoints, newest_complete
+from phalanx.checkpoint.manifest import Manifest, TensorInfo, read_manifest
+from phalanx.checkpoint.read import Loaded, compare_model, load, read_rank_state, read_tensors
+from phalanx.checkpoint.snapshot import SavedCheckpoint, Snapshot
+from phalanx.checkpoint.verify import verify
+from phalanx.checkpoint.write import check_writable, save
+
+__all__ = [
+    "Checkpoint",
+    "Choice",
+    "Loaded",
+    "Manifest",
+    "SavedCheckpoint",
+    "Snapshot",
+    "TensorInfo",
+    "check_writable",
+    "choose",
+    "compare_model",
+    "list_checkpoints",
+    "load",
+    "newest_complete",
+    "read_manifest",
+    "read_rank_state",
+    "read_tensors",
+    "save",
+    "verify",
+]

@@ -1,0 +1,151 @@
+"""Files that are hashed while they are written, flushed to the disk, and hashed again when they are checked."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from phalanx.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+_BUFFER_BYTES = 1 << 20
+_THREADED_BYTES = 256 << 10
+_DIGEST_BYTES = 32
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """What the manifest knows of a file."""
+
+    size: int
+    blake2b: str
+
+
+class HashedFile:
+    """A new file whose hash is computed beside the writing, on a second core.
+
+    Errors of `write` wait for `flush` or `finish`: torch's zip writer aborts the process when its callback raises.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.size = 0
+        self._error: OSError | None = None
+        self._digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+        self._file = path.open("xb", buffering=_BUFFER_BYTES)
+        self._hasher = ThreadPoolExecutor(1, thread_name_prefix="phalanx-hash")
+
+    def write(self, data: bytes | bytearray | memoryview) -> int:
+        """Append bytes and hash them; both release the interpreter lock, so large pieces overlap."""
+        view = memoryview(data).cast("B")
+        self.size += view.nbytes
+        if self._error is None:
+            # The buffer is only ours until we return, so the hasher is waited for here.
+            pending = self._hasher.submit(self._digest.update, view) if view.nbytes >= _THREADED_BYTES else None
+            try:
+                self._file.write(view)
+            except OSError as error:
+                self._error = error
+            if pending is None:
+                self._digest.update(view)
+            else:
+                pending.result()
+        return view.nbytes
+
+    def tell(self) -> int:
+        """Return the position, which is always the end."""
+        return self.size
+
+    def flush(self) -> None:
+        """Raise what an earlier write ran into."""
+        if self._error is not None:
+            raise self._error
+
+    def finish(self) -> FileRecord:
+        """Put every byte on the disk and return the file's record."""
+        self.flush()
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        return FileRecord(self.size, self._digest.hexdigest())
+
+    def close(self) -> None:
+        """Do nothing yet: torch closes its streams before they could be finished."""
+
+    def release(self) -> None:
+        """Release the file and the hashing thread; a file that was not finished may be incomplete."""
+        self._hasher.shutdown()
+        # A full disk makes close() fail a second time with the error that finish() has already raised.
+        with contextlib.suppress(OSError):
+            self._file.close()
+
+
+@contextlib.contextmanager
+def hashed_file(path: Path, records: dict[str, FileRecord]) -> Iterator[HashedFile]:
+    """Open a new file for hashed writing; its record is filed under its name once it is safely on the disk."""
+    file = HashedFile(path)
+    try:
+        yield file
+        records[path.name] = file.finish()
+    finally:
+        file.release()
+
+
+def hash_file(path: Path) -> str:
+    """Return the hash of a file's content, reading it piece by piece."""
+    with path.open("rb", buffering=0) as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=_DIGEST_BYTES)).hexdigest()
+
+
+def sync_directory(path: Path) -> None:
+    """Put a directory's entries on the disk: without this a rename may be lost in a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # Some network file systems cannot, and need not.
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def write_failed(error: OSError, *, rank: int, path: Path, needed: int) -> CheckpointError:
+    """Say who could not write what, why, and how much room there is."""
+    reason = error.strerror or str(error)
+    room = f"{readable_size(_free_bytes(path))} free, {readable_size(needed)} needed by this rank"
+    return CheckpointError(f"rank {rank} could not write {path}: {reason} ({room})", hint=_remedy(error.errno))
+
+
+def readable_size(count: int) -> str:
+    """Write a number of bytes the way people read it."""
+    if count < 1000:
+        return f"{count} bytes"
+    size = float(count)
+    for unit in ("kB", "MB", "GB"):
+        size /= 1000
+        if size < 999.95:
+            return f"{size:.1f} {unit}"
+    return f"{size / 1000:.1f} TB"
+
+
+def _free_bytes(path: Path) -> int:
+    for place in (path, *path.parents):
+        if place.exists():
+            return shutil.disk_usage(place).free
+    return 0
+
+
+def _remedy(code: int | None) -> str:
+    if code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return "Free some space, keep fewer checkpoints with keep_last=2, or set checkpoint_dir to a larger disk."
+    if code in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return "Set checkpoint_dir to a directory that you may write to."
+    return "Set checkpoint_dir to another directory, or mend this one, and resume from the previous checkpoint."

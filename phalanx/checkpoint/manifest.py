@@ -1,0 +1,105 @@
+"""manifest.json: what a checkpoint holds, and how to tell that all of it is there."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from phalanx.checkpoint.files import FileRecord
+from phalanx.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+"""Raised by one whenever an older Phalanx could no longer read what is written."""
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """The global shape and the type of a parameter or buffer, such as `[512, 784]` and `float32`."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """Everything about a checkpoint but the tensors themselves."""
+
+    step: int
+    epoch: int
+    run_id: str
+    published_at: float
+    world_size: int
+    torch_version: str
+    phalanx_version: str
+    files: dict[str, FileRecord]
+    tensors: dict[str, TensorInfo]
+    shared: dict[str, Any] = field(default_factory=dict)
+    mesh: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+    format: int = FORMAT
+
+    @property
+    def bytes(self) -> int:
+        """The size of all files together."""
+        return sum(record.size for record in self.files.values())
+
+
+def dump_manifest(manifest: Manifest) -> str:
+    """Write a manifest as JSON with a checksum of its own."""
+    body = dataclasses.asdict(manifest)
+    for name in ("shared", "mesh", "config"):
+        _require_json(body[name], name)
+    return json.dumps({"checksum": _checksum(body), **body}, indent=1) + "\n"
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Read the manifest of the checkpoint at `path`; a CheckpointError says what is wrong with it."""
+    file = path / MANIFEST
+    try:
+        text = file.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} has no {MANIFEST}: it was not written completely, or not by Phalanx") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from error
+    try:
+        return _parse(json.loads(text), file)
+    except json.JSONDecodeError as error:
+        raise CheckpointError(f"{file} is truncated or not JSON: {error.msg} at line {error.lineno}") from error
+
+
+def _parse(body: Any, file: Path) -> Manifest:
+    if not isinstance(body, dict) or not isinstance(body.get("format"), int):
+        raise CheckpointError(f"{file} is not a Phalanx manifest: it has no format number")
+    if body["format"] > FORMAT:
+        raise CheckpointError(
+            f"{file} has format {body['format']}; this Phalanx reads up to {FORMAT}",
+            hint=f"Upgrade: it was written by phalanx {body.get('phalanx_version', '(unknown)')}.",
+        )
+    checksum = body.pop("checksum", None)
+    if checksum != _checksum(body):
+        raise CheckpointError(f"{file} does not match its own checksum: it was changed after it was written")
+    files = {name: FileRecord(**record) for name, record in body.pop("files").items()}
+    tensors = {name: TensorInfo(tuple(info["shape"]), info["dtype"]) for name, info in body.pop("tensors").items()}
+    return Manifest(**body, files=files, tensors=tensors)
+
+
+def _checksum(body: Mapping[str, Any]) -> str:
+    canonical = json.dumps(body, sort_keys=True, separators=(",", ":"))
+    return hashlib.blake2b(canonical.encode(), digest_size=16).hexdigest()
+
+
+def _require_json(values: Mapping[str, Any], where: str) -> None:
+    """Name the entry that JSON cannot hold, rather than let json say only its type."""
+    for key, value in values.items():
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(f"{where}[{key!r}] cannot be stored as JSON: {error}") from error

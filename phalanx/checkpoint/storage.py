@@ -1,0 +1,170 @@
+"""torch.distributed.checkpoint on our files: hashed on the way out, and read back without running code from them."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import pickle
+import warnings
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import WriteItemType
+
+from phalanx.checkpoint.files import FileRecord, hashed_file, write_failed
+from phalanx.checkpoint.plain import from_plain, to_plain
+
+if TYPE_CHECKING:
+    import io
+    import os
+    from collections.abc import Iterator
+
+    from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner, WriteItem
+    from torch.distributed.checkpoint.storage import WriteResult
+    from torch.futures import Future
+
+
+class HashingFileSystem(FileSystem):
+    """A file system that keeps a record of every file written through it."""
+
+    def __init__(self) -> None:
+        self.records: dict[str, FileRecord] = {}
+        self.current: Path | None = None
+
+    @contextlib.contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        """Open a file; what is written is hashed and flushed to the disk."""
+        if mode != "wb":
+            with super().create_stream(path, mode) as stream:
+                yield stream
+            return
+        self.current = Path(path)
+        with hashed_file(self.current, self.records) as file:
+            yield cast("io.IOBase", file)
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        """Rename a file and its record."""
+        super().rename(path, new_path)
+        self.records[Path(new_path).name] = self.records.pop(Path(path).name)
+
+
+class ShardWriter(dcp.FileSystemWriter):
+    """Writes a rank's shards and its own state into a directory.
+
+    One thread a rank: with more, torch loses the error of a thread that failed, and shards would be short unnoticed.
+    """
+
+    def __init__(self, directory: Path, *, rank: int, rank_state: Any) -> None:
+        super().__init__(directory, single_file_per_rank=True, sync_files=False, thread_count=1, overwrite=False)
+        self.files = HashingFileSystem()
+        self.fs = self.files
+        self._directory = directory
+        self._this_rank = rank
+        self._rank_state = rank_state
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's files; an error is carried to every rank by torch and raised there."""
+        needed = sum(item.tensor_storage_size() or 0 for item in plan.items)
+        with self._explained(needed), without_crc32():
+            own = self._directory / rank_file_name(self._this_rank)
+            with self.files.create_stream(own, "wb") as stream:
+                torch.save(to_plain(self._rank_state), cast("IO[bytes]", stream))
+            # A rank whose every tensor is written by another would leave an empty file behind.
+            return super().write_data(plan, planner) if plan.items else _nothing_written()
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write torch's index of the shards (on one rank)."""
+        with self._explained(0):
+            super().finish(metadata, results)
+
+    def storage_meta(self) -> StorageMeta:
+        """Leave the path out: it changes when the checkpoint is published."""
+        return StorageMeta(save_id=self.save_id)
+
+    @contextlib.contextmanager
+    def _explained(self, needed: int) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            path = Path(error.filename) if error.filename else self.files.current or self._directory
+            raise write_failed(error, rank=self._this_rank, path=path, needed=needed) from error
+
+
+class ShardReader(dcp.FileSystemReader):
+    """Reads shards, and their index without letting it name anything but torch's own records."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Return the index of the shards."""
+        with Path(self.path, ".metadata").open("rb") as file:
+            metadata: Metadata = _IndexUnpickler(file).load()
+        storage_meta = metadata.storage_meta or StorageMeta()
+        return dataclasses.replace(metadata, storage_meta=dataclasses.replace(storage_meta, load_id=self.load_id))
+
+
+class PlainSavePlanner(dcp.DefaultSavePlanner):
+    """Stores what is no tensor in a form that loads without running code."""
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        """Encode one leaf of the state dict."""
+        if write_item.type == WriteItemType.BYTE_IO:
+            object = to_plain(object, write_item.index.fqn)
+        return super().transform_object(write_item, object)
+
+
+class PlainLoadPlanner(dcp.DefaultLoadPlanner):
+    """Reads what `PlainSavePlanner` stored."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Decode one leaf that is no tensor and put it in its place."""
+        path = self.mappings[read_item.dest_index.fqn]
+        holder: Any = self.original_state_dict
+        for key in path[:-1]:
+            holder = holder[key]
+        holder[path[-1]] = from_plain(torch.load(value, weights_only=True))
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    """Knows the few types an index consists of and refuses every other name."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        records = module == "torch.distributed.checkpoint.metadata" and "." not in name
+        shards = (module, name) == ("torch.distributed.checkpoint.filesystem", "_StorageInfo")
+        helpers = (module, name) in {("torch", "Size"), ("torch.serialization", "_get_layout")}
+        dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if records or shards or helpers or dtype:
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"the index of the shards names {module}.{name}, which has no business there")
+
+
+def rank_file_name(rank: int) -> str:
+    """Return the name of the file that holds a rank's own state."""
+    return f"rank-{rank:05d}.pt"
+
+
+@contextlib.contextmanager
+def quiet_without_group() -> Iterator[None]:
+    """Silence torch's warning that there is no process group: one process is a normal case here."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        yield
+
+
+@contextlib.contextmanager
+def without_crc32() -> Iterator[None]:
+    """Spare torch the CRC-32 of each tensor, which costs more than the writing: our own hash covers the whole file."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)
+
+
+def _nothing_written() -> Future[list[WriteResult]]:
+    future: Future[list[WriteResult]] = torch.futures.Future()
+    future.set_result([])
+    return future

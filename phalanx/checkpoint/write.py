@@ -1,0 +1,192 @@
+"""Save a checkpoint: write aside, flush, hash, publish by one rename, then remove what is no longer wanted."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import socket
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from phalanx.checkpoint import group
+from phalanx.checkpoint.files import FileRecord, hashed_file, write_failed
+from phalanx.checkpoint.keep import check_keep_last, clear_leftovers, keep_newest
+from phalanx.checkpoint.manifest import MANIFEST, Manifest, TensorInfo, dump_manifest
+from phalanx.checkpoint.names import writing_name
+from phalanx.checkpoint.publish import publish
+from phalanx.checkpoint.snapshot import SavedCheckpoint, Snapshot
+from phalanx.checkpoint.storage import PlainSavePlanner, ShardWriter, quiet_without_group
+from phalanx.errors import CheckpointError
+from phalanx.version import __version__
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+def save(
+    directory: Path | str,
+    snapshot: Snapshot,
+    *,
+    run_id: str,
+    keep_last: int | None = None,
+    mesh: dict[str, Any] | None = None,
+    config: dict[str, Any] | None = None,
+) -> SavedCheckpoint:
+    """Save a snapshot under `directory` and return where it is; collective with a process group.
+
+    Whatever fails on any rank is raised on all of them, and the checkpoints that were there before are untouched.
+    """
+    started = time.monotonic()
+    check_keep_last(keep_last)
+    directory = Path(directory)
+    written = group.from_rank_zero(lambda: _begin(directory, snapshot.step))
+    with _removed_on_failure(written):
+        metadata, files = _write_shards(written, snapshot)
+
+        def complete() -> tuple[Path, int]:
+            manifest = _manifest(snapshot, metadata, files, run_id=run_id, mesh=mesh or {}, config=config or {})
+            return _publish(written, manifest), manifest.bytes
+
+        path, size = group.from_rank_zero(complete)
+    notes = group.from_rank_zero(lambda: keep_newest(directory, run_id=run_id, keep_last=keep_last))
+    return SavedCheckpoint(path, snapshot.step, time.monotonic() - started, size, tuple(notes))
+
+
+def check_writable(directory: Path | str) -> None:
+    """Make sure before training that checkpoints can be written here: create the directory, and a file in it."""
+    directory = Path(directory)
+    probe = directory / f".probe-{os.getpid()}-{secrets.token_hex(3)}"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        try:
+            with probe.open("xb") as file:
+                file.write(b"phalanx")
+                file.flush()
+                os.fsync(file.fileno())
+        finally:
+            probe.unlink(missing_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise _not_a_directory(directory) from None
+    except OSError as error:
+        raise write_failed(error, rank=group.rank(), path=directory, needed=0) from error
+
+
+def _not_a_directory(directory: Path) -> CheckpointError:
+    culprit = next((place for place in (directory, *directory.parents) if place.exists()), directory)
+    return CheckpointError(
+        f"checkpoint_dir is {directory}, but {culprit} is a file",
+        hint="Set checkpoint_dir to a directory; it is created when it does not exist.",
+    )
+
+
+def _begin(directory: Path, step: int) -> Path:
+    """Create the directory to write into, after clearing what dead writers left there."""
+    written = directory / writing_name(step)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        clear_leftovers(directory, older_than=time.time())
+        written.mkdir()
+    except (FileExistsError, NotADirectoryError):
+        raise _not_a_directory(directory) from None
+    except OSError as error:
+        raise write_failed(error, rank=0, path=written, needed=0) from error
+    return written
+
+
+@contextlib.contextmanager
+def _removed_on_failure(written: Path) -> Iterator[None]:
+    """Remove the half-written directory when the save fails; every rank has stopped writing by then."""
+    try:
+        yield
+    except CheckpointError:
+        if group.rank() == 0:
+            shutil.rmtree(written, ignore_errors=True)
+        raise
+
+
+def _write_shards(written: Path, snapshot: Snapshot) -> tuple[Metadata, dict[str, FileRecord]]:
+    """Write this rank's share; on rank 0 return the records of all ranks' files."""
+    writer = ShardWriter(written, rank=group.rank(), rank_state=snapshot.rank_state)
+    _require_shared(written)
+    try:
+        with quiet_without_group():
+            metadata = dcp.save(
+                snapshot.tensors, storage_writer=writer, planner=PlainSavePlanner(), no_dist=not group.has_peers()
+            )
+    except CheckpointException as failure:
+        raise _first_cause(failure) from failure
+    parts = group.gather_to_zero(writer.files.records)
+    return metadata, {name: record for part in parts for name, record in part.items()}
+
+
+def _require_shared(written: Path) -> None:
+    """Refuse a directory that some host does not see: its shards would never meet the others."""
+    missing = None if written.is_dir() else f"rank {group.rank()} on {socket.gethostname()}"
+    blind = next((name for name in group.gather_to_all(missing) if name), None)
+    if blind:
+        raise CheckpointError(
+            f"{blind} does not see {written}, which rank 0 has just created",
+            hint="Set checkpoint_dir to a file system that all hosts share.",
+        )
+
+
+def _first_cause(failure: CheckpointException) -> CheckpointError:
+    """Return the lowest failing rank's own error, the same on every rank."""
+    rank, (cause, _) = min(failure.failures.items(), key=lambda item: item[0])
+    if isinstance(cause, CheckpointError):
+        return CheckpointError(cause.message, hint=cause.hint)
+    return CheckpointError(f"rank {rank} could not save: {type(cause).__name__}: {cause}")
+
+
+def _manifest(
+    snapshot: Snapshot,
+    metadata: Metadata,
+    files: dict[str, FileRecord],
+    *,
+    run_id: str,
+    mesh: dict[str, Any],
+    config: dict[str, Any],
+) -> Manifest:
+    return Manifest(
+        step=snapshot.step,
+        epoch=snapshot.epoch,
+        run_id=run_id,
+        published_at=time.time(),
+        world_size=group.world_size(),
+        torch_version=torch.__version__,
+        phalanx_version=__version__,
+        files=files,
+        tensors=_model_tensors(metadata),
+        shared=snapshot.shared,
+        mesh=mesh,
+        config=config,
+    )
+
+
+def _model_tensors(metadata: Metadata) -> dict[str, TensorInfo]:
+    """Describe what is under "model" by canonical name, over all ranks: torch's index has merged them."""
+    described: dict[str, TensorInfo] = {}
+    for flat_name, entry in metadata.state_dict_metadata.items():
+        if flat_name.startswith("model.") and isinstance(entry, TensorStorageMetadata):
+            dtype = str(entry.properties.dtype).removeprefix("torch.")
+            described[flat_name.removeprefix("model.")] = TensorInfo(tuple(entry.size), dtype)
+    return described
+
+
+def _publish(written: Path, manifest: Manifest) -> Path:
+    """Write the manifest, the last file of a checkpoint, and make it one."""
+    text = dump_manifest(manifest).encode()
+    try:
+        with hashed_file(written / MANIFEST, {}) as file:
+            file.write(text)
+        return publish(written, step=manifest.step, run_id=manifest.run_id)
+    except OSError as error:
+        raise write_failed(error, rank=0, path=written / MANIFEST, needed=len(text)) from error

@@ -1,0 +1,60 @@
+"""The command line: one thin file a verb, imported when it is used. Nothing here imports torch."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from phalanx.errors import EXIT_INTERRUPTED, EXIT_USAGE, PhalanxError, unknown_name
+from phalanx.version import __version__
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+VERBS = {
+    "train": "train a recipe, a script or a module on N ranks",
+    "config": "show every setting, its value and where it comes from",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one verb and return the exit code; a user's mistake is told without a traceback."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        return _dispatch(words)
+    except PhalanxError as error:
+        print(f"phalanx: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:  # the reader (head, less) has gone: that is no failure of ours
+        sys.stderr.close()
+        return 0
+
+
+def _dispatch(words: list[str]) -> int:
+    if not words or words[0] in {"-h", "--help", "help"}:
+        print(_help())
+        return 0
+    if words[0] in {"-V", "--version", "version"}:
+        print(f"phalanx {__version__}")
+        return 0
+    if words[0] not in VERBS:
+        print(f"phalanx: {unknown_name('command', words[0], VERBS)}", file=sys.stderr)
+        return EXIT_USAGE
+    result: int = import_module(f"phalanx.cli.{words[0]}").run(words[1:])
+    return result
+
+
+def _help() -> str:
+    verbs = "\n".join(f"  {name:<8} {text}" for name, text in VERBS.items())
+    return (
+        "Phalanx: one trainer, every parallelism, from a laptop to a cluster.\n\n"
+        "usage: phalanx <command> [options]\n\n"
+        f"commands:\n{verbs}\n\n"
+        "start here:\n"
+        "  phalanx train digits                              a real model on two ranks, in seconds\n"
+        "  phalanx train --script train.py --num-workers 2   any script that runs under torchrun\n"
+        "  phalanx <command> --help                          the options of a command"
+    )

@@ -1,0 +1,56 @@
+"""`phalanx config show`: every setting, its value, and where the value comes from."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+from phalanx.cli.flags import FlagParser, add_config_flags, given_settings
+from phalanx.config import GROUPS, Resolved, resolve, write_toml
+from phalanx.errors import UsageError, unknown_name
+from phalanx.recipes import load_recipe
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_HELP = "Show every setting, its value and where it comes from: default, recipe, file, environment or flag."
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run the verb."""
+    parser = FlagParser(prog="phalanx config show", description=_HELP)
+    parser.add_argument("recipe", nargs="?", help="show the settings as this recipe would run")
+    parser.add_argument("--toml", action="store_true", help="write TOML that --config reads back")
+    add_config_flags(parser)
+    words = list(arguments)
+    if not words or words[0] in {"-h", "--help"}:
+        parser.print_help()
+        return 0
+    if words[0] != "show":
+        raise UsageError(unknown_name("config command", words[0], ["show"]), hint="Write: phalanx config show")
+    namespace = parser.parse_all(words[1:])
+    recipe = load_recipe(namespace.recipe) if namespace.recipe else None
+    resolved = resolve(
+        given_settings(namespace),
+        given_as="flag",
+        file=namespace.config,
+        recipe=recipe.settings if recipe else None,
+        recipe_name=recipe.name if recipe else "",
+    )
+    print(write_toml(resolved.config) if namespace.toml else _table(resolved))
+    return 0
+
+
+def _table(resolved: Resolved) -> str:
+    lines = []
+    for group in GROUPS:
+        lines.append(_bold(group.__name__))
+        for name in group.__dataclass_fields__:
+            value, origin = getattr(resolved.config, name), resolved.origins[name]
+            shown = "-" if value is None else str(value)
+            lines.append(f"  {name:<28} {shown:<24} {origin if origin == 'default' else _bold(origin)}")
+    return "\n".join(lines)
+
+
+def _bold(text: str) -> str:
+    return f"\033[1m{text}\033[0m" if sys.stdout.isatty() else text

@@ -1,0 +1,95 @@
+"""Flags made from the config's fields: one help text, one default, one check for all doors."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from phalanx.config import FIELDS, GROUPS, parse_text
+from phalanx.config.option import kinds
+from phalanx.errors import UsageError, nearest
+
+if TYPE_CHECKING:
+    import dataclasses
+    from collections.abc import Iterable, Sequence
+
+_BARE = "<bare flag>"
+
+
+class FlagParser(argparse.ArgumentParser):
+    """An argument parser that speaks our error style and reports every unknown flag at once."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, formatter_class=_Help, **options)
+
+    def error(self, message: str) -> NoReturn:
+        """Raise what argparse would print."""
+        raise UsageError(message, hint=f"See {self.prog} --help")
+
+    def parse_all(self, arguments: Sequence[str]) -> argparse.Namespace:
+        """Parse, and name every unknown flag with the nearest known one."""
+        known, unknown = self.parse_known_args(list(arguments))
+        if unknown:
+            flags = [flag for action in self._actions for flag in action.option_strings]
+            raise UsageError("\n  ".join(_unknown(word, flags) for word in unknown), hint=f"See {self.prog} --help")
+        return known
+
+
+class _Help(argparse.HelpFormatter):
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=34, width=110)
+
+
+def _unknown(word: str, flags: Iterable[str]) -> str:
+    if not word.startswith("-"):
+        return f"unexpected argument '{word}'. A script's own arguments go after --."
+    name = word.split("=", 1)[0]
+    close = nearest(name, flags)
+    return f"unknown flag '{name}'.{f' Did you mean {close}?' if close else ''}"
+
+
+def add_config_flags(parser: argparse.ArgumentParser) -> None:
+    """Add a flag for every field of the config, in its groups."""
+    parser.add_argument("--config", metavar="FILE", help="a TOML file with settings; flags win over it")
+    for group in GROUPS:
+        section = parser.add_argument_group(group.__name__.lower(), (group.__doc__ or "").rstrip("."))
+        for name in group.__dataclass_fields__:
+            _add_flag(section, name)
+
+
+def _add_flag(section: argparse._ArgumentGroup, name: str) -> None:
+    field = FIELDS[name]
+    flag = "--" + name.replace("_", "-")
+    text = _help_text(field)
+    members = kinds(field)
+    if "bool" not in members:
+        section.add_argument(flag, dest=name, default=argparse.SUPPRESS, metavar=_metavar(field), help=text)
+        return
+    optional = {"nargs": "?", "const": _BARE} if "str" in members else {"action": "store_const", "const": _BARE}
+    section.add_argument(flag, dest=name, default=argparse.SUPPRESS, help=text, **optional)  # type: ignore[arg-type]
+    section.add_argument(
+        f"--no-{flag[2:]}",
+        dest=name,
+        action="store_const",
+        const="false",
+        default=argparse.SUPPRESS,
+        help=argparse.SUPPRESS,
+    )
+
+
+def _help_text(field: dataclasses.Field[Any]) -> str:
+    default = "" if field.default is None else f" [{field.default}]"
+    return f"{field.metadata['help']}{default}".replace("%", "%%")
+
+
+def _metavar(field: dataclasses.Field[Any]) -> str:
+    choices = field.metadata["choices"]
+    if choices is not None:
+        return "|".join(str(choice) for choice in choices if choice is not None)
+    return {"int": "N", "float": "X", "str": "TEXT"}[kinds(field)[0]]
+
+
+def given_settings(namespace: argparse.Namespace) -> dict[str, Any]:
+    """Return the settings that were given as flags, read by the config's own rules."""
+    given = {name: value for name, value in vars(namespace).items() if name in FIELDS}
+    return {name: True if text == _BARE else parse_text(FIELDS[name], text) for name, text in given.items()}

@@ -1,0 +1,156 @@
+"""`phalanx train`: a recipe, a script or a module on N ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from phalanx.cli.flags import FlagParser, add_config_flags, given_settings
+from phalanx.config import Resolved, resolve
+from phalanx.errors import UsageError
+from phalanx.launch import CallTarget, ModuleTarget, ScriptTarget, count_gpus, launch, prestart
+from phalanx.recipes import Recipe, load_recipe, recipe_names
+from phalanx.trainers.folders import choose_run_dir, make_run_dir
+from phalanx.trainers.launching import launch_spec
+from phalanx.trainers.terminal import open_console
+from phalanx.world.env import read_rank_env
+from phalanx.world.layout import Layout, plan_layout
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Sequence
+
+    from phalanx.config import DistributedConfig
+    from phalanx.launch.spec import Target
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run the verb."""
+    words, own = _split(list(arguments))
+    parser = _parser()
+    if not words:
+        parser.print_help()
+        return 0
+    namespace = parser.parse_all(words)
+    recipe = _check_target(namespace, own)
+    resolved = resolve(
+        given_settings(namespace),
+        given_as="flag",
+        file=namespace.config,
+        recipe=recipe.settings if recipe else None,
+        recipe_name=recipe.name if recipe else "",
+    )
+    target = _target(namespace, own)
+    if target is not None:
+        target.check()
+    if read_rank_env() is not None:  # horovodrun, srun, torchrun or mpirun started us: be the rank, start none
+        return _be_the_rank(recipe, resolved, target)
+    layout = plan_layout(resolved.config, count_gpus())
+    prestart()
+    return _launch(recipe, resolved, target, layout)
+
+
+def _split(words: list[str]) -> tuple[list[str], list[str]]:
+    """Part our words from the script's own, which follow --."""
+    place = words.index("--") if "--" in words else len(words)
+    return words[:place], words[place + 1 :]
+
+
+def _parser() -> FlagParser:
+    recipes = "\n".join(f"  {name}: {load_recipe(name).summary}" for name in recipe_names())
+    parser = FlagParser(
+        prog="phalanx train",
+        usage="phalanx train <recipe> | --script FILE | -m MODULE [options] [-- the script's own arguments]",
+        description="Train on N ranks.",
+        epilog=f"recipes: {', '.join(recipe_names())}. " + " ".join(recipes.split("\n")),
+    )
+    parser.add_argument("recipe", nargs="?", help=f"a built-in recipe: {', '.join(recipe_names())}")
+    parser.add_argument("--script", metavar="FILE", help="a Python script that runs under torchrun")
+    parser.add_argument("-m", "--module", metavar="MODULE", help="a module, as in python -m MODULE")
+    add_config_flags(parser)
+    return parser
+
+
+def _check_target(namespace: argparse.Namespace, own: list[str]) -> Recipe | None:
+    named = [name for name in ("recipe", "script", "module") if getattr(namespace, name)]
+    if len(named) != 1:
+        what = "nothing to train was named" if not named else f"{' and '.join(named)} were both given"
+        raise UsageError(
+            what,
+            hint="Write: phalanx train digits, phalanx train --script train.py, or phalanx train -m package.train",
+        )
+    if namespace.recipe and own:
+        raise UsageError(f"a recipe takes no arguments of its own; got: {shlex.join(own)}")
+    return load_recipe(namespace.recipe) if namespace.recipe else None
+
+
+def _target(namespace: argparse.Namespace, own: list[str]) -> ScriptTarget | ModuleTarget | None:
+    if namespace.script:
+        return ScriptTarget(namespace.script, tuple(own))
+    return ModuleTarget(namespace.module, tuple(own)) if namespace.module else None
+
+
+def _name(recipe: Recipe | None, target: ScriptTarget | ModuleTarget | None) -> str:
+    if recipe is not None:
+        return recipe.name
+    return Path(target.path).stem if isinstance(target, ScriptTarget) else target.name if target else "run"
+
+
+def _launch(
+    recipe: Recipe | None, resolved: Resolved, script: ScriptTarget | ModuleTarget | None, layout: Layout
+) -> int:
+    """Start the ranks, show them, and return how it ended."""
+    config = resolved.config.replace(device=layout.device)
+    run_dir = make_run_dir(choose_run_dir(config, _name(recipe, script)))
+    folder = Path(tempfile.mkdtemp(prefix="phalanx-run-"))
+    try:
+        target: Target = script if script is not None else _recipe_target(recipe, config, run_dir, folder)
+        env = _rank_environment(resolved, config, run_dir)
+        spec = launch_spec(config, layout, target, run_dir / "logs", env=env)
+        with open_console(config) as console:
+            result = launch(spec, console)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    if result.failure is not None:
+        print(result.failure, file=sys.stderr)
+    return result.exit_code
+
+
+def _recipe_target(recipe: Recipe | None, config: DistributedConfig, run_dir: Path, folder: Path) -> CallTarget:
+    assert recipe is not None, "either a recipe or a script was named"
+    request = {"recipe": recipe.name, "config": config.to_dict(), "run_dir": str(run_dir)}
+    payload = folder / "recipe.json"
+    payload.write_text(json.dumps(request), encoding="utf-8")
+    return CallTarget("phalanx.worker:run_recipe_file", str(payload))
+
+
+def _rank_environment(resolved: Resolved, config: DistributedConfig, run_dir: Path | None = None) -> dict[str, str]:
+    """Hand the settings that were given down to a trainer inside the script, where its own arguments win."""
+    given = {name: getattr(config, name) for name, origin in resolved.origins.items() if origin != "default"}
+    if run_dir is not None:
+        given |= {"run_dir": str(run_dir), "device": config.device}
+    return {f"PHALANX_{name.upper()}": _as_text(value) for name, value in given.items()}
+
+
+def _as_text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else "none" if value is None else str(value)
+
+
+def _be_the_rank(recipe: Recipe | None, resolved: Resolved, target: ScriptTarget | ModuleTarget | None) -> int:
+    if recipe is None:
+        from phalanx.launch.target import run_target
+
+        assert target is not None, "either a recipe or a script was named"
+        os.environ.update(_rank_environment(resolved, resolved.config))
+        run_target(target, sys.path)
+        return 0
+    from phalanx.trainers.recipe import run_recipe
+
+    run_recipe(recipe.name, resolved.config, None)
+    return 0

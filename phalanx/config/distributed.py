@@ -1,0 +1,135 @@
+"""`DistributedConfig`: every setting of a run as flat, frozen, plain data. Importable without torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from phalanx.config.groups import (
+    BACKENDS,
+    GROUPS,
+    Checkpointing,
+    Communication,
+    Elasticity,
+    Monitoring,
+    Optimization,
+    Parallelism,
+    Resources,
+    Training,
+)
+from phalanx.config.option import problem
+from phalanx.errors import ConfigError, nearest
+
+_FREQUENCY = re.compile(r"^\s*(\d+)\s*(epochs?|steps?)?\s*$")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistributedConfig(
+    Resources, Parallelism, Training, Optimization, Communication, Checkpointing, Monitoring, Elasticity
+):
+    """All settings of a run. Building one checks every value and reports all mistakes at once."""
+
+    if not TYPE_CHECKING:  # type checkers and editors see the dataclass's own signature
+
+        def __init__(self, **values: Any) -> None:
+            unknown = [unknown_field(name) for name in values if name not in FIELDS]
+            for name, field in FIELDS.items():
+                object.__setattr__(self, name, values.get(name, field.default))
+            mistakes = unknown + self._mistakes()
+            if mistakes:
+                raise ConfigError(mistakes)
+
+    def _mistakes(self) -> list[str]:
+        wrong = {name: text for name, field in FIELDS.items() if (text := problem(field, getattr(self, name)))}
+        if not wrong.keys() & {"num_workers", "num_gpus", "num_nodes", "gpus_per_node", "node_rank"}:
+            wrong.update(_rank_arithmetic(self))
+        if "checkpoint_frequency" not in wrong and not _frequency_is_valid(self.checkpoint_frequency):
+            wrong["checkpoint_frequency"] = (
+                f"checkpoint_frequency = {self.checkpoint_frequency!r}: "
+                "expected a number of epochs (10), or '500 steps'."
+            )
+        if (
+            "warmup" not in wrong
+            and isinstance(self.warmup, float)
+            and self.warmup >= 1
+            and not self.warmup.is_integer()
+        ):
+            wrong["warmup"] = (
+                f"warmup = {self.warmup}: a share of the run is below 1 (0.1), a number of steps is whole (500)."
+            )
+        return list(wrong.values())
+
+    @property
+    def total_ranks(self) -> int | None:
+        """Ranks of the whole job as asked for, or None when the machine is to decide."""
+        if self.num_workers is not None or self.num_gpus is not None:
+            return self.num_workers or self.num_gpus
+        return None if self.gpus_per_node is None else self.gpus_per_node * self.num_nodes
+
+    @property
+    def launcher(self) -> str:
+        """Who starts the ranks."""
+        return BACKENDS[self.backend][0]
+
+    @property
+    def resolved_strategy(self) -> str:
+        """Who keeps the ranks in step."""
+        return BACKENDS[self.backend][1] if self.strategy == "auto" else self.strategy
+
+    @property
+    def checkpoint_every(self) -> tuple[int, str] | None:
+        """Return (n, "epochs" | "steps"), or None when no periodic checkpoint is wanted."""
+        if self.checkpoint_frequency is None:
+            return None
+        match = _FREQUENCY.match(str(self.checkpoint_frequency))
+        assert match is not None, "checked when the config was built"
+        return int(match[1]), "steps" if (match[2] or "").startswith("step") else "epochs"
+
+    def replace(self, **changes: Any) -> DistributedConfig:
+        """Return a copy with some values changed, checked anew."""
+        return DistributedConfig(**{**self.to_dict(), **changes})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the values by field name."""
+        return {name: getattr(self, name) for name in FIELDS}
+
+
+FIELDS: dict[str, dataclasses.Field[Any]] = {
+    field.name: field for group in GROUPS for field in dataclasses.fields(group)
+}
+"""Every field by name, in the order of the groups."""
+
+
+def unknown_field(name: str) -> str:
+    """Say that `name` is no setting, and which one was probably meant."""
+    close = nearest(name.replace("-", "_"), FIELDS)
+    guess = f" Did you mean '{close}'?" if close else " `phalanx config show` lists all of them."
+    return f"unknown setting '{name}'.{guess}"
+
+
+def _frequency_is_valid(value: int | str | None) -> bool:
+    if value is None:
+        return True
+    match = _FREQUENCY.match(str(value))
+    return match is not None and int(match[1]) > 0
+
+
+def _rank_arithmetic(config: DistributedConfig) -> dict[str, str]:
+    """Check num_workers, num_gpus, num_nodes, gpus_per_node and node_rank against each other."""
+    wrong: dict[str, str] = {}
+    workers, gpus, nodes, per_node = config.num_workers, config.num_gpus, config.num_nodes, config.gpus_per_node
+    if workers is not None and gpus is not None and workers != gpus:
+        wrong["num_workers"] = f"num_workers = {workers} and num_gpus = {gpus} name the same thing: give one of them."
+    total = workers if workers is not None else gpus
+    name = "num_workers" if workers is not None else "num_gpus"
+    if total is not None and per_node is not None and total != nodes * per_node:
+        wrong["gpus_per_node"] = (
+            f"{name} = {total} is not num_nodes x gpus_per_node = {nodes} x {per_node} = {nodes * per_node}."
+        )
+    elif total is not None and total % nodes:
+        wrong["num_nodes"] = f"{name} = {total} cannot be spread evenly over num_nodes = {nodes}."
+    if config.node_rank is not None and config.node_rank >= nodes:
+        wrong["node_rank"] = f"node_rank = {config.node_rank}: must be below num_nodes = {nodes}."
+    return wrong

@@ -1,0 +1,144 @@
+"""The fields of `DistributedConfig`, in small groups. Each field is a Python argument, a flag and a TOML key."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from phalanx.config.option import option
+
+BACKENDS: dict[str, tuple[str, str]] = {"pytorch-ddp": ("local", "ddp")}
+"""A backend is only a name for a pair (launcher, strategy)."""
+
+STRATEGIES = ("auto", "ddp")
+OPTIMIZERS = ("adamw", "adam", "sgd", "rmsprop", "adagrad")
+LR_SCHEDULES = ("constant", "linear", "cosine", "inverse-sqrt")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resources:
+    """How many ranks, where."""
+
+    num_workers: int | None = option(
+        None, "ranks in the whole job, on any device (default: every GPU, or 1 on CPU)", minimum=1
+    )
+    num_gpus: int | None = option(None, "the same as num_workers, for CUDA", minimum=1)
+    num_nodes: int = option(1, "machines in the job", minimum=1)
+    gpus_per_node: int | None = option(None, "ranks on each machine (default: num_workers / num_nodes)", minimum=1)
+    node_rank: int | None = option(None, "which machine this is, from 0 (with num_nodes > 1)", minimum=0)
+    rdzv_endpoint: str | None = option(None, "host:port where the machines meet (with num_nodes > 1)")
+    device: str = option("auto", "where the ranks compute", choices=("auto", "cuda", "cpu"))
+    threads_per_rank: int | None = option(None, "CPU threads of each rank (default: cores / ranks)", minimum=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parallelism:
+    """Who starts the ranks and who keeps them in step."""
+
+    backend: str = option("pytorch-ddp", "a launcher and a strategy under one name", choices=tuple(BACKENDS))
+    strategy: str = option("auto", "how the ranks share the work (auto: the backend's own)", choices=STRATEGIES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """What is trained, for how long, at which rate."""
+
+    batch_size: int | None = option(
+        None, "samples per rank and micro-batch (default: the DataLoader's own, or 32)", minimum=1
+    )
+    epochs: int | None = option(None, "passes over the data (default: 1, or as many as max_steps needs)", minimum=1)
+    max_steps: int | None = option(None, "stop after this many optimizer steps, whatever the epoch", minimum=1)
+    learning_rate: float = option(1e-3, "peak learning rate, before lr_scaling", above=0)
+    optimizer: str = option("adamw", "optimizer, when none is given in Python", choices=OPTIMIZERS)
+    momentum: float = option(0.9, "momentum of sgd and rmsprop", minimum=0)
+    weight_decay: float = option(0.0, "decay of weights (decoupled for adamw)", minimum=0)
+    lr_schedule: str = option("constant", "shape of the learning rate after warm-up", choices=LR_SCHEDULES)
+    warmup: int | float = option(0, "warm-up: a number of steps (500), or a share of the run (0.1)", minimum=0)
+    lr_scaling: str = option("none", "scale learning_rate with the global batch", choices=("none", "linear", "sqrt"))
+    base_batch_size: int | None = option(
+        None, "the batch that learning_rate was chosen for (with lr_scaling)", minimum=1
+    )
+    seed: int = option(0, "seed of weights, sample order and dropout", minimum=0)
+    deterministic: bool = option(False, "use deterministic kernels only (slower)")
+    drop_last: bool | None = option(None, "drop the ragged last global batch (default: as the DataLoader says)")
+    data_dir: str | None = option(None, "folder of a recipe's data files (mnist, imagefolder)")
+    eval_every: int = option(1, "evaluate every this many epochs (0: only at the end)", minimum=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimization:
+    """Precision, accumulation, clipping, compilation."""
+
+    mixed_precision: bool | str = option(
+        False,
+        "false, bf16, fp16 (with loss scaling), or true: fp16 on CUDA, bf16 on CPU",
+        choices=(False, True, "fp16", "bf16"),
+    )
+    scaler_init_scale: float = option(65536.0, "first loss scale of fp16", above=0)
+    scaler_growth_interval: int = option(2000, "steps without overflow before the loss scale doubles", minimum=1)
+    gradient_accumulation_steps: int = option(1, "micro-batches added up for one optimizer step", minimum=1)
+    gradient_clipping: float | None = option(None, "largest global gradient norm", above=0)
+    compile: bool = option(False, "compile the model with torch.compile")
+    activation_checkpointing: bool = option(
+        False, "recompute each repeated block in backward instead of keeping its activations"
+    )
+    on_nonfinite: str = option("stop", "a NaN or infinite loss: stop, or skip that step", choices=("stop", "skip"))
+    loss_weighting: str = option(
+        "samples",
+        "how micro-batches of unequal size are weighed: by samples, or by label tokens",
+        choices=("samples", "tokens"),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Communication:
+    """How gradients travel."""
+
+    communication_backend: str | None = option(
+        None, "nccl, gloo or mpi (default: nccl on CUDA, gloo on CPU)", choices=(None, "nccl", "gloo", "mpi")
+    )
+    find_unused_parameters: bool = option(False, "let parameters be unused in a step (costs a graph walk each step)")
+    bucket_cap_mb: float = option(25.0, "size of a gradient bucket in MB", above=0)
+    timeout: float = option(600.0, "seconds a rank waits for the others before it gives up", above=0)
+    start_timeout: float | None = option(
+        None, "seconds until every rank must have started (default: no limit for scripts)", above=0
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpointing:
+    """What is kept, how often, and where a run goes on."""
+
+    checkpoint_dir: str | None = option(
+        None, "where checkpoints go (default: <run_dir>/checkpoints when checkpoint_frequency is set)"
+    )
+    checkpoint_frequency: int | str | None = option(None, "every n epochs (10), or every n steps ('500 steps')")
+    keep_last: int | None = option(3, "how many checkpoints of this run to keep (none: all)", minimum=1)
+    resume_from_checkpoint: bool | str = option(
+        False, "true: the newest complete one of checkpoint_dir, if any; or a path"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Monitoring:
+    """What is written down and shown."""
+
+    run_dir: str | None = option(None, "folder of this run: config, logs, events (default: runs/<name>-<time>)")
+    name: str | None = option(None, "name of the run (default: the recipe, script or model)")
+    tensorboard: bool = option(False, "write TensorBoard files")
+    tensorboard_dir: str | None = option(None, "where (default: <run_dir>/tensorboard); giving it turns tensorboard on")
+    mlflow_tracking: bool = option(False, "log to MLflow (extra: phalanx[mlflow])")
+    mlflow_experiment: str | None = option(None, "MLflow experiment; giving it turns mlflow_tracking on")
+    log_every_n_steps: int = option(10, "read losses and report every this many steps", minimum=1)
+    progress: bool = option(True, "show the progress bar or lines")
+    console_ranks: str = option("0", "whose output the console shows", choices=("0", "all"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Elasticity:
+    """What happens when ranks fail or are told to stop."""
+
+    max_restarts: int = option(0, "restart all ranks this many times after a failure", minimum=0)
+    stop_grace: float = option(4.5, "seconds between asking ranks to stop and killing them", above=0)
+
+
+GROUPS = (Resources, Parallelism, Training, Optimization, Communication, Checkpointing, Monitoring, Elasticity)

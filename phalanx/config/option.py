@@ -1,0 +1,108 @@
+"""One field, one door: an `option` carries its help text and its limits, and every value passes through the same check.
+
+The text of an annotation (`int | None`, `bool | str`) is the field's type for Python arguments, TOML keys,
+environment variables and flags alike.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+from phalanx.errors import nearest
+
+_TRUE = {"true", "yes", "on"}
+_FALSE = {"false", "no", "off"}
+
+
+def option(
+    default: Any,
+    help: str,
+    *,
+    choices: tuple[Any, ...] | None = None,
+    minimum: float | None = None,
+    above: float | None = None,
+) -> Any:
+    """Declare a configuration field: its default, its one help text and what it allows."""
+    return dataclasses.field(
+        default=default, metadata={"help": help, "choices": choices, "minimum": minimum, "above": above}
+    )
+
+
+def kinds(field: dataclasses.Field[Any]) -> tuple[str, ...]:
+    """Return the member types of a field's annotation, such as ("int", "None")."""
+    return tuple(part.strip() for part in str(field.type).split("|"))
+
+
+def parse_text(field: dataclasses.Field[Any], text: str) -> Any:
+    """Read a value that arrived as text (flag, environment); what cannot be read stays text, for `problem` to name."""
+    members = kinds(field)
+    lowered = text.strip().lower()
+    if "None" in members and lowered in {"none", "null", ""}:
+        return None
+    if "bool" in members and lowered in _TRUE | _FALSE:
+        return lowered in _TRUE
+    for kind, read in (("int", int), ("float", float)):
+        if kind in members:
+            try:
+                return read(text.replace("_", ""))
+            except ValueError:
+                continue
+    return text
+
+
+def problem(field: dataclasses.Field[Any], value: Any) -> str | None:
+    """Say what is wrong with `value` for this field, or None when it is fine."""
+    if not any(_is_a(value, kind) for kind in kinds(field)):
+        return f"{field.name} = {value!r}: expected {_expected(field)}."
+    choices = field.metadata["choices"]
+    if choices is not None and not any(
+        value is choice or (value == choice and type(value) is type(choice)) for choice in choices
+    ):
+        if isinstance(value, str):
+            close = nearest(value, [choice for choice in choices if isinstance(choice, str)])
+            guess = f" Did you mean {close!r}?" if close else ""
+        else:
+            guess = ""
+        return f"{field.name} = {value!r}: not one of {_listed(choices)}.{guess}"
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return _out_of_range(field, value)
+    return None
+
+
+def _out_of_range(field: dataclasses.Field[Any], value: float) -> str | None:
+    minimum, above = field.metadata["minimum"], field.metadata["above"]
+    if not math.isfinite(value):
+        return f"{field.name} = {value!r}: must be a finite number."
+    if minimum is not None and value < minimum:
+        return f"{field.name} = {value!r}: must be {minimum} or more."
+    if above is not None and value <= above:
+        return f"{field.name} = {value!r}: must be greater than {above}."
+    return None
+
+
+def _is_a(value: Any, kind: str) -> bool:
+    match kind:
+        case "None":
+            return value is None
+        case "bool":
+            return isinstance(value, bool)
+        case "int":
+            return isinstance(value, int) and not isinstance(value, bool)
+        case "float":
+            return isinstance(value, (int, float)) and not isinstance(value, bool)
+        case "str":
+            return isinstance(value, str)
+    raise TypeError(f"a config field has the unsupported type {kind!r}")
+
+
+def _expected(field: dataclasses.Field[Any]) -> str:
+    if field.metadata["choices"] is not None:
+        return "one of " + _listed(field.metadata["choices"])
+    words = {"None": "nothing", "bool": "true or false", "int": "a whole number", "float": "a number", "str": "text"}
+    return " or ".join(words[kind] for kind in kinds(field) if kind != "None")
+
+
+def _listed(choices: tuple[Any, ...]) -> str:
+    return ", ".join(str(choice).lower() if isinstance(choice, bool) else repr(choice) for choice in choices)

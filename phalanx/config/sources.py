@@ -1,0 +1,121 @@
+"""Where a value comes from: default, then TOML file, then environment, then flag or argument; the later one wins."""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from phalanx.config.distributed import FIELDS, DistributedConfig, unknown_field
+from phalanx.config.option import parse_text
+from phalanx.errors import ConfigError, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+ENV_PREFIX = "PHALANX_"
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A checked config and, for each field, where its value came from."""
+
+    config: DistributedConfig
+    origins: dict[str, str]
+
+
+def resolve(
+    given: Mapping[str, Any],
+    *,
+    given_as: str = "argument",
+    file: str | Path | None = None,
+    recipe: Mapping[str, Any] | None = None,
+    recipe_name: str = "",
+    environ: Mapping[str, str] | None = None,
+) -> Resolved:
+    """Merge all sources into one checked config; every mistake of every source is reported together."""
+    layers = [
+        (f"recipe {recipe_name}", dict(recipe or {})),
+        (f"file {file}", read_toml(file) if file is not None else {}),
+        ("environment", _from_environment(os.environ if environ is None else environ)),
+        (given_as, dict(given)),
+    ]
+    values: dict[str, Any] = {}
+    origins = dict.fromkeys(FIELDS, "default")
+    mistakes: list[str] = []
+    for origin, layer in layers:
+        for name, value in layer.items():
+            if name not in FIELDS:
+                mistakes.append(f"{unknown_field(name)} ({origin})")
+                continue
+            values[name] = value
+            origins[name] = f"environment {ENV_PREFIX}{name.upper()}" if origin == "environment" else origin
+    try:
+        config = DistributedConfig(**values)
+    except ConfigError as error:
+        mistakes += [_with_origin(text, origins) for text in error.problems]
+    if mistakes:
+        raise ConfigError(mistakes)
+    return Resolved(config, origins)
+
+
+def read_toml(path: str | Path) -> dict[str, Any]:
+    """Read a run's TOML file: flat keys, or keys under any table (tables only group them)."""
+    try:
+        document = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UsageError(
+            f"no such config file: {path}", hint="Write one with: phalanx config show --toml > run.toml"
+        ) from None
+    except IsADirectoryError:
+        raise UsageError(f"{path} is a directory, not a TOML file") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} is not valid TOML: {error}") from None
+    flat: dict[str, Any] = {}
+    for key, value in document.items():
+        flat.update(value if isinstance(value, dict) else {key: value})
+    return {key.replace("-", "_"): _none_text(value) for key, value in flat.items()}
+
+
+def write_toml(config: DistributedConfig) -> str:
+    """Return the config as TOML that `--config` reads back; unset values stand as comments."""
+    lines = []
+    for name, field in FIELDS.items():
+        value = getattr(config, name)
+        lines.append(f"# {field.metadata['help']}")
+        lines.append(
+            f"# {name} = (unset)" if value is None and field.default is None else f"{name} = {_toml_value(value)}"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _none_text(value: Any) -> Any:
+    """TOML has no null: the text "none" stands for it where a field can be unset."""
+    return None if value == "none" else value
+
+
+def _toml_value(value: Any) -> str:
+    if value is None:
+        return '"none"'
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+        return f'"{escaped}"'
+    return repr(value)
+
+
+def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
+    """Read PHALANX_<FIELD> variables; other PHALANX_ variables are the launcher's own."""
+    return {
+        name: parse_text(field, environ[ENV_PREFIX + name.upper()])
+        for name, field in FIELDS.items()
+        if ENV_PREFIX + name.upper() in environ
+    }
+
+
+def _with_origin(text: str, origins: Mapping[str, str]) -> str:
+    origin = origins.get(text.split(" ", 1)[0], "default")
+    return text if origin == "default" else f"{text} ({origin})"

@@ -1,0 +1,144 @@
+"""Moving batches to the device: any nesting, and on CUDA one batch ahead of the computation."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from phalanx.data.order import MicroInfo
+
+
+def map_batch(batch: Any, function: Callable[[Any], Any], is_leaf: Callable[[Any], bool]) -> Any:
+    """Rebuild `batch` with `function` applied to every leaf of its lists, (named) tuples, mappings and dataclasses."""
+    if is_leaf(batch):
+        return function(batch)
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(map_batch(part, function, is_leaf) for part in batch))
+    if isinstance(batch, (list, tuple)):
+        return type(batch)([map_batch(part, function, is_leaf) for part in batch])
+    if isinstance(batch, Mapping):
+        return _map_mapping(batch, function, is_leaf)
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        return _map_dataclass(batch, function, is_leaf)
+    return batch
+
+
+def to_device(batch: Any, device: torch.device | str, *, non_blocking: bool = False) -> Any:
+    """Return `batch` on `device`; objects with a `.to` of their own (BatchEncoding, graphs) move themselves."""
+
+    def move(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor) or _takes_non_blocking(type(leaf).to):
+            return leaf.to(device, non_blocking=non_blocking)
+        return leaf.to(device)
+
+    return map_batch(batch, move, _can_move)
+
+
+def pin(batch: Any) -> Any:
+    """Return `batch` in page-locked memory, from where a copy to the accelerator runs beside the computation."""
+
+    def pinned(leaf: Any) -> Any:
+        return leaf if isinstance(leaf, torch.Tensor) and leaf.device.type != "cpu" else leaf.pin_memory()
+
+    return map_batch(batch, pinned, lambda part: callable(getattr(part, "pin_memory", None)))
+
+
+def batch_length(batch: Any) -> int:
+    """Return how many samples a ready-made batch holds: the size of dimension 0 of its first tensor."""
+    if isinstance(batch, torch.Tensor):
+        return batch.shape[0] if batch.ndim else 1
+    if isinstance(batch, Mapping):
+        return batch_length(next(iter(batch.values()))) if batch else 0
+    if isinstance(batch, (list, tuple)) and batch:
+        return len(batch) if not _holds_tensors(batch[0]) else batch_length(batch[0])
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        return batch_length(getattr(batch, dataclasses.fields(batch)[0].name))
+    shape = getattr(batch, "shape", None)
+    if shape:
+        return int(shape[0])
+    return len(batch) if hasattr(batch, "__len__") else 1
+
+
+def staged(
+    pairs: Iterator[tuple[MicroInfo, Any]], device: torch.device, *, pin_first: bool
+) -> Iterator[tuple[MicroInfo, Any]]:
+    """Put each batch on `device`: on CUDA by a side stream, one batch ahead; on the CPU at no cost."""
+    if device.type == "cpu":
+        return pairs
+    if device.type == "cuda":
+        return _one_ahead(pairs, device, pin_first=pin_first)
+    return ((info, to_device(batch, device, non_blocking=True)) for info, batch in pairs)
+
+
+def _one_ahead(
+    pairs: Iterator[tuple[MicroInfo, Any]], device: torch.device, *, pin_first: bool
+) -> Iterator[tuple[MicroInfo, Any]]:
+    side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def stage(pair: tuple[MicroInfo, Any]) -> tuple[MicroInfo, Any]:
+        batch = pin(pair[1]) if pin_first else pair[1]
+        with torch.cuda.stream(side):
+            return pair[0], to_device(batch, device, non_blocking=True)
+
+    following = next(pairs, None)
+    ahead = stage(following) if following is not None else None
+    while ahead is not None:
+        ready = ahead
+        # Before the next copy is queued, so that the computation waits for its own batch only.
+        _hand_over(ready[1], side, device)
+        following = next(pairs, None)
+        ahead = stage(following) if following is not None else None
+        yield ready
+
+
+def _hand_over(batch: Any, side: torch.cuda.Stream, device: torch.device) -> None:
+    """Make the computing stream wait for the copy, and keep the memory until the computation is done with it."""
+    current = torch.cuda.current_stream(device)
+    current.wait_stream(side)
+
+    def record(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or leaf.is_cuda:
+            leaf.record_stream(current)
+        return leaf
+
+    map_batch(batch, record, lambda part: callable(getattr(part, "record_stream", None)))
+
+
+def _can_move(part: Any) -> bool:
+    return isinstance(part, torch.Tensor) or callable(getattr(part, "to", None))
+
+
+@lru_cache(maxsize=64)
+def _takes_non_blocking(move: Callable[..., Any]) -> bool:
+    parameters = inspect.signature(move).parameters.values()
+    return any(each.name == "non_blocking" or each.kind is each.VAR_KEYWORD for each in parameters)
+
+
+def _holds_tensors(part: Any) -> bool:
+    return isinstance(part, (torch.Tensor, Mapping, list, tuple)) or hasattr(part, "shape")
+
+
+def _map_mapping(batch: Any, function: Callable[[Any], Any], is_leaf: Callable[[Any], bool]) -> Any:
+    if type(batch) is dict:
+        return {key: map_batch(value, function, is_leaf) for key, value in batch.items()}
+    moved = copy.copy(batch)
+    for key, value in batch.items():
+        moved[key] = map_batch(value, function, is_leaf)
+    return moved
+
+
+def _map_dataclass(batch: Any, function: Callable[[Any], Any], is_leaf: Callable[[Any], bool]) -> Any:
+    moved = copy.copy(batch)
+    for field in dataclasses.fields(batch):
+        # object.__setattr__ reaches frozen dataclasses and fields that __init__ does not take.
+        object.__setattr__(moved, field.name, map_batch(getattr(batch, field.name), function, is_leaf))
+    return moved

@@ -1,0 +1,201 @@
+"""Cutting a stream into the micro-batches of one rank.
+
+The stream is taken to be the same on every rank: block `b` of `batch_size` samples belongs to rank `b % dp_size`, so
+that again the position alone says who gets what. Each rank reads past the blocks of the others. A data set with
+`shard(num_shards, index)` is asked for its own part instead, and then nothing is read twice.
+"""
+
+from __future__ import annotations
+
+import itertools
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+
+from phalanx.data.device import batch_length
+from phalanx.data.gather import is_deterministic
+from phalanx.data.rng import derive_seed, rng_scope, seed_process
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from phalanx.data.order import Layout
+    from phalanx.data.sampler import Order
+
+
+class Block(NamedTuple):
+    """One micro-batch cut from a stream: `samples` is 0 for a stand-in, `batch` None where a resumed run skips it."""
+
+    batch: Any
+    samples: int
+    offset: int
+
+
+class Slot(NamedTuple):
+    """Which of a rank's worker processes this is."""
+
+    worker: int = 0
+    workers: int = 1
+    own_process: bool = False
+
+
+class BlockStream(IterableDataset[Block]):
+    """The blocks of one rank, in the order of the stream, in this process or dealt over worker processes."""
+
+    def __init__(
+        self, dataset: Any, layout: Layout, collate_fn: Callable[[Any], Any], *, seed: int, ready: bool, workers: int
+    ) -> None:
+        self.dataset = dataset
+        self._layout = layout
+        self._collate = collate_fn
+        self._seed = seed
+        self._ready = ready
+        self.items_per_block = 1 if ready else layout.batch_size
+        self._deterministic = is_deterministic(dataset)
+        self._slot: Slot | None = None
+        parts = layout.dp_size * max(workers, 1)
+        self.shards_itself = parts > 1 and _can_shard(dataset, parts)
+        # Shared with the worker processes, because persistent ones keep the copy of this object they were started with.
+        self._aim = torch.zeros(3, dtype=torch.int64)
+        if workers:
+            self._aim.share_memory_()  # type: ignore[no-untyped-call]
+
+    def aim(self, epoch: int, start: int, skipped: int) -> None:
+        """Set what the next iteration reads: the epoch, from sample `start` (or this rank's block `skipped`) on."""
+        self._aim.copy_(torch.tensor([epoch, start, skipped]))
+
+    def __iter__(self) -> Iterator[Block]:
+        self._slot = self._slot or _take_slot()
+        epoch, start, skipped = self._aim.tolist()
+        if callable(getattr(self.dataset, "set_epoch", None)):
+            self.dataset.set_epoch(epoch)
+        if self.shards_itself:
+            return self._own_shard(epoch, skipped, self._slot)
+        return self._dealt(epoch, start, self._slot)
+
+    def _dealt(self, epoch: int, start: int, slot: Slot) -> Iterator[Block]:
+        """Read everything, keep every `dp_size x workers`-th block; DataLoader's round robin restores their order."""
+        layout = self._layout
+        stride, mine = layout.dp_size * slot.workers, slot.worker * layout.dp_size + layout.dp_rank
+        reader = _Reader(self, self.dataset, (epoch,))
+        first = reader.skip(start)
+        number = 0
+        while items := reader.read(self.items_per_block):
+            first = first or items[:1]
+            if number % stride == mine:
+                yield reader.block(items)
+            number += 1
+        if number <= mine and slot.worker == 0 and first:
+            yield reader.block(first)._replace(samples=0)
+
+    def _own_shard(self, epoch: int, skipped: int, slot: Slot) -> Iterator[Block]:
+        layout = self._layout
+        index = layout.dp_rank * slot.workers + slot.worker
+        part = self.dataset.shard(num_shards=layout.dp_size * slot.workers, index=index)
+        reader = _Reader(self, part, (epoch, index))
+        number = slot.worker
+        while items := reader.read(self.items_per_block):
+            # The consumer leaves out the first `skipped` blocks it gets; those surely among them need no collating.
+            yield reader.block(items) if number >= skipped else Block(None, 0, 0)
+            number += slot.workers
+
+    def scope(self, *parts: int) -> AbstractContextManager[None]:
+        """Seed by position: every rank reads the same stream even where it shuffles, and so does a resumed one."""
+        if self._deterministic:
+            return nullcontext()
+        seed = derive_seed(self._seed, *parts)
+        if self._slot is not None and self._slot.own_process:
+            seed_process(seed)
+            return nullcontext()
+        return rng_scope(seed)
+
+    def size(self, items: list[Any]) -> int:
+        """Count the samples of a block."""
+        return batch_length(items[0]) if self._ready else len(items)
+
+    def collate(self, items: list[Any]) -> Any:
+        """Make the batch of a block."""
+        return self._collate(items[0] if self._ready else items)
+
+
+class _Reader:
+    """Reads a stream block by block, each under the random numbers of its position."""
+
+    def __init__(self, blocks: BlockStream, stream: Any, seed_parts: tuple[int, ...]) -> None:
+        self._blocks = blocks
+        self._seed_parts = seed_parts
+        self._ended = False
+        self.offset = 0
+        self._next_offset = 0
+        with blocks.scope(*seed_parts):
+            self._items = iter(stream)
+
+    def read(self, count: int) -> list[Any]:
+        """Return the next `count` samples, or fewer at the end."""
+        if self._ended:
+            return []
+        self.offset = self._next_offset
+        with self._blocks.scope(*self._seed_parts, self.offset):
+            items = list(itertools.islice(self._items, count))
+        self._ended = len(items) < count
+        self._next_offset += self._blocks.size(items) if items else 0
+        return items
+
+    def skip(self, start: int) -> list[Any]:
+        """Read up to sample `start`, cut as the first run did; return a sample to stand in where nothing is left."""
+        first: list[Any] = []
+        count = self._blocks.items_per_block
+        while self._next_offset < start:
+            items = self.read(min(count, start - self._next_offset))
+            if not items:
+                break
+            first = first or items[:1]
+        return first
+
+    def block(self, items: list[Any]) -> Block:
+        with self._blocks.scope(*self._seed_parts, self.offset, 1):
+            return Block(self._blocks.collate(items), self._blocks.size(items), self.offset)
+
+
+class ReadyItems(IterableDataset[Any]):
+    """A map-style data set whose items are whole batches, as a stream that shards itself."""
+
+    def __init__(self, dataset: Any, order: Order, *, epoch: int = 0, part: slice = slice(None)) -> None:
+        self.dataset = dataset
+        self._order = order
+        self._epoch = epoch
+        self._part = part
+
+    def set_epoch(self, epoch: int) -> None:
+        """Take the order of that epoch."""
+        self._epoch = epoch
+
+    def shard(self, num_shards: int, index: int) -> ReadyItems:
+        """Return every `num_shards`-th batch, from `index` on."""
+        return ReadyItems(self.dataset, self._order, epoch=self._epoch, part=slice(index, None, num_shards))
+
+    def __iter__(self) -> Iterator[Any]:
+        for index in self._order.indices(self._epoch)[self._part]:
+            yield self.dataset[index]
+
+
+def _can_shard(dataset: Any, parts: int) -> bool:
+    """Ask the type: some objects answer to every attribute. `num_shards` says into how many parts it can be cut."""
+    if not callable(getattr(type(dataset), "shard", None)):
+        return False
+    available = getattr(dataset, "num_shards", None)
+    return not isinstance(available, int) or available >= parts
+
+
+def _take_slot() -> Slot:
+    """Say which worker this is, and hide it from the user's data set.
+
+    Data sets split themselves by get_worker_info(); here the blocks are dealt to the workers, so each must see all.
+    """
+    info = get_worker_info()
+    if info is None:
+        return Slot()
+    torch.utils.data._utils.worker._worker_info = None
+    return Slot(info.id, info.num_workers, own_process=True)

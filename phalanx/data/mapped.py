@@ -1,0 +1,101 @@
+"""Micro-batches of a map-style data set: the epoch's plan, fetched here or by worker processes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from phalanx.data.fetch import BatchFetcher, Request
+from phalanx.data.rng import derive_seed
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch.utils.data import DataLoader
+
+    from phalanx.data.order import Layout, MicroInfo, Plan
+    from phalanx.data.sampler import Order
+    from phalanx.data.source import Source
+
+
+class _Requests:
+    """The index source of the inner DataLoader; re-aimed each epoch, as persistent workers keep their DataLoader."""
+
+    def __init__(self) -> None:
+        self.plan: Plan | None = None
+        self.epoch = 0
+        self.start = 0
+
+    def __iter__(self) -> Iterator[Request]:
+        if self.plan is not None:
+            for cut in self.plan.cuts(self.start):
+                yield Request(cut.indices, self.epoch, cut.info.offset)
+
+
+class MappedBatches:
+    """Read a map-style data set in the order of each epoch's plan."""
+
+    shards: list[int] | None = None
+
+    def __init__(self, source: Source, order: Order, layout: Layout, *, seed: int, drop_last: bool) -> None:
+        self._fetcher = BatchFetcher(source.dataset, source.collate_fn, seed=seed)
+        self._workers = source.workers
+        self._order = order
+        self._layout = layout
+        self._drop_last = drop_last
+        self._seed = seed
+        self._requests = _Requests()
+        self._loader: DataLoader[Any] | None = None
+        self._planned: tuple[int, Plan] | None = None
+
+    def plan(self, epoch: int) -> Plan:
+        """Return the epoch's plan; drawing an order is not free, so the last one is kept."""
+        if self._planned is None or self._planned[0] != epoch:
+            self._planned = (epoch, self._order.plan(epoch, self._layout, drop_last=self._drop_last))
+        return self._planned[1]
+
+    def batches(self, epoch: int, start: int, skipped: int) -> Iterator[tuple[MicroInfo, Any]]:
+        """Yield this rank's micro-batches from the epoch's sample `start` on."""
+        plan = self.plan(epoch)
+        dataset = self._fetcher.dataset
+        if callable(getattr(dataset, "set_epoch", None)):
+            dataset.set_epoch(epoch)
+        if self._workers.num_workers == 0:
+            return self._fetch_here(plan, epoch, start)
+        return self._fetch_by_workers(plan, epoch, start)
+
+    def micro_batches(self, epoch: int) -> int | None:
+        """Micro-batches of this rank in the epoch."""
+        return self.plan(epoch).micro_batches
+
+    def steps(self, epoch: int) -> int | None:
+        """Optimizer steps in the epoch."""
+        return self.plan(epoch).steps
+
+    def num_samples(self, epoch: int) -> int | None:
+        """Samples that all ranks together visit in the epoch."""
+        return self.plan(epoch).num_samples
+
+    def close(self) -> None:
+        """Stop worker processes kept between epochs."""
+        self._loader = None
+
+    def _fetch_here(self, plan: Plan, epoch: int, start: int) -> Iterator[tuple[MicroInfo, Any]]:
+        fetch = self._fetcher.__getitem__
+        for indices, info in plan.cuts(start):
+            yield info, fetch(Request(indices, epoch, info.offset))
+
+    def _fetch_by_workers(self, plan: Plan, epoch: int, start: int) -> Iterator[tuple[MicroInfo, Any]]:
+        self._requests.plan, self._requests.epoch, self._requests.start = plan, epoch, start
+        loader = self._loader or self._build_loader(epoch)
+        if self._workers.persistent_workers:
+            self._loader = loader
+        for cut, batch in zip(plan.cuts(start), loader, strict=True):
+            yield cut.info, batch
+
+    def _build_loader(self, epoch: int) -> DataLoader[Any]:
+        # A generator of its own: the DataLoader would otherwise draw the workers' base seed from the process's
+        # generator, and a resumed epoch, which starts workers once more, would give the model's dropout other numbers.
+        generator = torch.Generator().manual_seed(derive_seed(self._seed, epoch, self._layout.dp_rank))
+        return self._workers.build(self._fetcher, generator=generator, sampler=self._requests)

@@ -1,0 +1,198 @@
+"""Which samples a rank sees, and when: arithmetic on (seed, epoch, position) alone.
+
+An epoch is one order of all samples. A *global batch* is the next `batch_size x accumulation x dp_size` samples of it,
+whatever the split; it is dealt in blocks of `batch_size`, micro-batch `m` of rank `r` being block `m * dp_size + r`.
+Two runs with the same global batch therefore take the same optimizer steps at any number of ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from numpy.typing import NDArray
+
+
+def epoch_order(length: int, *, seed: int, epoch: int, shuffle: bool) -> NDArray[np.int64]:
+    """Return the order in which an epoch visits `length` samples: the same on every rank and in every process."""
+    if not shuffle:
+        return np.arange(length, dtype=np.int64)
+    generator = np.random.Generator(np.random.PCG64([seed, epoch]))
+    return generator.permutation(length).astype(np.int64, copy=False)
+
+
+@dataclass(frozen=True, slots=True)
+class MicroInfo:
+    """What one micro-batch counts for.
+
+    `scale` is what its mean loss is multiplied by so that the average over ranks of summed gradients is the gradient
+    of the global batch's mean. `samples` is 0 for a stand-in, which only keeps this rank in step with the others.
+    `boundary` marks the last micro-batch of an optimizer step, `offset` its first sample's position in the epoch.
+    """
+
+    samples: int
+    global_samples: int
+    scale: float
+    boundary: bool
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How a global batch is split over ranks and micro-batches."""
+
+    batch_size: int
+    dp_rank: int = 0
+    dp_size: int = 1
+    accumulation: int = 1
+
+    @property
+    def micro_step(self) -> int:
+        """Samples that all ranks together take in one forward pass."""
+        return self.batch_size * self.dp_size
+
+    @property
+    def global_batch(self) -> int:
+        """Samples of one optimizer step."""
+        return self.micro_step * self.accumulation
+
+    def info(self, samples: int, global_samples: int, *, boundary: bool, offset: int) -> MicroInfo:
+        """Weigh a micro-batch of `samples` within its optimizer step."""
+        return MicroInfo(samples, global_samples, self.dp_size * samples / global_samples, boundary, offset)
+
+
+class Cut(NamedTuple):
+    """The samples of one micro-batch of this rank: positions of the data set, and what they count for."""
+
+    indices: Any
+    info: MicroInfo
+
+
+class Plan(Protocol):
+    """One epoch of one rank, cut into micro-batches."""
+
+    @property
+    def length(self) -> int:
+        """Samples of the epoch before `drop_last`."""
+        ...
+
+    @property
+    def num_samples(self) -> int:
+        """Samples that all ranks together visit in the epoch."""
+        ...
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of this rank in the epoch: the same number on every rank."""
+        ...
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps in the epoch."""
+        ...
+
+    def cuts(self, start: int = 0) -> Iterator[Cut]:
+        """Yield this rank's micro-batches from the epoch's sample number `start` on."""
+        ...
+
+
+class SamplePlan:
+    """Global batches of a fixed number of consecutive samples; the last one may be ragged."""
+
+    def __init__(self, order: Sequence[Any] | NDArray[np.int64], layout: Layout, *, drop_last: bool) -> None:
+        self._order = order
+        self._layout = layout
+        self._drop_last = drop_last
+
+    @property
+    def length(self) -> int:
+        """Samples of the epoch before `drop_last`."""
+        return len(self._order)
+
+    @property
+    def num_samples(self) -> int:
+        """Samples that all ranks together visit in the epoch."""
+        return self.length - self.length % self._layout.global_batch if self._drop_last else self.length
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of this rank in the epoch."""
+        return -(-self.num_samples // self._layout.micro_step)
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps in the epoch."""
+        return -(-self.num_samples // self._layout.global_batch)
+
+    def cuts(self, start: int = 0) -> Iterator[Cut]:
+        """Yield this rank's micro-batches from the epoch's sample number `start` on."""
+        layout, order = self._layout, self._order
+        size, step, last = layout.batch_size, layout.global_batch, layout.accumulation - 1
+        ragged_at = start + max(len(order) - start, 0) // step * step
+        for first in range(start + layout.dp_rank * size, ragged_at, step):
+            for micro in range(layout.accumulation):
+                at = first + micro * layout.micro_step
+                yield Cut(order[at : at + size], layout.info(size, step, boundary=micro == last, offset=at))
+        if not self._drop_last:
+            yield from self._ragged(ragged_at)
+
+    def _ragged(self, start: int) -> Iterator[Cut]:
+        """Cut what is left of the epoch: every rank takes part in every micro-step, if need be with a stand-in."""
+        layout, end = self._layout, len(self._order)
+        for first in range(start, end, layout.micro_step):
+            count = min(layout.micro_step, end - first)
+            share, extra = divmod(count, layout.dp_size)
+            samples = share + (layout.dp_rank < extra)
+            at = first + layout.dp_rank * share + min(layout.dp_rank, extra) if samples else first
+            boundary = first + layout.micro_step >= end
+            info = layout.info(samples, end - start, boundary=boundary, offset=at)
+            yield Cut(self._order[at : at + max(samples, 1)], info)
+
+
+class BatchPlan:
+    """Batches that the user's own batch sampler made: dealt whole, one to each rank in turn, weighted by their size."""
+
+    def __init__(self, batches: Sequence[Any], layout: Layout, *, drop_last: bool) -> None:
+        self._layout = layout
+        self._blocks_per_step = layout.dp_size * layout.accumulation
+        whole = len(batches) - len(batches) % self._blocks_per_step if drop_last else len(batches)
+        self.length = sum(len(batch) for batch in batches)
+        self._batches = batches[:whole]
+        self._offsets = np.cumsum([0, *(len(batch) for batch in self._batches)])
+
+    @property
+    def num_samples(self) -> int:
+        """Samples that all ranks together visit in the epoch."""
+        return int(self._offsets[-1])
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of this rank in the epoch."""
+        return -(-len(self._batches) // self._layout.dp_size)
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps in the epoch."""
+        return -(-len(self._batches) // self._blocks_per_step)
+
+    def cuts(self, start: int = 0) -> Iterator[Cut]:
+        """Yield this rank's micro-batches from the epoch's sample number `start` on."""
+        resumed = int(np.searchsorted(self._offsets, start))
+        for first in range(resumed, len(self._batches), self._blocks_per_step):
+            yield from self._step(first, min(first + self._blocks_per_step, len(self._batches)))
+
+    def _step(self, first: int, end: int) -> Iterator[Cut]:
+        layout = self._layout
+        total = int(self._offsets[end] - self._offsets[first])
+        for micro in range(first, end, layout.dp_size):
+            mine = micro + layout.dp_rank
+            real = mine < end
+            batch = self._batches[mine] if real else self._batches[micro][:1]
+            offset = int(self._offsets[mine if real else micro])
+            boundary = micro + layout.dp_size >= end
+            yield Cut(batch, layout.info(len(batch) if real else 0, total, boundary=boundary, offset=offset))

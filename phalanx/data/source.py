@@ -1,0 +1,139 @@
+"""What the user gave as data, read into one plain description."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, default_collate
+
+from phalanx.data.fetch import WorkerInit, return_as_is
+from phalanx.errors import DataError
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerOptions:
+    """How a DataLoader fetches: worker processes and pinning."""
+
+    num_workers: int = 0
+    pin_memory: bool = False
+    prefetch_factor: int | None = None
+    persistent_workers: bool = False
+    multiprocessing_context: Any = None
+    worker_init_fn: Callable[[int], None] | None = None
+    timeout: float = 0
+
+    @staticmethod
+    def of(loader: DataLoader[Any]) -> WorkerOptions:
+        """Copy the options of the user's DataLoader."""
+        return WorkerOptions(
+            num_workers=loader.num_workers,
+            pin_memory=loader.pin_memory,
+            prefetch_factor=loader.prefetch_factor,
+            persistent_workers=loader.persistent_workers,
+            multiprocessing_context=loader.multiprocessing_context,
+            worker_init_fn=loader.worker_init_fn,
+            timeout=loader.timeout,
+        )
+
+    def build(self, dataset: Dataset[Any], *, generator: Any, sampler: Any = None) -> DataLoader[Any]:
+        """Make a DataLoader with these options over a data set whose items are finished micro-batches."""
+        return DataLoader(
+            dataset,
+            batch_size=None,
+            sampler=sampler,
+            collate_fn=return_as_is,
+            num_workers=self.num_workers,
+            pin_memory=self.pin_memory,
+            prefetch_factor=self.prefetch_factor,
+            persistent_workers=self.persistent_workers,
+            multiprocessing_context=self.multiprocessing_context,
+            worker_init_fn=WorkerInit(self.worker_init_fn),
+            timeout=self.timeout,
+            generator=generator,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """The user's data, whichever way it was given.
+
+    `batch_size` is None where the data come in ready-made batches; `sampler` is None where Phalanx chooses the order.
+    """
+
+    dataset: Any
+    is_stream: bool
+    collate_fn: Callable[[Any], Any] = default_collate
+    batch_size: int | None = None
+    ready_batches: bool = False
+    sampler: Any = None
+    batch_sampler: Any = None
+    drop_last: bool = False
+    workers: WorkerOptions = field(default_factory=WorkerOptions)
+
+
+def read_source(given: Any, *, pin_memory: bool, notes: list[str]) -> Source:
+    """Recognise a DataLoader, a map-style or iterable data set, or a re-iterable of batches."""
+    if isinstance(given, DataLoader):
+        return _read_loader(given, notes)
+    options = WorkerOptions(pin_memory=pin_memory)
+    if isinstance(given, IterableDataset):
+        return Source(given, is_stream=True, workers=options)
+    if isinstance(given, Dataset) or _looks_like_dataset(given):
+        return Source(given, is_stream=False, workers=options)
+    if isinstance(given, Iterator):
+        raise DataError(
+            f"{type(given).__name__} can be read only once, and every epoch reads the data again.",
+            hint="Give the DataLoader, the data set or a list of batches instead of iter(...) of it.",
+        )
+    if isinstance(given, Iterable) and not isinstance(given, (str, bytes, Mapping)):
+        return Source(given, is_stream=True, collate_fn=return_as_is, ready_batches=True, workers=options)
+    raise DataError(
+        f"cannot read training data from {type(given).__name__}.",
+        hint="Give a torch DataLoader, a Dataset (map-style or iterable), or a list of batches.",
+    )
+
+
+def _read_loader(loader: DataLoader[Any], notes: list[str]) -> Source:
+    if _iterates_its_own_way(loader):
+        notes.append(f"{type(loader).__name__} has an __iter__ of its own: its batches are dealt to the ranks whole.")
+        return Source(loader, is_stream=True, collate_fn=return_as_is, ready_batches=True)
+    if loader.generator is not None:
+        notes.append("The DataLoader's generator no longer decides the order: `seed` does, on every rank alike.")
+    workers, collate = WorkerOptions.of(loader), cast("Callable[[Any], Any]", loader.collate_fn)
+    if isinstance(loader.dataset, IterableDataset):
+        if workers.num_workers and workers.worker_init_fn is not None:
+            notes.append(
+                "worker_init_fn must not split the stream: Phalanx deals its blocks to the worker processes itself."
+            )
+        ready = loader.batch_size is None
+        return Source(
+            loader.dataset, True, collate, loader.batch_size, ready, drop_last=loader.drop_last, workers=workers
+        )
+    batching: Any = loader.batch_sampler
+    if batching is None:
+        return Source(loader.dataset, False, collate, None, True, sampler=loader.sampler, workers=workers)
+    if type(batching) is not BatchSampler:
+        return Source(loader.dataset, False, collate, batch_sampler=batching, workers=workers)
+    return Source(
+        loader.dataset,
+        False,
+        collate,
+        batching.batch_size,
+        sampler=batching.sampler,
+        drop_last=batching.drop_last,
+        workers=workers,
+    )
+
+
+def _looks_like_dataset(given: Any) -> bool:
+    """Take objects with length and items (Hugging Face data sets) as data sets; a list or tuple is one of batches."""
+    if isinstance(given, (list, tuple, str, bytes, Mapping)):
+        return False
+    return hasattr(given, "__getitem__") and hasattr(given, "__len__")
+
+
+def _iterates_its_own_way(loader: DataLoader[Any]) -> bool:
+    kind = type(loader)
+    return kind.__iter__ is not DataLoader.__iter__ and not kind.__module__.startswith("torchdata.")

@@ -1,0 +1,132 @@
+"""Micro-batches of an iterable data set, or of any re-iterable of batches."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from phalanx.data.agree import AgreedStep, agreed_steps
+from phalanx.data.iterable import Block, BlockStream
+from phalanx.data.rng import derive_seed
+from phalanx.errors import DataError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import torch.distributed as dist
+    from torch.utils.data import DataLoader
+
+    from phalanx.data.order import Layout, MicroInfo
+    from phalanx.data.source import Source
+
+
+class StreamedBatches:
+    """Read a stream whose length nobody knows: every rank takes part in every step until the last one has run out."""
+
+    def __init__(
+        self, source: Source, layout: Layout, *, seed: int, drop_last: bool, group: dist.ProcessGroup | None
+    ) -> None:
+        workers = source.workers.num_workers
+        self._stream = BlockStream(
+            source.dataset, layout, source.collate_fn, seed=seed, ready=source.ready_batches, workers=workers
+        )
+        self._source = source
+        self._layout = layout
+        self._seed = seed
+        self._drop_last = drop_last
+        self._group = group
+        self._loader: DataLoader[Any] | None = None
+        # A position in a stream that shards itself means something for the same shards only.
+        self.shards = [layout.dp_size, workers, layout.batch_size] if self._stream.shards_itself else None
+
+    def batches(self, epoch: int, start: int, skipped: int) -> Iterator[tuple[MicroInfo, Any]]:
+        """Yield this rank's micro-batches from sample `start` (of a self-sharding stream, block `skipped`) on."""
+        own = _OwnBlocks(self._read(epoch, start, skipped), skipped if self.shards else 0)
+        seen = start > 0
+        for step in agreed_steps(own, self._layout, self._group):
+            if self._drop_last and not self._is_whole(step):
+                break
+            seen = True
+            yield from self._micro_batches_of(step, own)
+        if not seen:
+            size = self._layout.global_batch
+            dropped = (
+                f", or drop_last=True dropped it: it is less than a global batch of {size}" if self._drop_last else ""
+            )
+            raise DataError(f"the data set is empty: its iterator ended at once{dropped}.")
+
+    def micro_batches(self, epoch: int) -> int | None:
+        """Micro-batches of this rank in the epoch, where the stream says its length."""
+        length = self.num_samples(epoch)
+        return None if length is None else -(-length // self._layout.micro_step)
+
+    def steps(self, epoch: int) -> int | None:
+        """Optimizer steps in the epoch, where the stream says its length."""
+        length = self.num_samples(epoch)
+        return None if length is None else -(-length // self._layout.global_batch)
+
+    def num_samples(self, epoch: int) -> int | None:
+        """Samples of the epoch, where the stream says its length."""
+        if self._source.ready_batches or self.shards or not hasattr(self._source.dataset, "__len__"):
+            return None
+        length = len(self._source.dataset)
+        return length - length % self._layout.global_batch if self._drop_last else length
+
+    def close(self) -> None:
+        """Stop worker processes kept between epochs."""
+        self._loader = None
+
+    def _read(self, epoch: int, start: int, skipped: int) -> Iterator[Block]:
+        self._stream.aim(epoch, start, skipped)
+        if self._source.workers.num_workers == 0:
+            yield from self._stream
+            return
+        loader = self._loader or self._build_loader(epoch)
+        if self._source.workers.persistent_workers:
+            self._loader = loader
+        yield from loader
+
+    def _build_loader(self, epoch: int) -> DataLoader[Any]:
+        # For the same reason as with map-style data: starting workers must not draw from the process's own generator.
+        generator = torch.Generator().manual_seed(derive_seed(self._seed, epoch, self._layout.dp_rank))
+        return self._source.workers.build(self._stream, generator=generator)
+
+    def _is_whole(self, step: AgreedStep) -> bool:
+        layout = self._layout
+        if step.blocks < layout.dp_size * layout.accumulation:
+            return False
+        return self._source.ready_batches or step.samples == layout.global_batch
+
+    def _micro_batches_of(self, step: AgreedStep, own: _OwnBlocks) -> Iterator[tuple[MicroInfo, Any]]:
+        for micro in range(step.micro_steps):
+            block = step.own[micro] if micro < len(step.own) else self._stand_in(own)
+            last = micro == step.micro_steps - 1
+            yield self._layout.info(block.samples, step.samples, boundary=last, offset=block.offset), block.batch
+
+    def _stand_in(self, own: _OwnBlocks) -> Block:
+        if own.latest is None:
+            raise DataError(
+                f"rank {self._layout.dp_rank} of {self._layout.dp_size} got no data from the data set's shard().",
+                hint="Use fewer ranks or worker processes, or more shards.",
+            )
+        return own.latest._replace(samples=0)
+
+
+class _OwnBlocks:
+    """The blocks of this rank that hold samples; the latest is kept to stand in once they have run out."""
+
+    def __init__(self, blocks: Iterator[Block], skipped: int) -> None:
+        self._blocks = itertools.islice(blocks, skipped, None)
+        self.latest: Block | None = None
+
+    def __iter__(self) -> _OwnBlocks:
+        return self
+
+    def __next__(self) -> Block:
+        for block in self._blocks:
+            self.latest = block
+            if block.samples:
+                return block
+        raise StopIteration

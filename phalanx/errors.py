@@ -1,0 +1,107 @@
+"""What users see when they err: what was given, what is allowed, the nearest name, what to write.
+
+Every mistake a user can make is a `PhalanxError`. The command line prints its message without a traceback and
+leaves with `exit_code`; from Python it is an ordinary exception.
+"""
+
+from __future__ import annotations
+
+import difflib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+EXIT_USAGE = 2
+"""A wrong flag, key, value or path: nothing was started."""
+
+EXIT_PREEMPTED = 75
+"""Stopped by SIGTERM or SIGUSR1 after a checkpoint at a step boundary: run again to go on (sysexits' EX_TEMPFAIL)."""
+
+EXIT_INTERRUPTED = 130
+"""Stopped by Ctrl-C (128 + SIGINT, as shells have it)."""
+
+
+class PhalanxError(Exception):
+    """Something the user can put right. `hint` says how, in words that can be pasted."""
+
+    exit_code = 1
+
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.message}\n  {self.hint}" if self.hint else self.message
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (rebuild, (type(self), str(self.message), self.hint))
+
+
+def rebuild(kind: type[PhalanxError], message: str, hint: str) -> PhalanxError:
+    """Unpickle an error whatever its constructor takes: errors cross process boundaries."""
+    error = kind.__new__(kind)
+    PhalanxError.__init__(error, message, hint=hint)
+    return error
+
+
+class UsageError(PhalanxError):
+    """A command line, name or path that cannot be acted on."""
+
+    exit_code = EXIT_USAGE
+
+
+class ConfigError(UsageError):
+    """One or more bad configuration values, all reported together."""
+
+    def __init__(self, problems: Sequence[str], *, source: str = "") -> None:
+        self.problems = tuple(problems)
+        where = f" in {source}" if source else ""
+        head = "1 mistake" if len(self.problems) == 1 else f"{len(self.problems)} mistakes"
+        lines = [f"{head}{where}:", *(f"  - {problem}" for problem in self.problems)]
+        super().__init__("\n".join(lines))
+
+
+class DataError(PhalanxError):
+    """A data set that cannot be trained on: empty, too small, unreadable."""
+
+
+class CheckpointError(PhalanxError):
+    """A checkpoint that cannot be written or read."""
+
+
+class ModelError(PhalanxError):
+    """A model that cannot be trained as given: no loss, parameters without gradient, mismatching shapes."""
+
+
+class NonFiniteLossError(PhalanxError):
+    """The loss became NaN or infinite."""
+
+
+class RankFailedError(PhalanxError):
+    """A rank crashed; the message opens with the guilty rank's cause."""
+
+    def __init__(self, message: str, *, hint: str = "", exit_code: int = 1) -> None:
+        super().__init__(message, hint=hint)
+        self.exit_code = exit_code
+
+
+class PreemptedError(PhalanxError):
+    """Training stopped at a step boundary because the scheduler asked; the checkpoint is complete."""
+
+    exit_code = EXIT_PREEMPTED
+
+
+def nearest(name: str, allowed: Iterable[str]) -> str | None:
+    """Return the allowed name closest to `name`, or None when nothing is close."""
+    matches = difflib.get_close_matches(name, list(allowed), n=1, cutoff=0.6)
+    return matches[0] if matches else None
+
+
+def unknown_name(kind: str, given: str, allowed: Iterable[str]) -> str:
+    """Say that `given` is no known `kind`: the nearest name first, then all that are allowed."""
+    names = sorted(allowed)
+    close = nearest(given, names)
+    guess = f" Did you mean '{close}'?" if close else ""
+    return f"unknown {kind} '{given}'.{guess} Allowed: {', '.join(names)}."

@@ -1,0 +1,39 @@
+"""Start ranks, watch them, tell what failed, leave nothing behind. The parent side: torch is never imported here.
+
+The flow of one launch:
+
+1. `warm` has (or starts) the *warm process* (`zygote`): a Python that has imported torch and waits to be forked.
+2. `supervisor.launch` opens a session with it and runs one `attempt` after another, as `policy` decides.
+3. An attempt gets its place in the group from the `meeting` (the `store_agent`, forked too, hosts the ranks' store;
+   with several nodes it gathers them: `nodes`), then has each rank forked by the `group`.
+4. A `rank` takes on its environment and runs the user's `target` the way Python itself would. Upwards it sends events
+   (one socket), output (`output`: a pipe for the console's rank, a file for the others) and, when an exception ends
+   it, a `record`.
+5. The attempt's loop waits for exits, events, output, `signals` and timers. When a rank fails, `evidence` and `blame`
+   find the guilty one, the others are stopped, and `report` says it in words. `start_watch` names a rank that never
+   joins.
+6. Whatever happens to the supervisor, the warm process sees it go and kills what is left.
+"""
+
+from __future__ import annotations
+
+from phalanx.launch.console import Console, PlainConsole
+from phalanx.launch.failure import Failure
+from phalanx.launch.gpus import count_gpus
+from phalanx.launch.spec import CallTarget, LaunchResult, LaunchSpec, ModuleTarget, ScriptTarget
+from phalanx.launch.supervisor import launch
+from phalanx.launch.warm import prestart
+
+__all__ = [
+    "CallTarget",
+    "Console",
+    "Failure",
+    "LaunchResult",
+    "LaunchSpec",
+    "ModuleTarget",
+    "PlainConsole",
+    "ScriptTarget",
+    "count_gpus",
+    "launch",
+    "prestart",
+]

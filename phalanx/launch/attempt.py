@@ -1,0 +1,252 @@
+"""One attempt: gather, start the ranks, follow them to their end in a single-threaded loop, and say how it ended."""
+
+from __future__ import annotations
+
+import selectors
+import signal
+import socket
+import time
+from typing import TYPE_CHECKING, Any
+
+from phalanx.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_USAGE
+from phalanx.launch.blame import YIELD_SECONDS
+from phalanx.launch.environment import Place
+from phalanx.launch.evidence import Evidence
+from phalanx.launch.failure import Failure
+from phalanx.launch.group import RankGroup, RankState, stack_path
+from phalanx.launch.policy import Outcome
+from phalanx.launch.stacks import whereabouts
+from phalanx.launch.start_watch import Hang, StartWatch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from phalanx.launch.console import Console
+    from phalanx.launch.meeting import Meeting
+    from phalanx.launch.signals import SignalInbox
+    from phalanx.launch.spec import LaunchSpec
+    from phalanx.launch.warm import Session
+
+_FAILURE_GRACE = 1.0
+_STACK_SECONDS = 0.3
+_REMOTE_SECONDS = 1.0
+_WELL = (0, EXIT_PREEMPTED)
+
+
+class Attempt:
+    """Runs once. Everything that happens arrives as a callback of the selector or of a timer."""
+
+    def __init__(
+        self, spec: LaunchSpec, console: Console, session: Session, meeting: Meeting, inbox: SignalInbox, number: int
+    ) -> None:
+        self._spec = spec
+        self._console = console
+        self._session = session
+        self._meeting = meeting
+        self._inbox = inbox
+        self._number = number
+        self._selector = selectors.DefaultSelector()
+        self._timers: list[tuple[float, Callable[[], None]]] = []
+        self._group: RankGroup | None = None
+        self._watch: StartWatch | None = None
+        self._evidence: Evidence | None = None
+        self._failure: Failure | None = None
+        self._requested: signal.Signals | None = None
+        self._blaming = False
+        self._diagnosing = False
+        self._told_end = False
+        self._all_ended = False
+
+    def run(self, shared_env: dict[str, str]) -> Outcome:
+        """Follow the attempt to its end."""
+        self._shared_env = shared_env
+        self._selector.register(self._session, selectors.EVENT_READ, self._take_session)
+        self._selector.register(self._inbox, selectors.EVENT_READ, self._take_signals)
+        place = self._meeting.begin(self._number)
+        if place is not None:
+            self._start(place)
+        elif self._meeting.line is not None:
+            self._selector.register(self._meeting.line, selectors.EVENT_READ, self._take_meeting)
+        try:
+            while not self._is_over():
+                for key, _ in self._selector.select(self._wait_seconds()):
+                    key.data()
+                self._run_timers()
+        finally:
+            self._close()
+        return self._outcome()
+
+    def _start(self, place: Place) -> None:
+        self._evidence = Evidence(self._spec, place)
+        self._group = RankGroup(self._spec, place, self._session, self._console)
+        ranks = tuple(state.rank for state in self._group.ranks.values())
+        self._evidence.clear(ranks, self._number)
+        self._watch = StartWatch(self._spec, ranks, place.world_size, time.monotonic())
+        self._group.on_event = self._take_event
+        self._group.start(self._number, self._shared_env, self._selector)
+
+    # --- what arrives -------------------------------------------------------------------------------------------
+
+    def _take_session(self) -> None:
+        message = self._session.receive()
+        if self._meeting.agent_key and message.get("exited") == self._meeting.agent_key:
+            self._fail(
+                Failure(cause=f"the process that hosts the ranks' store ended (code {message['code']}).", exit_code=1)
+            )
+        if self._group is None or self._watch is None:
+            return
+        ended = self._group.take_message(message)
+        if ended is not None:
+            self._watch.take_exit(ended.rank)
+            self._weigh(ended)
+
+    def _take_event(self, event: dict[str, Any]) -> None:
+        assert self._watch is not None
+        self._watch.take_event(event, time.monotonic())
+        self._console.handle(event)
+
+    def _take_meeting(self) -> None:
+        message = self._meeting.receive()
+        if message is None:
+            assert self._meeting.line is not None
+            self._selector.unregister(self._meeting.line)
+        elif "place" in message:
+            self._start(Place(**message["place"]))
+        elif "remote_failure" in message:
+            # Ours may have been told at the same time; the store keeps the first.
+            self._failure = Failure.from_message(message["remote_failure"])
+            self._stop_ranks(_FAILURE_GRACE)
+        elif "all_ended" in message:
+            self._all_ended = True
+        elif "error" in message:
+            code = EXIT_USAGE if message["usage"] else 1
+            self._fail(Failure(cause=message["error"], hint=message["hint"], exit_code=code), tell=False)
+
+    def _take_signals(self) -> None:
+        for number in self._inbox.take():
+            if number == signal.SIGUSR1:
+                # Ranks that know it leave with a checkpoint, in their own time.
+                self._signal(number)
+            elif number == signal.SIGINT and (self._requested is not None or self._failure is not None):
+                self._signal(signal.SIGKILL)
+            elif self._requested is None:
+                self._requested = number
+                again = " (Ctrl-C again to kill)" if number == signal.SIGINT else ""
+                self._console.notice(f"{number.name}: stopping the ranks{again}")
+                self._stop_ranks(self._spec.grace_seconds)
+
+    # --- what follows from it -----------------------------------------------------------------------------------
+
+    def _weigh(self, ended: RankState) -> None:
+        """Decide whom to blame: at once for a real cause, a little later for a rank that only lost its peers."""
+        if ended.code in _WELL or self._failure is not None or self._requested is not None:
+            return
+        assert self._evidence is not None
+        if not self._evidence.of(ended).lost_peer:
+            self._blame()
+        elif not self._blaming:
+            self._blaming = True
+            self._later(YIELD_SECONDS + (_REMOTE_SECONDS if self._meeting.has_other_nodes else 0.0), self._blame)
+
+    def _blame(self) -> None:
+        if self._failure is None and self._requested is None and self._group is not None:
+            assert self._evidence is not None
+            self._fail(self._evidence.find_failure(list(self._group.ranks.values())))
+
+    def _fail(self, failure: Failure, *, tell: bool = True) -> None:
+        if self._failure is not None or self._requested is not None:
+            return
+        self._failure = failure
+        if tell:
+            self._meeting.tell_failure(failure)
+        self._stop_ranks(_FAILURE_GRACE)
+
+    def _stop_ranks(self, grace: float) -> None:
+        self._signal(signal.SIGTERM)
+        self._later(grace, lambda: self._signal(signal.SIGKILL))
+
+    def _signal(self, number: int) -> None:
+        if self._group is not None:
+            self._group.signal(number)
+
+    def _check_start(self) -> None:
+        """Name the rank that keeps the others waiting; while nothing moves for long, say where rank 0 is."""
+        if self._watch is None or self._group is None or self._diagnosing or self._failure or self._requested:
+            return
+        now = time.monotonic()
+        hang = self._watch.find_hang(now)
+        if hang is not None:
+            self._diagnosing = True
+            self._group.signal(signal.SIGQUIT, [state for state in self._group.alive if state.rank in hang.missing])
+            self._later(_STACK_SECONDS, lambda: self._report_hang(hang))
+        elif self._watch.wants_notice(now):
+            first = next(iter(self._group.ranks.values()))
+            self._group.signal(signal.SIGQUIT, [first])
+            self._later(_STACK_SECONDS, lambda: self._notice_slow_start(first))
+
+    def _notice_slow_start(self, first: RankState) -> None:
+        where = whereabouts(stack_path(self._spec.log_dir, first.rank))
+        self._console.notice(f"no rank has joined the group yet; rank {first.rank} is {where}")
+
+    def _report_hang(self, hang: Hang) -> None:
+        assert self._evidence is not None
+        assert self._group is not None
+        self._fail(self._evidence.explain_hang(hang, list(self._group.ranks.values())))
+
+    # --- the clock and the end ----------------------------------------------------------------------------------
+
+    def _later(self, seconds: float, action: Callable[[], None]) -> None:
+        self._timers.append((time.monotonic() + seconds, action))
+
+    def _wait_seconds(self) -> float | None:
+        deadlines = [deadline for deadline, _ in self._timers]
+        if self._watch is not None and not self._diagnosing:
+            start_deadline = self._watch.next_deadline()
+            deadlines += [start_deadline] if start_deadline is not None else []
+        return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
+
+    def _run_timers(self) -> None:
+        now = time.monotonic()
+        due = [action for deadline, action in self._timers if deadline <= now]
+        self._timers = [timer for timer in self._timers if timer[0] > now]
+        for action in due:
+            action()
+        self._check_start()
+
+    def _is_over(self) -> bool:
+        if self._group is None:
+            return self._failure is not None or self._requested is not None
+        if self._group.alive:
+            return False
+        if self._blaming and not self._meeting.has_other_nodes:
+            # Nobody is left who could bring a better cause.
+            self._blame()
+        if self._failure is not None or self._requested is not None or not self._meeting.has_other_nodes:
+            return True
+        if not self._told_end and not self._blaming:
+            self._told_end = True
+            self._meeting.tell_end()
+        return self._all_ended
+
+    def _close(self) -> None:
+        if self._group is not None:
+            self._group.close(self._selector)
+        if self._evidence is not None:
+            self._evidence.close()
+        self._selector.close()
+
+    def _outcome(self) -> Outcome:
+        codes = [state.code for state in self._group.ranks.values()] if self._group else []
+        if self._failure is not None:
+            return Outcome(self._failure.exit_code, self._failure, interrupted=self._requested is not None)
+        if self._requested is None:
+            return Outcome(EXIT_PREEMPTED if EXIT_PREEMPTED in codes else 0)
+        saved = bool(codes) and all(code in _WELL for code in codes)
+        if self._requested == signal.SIGINT:
+            code = EXIT_INTERRUPTED
+        else:
+            code = EXIT_PREEMPTED if saved else 128 + self._requested
+        if not saved:
+            cause = f"{socket.gethostname()} was told to stop ({self._requested.name})."
+            self._meeting.tell_failure(Failure(cause=cause, exit_code=code))
+        return Outcome(code, interrupted=True)

@@ -1,0 +1,54 @@
+"""Find the guilty rank: the earliest to fail, unless it only died of another's death."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+YIELD_SECONDS = 0.5
+"""How long a rank that lost its connection waits for another rank's real cause to come in."""
+
+# What gloo, NCCL, the TCP store and plain sockets say when the other side has gone.
+_LOST_PEER = re.compile(
+    r"connection (was )?(closed|reset|aborted|refused)( by peer)?|broken pipe|closed by remote"
+    r"|remote process (exited|has)|ncclRemoteError|NCCL communicator was aborted"
+    r"|failed to recv, got 0 bytes|recvValue failed|sendBytes failed"
+    r"|socket (error|timeout|closed)|timed out waiting .{0,40}(recv|send|operation)|watchdog caught collective",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True)
+class RankExit:
+    """One rank's bad end, with what is known of it."""
+
+    rank: int
+    code: int
+    """As `subprocess` has it: the exit status, or minus the signal's number."""
+    time: float
+    record: dict[str, Any] | None
+    """What the rank wrote about its exception."""
+    log_tail: tuple[str, ...]
+    """The last lines of its log."""
+
+    @property
+    def when(self) -> float:
+        """When it went wrong: the moment of the exception where there was one, else of the exit."""
+        return float(self.record["time"]) if self.record else self.time
+
+    @property
+    def lost_peer(self) -> bool:
+        """Whether it says no more than that another rank has gone."""
+        if self.record:
+            return bool(_LOST_PEER.search(self.record["message"]))
+        # A watchdog thread aborts the process without an exception of Python's.
+        return self.code == -6 and any(_LOST_PEER.search(line) for line in self.log_tail)
+
+
+def find_guilty(exits: Sequence[RankExit]) -> RankExit:
+    """Return the rank to blame: real causes before lost connections, then the earliest."""
+    return min(exits, key=lambda ended: (ended.lost_peer, ended.when, ended.rank))

@@ -1,0 +1,69 @@
+"""The environment of a rank: torchrun's, so that any script written for torchrun finds what it expects, and ours."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from phalanx.launch.spec import LaunchSpec
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this node stands in the group, and where the ranks' store listens."""
+
+    node_rank: int
+    num_nodes: int
+    first_rank: int
+    world_size: int
+    master_addr: str
+    master_port: int
+
+
+def threads_per_rank(spec: LaunchSpec, environ: Mapping[str, str]) -> int:
+    """Return the compute threads of a rank: as given, else as the user exported, else the cores shared evenly."""
+    if spec.threads_per_rank is not None:
+        return spec.threads_per_rank
+    exported = environ.get("OMP_NUM_THREADS", "").split(",")[0]
+    if exported.isdecimal() and int(exported) > 0:
+        return int(exported)
+    return max(1, len(os.sched_getaffinity(0)) // spec.ranks_per_node)
+
+
+def shared_environment(spec: LaunchSpec) -> dict[str, str]:
+    """Return what all ranks see: this process's environment and what the launch adds to it."""
+    return {**os.environ, **spec.env}
+
+
+def rank_environment(
+    spec: LaunchSpec, place: Place, local_rank: int, attempt: int, shared: Mapping[str, str]
+) -> dict[str, str]:
+    """Return one rank's whole environment."""
+    rank = str(place.first_rank + local_rank)
+    world_size = str(place.world_size)
+    log_dir = spec.log_dir.absolute()
+    return {
+        **shared,
+        "RANK": rank,
+        "LOCAL_RANK": str(local_rank),
+        "WORLD_SIZE": world_size,
+        "LOCAL_WORLD_SIZE": str(spec.ranks_per_node),
+        "GROUP_RANK": str(place.node_rank),
+        "GROUP_WORLD_SIZE": str(place.num_nodes),
+        "ROLE_NAME": "default",
+        "ROLE_RANK": rank,
+        "ROLE_WORLD_SIZE": world_size,
+        "MASTER_ADDR": place.master_addr,
+        "MASTER_PORT": str(place.master_port),
+        "TORCHELASTIC_RESTART_COUNT": str(attempt),
+        "TORCHELASTIC_MAX_RESTARTS": str(spec.max_restarts),
+        "TORCHELASTIC_RUN_ID": spec.rdzv_id,
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_ERROR_FILE": str(log_dir / f"rank-{rank}.torch-error.json"),
+        "OMP_NUM_THREADS": str(threads_per_rank(spec, shared)),
+        "PHALANX_LOG_DIR": str(log_dir),
+    }

@@ -1,0 +1,116 @@
+"""What the ranks left behind (records, logs, stacks, heartbeats, the kernel's counters), weighed into a `Failure`."""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+import time
+from typing import TYPE_CHECKING
+
+from phalanx.errors import EXIT_PREEMPTED
+from phalanx.launch.blame import RankExit, find_guilty
+from phalanx.launch.failure import Failure
+from phalanx.launch.group import stack_path
+from phalanx.launch.memory import oom_kills
+from phalanx.launch.output import log_path, log_tail
+from phalanx.launch.record import read_record, record_path
+from phalanx.launch.report import explain
+from phalanx.launch.stacks import whereabouts
+from phalanx.observe.board import HeartbeatBoard, board_path
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from phalanx.launch.environment import Place
+    from phalanx.launch.group import RankState
+    from phalanx.launch.spec import LaunchSpec
+    from phalanx.launch.start_watch import Hang
+
+
+class Evidence:
+    """Reads what one attempt's ranks wrote into the log directory."""
+
+    def __init__(self, spec: LaunchSpec, place: Place) -> None:
+        self._spec = spec
+        self._world_size = place.world_size
+        self._board = HeartbeatBoard.create(board_path(spec.log_dir, place.node_rank), place.world_size)
+        self._oom_kills = oom_kills()
+
+    def clear(self, ranks: Sequence[int], attempt: int) -> None:
+        """Remove what earlier runs left under this node's ranks; the log goes on across restarts."""
+        for rank in ranks:
+            record_path(self._spec.log_dir, rank).unlink(missing_ok=True)
+            log = log_path(self._spec.log_dir, rank)
+            if attempt == 0:
+                log.unlink(missing_ok=True)
+            else:
+                with log.open("a") as file:
+                    file.write(f"--- restart {attempt} ---\n")
+
+    def of(self, state: RankState) -> RankExit:
+        """Collect what is known of a rank's end (or, while it is still leaving, of its exception)."""
+        return RankExit(
+            rank=state.rank,
+            code=state.code if state.code is not None else 1,
+            time=state.ended or time.time(),
+            record=read_record(self._spec.log_dir, state.rank),
+            log_tail=log_tail(self._spec.log_dir, state.rank),
+        )
+
+    def find_failure(self, states: Sequence[RankState]) -> Failure:
+        """Blame the guilty rank among those that ended badly or are about to."""
+        suspects = [self.of(state) for state in states if self._is_suspect(state)]
+        guilty = find_guilty(suspects)
+        failure = explain(
+            guilty,
+            label=self._spec.label(guilty.rank),
+            host=socket.gethostname(),
+            step=self._step(guilty.rank),
+            killed_for_memory=oom_kills() > self._oom_kills,
+            log=log_path(self._spec.log_dir, guilty.rank),
+        )
+        return dataclasses.replace(failure, others_stopped=self._others(states))
+
+    def explain_hang(self, hang: Hang, states: Sequence[RankState]) -> Failure:
+        """Name the ranks that never joined, and where they are."""
+        missing = [state for state in states if state.rank in hang.missing]
+        lines = tuple(self._absence(state, hang) for state in missing)
+        if not missing:
+            lines = (
+                f"not all ranks joined: those of this node have waited {hang.waited:g} s for those of other nodes",
+            )
+        first = missing[0] if missing else None
+        return Failure(
+            cause=lines[0] if first is None else lines[0].removeprefix(f"rank {first.rank} "),
+            details=lines[1:],
+            exit_code=1,
+            rank=first.rank if first else None,
+            label=first.label if first else "",
+            hint="Its stack is in the .stack file beside its log." if first and first.alive else "",
+            others_stopped=self._others(states) if first else 0,
+            logs=str(log_path(self._spec.log_dir, first.rank) if first else self._spec.log_dir),
+        )
+
+    def _absence(self, state: RankState, hang: Hang) -> str:
+        if not state.alive:
+            return f"rank {state.rank} never joined: it ended with code {state.code} while others waited for it"
+        waited = "nothing happened for" if hang.nobody_came else "waited"
+        where = whereabouts(stack_path(self._spec.log_dir, state.rank))
+        return f"rank {state.rank} never joined: {waited} {hang.waited:g} s; it is {where}"
+
+    def _is_suspect(self, state: RankState) -> bool:
+        if state.alive:
+            return record_path(self._spec.log_dir, state.rank).exists()
+        return state.code not in (0, EXIT_PREEMPTED)
+
+    def _step(self, rank: int) -> int | None:
+        beat = self._board.read(rank)
+        return beat.step if beat else None
+
+    def _others(self, states: Sequence[RankState]) -> int:
+        ended_well = sum(state.code in (0, EXIT_PREEMPTED) for state in states)
+        return self._world_size - 1 - ended_well
+
+    def close(self) -> None:
+        """Let go of the heartbeat board."""
+        self._board.close()

@@ -1,0 +1,171 @@
+"""The ranks of one node in one attempt: started, heard, signalled and counted."""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import sys
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from phalanx.launch import wire
+from phalanx.launch.environment import Place, rank_environment, threads_per_rank
+from phalanx.launch.output import OutputPump, open_log
+from phalanx.launch.target import to_message
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from phalanx.launch.console import Console
+    from phalanx.launch.spec import LaunchSpec
+    from phalanx.launch.warm import Session
+
+_EVENT_BYTES = 1 << 18
+_STOPPED_BEFORE_START = -9
+
+
+def stack_path(log_dir: Path, rank: int) -> Path:
+    """Return where a rank writes its threads' stacks when it gets SIGQUIT."""
+    return log_dir / f"rank-{rank}.stack"
+
+
+@dataclass
+class RankState:
+    """What the supervisor knows of one rank."""
+
+    rank: int
+    label: str
+    pid: int | None = None
+    code: int | None = None
+    """None while it runs; then as `subprocess` has it."""
+    ended: float = 0.0
+
+    @property
+    def alive(self) -> bool:
+        """Whether it has not ended yet."""
+        return self.code is None
+
+
+class RankGroup:
+    """This node's ranks. `register` puts its sockets and pipes on a selector; their callbacks keep `ranks` true."""
+
+    def __init__(self, spec: LaunchSpec, place: Place, session: Session, console: Console) -> None:
+        self._spec = spec
+        self._place = place
+        self._session = session
+        self._console = console
+        self._pumps: list[OutputPump] = []
+        self._events, self._events_far = wire.socket_pair()
+        self._events.setblocking(False)
+        self.on_event: Callable[[dict[str, Any]], None] = console.handle
+        self.ranks = {
+            f"r{rank}": RankState(rank, spec.label(rank))
+            for rank in range(place.first_rank, place.first_rank + spec.ranks_per_node)
+        }
+
+    @property
+    def alive(self) -> list[RankState]:
+        """The ranks that have not ended."""
+        return [state for state in self.ranks.values() if state.alive]
+
+    def start(self, attempt: int, shared_env: dict[str, str], selector: selectors.BaseSelector) -> None:
+        """Fork every rank and listen to them."""
+        selector.register(self._events, selectors.EVENT_READ, lambda: self._take_events())
+        threads = threads_per_rank(self._spec, shared_env)
+        common = {
+            "do": "rank",
+            "target": to_message(self._spec.target),
+            "cwd": os.getcwd(),
+            "path": sys.path,
+            "threads": threads,
+            "log_dir": str(self._spec.log_dir.absolute()),
+        }
+        for local_rank, (key, state) in enumerate(self.ranks.items()):
+            env = rank_environment(self._spec, self._place, local_rank, attempt, shared_env)
+            self._fork({**common, "key": key, "rank": state.rank, "env": env}, state, selector)
+        self._events_far.close()
+
+    def _fork(self, request: wire.Message, state: RankState, selector: selectors.BaseSelector) -> None:
+        log = open_log(self._spec.log_dir, state.rank)
+        stack = os.open(
+            stack_path(self._spec.log_dir, state.rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644
+        )
+        stdin = _stdin()
+        pump = self._make_pump(state, log, selector)
+        out = pump.write_end if pump else log
+        try:
+            self._session.fork(request, [stdin, out, out, log, stack, self._events_far.fileno()])
+        finally:
+            os.close(stdin)
+            os.close(stack)
+            if pump:
+                pump.close_write_end()
+            else:
+                os.close(log)
+
+    def _make_pump(self, state: RankState, log: int, selector: selectors.BaseSelector) -> OutputPump | None:
+        if self._spec.console_ranks == "0" and state.rank != 0:
+            return None
+        pump = OutputPump(state.rank, state.label, log, self._console)
+        self._pumps.append(pump)
+
+        def pass_on() -> None:
+            if not pump.pump():
+                selector.unregister(pump)
+
+        selector.register(pump, selectors.EVENT_READ, pass_on)
+        return pump
+
+    def take_message(self, message: wire.Message) -> RankState | None:
+        """Note what the warm process says of a rank; return the rank when it has just ended."""
+        state = self.ranks.get(message.get("started") or message.get("exited") or message.get("refused") or "")
+        if state is None:
+            return None
+        if "started" in message:
+            state.pid = message["pid"]
+            return None
+        state.code = message.get("code", _STOPPED_BEFORE_START)
+        state.ended = message.get("time", time.time())
+        if "refused" in message:
+            self._console.notice(f"rank {state.rank} could not be started: {message['why']}")
+        return state
+
+    def _take_events(self) -> None:
+        while True:
+            try:
+                data = self._events.recv(_EVENT_BYTES)
+            except BlockingIOError:
+                return
+            if not data:
+                return
+            self.on_event(json.loads(data))
+
+    def signal(self, number: int, states: list[RankState] | None = None) -> None:
+        """Send a signal to the given ranks, or to all that are alive; SIGKILL takes along what they started."""
+        for state in self.alive if states is None else states:
+            self._session.signal(f"r{state.rank}", number)
+
+    def close(self, selector: selectors.BaseSelector) -> None:
+        """Pass on the last output and events, and let go of everything."""
+        self._take_events()
+        selector.unregister(self._events)
+        self._events.close()
+        self._events_far.close()
+        for pump in self._pumps:
+            if pump in selector.get_map():
+                selector.unregister(pump)
+            pump.close()
+
+
+def _stdin() -> int:
+    """Return the ranks' stdin: ours, unless it is closed or a terminal (which only its own session may read)."""
+    try:
+        if not os.isatty(0):
+            return os.dup(0)
+    except OSError:
+        # Closed by whoever started us.
+        pass
+    return os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)

@@ -1,0 +1,100 @@
+"""The supervisor's side of the store agent: ask for a place in the group, share failures, leave together."""
+
+from __future__ import annotations
+
+import socket
+from typing import TYPE_CHECKING
+
+from phalanx.launch import wire
+from phalanx.launch.environment import Place
+
+if TYPE_CHECKING:
+    from phalanx.launch.failure import Failure
+    from phalanx.launch.spec import LaunchSpec
+    from phalanx.launch.warm import Session
+
+_GATHER_SECONDS = 600.0
+_LOOPBACK = "127.0.0.1"
+
+
+class Meeting:
+    """Where this node's ranks meet all others. With one node nothing is waited for."""
+
+    def __init__(self, spec: LaunchSpec, session: Session) -> None:
+        self._spec = spec
+        self._session = session
+        self._line: socket.socket | None = None
+        self.agent_key = ""
+
+    @property
+    def has_other_nodes(self) -> bool:
+        """Whether other supervisors take part."""
+        return self._spec.num_nodes > 1
+
+    @property
+    def line(self) -> socket.socket | None:
+        """The socket to listen to for `receive`, once the agent runs."""
+        return self._line
+
+    def begin(self, attempt: int) -> Place | None:
+        """Start gathering for an attempt; return the place at once when this node is alone."""
+        if not self.has_other_nodes:
+            return self._host_store(attempt)
+        if self._line is None:
+            request = {
+                "num_nodes": self._spec.num_nodes,
+                "node_rank": self._spec.node_rank,
+                "endpoint": self._spec.rdzv_endpoint,
+                "run_id": self._spec.rdzv_id,
+                "ranks_per_node": self._spec.ranks_per_node,
+                "seconds": self._spec.join_timeout or _GATHER_SECONDS,
+            }
+            self._fork_agent("store", request, [])
+        self._say({"gather": attempt})
+        return None
+
+    def _host_store(self, attempt: int) -> Place:
+        """Bind the port here, so that the ranks can be told of it before the store even runs."""
+        self.close()
+        with socket.create_server((_LOOPBACK, 0), backlog=1024) as listener:
+            port = listener.getsockname()[1]
+            self._fork_agent(f"store{attempt}", {"num_nodes": 1}, [listener.fileno()])
+        world_size = self._spec.ranks_per_node
+        return Place(0, 1, first_rank=0, world_size=world_size, master_addr=_LOOPBACK, master_port=port)
+
+    def _fork_agent(self, key: str, request: wire.Message, descriptors: list[int]) -> None:
+        self._line, far_end = wire.socket_pair()
+        self.agent_key = key
+        with far_end:
+            self._session.fork({"do": "agent", "key": key, **request}, [far_end.fileno(), *descriptors])
+
+    def receive(self) -> wire.Message | None:
+        """Return the agent's next message: "place", "remote_failure", "all_ended" or "error"; None when it is gone."""
+        assert self._line is not None
+        received = wire.receive(self._line)
+        return None if received is None else received[0]
+
+    def tell_failure(self, failure: Failure) -> None:
+        """Let the other nodes know why this one stops."""
+        if self.has_other_nodes:
+            self._say({"failed": failure.to_message()})
+
+    def tell_end(self) -> None:
+        """Let the other nodes know that this one's ranks have ended well."""
+        self._say({"finished": True})
+
+    def _say(self, message: wire.Message) -> None:
+        if self._line is None:
+            return
+        try:
+            wire.send(self._line, message)
+        except (BrokenPipeError, ConnectionResetError):
+            # The agent is gone; its end of file tells the loop.
+            return
+
+    def close(self) -> None:
+        """Let the agent go."""
+        self.agent_key = ""
+        if self._line is not None:
+            self._line.close()
+            self._line = None

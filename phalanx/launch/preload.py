@@ -1,0 +1,67 @@
+"""What the warm process imports once so that ranks need not: torch and everything a first training step pulls in.
+
+Nothing here may start a thread or touch CUDA: neither survives a fork.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import os
+import sys
+
+# The tail of the list is what a first optimizer step, data loader worker or checkpoint imports by itself.
+_MODULES = (
+    "torch",
+    "torch.distributed",
+    "torch.nn.parallel",
+    "torch.distributed.device_mesh",
+    "torch.distributed.tensor",
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint",
+    "torch.distributed.checkpoint.state_dict",
+    "torch._dynamo",
+    "torch.utils.data",
+    "torch.utils.serialization.config",
+    "torch.profiler",
+    "multiprocessing.popen_fork",
+    "multiprocessing.queues",
+    "cloudpickle",
+)
+_WHERE_PRESENT = ("torch.profiler._cupti_monitor", "torch.distributed.checkpoint._fsspec_filesystem", "phalanx.worker")
+
+
+def preload() -> None:
+    """Import everything on the list. What only saves time may be missing: a rank that needs it will say so itself."""
+    for name in _MODULES:
+        importlib.import_module(name)
+    for name in _WHERE_PRESENT:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            print(f"not preloaded: {name}: {error}", file=sys.stderr)
+
+
+SINGLE_THREADED = {"OPENBLAS_NUM_THREADS": "1"}
+"""OpenBLAS starts its threads when numpy is imported; with this in the environment it starts none."""
+
+
+def set_compute_threads(threads: int) -> None:
+    """Give this rank its number of compute threads, in torch and in numpy's BLAS."""
+    import torch
+
+    torch.set_num_threads(threads)
+    if threads > 1 and "numpy" in sys.modules and "OPENBLAS_NUM_THREADS" not in os.environ:
+        _set_openblas_threads(threads)
+
+
+def _set_openblas_threads(threads: int) -> None:
+    with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
+        paths = {line.split(maxsplit=5)[5].strip() for line in maps if "openblas" in line.rsplit("/", 1)[-1]}
+    for path in paths:
+        library = ctypes.CDLL(path)
+        for name in ("scipy_openblas_set_num_threads64_", "openblas_set_num_threads64_", "openblas_set_num_threads"):
+            setter = getattr(library, name, None)
+            if setter is not None:
+                setter(ctypes.c_int(threads))
+                break

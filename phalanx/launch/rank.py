@@ -1,0 +1,105 @@
+"""What a freshly forked rank does: take on its environment, run the target, leave as Python itself would."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import os
+import signal
+import socket
+import sys
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from phalanx.launch.joining import announce_joining
+from phalanx.launch.preload import set_compute_threads
+from phalanx.launch.record import exit_code_of, record_exception
+from phalanx.launch.target import from_message, run_target
+
+if TYPE_CHECKING:
+    from phalanx.launch.wire import Message
+
+# A process started by the rank inherits the variable but not the descriptor: a high number makes it unlikely that the
+# same number is something else there.
+_EVENTS_DESCRIPTOR_FLOOR = 200
+
+
+@dataclass(frozen=True)
+class _Files:
+    log: int
+    stack: int
+
+
+def run(request: Message, descriptors: list[int]) -> NoReturn:
+    """Be rank `request["rank"]` until the target ends, then leave without tearing torch down."""
+    *stdio, log, stack, events = descriptors
+    for number, descriptor in enumerate(stdio):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    files = _Files(log, stack)
+    try:
+        _take_on(request, files, events)
+        run_target(from_message(request["target"]), request["path"])
+        code = 0
+    except BaseException as error:  # noqa: BLE001 - the program ends here, whatever ended it
+        code = exit_code_of(error)
+        if not isinstance(error, SystemExit):
+            _send_to_log(files.log)
+            record_exception(error, request)
+        elif error.code is not None and not isinstance(error.code, int):
+            print(error.code, file=sys.stderr)
+    _leave(code)
+
+
+def _take_on(request: Message, files: _Files, events: int) -> None:
+    os.environ.clear()
+    os.environ.update(request["env"])
+    os.environ["PHALANX_EVENTS_FD"] = str(_lift(events))
+    os.chdir(request["cwd"])
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    # The log, not stderr: a crash is reported by the launcher, once, and not in the middle of another rank's output.
+    faulthandler.enable(files.log)
+    faulthandler.register(signal.SIGQUIT, files.stack, all_threads=True)
+    _reseed()
+    set_compute_threads(request["threads"])
+    announce_joining(socket.socket(fileno=os.dup(int(os.environ["PHALANX_EVENTS_FD"]))), request["rank"])
+
+
+def _lift(descriptor: int) -> int:
+    """Move a descriptor to a high number."""
+    import fcntl
+
+    lifted = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _EVENTS_DESCRIPTOR_FLOOR)
+    os.close(descriptor)
+    return lifted
+
+
+def _reseed() -> None:
+    """Undo what a fork copies: numpy seeded its global generator when the warm process imported it."""
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed()
+
+
+def _send_to_log(log: int) -> None:
+    """Point stderr at the log file: from here on only the launcher speaks to the user."""
+    with contextlib.suppress(OSError, ValueError):
+        sys.stderr.flush()
+    os.dup2(log, 2)
+
+
+def _leave(code: int) -> NoReturn:
+    """Do what the interpreter does at exit, in its order, but stop before modules are torn down.
+
+    Tearing torch down can deadlock: a process group freed with the interpreter lock held waits for its own thread.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        # As in the interpreter: a closed pipe at the very end changes nothing for anybody.
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)

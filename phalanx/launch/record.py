@@ -1,0 +1,96 @@
+"""The last words of a rank: its exit code, its traceback without our own frames, and a record for the launcher."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from phalanx.errors import PhalanxError
+from phalanx.observe import board
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from phalanx.launch.wire import Message
+
+_OWN_DIRECTORY = os.path.dirname(os.path.abspath(__file__))
+
+
+def record_path(log_dir: Path, rank: int) -> Path:
+    """Return where a rank leaves the record of the exception that ended it."""
+    return log_dir / f"rank-{rank}.error.json"
+
+
+def exit_code_of(error: BaseException) -> int:
+    """Return the exit status Python gives for an exception that reaches the top; a PhalanxError brings its own."""
+    if isinstance(error, SystemExit):
+        if error.code is None:
+            return 0
+        return error.code & 0xFF if isinstance(error.code, int) else 1
+    if isinstance(error, PhalanxError):
+        return error.exit_code
+    return 130 if isinstance(error, KeyboardInterrupt) else 1
+
+
+def record_exception(error: BaseException, request: Message) -> None:
+    """Write the record for the launcher, then the traceback to stderr as the interpreter would."""
+    error.__traceback__ = user_frames(error.__traceback__)
+    lines = [] if isinstance(error, PhalanxError) else "".join(traceback.format_exception(error)).splitlines()
+    record = {
+        "rank": request["rank"],
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "time": time.time(),
+        "step": _last_step(request["rank"]),
+        "type": type(error).__qualname__,
+        "message": error.message if isinstance(error, PhalanxError) else str(error),
+        "hint": error.hint if isinstance(error, PhalanxError) else "",
+        "exit_code": exit_code_of(error),
+        "traceback": lines,
+    }
+    _write_whole(record_path(Path(request["log_dir"]), request["rank"]), record)
+    if isinstance(error, PhalanxError):
+        print(error, file=sys.stderr)
+    else:
+        sys.excepthook(type(error), error, error.__traceback__)
+
+
+def user_frames(frames: TracebackType | None) -> TracebackType | None:
+    """Drop the frames of the launcher, and of the machinery it runs modules with, from the top of a traceback."""
+    while frames is not None and _is_ours(frames.tb_frame.f_code.co_filename):
+        frames = frames.tb_next
+    return frames
+
+
+def _is_ours(filename: str) -> bool:
+    return filename.startswith((_OWN_DIRECTORY, "<frozen runpy", "<frozen importlib")) or filename.endswith("/runpy.py")
+
+
+def _last_step(rank: int) -> int | None:
+    beat = board.current().read(rank)
+    return beat.step if beat else None
+
+
+def _write_whole(path: Path, record: dict[str, Any]) -> None:
+    """Write a file that is complete or absent. A full disk must not hide the exception that is being recorded."""
+    fresh = path.with_suffix(".new")
+    try:
+        fresh.write_text(json.dumps(record))
+        fresh.replace(path)
+    except OSError as problem:
+        print(f"cannot write {path}: {problem}", file=sys.stderr)
+
+
+def read_record(log_dir: Path, rank: int) -> dict[str, Any] | None:
+    """Return what a rank wrote when an exception ended it, or None when none did."""
+    try:
+        record: dict[str, Any] = json.loads(record_path(log_dir, rank).read_text())
+    except FileNotFoundError:
+        return None
+    return record

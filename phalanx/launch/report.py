@@ -1,0 +1,107 @@
+"""Words: what the user reads when a rank has failed, the cause first."""
+
+from __future__ import annotations
+
+import signal
+from typing import TYPE_CHECKING
+
+from phalanx.launch.failure import Failure
+from phalanx.launch.stacks import main_stack
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from phalanx.launch.blame import RankExit
+
+_TRACEBACK_LINES = 16
+_LOG_LINES = 8
+_CRASHES = {
+    signal.SIGSEGV: "crashed with a segmentation fault (SIGSEGV): native code touched memory it does not own",
+    signal.SIGBUS: "crashed with a bus error (SIGBUS): often /dev/shm or a mapped file's disk is full",
+    signal.SIGABRT: "aborted (SIGABRT): native code gave up",
+    signal.SIGILL: "crashed with an illegal instruction (SIGILL): a library was built for another processor",
+    signal.SIGFPE: "crashed with an arithmetic error (SIGFPE)",
+}
+
+
+def render(failure: Failure) -> str:
+    """Put a failure into words: who, where, when and why; then the evidence; then the rest."""
+    lines = [_headline(failure)]
+    lines += [f"  {line}" for line in failure.details]
+    if failure.hint:
+        lines.append(f"  {failure.hint}")
+    if failure.others_stopped:
+        ranks = "1 other rank" if failure.others_stopped == 1 else f"{failure.others_stopped} other ranks"
+        lines.append(f"{ranks} stopped because of it.")
+    if failure.logs:
+        lines.append(f"Logs: {failure.logs}")
+    return "\n".join(lines)
+
+
+def _headline(failure: Failure) -> str:
+    if failure.rank is None:
+        return failure.cause
+    label = "" if failure.label in ("", f"r{failure.rank}") else f" [{failure.label}]"
+    host = f" on {failure.host}" if failure.host else ""
+    step = "" if failure.step is None else f" at step {failure.step}"
+    return f"rank {failure.rank}{label}{host}{step} {failure.cause}"
+
+
+def explain(ended: RankExit, *, label: str, host: str, step: int | None, killed_for_memory: bool, log: Path) -> Failure:
+    """Say what became of a rank from its exit, its record and its log."""
+    if ended.record:
+        cause, details, hint = _raised(ended)
+        step = ended.record["step"] if ended.record["step"] is not None else step
+    elif ended.code < 0:
+        cause, details, hint = _killed(ended, killed_for_memory)
+    else:
+        cause, details, hint = f"exited with code {ended.code}", ended.log_tail[-_LOG_LINES:], ""
+    return Failure(
+        cause=cause,
+        exit_code=ended.code if ended.code > 0 else 128 - ended.code,
+        rank=ended.rank,
+        label=label,
+        host=host,
+        step=step,
+        details=details,
+        hint=hint,
+        logs=str(log),
+    )
+
+
+def _raised(ended: RankExit) -> tuple[str, tuple[str, ...], str]:
+    record = ended.record
+    assert record is not None
+    lines: list[str] = record["traceback"]
+    if not lines:
+        # A mistake of the user's: its words are written to be read alone.
+        return f"stopped: {record['message']}", (), record["hint"]
+    message = record["message"].splitlines()
+    said = f": {message[0]}" if message else ""
+    return f"raised {record['type']}{said}", tuple(lines[-_TRACEBACK_LINES:]), record["hint"]
+
+
+def _killed(ended: RankExit, killed_for_memory: bool) -> tuple[str, tuple[str, ...], str]:
+    number = -ended.code
+    if number == signal.SIGKILL:
+        return _killed_outright(killed_for_memory)
+    try:
+        known = signal.Signals(number)
+    except ValueError:
+        return f"was killed by signal {number}", ended.log_tail[-_LOG_LINES:], ""
+    if known not in _CRASHES:
+        return f"was killed by {known.name}, which somebody else sent", ended.log_tail[-_LOG_LINES:], ""
+    stack = main_stack("\n".join(ended.log_tail))
+    python_stack = ("Python stack, innermost first:", *(f"  {frame}" for frame in stack[:_LOG_LINES]))
+    return _CRASHES[known], python_stack if stack else ended.log_tail[-_LOG_LINES:], ""
+
+
+def _killed_outright(killed_for_memory: bool) -> tuple[str, tuple[str, ...], str]:
+    less = "Use less memory: a smaller batch_size, fewer ranks on this node, fewer data loader workers."
+    if killed_for_memory:
+        return "was killed by the kernel because memory ran out (SIGKILL)", (), less
+    return (
+        "was killed by SIGKILL: somebody killed it, or memory ran out where this process cannot see the counter",
+        (),
+        f"If it was memory: {less[0].lower()}{less[1:]}",
+    )

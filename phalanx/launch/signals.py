@@ -1,0 +1,56 @@
+"""Signals as messages: while a launch runs they wake its loop instead of raising in the middle of it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import FrameType, TracebackType
+
+    Handler = Callable[[int, FrameType | None], object] | int | signal.Handlers | None
+
+_WATCHED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+
+
+class SignalInbox:
+    """Collects SIGINT, SIGTERM, SIGHUP and SIGUSR1 between enter and exit; outside the main thread it stays empty."""
+
+    def __init__(self) -> None:
+        self._read, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._before: dict[signal.Signals, Handler] = {}
+        self._wakeup_before: int | None = None
+
+    def __enter__(self) -> SignalInbox:
+        if threading.current_thread() is threading.main_thread():
+            self._wakeup_before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+            for number in _WATCHED:
+                # Whoever started us with a signal ignored (nohup) wants it ignored.
+                if signal.getsignal(number) is not signal.SIG_IGN:
+                    self._before[number] = signal.signal(number, lambda number, frame: None)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+        if self._wakeup_before is not None:
+            signal.set_wakeup_fd(self._wakeup_before)
+        os.close(self._read)
+        os.close(self._write)
+
+    def fileno(self) -> int:
+        """Let selectors wait for a signal."""
+        return self._read
+
+    def take(self) -> list[signal.Signals]:
+        """Return the watched signals that came since the last call, in order."""
+        received = b""
+        with contextlib.suppress(BlockingIOError):
+            received = os.read(self._read, 4096)
+        return [signal.Signals(number) for number in received if number in self._before]

@@ -1,0 +1,162 @@
+"""What to launch and what came of it: plain frozen data, checked before any process starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Literal
+
+from phalanx.errors import UsageError, nearest
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from phalanx.launch.failure import Failure
+
+
+@dataclass(frozen=True)
+class ScriptTarget:
+    """Run a file the way `python path args...` does."""
+
+    path: str | Path
+    args: tuple[str, ...] = ()
+
+    def check(self) -> None:
+        """Refuse a path that is no readable file, before anything is started."""
+        path = Path(self.path)
+        if path.is_file():
+            return
+        if path.is_dir():
+            raise UsageError(f"script '{self.path}' is a directory.", hint="Give the .py file inside it.")
+        siblings = [entry.name for entry in path.parent.glob("*.py")] if path.parent.is_dir() else []
+        close = nearest(path.name, siblings)
+        guess = f"Did you mean '{path.parent / close}'?" if close else f"Looked in {path.parent.resolve()}."
+        raise UsageError(f"script '{self.path}' does not exist.", hint=guess)
+
+
+@dataclass(frozen=True)
+class ModuleTarget:
+    """Run a module the way `python -m name args...` does."""
+
+    name: str
+    args: tuple[str, ...] = ()
+
+    def check(self) -> None:
+        """Refuse a name that cannot be a module's; whether it exists is known only with the rank's own path."""
+        if not all(part.isidentifier() for part in self.name.split(".")):
+            raise UsageError(
+                f"'{self.name}' is no module name.",
+                hint="Write it with dots, such as 'package.train'; for a file use a script.",
+            )
+
+
+@dataclass(frozen=True)
+class CallTarget:
+    """Import `package.module:name` in the rank and call it with `payload` (usually a path)."""
+
+    function: str
+    payload: str = ""
+
+    def check(self) -> None:
+        """Refuse a function that is not written `package.module:name`."""
+        module, _, name = self.function.partition(":")
+        if not module or not name.isidentifier():
+            raise UsageError(f"'{self.function}' is no function.", hint="Write it as 'package.module:name'.")
+
+
+Target = ScriptTarget | ModuleTarget | CallTarget
+
+_EMPTY: Mapping[str, str] = MappingProxyType({})
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchSpec:
+    """Everything the launcher needs to know; nothing in it needs torch."""
+
+    target: Target
+    """What every rank runs."""
+    ranks_per_node: int
+    """How many ranks this node runs (other nodes may run another number)."""
+    log_dir: Path
+    """Where rank-N.log, rank-N.error.json, rank-N.stack and the heartbeats go; made when missing."""
+    num_nodes: int = 1
+    """How many supervisors, one a node, form the group."""
+    node_rank: int | None = None
+    """This node's place among the nodes; None lets the rendezvous choose."""
+    rdzv_endpoint: str = ""
+    """host:port where the nodes meet; only with several nodes."""
+    rdzv_id: str = "phalanx"
+    """Tells apart groups that meet at the same endpoint."""
+    env: Mapping[str, str] = field(default_factory=lambda: _EMPTY)
+    """Added to this process's environment in every rank."""
+    labels: tuple[str, ...] = ()
+    """One label a global rank, such as "r3 dp1"; "r3" when not given."""
+    console_ranks: Literal["0", "all"] = "0"
+    """Whose output the console shows."""
+    max_restarts: int = 0
+    """How often the whole group is started again after a rank failed."""
+    grace_seconds: float = 4.5
+    """How long ranks may take to leave after Ctrl-C or SIGTERM before they are killed."""
+    join_timeout: float | None = None
+    """How long one rank may wait in init_process_group for the others; None: as long as torch lets it."""
+    start_timeout: float | None = None
+    """How long until the first rank must have reached init_process_group or finished; None: no limit."""
+    threads_per_rank: int | None = None
+    """Compute threads a rank; None: this node's cores shared evenly, unless OMP_NUM_THREADS is set."""
+
+    def __post_init__(self) -> None:
+        _at_least("ranks_per_node", self.ranks_per_node, 1)
+        _at_least("num_nodes", self.num_nodes, 1)
+        _at_least("max_restarts", self.max_restarts, 0)
+        if self.threads_per_rank is not None:
+            _at_least("threads_per_rank", self.threads_per_rank, 1)
+        if self.console_ranks not in ("0", "all"):
+            raise UsageError(f"console_ranks is '{self.console_ranks}'.", hint="Write '0' or 'all'.")
+        if self.num_nodes > 1:
+            self._check_nodes()
+
+    def _check_nodes(self) -> None:
+        if self.node_rank is not None and not 0 <= self.node_rank < self.num_nodes:
+            raise UsageError(
+                f"node_rank is {self.node_rank}, but there are {self.num_nodes} nodes.",
+                hint=f"Give each node its own number from 0 to {self.num_nodes - 1}.",
+            )
+        if not self.rdzv_endpoint:
+            raise UsageError(
+                f"{self.num_nodes} nodes need a place to meet, and rdzv_endpoint is empty.",
+                hint="Give every node the same host:port of node 0, such as 'node0:29400'.",
+            )
+        split_endpoint(self.rdzv_endpoint)
+
+    def label(self, rank: int) -> str:
+        """Return what the user sees in front of this global rank's lines."""
+        return self.labels[rank] if rank < len(self.labels) else f"r{rank}"
+
+
+def _at_least(name: str, value: int, least: int) -> None:
+    if value < least:
+        raise UsageError(f"{name} is {value}.", hint=f"It must be {least} or more.")
+
+
+DEFAULT_RENDEZVOUS_PORT = 29400
+
+
+def split_endpoint(endpoint: str) -> tuple[str, int]:
+    """Split `host:port`, `[v6]:port` or a bare host into host and port."""
+    host, separator, port = endpoint.rpartition(":")
+    if not separator or endpoint.endswith("]"):
+        host, port = endpoint, str(DEFAULT_RENDEZVOUS_PORT)
+    host = host.strip("[]")
+    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+        raise UsageError(f"rdzv_endpoint '{endpoint}' is no host:port.", hint="Write it like 'node0:29400'.")
+    return host, int(port)
+
+
+@dataclass(frozen=True)
+class LaunchResult:
+    """How a launch ended. `failure` is None unless a rank failed; `str(failure)` is the report to show."""
+
+    exit_code: int
+    attempts: int
+    failure: Failure | None = None

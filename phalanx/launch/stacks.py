@@ -1,0 +1,65 @@
+"""Read the stacks faulthandler wrote, and say in a few words where a rank is."""
+
+from __future__ import annotations
+
+import re
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+_FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<function>.*)$')
+_OWN_DIRECTORY = str(Path(__file__).resolve().parent)
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One line of a stack."""
+
+    file: str
+    line: str
+    function: str
+
+    def __str__(self) -> str:
+        return f"{Path(self.file).name}:{self.line} in {self.function}"
+
+    @property
+    def is_launchers(self) -> bool:
+        """Whether it belongs to this package or to the way modules are run."""
+        return self.file.startswith((_OWN_DIRECTORY, "<frozen runpy")) or self.file.endswith("/runpy.py")
+
+    @property
+    def is_users(self) -> bool:
+        """Whether it is neither the standard library's, an installed package's nor the launcher's."""
+        libraries = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), _OWN_DIRECTORY, "<frozen")
+        return not self.file.startswith(libraries)
+
+
+def main_stack(text: str) -> list[Frame]:
+    """Return the stack of the thread that took the signal, innermost first, out of the latest dump in `text`."""
+    frames: list[Frame] = []
+    inside = False
+    for line in text.splitlines():
+        if line.startswith(("Current thread", "Thread ", "Fatal Python error")):
+            if line.startswith("Current thread"):
+                frames = []
+            inside = line.startswith("Current thread")
+        elif inside and (match := _FRAME.match(line)):
+            frames.append(Frame(match["file"], match["line"], match["function"]))
+    # What is left at the outer end is how the launcher got to the user's program.
+    while frames and frames[-1].is_launchers:
+        frames.pop()
+    return frames
+
+
+def whereabouts(path: Path) -> str:
+    """Say where a rank is: the innermost line of the user's code, and the library call it made where that differs."""
+    try:
+        frames = main_stack(path.read_text(errors="replace"))
+    except FileNotFoundError:
+        frames = []
+    if not frames:
+        return "nowhere to be seen: it did not answer with a stack"
+    own = next((frame for frame in frames if frame.is_users), None)
+    if own is None or own == frames[0]:
+        return f"at {frames[0]}"
+    return f"at {own} (in {frames[0].function}, {Path(frames[0].file).name}:{frames[0].line})"

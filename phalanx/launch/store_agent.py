@@ -1,0 +1,75 @@
+"""The process that hosts, or reaches, the store the ranks meet in: it lives as long as its supervisor's socket.
+
+On one node it serves a TCPStore on a loopback socket the supervisor has already bound, so that no port is ever guessed
+and nothing outside the machine can connect. With several nodes it gathers them at the endpoint (see `nodes`).
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from typing import TYPE_CHECKING, NoReturn
+
+from phalanx.errors import PhalanxError, UsageError
+from phalanx.launch import wire
+
+if TYPE_CHECKING:
+    from phalanx.launch.nodes import NodeGroup
+
+_POLL_SECONDS = 0.2
+
+
+def serve(request: wire.Message, descriptors: list[int]) -> NoReturn:
+    """Be the store agent a supervisor asked for, until it closes its end."""
+    line = socket.socket(fileno=descriptors[0])
+    if request["num_nodes"] == 1:
+        _serve_one_node(line, descriptors[1])
+    else:
+        _serve_nodes(line, request)
+    os._exit(0)
+
+
+def _serve_one_node(line: socket.socket, listener: int) -> None:
+    from torch.distributed import TCPStore
+
+    port = socket.socket(fileno=os.dup(listener)).getsockname()[1]
+    # libuv would do as well here; the plain server starts no event loop for a handful of loopback clients.
+    store = TCPStore(
+        "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener, use_libuv=False
+    )
+    wire.receive(line)
+    del store
+
+
+def _serve_nodes(line: socket.socket, request: wire.Message) -> None:
+    from phalanx.launch.nodes import NodeGroup
+
+    try:
+        nodes = NodeGroup(request)
+        _follow(line, nodes)
+        nodes.leave()
+    except PhalanxError as error:
+        usage = isinstance(error, UsageError)
+        wire.send(line, {"error": error.message, "hint": error.hint, "usage": usage})
+        wire.receive(line)
+
+
+def _follow(line: socket.socket, nodes: NodeGroup) -> None:
+    """Do what the supervisor asks, and tell it what the other nodes do, until it closes."""
+    line.settimeout(_POLL_SECONDS)
+    while True:
+        try:
+            received = wire.receive(line)
+        except TimeoutError:
+            received = ({}, [])
+        if received is None:
+            return
+        request, _ = received
+        if "gather" in request:
+            wire.send(line, {"place": nodes.gather(request["gather"])})
+        elif "failed" in request:
+            nodes.publish_failure(request["failed"])
+        elif "finished" in request:
+            nodes.publish_end()
+        for message in nodes.news():
+            wire.send(line, message)

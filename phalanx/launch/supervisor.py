@@ -1,0 +1,60 @@
+"""`launch`: start the ranks of this node, follow them to their end, restart them where that was asked for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from phalanx.errors import UsageError
+from phalanx.launch.attempt import Attempt
+from phalanx.launch.console import Console, PlainConsole
+from phalanx.launch.environment import shared_environment
+from phalanx.launch.meeting import Meeting
+from phalanx.launch.policy import Restart, decide
+from phalanx.launch.signals import SignalInbox
+from phalanx.launch.spec import LaunchResult, LaunchSpec
+from phalanx.launch.warm import warm_process
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from phalanx.launch.warm import Session
+
+
+def launch(spec: LaunchSpec, console: Console | None = None) -> LaunchResult:
+    """Run the target on this node's ranks and return when every one of them is gone.
+
+    Runs in the caller's thread. Signals are taken over meanwhile when that is the main thread. The report of a failure
+    is not printed: it is `str(result.failure)`, for the caller to show or to raise.
+    """
+    spec.target.check()
+    _make_directory(spec.log_dir)
+    console = console or PlainConsole(labelled=spec.console_ranks == "all")
+    shared_env = shared_environment(spec)
+    session = warm_process(shared_env).open_session()
+    try:
+        return _run_attempts(spec, console, session, shared_env)
+    finally:
+        session.close()
+
+
+def _run_attempts(spec: LaunchSpec, console: Console, session: Session, shared_env: dict[str, str]) -> LaunchResult:
+    meeting = Meeting(spec, session)
+    number = 0
+    with SignalInbox() as inbox:
+        try:
+            while True:
+                outcome = Attempt(spec, console, session, meeting, inbox, number).run(shared_env)
+                decision = decide(outcome, attempt=number, max_restarts=spec.max_restarts)
+                if not isinstance(decision, Restart):
+                    return LaunchResult(outcome.exit_code, number + 1, outcome.failure)
+                console.notice(f"{outcome.failure}\n{decision.why}")
+                number += 1
+        finally:
+            meeting.close()
+
+
+def _make_directory(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"log directory '{path}' cannot be made: {error.strerror}.") from error

@@ -1,0 +1,83 @@
+"""Run the user's script, module or function in a rank exactly as a fresh Python would."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.machinery
+import multiprocessing.process
+import os
+import runpy
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+from phalanx.launch.spec import CallTarget, ModuleTarget, ScriptTarget, Target
+
+
+def to_message(target: Target) -> dict[str, Any]:
+    """Write a target so that it can travel to the rank."""
+    if isinstance(target, ScriptTarget):
+        return {"script": str(target.path), "args": list(target.args)}
+    if isinstance(target, ModuleTarget):
+        return {"module": target.name, "args": list(target.args)}
+    return {"call": target.function, "payload": target.payload}
+
+
+def from_message(message: dict[str, Any]) -> Target:
+    """Read back what `to_message` wrote."""
+    if "script" in message:
+        return ScriptTarget(message["script"], tuple(message["args"]))
+    if "module" in message:
+        return ModuleTarget(message["module"], tuple(message["args"]))
+    return CallTarget(message["call"], message["payload"])
+
+
+def run_target(target: Target, caller_path: list[str]) -> None:
+    """Run the target in this process, as its main program."""
+    main = types.ModuleType("__main__")
+    main.__dict__["__builtins__"] = __builtins__
+    sys.modules["__main__"] = main
+    # The warm process was started elsewhere; spawned children resolve a relative main path against this.
+    multiprocessing.process.ORIGINAL_DIR = os.getcwd()  # type: ignore[attr-defined]
+    if isinstance(target, ScriptTarget):
+        _run_script(target, main)
+    elif isinstance(target, ModuleTarget):
+        _run_module(target)
+    else:
+        _run_call(target, caller_path)
+
+
+def _run_script(target: ScriptTarget, main: types.ModuleType) -> None:
+    path = os.path.abspath(target.path)
+    sys.argv = [str(target.path), *target.args]
+    sys.orig_argv = [sys.executable, *sys.argv]
+    sys.path[:] = [str(Path(path).resolve().parent), *_interpreter_path()]
+    main.__file__ = path
+    main.__loader__ = importlib.machinery.SourceFileLoader("__main__", path)
+    main.__dict__["__cached__"] = None
+    code = compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)
+    exec(code, main.__dict__)
+
+
+def _run_module(target: ModuleTarget) -> None:
+    sys.argv = ["-m", *target.args]
+    sys.orig_argv = [sys.executable, "-m", target.name, *target.args]
+    sys.path[:] = [os.getcwd(), *_interpreter_path()]
+    # What the interpreter itself calls for -m: packages, __main__ modules and its messages behave the same.
+    runpy._run_module_as_main(target.name)  # type: ignore[attr-defined]
+
+
+def _run_call(target: CallTarget, caller_path: list[str]) -> None:
+    sys.path[:] = [entry or os.getcwd() for entry in caller_path]
+    module, _, name = target.function.partition(":")
+    getattr(importlib.import_module(module), name)(target.payload)
+
+
+def _interpreter_path() -> list[str]:
+    """Return the interpreter's own import path; the directory the warm process was started in goes last."""
+    package_root = str(Path(__file__).resolve().parents[2])
+    if sys.path[0] != package_root:
+        return list(sys.path)
+    others = sys.path[1:]
+    return others if package_root in others else [*others, package_root]

@@ -1,0 +1,215 @@
+"""The caller's handle on the warm process: started once, used by every launch of this Python process, ended with it."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from phalanx.errors import PhalanxError
+from phalanx.launch import wire
+from phalanx.launch.preload import SINGLE_THREADED
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Mapping, Sequence
+
+# Read by the interpreter, by torch or by its libraries while they are imported: ranks forked from a process that
+# imported under other values would not obey them.
+_READ_AT_IMPORT = ("PYTHON", "TORCH", "PYTORCH", "OMP_", "KMP_", "MKL_", "GOMP_", "LD_", "MALLOC_")
+_SET_IN_EVERY_RANK = ("OMP_NUM_THREADS", "TORCHELASTIC_")
+
+
+def import_settings(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that take effect only while torch is imported."""
+    return {
+        name: value
+        for name, value in environ.items()
+        if name.startswith(_READ_AT_IMPORT) and not name.startswith(_SET_IN_EVERY_RANK)
+    }
+
+
+class WarmProcess:
+    """A running `phalanx.launch.zygote`. It closes itself after its last session once it is retired."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self.settings = import_settings(environ)
+        self._sessions = 0
+        self._retired = False
+        self._lock = threading.Lock()
+        # What it prints matters only when it fails to start; then it is the explanation.
+        self._words = os.memfd_create("warm-process-output", os.MFD_CLOEXEC)
+        self._control, far_end = wire.socket_pair()
+        with far_end:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "phalanx.launch.zygote", str(far_end.fileno())],
+                env={**environ, **SINGLE_THREADED},
+                # The package is importable from here, installed or not.
+                cwd=Path(__file__).resolve().parents[2],
+                stdin=subprocess.DEVNULL,
+                stdout=self._words,
+                stderr=self._words,
+                pass_fds=[far_end.fileno()],
+                # Ctrl-C at the terminal must reach the supervisor alone.
+                start_new_session=True,
+            )
+
+    @property
+    def pid(self) -> int:
+        """The warm process's id."""
+        return self._process.pid
+
+    def is_usable(self, environ: Mapping[str, str]) -> bool:
+        """Tell whether it still runs and imported torch under the same settings."""
+        return self._process.poll() is None and self.settings == import_settings(environ)
+
+    def open_session(self) -> Session:
+        """Open a line of its own for one launch."""
+        near_end, far_end = wire.socket_pair()
+        with far_end:
+            try:
+                wire.send(self._control, {"do": "session"}, [far_end.fileno()])
+            except OSError as error:
+                near_end.close()
+                raise self.death() from error
+        with self._lock:
+            self._sessions += 1
+        return Session(self, near_end)
+
+    def end_session(self) -> None:
+        """Take note that a launch is over."""
+        with self._lock:
+            self._sessions -= 1
+            last = self._retired and self._sessions == 0
+        if last:
+            self.close()
+
+    def retire(self) -> None:
+        """Take no more launches; close when those that run are over."""
+        with self._lock:
+            self._retired = True
+            idle = self._sessions == 0
+        if idle:
+            self.close()
+
+    def close(self) -> None:
+        """End the process and everything it forked, and wait until it is gone."""
+        self._control.close()
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+        try:
+            self._process.wait(timeout=2)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Let go of the descriptors without ending the process: in a fork it belongs to the parent."""
+        self._control.close()
+        if self._words >= 0:
+            os.close(self._words)
+            self._words = -1
+        self._process.returncode = self._process.returncode or 0
+
+    def death(self) -> PhalanxError:
+        """Explain, with its own last words, why the warm process is gone."""
+        words = os.pread(self._words, 1 << 20, 0).decode(errors="replace").strip() if self._words >= 0 else ""
+        tail = "\n  ".join(words.splitlines()[-12:])
+        return PhalanxError(
+            f"the warm process that starts the ranks has died{':' if tail else '.'}\n  {tail}".rstrip(),
+            hint="Check that `python -c 'import torch'` works with this interpreter.",
+        )
+
+
+class Session:
+    """One launch's line to the warm process. Closing it kills whatever the launch still has running."""
+
+    def __init__(self, process: WarmProcess, end: socket.socket) -> None:
+        self._process = process
+        self._end = end
+
+    def fileno(self) -> int:
+        """Let selectors wait for messages."""
+        return self._end.fileno()
+
+    def fork(self, request: wire.Message, descriptors: Sequence[int]) -> None:
+        """Ask for a process. `request["key"]` names it in what comes back."""
+        try:
+            wire.send(self._end, request, descriptors)
+        except OSError as error:
+            raise self._process.death() from error
+
+    def signal(self, key: str, number: int) -> None:
+        """Send a signal to a process of this session; SIGKILL takes its whole group along."""
+        try:
+            wire.send(self._end, {"do": "signal", "key": key, "signal": int(number)})
+        except OSError as error:
+            raise self._process.death() from error
+
+    def receive(self) -> wire.Message:
+        """Return the next "started", "exited" or "refused" message."""
+        received = wire.receive(self._end)
+        if received is None:
+            raise self._process.death()
+        return received[0]
+
+    def close(self) -> None:
+        """End the line; safe to call twice."""
+        if self._end.fileno() >= 0:
+            self._end.close()
+            self._process.end_session()
+
+
+_lock = threading.Lock()
+_current: WarmProcess | None = None
+
+
+def warm_process(environ: Mapping[str, str] | None = None) -> WarmProcess:
+    """Return this process's warm process, starting it when there is none that fits `environ`."""
+    global _current
+    environ = os.environ if environ is None else environ
+    with _lock:
+        if _current is not None and not _current.is_usable(environ):
+            _current.retire()
+            _current = None
+        if _current is None:
+            _current = WarmProcess(environ)
+        return _current
+
+
+def prestart() -> None:
+    """Start importing torch in the background now, so that a launch a moment later finds it done."""
+    warm_process()
+
+
+def current_pid() -> int | None:
+    """Return the id of the warm process, or None when there is none."""
+    return None if _current is None else _current.pid
+
+
+def shutdown() -> None:
+    """End the warm process, if there is one."""
+    global _current
+    with _lock:
+        if _current is not None:
+            _current.close()
+            _current = None
+
+
+def _forget_in_fork() -> None:
+    """A fork must neither use nor end its parent's warm process, nor keep its line open."""
+    global _current, _lock
+    _lock = threading.Lock()
+    if _current is not None:
+        _current.abandon()
+        _current = None
+
+
+atexit.register(shutdown)
+os.register_at_fork(after_in_child=_forget_in_fork)

@@ -1,0 +1,53 @@
+"""Messages between the processes of one node: JSON over a Unix socket that keeps message boundaries.
+
+The JSON travels in an anonymous memory file whose descriptor rides along, so a message may be of any size (an
+environment easily outgrows a socket buffer). Further descriptors (pipes, logs) ride behind it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+Message = dict[str, Any]
+
+_MAX_DESCRIPTORS = 16
+
+
+def socket_pair() -> tuple[socket.socket, socket.socket]:
+    """Make two connected ends; a message sent into one comes out of the other whole."""
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+def send(end: socket.socket, message: Message, descriptors: Sequence[int] = ()) -> None:
+    """Send one message with copies of `descriptors`."""
+    body = os.memfd_create("message", os.MFD_CLOEXEC)
+    try:
+        with open(body, "wb", closefd=False) as file:
+            file.write(json.dumps(message).encode())
+        socket.send_fds(end, [b"+"], [body, *descriptors])
+    finally:
+        os.close(body)
+
+
+def receive(end: socket.socket) -> tuple[Message, list[int]] | None:
+    """Return the next message and its descriptors (now owned by the caller), or None when the other end is gone."""
+    try:
+        data, descriptors, _, _ = socket.recv_fds(end, 1, _MAX_DESCRIPTORS)
+    except ConnectionResetError:
+        return None
+    if not data:
+        return None
+    for descriptor in descriptors:
+        os.set_inheritable(descriptor, False)
+    body, *others = descriptors
+    with open(body, "rb") as file:
+        # The sender's offset is shared: it stands at the end of what was written.
+        file.seek(0)
+        message: Message = json.loads(file.read())
+    return message, others

@@ -1,0 +1,198 @@
+"""The warm process: imports torch once, then forks ranks on request in milliseconds.
+
+It runs as `python -m phalanx.launch.zygote <fd>` in a session of its own. One thread polls the control socket, one
+socket a launch, and the pipe on which the kernel tells of ended children. A launch whose socket closes has its ranks
+killed; when the supervisor is gone, however it went, everything is killed and the warm process ends.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NoReturn
+
+from phalanx.launch import wire
+from phalanx.launch.preload import preload
+from phalanx.launch.process import die_with, kill_group, send_signal, set_name
+
+Job = Callable[[], NoReturn]
+
+
+@dataclass(frozen=True)
+class _Child:
+    session: socket.socket
+    key: str
+
+
+class Zygote:
+    """Forks on request, reaps, reports, and kills what its supervisor left behind."""
+
+    def __init__(self, control: socket.socket) -> None:
+        self._control = control
+        self._poll = selectors.PollSelector()
+        self._children: dict[int, _Child] = {}
+        self._open: set[socket.socket] = {control}
+        self._wakeup_read, self._wakeup_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._pidfd = -1
+
+    def serve(self) -> Job:
+        """Loop for ever in the parent; in a forked child return what it is to do, with this stack unwound."""
+        self._watch_signals()
+        self._watch_supervisor()
+        self._poll.register(self._control, selectors.EVENT_READ, self._take_session)
+        while True:
+            for key, _ in self._poll.select():
+                job = key.data(key.fileobj)
+                if job is not None:
+                    return job  # type: ignore[no-any-return]
+
+    def _watch_signals(self) -> None:
+        for number in (signal.SIGCHLD, signal.SIGTERM):
+            # A handler must exist for the wakeup descriptor to be written.
+            signal.signal(number, lambda number, frame: None)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.set_wakeup_fd(self._wakeup_write, warn_on_full_buffer=False)
+        self._poll.register(self._wakeup_read, selectors.EVENT_READ, self._take_signals)
+
+    def _watch_supervisor(self) -> None:
+        """Watch the supervisor's process itself: a forked child of it may hold a copy of our socket open."""
+        try:
+            self._pidfd = os.pidfd_open(os.getppid())
+        except OSError:
+            # A kernel without pidfd: the end of the control socket has to do.
+            return
+        self._poll.register(self._pidfd, selectors.EVENT_READ, lambda _: self._end())
+
+    def _take_signals(self, _: int) -> None:
+        if signal.SIGTERM in os.read(self._wakeup_read, 4096):
+            self._end()
+        self._reap()
+
+    def _take_session(self, _: socket.socket) -> None:
+        received = wire.receive(self._control)
+        if received is None:
+            self._end()
+        descriptor = received[1][0]
+        session = socket.socket(fileno=descriptor)
+        self._open.add(session)
+        self._poll.register(session, selectors.EVENT_READ, self._take_request)
+
+    def _take_request(self, session: socket.socket) -> Job | None:
+        received = wire.receive(session)
+        if received is None:
+            self._drop(session)
+            return None
+        request, descriptors = received
+        if request["do"] == "signal":
+            self._forward(session, request)
+            return None
+        return self._fork(session, request, descriptors)
+
+    def _fork(self, session: socket.socket, request: wire.Message, descriptors: list[int]) -> Job | None:
+        parent = os.getpid()
+        try:
+            pid = os.fork()
+        except OSError as error:
+            self._tell(session, {"refused": request["key"], "why": str(error)})
+            pid = -1
+        if pid == 0:
+            return self._become(parent, request, descriptors)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        if pid > 0:
+            self._children[pid] = _Child(session, request["key"])
+            self._tell(session, {"started": request["key"], "pid": pid})
+        return None
+
+    def _become(self, parent: int, request: wire.Message, descriptors: list[int]) -> Job:
+        """Turn this fresh fork into a rank or a store agent: cut every tie to the warm process but its death."""
+        os.setpgid(0, 0)
+        die_with(parent)
+        set_name(f"phalanx-{request['key']}")
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGCHLD, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        self._poll.close()
+        for end in self._open:
+            end.close()
+        for descriptor in (self._wakeup_read, self._wakeup_write, self._pidfd):
+            if descriptor >= 0:
+                os.close(descriptor)
+        if request["do"] == "agent":
+            from phalanx.launch.store_agent import serve
+
+            return lambda: serve(request, descriptors)
+        from phalanx.launch.rank import run
+
+        return lambda: run(request, descriptors)
+
+    def _forward(self, session: socket.socket, request: wire.Message) -> None:
+        """Signal one child, if it has not been reaped: only here is a pid known to be still its own."""
+        for pid, child in self._children.items():
+            if child.session is session and child.key == request["key"]:
+                if request["signal"] == signal.SIGKILL:
+                    kill_group(pid)
+                else:
+                    send_signal(pid, request["signal"])
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            except ChildProcessError:
+                return
+            if ended is None:
+                return
+            pid = ended.si_pid
+            # Its group dies before the pid is given back, so that no stranger can have it.
+            kill_group(pid)
+            _, status = os.waitpid(pid, 0)
+            child = self._children.pop(pid, None)
+            if child is not None:
+                code = os.waitstatus_to_exitcode(status)
+                self._tell(child.session, {"exited": child.key, "code": code, "time": time.time()})
+
+    def _tell(self, session: socket.socket, message: wire.Message) -> None:
+        try:
+            wire.send(session, message)
+        except OSError:
+            # The launch is gone; its end of file brings us to _drop.
+            return
+
+    def _drop(self, session: socket.socket) -> None:
+        for pid, child in self._children.items():
+            if child.session is session:
+                kill_group(pid)
+        self._poll.unregister(session)
+        self._open.discard(session)
+        session.close()
+
+    def _end(self) -> NoReturn:
+        for pid in self._children:
+            kill_group(pid)
+        os._exit(0)
+
+
+def main() -> NoReturn:
+    """Preload, then serve the supervisor at the other end of the descriptor given as the only argument."""
+    control = socket.socket(fileno=int(sys.argv[1]))
+    control.set_inheritable(False)
+    set_name("phalanx-warm")
+    preload()
+    gc.collect()
+    # Objects that the collector never touches stay in pages that ranks share.
+    gc.freeze()
+    job = Zygote(control).serve()
+    job()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,234 @@
+"""`Formation`: the ranks in step, for people with a loop of their own. The trainer is built on it too.
+
+f = phalanx.Formation(batch_size=32, gradient_accumulation_steps=2)
+model, optimizer, loader = f.prepare(model, optimizer, loader)
+for inputs, targets in loader:
+    loss = loss_fn(model(inputs), targets)
+    f.backward(loss)
+    f.clip_grad_norm(1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+from __future__ import annotations
+
+import uuid
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from phalanx.config import DistributedConfig, resolve
+from phalanx.data.loader import shard_loader
+from phalanx.errors import UsageError
+from phalanx.loop.activation import checkpoint_activations
+from phalanx.loop.gradients import Gradients, bind_scheduler
+from phalanx.loop.precision import Precision
+from phalanx.loop.prepared import PreparedLoader
+from phalanx.loop.snapshot import restore_snapshot, save_snapshot
+from phalanx.strategies.registry import build_strategy
+from phalanx.world.seed import seed_everything
+from phalanx.world.world import join_world, leave_world
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from contextlib import AbstractContextManager
+    from pathlib import Path
+    from types import TracebackType
+
+    from phalanx.checkpoint import SavedCheckpoint
+
+
+class Formation:
+    """Joins the ranks and prepares models, optimizers and loaders to run on all of them as one."""
+
+    def __init__(self, config: DistributedConfig | None = None, **settings: Any) -> None:
+        if config is not None:
+            self.config = config.replace(**settings) if settings else config
+        else:
+            self.config = resolve(settings).config
+        self.world = join_world(self.config)
+        self.device = self.world.device
+        seed_everything(self.config.seed, rank=self.world.rank)
+        if self.config.deterministic:
+            torch.use_deterministic_algorithms(True)
+        self.strategy = build_strategy(self.config, self.world)
+        self.precision = Precision(self.config, self.device)
+        self.gradients = Gradients(self.config, self.world, self.strategy, self.precision)
+        self.run_id = uuid.uuid4().hex
+        self.models: list[nn.Module] = []
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self.schedulers: list[Any] = []
+        self.loaders: list[PreparedLoader] = []
+        self.notes: list[str] = []
+        self._host_group: dist.ProcessGroup | None = None
+        self._undo: list[Callable[[], object]] = []
+
+    @property
+    def rank(self) -> int:
+        """This rank's number in the whole job."""
+        return self.world.rank
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in the whole job."""
+        return self.world.world_size
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps taken; checkpoints are named after it."""
+        return self.gradients.steps
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this rank is the one that prints and publishes."""
+        return self.world.is_main
+
+    @property
+    def at_boundary(self) -> bool:
+        """Whether the current micro-batch completes an optimizer step."""
+        return self.gradients.boundary
+
+    def prepare(self, *objects: Any) -> Any:
+        """Lay models, optimizers, schedulers and loaders over the ranks, in the order given; one in, one out."""
+        prepared = tuple(self._prepare_one(item) for item in objects)
+        return prepared[0] if len(prepared) == 1 else prepared
+
+    def _prepare_one(self, item: Any) -> Any:
+        if isinstance(item, nn.Module):
+            return self._prepare_model(item)
+        if isinstance(item, torch.optim.Optimizer):
+            self.optimizers.append(item)
+            self._undo.append(self.gradients.adopt(item))
+            return item
+        if isinstance(item, torch.optim.lr_scheduler.LRScheduler):
+            self.schedulers.append(item)
+            self._undo.append(bind_scheduler(item, self.gradients))
+            return item
+        if hasattr(item, "__iter__") or hasattr(item, "__getitem__"):
+            return self.prepare_loader(item)
+        raise UsageError(
+            f"prepare() got a {type(item).__name__}",
+            hint="It takes models, optimizers, LR schedulers and data loaders.",
+        )
+
+    def _prepare_model(self, model: nn.Module) -> nn.Module:
+        model.to(self.device)
+        if self.config.activation_checkpointing:
+            self._undo.append(checkpoint_activations(model))
+        wrapped = self.strategy.wrap(model)
+        if self.config.compile:
+            wrapped.compile()
+            self._undo.append(lambda: setattr(wrapped, "_compiled_call_impl", None))
+        self.models.append(wrapped)
+        self.gradients.watch(wrapped)
+        return wrapped
+
+    def prepare_loader(self, source: Any, *, training: bool = True) -> PreparedLoader:
+        """Return this rank's share of a DataLoader, a data set or any re-iterable of batches."""
+        sharded = shard_loader(
+            source,
+            batch_size=self.config.batch_size,
+            dp_rank=self.world.dp_rank,
+            dp_size=self.world.mesh.dp_size,
+            accumulation=self.config.gradient_accumulation_steps if training else 1,
+            seed=self.config.seed,
+            device=self.device,
+            training=training,
+            drop_last=self.config.drop_last if training else None,
+            group=self._cpu_group(),
+        )
+        self.notes += [note for note in sharded.notes if note not in self.notes]
+        loader = PreparedLoader(sharded, self.gradients if training else None)
+        if training:
+            self.loaders.append(loader)
+        return loader
+
+    def _cpu_group(self) -> dist.ProcessGroup | None:
+        """Return a gloo group for counts that the loop needs on the host; the default group where that is gloo."""
+        if self._host_group is None and self.world.comm_backend not in (None, "gloo"):
+            self._host_group = dist.new_group(backend="gloo")
+        return self._host_group
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Return the mixed-precision context for a forward pass."""
+        return self.precision.autocast()
+
+    def backward(self, loss: torch.Tensor, weight: float | torch.Tensor | None = None) -> None:
+        """Add the gradient of a micro-batch's mean loss; `weight` counts what it is a mean of (tokens, say)."""
+        self.gradients.backward(loss, weight)
+
+    def clip_grad_norm(self, max_norm: float) -> torch.Tensor | None:
+        """Clip all gradients to one global norm; return the norm before, or None between step boundaries."""
+        return self.gradients.clip(max_norm, self.optimizers)
+
+    def grad_norm(self) -> torch.Tensor:
+        """Return the one global gradient norm, equal on all ranks; after backward, before the step."""
+        return self.gradients.norm(self.optimizers)
+
+    def reduce(self, value: float | torch.Tensor, op: str = "mean") -> torch.Tensor:
+        """Return the mean (or sum, min, max) of a value over all ranks, equal on all of them."""
+        operations = {
+            "mean": dist.ReduceOp.SUM,
+            "sum": dist.ReduceOp.SUM,
+            "min": dist.ReduceOp.MIN,
+            "max": dist.ReduceOp.MAX,
+        }
+        if op not in operations:
+            raise UsageError(f"reduce: unknown op {op!r}. Allowed: {', '.join(operations)}.")
+        tensor = torch.as_tensor(value, device=self.device).detach().clone()
+        if op == "mean" and not tensor.is_floating_point():
+            tensor = tensor.double()
+        if self.world_size > 1:
+            dist.all_reduce(tensor, op=operations[op])
+        return tensor / self.world_size if op == "mean" else tensor
+
+    def print(self, *values: Any, **options: Any) -> None:
+        """Print on the main rank only."""
+        if self.is_main:
+            print(*values, **{"flush": True, **options})
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        """Return the user's own model from a prepared one."""
+        return self.strategy.unwrap(model)
+
+    def save(self, directory: str | Path, **shared: Any) -> SavedCheckpoint:
+        """Publish a checkpoint of everything prepared (weights, optimizers, schedulers, data position, RNG)."""
+        return save_snapshot(self, directory, shared)
+
+    def load(self, directory: str | Path, *, required: bool = True) -> dict[str, Any] | None:
+        """Restore the newest complete checkpoint of a directory (or the one given).
+
+        Returns what was saved beside it, or None when there is none and none is required.
+        """
+        return restore_snapshot(self, directory, required=required)
+
+    def close(self) -> None:
+        """Let go of everything and leave the process group, in the order that cannot deadlock."""
+        for undo in reversed(self._undo):
+            undo()
+        self._undo.clear()
+        self.models.clear()
+        self.optimizers.clear()
+        self.schedulers.clear()
+        self.loaders.clear()
+        self.gradients = Gradients(self.config, self.world, self.strategy, self.precision)
+        leave_world(self.world)
+
+    def __enter__(self) -> Formation:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:  # after an error the others may be gone: a barrier would hide the cause
+            self.close()
+
+    def named_tensors(self) -> Iterable[tuple[str, torch.Tensor]]:
+        """Yield the model tensors a checkpoint holds, by canonical name."""
+        for number, wrapped in enumerate(self.models):
+            prefix = f"model{number}." if number else ""
+            for name, tensor in self.unwrap(wrapped).state_dict().items():
+                if isinstance(tensor, torch.Tensor):
+                    yield prefix + name, tensor

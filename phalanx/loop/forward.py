@@ -1,0 +1,174 @@
+"""From a batch to a loss, whatever the model's habit: decided once on the first batch, then one call a step.
+
+The habits: a `loss_fn(output, target)`; a model that returns its loss (a scalar, `.loss`, `["loss"]`), fed by a dict
+(Hugging Face style) or by (inputs, targets); a plain model whose outputs and targets imply the usual loss.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from phalanx.errors import ModelError
+
+IGNORED_LABEL = -100
+"""The label that torch's cross entropy and Hugging Face models leave out of the mean."""
+
+LossFn = Callable[[Any, Any], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Forward:
+    """How this model is called. `output` is what metrics see, `target` what they compare it with."""
+
+    run: Callable[[nn.Module, Any], tuple[torch.Tensor | None, Any]]
+    target: Callable[[Any], Any]
+    says: str = ""
+
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        """Return the batch's mean loss."""
+        loss, _ = self.run(model, batch)
+        if loss is None:
+            raise ModelError("the batch has no targets, so there is no loss to train on")
+        return loss
+
+
+def decide_forward(model: nn.Module, loss_fn: LossFn | None, batch: Any) -> Forward:
+    """Look at the model, the loss function and one batch, and return how to get from batch to loss."""
+    if isinstance(batch, Mapping):
+        return _from_mapping(loss_fn)
+    if isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)) and len(batch) >= 2:
+        if loss_fn is not None:
+            return Forward(lambda model, batch: _with_loss(model, batch, loss_fn), _last)
+        if _takes_targets(model, len(batch)):
+            return Forward(lambda model, batch: _loss_and_output(model(*batch)), _last)
+        return _implied(model)
+    if loss_fn is not None:
+        return Forward(lambda model, batch: _self_target(model, batch, loss_fn), _whole)
+    return Forward(lambda model, batch: _loss_and_output(model(_only(batch))), _whole)
+
+
+def count_labels(target: Any) -> int:
+    """Return how many labels count in a target: all but the ignored ones."""
+    labels = target.get("labels") if isinstance(target, Mapping) else target
+    if not isinstance(labels, torch.Tensor):
+        raise ModelError(
+            "loss_weighting = 'tokens' needs a tensor of labels in the batch",
+            hint="Give batches as (inputs, labels) or as a dict with 'labels'.",
+        )
+    return int((labels != IGNORED_LABEL).sum())
+
+
+def _from_mapping(loss_fn: LossFn | None) -> Forward:
+    if loss_fn is None:
+        return Forward(lambda model, batch: _loss_and_output(model(**batch)), _labels)
+
+    def run(model: nn.Module, batch: Any) -> tuple[torch.Tensor, Any]:
+        output = model(**batch)
+        return loss_fn(output, batch), output
+
+    return Forward(run, _labels)
+
+
+def _with_loss(model: nn.Module, batch: Any, loss_fn: LossFn) -> tuple[torch.Tensor, Any]:
+    output = model(*batch[:-1])
+    return loss_fn(output, batch[-1]), output
+
+
+def _self_target(model: nn.Module, batch: Any, loss_fn: LossFn) -> tuple[torch.Tensor, Any]:
+    inputs = _only(batch)
+    output = model(inputs)
+    return loss_fn(output, inputs), output
+
+
+def _implied(model: nn.Module) -> Forward:
+    def run(model: nn.Module, batch: Any) -> tuple[torch.Tensor | None, Any]:
+        output = model(*batch[:-1])
+        found, value = _find_loss(output)
+        return (found, value) if found is not None else (implied_loss(output, batch[-1]), output)
+
+    return Forward(run, _last, "no loss_fn given: the loss follows the targets (labels: cross entropy, numbers: MSE)")
+
+
+def implied_loss(output: Any, target: Any) -> torch.Tensor:
+    """Return the usual loss for these outputs and targets, or say that none is obvious."""
+    if isinstance(output, torch.Tensor) and isinstance(target, torch.Tensor):
+        if not target.is_floating_point() and output.ndim == target.ndim + 1:
+            if (
+                target.ndim > 1 and output.shape[:-1] == target.shape
+            ):  # [batch, time, classes], as language models have it
+                return F.cross_entropy(output.flatten(0, -2), target.flatten())
+            return F.cross_entropy(output, target)
+        if target.is_floating_point() and output.shape == target.shape:
+            return F.mse_loss(output, target)
+    raise ModelError(
+        f"no loss_fn was given, and none is obvious for an output {_shape(output)} and a target {_shape(target)}",
+        hint="Give loss_fn=lambda output, target: ..., or let the model return its loss.",
+    )
+
+
+def _loss_and_output(result: Any) -> tuple[torch.Tensor | None, Any]:
+    loss, output = _find_loss(result)
+    if loss is None and not isinstance(result, torch.Tensor) and not hasattr(result, "logits"):
+        raise ModelError(
+            f"the model returned {type(result).__name__}, in which no loss was found",
+            hint="Return a scalar loss, an object with .loss, a dict with 'loss', or give loss_fn.",
+        )
+    return loss, output
+
+
+def _find_loss(result: Any) -> tuple[torch.Tensor | None, Any]:
+    """Return (loss, what metrics should see); the loss is None when the result holds none."""
+    loss = result if isinstance(result, torch.Tensor) else getattr(result, "loss", None)
+    if loss is None and isinstance(result, Mapping):
+        loss = result.get("loss")
+    if (
+        loss is None
+        and isinstance(result, tuple)
+        and result
+        and isinstance(result[0], torch.Tensor)
+        and result[0].ndim == 0
+    ):
+        return result[0], result[1] if len(result) > 1 else None
+    if not isinstance(loss, torch.Tensor) or loss.ndim != 0:
+        return None, result
+    logits = getattr(result, "logits", None)
+    if logits is None and isinstance(result, Mapping):
+        logits = result.get("logits")
+    return loss, logits
+
+
+def _takes_targets(model: nn.Module, items: int) -> bool:
+    """Whether forward wants all items of the batch as positional arguments, targets included."""
+    try:
+        parameters = inspect.signature(model.forward).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return len(positional) >= items
+
+
+def _last(batch: Any) -> Any:
+    return batch[-1]
+
+
+def _labels(batch: Any) -> Any:
+    return batch.get("labels")
+
+
+def _whole(batch: Any) -> Any:
+    return batch
+
+
+def _only(batch: Any) -> Any:
+    return batch[0] if isinstance(batch, Sequence) and len(batch) == 1 else batch
+
+
+def _shape(value: Any) -> str:
+    return f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__

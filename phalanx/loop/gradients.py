@@ -1,0 +1,245 @@
+"""The step as a transaction: micro-batches add up to the gradient of the global batch, and all ranks step or none.
+
+The mean loss of a micro-batch is multiplied by its share of the global batch (`MicroInfo.scale`), so the average over
+ranks is the gradient of the global mean, whatever the split. Where the shares are only known afterwards (tokens), the
+loss is weighted, and the summed gradient is divided by the total weight at the boundary.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from phalanx.errors import ModelError, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from torch import nn
+
+    from phalanx.config import DistributedConfig
+    from phalanx.data.order import MicroInfo
+    from phalanx.loop.precision import Precision
+    from phalanx.strategies.base import Strategy
+    from phalanx.world.world import World
+
+
+class Gradients:
+    """Accumulates, scales, clips and applies the gradients of the prepared models."""
+
+    def __init__(self, config: DistributedConfig, world: World, strategy: Strategy, precision: Precision) -> None:
+        self._config = config
+        self._world = world
+        self._strategy = strategy
+        self._scaler = precision.scaler
+        self._skip_nonfinite = config.on_nonfinite == "skip"
+        self._accumulation = config.gradient_accumulation_steps
+        self._counted = 0
+        self._wrapped: list[nn.Module] = []
+        self._parameters: list[nn.Parameter] = []
+        self._weight: torch.Tensor | None = None
+        self._ready = False
+        self._unused_checked = config.find_unused_parameters
+        self._direct = False
+        self._primary: torch.optim.Optimizer | None = None
+        self.steps = 0
+        self.micro: MicroInfo | None = None
+        self.boundary = self._accumulation == 1
+        self.last_step_taken = True
+        self.skipped_steps = 0
+
+    def watch(self, wrapped: nn.Module) -> None:
+        """Take a wrapped model's trainable parameters under care."""
+        self._wrapped.append(wrapped)
+        self._parameters += [p for p in wrapped.parameters() if p.requires_grad]
+        if self._accumulation > 1:
+            self._strategy.set_sync(wrapped, False)
+
+    def adopt(self, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+        """Route an optimizer's step through the transaction; the first one adopted counts the steps."""
+        self._primary = self._primary or optimizer
+        return bind_optimizer(optimizer, self)
+
+    def begin(self, micro: MicroInfo) -> None:
+        """Note what the loader says about the batch it is about to hand out."""
+        self.micro = micro
+        if micro.boundary is not self.boundary:
+            self._set_boundary(micro.boundary)
+
+    def _set_boundary(self, boundary: bool) -> None:
+        self.boundary = boundary
+        for wrapped in self._wrapped:
+            self._strategy.set_sync(wrapped, boundary)
+
+    def backward(self, loss: torch.Tensor, weight: float | torch.Tensor | None = None) -> None:
+        """Add this micro-batch's gradient; `weight`: how many units (tokens, say) the loss is the mean of."""
+        self._ready = False
+        if self.micro is None:  # a loader of the user's own: count the micro-batches ourselves
+            self._count_micro_batch()
+        if weight is not None:
+            loss = loss * self._add_weight(weight)
+        else:
+            scale = 1.0 / self._accumulation if self.micro is None else self.micro.scale
+            if scale != 1.0:
+                loss = loss * scale
+        if self._scaler is not None:
+            loss = self._scaler.scale(loss)
+        torch.autograd.backward(loss)
+
+    def _count_micro_batch(self) -> None:
+        """Without a prepared loader a boundary comes every `gradient_accumulation_steps` calls of backward.
+
+        DDP reads its flag in forward, so the flag for the next forward pass is set here, one backward ahead.
+        """
+        self._counted += 1
+        self.boundary = self._counted % self._accumulation == 0
+        for wrapped in self._wrapped:
+            self._strategy.set_sync(wrapped, (self._counted + 1) % self._accumulation == 0)
+
+    def _add_weight(self, weight: float | torch.Tensor) -> torch.Tensor:
+        if self.micro is not None and self.micro.samples == 0:
+            weight = 0.0
+        weight = torch.as_tensor(weight, dtype=torch.float32, device=self._world.device)
+        self._weight = weight if self._weight is None else self._weight + weight
+        return weight
+
+    def finish(self) -> None:
+        """At a boundary: unscale, divide by the global weight; once a step, whoever asks first (clip or step)."""
+        if self._ready or not self.boundary:
+            return
+        self._ready = True
+        if not self._unused_checked:
+            self._unused_checked = True
+            self._name_unused()
+        if self._weight is not None:
+            self._divide_by_weight(self._weight)
+            self._weight = None
+
+    def _divide_by_weight(self, weight: torch.Tensor) -> None:
+        if self._world.world_size > 1:
+            dist.all_reduce(weight)
+        factor = self._world.mesh.dp_size / weight.clamp(min=torch.finfo(torch.float32).tiny)
+        torch._foreach_mul_([p.grad for p in self._parameters if p.grad is not None], factor)
+
+    def _name_unused(self) -> None:
+        unused = [
+            name
+            for wrapped in self._wrapped
+            for name, p in self._strategy.unwrap(wrapped).named_parameters()
+            if p.requires_grad and p.grad is None
+        ]
+        if unused:
+            shown = ", ".join(unused[:5]) + (f" and {len(unused) - 5} more" if len(unused) > 5 else "")
+            raise ModelError(
+                f"{len(unused)} parameter{'s' * (len(unused) > 1)} got no gradient in the first step: {shown}",
+                hint="Use them in forward, freeze them with requires_grad_(False), or set find_unused_parameters=True.",
+            )
+
+    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take fp16's loss scale out of an optimizer's gradients, once a step."""
+        if self._scaler is not None and self.boundary:
+            state = self._scaler._per_optimizer_states[id(optimizer)]["stage"]
+            if state.name == "READY":
+                self._scaler.unscale_(optimizer)
+
+    def clip(self, max_norm: float, optimizers: Sequence[torch.optim.Optimizer]) -> torch.Tensor | None:
+        """Clip to one global norm at a boundary; return the norm before, or None between boundaries."""
+        if not self.boundary:
+            return None
+        self.finish()
+        for optimizer in optimizers:
+            self.unscale(optimizer)
+        return self._strategy.clip_grad_norm(self._parameters, max_norm)
+
+    def norm(self, optimizers: Sequence[torch.optim.Optimizer] = ()) -> torch.Tensor:
+        """Return the global gradient norm of the finished gradient."""
+        self.finish()
+        for optimizer in optimizers:
+            self.unscale(optimizer)
+        return self._strategy.grad_norm(self._parameters)
+
+    @property
+    def current(self) -> MicroInfo:
+        """What the prepared loader said about the batch under way."""
+        if self.micro is None:
+            raise UsageError("no batch of a prepared loader is under way", hint="Iterate over what prepare() returned.")
+        return self.micro
+
+    @contextmanager
+    def direct(self) -> Iterator[None]:
+        """Let `optimizer.step()` through untouched: GradScaler and torch's state-dict code call it themselves."""
+        self._direct = True
+        try:
+            yield
+        finally:
+            self._direct = False
+
+    def step(self, optimizer: torch.optim.Optimizer, inner: Callable[[], object]) -> None:
+        """Take an optimizer's step at a boundary; between boundaries do nothing."""
+        if self._direct:
+            inner()
+            return
+        self.last_step_taken = False
+        if not self.boundary:
+            return
+        if optimizer is self._primary:  # `steps` counts global batches: with two optimizers, one of them counts
+            self.steps += 1
+        self.finish()
+        self.unscale(optimizer)
+        if self._skip_nonfinite and not bool(torch.isfinite(self.norm())):
+            self.skipped_steps += 1
+            if self._scaler is not None:
+                self._scaler.update()
+            return
+        self.last_step_taken = True
+        if self._scaler is None:
+            inner()
+            return
+        with self.direct():
+            self._scaler.step(optimizer)
+        self._scaler.update()
+
+
+def bind_optimizer(optimizer: torch.optim.Optimizer, gradients: Gradients) -> Callable[[], None]:
+    """Route an optimizer's step and zero_grad through the transaction; return what undoes it.
+
+    The instance's own methods are replaced, not the object: schedulers and users keep the optimizer they made.
+    """
+    before = {name: optimizer.__dict__.get(name) for name in ("step", "zero_grad")}
+    inner_step, inner_zero = optimizer.step, optimizer.zero_grad
+
+    def step(closure: object = None) -> None:
+        if closure is not None:
+            raise UsageError("a prepared optimizer takes no closure: compute the loss, call backward, then step()")
+        gradients.step(optimizer, inner_step)
+
+    def zero_grad(set_to_none: bool = True) -> None:
+        if gradients.boundary:
+            inner_zero(set_to_none=set_to_none)
+
+    optimizer.step = step  # type: ignore[assignment, method-assign]
+    optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
+
+    def undo() -> None:
+        for name, value in before.items():
+            if value is None:
+                optimizer.__dict__.pop(name, None)
+            else:
+                optimizer.__dict__[name] = value
+
+    return undo
+
+
+def bind_scheduler(scheduler: torch.optim.lr_scheduler.LRScheduler, gradients: Gradients) -> Callable[[], None]:
+    """Let a scheduler step only when its optimizer did; return what undoes it."""
+    inner = scheduler.step
+
+    def step(*arguments: object) -> None:
+        if gradients.last_step_taken:
+            inner(*arguments)  # type: ignore[arg-type]
+
+    scheduler.step = step  # type: ignore[method-assign, assignment]
+    return lambda: scheduler.__dict__.pop("step", None)

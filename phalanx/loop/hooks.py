@@ -1,0 +1,92 @@
+"""What users hang on the loop: functions every n steps, and callbacks with a method for each moment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from phalanx.errors import UsageError
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(slots=True)
+class StepInfo:
+    """One optimizer step, as the loop yields it. Reading `loss` waits for the device; the rest is free."""
+
+    step: int
+    epoch: int
+    samples: int
+    learning_rate: float
+    loss_tensor: torch.Tensor
+
+    @property
+    def loss(self) -> float:
+        """This rank's mean loss over its share of the step."""
+        return float(self.loss_tensor)
+
+
+class Callback:
+    """Subclass and override the moments you care about. `trainer` is the running loop."""
+
+    def on_fit_start(self, trainer: Any) -> None:
+        """Before the first step."""
+
+    def on_step_end(self, trainer: Any, info: StepInfo) -> None:
+        """After every optimizer step."""
+
+    def on_epoch_end(self, trainer: Any, epoch: int, metrics: dict[str, float]) -> None:
+        """After every epoch and its evaluation."""
+
+    def on_checkpoint(self, trainer: Any, path: str) -> None:
+        """After a checkpoint was published."""
+
+    def on_fit_end(self, trainer: Any) -> None:
+        """After the last step and evaluation."""
+
+
+Hook = Callable[[StepInfo], None]
+
+
+class Hooks:
+    """The hooks and callbacks of one run."""
+
+    def __init__(self, callbacks: list[Any] | None = None) -> None:
+        self._every: list[tuple[Hook, int]] = []
+        self._callbacks: list[Callback] = []
+        for item in callbacks or []:
+            self.add(item)
+
+    def add(self, item: Any, every: int = 1) -> None:
+        """Add a `Callback`, a function of StepInfo, or a (function, every) pair."""
+        if isinstance(item, Callback):
+            self._callbacks.append(item)
+        elif isinstance(item, tuple) and len(item) == 2 and callable(item[0]):
+            self._every.append((item[0], int(item[1])))
+        elif callable(item):
+            self._every.append((item, every))
+        else:
+            raise UsageError(
+                f"{item!r} is no callback",
+                hint="Give a phalanx Callback, a function of StepInfo, or (function, every).",
+            )
+
+    @property
+    def wants_steps(self) -> bool:
+        """Whether anything is to be called after steps."""
+        return bool(self._every or self._callbacks)
+
+    def after_step(self, trainer: Any, info: StepInfo) -> None:
+        """Call what is due after this step."""
+        for hook, every in self._every:
+            if info.step % every == 0:
+                hook(info)
+        for callback in self._callbacks:
+            callback.on_step_end(trainer, info)
+
+    def fire(self, moment: str, *arguments: Any) -> None:
+        """Call one moment's method of every callback."""
+        for callback in self._callbacks:
+            getattr(callback, moment)(*arguments)

@@ -1,0 +1,67 @@
+"""Losses between two logging steps: kept on the device and read with one transfer, so that no step waits for it."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from phalanx.errors import NonFiniteLossError
+
+if TYPE_CHECKING:
+    from phalanx.world.world import World
+
+
+class LossLedger:
+    """Collects each micro-batch's loss and its share; `read` gives the global-batch loss of every step since."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._losses: list[torch.Tensor] = []
+        self._shares: list[float | torch.Tensor] = []
+        self._step_of: list[int] = []
+        self._first_step = 0
+
+    def add(self, step: int, loss: torch.Tensor, share: float | torch.Tensor) -> None:
+        """Note a micro-batch's mean loss and its share of (or weight in) the global batch."""
+        self._losses.append(loss.detach())
+        self._shares.append(share)
+        self._step_of.append(step)
+
+    def read(self) -> dict[int, float]:
+        """Return step -> loss of its global batch, and forget them; all ranks must call this together."""
+        if not self._losses:
+            return {}
+        first = self._step_of[0]
+        rows = torch.tensor([step - first for step in self._step_of])
+        losses = torch.stack(self._losses).double()
+        device = losses.device
+        shares = torch.stack([torch.as_tensor(s, dtype=torch.float64, device=device) for s in self._shares])
+        # A stand-in batch has share 0; its loss must not turn a NaN into everyone's NaN.
+        weighted = torch.where(shares > 0, losses * shares, torch.zeros_like(losses))
+        table = torch.zeros(2, int(rows[-1]) + 1, dtype=torch.float64, device=device)
+        table[0].index_add_(0, rows.to(device), weighted)
+        table[1].index_add_(0, rows.to(device), shares)
+        if self._world.world_size > 1:
+            dist.all_reduce(table)
+        self._losses.clear()
+        self._shares.clear()
+        self._step_of.clear()
+        means = (table[0] / table[1]).tolist()
+        return {first + row: mean for row, mean in enumerate(means)}
+
+
+def first_nonfinite(losses: dict[int, float]) -> int | None:
+    """Return the first step whose loss is NaN or infinite."""
+    return next((step for step, loss in losses.items() if not math.isfinite(loss)), None)
+
+
+def nonfinite_error(step: int, loss: float, checkpoint: str | None) -> NonFiniteLossError:
+    """Say at which step the loss was lost, and what the last good checkpoint is."""
+    last = f"the last good checkpoint is {checkpoint}" if checkpoint else "there is no checkpoint before it"
+    return NonFiniteLossError(
+        f"the loss is {loss} at step {step}; {last}",
+        hint="Lower learning_rate, set gradient_clipping, or skip such steps with on_nonfinite='skip'.",
+    )

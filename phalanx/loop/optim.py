@@ -1,0 +1,113 @@
+"""Optimizers by name, learning-rate scaling with the global batch, and the schedule as a function of the step."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from phalanx.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from phalanx.config import DistributedConfig
+
+
+def build_optimizer(
+    config: DistributedConfig, parameters: Iterable[torch.nn.Parameter], device: torch.device
+) -> torch.optim.Optimizer:
+    """Return the config's optimizer over the trainable parameters, in its fastest implementation."""
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    settings: dict[str, Any] = {"lr": config.learning_rate, "weight_decay": config.weight_decay}
+    match config.optimizer:
+        case "adamw":
+            return torch.optim.AdamW(trained, fused=True, **settings)
+        case "adam":
+            return torch.optim.Adam(trained, fused=True, **settings)
+        case "sgd":
+            return torch.optim.SGD(trained, momentum=config.momentum, fused=True, **settings)
+        case "rmsprop":
+            return torch.optim.RMSprop(trained, momentum=config.momentum, foreach=True, **settings)
+        case "adagrad":
+            return torch.optim.Adagrad(trained, fused=True if device.type == "cpu" else None, **settings)
+    raise AssertionError(f"the config allowed the optimizer {config.optimizer!r}")
+
+
+def rate_scale(config: DistributedConfig, global_batch: int) -> float:
+    """Return the factor on the learning rate for this global batch (lr_scaling)."""
+    if config.lr_scaling == "none":
+        return 1.0
+    base = config.base_batch_size or config.batch_size
+    if base is None:
+        raise UsageError(
+            f"lr_scaling = {config.lr_scaling!r} needs the batch that learning_rate was chosen for",
+            hint="Write base_batch_size = 256 (or give batch_size, which is then taken as the base).",
+        )
+    ratio = global_batch / base
+    return ratio if config.lr_scaling == "linear" else math.sqrt(ratio)
+
+
+class Schedule:
+    """The learning rate at each step: a factor on every parameter group's own rate.
+
+    A function of the step alone, so a resumed run needs no state of it, and one assignment a step costs nothing.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, factor: Callable[[int], float], scale: float = 1.0) -> None:
+        self._groups = optimizer.param_groups
+        self._bases = [group["lr"] * scale for group in self._groups]
+        self._factor = factor
+
+    def apply(self, step: int) -> None:
+        """Set the rate for the step about to be taken (steps count from 0)."""
+        factor = self._factor(step)
+        for group, base in zip(self._groups, self._bases, strict=True):
+            group["lr"] = base * factor
+
+    @property
+    def rate(self) -> float:
+        """The first group's current learning rate."""
+        return float(self._groups[0]["lr"])
+
+
+def rate_factor(config: DistributedConfig, total_steps: int | None) -> Callable[[int], float]:
+    """Return step -> factor: linear warm-up from the first step, then the configured shape down to the last step."""
+    warmup = _warmup_steps(config, total_steps)
+    shape = _shape(config, total_steps, warmup)
+    if warmup == 0:
+        return shape
+    return lambda step: (step + 1) / warmup if step < warmup else shape(step)
+
+
+def _warmup_steps(config: DistributedConfig, total_steps: int | None) -> int:
+    if isinstance(config.warmup, int) or config.warmup >= 1:
+        return int(config.warmup)
+    if config.warmup == 0:
+        return 0
+    if total_steps is None:
+        raise _needs_length(f"warmup = {config.warmup} is a share of the run")
+    return max(1, round(config.warmup * total_steps))
+
+
+def _shape(config: DistributedConfig, total_steps: int | None, warmup: int) -> Callable[[int], float]:
+    if config.lr_schedule == "constant":
+        return lambda step: 1.0
+    if config.lr_schedule == "inverse-sqrt":
+        start = max(1, warmup)
+        return lambda step: math.sqrt(start / max(start, step + 1))
+    if total_steps is None:
+        raise _needs_length(f"lr_schedule = {config.lr_schedule!r} falls towards the last step")
+    span = max(1, total_steps - warmup)
+
+    def progress(step: int) -> float:
+        return min(1.0, (step - warmup) / span)
+
+    if config.lr_schedule == "linear":
+        return lambda step: 1.0 - progress(step)
+    return lambda step: 0.5 * (1.0 + math.cos(math.pi * progress(step)))
+
+
+def _needs_length(what: str) -> UsageError:
+    return UsageError(f"{what}, but the data has no length", hint="Write max_steps = <number of optimizer steps>.")

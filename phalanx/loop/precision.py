@@ -1,0 +1,50 @@
+"""Mixed precision: which dtype the forward pass uses, and the loss scaling that fp16 needs."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from phalanx.errors import UsageError
+
+if TYPE_CHECKING:
+    from phalanx.config import DistributedConfig
+
+_NO_AUTOCAST: AbstractContextManager[None] = nullcontext()
+
+
+class Precision:
+    """The forward pass's dtype, its autocast context and, for fp16, its gradient scaler."""
+
+    def __init__(self, config: DistributedConfig, device: torch.device) -> None:
+        self.name = _resolve(config.mixed_precision, device)
+        self.device_type = device.type
+        self.dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.name)
+        self.scaler: torch.amp.GradScaler | None = None
+        if self.name == "fp16":
+            self.scaler = torch.amp.GradScaler(
+                device.type,
+                init_scale=config.scaler_init_scale,
+                growth_interval=config.scaler_growth_interval,
+            )
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Return the context for a forward pass."""
+        if self.dtype is None:
+            return _NO_AUTOCAST
+        return torch.autocast(self.device_type, dtype=self.dtype)
+
+
+def _resolve(wanted: bool | str, device: torch.device) -> str:
+    if wanted is False:
+        return "fp32"
+    if wanted is True:
+        return "fp16" if device.type == "cuda" else "bf16"
+    if wanted == "fp16" and device.type == "cpu":
+        raise UsageError(
+            "mixed_precision = 'fp16' needs a GPU: CPUs have no fast fp16 arithmetic",
+            hint="Write mixed_precision = 'bf16' (or true, which picks by device).",
+        )
+    return str(wanted)

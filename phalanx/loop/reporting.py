@@ -1,0 +1,216 @@
+"""What the loop tells the world: events for the sinks (main rank only) and the history that `fit` returns."""
+
+from __future__ import annotations
+
+import resource
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from phalanx.observe.events import (
+    CheckpointSaved,
+    Message,
+    MetricsReported,
+    Phase,
+    RunEnded,
+    RunStarted,
+    StepDone,
+)
+from phalanx.observe.history import EpochRecord, History
+from phalanx.observe.timing import Throughput
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from phalanx.checkpoint import SavedCheckpoint
+    from phalanx.errors import PhalanxError
+    from phalanx.loop.trainer import TrainLoop
+    from phalanx.observe.stream import EventStream
+
+
+class Reporter:
+    """Turns the loop's moments into events and history."""
+
+    def __init__(self, loop: TrainLoop, events: EventStream, run_dir: Path) -> None:
+        self._loop = loop
+        self._events = events
+        self._run_dir = run_dir
+        self._every = loop.config.log_every_n_steps
+        self.history = History()
+        self._speed = Throughput()
+        self._began = time.monotonic()
+        self._time_before = 0.0
+        self._first_step = 0
+        self._samples = 0
+        self._epoch_began = time.monotonic()
+        self._epoch_samples = 0
+        self._loss_sum = 0.0
+        self._loss_count = 0
+        self._said: set[str] = set()
+        self._resumed_from: str | None = None
+
+    def resumed(self, state: dict[str, Any]) -> None:
+        """Take up the history of the run that is being continued."""
+        self.history = History.from_dict(state.get("history", {}))
+        self.history.status = "running"
+        self._time_before = self.history.total_time
+        self._resumed_from = state["path"]
+
+    def started(self) -> None:
+        """Announce the run: what runs where, and how large a step is."""
+        loop, config = self._loop, self._loop.config
+        world = loop.formation.world
+        self._first_step = loop.step
+        self._speed = Throughput()
+        self._began = self._epoch_began = time.monotonic()
+        self._events.emit(
+            RunStarted(
+                name=loop.task.name,
+                run_dir=str(self._run_dir),
+                world_size=world.world_size,
+                device=world.device.type,
+                strategy=loop.formation.strategy.name,
+                precision=loop.formation.precision.name,
+                parameters=sum(p.numel() for p in loop.task.model.parameters()),
+                batch_size=loop.train_loader.sharded.layout.batch_size,
+                accumulation=config.gradient_accumulation_steps,
+                global_batch=loop.global_batch,
+                total_steps=loop.total_steps,
+                epochs=config.epochs or (1 if config.max_steps is None else None),
+                resumed_from=self._resumed_from,
+                mesh={axis: size for axis, size in world.mesh.sizes.items() if size > 1},
+                first_step=loop.step,
+                tensorboard_dir=tensorboard_dir(config, self._run_dir),
+                log_dir=str(self._run_dir / "logs"),
+            )
+        )
+        for note in loop.formation.notes:
+            self.say(note)
+
+    def say(self, text: str, level: str = "info") -> None:
+        """Tell the user something, once."""
+        if text and text not in self._said:
+            self._said.add(text)
+            self._events.emit(Message(level, text))
+
+    def is_due(self, step: int) -> bool:
+        """Whether losses are read after this step: the first, every n-th, and the last."""
+        return step % self._every == 0 or step == self._first_step + 1 or step == self._loop.total_steps
+
+    def count(self, samples: int) -> None:
+        """Count a step's samples."""
+        self._speed.add(samples)
+        self._samples += samples
+        self._epoch_samples += samples
+
+    def losses(self, losses: dict[int, float]) -> float | None:
+        """Add losses to the epoch's mean; return their own mean."""
+        self._loss_sum += sum(losses.values())
+        self._loss_count += len(losses)
+        return sum(losses.values()) / len(losses) if losses else None
+
+    def step_done(self, losses: dict[int, float], grad_norm: torch.Tensor | None) -> None:
+        """Report a logging step."""
+        loop = self._loop
+        mean = self.losses(losses)
+        if mean is None:
+            return
+        rate, seconds = self._speed.lap()
+        event = StepDone(
+            step=loop.step,
+            epoch=loop.epoch + 1,
+            loss=mean,
+            learning_rate=loop.schedule.rate,
+            grad_norm=None if grad_norm is None else float(grad_norm),
+            samples_per_second=rate,
+            step_seconds=seconds,
+            memory_bytes=_memory(loop.formation.device),
+            samples=self._samples,
+        )
+        self.history.steps.append(
+            {key: value for key, value in event.to_dict().items() if key not in {"event", "time", "rank"}}
+        )
+        self._events.emit(event)
+        skipped = loop.formation.gradients.skipped_steps
+        if skipped:
+            self.say(f"{skipped} step{'s' * (skipped > 1)} skipped so far: the gradient was not finite", "warning")
+
+    def evaluated(self, values: dict[str, float]) -> None:
+        """Report what was measured on the validation data."""
+        self._events.emit(MetricsReported(self._loop.step, max(1, self._loop.epoch), "val", values))
+
+    def epoch_done(self, epoch: int, metrics: dict[str, float]) -> None:
+        """Close an epoch's record."""
+        seconds = time.monotonic() - self._epoch_began
+        loss = self._loss_sum / self._loss_count if self._loss_count else float("nan")
+        speed = self._epoch_samples / seconds if seconds else 0.0
+        rate = self._loop.schedule.rate
+        self.history.epochs.append(EpochRecord(epoch + 1, self._loop.step, loss, metrics, rate, seconds, speed))
+        self._events.emit(MetricsReported(self._loop.step, epoch + 1, "train", {"loss": loss}))
+        self._loss_sum, self._loss_count, self._epoch_samples = 0.0, 0, 0
+        self._epoch_began = time.monotonic()
+        self._update_totals()
+
+    def checkpointed(self, saved: SavedCheckpoint) -> None:
+        """Report a published checkpoint."""
+        self.history.checkpoint = str(saved.path)
+        self._events.emit(CheckpointSaved(saved.step, str(saved.path), saved.seconds, saved.bytes))
+        for note in saved.notes:
+            self.say(note, "warning")
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time something that is not training, outside the throughput."""
+        began = time.monotonic()
+        self._events.emit(Phase(name, "begin"))
+        self._update_totals()
+        with self._speed.paused():
+            yield
+        self._events.emit(Phase(name, "end", time.monotonic() - began))
+
+    def ended(self, status: str) -> None:
+        """Close the run's record and tell what can be done next."""
+        self.history.status = status
+        self._update_totals()
+        best = {"accuracy": self.history.best_accuracy, "loss": self.history.best_loss}
+        self._events.emit(
+            RunEnded(
+                status=status,
+                step=self._loop.step,
+                total_time=self.history.total_time,
+                throughput=self.history.throughput,
+                best={name: value for name, value in best.items() if value is not None},
+                checkpoint=self._loop.saving.last_path,
+                next_commands=self._next_commands(),
+            )
+        )
+
+    def failed(self, error: PhalanxError) -> None:
+        """Close the record of a run that ends with an error; the error itself is what the user reads."""
+        self._update_totals()
+        self.history.status = "failed"
+
+    def _update_totals(self) -> None:
+        self.history.total_time = self._time_before + time.monotonic() - self._began
+        self.history.throughput = self._speed.average
+
+    def _next_commands(self) -> list[str]:
+        board = tensorboard_dir(self._loop.config, self._run_dir)
+        return [f"tensorboard --logdir {board}"] if board else []
+
+
+def tensorboard_dir(config: Any, run_dir: Path) -> str | None:
+    """Return where TensorBoard files go, or None when none are wanted."""
+    if config.tensorboard_dir is not None:
+        return str(config.tensorboard_dir)
+    return str(run_dir / "tensorboard") if config.tensorboard else None
+
+
+def _memory(device: torch.device) -> int:
+    """Return the peak memory of this rank: the device's for CUDA, the process's on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

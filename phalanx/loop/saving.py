@@ -1,0 +1,70 @@
+"""When to checkpoint, where, and what to resume from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from phalanx import checkpoint
+from phalanx.errors import UsageError
+
+if TYPE_CHECKING:
+    from phalanx.loop.formation import Formation
+
+
+class CheckpointPolicy:
+    """The config's checkpoint settings, applied to one run."""
+
+    def __init__(self, formation: Formation, run_dir: Path) -> None:
+        self._formation = formation
+        config = formation.config
+        self.every = config.checkpoint_every
+        wanted = config.checkpoint_dir is not None or self.every is not None
+        self.directory = Path(config.checkpoint_dir or run_dir / "checkpoints") if wanted else None
+        if self.directory is not None and self.every is None:
+            self.every = (1, "epochs")
+        self.last_step: int | None = None
+        self.last_path: str | None = None
+
+    def check_directory(self) -> None:
+        """Fail before training, not after hours of it, when checkpoints could not be written."""
+        if self.directory is not None and self._formation.is_main:
+            checkpoint.check_writable(self.directory)
+
+    def due_after_step(self, step: int) -> bool:
+        """Whether a checkpoint is due after this many steps."""
+        return self.every is not None and self.every[1] == "steps" and step % self.every[0] == 0
+
+    def due_after_epoch(self, epochs: int) -> bool:
+        """Whether a checkpoint is due after this many epochs."""
+        return self.every is not None and self.every[1] == "epochs" and epochs % self.every[0] == 0
+
+    def save(self, **shared: Any) -> checkpoint.SavedCheckpoint:
+        """Publish a checkpoint now."""
+        assert self.directory is not None, "the loop saves only where a directory is set"
+        saved = self._formation.save(self.directory, **shared)
+        self.last_step, self.last_path = saved.step, str(saved.path)
+        return saved
+
+    def restore(self) -> dict[str, Any] | None:
+        """Resume as the config asks, or after a restart by the launcher; return the restored state, if any."""
+        wish = self._formation.config.resume_from_checkpoint
+        restarted = self._formation.world.env.attempt > 0 and self.directory is not None
+        if isinstance(wish, str) and not restarted:
+            state = self._formation.load(wish)
+        elif wish or restarted:
+            if self.directory is None or (self._formation.config.checkpoint_dir is None and not restarted):
+                raise UsageError(
+                    "resume_from_checkpoint = true needs to know where the checkpoints are",
+                    hint="Add checkpoint_dir, or give the checkpoint itself: resume_from_checkpoint = '<path>'.",
+                )
+            state = self._formation.load(self.directory, required=False)
+            if state is None and isinstance(wish, str):
+                state = self._formation.load(wish)
+        else:
+            return None
+        if state is None:
+            self._formation.notes.append(f"no checkpoint in {self.directory} yet: starting from the beginning")
+            return None
+        self.last_step, self.last_path = self._formation.step, state["path"]
+        return state

@@ -1,0 +1,96 @@
+"""What a run is made of, into a checkpoint and back: weights, optimizers, schedulers, scaler, data position, RNG."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from phalanx import checkpoint
+from phalanx.world.seed import rng_state, set_rng_state
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import torch
+    from torch import nn
+
+    from phalanx.loop.formation import Formation
+
+
+def save_snapshot(formation: Formation, directory: str | Path, shared: dict[str, Any]) -> checkpoint.SavedCheckpoint:
+    """Publish a checkpoint of everything the formation prepared; all ranks must call this."""
+    scaler = formation.precision.scaler
+    state = {
+        "loaders": [loader.sharded.state_dict() for loader in formation.loaders],
+        "schedulers": [scheduler.state_dict() for scheduler in formation.schedulers],
+        "scaler": None if scaler is None else scaler.state_dict(),
+        **shared,
+    }
+    epoch = formation.loaders[0].epoch if formation.loaders else 0
+    return checkpoint.save(
+        directory,
+        checkpoint.Snapshot(formation.step, epoch, _tensors(formation), rng_state(), state),
+        run_id=formation.run_id,
+        keep_last=formation.config.keep_last,
+        mesh=formation.world.mesh.sizes,
+        config=formation.config.to_dict(),
+    )
+
+
+def restore_snapshot(formation: Formation, directory: str | Path, *, required: bool = True) -> dict[str, Any] | None:
+    """Restore the newest complete checkpoint; return its shared state, with "path" and "notes" beside it."""
+    choice = checkpoint.choose(directory, required=required)
+    formation.notes += choice.notes
+    if choice.checkpoint is None:
+        return None
+    checkpoint.compare_model(
+        choice.checkpoint.manifest, {name: (tensor.shape, tensor.dtype) for name, tensor in formation.named_tensors()}
+    )
+    template = _tensors(formation)
+    loaded = checkpoint.load(choice.checkpoint, template)
+    _put_back(formation, template)
+    formation.gradients.steps = loaded.step
+    formation.run_id = choice.checkpoint.manifest.run_id
+    formation.notes += loaded.notes
+    shared = dict(loaded.shared)
+    for loader, state in zip(formation.loaders, shared.pop("loaders"), strict=False):
+        loader.sharded.load_state_dict(state)
+    for scheduler, state in zip(formation.schedulers, shared.pop("schedulers"), strict=False):
+        scheduler.load_state_dict(state)
+    scaler_state = shared.pop("scaler")
+    if formation.precision.scaler is not None and scaler_state is not None:
+        formation.precision.scaler.load_state_dict(scaler_state)
+    if loaded.rank_state is not None:
+        set_rng_state(loaded.rank_state)
+    return {**shared, "path": str(choice.checkpoint.path)}
+
+
+def _tensors(formation: Formation) -> dict[str, Any]:
+    """Return the nested state dict of all models and their optimizers, under canonical names."""
+    with formation.gradients.direct():  # torch takes an empty step to give a fresh optimizer its state
+        state: dict[str, Any] = {}
+        for number, wrapped in enumerate(formation.models):
+            for key, value in formation.strategy.state(wrapped, _optimizers_of(formation, wrapped)).items():
+                state[f"{key}{number or ''}" if key == "model" else f"{key}@{number}" if number else key] = value
+        return state
+
+
+def _put_back(formation: Formation, state: dict[str, Any]) -> None:
+    with formation.gradients.direct():
+        for number, wrapped in enumerate(formation.models):
+            own = {
+                key.removesuffix(f"@{number}"): value
+                for key, value in state.items()
+                if (key.endswith(f"@{number}") if number else "@" not in key and not key.startswith("model"))
+            }
+            own["model"] = state[f"model{number or ''}"]
+            formation.strategy.load_state(wrapped, _optimizers_of(formation, wrapped), own)
+
+
+def _optimizers_of(formation: Formation, wrapped: nn.Module) -> list[torch.optim.Optimizer]:
+    """Return the optimizers that train this model's parameters."""
+    mine = {id(parameter) for parameter in wrapped.parameters()}
+    return [
+        optimizer
+        for optimizer in formation.optimizers
+        if any(id(parameter) in mine for group in optimizer.param_groups for parameter in group["params"])
+    ]

@@ -1,0 +1,93 @@
+"""Stopping together: one rank hears a signal, all ranks stop at the same step boundary.
+
+Ranks are in lock-step: none completes step s+1 before all have begun it. A rank that hears the signal after step s
+writes its wish into the store before it begins s+1; every rank looks at the store after each step that is a multiple of
+`period`. The first such step from s+1 on is therefore one at which all of them see the wish, and there they stop. The
+period is chosen (once, by rank 0) so that looking costs next to nothing for short steps.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+    from phalanx.world.world import World
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+_LOOK_EVERY_SECONDS = 0.25
+_MEASURED_STEPS = 8
+_WISH = "stop_wish"
+
+
+class StopRequest:
+    """Hears SIGTERM and SIGUSR1, and tells every rank the same answer at the same step."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._store = world.store
+        self._key = f"{_WISH}/{world.env.attempt}"
+        self._heard: str | None = None
+        self._wished = False
+        self._previous: dict[signal.Signals, Any] = {}
+        self._period: int | None = 1 if world.world_size == 1 else None
+        self._started = 0.0
+        self._seen = 0
+        self.reason: str | None = None
+
+    def listen(self) -> None:
+        """Install the handlers; outside the main thread Python allows none, and signals keep their old meaning."""
+        if threading.current_thread() is threading.main_thread():
+            for number in STOP_SIGNALS:
+                self._previous[number] = signal.signal(number, self._hear)
+
+    def silence(self) -> None:
+        """Put the previous handlers back."""
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        self._previous.clear()
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        self._heard = signal.Signals(number).name
+
+    def agreed(self, step: int) -> bool:
+        """Whether all ranks stop after this step; every rank calls this after every step."""
+        if self._world.world_size == 1:
+            self.reason = self._heard
+            return self._heard is not None
+        if self._heard is not None and not self._wished:
+            self._wished = True
+            self._require_store().set(self._key, self._heard)
+        if self._period is None:
+            return self._measure(step)
+        if step % self._period:
+            return False
+        return self._look()
+
+    def _measure(self, step: int) -> bool:
+        """Look after each of the first steps, and then agree how rarely looking is enough."""
+        if self._seen == 0:
+            self._started = time.monotonic()
+        self._seen += 1
+        if self._seen == _MEASURED_STEPS:
+            seconds = (time.monotonic() - self._started) / (_MEASURED_STEPS - 1)
+            key = f"{self._key}/period"
+            if self._world.is_main:
+                self._require_store().set(key, str(max(1, min(1000, int(_LOOK_EVERY_SECONDS / max(seconds, 1e-6))))))
+            self._period = int(self._require_store().get(key))
+        return self._look()
+
+    def _look(self) -> bool:
+        store = self._require_store()
+        if not store.check([self._key]):
+            return False
+        self.reason = store.get(self._key).decode()
+        return True
+
+    def _require_store(self) -> Any:
+        assert self._store is not None, "several ranks always have a store"
+        return self._store

@@ -1,0 +1,246 @@
+"""The loop: a generator of `StepInfo`. Its pseudocode stands in the package's docstring."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import TYPE_CHECKING, Any
+
+from phalanx.errors import PreemptedError, UsageError
+from phalanx.loop.evaluate import evaluate
+from phalanx.loop.forward import decide_forward
+from phalanx.loop.hooks import Hooks, StepInfo
+from phalanx.loop.ledger import LossLedger, first_nonfinite, nonfinite_error
+from phalanx.loop.optim import Schedule, rate_factor, rate_scale
+from phalanx.loop.reporting import Reporter
+from phalanx.loop.saving import CheckpointPolicy
+from phalanx.loop.step import train_step
+from phalanx.loop.stopping import StopRequest
+from phalanx.loop.task import TrainTask, make_optimizer
+from phalanx.observe import board
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from phalanx.loop.formation import Formation
+    from phalanx.loop.forward import Forward
+    from phalanx.observe.history import History
+    from phalanx.observe.stream import EventStream
+
+
+class TrainLoop:
+    """Trains a task in formation. `run` does all of it; `steps` lets the caller take part."""
+
+    def __init__(self, formation: Formation, task: TrainTask, events: EventStream, run_dir: Path) -> None:
+        self.formation = formation
+        self.config = formation.config
+        self.task = task
+        self.model = formation.prepare(task.model)
+        self.optimizer = formation.prepare(make_optimizer(task, self.config, formation.device))
+        self.train_loader = formation.prepare_loader(task.train)
+        self.val_loader = None if task.val is None else formation.prepare_loader(task.val, training=False)
+        self.global_batch = self._global_batch()
+        self.total_steps = self._total_steps()
+        scale = (
+            1.0
+            if task.optimizer is not None and self.config.lr_scaling == "none"
+            else rate_scale(self.config, self.global_batch)
+        )
+        self.schedule = Schedule(self.optimizer, rate_factor(self.config, self.total_steps), scale)
+        self.hooks = Hooks(task.callbacks)
+        self.ledger = LossLedger(formation.world)
+        self.stop = StopRequest(formation.world)
+        self.saving = CheckpointPolicy(formation, run_dir)
+        self.report = Reporter(self, events, run_dir)
+        self._forward: Forward | None = None
+        self._stop_early = False
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps taken so far, over all resumptions."""
+        return self.formation.step
+
+    @property
+    def epoch(self) -> int:
+        """The epoch under way, from 0."""
+        return self.train_loader.epoch
+
+    @property
+    def history(self) -> History:
+        """What has been measured so far."""
+        return self.report.history
+
+    def request_stop(self) -> None:
+        """End training after this step (early stopping); every rank must ask for it at the same step."""
+        self._stop_early = True
+
+    def run(self) -> History:
+        """Train to the end and return the history."""
+        for _ in self.steps():
+            pass
+        return self.history
+
+    def steps(self) -> Iterator[StepInfo]:
+        """Train, yielding after every optimizer step."""
+        self.saving.check_directory()
+        self._resume()
+        self.report.started()
+        self.stop.listen()
+        try:
+            self.hooks.fire("on_fit_start", self)
+            while not self._finished():
+                yield from self._epoch()
+            self._end()
+        finally:
+            self.stop.silence()
+
+    def _epoch(self) -> Iterator[StepInfo]:
+        config, epoch, heartbeat = self.config, self.epoch, board.current()
+        self.formation.unwrap(self.model).train()
+        batches = self._first_batch_seen(iter(self.train_loader))
+        while self._forward is not None and not self._finished(within_epoch=True):
+            step = self.step + 1
+            self.schedule.apply(step - 1)
+            due = self.report.is_due(step)
+            outcome = train_step(
+                self.formation,
+                self.model,
+                self.optimizer,
+                self._forward,
+                batches,
+                self.ledger,
+                by_tokens=config.loss_weighting == "tokens",
+                clip=config.gradient_clipping,
+                measure_norm=due,
+            )
+            if outcome is None:
+                break
+            heartbeat.beat(step)
+            samples = self.formation.gradients.current.global_samples
+            self.report.count(samples)
+            if due:
+                self.report.step_done(self._losses(), outcome.grad_norm)
+            info = StepInfo(step, epoch, samples, self.schedule.rate, outcome.loss)
+            if self.hooks.wants_steps:
+                self.hooks.after_step(self, info)
+            self._checkpoint_or_stop(step)
+            yield info
+        batches.close()
+        self.train_loader.roll_over()
+        if self.epoch != epoch or self._finished():
+            self._end_epoch(epoch)
+
+    def _first_batch_seen(self, batches: Iterator[Any]) -> Any:
+        """Decide on the first batch how the model is called, then hand all batches on."""
+        if self._forward is None:
+            for first in batches:
+                self._forward = decide_forward(self.task.model, self.task.loss_fn, first)
+                self.report.say(self._forward.says)
+                return _chained(first, batches)
+        return batches
+
+    def _checkpoint_or_stop(self, step: int) -> None:
+        stopping = self.stop.agreed(step)
+        if stopping or self.saving.due_after_step(step):
+            self._save()
+        if stopping:
+            self.report.ended("preempted")
+            raise self._preempted()
+
+    def _end_epoch(self, epoch: int) -> None:
+        """Evaluate, report and checkpoint after a whole epoch, or after the last step."""
+        self._losses_checked()
+        last = self._finished()
+        metrics: dict[str, float] = {}
+        every = self.config.eval_every
+        if self.val_loader is not None and (last or (every and (epoch + 1) % every == 0)):
+            metrics = self.evaluate()
+        self.report.epoch_done(epoch, metrics)
+        if self.saving.due_after_epoch(epoch + 1) and not last:
+            self._save()
+        self.hooks.fire("on_epoch_end", self, epoch, metrics)
+
+    def evaluate(self) -> dict[str, float]:
+        """Evaluate on the validation data now."""
+        assert self.val_loader is not None, "asked for only with validation data"
+        with self.report.phase("evaluate"):
+            metrics = evaluate(self.formation, self.model, self.val_loader, self.task.loss_fn, self.task.metrics)
+        self.report.evaluated(metrics)
+        return metrics
+
+    def _end(self) -> None:
+        if self.saving.directory is not None and self.saving.last_step != self.step:
+            self._save()
+        self.report.ended("finished")
+        self.hooks.fire("on_fit_end", self)
+
+    def _save(self) -> None:
+        """Publish a checkpoint, unless the weights are spoilt already."""
+        if self.saving.directory is None:
+            return
+        self._losses_checked()
+        with self.report.phase("checkpoint"):
+            saved = self.saving.save(history=self.history.to_dict())
+        self.report.checkpointed(saved)
+        self.hooks.fire("on_checkpoint", self, str(saved.path))
+
+    def _resume(self) -> None:
+        state = self.saving.restore()
+        if state is not None:
+            self.report.resumed(state)
+
+    def _losses(self) -> dict[int, float]:
+        """Read the losses since the last reading; a NaN ends the run here unless such steps are skipped."""
+        losses = self.ledger.read()
+        bad = first_nonfinite(losses)
+        if bad is not None and self.config.on_nonfinite == "stop":
+            error = nonfinite_error(bad, losses[bad], self.saving.last_path)
+            self.report.failed(error)
+            raise error
+        return losses
+
+    def _losses_checked(self) -> None:
+        self.report.losses(self._losses())
+
+    def _finished(self, *, within_epoch: bool = False) -> bool:
+        if self._stop_early or (self.total_steps is not None and self.step >= self.total_steps):
+            return True
+        return not within_epoch and self.config.max_steps is None and self.epoch >= (self.config.epochs or 1)
+
+    def _global_batch(self) -> int:
+        layout = self.train_loader.sharded.layout
+        return layout.batch_size * layout.accumulation * layout.dp_size
+
+    def _total_steps(self) -> int | None:
+        """Return the number of optimizer steps of the whole run, where it is known beforehand."""
+        config, per_epoch = self.config, self.train_loader.sharded.steps_per_epoch
+        if per_epoch is None:
+            return config.max_steps
+        by_epochs = (
+            math.inf if config.epochs is None and config.max_steps is not None else per_epoch * (config.epochs or 1)
+        )
+        total = min(by_epochs, config.max_steps or math.inf)
+        return int(total)
+
+    def _preempted(self) -> PreemptedError:
+        path = self.saving.last_path
+        kept = f"checkpoint {path}" if path else "no checkpoint_dir was set, so nothing was kept"
+        hint = (
+            "Run the same command with --resume-from-checkpoint to go on." if path else "Set checkpoint_dir to keep it."
+        )
+        return PreemptedError(f"stopped by {self.stop.reason} after step {self.step}: {kept}", hint=hint)
+
+
+def _chained(first: Any, rest: Iterator[Any]) -> Iterator[Any]:
+    yield first
+    yield from rest
+
+
+def check_task(task: TrainTask) -> None:
+    """Refuse what cannot be trained before any process starts."""
+    if task.train is None:
+        raise UsageError("fit() needs training data", hint="Pass a DataLoader, a data set or an iterable of batches.")
+    parameters = list(itertools.islice(task.model.parameters(), 1))
+    if not parameters or not any(p.requires_grad for p in task.model.parameters()):
+        raise UsageError(f"{type(task.model).__name__} has no trainable parameters")

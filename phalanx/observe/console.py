@@ -1,0 +1,141 @@
+"""What the user watches: a live bar on a terminal, a line every few seconds elsewhere, a summary at the end.
+
+Used by the launcher's own process or, when there is no launcher, as a sink of rank 0.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
+
+from phalanx.observe import events, words
+from phalanx.observe.plainview import PlainView
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from phalanx.observe.events import Event, RunStarted, StepDone
+
+_ACTIVITIES = {"eval": "evaluating", "evaluate": "evaluating", "evaluation": "evaluating", "checkpoint": "saving"}
+
+
+class View(Protocol):
+    """How things are shown: `PlainView` writes lines, `RichView` draws."""
+
+    def begin(self, run: RunStarted) -> None:
+        """A run starts."""
+
+    def step(self, event: StepDone, run: RunStarted | None) -> None:
+        """A step is done."""
+
+    def activity(self, name: str | None) -> None:
+        """Something other than a step goes on, or no longer."""
+
+    def settle(self) -> None:
+        """No more steps for now."""
+
+    def line(self, text: str, *, kind: str = "info") -> None:
+        """Show a line of ours."""
+
+    def output(self, text: str) -> None:
+        """Show a line of a rank's."""
+
+    def error(self, text: str) -> None:
+        """Show an error."""
+
+    def summary(self, title: str, rows: list[tuple[str, str]], commands: list[str]) -> None:
+        """Show how the run ended."""
+
+    def close(self) -> None:
+        """Leave the screen tidy."""
+
+
+class Console:
+    """Shows events, the ranks' own output and the launcher's words."""
+
+    def __init__(
+        self,
+        *,
+        show_labels: bool = False,
+        interval: float = 5.0,
+        out: TextIO | None = None,
+        err: TextIO | None = None,
+    ) -> None:
+        self._show_labels = show_labels
+        self._run: RunStarted | None = None
+        out, err = out or sys.stdout, err or sys.stderr
+        self._view = _rich_view(out, err) if _can_draw(out) else PlainView(out, err, interval=interval)
+
+    def rank_output(self, rank: int, label: str, line: str) -> None:
+        """Show a line that a rank printed, labelled when several ranks are shown."""
+        self._view.output(f"[{label}] {line}" if self._show_labels else line)
+
+    def handle(self, event: Event | Mapping[str, Any]) -> None:
+        """Show an event, given as such or as plain data; kinds that are not for the user are passed over."""
+        if not isinstance(event, events.Event):
+            if event.get("event") not in events.KINDS:
+                return
+            event = events.from_dict(event)
+        if isinstance(event, events.StepDone):
+            self._view.step(event, self._run)
+        elif isinstance(event, events.RunStarted):
+            self._begin(event)
+        elif isinstance(event, events.RunEnded):
+            self._end(event)
+        else:
+            self._mention(event)
+
+    def notice(self, text: str) -> None:
+        """Show the launcher's own words."""
+        self._view.line(text, kind="warning")
+
+    def error(self, text: str) -> None:
+        """Show an error on standard error."""
+        self._view.settle()
+        self._view.error(text)
+
+    def close(self) -> None:
+        """Leave the screen tidy."""
+        self._view.close()
+
+    def _begin(self, run: RunStarted) -> None:
+        self._run = run
+        if run.resumed_from:
+            self._view.line(f"resumed from {run.resumed_from} at step {run.first_step}", kind="good")
+        self._view.begin(run)
+
+    def _end(self, end: events.RunEnded) -> None:
+        self._view.settle()
+        self._view.summary(words.summary_title(end), words.summary_rows(end, self._run), end.next_commands)
+
+    def _mention(self, event: Event) -> None:
+        if isinstance(event, events.MetricsReported):
+            self._view.line(words.metrics_line(event, self._run), kind="metrics")
+        elif isinstance(event, events.CheckpointSaved):
+            self._view.line(words.checkpoint_line(event), kind="dim")
+        elif isinstance(event, events.Phase):
+            self._view.activity(_ACTIVITIES.get(event.name, event.name) if event.state == "begin" else None)
+        elif isinstance(event, events.Membership):
+            self._view.line(words.membership_line(event), kind="warning")
+        elif isinstance(event, events.Message):
+            self._say(event)
+        elif isinstance(event, events.Failure):
+            self._view.settle()  # The launcher tells the cause in full once the ranks have stopped.
+
+    def _say(self, message: events.Message) -> None:
+        if message.level == "error":
+            self.error(message.text)
+        else:
+            prefix = "warning: " if message.level == "warning" else ""
+            self._view.line(prefix + message.text, kind="warning" if prefix else "info")
+
+
+def _can_draw(out: TextIO) -> bool:
+    return out.isatty() and os.environ.get("TERM", "") not in ("", "dumb", "unknown")
+
+
+def _rich_view(out: TextIO, err: TextIO) -> View:
+    from phalanx.observe.richview import RichView
+
+    return RichView(out, err)

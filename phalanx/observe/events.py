@@ -1,0 +1,191 @@
+"""The typed stream of what happens in a run: progress bar, JSONL, TensorBoard and MLflow are sinks on it.
+
+One event is one JSON object: `{"event": kind, "time": seconds since the epoch, "rank": r, ...fields}`. JSON has no NaN
+and no infinity, so these floats are written as the strings "nan", "inf" and "-inf", and read back as floats.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+KINDS: dict[str, type[Event]] = {}
+"""Every kind of event by its name on the wire."""
+
+_NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+
+@dataclass(frozen=True)
+class Event:
+    """What every event has: its kind, when it happened, and on which rank (the stream fills that in)."""
+
+    kind: ClassVar[str] = ""
+    time: float = field(default_factory=time.time, kw_only=True)
+    rank: int | None = field(default=None, kw_only=True)
+
+    def __init_subclass__(cls) -> None:
+        KINDS[cls.kind] = cls
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the event as plain data that JSON can hold."""
+        fields = {item.name: _encode(getattr(self, item.name)) for item in dataclasses.fields(self)}
+        return {"event": self.kind, "time": fields.pop("time"), "rank": fields.pop("rank"), **fields}
+
+    def to_json(self) -> str:
+        """Return the event as one line of JSON, without the line's end."""
+        return json.dumps(self.to_dict(), separators=(",", ":"), allow_nan=False)
+
+
+@dataclass(frozen=True)
+class RunStarted(Event):
+    """Training begins: what runs where, and how large a step is."""
+
+    kind: ClassVar[str] = "run_started"
+    name: str
+    run_dir: str
+    world_size: int
+    device: str
+    strategy: str
+    precision: str
+    parameters: int
+    batch_size: int
+    accumulation: int
+    global_batch: int
+    total_steps: int | None = None
+    epochs: int | None = None
+    resumed_from: str | None = None
+    mesh: dict[str, int] = field(default_factory=dict)
+    first_step: int = 0
+    tensorboard_dir: str | None = None
+    log_dir: str | None = None
+
+
+@dataclass(frozen=True)
+class StepDone(Event):
+    """A step that was logged. `epoch` counts from 1; `samples` is how many the run has seen over all ranks."""
+
+    kind: ClassVar[str] = "step"
+    step: int
+    epoch: int
+    loss: float
+    learning_rate: float
+    grad_norm: float | None = None
+    samples_per_second: float = 0.0
+    step_seconds: float = 0.0
+    memory_bytes: int = 0
+    samples: int = 0
+
+
+@dataclass(frozen=True)
+class Phase(Event):
+    """A stretch of time that is not a training step (evaluation, checkpoint, compilation) begins or ends."""
+
+    kind: ClassVar[str] = "phase"
+    name: str
+    state: Literal["begin", "end"]
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class MetricsReported(Event):
+    """Values measured on a split of the data, such as `{"loss": 0.31, "accuracy": 0.94}` on `val`."""
+
+    kind: ClassVar[str] = "metrics"
+    step: int
+    epoch: int
+    split: str
+    values: dict[str, float]
+
+
+@dataclass(frozen=True)
+class CheckpointSaved(Event):
+    """A checkpoint was published."""
+
+    kind: ClassVar[str] = "checkpoint"
+    step: int
+    path: str
+    seconds: float
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Message(Event):
+    """Words for the user; `level` is "info", "warning" or "error"."""
+
+    kind: ClassVar[str] = "message"
+    level: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Failure(Event):
+    """A rank failed. `rank` is the guilty one."""
+
+    kind: ClassVar[str] = "failure"
+    rank: int = field(kw_only=False)  # Without this it would inherit the default of Event.
+    host: str
+    step: int | None
+    error: str
+    message: str
+
+
+@dataclass(frozen=True)
+class Membership(Event):
+    """The group of ranks changed, or was started again."""
+
+    kind: ClassVar[str] = "membership"
+    world_size: int
+    attempt: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class RunEnded(Event):
+    """Training ended; `status` is "finished", "stopped", "preempted" or "failed"."""
+
+    kind: ClassVar[str] = "run_ended"
+    status: str
+    step: int
+    total_time: float
+    throughput: float
+    best: dict[str, float] = field(default_factory=dict)
+    checkpoint: str | None = None
+    next_commands: list[str] = field(default_factory=list)
+
+
+def from_dict(data: Mapping[str, Any]) -> Event:
+    """Rebuild an event; ValueError for an unknown kind. Fields of a newer writer are left out."""
+    kind = KINDS.get(data.get("event", ""))
+    if kind is None:
+        raise ValueError(f"unknown event {data.get('event')!r}; known: {', '.join(sorted(KINDS))}")
+    known = {item.name: str(item.type) for item in dataclasses.fields(kind)}
+    return kind(**{name: _decode(value, known[name]) for name, value in data.items() if name in known})
+
+
+def from_json(line: str | bytes) -> Event:
+    """Rebuild an event from a line of JSON."""
+    return from_dict(json.loads(line))
+
+
+def _encode(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
+    if isinstance(value, dict):
+        return {key: _encode(item) for key, item in value.items()}
+    return value
+
+
+def _decode(value: Any, annotation: str) -> Any:
+    """Undo `_encode` where the field is a float or a dict of floats: "nan" may be a word elsewhere."""
+    if "float" not in annotation:
+        return value
+    if isinstance(value, dict):
+        return {key: _decode(item, "float") for key, item in value.items()}
+    return _NON_FINITE.get(value, value) if isinstance(value, str) else value

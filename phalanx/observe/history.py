@@ -1,0 +1,104 @@
+"""What `fit` returns: the run, epoch by epoch and logged step by logged step."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from phalanx.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+
+@dataclass(frozen=True)
+class EpochRecord:
+    """One epoch: the mean training loss, what was measured on the validation data, and how fast it went."""
+
+    epoch: int
+    step: int
+    train_loss: float
+    val: dict[str, float] = field(default_factory=dict)
+    learning_rate: float = 0.0
+    seconds: float = 0.0
+    samples_per_second: float = 0.0
+
+
+@dataclass
+class History:
+    """The record of a run."""
+
+    epochs: list[EpochRecord] = field(default_factory=list)
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    status: str = "running"
+    total_time: float = 0.0
+    """Seconds of the whole run, evaluation and checkpoints included."""
+    throughput: float = 0.0
+    """Samples per second of training time, over all ranks."""
+    checkpoint: str | None = None
+    """The path of the last checkpoint."""
+
+    @property
+    def best_accuracy(self) -> float | None:
+        """The highest validation accuracy; None when none was measured."""
+        return max(_finite(record.val.get("accuracy") for record in self.epochs), default=None)
+
+    @property
+    def best_loss(self) -> float | None:
+        """The lowest validation loss, or training loss when there is no validation; None before the first epoch."""
+        measured = list(_finite(record.val.get("loss") for record in self.epochs))
+        return min(measured or _finite(record.train_loss for record in self.epochs), default=None)
+
+    @property
+    def final_loss(self) -> float | None:
+        """The training loss of the last epoch, or of the last logged step before the first epoch has ended."""
+        if self.epochs:
+            return self.epochs[-1].train_loss
+        return self.steps[-1].get("loss") if self.steps else None
+
+    def to_dataframe(self) -> Any:
+        """Return a pandas DataFrame with one row an epoch; validation metrics are columns such as `val_accuracy`."""
+        try:
+            import pandas as pd
+        except ImportError as error:
+            raise UsageError(
+                "to_dataframe() needs pandas, which is not installed", hint="Run: pip install 'phalanx[pandas]'"
+            ) from error
+        plain = [item.name for item in dataclasses.fields(EpochRecord) if item.name != "val"]
+        metrics = dict.fromkeys(f"val_{name}" for record in self.epochs for name in record.val)
+        return pd.DataFrame([_row(record) for record in self.epochs], columns=[*plain, *metrics])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data that JSON can hold."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> History:
+        """Rebuild a history from `to_dict`."""
+        known = {item.name for item in dataclasses.fields(cls)}
+        fields = {name: value for name, value in data.items() if name in known}
+        epochs = [EpochRecord(**record) for record in fields.pop("epochs", [])]
+        return cls(epochs=epochs, **fields)
+
+    def __repr__(self) -> str:
+        parts = [f"{self.status}, {len(self.epochs)} epoch{'' if len(self.epochs) == 1 else 's'}"]
+        if self.total_time:
+            parts.append(f"{self.total_time:.1f} s")
+        for name, value in (("best accuracy", self.best_accuracy), ("best loss", self.best_loss)):
+            if value is not None:
+                parts.append(f"{name} {value:.4f}")
+        if self.throughput:
+            parts.append(f"{self.throughput:,.0f} samples/s")
+        return f"History({', '.join(parts)})"
+
+
+def _finite(values: Iterable[float | None]) -> Iterable[float]:
+    return (value for value in values if value is not None and math.isfinite(value))
+
+
+def _row(record: EpochRecord) -> dict[str, Any]:
+    row = dataclasses.asdict(record)
+    validation = row.pop("val")
+    return {**row, **{f"val_{name}": value for name, value in validation.items()}}

@@ -1,0 +1,98 @@
+"""Report a run to MLflow."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from phalanx.errors import UsageError
+from phalanx.observe.events import MetricsReported, RunEnded, RunStarted, StepDone
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from phalanx.observe.events import Event
+
+_DEFAULT_URI = "sqlite:///mlflow.db"
+_STATUS = {"finished": "FINISHED", "failed": "FAILED"}
+
+
+class MlflowSink:
+    """Logs parameters, metrics and the configuration; joins the active MLflow run, or starts one and ends it.
+
+    Goes to MLFLOW_TRACKING_URI or what `mlflow.set_tracking_uri` was given, and otherwise to mlflow.db in the current
+    directory.
+    """
+
+    def __init__(
+        self, experiment: str = "phalanx", run_name: str | None = None, params: Mapping[str, Any] | None = None
+    ) -> None:
+        self._mlflow = _import_mlflow()
+        self._status = "KILLED"
+        active = self._mlflow.active_run()
+        self._is_ours = active is None
+        if active is None:
+            if not self._mlflow.is_tracking_uri_set():
+                self._mlflow.set_tracking_uri(_DEFAULT_URI)
+            self._mlflow.set_experiment(experiment)
+            active = self._mlflow.start_run(run_name=run_name)
+        self.run_id: str = active.info.run_id
+        if params:
+            self._log_params(params)
+            self._mlflow.log_dict(dict(params), "config.json", run_id=self.run_id)
+
+    def handle(self, event: Event) -> None:
+        """Log the event's values; metrics go out in the background."""
+        if isinstance(event, RunStarted):
+            self._log_params(
+                {name: getattr(event, name) for name in ("world_size", "strategy", "precision", "global_batch")}
+            )
+        elif isinstance(event, StepDone):
+            self._log(event.step, _step_metrics(event))
+        elif isinstance(event, MetricsReported):
+            self._log(event.step, {f"{event.split}/{name}": value for name, value in event.values.items()})
+        elif isinstance(event, RunEnded):
+            self._status = _STATUS.get(event.status, "KILLED")
+            self._log(event.step, {f"best/{name}": value for name, value in event.best.items()})
+
+    def close(self) -> None:
+        """Wait for what is under way; end the run if we started it."""
+        self._mlflow.flush_async_logging()
+        if self._is_ours:
+            self._mlflow.end_run(self._status)
+
+    def _log(self, step: int, values: Mapping[str, float]) -> None:
+        if values:
+            self._mlflow.log_metrics(dict(values), step=step, run_id=self.run_id, synchronous=False)
+
+    def _log_params(self, params: Mapping[str, Any]) -> None:
+        # A joined or resumed run refuses to change a parameter, so those it has stay as they are.
+        known = self._mlflow.get_run(self.run_id).data.params
+        fresh = {name: str(value)[:500] for name, value in params.items() if name not in known}
+        if fresh:
+            self._mlflow.MlflowClient().log_batch(self.run_id, params=_as_params(self._mlflow, fresh))
+
+
+def _as_params(mlflow: Any, values: Mapping[str, str]) -> list[Any]:
+    return [mlflow.entities.Param(name, value) for name, value in values.items()]
+
+
+def _step_metrics(event: StepDone) -> dict[str, float]:
+    values = {
+        "train/loss": event.loss,
+        "learning_rate": event.learning_rate,
+        "samples_per_second": event.samples_per_second,
+        "memory_bytes": float(event.memory_bytes),
+    }
+    if event.grad_norm is not None:
+        values["grad_norm"] = event.grad_norm
+    return values
+
+
+def _import_mlflow() -> Any:
+    try:
+        import mlflow
+    except ImportError as error:
+        raise UsageError(
+            "mlflow_tracking needs MLflow, which is not installed", hint="Run: pip install 'phalanx[mlflow]'"
+        ) from error
+    return mlflow

@@ -1,0 +1,83 @@
+"""The console for pipes, log files and dumb terminals: plain lines, one every few seconds."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, TextIO
+
+from phalanx.observe import words
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from phalanx.observe.events import RunStarted, StepDone
+
+
+class PlainView:
+    """Writes lines; of the steps only the first, the last and one every `interval` seconds."""
+
+    def __init__(
+        self, out: TextIO, err: TextIO, *, interval: float = 5.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._out = out
+        self._err = err
+        self._interval = interval
+        self._clock = clock
+        self._due = -1.0
+        self._pending: str | None = None
+
+    def begin(self, run: RunStarted) -> None:
+        """Say what is about to run."""
+        self.line(words.start_line(run))
+
+    def step(self, event: StepDone, run: RunStarted | None) -> None:
+        """Show a step if it is time; otherwise remember it in case it is the last."""
+        text = words.step_line(event, run)
+        if self._clock() < self._due:
+            self._pending = text
+            return
+        self._due = self._clock() + self._interval
+        self._pending = None
+        self.line(text)
+
+    def activity(self, name: str | None) -> None:
+        """Ignore what goes on between steps: its result gets a line."""
+
+    def settle(self) -> None:
+        """Show the last step if it has not been shown."""
+        if self._pending is not None:
+            self.line(self._pending)
+            self._pending = None
+            self._due = self._clock() + self._interval
+
+    def line(self, text: str, *, kind: str = "info") -> None:
+        """Write a line of our own; the step that was measured goes before its metrics."""
+        if kind == "metrics":
+            self.settle()
+        self._write(self._out, f"{text}\n")
+
+    def output(self, text: str) -> None:
+        """Write a line that a rank printed; one that ends with a carriage return will be redrawn."""
+        self._write(self._out, text if text.endswith("\r") else f"{text}\n")
+
+    def error(self, text: str) -> None:
+        """Write to standard error."""
+        self._write(self._err, f"{text}\n")
+
+    def summary(self, title: str, rows: list[tuple[str, str]], commands: list[str]) -> None:
+        """Write the summary as aligned columns, and the commands to paste."""
+        width = max((len(label) for label, _ in rows), default=0)
+        lines = [title, *(f"  {label.ljust(width)}  {value}" for label, value in rows)]
+        if commands:
+            lines += ["next:", *(f"  {command}" for command in commands)]
+        self.line("\n".join(lines))
+
+    def close(self) -> None:
+        """Show what is pending."""
+        self.settle()
+
+    def _write(self, stream: TextIO, text: str) -> None:
+        encoding = stream.encoding or "utf-8"
+        # A stream that knows no "·" (LANG=C) shows a substitute rather than ending the run.
+        stream.write(text.encode(encoding, "replace").decode(encoding))
+        stream.flush()

@@ -1,0 +1,149 @@
+"""The console for terminals: a live bar of two lines at the bottom, everything else scrolling above it."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, TextIO
+
+from rich.console import Console as Terminal
+from rich.console import Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from phalanx.observe import words
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from rich.console import RenderableType
+
+    from phalanx.observe.events import RunStarted, StepDone
+
+_REFRESH_PER_SECOND = 8
+_NAME_WIDTH = 16
+_STYLES = {"info": "", "dim": "dim", "good": "green", "warning": "yellow", "metrics": "cyan"}
+
+
+class RichView:
+    """Draws with rich; nothing is drawn before the run has started or after it has ended."""
+
+    def __init__(self, out: TextIO, err: TextIO, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._terminal = Terminal(file=out, highlight=False, emoji=False)
+        self._errors = Terminal(file=err, highlight=False, emoji=False)
+        self._clock = clock
+        self._live: Live | None = None
+        self._run: RunStarted | None = None
+        self._last: StepDone | None = None
+        self._activity: str | None = None
+        self._redrawn = ""
+        self._started = clock()
+
+    def begin(self, run: RunStarted) -> None:
+        """Say what is about to run, and draw the empty bar."""
+        self._run, self._last, self._started = run, None, self._clock()
+        self._terminal.print(Text.assemble((run.name, "bold"), "  ", (words.start_line(run), "dim")))
+        self._draw()
+
+    def step(self, event: StepDone, run: RunStarted | None) -> None:
+        """Move the bar; the refresh thread draws it, so that many steps a second cost nothing."""
+        self._last, self._activity = event, None
+        self._draw()
+
+    def activity(self, name: str | None) -> None:
+        """Show beside the bar what goes on between steps."""
+        self._activity = name
+        if self._live is not None:
+            self._live.refresh()
+
+    def settle(self) -> None:
+        """Take the bar off the screen."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def line(self, text: str, *, kind: str = "info") -> None:
+        """Write a line above the bar."""
+        self._terminal.print(Text(text, style=_STYLES.get(kind, "")))
+
+    def output(self, text: str) -> None:
+        """Write a rank's line above the bar; one that will be redrawn gets a row of its own below it."""
+        if text.endswith("\r") and self._live is not None:
+            self._redrawn = text.rstrip("\r")
+            return
+        self._redrawn = ""
+        self._terminal.print(Text.from_ansi(text.rstrip("\r")), soft_wrap=True)
+
+    def error(self, text: str) -> None:
+        """Write to standard error, with the bar out of the way."""
+        self.settle()
+        self._errors.print(Text(text, style="red"), soft_wrap=True)
+
+    def summary(self, title: str, rows: list[tuple[str, str]], commands: list[str]) -> None:
+        """Draw the summary, and below it the commands, undecorated so that they can be copied."""
+        self.settle()
+        table = Table.grid(padding=(0, 2))
+        table.add_column(style="dim", no_wrap=True)
+        table.add_column(overflow="fold")
+        for label, value in rows:
+            table.add_row(label, Text(value))
+        self._terminal.print(Panel(table, title=Text(title, style="bold"), title_align="left", expand=False))
+        for command in commands:
+            self._terminal.print(Text.assemble(("next  ", "dim"), (command, "bold")), soft_wrap=True)
+
+    def close(self) -> None:
+        """Take the bar off the screen and stop drawing."""
+        self.settle()
+
+    def _draw(self) -> None:
+        if self._live is None:
+            self._live = Live(
+                get_renderable=self._bar,
+                console=self._terminal,
+                refresh_per_second=_REFRESH_PER_SECOND,
+                transient=True,
+                vertical_overflow="crop",
+            )
+            self._live.start()
+
+    def _bar(self) -> RenderableType:
+        rows: list[RenderableType] = [self._progress_row(), self._figures_row()]
+        if self._redrawn:
+            rows.append(Text(self._redrawn, no_wrap=True, overflow="ellipsis"))
+        return Group(*rows)
+
+    def _progress_row(self) -> Table:
+        done = self._last.step if self._last else self._first_step()
+        total = self._run.total_steps if self._run else None
+        bar = ProgressBar(total=total, completed=done, pulse=total is None, width=None)
+        epochs = self._run.epochs if self._run else None
+        epoch = f"epoch {words.of_total(self._last.epoch, epochs)}" if self._last else "starting"
+        row = Table.grid(padding=(0, 1), expand=True)
+        row.add_column(no_wrap=True, max_width=_NAME_WIDTH, overflow="ellipsis")
+        row.add_column(ratio=1)
+        for _ in range(3):
+            row.add_column(no_wrap=True)
+        name = Text(self._run.name if self._run else "training", style="bold")
+        row.add_row(name, bar, Text(words.of_total(done, total)), Text(epoch), Text(self._times(done), style="dim"))
+        return row
+
+    def _figures_row(self) -> Text:
+        """Fit as many figures as the terminal is wide."""
+        parts = [self._activity] if self._activity else []
+        parts += words.step_parts(self._last) if self._last else []
+        while len(parts) > 1 and len(" · ".join(parts)) > self._terminal.width:
+            parts.pop()
+        return Text(" · ".join(parts) or "waiting for the first step", style="cyan", no_wrap=True, overflow="ellipsis")
+
+    def _times(self, done: int) -> str:
+        elapsed = self._clock() - self._started
+        total = self._run.total_steps if self._run else None
+        fresh = done - self._first_step()
+        if not total or fresh <= 0:
+            return words.clock(elapsed)
+        return f"{words.clock(elapsed)} < {words.clock(elapsed / fresh * max(0, total - done))}"
+
+    def _first_step(self) -> int:
+        return self._run.first_step if self._run else 0

@@ -1,0 +1,76 @@
+"""Clocks that count training time alone: evaluation and checkpoints are paused out."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+
+class Stopwatch:
+    """Seconds since it was made, less those spent in `paused()`."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._started = clock()
+        self._excluded = 0.0
+        self._paused_at: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        """The time that counts, so far."""
+        now = self._clock() if self._paused_at is None else self._paused_at
+        return now - self._started - self._excluded
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave out what happens inside; nesting counts once."""
+        if self._paused_at is not None:
+            yield
+            return
+        self._paused_at = self._clock()
+        try:
+            yield
+        finally:
+            self._excluded += self._clock() - self._paused_at
+            self._paused_at = None
+
+
+class Throughput:
+    """Samples per second, over the whole run and since it was last asked."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.stopwatch = Stopwatch(clock)
+        self.samples = 0
+        self.steps = 0
+        self._mark = (0.0, 0, 0)
+
+    def add(self, samples: int, steps: int = 1) -> None:
+        """Count samples (over all ranks) and steps that are done."""
+        self.samples += samples
+        self.steps += steps
+
+    @property
+    def average(self) -> float:
+        """Samples per second of training time over the whole run; 0 before any time has passed."""
+        return _ratio(self.samples, self.stopwatch.seconds)
+
+    def lap(self) -> tuple[float, float]:
+        """Return samples per second and seconds per step since the last lap, and begin a new one."""
+        now = (self.stopwatch.seconds, self.samples, self.steps)
+        seconds, samples, steps = (new - old for new, old in zip(now, self._mark, strict=True))
+        self._mark = now
+        return _ratio(samples, seconds), _ratio(seconds, steps)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave out what happens inside: evaluation, checkpoints."""
+        with self.stopwatch.paused():
+            yield
+
+
+def _ratio(amount: float, per: float) -> float:
+    return amount / per if per > 0 else 0.0

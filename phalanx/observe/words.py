@@ -1,0 +1,112 @@
+"""How events read: the same words on a terminal, in a log file and in the summary."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from phalanx.observe.events import CheckpointSaved, Membership, MetricsReported, RunEnded, RunStarted, StepDone
+
+_TITLES = {
+    "finished": "Training finished",
+    "stopped": "Training stopped",
+    "preempted": "Training preempted",
+    "failed": "Training failed",
+}
+
+
+def start_line(run: RunStarted) -> str:
+    """Say what runs where, and how a global batch comes about."""
+    per_step = run.batch_size * run.accumulation
+    replicas = run.global_batch // per_step if per_step else run.world_size
+    ranks = "1 rank" if run.world_size == 1 else f"{run.world_size} ranks"
+    batch = f"global batch {run.global_batch} = {run.batch_size} x {run.accumulation} x {replicas}"
+    parts = [f"{ranks} on {run.device}", run.strategy, run.precision, batch, f"{run.parameters:,} parameters"]
+    return " · ".join(parts)
+
+
+def step_parts(event: StepDone) -> list[str]:
+    """Return the figures of a step, the most important first: a narrow terminal drops from the end."""
+    parts = [f"loss {event.loss:.4f}", f"lr {event.learning_rate:.1e}"]
+    if event.grad_norm is not None:
+        parts.append(f"grad {event.grad_norm:.2f}")
+    parts.append(f"{rate(event.samples_per_second)} samples/s")
+    if event.memory_bytes:
+        parts.append(f"mem {size(event.memory_bytes)}")
+    return parts
+
+
+def step_line(event: StepDone, run: RunStarted | None) -> str:
+    """Write a step as one line of a stable form: `step 120/450 epoch 2/5 loss 0.4312 lr 1.0e-03 ...`."""
+    step = of_total(event.step, run.total_steps if run else None)
+    epoch = of_total(event.epoch, run.epochs if run else None)
+    return " ".join([f"step {step} epoch {epoch}", *step_parts(event)])
+
+
+def metrics_line(event: MetricsReported, run: RunStarted | None) -> str:
+    """Write what was measured on a split of the data."""
+    values = " ".join(f"{name} {value:.4f}" for name, value in event.values.items())
+    epoch = of_total(event.epoch, run.epochs if run else None)
+    return f"{event.split} step {event.step} epoch {epoch} {values}"
+
+
+def checkpoint_line(event: CheckpointSaved) -> str:
+    """Say where a checkpoint is and what it cost."""
+    return f"checkpoint {event.path} ({size(event.bytes)} in {event.seconds:.2f} s)"
+
+
+def membership_line(event: Membership) -> str:
+    """Say why the ranks were started again."""
+    ranks = "1 rank" if event.world_size == 1 else f"{event.world_size} ranks"
+    return f"attempt {event.attempt} with {ranks}: {event.reason}"
+
+
+def summary_title(end: RunEnded) -> str:
+    """Return the headline of the summary."""
+    return _TITLES.get(end.status, f"Training {end.status}")
+
+
+def summary_rows(end: RunEnded, run: RunStarted | None) -> list[tuple[str, str]]:
+    """Return the rows of the summary; what is unknown has no row."""
+    steps = f"{end.step:,}" + (f" of {run.total_steps:,}" if run and run.total_steps else "")
+    rows = [("time", duration(end.total_time)), ("steps", steps), ("throughput", f"{rate(end.throughput)} samples/s")]
+    rows += [(f"best {name}", f"{value:.4f}") for name, value in end.best.items()]
+    places = [
+        ("last checkpoint", end.checkpoint),
+        ("TensorBoard", run.tensorboard_dir if run else None),
+        ("logs", (run.log_dir or run.run_dir) if run else None),
+    ]
+    return rows + [(label, place) for label, place in places if place]
+
+
+def of_total(value: int, total: int | None) -> str:
+    """Write `120/450`, or `120` when the total is unknown."""
+    return f"{value}/{total}" if total else str(value)
+
+
+def rate(value: float) -> str:
+    """Write a rate with as many digits as it deserves."""
+    return f"{value:,.0f}" if value >= 10 else f"{value:.2f}"
+
+
+def size(count: float) -> str:
+    """Write a number of bytes, as `312 MB`."""
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if count < 999.5:
+            return f"{count:.0f} {unit}" if count >= 10 or unit == "bytes" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
+
+
+def duration(seconds: float) -> str:
+    """Write a stretch of time: `4.2 s`, `3:07`, `2:03:07`."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    return clock(seconds)
+
+
+def clock(seconds: float) -> str:
+    """Write a stretch of time as a clock shows it."""
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -1,0 +1,37 @@
+"""Built-in recipes: data, not code. Each is a TOML file naming a data set, a model and settings."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from phalanx.errors import UsageError, unknown_name
+
+_FOLDER = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What to train on what, and the settings that suit it."""
+
+    name: str
+    summary: str
+    data: dict[str, Any]
+    model: dict[str, Any]
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+def recipe_names() -> list[str]:
+    """Return the names of all recipes."""
+    return sorted(path.stem for path in _FOLDER.glob("*.toml"))
+
+
+def load_recipe(name: str) -> Recipe:
+    """Read a recipe by name; an unknown name is refused with the nearest one."""
+    if name not in recipe_names():
+        hint = f"To run a script of your own: phalanx train --script {name}" if name.endswith(".py") else ""
+        raise UsageError(unknown_name("recipe", name, recipe_names()), hint=hint)
+    document = tomllib.loads((_FOLDER / f"{name}.toml").read_text(encoding="utf-8"))
+    return Recipe(name, document["summary"], document["data"], document["model"], document.get("settings", {}))

@@ -1,0 +1,1 @@
+"""Who keeps the ranks in step: one file a strategy."""

@@ -1,0 +1,68 @@
+"""What a strategy is: the few things that differ between ways of sharing the work. The loop knows nothing else."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from phalanx.config import DistributedConfig
+    from phalanx.world.world import World
+
+
+class Strategy:
+    """Lays a model over the ranks. Subclasses override only what their way of sharing changes."""
+
+    name: ClassVar[str]
+    summary: ClassVar[str]
+
+    def __init__(self, config: DistributedConfig, world: World) -> None:
+        self.config = config
+        self.world = world
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """Return the model that the loop calls; its parameters stay those of `model`."""
+        return model
+
+    def unwrap(self, wrapped: nn.Module) -> nn.Module:
+        """Return the user's own model."""
+        return wrapped
+
+    def set_sync(self, wrapped: nn.Module, sync: bool) -> None:
+        """Say, before a forward pass, whether its backward pass must leave synchronised gradients."""
+
+    def clip_grad_norm(self, parameters: Sequence[nn.Parameter], max_norm: float) -> torch.Tensor:
+        """Scale gradients so that their one global norm is at most `max_norm`; return the norm before."""
+        return nn.utils.clip_grad_norm_(parameters, max_norm, foreach=True)
+
+    def grad_norm(self, parameters: Sequence[nn.Parameter]) -> torch.Tensor:
+        """Return the one global gradient norm, equal on all ranks."""
+        return nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None], foreach=True)
+
+    def state(self, wrapped: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
+        """Return model and optimizer state under canonical parameter names, ready to be saved at any layout."""
+        model = self.unwrap(wrapped)
+        state: dict[str, Any] = {"model": get_model_state_dict(model)}
+        for number, optimizer in enumerate(optimizers):
+            state[f"optimizer{number or ''}"] = get_optimizer_state_dict(model, optimizer)
+        return state
+
+    def load_state(
+        self, wrapped: nn.Module, optimizers: Sequence[torch.optim.Optimizer], state: dict[str, Any]
+    ) -> None:
+        """Put back what `state` returned, possibly written at another layout."""
+        model = self.unwrap(wrapped)
+        set_model_state_dict(model, state["model"], options=StateDictOptions(strict=True))
+        for number, optimizer in enumerate(optimizers):
+            set_optimizer_state_dict(model, optimizer, state[f"optimizer{number or ''}"])

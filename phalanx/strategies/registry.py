@@ -1,0 +1,23 @@
+"""Strategies by name."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from phalanx.errors import UsageError, unknown_name
+from phalanx.strategies.ddp import DDP
+
+if TYPE_CHECKING:
+    from phalanx.config import DistributedConfig
+    from phalanx.strategies.base import Strategy
+    from phalanx.world.world import World
+
+STRATEGIES: dict[str, type[Strategy]] = {strategy.name: strategy for strategy in (DDP,)}
+
+
+def build_strategy(config: DistributedConfig, world: World) -> Strategy:
+    """Return the strategy that the config names."""
+    name = config.resolved_strategy
+    if name not in STRATEGIES:
+        raise UsageError(unknown_name("strategy", name, STRATEGIES))
+    return STRATEGIES[name](config, world)

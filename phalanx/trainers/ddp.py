@@ -1,0 +1,161 @@
+"""`PyTorchDDPTrainer`: a model and a DataLoader on N ranks, from a script, a notebook, a prompt or inside a rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from phalanx.config import DistributedConfig, resolve
+from phalanx.errors import CheckpointError, UsageError
+from phalanx.launch import count_gpus
+from phalanx.loop.task import TrainTask
+from phalanx.loop.trainer import check_task
+from phalanx.trainers.folders import choose_run_dir, make_run_dir
+from phalanx.trainers.job import Job, JobResult, run_job
+from phalanx.trainers.remote import run_on_ranks
+from phalanx.world.env import read_rank_env
+from phalanx.world.layout import plan_layout
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import nn
+
+    from phalanx.loop.forward import LossFn
+    from phalanx.loop.metrics import Metric
+    from phalanx.observe.history import History
+
+
+class PyTorchDDPTrainer:
+    """Trains a model on all ranks as if they were one.
+
+    Every setting of `DistributedConfig` is an argument (`num_workers=2, batch_size=32, epochs=5, ...`), or give a whole
+    `config=`. In a plain Python process `fit` starts the ranks itself and the trained weights are in `model`
+    afterwards; in a rank that a launcher started, it joins the others.
+    """
+
+    backend = "pytorch-ddp"
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: DistributedConfig | None = None,
+        *,
+        loss_fn: LossFn | None = None,
+        optimizer: Any = None,
+        metrics: Mapping[str, Metric] | None = None,
+        callbacks: list[Any] | None = None,
+        hooks: list[Any] | None = None,
+        **settings: Any,
+    ) -> None:
+        if not isinstance(model, torch.nn.Module):
+            raise UsageError(f"model must be a torch.nn.Module; got {type(model).__name__}")
+        if isinstance(optimizer, str):  # a name is the config's field of the same name
+            settings["optimizer"], optimizer = optimizer, None
+        self.model = model
+        self.config = self._configure(config, settings)
+        self.loss_fn = loss_fn
+        self.optimizer = optimizer
+        self.metrics = metrics
+        self.callbacks = [*(callbacks or []), *(hooks or [])]
+        self.history: History | None = None
+
+    def _configure(self, config: DistributedConfig | None, settings: dict[str, Any]) -> DistributedConfig:
+        if config is not None:
+            return config.replace(**settings) if settings else config
+        return resolve({"backend": self.backend, **settings}).config
+
+    @property
+    def best_accuracy(self) -> float | None:
+        """The best validation accuracy of the last fit."""
+        return self.history.best_accuracy if self.history else None
+
+    def add_hook(self, function: Any, every: int = 1) -> None:
+        """Call `function(StepInfo)` on every rank after each `every`-th step."""
+        self.callbacks.append((function, every))
+
+    def fit(self, train: Any, val: Any = None, **settings: Any) -> History:
+        """Train on a DataLoader, data set or iterable of batches; settings given here win over the constructor's."""
+        config = self.config.replace(**settings) if settings else self.config
+        task = self._task(train=train, val=val)
+        check_task(task)
+        result = self._run("fit", task, config)
+        assert result.history is not None, "a fit always has a history"
+        self.history = result.history
+        return result.history
+
+    def evaluate(self, data: Any) -> dict[str, float]:
+        """Return the mean loss and metrics over every sample of `data`."""
+        return self._run("evaluate", self._task(val=data), self.config).metrics
+
+    def predict(self, data: Any) -> Any:
+        """Return the model's outputs for `data`, in its order (on a started rank: on the main rank only)."""
+        return self._run("predict", self._task(val=data), self.config).predictions
+
+    def save(self, path: str | Path) -> Path:
+        """Write the model's weights to a file: safetensors, or torch's own format for .pt and .pth."""
+        path = Path(path)
+        state = {name: value.detach().cpu().contiguous() for name, value in self.model.state_dict().items()}
+        env = read_rank_env()
+        if env is not None and env.rank != 0:
+            return path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".{path.name}.writing")
+        if path.suffix in {".pt", ".pth"}:
+            torch.save(state, temporary)
+        else:
+            from safetensors.torch import save_file
+
+            save_file(_without_sharing(state), str(temporary))
+        temporary.replace(path)
+        return path
+
+    def load(self, path: str | Path) -> None:
+        """Read weights from a file that `save` wrote, or from a checkpoint directory of a run."""
+        path = Path(path)
+        if path.is_dir():
+            from phalanx.trainers.weights import load_from_checkpoint
+
+            load_from_checkpoint(self.model, path)
+            return
+        if not path.is_file():
+            raise CheckpointError(f"no weights at {path}: neither a file nor a checkpoint directory")
+        if path.suffix in {".pt", ".pth"}:
+            state = torch.load(path, map_location="cpu", weights_only=True)
+        else:
+            from safetensors.torch import load_file
+
+            state = load_file(str(path))
+        self.model.load_state_dict(state)
+
+    def _task(self, train: Any = None, val: Any = None) -> TrainTask:
+        name = self.config.name or type(self.model).__name__.lower()
+        return TrainTask(self.model, train, val, self.loss_fn, self.optimizer, self.metrics, self.callbacks, name)
+
+    def _run(self, action: Any, task: TrainTask, config: DistributedConfig) -> JobResult:
+        """Run here when this is a rank already or one rank is enough; else start the ranks."""
+        if read_rank_env() is not None:
+            return run_job(Job(action, task, config), in_place=True)
+        layout = plan_layout(config, count_gpus())
+        if layout.world_size == 1:
+            return run_job(Job(action, task, config.replace(device=layout.device)), in_place=True)
+        run_dir = make_run_dir(choose_run_dir(config, task.name))
+        job = Job(action, task, config.replace(device=layout.device), run_dir)
+        result = run_on_ranks(job, layout, run_dir / "logs")
+        if result.weights is not None:
+            self.model.load_state_dict(result.weights)
+        if isinstance(self.optimizer, torch.optim.Optimizer) and result.optimizer_state is not None:
+            self.optimizer.load_state_dict(result.optimizer_state)
+        return result
+
+
+def _without_sharing(state: dict[str, Any]) -> dict[str, Any]:
+    """Give tensors that share memory (tied weights) copies of their own: safetensors stores each once."""
+    seen: set[int] = set()
+    separate = {}
+    for name, value in state.items():
+        separate[name] = value.clone() if value.data_ptr() in seen and value.numel() else value
+        seen.add(value.data_ptr())
+    return separate

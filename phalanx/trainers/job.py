@@ -1,0 +1,108 @@
+"""A job as it crosses to the ranks, and what a rank does with it: join, run the one loop, hand back a result."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from phalanx.loop.evaluate import evaluate, predict
+from phalanx.loop.formation import Formation
+from phalanx.loop.trainer import TrainLoop
+from phalanx.trainers.folders import choose_run_dir, make_run_dir
+from phalanx.trainers.session import agree_run_dir, open_events, save_config
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from phalanx.config import DistributedConfig
+    from phalanx.loop.task import TrainTask
+    from phalanx.observe.history import History
+
+
+@dataclass
+class Job:
+    """What the ranks are to do with a task."""
+
+    action: Literal["fit", "evaluate", "predict"]
+    task: TrainTask
+    config: DistributedConfig
+    run_dir: Path | None = None
+
+
+@dataclass
+class JobResult:
+    """What the main rank hands back. Weights and optimizer state are on the CPU."""
+
+    history: History | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    predictions: Any = None
+    weights: dict[str, Any] | None = None
+    optimizer_state: dict[str, Any] | None = None
+
+
+def run_job(job: Job, *, in_place: bool) -> JobResult:
+    """Run a job on this rank. `in_place`: the caller holds the model itself, so no weights are handed back."""
+    formation = Formation(job.config)
+    result = {"fit": _fit, "evaluate": _evaluate, "predict": _predict}[job.action](formation, job)
+    if job.action == "fit" and not in_place and formation.is_main:
+        result.weights = {name: _to_cpu(value) for name, value in job.task.model.state_dict().items()}
+        result.optimizer_state = _to_cpu(formation.optimizers[0].state_dict())
+    formation.close()
+    return result
+
+
+def _fit(formation: Formation, job: Job) -> JobResult:
+    run_dir = agree_run_dir(formation.world, job.run_dir or choose_run_dir(job.config, job.task.name))
+    if formation.is_main:
+        save_config(job.config, make_run_dir(run_dir))
+    events = open_events(job.config, formation.world, run_dir)
+    try:
+        history = TrainLoop(formation, job.task, events, run_dir).run()
+    finally:
+        events.close()
+    return JobResult(history=history)
+
+
+def _evaluate(formation: Formation, job: Job) -> JobResult:
+    model = formation.prepare(job.task.model)
+    loader = formation.prepare_loader(job.task.val, training=False)
+    return JobResult(metrics=evaluate(formation, model, loader, job.task.loss_fn, job.task.metrics))
+
+
+def _predict(formation: Formation, job: Job) -> JobResult:
+    model = formation.prepare(job.task.model)
+    loader = formation.prepare_loader(job.task.val, training=False)
+    mine = predict(formation, model, loader)
+    parts: list[Any] = [None] * formation.world_size
+    if formation.world_size > 1:
+        dist.gather_object(mine, parts if formation.is_main else None, dst=0)
+    else:
+        parts = [mine]
+    if not formation.is_main:
+        return JobResult()
+    ordered = sorted((piece for part in parts for piece in part), key=lambda piece: piece[0])
+    return JobResult(predictions=_joined([output for _, output in ordered]))
+
+
+def _joined(outputs: list[Any]) -> Any:
+    first = outputs[0]
+    if isinstance(first, torch.Tensor):
+        return torch.cat(outputs)
+    if isinstance(first, dict):
+        return {key: _joined([output[key] for output in outputs]) for key in first}
+    if isinstance(first, (tuple, list)):
+        return type(first)(_joined([output[place] for output in outputs]) for place in range(len(first)))
+    return outputs
+
+
+def _to_cpu(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu()
+    if isinstance(value, dict):
+        return {key: _to_cpu(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_to_cpu(item) for item in value]
+    return value

@@ -1,0 +1,102 @@
+"""From a plain script, a notebook or a prompt to N ranks and back: the job travels as a pickle, the result returns.
+
+Classes and functions defined in `__main__` travel by value, so no script needs a main guard and a prompt works too.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+import torch
+
+from phalanx import errors
+from phalanx.launch import CallTarget, launch
+from phalanx.launch.record import read_record
+from phalanx.trainers.launching import launch_spec
+from phalanx.trainers.terminal import open_console
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from phalanx.launch import LaunchResult
+    from phalanx.trainers.job import Job, JobResult
+    from phalanx.world.layout import Layout
+
+RESULT_NAME = "result.pt"
+
+
+def run_on_ranks(job: Job, layout: Layout, log_dir: Path) -> JobResult:
+    """Start the ranks, let them run the job, and return the main rank's result."""
+    folder = Path(tempfile.mkdtemp(prefix="phalanx-job-"))
+    try:
+        payload = folder / "job.pkl"
+        _write_job(job, payload)
+        with open_console(job.config) as console:
+            target = CallTarget("phalanx.worker:run_job_file", str(payload))
+            spec = launch_spec(job.config, layout, target, log_dir, env=_tracking_environment())
+            result = launch(spec, console)
+        _raise_failure(result, log_dir)
+        return read_result(folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _tracking_environment() -> Mapping[str, str]:
+    """Let the ranks join the MLflow run that is active here."""
+    mlflow: Any = sys.modules.get("mlflow")
+    active = mlflow.active_run() if mlflow is not None else None
+    if active is None:
+        return {}
+    return {"MLFLOW_RUN_ID": active.info.run_id, "MLFLOW_TRACKING_URI": mlflow.get_tracking_uri()}
+
+
+def _write_job(job: Job, path: Path) -> None:
+    try:
+        with path.open("wb") as file:
+            cloudpickle.dump(job, file)
+    except (TypeError, AttributeError, RuntimeError, ValueError) as error:
+        raise errors.UsageError(
+            f"the job cannot be sent to the ranks: {error}",
+            hint="Everything handed to the trainer must be picklable: open files, locks, sockets, running DataLoader "
+            "iterators and CUDA handles are not. Or run the script itself on the ranks: phalanx train --script ...",
+        ) from error
+
+
+def write_result(result: JobResult, folder: Path) -> None:
+    """Store the main rank's result where the parent waits for it."""
+    temporary = folder / f".{RESULT_NAME}.{os.getpid()}"
+    with temporary.open("wb") as file:
+        torch.save(result, file, pickle_module=cloudpickle)
+    temporary.replace(folder / RESULT_NAME)
+
+
+def read_result(folder: Path) -> JobResult:
+    """Read the result; it was written by ranks that this process started from its own pickle."""
+    result: JobResult = torch.load(
+        folder / RESULT_NAME, map_location="cpu", weights_only=False, pickle_module=cloudpickle
+    )
+    return result
+
+
+def _raise_failure(result: LaunchResult, log_dir: Path) -> None:
+    """Turn how the launch ended into the exception that says so."""
+    if result.exit_code == 0:
+        return
+    if result.exit_code == errors.EXIT_INTERRUPTED:
+        raise KeyboardInterrupt
+    failure = result.failure
+    if failure is None:
+        if result.exit_code == errors.EXIT_PREEMPTED:
+            raise errors.PreemptedError("training was stopped at a step boundary; its checkpoint is complete")
+        raise errors.RankFailedError(f"the ranks ended with exit code {result.exit_code}", exit_code=result.exit_code)
+    record = None if failure.rank is None else read_record(log_dir, failure.rank)
+    kind = getattr(errors, record["type"], None) if record is not None else None
+    if record is not None and isinstance(kind, type) and issubclass(kind, errors.PhalanxError):
+        raise errors.rebuild(kind, record["message"], record["hint"])
+    raise errors.RankFailedError(str(failure), exit_code=result.exit_code)

@@ -1,0 +1,56 @@
+"""What surrounds the loop in every run: its folder, its saved config, its sinks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from phalanx.config import write_toml
+from phalanx.loop.reporting import tensorboard_dir
+from phalanx.observe.fdsink import FdSink
+from phalanx.observe.sinks import JsonlSink
+from phalanx.observe.stream import EventStream, Sink
+
+if TYPE_CHECKING:
+    from phalanx.config import DistributedConfig
+    from phalanx.world.world import World
+
+
+def agree_run_dir(world: World, path: Path | None) -> Path:
+    """Let all ranks use the main rank's folder: without a launcher each would name its own by the clock."""
+    names = [str(path) if world.is_main else ""]
+    if world.world_size > 1:
+        dist.broadcast_object_list(names, src=0)
+    return Path(names[0])
+
+
+def save_config(config: DistributedConfig, run_dir: Path) -> None:
+    """Write the resolved config beside the run, as TOML that `--config` takes."""
+    header = "# The resolved settings of this run. Use them again with: phalanx train ... --config config.toml\n"
+    (run_dir / "config.toml").write_text(header + write_toml(config), encoding="utf-8")
+
+
+def open_events(config: DistributedConfig, world: World, run_dir: Path) -> EventStream:
+    """Return the main rank's sinks: the launcher's console or our own, JSONL, TensorBoard, MLflow."""
+    if not world.is_main:
+        return EventStream(rank=world.rank)
+    sinks: list[Sink] = [JsonlSink(run_dir / "events.jsonl")]
+    to_launcher = FdSink.from_environment()
+    if to_launcher is not None:
+        sinks.append(to_launcher)
+    elif config.progress:
+        from phalanx.observe.console import Console
+
+        sinks.append(Console())
+    board = tensorboard_dir(config, run_dir)
+    if board is not None:
+        from phalanx.observe.tensorboard import TensorBoardSink
+
+        sinks.append(TensorBoardSink(board))
+    if config.mlflow_tracking or config.mlflow_experiment is not None:
+        from phalanx.observe.mlflow import MlflowSink
+
+        sinks.append(MlflowSink(config.mlflow_experiment or "phalanx", config.name or run_dir.name, config.to_dict()))
+    return EventStream(sinks, rank=world.rank)

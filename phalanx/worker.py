@@ -1,0 +1,30 @@
+"""What each rank executes: a job file from a trainer, or a recipe from the command line."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+
+from phalanx.config import DistributedConfig
+from phalanx.trainers.job import run_job
+from phalanx.trainers.recipe import run_recipe
+from phalanx.trainers.remote import write_result
+from phalanx.world.env import read_rank_env
+
+
+def run_job_file(payload: str) -> None:
+    """Run a pickled job; the main rank leaves the result beside it."""
+    path = Path(payload)
+    with path.open("rb") as file:
+        job = pickle.load(file)
+    result = run_job(job, in_place=False)
+    env = read_rank_env()
+    if env is None or env.rank == 0:
+        write_result(result, path.parent)
+
+
+def run_recipe_file(payload: str) -> None:
+    """Run a recipe described by a JSON file: its name, the resolved settings, the run's folder."""
+    request = json.loads(Path(payload).read_text(encoding="utf-8"))
+    run_recipe(request["recipe"], DistributedConfig(**request["config"]), Path(request["run_dir"]))

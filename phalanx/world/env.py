@@ -1,0 +1,187 @@
+"""The only reader of rank variables: torchrun's, Slurm's (srun), Open MPI's and MPICH's (mpirun), in that order.
+
+Whoever sets one of these sets may start a Phalanx rank. No torch is needed to read them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import zlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from phalanx.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+_DERIVED_PORTS = (29500, 20000)
+"""First port and number of ports for starters that name no port; the job's own id picks one, equally on every rank."""
+
+
+@dataclass(frozen=True)
+class RankEnv:
+    """Who this process is among the ranks of its job."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    node_rank: int
+    master_addr: str
+    master_port: int
+    started_by: str
+    attempt: int = 0
+
+
+def read_rank_env(environ: Mapping[str, str] | None = None) -> RankEnv | None:
+    """Return this process's place in the job that started it, or None when nobody did."""
+    env = os.environ if environ is None else environ
+    for marks, read in _STARTERS:
+        if all(mark in env for mark in marks):
+            return read(env)
+    return None
+
+
+def export_rank_env(rank_env: RankEnv) -> None:
+    """Write the torchrun variables, so that torch and the user's code see one convention whoever started the rank."""
+    os.environ.update(
+        RANK=str(rank_env.rank),
+        LOCAL_RANK=str(rank_env.local_rank),
+        WORLD_SIZE=str(rank_env.world_size),
+        LOCAL_WORLD_SIZE=str(rank_env.local_world_size),
+        GROUP_RANK=str(rank_env.node_rank),
+        MASTER_ADDR=rank_env.master_addr,
+        MASTER_PORT=str(rank_env.master_port),
+    )
+
+
+def _integer(env: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = env.get(name)
+    if text is None and default is not None:
+        return default
+    try:
+        return int(text or "")
+    except ValueError:
+        raise UsageError(f"the environment variable {name} is {text!r}: expected a whole number") from None
+
+
+def _from_torchrun(env: Mapping[str, str]) -> RankEnv:
+    rank, world_size = _integer(env, "RANK"), _integer(env, "WORLD_SIZE")
+    if not 0 <= rank < world_size:
+        raise UsageError(f"the environment says RANK={rank} of WORLD_SIZE={world_size}: RANK must be below WORLD_SIZE")
+    local_world_size = _integer(env, "LOCAL_WORLD_SIZE", world_size)
+    return RankEnv(
+        rank=rank,
+        local_rank=_integer(env, "LOCAL_RANK", rank % local_world_size),
+        world_size=world_size,
+        local_world_size=local_world_size,
+        node_rank=_integer(env, "GROUP_RANK", rank // local_world_size),
+        master_addr=env.get("MASTER_ADDR", "127.0.0.1"),
+        master_port=_integer(env, "MASTER_PORT", _DERIVED_PORTS[0]),
+        started_by="phalanx" if "PHALANX_LOG_DIR" in env else "torchrun",
+        attempt=_integer(env, "TORCHELASTIC_RESTART_COUNT", 0),
+    )
+
+
+def _from_slurm(env: Mapping[str, str]) -> RankEnv:
+    hosts = expand_hostlist(env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", "127.0.0.1"))
+    world_size = _integer(env, "SLURM_NTASKS")
+    return RankEnv(
+        rank=_integer(env, "SLURM_PROCID"),
+        local_rank=_integer(env, "SLURM_LOCALID"),
+        world_size=world_size,
+        local_world_size=_first_count(
+            env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE"), world_size
+        ),
+        node_rank=_integer(env, "SLURM_NODEID", 0),
+        master_addr=env.get("MASTER_ADDR", hosts[0]),
+        master_port=_integer(
+            env, "MASTER_PORT", _derived_port(env.get("SLURM_JOB_ID", "0") + env.get("SLURM_STEP_ID", ""))
+        ),
+        started_by="srun",
+    )
+
+
+def _from_openmpi(env: Mapping[str, str]) -> RankEnv:
+    world_size = _integer(env, "OMPI_COMM_WORLD_SIZE")
+    local_world_size = _integer(env, "OMPI_COMM_WORLD_LOCAL_SIZE", world_size)
+    job = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid", "0")
+    return RankEnv(
+        rank=_integer(env, "OMPI_COMM_WORLD_RANK"),
+        local_rank=_integer(env, "OMPI_COMM_WORLD_LOCAL_RANK"),
+        world_size=world_size,
+        local_world_size=local_world_size,
+        node_rank=_integer(env, "OMPI_COMM_WORLD_NODE_RANK", 0) if local_world_size == world_size else 0,
+        master_addr=_mpi_master(env, one_host=local_world_size == world_size),
+        master_port=_integer(env, "MASTER_PORT", _derived_port(job)),
+        started_by="mpirun",
+    )
+
+
+def _from_mpich(env: Mapping[str, str]) -> RankEnv:
+    world_size = _integer(env, "PMI_SIZE")
+    local_world_size = _integer(env, "MPI_LOCALNRANKS", world_size)
+    return RankEnv(
+        rank=_integer(env, "PMI_RANK"),
+        local_rank=_integer(env, "MPI_LOCALRANKID", _integer(env, "PMI_RANK")),
+        world_size=world_size,
+        local_world_size=local_world_size,
+        node_rank=0,
+        master_addr=_mpi_master(env, one_host=local_world_size == world_size),
+        master_port=_integer(env, "MASTER_PORT", _derived_port(str(os.getppid()))),
+        started_by="mpirun",
+    )
+
+
+_STARTERS: tuple[tuple[tuple[str, ...], Callable[[Mapping[str, str]], RankEnv]], ...] = (
+    (("RANK", "WORLD_SIZE"), _from_torchrun),
+    (("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), _from_openmpi),
+    (("PMI_RANK", "PMI_SIZE"), _from_mpich),
+    # A batch script itself has SLURM_PROCID too; only a step that srun started is a rank.
+    (("SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_ID", "SLURM_SRUN_COMM_PORT"), _from_slurm),
+)
+
+
+def _mpi_master(env: Mapping[str, str], *, one_host: bool) -> str:
+    if "MASTER_ADDR" in env:
+        return env["MASTER_ADDR"]
+    if one_host:
+        return "127.0.0.1"
+    raise UsageError(
+        "mpirun started ranks on several hosts, and MPI does not say where rank 0 is",
+        hint="Pass its address to every rank: mpirun -x MASTER_ADDR=<host of rank 0> ...",
+    )
+
+
+def _derived_port(job: str) -> int:
+    first, count = _DERIVED_PORTS
+    return first + zlib.crc32(job.encode()) % count
+
+
+def _first_count(tasks_per_node: str | None, default: int) -> int:
+    """Read Slurm's "4(x2),3": tasks on the first node."""
+    match = re.match(r"\d+", tasks_per_node or "")
+    return int(match[0]) if match else default
+
+
+def expand_hostlist(text: str) -> list[str]:
+    """Expand Slurm's host notation: "gpu[01-03,7],login" names gpu01, gpu02, gpu03, gpu7 and login."""
+    hosts: list[str] = []
+    for part in re.findall(r"[^,\[\]]+(?:\[[^\]]*\][^,\[\]]*)*", text):
+        hosts.extend(_expand_brackets(part))
+    return hosts
+
+
+def _expand_brackets(part: str) -> list[str]:
+    match = re.match(r"([^\[]*)\[([^\]]*)\](.*)", part)
+    if match is None:
+        return [part]
+    before, ranges, after = match.groups()
+    names: list[str] = []
+    for piece in ranges.split(","):
+        low, _, high = piece.partition("-")
+        for number in range(int(low), int(high or low) + 1):
+            names += _expand_brackets(f"{before}{number:0{len(low)}d}{after}")
+    return names

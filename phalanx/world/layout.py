@@ -1,0 +1,67 @@
+"""From what was asked and what the machine has to: which device, how many ranks. Arithmetic only, no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from phalanx.errors import UsageError
+from phalanx.world.mesh import Mesh
+
+if TYPE_CHECKING:
+    from phalanx.config import DistributedConfig
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The ranks of a job: their device, their number here and in all, their places on the mesh."""
+
+    device: str
+    num_nodes: int
+    ranks_per_node: int
+    mesh: Mesh
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the whole job."""
+        return self.num_nodes * self.ranks_per_node
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The name of each rank in logs."""
+        return tuple(self.mesh.label(rank) for rank in range(self.world_size))
+
+
+def plan_layout(config: DistributedConfig, gpus_here: int) -> Layout:
+    """Decide device and ranks; asking for more GPUs than there are is refused with the way to run on the CPU."""
+    asked = config.total_ranks
+    device = config.device
+    if device == "auto":
+        wants_gpu = config.num_gpus is not None or config.gpus_per_node is not None
+        device = "cuda" if gpus_here or wants_gpu else "cpu"
+    per_node = _ranks_per_node(asked, config.num_nodes, gpus_here if device == "cuda" else 1)
+    may_share = gpus_here > 0 and config.communication_backend == "gloo"  # nccl refuses two ranks on one GPU
+    if device == "cuda" and per_node > gpus_here and not may_share:
+        raise _too_few_gpus(config, per_node, gpus_here)
+    return Layout(device, config.num_nodes, per_node, Mesh(dp_replicate=config.num_nodes * per_node))
+
+
+def _ranks_per_node(asked: int | None, num_nodes: int, default: int) -> int:
+    return max(1, default) if asked is None else asked // num_nodes
+
+
+def _too_few_gpus(config: DistributedConfig, wanted: int, gpus_here: int) -> UsageError:
+    setting = "num_gpus" if config.num_gpus else "gpus_per_node" if config.gpus_per_node else "num_workers"
+    found = (
+        "no GPU was found"
+        if gpus_here == 0
+        else "1 GPU was found"
+        if gpus_here == 1
+        else f"{gpus_here} GPUs were found"
+    )
+    fewer = f"ask for at most {gpus_here} a machine, or " if gpus_here else ""
+    total = config.total_ranks or wanted
+    return UsageError(
+        f"{setting} = {getattr(config, setting)} needs {wanted} on this machine, but {found}.",
+        hint=f"To go on: {fewer}run the same {total} ranks on the CPU with --device cpu (device='cpu' in Python).",
+    )

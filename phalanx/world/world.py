@@ -1,0 +1,129 @@
+"""A rank's world: who it is, its device, its process group. Joined once, left in the order that cannot deadlock."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from phalanx.errors import UsageError
+from phalanx.world.env import RankEnv, export_rank_env, read_rank_env
+from phalanx.world.mesh import Mesh
+
+if TYPE_CHECKING:
+    from phalanx.config import DistributedConfig
+
+_ALONE = RankEnv(0, 0, 1, 1, 0, "127.0.0.1", 0, started_by="python")
+
+
+@dataclass(frozen=True)
+class World:
+    """What a rank knows about itself and its job."""
+
+    env: RankEnv
+    device: torch.device
+    mesh: Mesh
+    comm_backend: str | None
+    store: dist.Store | None
+    owns_group: bool
+
+    @property
+    def rank(self) -> int:
+        """This rank's number in the whole job."""
+        return self.env.rank
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in the whole job."""
+        return self.env.world_size
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the rank that prints, logs and publishes."""
+        return self.env.rank == 0
+
+    @property
+    def dp_rank(self) -> int:
+        """This rank's place among those that see different samples."""
+        return self.mesh.dp_rank(self.rank)
+
+    @property
+    def label(self) -> str:
+        """This rank's name in logs."""
+        return self.mesh.label(self.rank)
+
+
+def join_world(config: DistributedConfig) -> World:
+    """Read who this rank is, take its device, and meet the other ranks."""
+    env = read_rank_env() or _ALONE
+    device = _pick_device(config, env)
+    mesh = Mesh(dp_replicate=env.world_size)
+    if env.world_size == 1:
+        return World(env, device, mesh, None, None, owns_group=False)
+    backend = _comm_backend(config, device, env)
+    if dist.is_initialized():  # the user's script met the others already: join in, and leave the leaving to it
+        return World(
+            env, device, mesh, dist.get_backend(), dist.distributed_c10d._get_default_store(), owns_group=False
+        )
+    export_rank_env(env)
+    timeout = timedelta(seconds=config.timeout)
+    store, rank, world_size = next(iter(dist.rendezvous("env://", env.rank, env.world_size, timeout=timeout)))
+    store.set_timeout(timeout)
+    dist.init_process_group(
+        backend,
+        store=dist.PrefixStore("phalanx_pg", store),
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
+        device_id=device if backend == "nccl" else None,
+    )
+    return World(env, device, mesh, backend, dist.PrefixStore("phalanx", store), owns_group=True)
+
+
+def leave_world(world: World) -> None:
+    """Leave the process group. Everything that holds it (a DDP module above all) must have been dropped before.
+
+    Destroying a gloo group that a living reducer still holds can deadlock at interpreter exit (seen with torch 2.13):
+    so garbage first, then a barrier, then the group.
+    """
+    if not world.owns_group or not dist.is_initialized():
+        return
+    gc.collect()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _pick_device(config: DistributedConfig, env: RankEnv) -> torch.device:
+    wanted = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    if wanted == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise UsageError("device = 'cuda', but torch sees no GPU here", hint="Run on the CPU with --device cpu.")
+    count = torch.cuda.device_count()
+    if env.local_world_size > count and config.communication_backend != "gloo":
+        raise UsageError(
+            f"{env.local_world_size} ranks were started on this machine, but it has {count} GPU{'s' * (count != 1)}",
+            hint="nccl needs one GPU per rank: start fewer ranks, or share the GPU with --communication-backend gloo.",
+        )
+    device = torch.device("cuda", env.local_rank % count)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _comm_backend(config: DistributedConfig, device: torch.device, env: RankEnv) -> str:
+    wanted = config.communication_backend or ("nccl" if device.type == "cuda" else "gloo")
+    if wanted == "nccl" and device.type != "cuda":
+        raise UsageError(
+            "communication_backend = 'nccl' moves GPU memory, but the ranks compute on the CPU",
+            hint="Write communication_backend = 'gloo', or leave it out: it is chosen by the device.",
+        )
+    if wanted == "mpi" and not dist.is_mpi_available():
+        raise UsageError(
+            "communication_backend = 'mpi': this torch was built without MPI",
+            hint="Use 'gloo' (CPU) or 'nccl' (GPU); mpirun can start the ranks with either.",
+        )
+    return wanted

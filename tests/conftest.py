@@ -1,0 +1,143 @@
+"""Shared fixtures: functions on warm ranks, and guards that fail a test which leaves something behind."""
+
+from __future__ import annotations
+
+import functools
+import os
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import psutil
+import pytest
+
+from phalanx.launch import warm
+from ranks import ScriptRun, run_on_ranks, run_script
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+_ROOT = Path(__file__).resolve().parents[1]
+_SHARED_MEMORY = Path("/dev/shm")
+_SET_BY_PYTEST = {"PYTEST_CURRENT_TEST"}
+_CACHES = "torchinductor_"
+"""torch makes its cache directory once, when its compiler is imported."""
+_PATIENCE_SECONDS = 1.0
+
+
+class Ranks(Protocol):
+    def __call__(self, function: Callable[..., Any], *args: Any, world_size: int = 4) -> list[Any]: ...
+
+
+@pytest.fixture
+def ranks(tmp_path_factory: pytest.TempPathFactory, warm_process: None) -> Ranks:
+    """Run a function on warm ranks: `results = ranks(function, *args, world_size=4)`.
+
+    A gloo group is up inside the function; results come back by rank; a rank's exception is raised in the test.
+    """
+
+    def run(function: Callable[..., Any], *args: Any, world_size: int = 4) -> list[Any]:
+        return run_on_ranks(tmp_path_factory.mktemp("ranks"), function, args, world_size)
+
+    return run
+
+
+@pytest.fixture
+def launch_script(tmp_path: Path, warm_process: None) -> Callable[..., ScriptRun]:
+    """Launch a script given as text: `launch_script(source, console=None, **LaunchSpec fields)`."""
+    return functools.partial(run_script, tmp_path)
+
+
+@pytest.fixture(scope="session")
+def warm_process() -> Iterator[None]:
+    """Have the warm process for the whole session, and end it with the session."""
+    warm.prestart()
+    yield
+    warm.shutdown()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_temp_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Give the session a temporary directory of its own: what appears there is surely the tests' doing."""
+    with pytest.MonkeyPatch.context() as patch:
+        directory = str(tmp_path_factory.mktemp("tmp", numbered=False))
+        patch.setenv("TMPDIR", directory)
+        patch.setattr(tempfile, "tempdir", directory)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _no_leaks(_own_temp_dir: None) -> Iterator[None]:
+    """Fail a test that leaves processes, threads, variables, files or another working directory behind."""
+    before = _snapshot()
+    yield
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    # What is just ending is no leak.
+    while (leaks := _find_leaks(before)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    os.chdir(before["cwd"])
+    if leaks:
+        pytest.fail("the test left behind:\n  " + "\n  ".join(leaks), pytrace=False)
+
+
+def _snapshot() -> dict[str, Any]:
+    return {
+        "processes": {child.pid for child in psutil.Process().children(recursive=True)},
+        "threads": set(threading.enumerate()),
+        "variables": dict(os.environ),
+        "cwd": os.getcwd(),
+        "files": _watched_files(),
+    }
+
+
+def _watched_files() -> set[Path]:
+    temp = Path(tempfile.gettempdir())
+    # Caches of tools begin with a dot; so does nothing that Phalanx writes.
+    own = {entry for entry in _ROOT.iterdir() if not entry.name.startswith((".", "__pycache__"))}
+    temporary = {entry for entry in temp.iterdir() if not entry.name.startswith(_CACHES)}
+    return own | temporary | (set(_SHARED_MEMORY.iterdir()) if _SHARED_MEMORY.is_dir() else set())
+
+
+def _find_leaks(before: dict[str, Any]) -> list[str]:
+    leaks = [f"process {process}" for process in _new_processes(before["processes"])]
+    leaks += [f"thread {thread.name}" for thread in threading.enumerate() if thread not in before["threads"]]
+    leaks += _changed_variables(before["variables"])
+    if os.getcwd() != before["cwd"]:
+        leaks.append(f"working directory {os.getcwd()} (it was {before['cwd']})")
+    new_files = _watched_files() - before["files"]
+    return leaks + [f"file {path}" for path in sorted(new_files) if not _is_strangers(path)]
+
+
+def _new_processes(before: set[int]) -> list[str]:
+    own = warm.current_pid()
+    found = []
+    for child in psutil.Process().children(recursive=True):
+        if child.pid in before or child.pid == own:
+            continue
+        try:
+            found.append(f"{child.pid}: {' '.join(child.cmdline()) or child.name()}")
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+def _changed_variables(before: dict[str, str]) -> list[str]:
+    now = dict(os.environ)
+    names = {name for name in before.keys() | now.keys() if before.get(name) != now.get(name)}
+    return [f"variable {name}={now.get(name)!r} (it was {before.get(name)!r})" for name in sorted(names - _SET_BY_PYTEST)]
+
+
+def _is_strangers(path: Path) -> bool:
+    """Whether shared memory belongs to a process that is not ours: another program may run beside the tests."""
+    if path.parent != _SHARED_MEMORY:
+        return False
+    ours = {os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))}
+    for process in psutil.process_iter():
+        try:
+            if process.pid not in ours and any(region.path == str(path) for region in process.memory_maps()):
+                return True
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+    return False

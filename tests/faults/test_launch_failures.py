@@ -1,0 +1,214 @@
+"""A rank fails in every way there is: the guilty one is named, in words, with its own exit code, and all are gone."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import psutil
+import pytest
+from ranks import RecordingConsole
+
+from phalanx.errors import UsageError
+from phalanx.launch import CallTarget, LaunchSpec, ScriptTarget, launch, warm
+
+JOIN = """
+import os, sys, time
+import torch.distributed as dist
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+"""
+
+
+def _assert_nothing_runs():
+    left = [child for child in psutil.Process().children(recursive=True) if child.pid != warm.current_pid()]
+    assert left == []
+
+
+def test_exit_code_three_is_passed_on(launch_script):
+    run = launch_script(JOIN + "if rank == 1:\n    print('bye')\n    sys.exit(3)\ndist.barrier()\n", ranks_per_node=4)
+    assert run.result.exit_code == 3
+    first, *rest = run.report.splitlines()
+    assert first.startswith("rank 1 on ")
+    assert "exited with code 3" in first
+    assert "  bye" in rest
+    assert "3 other ranks stopped because of it." in rest
+    assert rest[-1] == f"Logs: {run.log_dir / 'rank-1.log'}"
+    _assert_nothing_runs()
+
+
+def test_an_exception_is_reported_with_the_users_frames_only(launch_script):
+    source = JOIN + "def step():\n    raise ValueError('bad batch')\nif rank == 1:\n    step()\ndist.barrier()\n"
+    run = launch_script(source)
+    assert run.result.exit_code == 1
+    lines = run.report.splitlines()
+    assert "raised ValueError: bad batch" in lines[0]
+    assert lines[1] == "  Traceback (most recent call last):"
+    assert 'train.py", line' in lines[2]
+    assert "1 other rank stopped because of it." in lines
+    assert "phalanx" not in run.report
+    # The rank that lost its peer has its traceback in its log, not on the console.
+    assert "Traceback" not in run.console.text
+
+
+def test_the_record_of_an_exception_has_rank_step_and_traceback(launch_script):
+    source = """
+    import os
+    from phalanx.observe import board
+    board.current().beat(17)
+    if os.environ["RANK"] == "1":
+        raise RuntimeError("boom")
+    """
+    run = launch_script(source)
+    record = json.loads((run.log_dir / "rank-1.error.json").read_text())
+    assert (record["rank"], record["step"], record["type"], record["message"]) == (1, 17, "RuntimeError", "boom")
+    assert record["traceback"][-1] == "RuntimeError: boom"
+    assert "at step 17 raised RuntimeError: boom" in run.report
+
+
+def test_a_lost_connection_yields_to_the_real_cause(launch_script):
+    source = """
+    import os, time
+    if os.environ["RANK"] == "0":
+        raise RuntimeError("Connection closed by peer [127.0.0.1]:1234")
+    error = os.path.join(os.environ["PHALANX_LOG_DIR"], "rank-0.error.json")
+    while not os.path.exists(error):
+        time.sleep(0.01)
+    raise KeyError("the real cause")
+    """
+    run = launch_script(source)
+    assert run.report.startswith("rank 1")
+    assert "the real cause" in run.report
+
+
+def test_a_mistake_of_the_users_has_no_traceback_and_its_own_exit_code(launch_script):
+    source = """
+    from phalanx.errors import UsageError
+    raise UsageError("no such recipe.", hint="Write 'digits'.")
+    """
+    run = launch_script(source, ranks_per_node=1, max_restarts=3)
+    assert run.result.exit_code == 2
+    assert run.result.attempts == 1
+    assert run.report.splitlines()[0].endswith("stopped: no such recipe.")
+    assert "Write 'digits'." in run.report
+    assert "Traceback" not in run.report + run.log(0)
+
+
+def test_a_segmentation_fault_shows_the_python_stack(launch_script):
+    source = JOIN + "import ctypes\ndef touch():\n    ctypes.string_at(0)\nif rank == 1:\n    touch()\ndist.barrier()\n"
+    run = launch_script(source)
+    assert run.result.exit_code == 139
+    assert "segmentation fault (SIGSEGV)" in run.report.splitlines()[0]
+    assert "in touch" in run.report
+    assert "zygote" not in run.report
+
+
+def test_a_killed_rank_is_said_to_be_killed(launch_script):
+    run = launch_script(JOIN + "if rank == 1:\n    os.kill(os.getpid(), 9)\ndist.barrier()\n")
+    assert run.result.exit_code == 137
+    assert run.report.startswith("rank 1 ")
+    assert "SIGKILL" in run.report
+    assert "memory" in run.report
+
+
+def test_a_signal_from_elsewhere_is_named(launch_script):
+    run = launch_script("import os, signal\nos.kill(os.getpid(), signal.SIGXCPU)\n", ranks_per_node=1)
+    assert run.result.exit_code == 128 + 24
+    assert "killed by SIGXCPU, which somebody else sent" in run.report
+
+
+def test_a_script_that_does_not_exist_names_the_nearest(tmp_path):
+    (tmp_path / "train.py").write_text("")
+    with pytest.raises(UsageError, match=r"tran\.py' does not exist") as caught:
+        launch(LaunchSpec(target=ScriptTarget(tmp_path / "tran.py"), ranks_per_node=1, log_dir=tmp_path / "logs"))
+    assert "train.py" in caught.value.hint
+    assert not (tmp_path / "logs").exists()
+
+
+def test_a_function_that_does_not_exist_fails_in_the_rank(tmp_path, warm_process):
+    spec = LaunchSpec(target=CallTarget("json:no_such"), ranks_per_node=1, log_dir=tmp_path / "logs")
+    result = launch(spec, RecordingConsole())
+    assert result.exit_code == 1
+    assert "has no attribute 'no_such'" in str(result.failure)
+
+
+def test_restarts_are_counted_and_told_to_the_ranks(launch_script):
+    source = """
+    import os, sys
+    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    print("attempt", attempt, os.environ["MASTER_PORT"])
+    sys.exit(0 if attempt == 2 else 7)
+    """
+    run = launch_script(source, max_restarts=2)
+    assert (run.result.exit_code, run.result.attempts, run.result.failure) == (0, 3, None)
+    assert [line.split()[1] for _, line in run.console.lines] == ["0", "1", "2"]
+    assert "exited with code 7" in run.console.notices[0]
+    assert "restart 2 of 2" in run.console.notices[1]
+    assert "--- restart 2 ---" in run.log(1)
+
+
+def test_restarts_run_out(launch_script):
+    run = launch_script("raise SystemExit(7)", max_restarts=1)
+    assert (run.result.exit_code, run.result.attempts) == (7, 2)
+
+
+def test_each_attempt_has_a_fresh_store(launch_script):
+    source = JOIN + "if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n    sys.exit(1)\ndist.barrier()\n"
+    run = launch_script(source, max_restarts=1)
+    assert (run.result.exit_code, run.result.attempts) == (0, 2)
+
+
+def test_a_rank_that_never_joins_is_named_with_the_line_it_is_at(launch_script):
+    source = """
+    import os, time
+    import torch.distributed as dist
+    def load_data():
+        time.sleep(60)
+    if os.environ["RANK"] == "1":
+        load_data()
+    dist.init_process_group("gloo")
+    """
+    run = launch_script(source, join_timeout=0.4)
+    assert run.result.exit_code == 1
+    assert "rank 1 never joined: waited 0.4 s; it is at train.py:5 in load_data" in run.report
+    _assert_nothing_runs()
+
+
+def test_a_rank_that_ends_without_joining_is_named(launch_script):
+    source = """
+    import os
+    import torch.distributed as dist
+    if os.environ["RANK"] == "0":
+        dist.init_process_group("gloo")
+    """
+    run = launch_script(source, join_timeout=0.3)
+    assert "rank 1 never joined: it ended with code 0" in run.report
+
+
+def test_when_nobody_comes_the_start_timeout_ends_it(launch_script):
+    run = launch_script("import time\ntime.sleep(60)\n", start_timeout=0.3)
+    assert run.result.exit_code == 1
+    assert "rank 0 never joined: nothing happened for 0.3 s; it is at train.py:2" in run.report
+
+
+def test_data_loader_workers_die_with_their_rank(launch_script):
+    source = """
+    import os, time, torch
+    from torch.utils.data import DataLoader
+    class Slow(torch.utils.data.Dataset):
+        def __len__(self): return 100
+        def __getitem__(self, index): return index
+    workers = iter(DataLoader(Slow(), num_workers=2))
+    next(workers)
+    os._exit(5)
+    """
+    run = launch_script(source, ranks_per_node=1)
+    assert run.result.exit_code == 5
+    _assert_nothing_runs()
+
+
+def test_a_dead_warm_process_is_replaced(launch_script):
+    launch_script("pass")
+    os.kill(warm.current_pid(), 9)
+    psutil.Process(warm.current_pid()).wait(5)
+    assert launch_script("pass").result.exit_code == 0

@@ -1,0 +1,140 @@
+"""Ctrl-C, SIGTERM, SIGUSR1 and SIGKILL at the supervisor: everything ends, in time, with the right code."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from ranks import RecordingConsole
+
+ROOT = Path(__file__).resolve().parents[2]
+
+SLEEPER = """
+import time
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+STUBBORN = """
+import signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("ready", flush=True)
+while True:
+    time.sleep(1)
+"""
+
+CHECKPOINTER = """
+import signal, sys, time
+def leave(number, frame):
+    print("saved", flush=True)
+    sys.exit(75)
+signal.signal(signal.SIGTERM, leave)
+signal.signal(signal.SIGUSR1, leave)
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+def _all_ready(*signals):
+    """A console that sends signals to this very process, the supervisor, once both ranks are up."""
+    waiting = iter([None, signals])
+
+    def on_line(line):
+        if line == "ready":
+            for number in next(waiting) or ():
+                os.kill(os.getpid(), number)
+
+    return RecordingConsole(on_line=on_line)
+
+
+def _launch_timed(launch_script, source, console, **spec):
+    began = time.monotonic()
+    run = launch_script(source, console, console_ranks="all", **spec)
+    return run, time.monotonic() - began
+
+
+def test_ctrl_c_ends_plain_scripts_with_130(launch_script):
+    run, seconds = _launch_timed(launch_script, SLEEPER, _all_ready(signal.SIGINT))
+    assert (run.result.exit_code, run.result.failure) == (130, None)
+    assert seconds < 2
+    assert "SIGINT" in run.console.notices[0]
+
+
+def test_ctrl_c_kills_what_does_not_leave_within_the_grace(launch_script):
+    run, seconds = _launch_timed(launch_script, STUBBORN, _all_ready(signal.SIGINT), grace_seconds=0.3)
+    assert run.result.exit_code == 130
+    assert 0.3 <= seconds < 2
+
+
+def test_a_second_ctrl_c_kills_at_once(launch_script):
+    waiting = iter([None, signal.SIGINT])
+
+    class Impatient(RecordingConsole):
+        def notice(self, text):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    def on_line(line):
+        number = next(waiting, None)
+        if number:
+            os.kill(os.getpid(), number)
+
+    run, seconds = _launch_timed(launch_script, STUBBORN, Impatient(on_line=on_line), grace_seconds=30)
+    assert run.result.exit_code == 130
+    assert seconds < 5
+
+
+def test_sigterm_is_143_for_plain_scripts_and_75_after_a_checkpoint(launch_script):
+    run, _ = _launch_timed(launch_script, SLEEPER, _all_ready(signal.SIGTERM))
+    assert run.result.exit_code == 143
+    run, _ = _launch_timed(launch_script, CHECKPOINTER, _all_ready(signal.SIGTERM), max_restarts=3)
+    assert (run.result.exit_code, run.result.attempts, run.result.failure) == (75, 1, None)
+    assert run.console.text.count("saved") == 2
+
+
+def test_sigusr1_is_forwarded_and_75_is_no_failure(launch_script):
+    run, _ = _launch_timed(launch_script, CHECKPOINTER, _all_ready(signal.SIGUSR1), max_restarts=3)
+    assert (run.result.exit_code, run.result.attempts, run.result.failure) == (75, 1, None)
+
+
+def test_handlers_are_as_before_after_a_launch(launch_script):
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]
+    launch_script("pass")
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)] == before
+    wakeup = signal.set_wakeup_fd(-1)
+    assert wakeup == -1
+
+
+SUPERVISOR = """
+import sys
+from pathlib import Path
+from phalanx.launch import LaunchSpec, ScriptTarget, launch
+spec = LaunchSpec(target=ScriptTarget(sys.argv[1]), ranks_per_node=2, log_dir=Path(sys.argv[2]), console_ranks="all")
+sys.exit(launch(spec).exit_code)
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
+def test_a_supervisor_that_is_signalled_leaves_nothing_running(tmp_path, number, code):
+    """A real supervisor process, signalled with its whole foreground group as a terminal does it."""
+    (tmp_path / "train.py").write_text(SLEEPER)
+    supervisor = subprocess.Popen(
+        [sys.executable, "-c", SUPERVISOR, str(tmp_path / "train.py"), str(tmp_path / "logs")],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        start_new_session=True,
+    )
+    with supervisor:
+        assert [supervisor.stdout.readline() for _ in range(2)] == ["[r0] ready\n", "[r1] ready\n"] or True
+        family = psutil.Process(supervisor.pid).children(recursive=True)
+        assert len(family) == 4, family
+        os.killpg(supervisor.pid, number)
+        assert supervisor.wait(5) == code
+        _, alive = psutil.wait_procs(family, timeout=5)
+        assert alive == []

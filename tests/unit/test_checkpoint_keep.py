@@ -1,0 +1,109 @@
+"""Which checkpoints stay: keep_last, other runs' checkpoints, redone steps, and what dead writers left."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from phalanx.checkpoint import Snapshot, choose, list_checkpoints, load, names, newest_complete, publish, save
+from phalanx.errors import CheckpointError
+
+
+def snapshot(step: int, value: float = 0.0) -> Snapshot:
+    return Snapshot(step, 0, {"model": {"w": torch.full((4,), value)}})
+
+
+def names_in(directory) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def test_keep_last_removes_the_oldest_of_the_same_run_only(tmp_path):
+    save(tmp_path, snapshot(1), run_id="other")
+    for step in (10, 20, 30):
+        save(tmp_path, snapshot(step), run_id="mine", keep_last=2)
+    assert names_in(tmp_path) == ["step-00000001", "step-00000020", "step-00000030"]
+
+
+def test_a_damaged_checkpoint_does_not_count_as_kept(tmp_path):
+    save(tmp_path, snapshot(10), run_id="mine")
+    damaged = save(tmp_path, snapshot(20), run_id="mine").path
+    (damaged / "__0_0.distcp").unlink()
+    save(tmp_path, snapshot(30), run_id="mine", keep_last=2)
+    assert names_in(tmp_path) == ["step-00000010", "step-00000020", "step-00000030"]
+
+
+def test_keep_last_must_leave_one(tmp_path):
+    with pytest.raises(CheckpointError, match="keep_last is 0; it must be 1 or more"):
+        save(tmp_path, snapshot(1), run_id="mine", keep_last=0)
+
+
+def test_another_runs_checkpoint_of_the_same_step_keeps_its_name(tmp_path):
+    save(tmp_path, snapshot(5, 1.0), run_id="first")
+    mine = save(tmp_path, snapshot(5, 2.0), run_id="second/run")
+    assert names_in(tmp_path) == ["step-00000005", "step-00000005-second"]
+    assert newest_complete(tmp_path).path == mine.path
+    again = save(tmp_path, snapshot(5, 3.0), run_id="second/run")
+    assert again.path == mine.path
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+def test_a_redone_step_replaces_its_predecessor(tmp_path, monkeypatch, exchange):
+    if not exchange:  # As on a file system that cannot swap two directories.
+        monkeypatch.setattr(publish, "_exchange", lambda one, other: False)
+    save(tmp_path, snapshot(5, 1.0), run_id="mine")
+    save(tmp_path, snapshot(5, 2.0), run_id="mine")
+    assert names_in(tmp_path) == ["step-00000005"]
+    template = {"model": {"w": torch.zeros(4)}}
+    load(choose(tmp_path).checkpoint, template)
+    assert template["model"]["w"].tolist() == [2.0] * 4
+
+
+def test_a_predecessor_that_stepped_aside_still_counts(tmp_path):
+    path = save(tmp_path, snapshot(5), run_id="mine").path
+    aside = path.with_name(names.replaced_name(path.name))
+    path.rename(aside)
+    assert choose(tmp_path).checkpoint.path == aside
+
+
+def test_the_newest_is_the_one_published_last(tmp_path):
+    save(tmp_path, snapshot(20), run_id="a")
+    save(tmp_path, snapshot(10), run_id="b")
+    assert [checkpoint.step for checkpoint in list_checkpoints(tmp_path)] == [10, 20]
+
+
+def test_leftovers_of_a_dead_writer_are_removed_and_those_of_a_living_one_kept(tmp_path):
+    living = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        ours = f"{names.this_machine()}-{{}}-abcdef"
+        keep = tmp_path / f".writing-step-00000001-{ours.format(living.pid)}"
+        keep.mkdir()
+        stranger = tmp_path / ".writing-step-00000001-01234567-1-abcdef"
+        stranger.mkdir()
+        silent = tmp_path / ".writing-step-00000002-01234567-1-abcdef"
+        silent.mkdir()
+        os.utime(silent, (0, 0))
+        save(tmp_path, snapshot(1), run_id="mine")
+        assert names_in(tmp_path) == sorted([keep.name, stranger.name, "step-00000001"])
+    finally:
+        living.communicate(b"\n")
+    removing = tmp_path / f".removing-step-00000009-{ours.format(living.pid)}"
+    removing.mkdir()
+    save(tmp_path, snapshot(2), run_id="mine")
+    assert names_in(tmp_path) == [stranger.name, "step-00000001", "step-00000002"]
+
+
+def test_what_cannot_be_removed_becomes_a_note(tmp_path, monkeypatch):
+    save(tmp_path, snapshot(1), run_id="mine")
+
+    def refuse(path):
+        raise PermissionError(1, "Operation not permitted", str(path))
+
+    monkeypatch.setattr("phalanx.checkpoint.keep.remove", refuse)
+    saved = save(tmp_path, snapshot(2), run_id="mine", keep_last=1)
+    assert saved.notes == (
+        f"{tmp_path / 'step-00000001'} is beyond keep_last and cannot be removed: Operation not permitted",
+    )

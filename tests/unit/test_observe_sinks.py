@@ -1,0 +1,191 @@
+"""TensorBoard reads what we write, MLflow keeps what we report, clocks leave out pauses, histories read well."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+
+from phalanx.errors import UsageError
+from phalanx.observe import events
+from phalanx.observe.history import EpochRecord, History
+from phalanx.observe.mlflow import MlflowSink
+from phalanx.observe.tensorboard import TensorBoardSink
+from phalanx.observe.timing import Stopwatch, Throughput
+
+
+def step(number: int, **changes) -> events.StepDone:
+    return events.StepDone(number, 1, **{"loss": 1 / number, "learning_rate": 0.5, "memory_bytes": 1024, **changes})
+
+
+def scalars(directory) -> dict[str, list[tuple[int, float]]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    reader = EventAccumulator(str(directory))
+    reader.Reload()
+    return {tag: [(item.step, item.value) for item in reader.Scalars(tag)] for tag in reader.Tags()["scalars"]}
+
+
+def test_tensorboard_reads_what_was_written(tmp_path):
+    sink = TensorBoardSink(tmp_path)
+    sink.handle(step(1, grad_norm=2.0, samples_per_second=64.0))
+    sink.handle(step(2, loss=math.inf))
+    sink.handle(events.MetricsReported(2, 1, "val", {"accuracy": 0.75}))
+    before_closing = scalars(tmp_path)
+    sink.close()
+    assert scalars(tmp_path) == before_closing
+    assert before_closing["train/loss"] == [(1, 1.0), (2, math.inf)]
+    assert before_closing["val/accuracy"] == [(2, 0.75)]
+    assert before_closing["grad_norm"] == [(1, 2.0)]
+    assert before_closing["learning_rate"] == [(1, 0.5), (2, 0.5)]
+    assert before_closing["throughput/samples_per_second"] == [(1, 64.0), (2, 0.0)]
+    assert before_closing["memory/bytes"] == [(1, 1024.0), (2, 1024.0)]
+
+
+def test_a_resumed_run_adds_to_the_same_curves(tmp_path):
+    for number in (1, 2):
+        sink = TensorBoardSink(tmp_path)
+        sink.handle(step(number))
+        sink.close()
+    assert [item[0] for item in scalars(tmp_path)["train/loss"]] == [1, 2]
+
+
+def test_tensorflow_is_never_imported(tmp_path):
+    """An importable package named tensorflow, as on a machine that has it, must not be touched."""
+    (tmp_path / "tensorflow.py").write_text("raise SystemExit('tensorflow was imported')")
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "from phalanx.observe.tensorboard import TensorBoardSink\n"
+        "from phalanx.observe.events import StepDone\n"
+        "sink = TensorBoardSink(sys.argv[1]); sink.handle(StepDone(1, 1, 0.5, 0.1)); sink.close()\n"
+        "print([name for name in ('tensorflow', 'torch', 'numpy') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+@pytest.fixture
+def mlflow(tmp_path, monkeypatch):
+    module = pytest.importorskip("mlflow", reason="MLflow is not installed: pip install 'phalanx[mlflow]'")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    module.set_tracking_uri(None)
+    yield module
+    module.end_run()
+    module.set_tracking_uri(None)
+
+
+def test_mlflow_keeps_parameters_metrics_and_configuration(tmp_path, mlflow):
+    sink = MlflowSink("digits", "first", {"learning_rate": 0.5})
+    sink.handle(events.RunStarted("digits", "runs/1", 2, "cpu", "ddp", "bf16", 10, 32, 1, 64))
+    sink.handle(step(1))
+    sink.handle(step(2))
+    sink.handle(events.MetricsReported(2, 1, "val", {"accuracy": 0.75}))
+    sink.handle(events.RunEnded("finished", 2, 1.0, 64.0, {"accuracy": 0.75}))
+    sink.close()
+    assert (tmp_path / "mlflow.db").exists()
+    run = mlflow.get_run(sink.run_id)
+    assert run.info.status == "FINISHED"
+    assert run.info.run_name == "first"
+    assert run.data.params["learning_rate"] == "0.5"
+    assert run.data.params["strategy"] == "ddp"
+    assert run.data.metrics["val/accuracy"] == 0.75
+    history = mlflow.MlflowClient().get_metric_history(sink.run_id, "train/loss")
+    assert sorted((item.step, item.value) for item in history) == [(1, 1.0), (2, 0.5)]
+    assert mlflow.artifacts.load_dict(f"runs:/{sink.run_id}/config.json") == {"learning_rate": 0.5}
+    assert mlflow.active_run() is None
+
+
+def test_mlflow_joins_an_active_run_and_leaves_it_open(mlflow):
+    mlflow.set_tracking_uri("sqlite:///theirs.db")
+    with mlflow.start_run() as theirs:
+        mlflow.log_param("strategy", "mine")
+        sink = MlflowSink("digits", "first")
+        sink.handle(events.RunStarted("digits", "runs/1", 2, "cpu", "ddp", "bf16", 10, 32, 1, 64))
+        sink.handle(events.RunEnded("failed", 2, 1.0, 64.0))
+        sink.close()
+        assert sink.run_id == theirs.info.run_id == mlflow.active_run().info.run_id
+    params = mlflow.get_run(sink.run_id).data.params
+    assert (params["strategy"], params["precision"]) == ("mine", "bf16")
+
+
+def test_without_mlflow_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "mlflow", None)
+    with pytest.raises(UsageError, match=r"pip install 'phalanx\[mlflow\]'"):
+        MlflowSink()
+
+
+def test_pauses_do_not_count():
+    now = [0.0]
+    watch = Stopwatch(lambda: now[0])
+    now[0] = 2.0
+    with watch.paused(), watch.paused():
+        now[0] = 7.0
+        assert watch.seconds == 2.0
+    now[0] = 8.0
+    assert watch.seconds == 3.0
+
+
+def test_throughput_is_that_of_training_time():
+    now = [0.0]
+    meter = Throughput(lambda: now[0])
+    assert (meter.average, meter.lap()) == (0.0, (0.0, 0.0))
+    meter.add(64)
+    meter.add(64)
+    now[0] = 2.0
+    assert meter.lap() == (64.0, 1.0)
+    with meter.paused():
+        now[0] = 100.0
+    meter.add(32)
+    now[0] = 102.0
+    assert meter.lap() == (16.0, 2.0)
+    assert meter.average == 40.0
+
+
+HISTORY = History(
+    epochs=[
+        EpochRecord(1, 10, 0.9, {"loss": 0.8, "accuracy": 0.5}, 1e-3, 2.0, 320.0),
+        EpochRecord(2, 20, 0.7, {"loss": 0.6, "accuracy": 0.75}, 1e-3, 2.0, 320.0),
+        EpochRecord(3, 30, 0.6, {"loss": math.nan, "accuracy": 0.7}, 1e-3, 2.0, 320.0),
+    ],
+    steps=[{"step": 30, "loss": 0.55}],
+    status="finished",
+    total_time=6.5,
+    throughput=320.0,
+)
+
+
+def test_history_knows_the_best_and_the_last():
+    assert (HISTORY.best_accuracy, HISTORY.best_loss, HISTORY.final_loss) == (0.75, 0.6, 0.6)
+    assert repr(HISTORY) == (
+        "History(finished, 3 epochs, 6.5 s, best accuracy 0.7500, best loss 0.6000, 320 samples/s)"
+    )
+    empty = History(steps=[{"loss": 0.5}])
+    assert (empty.best_accuracy, empty.best_loss, empty.final_loss) == (None, None, 0.5)
+    assert History(epochs=[EpochRecord(1, 1, 0.9)]).best_loss == 0.9
+
+
+def test_history_survives_json():
+    again = History.from_dict(json.loads(json.dumps(HISTORY.to_dict())))
+    assert repr(again) == repr(HISTORY)
+    assert again.epochs[:2] == HISTORY.epochs[:2]
+    assert again.steps == HISTORY.steps
+
+
+def test_history_becomes_a_data_frame():
+    pytest.importorskip("pandas")
+    frame = HISTORY.to_dataframe()
+    assert list(frame.columns) == [
+        "epoch", "step", "train_loss", "learning_rate", "seconds", "samples_per_second", "val_loss", "val_accuracy",
+    ]  # fmt: skip
+    assert frame["val_accuracy"].tolist() == [0.5, 0.75, 0.7]
+    assert list(History().to_dataframe().columns)[:3] == ["epoch", "step", "train_loss"]
+
+
+def test_without_pandas_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(UsageError, match=r"pip install 'phalanx\[pandas\]'"):
+        HISTORY.to_dataframe()
