@@ -14,13 +14,13 @@ from phalanx.world.env import read_rank_env
 
 
 def run_job_file(payload: str) -> None:
-    """Run a pickled job; the main rank leaves the result beside it."""
+    """Run a pickled job; the first rank of each node leaves its result beside it."""
     path = Path(payload)
     with path.open("rb") as file:
         job = pickle.load(file)
     result = run_job(job, in_place=False)
     env = read_rank_env()
-    if env is None or env.rank == 0:
+    if env is None or env.local_rank == 0:
         write_result(result, path.parent)
 
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import psutil
 import pytest
+from ranks import ScriptRun, run_on_ranks, run_script
 
 from phalanx.launch import warm
-from ranks import ScriptRun, run_on_ranks, run_script
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -126,7 +126,9 @@ def _new_processes(before: set[int]) -> list[str]:
 def _changed_variables(before: dict[str, str]) -> list[str]:
     now = dict(os.environ)
     names = {name for name in before.keys() | now.keys() if before.get(name) != now.get(name)}
-    return [f"variable {name}={now.get(name)!r} (it was {before.get(name)!r})" for name in sorted(names - _SET_BY_PYTEST)]
+    return [
+        f"variable {name}={now.get(name)!r} (it was {before.get(name)!r})" for name in sorted(names - _SET_BY_PYTEST)
+    ]
 
 
 def _is_strangers(path: Path) -> bool:

@@ -1,16 +1,15 @@
-"""Files that are hashed while they are written, flushed to the disk, and hashed again when they are checked."""
+"""Files that are hashed while they are written and flushed to the disk."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import os
 import shutil
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from phalanx.checkpoint.hashing import TreeHash, hashing_threads
 from phalanx.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -18,8 +17,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _BUFFER_BYTES = 1 << 20
-_THREADED_BYTES = 256 << 10
-_DIGEST_BYTES = 32
 
 
 @dataclass(frozen=True)
@@ -27,11 +24,12 @@ class FileRecord:
     """What the manifest knows of a file."""
 
     size: int
-    blake2b: str
+    hash: str
+    """As `hashing.TreeHash` computes it."""
 
 
 class HashedFile:
-    """A new file whose hash is computed beside the writing, on a second core.
+    """A new file whose hash is computed on other cores while it is written.
 
     Errors of `write` wait for `flush` or `finish`: torch's zip writer aborts the process when its callback raises.
     """
@@ -40,25 +38,22 @@ class HashedFile:
         self.path = path
         self.size = 0
         self._error: OSError | None = None
-        self._digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
         self._file = path.open("xb", buffering=_BUFFER_BYTES)
-        self._hasher = ThreadPoolExecutor(1, thread_name_prefix="phalanx-hash")
+        self._threads = hashing_threads()
+        self._hash = TreeHash(self._threads)
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
         """Append bytes and hash them; both release the interpreter lock, so large pieces overlap."""
         view = memoryview(data).cast("B")
         self.size += view.nbytes
         if self._error is None:
-            # The buffer is only ours until we return, so the hasher is waited for here.
-            pending = self._hasher.submit(self._digest.update, view) if view.nbytes >= _THREADED_BYTES else None
+            pending = self._hash.begin(view)
             try:
                 self._file.write(view)
             except OSError as error:
                 self._error = error
-            if pending is None:
-                self._digest.update(view)
-            else:
-                pending.result()
+            for part in pending:  # The buffer is only ours until we return.
+                part.result()
         return view.nbytes
 
     def tell(self) -> int:
@@ -75,14 +70,14 @@ class HashedFile:
         self.flush()
         self._file.flush()
         os.fsync(self._file.fileno())
-        return FileRecord(self.size, self._digest.hexdigest())
+        return FileRecord(self.size, self._hash.hexdigest())
 
     def close(self) -> None:
         """Do nothing yet: torch closes its streams before they could be finished."""
 
     def release(self) -> None:
         """Release the file and the hashing thread; a file that was not finished may be incomplete."""
-        self._hasher.shutdown()
+        self._threads.shutdown()
         # A full disk makes close() fail a second time with the error that finish() has already raised.
         with contextlib.suppress(OSError):
             self._file.close()
@@ -97,12 +92,6 @@ def hashed_file(path: Path, records: dict[str, FileRecord]) -> Iterator[HashedFi
         records[path.name] = file.finish()
     finally:
         file.release()
-
-
-def hash_file(path: Path) -> str:
-    """Return the hash of a file's content, reading it piece by piece."""
-    with path.open("rb", buffering=0) as file:
-        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=_DIGEST_BYTES)).hexdigest()
 
 
 def sync_directory(path: Path) -> None:

@@ -24,7 +24,7 @@ def check_keep_last(keep_last: int | None) -> None:
         )
 
 
-def keep_newest(directory: Path, *, run_id: str, keep_last: int | None) -> list[str]:
+def keep_newest(published: Path, *, run_id: str, keep_last: int | None) -> list[str]:
     """Remove the run's checkpoints beyond the newest `keep_last` complete ones; return what could not be removed.
 
     Other runs' checkpoints are never touched. A damaged one does not count as kept, so a complete one always remains.
@@ -33,7 +33,9 @@ def keep_newest(directory: Path, *, run_id: str, keep_last: int | None) -> list[
     if keep_last is None:
         return notes
     complete = 0
-    for checkpoint in list_checkpoints(directory):
+    # The one just published is the newest, even if the clock has been set back since its predecessor.
+    newest_first = sorted(list_checkpoints(published.parent), key=lambda checkpoint: checkpoint.path != published)
+    for checkpoint in newest_first:
         if checkpoint.manifest.run_id != run_id:
             continue
         if complete >= keep_last:

@@ -13,7 +13,13 @@ from torch.distributed.checkpoint import CheckpointException
 from phalanx.checkpoint import group
 from phalanx.checkpoint.manifest import TensorInfo
 from phalanx.checkpoint.plain import from_plain
-from phalanx.checkpoint.storage import PlainLoadPlanner, ShardReader, quiet_without_group, rank_file_name
+from phalanx.checkpoint.storage import (
+    PlainLoadPlanner,
+    ShardReader,
+    first_cause,
+    quiet_without_group,
+    rank_file_name,
+)
 from phalanx.errors import CheckpointError, nearest
 
 if TYPE_CHECKING:
@@ -57,7 +63,7 @@ def read_tensors(checkpoint: Checkpoint, template: dict[str, Any]) -> None:
                 no_dist=not group.has_peers(),
             )
     except CheckpointException as failure:
-        rank, (cause, _) = min(failure.failures.items(), key=lambda item: item[0])
+        rank, cause = first_cause(failure)
         raise CheckpointError(
             f"rank {rank} could not read {checkpoint.path}: {type(cause).__name__}: {cause}",
             hint="Resume with the model, optimizer and strategy that the checkpoint was saved with.",

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Iterator
 
+    from torch.distributed.checkpoint import CheckpointException
     from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner, WriteItem
     from torch.distributed.checkpoint.storage import WriteResult
     from torch.futures import Future
@@ -138,6 +139,17 @@ class _IndexUnpickler(pickle.Unpickler):
         if records or shards or helpers or dtype:
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"the index of the shards names {module}.{name}, which has no business there")
+
+
+def first_cause(failure: CheckpointException) -> tuple[int, Exception]:
+    """Return the lowest failing rank and its error, the same on every rank.
+
+    torch gathers whatever is raised, Ctrl-C too; that one goes on as itself.
+    """
+    rank, (cause, _) = min(failure.failures.items(), key=lambda item: item[0])
+    if not isinstance(cause, Exception):
+        raise cause
+    return rank, cause
 
 
 def rank_file_name(rank: int) -> str:

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from phalanx.checkpoint import group
-from phalanx.checkpoint.files import FileRecord, hash_file
+from phalanx.checkpoint.hashing import hash_file
 from phalanx.checkpoint.manifest import Manifest, read_manifest
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-    from pathlib import Path
 
+    from phalanx.checkpoint.files import FileRecord
     from phalanx.checkpoint.find import Checkpoint
 
 
-def verify(path: Path, files: Iterable[str] | None = None, *, manifest: Manifest | None = None) -> list[str]:
+def verify(path: Path | str, files: Iterable[str] | None = None, *, manifest: Manifest | None = None) -> list[str]:
     """Return what is wrong with a checkpoint: missing files, wrong sizes, wrong hashes; nothing when it is whole.
 
     With a process group this is collective: every rank hashes its share of the files and all return the same list.
     """
+    path = Path(path)
     known = (manifest or read_manifest(path)).files
     names = sorted(known if files is None else files, key=lambda name: (-known[name].size, name))
     mine = names[group.rank() :: group.world_size()]
@@ -36,7 +38,7 @@ def sizes_match(checkpoint: Checkpoint) -> bool:
 def _problem(file: Path, record: FileRecord) -> str | None:
     try:
         problem = _size_problem(file, record)
-        if problem is None and hash_file(file) != record.blake2b:
+        if problem is None and hash_file(file) != record.hash:
             problem = f"{file.name} does not match its hash: it was changed after it was written"
     except OSError as error:
         return f"{file.name} cannot be read: {error.strerror}"

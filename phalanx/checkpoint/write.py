@@ -23,7 +23,7 @@ from phalanx.checkpoint.manifest import MANIFEST, Manifest, TensorInfo, dump_man
 from phalanx.checkpoint.names import writing_name
 from phalanx.checkpoint.publish import publish
 from phalanx.checkpoint.snapshot import SavedCheckpoint, Snapshot
-from phalanx.checkpoint.storage import PlainSavePlanner, ShardWriter, quiet_without_group
+from phalanx.checkpoint.storage import PlainSavePlanner, ShardWriter, first_cause, quiet_without_group
 from phalanx.errors import CheckpointError
 from phalanx.version import __version__
 
@@ -56,7 +56,7 @@ def save(
             return _publish(written, manifest), manifest.bytes
 
         path, size = group.from_rank_zero(complete)
-    notes = group.from_rank_zero(lambda: keep_newest(directory, run_id=run_id, keep_last=keep_last))
+    notes = group.from_rank_zero(lambda: keep_newest(path, run_id=run_id, keep_last=keep_last))
     return SavedCheckpoint(path, snapshot.step, time.monotonic() - started, size, tuple(notes))
 
 
@@ -103,10 +103,10 @@ def _begin(directory: Path, step: int) -> Path:
 
 @contextlib.contextmanager
 def _removed_on_failure(written: Path) -> Iterator[None]:
-    """Remove the half-written directory when the save fails; every rank has stopped writing by then."""
+    """Remove the half-written directory when the save fails: no other rank writes on after that."""
     try:
         yield
-    except CheckpointError:
+    except BaseException:
         if group.rank() == 0:
             shutil.rmtree(written, ignore_errors=True)
         raise
@@ -122,7 +122,7 @@ def _write_shards(written: Path, snapshot: Snapshot) -> tuple[Metadata, dict[str
                 snapshot.tensors, storage_writer=writer, planner=PlainSavePlanner(), no_dist=not group.has_peers()
             )
     except CheckpointException as failure:
-        raise _first_cause(failure) from failure
+        raise _explain(failure) from failure
     parts = group.gather_to_zero(writer.files.records)
     return metadata, {name: record for part in parts for name, record in part.items()}
 
@@ -138,9 +138,8 @@ def _require_shared(written: Path) -> None:
         )
 
 
-def _first_cause(failure: CheckpointException) -> CheckpointError:
-    """Return the lowest failing rank's own error, the same on every rank."""
-    rank, (cause, _) = min(failure.failures.items(), key=lambda item: item[0])
+def _explain(failure: CheckpointException) -> CheckpointError:
+    rank, cause = first_cause(failure)
     if isinstance(cause, CheckpointError):
         return CheckpointError(cause.message, hint=cause.hint)
     return CheckpointError(f"rank {rank} could not save: {type(cause).__name__}: {cause}")

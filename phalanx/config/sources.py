@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from phalanx.config.distributed import FIELDS, DistributedConfig, unknown_field
-from phalanx.config.option import parse_text
+from phalanx.config.option import kinds, parse_text
 from phalanx.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def read_toml(path: str | Path) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in document.items():
         flat.update(value if isinstance(value, dict) else {key: value})
-    return {key.replace("-", "_"): _none_text(value) for key, value in flat.items()}
+    return {name: _none_text(name, value) for key, value in flat.items() for name in [key.replace("-", "_")]}
 
 
 def write_toml(config: DistributedConfig) -> str:
@@ -91,9 +91,10 @@ def write_toml(config: DistributedConfig) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _none_text(value: Any) -> Any:
+def _none_text(name: str, value: Any) -> Any:
     """TOML has no null: the text "none" stands for it where a field can be unset."""
-    return None if value == "none" else value
+    unset = value == "none" and name in FIELDS and "None" in kinds(FIELDS[name])
+    return None if unset else value
 
 
 def _toml_value(value: Any) -> str:

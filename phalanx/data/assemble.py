@@ -120,8 +120,8 @@ def _check_length(
         notes.append(f"{said}: every epoch is one step of {plan.length} samples.")
         return
     fitting = plan.length // (layout.dp_size * layout.accumulation)
-    lower = f"lower batch_size to {fitting} or " if fitting else ""
-    raise DataError(f"{said}, and drop_last=True drops it all.", hint=f"{lower}set drop_last=False.".capitalize())
+    lower = f"Lower batch_size to {fitting} or set" if fitting else "Set"
+    raise DataError(f"{said}, and drop_last=True drops it all.", hint=f"{lower} drop_last=False.")
 
 
 def _describe(layout: Layout) -> str:

@@ -12,9 +12,10 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset, default_collate, default_convert, get_worker_info
 
 from phalanx.data.device import batch_length
+from phalanx.data.fetch import return_as_is
 from phalanx.data.gather import is_deterministic
 from phalanx.data.rng import derive_seed, rng_scope, seed_process
 
@@ -53,7 +54,8 @@ class BlockStream(IterableDataset[Block]):
         self._seed = seed
         self._ready = ready
         self.items_per_block = 1 if ready else layout.batch_size
-        self._deterministic = is_deterministic(dataset)
+        self._reads_randomly = not is_deterministic(dataset)
+        self._collates_randomly = collate_fn not in (default_collate, default_convert, return_as_is)
         self._slot: Slot | None = None
         parts = layout.dp_size * max(workers, 1)
         self.shards_itself = parts > 1 and _can_shard(dataset, parts)
@@ -101,9 +103,9 @@ class BlockStream(IterableDataset[Block]):
             yield reader.block(items) if number >= skipped else Block(None, 0, 0)
             number += slot.workers
 
-    def scope(self, *parts: int) -> AbstractContextManager[None]:
+    def scope(self, *parts: int, collating: bool = False) -> AbstractContextManager[None]:
         """Seed by position: every rank reads the same stream even where it shuffles, and so does a resumed one."""
-        if self._deterministic:
+        if not (self._collates_randomly if collating else self._reads_randomly):
             return nullcontext()
         seed = derive_seed(self._seed, *parts)
         if self._slot is not None and self._slot.own_process:
@@ -155,7 +157,7 @@ class _Reader:
         return first
 
     def block(self, items: list[Any]) -> Block:
-        with self._blocks.scope(*self._seed_parts, self.offset, 1):
+        with self._blocks.scope(*self._seed_parts, self.offset, 1, collating=True):
             return Block(self._blocks.collate(items), self._blocks.size(items), self.offset)
 
 

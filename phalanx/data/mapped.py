@@ -88,7 +88,7 @@ class MappedBatches:
 
     def _fetch_by_workers(self, plan: Plan, epoch: int, start: int) -> Iterator[tuple[MicroInfo, Any]]:
         self._requests.plan, self._requests.epoch, self._requests.start = plan, epoch, start
-        loader = self._loader or self._build_loader(epoch)
+        loader = self._loader if self._loader is not None else self._build_loader(epoch)
         if self._workers.persistent_workers:
             self._loader = loader
         for cut, batch in zip(plan.cuts(start), loader, strict=True):

@@ -83,7 +83,7 @@ class StreamedBatches:
         if self._source.workers.num_workers == 0:
             yield from self._stream
             return
-        loader = self._loader or self._build_loader(epoch)
+        loader = self._loader if self._loader is not None else self._build_loader(epoch)
         if self._source.workers.persistent_workers:
             self._loader = loader
         yield from loader

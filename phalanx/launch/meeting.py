@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import selectors
 import socket
+import time
 from typing import TYPE_CHECKING
 
 from phalanx.launch import wire
@@ -14,6 +16,7 @@ if TYPE_CHECKING:
     from phalanx.launch.warm import Session
 
 _GATHER_SECONDS = 600.0
+_LEAVE_SECONDS = 4.0
 _LOOPBACK = "127.0.0.1"
 
 
@@ -98,3 +101,14 @@ class Meeting:
         if self._line is not None:
             self._line.close()
             self._line = None
+
+    def leave(self) -> None:
+        """Let the agent go and wait until it is gone; between nodes it stays a moment for the slower ones."""
+        key = self.agent_key
+        self.close()
+        deadline = time.monotonic() + _LEAVE_SECONDS
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._session, selectors.EVENT_READ)
+            while key and selector.select(deadline - time.monotonic()):
+                if self._session.receive().get("exited") == key:
+                    return

@@ -9,7 +9,9 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import threading
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -63,7 +65,7 @@ def _take_on(request: Message, files: _Files, events: int) -> None:
     # The log, not stderr: a crash is reported by the launcher, once, and not in the middle of another rank's output.
     faulthandler.enable(files.log)
     faulthandler.register(signal.SIGQUIT, files.stack, all_threads=True)
-    _reseed()
+    _forget_the_warm_process()
     set_compute_threads(request["threads"])
     announce_joining(socket.socket(fileno=os.dup(int(os.environ["PHALANX_EVENTS_FD"]))), request["rank"])
 
@@ -77,8 +79,10 @@ def _lift(descriptor: int) -> int:
     return lifted
 
 
-def _reseed() -> None:
-    """Undo what a fork copies: numpy seeded its global generator when the warm process imported it."""
+def _forget_the_warm_process() -> None:
+    """Undo what was fixed while the warm process imported: the temporary directory, the time zone, numpy's seed."""
+    tempfile.tempdir = None
+    time.tzset()
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed()

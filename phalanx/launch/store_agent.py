@@ -38,7 +38,7 @@ def _serve_one_node(line: socket.socket, listener: int) -> None:
         "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener, use_libuv=False
     )
     wire.receive(line)
-    del store
+    assert store.port == port
 
 
 def _serve_nodes(line: socket.socket, request: wire.Message) -> None:

@@ -46,6 +46,7 @@ def _run_attempts(spec: LaunchSpec, console: Console, session: Session, shared_e
                 outcome = Attempt(spec, console, session, meeting, inbox, number).run(shared_env)
                 decision = decide(outcome, attempt=number, max_restarts=spec.max_restarts)
                 if not isinstance(decision, Restart):
+                    meeting.leave()
                     return LaunchResult(outcome.exit_code, number + 1, outcome.failure)
                 console.notice(f"{outcome.failure}\n{decision.why}")
                 number += 1

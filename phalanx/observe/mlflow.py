@@ -33,8 +33,7 @@ class MlflowSink:
         if active is None:
             if not self._mlflow.is_tracking_uri_set():
                 self._mlflow.set_tracking_uri(_DEFAULT_URI)
-            self._mlflow.set_experiment(experiment)
-            active = self._mlflow.start_run(run_name=run_name)
+            active = self._mlflow.start_run(run_name=run_name, experiment_id=self._experiment_id(experiment))
         self.run_id: str = active.info.run_id
         if params:
             self._log_params(params)
@@ -59,6 +58,11 @@ class MlflowSink:
         self._mlflow.flush_async_logging()
         if self._is_ours:
             self._mlflow.end_run(self._status)
+
+    def _experiment_id(self, name: str) -> str:
+        # Not mlflow.set_experiment: that would redirect what the user's own process logs after this run.
+        known = self._mlflow.get_experiment_by_name(name)
+        return str(known.experiment_id if known else self._mlflow.create_experiment(name))
 
     def _log(self, step: int, values: Mapping[str, float]) -> None:
         if values:

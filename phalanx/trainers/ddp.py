@@ -141,9 +141,8 @@ class PyTorchDDPTrainer:
         layout = plan_layout(config, count_gpus())
         if layout.world_size == 1:
             return run_job(Job(action, task, config.replace(device=layout.device)), in_place=True)
-        run_dir = make_run_dir(choose_run_dir(config, task.name))
-        job = Job(action, task, config.replace(device=layout.device), run_dir)
-        result = run_on_ranks(job, layout, run_dir / "logs")
+        run_dir = make_run_dir(choose_run_dir(config, task.name)) if action == "fit" else None
+        result = run_on_ranks(Job(action, task, config.replace(device=layout.device), run_dir), layout)
         if result.weights is not None:
             self.model.load_state_dict(result.weights)
         if isinstance(self.optimizer, torch.optim.Optimizer) and result.optimizer_state is not None:

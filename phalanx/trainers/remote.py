@@ -31,9 +31,10 @@ if TYPE_CHECKING:
 RESULT_NAME = "result.pt"
 
 
-def run_on_ranks(job: Job, layout: Layout, log_dir: Path) -> JobResult:
-    """Start the ranks, let them run the job, and return the main rank's result."""
+def run_on_ranks(job: Job, layout: Layout) -> JobResult:
+    """Start the ranks, let them run the job, and return the result of this machine's first rank."""
     folder = Path(tempfile.mkdtemp(prefix="phalanx-job-"))
+    log_dir = Path(tempfile.mkdtemp(prefix="phalanx-logs-")) if job.run_dir is None else job.run_dir / "logs"
     try:
         payload = folder / "job.pkl"
         _write_job(job, payload)
@@ -42,6 +43,8 @@ def run_on_ranks(job: Job, layout: Layout, log_dir: Path) -> JobResult:
             spec = launch_spec(job.config, layout, target, log_dir, env=_tracking_environment())
             result = launch(spec, console)
         _raise_failure(result, log_dir)
+        if job.run_dir is None:  # the logs of a failure stay, for the report names them
+            shutil.rmtree(log_dir, ignore_errors=True)
         return read_result(folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -72,15 +75,13 @@ def write_result(result: JobResult, folder: Path) -> None:
     """Store the main rank's result where the parent waits for it."""
     temporary = folder / f".{RESULT_NAME}.{os.getpid()}"
     with temporary.open("wb") as file:
-        torch.save(result, file, pickle_module=cloudpickle)
+        torch.save(result, file)
     temporary.replace(folder / RESULT_NAME)
 
 
 def read_result(folder: Path) -> JobResult:
     """Read the result; it was written by ranks that this process started from its own pickle."""
-    result: JobResult = torch.load(
-        folder / RESULT_NAME, map_location="cpu", weights_only=False, pickle_module=cloudpickle
-    )
+    result: JobResult = torch.load(folder / RESULT_NAME, map_location="cpu", weights_only=False)
     return result
 
 

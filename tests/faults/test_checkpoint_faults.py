@@ -183,3 +183,15 @@ def test_a_directory_that_is_not_shared_is_refused_on_all_ranks(tmp_path, ranks)
     assert "which rank 0 has just created" in first
     assert "file system that all hosts share" in first
     assert names_in(tmp_path / "checkpoints") == []
+
+
+class Interrupted(dict):
+    def items(self):
+        raise KeyboardInterrupt
+
+
+def test_ctrl_c_in_the_middle_of_a_save_stays_ctrl_c(tmp_path):
+    save(tmp_path, snapshot(1), run_id="run")
+    with pytest.raises(KeyboardInterrupt):
+        save(tmp_path, Snapshot(2, 0, {}, Interrupted()), run_id="run")
+    assert names_in(tmp_path) == ["step-00000001"]

@@ -107,3 +107,10 @@ def test_what_cannot_be_removed_becomes_a_note(tmp_path, monkeypatch):
     assert saved.notes == (
         f"{tmp_path / 'step-00000001'} is beyond keep_last and cannot be removed: Operation not permitted",
     )
+
+
+def test_a_clock_set_back_does_not_cost_the_newest(tmp_path, monkeypatch):
+    save(tmp_path, snapshot(1), run_id="mine")
+    monkeypatch.setattr("phalanx.checkpoint.write.time.time", lambda: 0.0)
+    save(tmp_path, snapshot(2), run_id="mine", keep_last=1)
+    assert names_in(tmp_path) == ["step-00000002"]

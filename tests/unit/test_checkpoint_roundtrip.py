@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch._dynamo  # The first optimizer step imports it, and it sets an environment variable of its own.
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 

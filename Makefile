@@ -1,0 +1,62 @@
+# The two commands: `make train` and `make test`. `make help` lists the rest.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# On a machine without a GPU, torch's CPU wheels are far smaller: make train TORCH_ARGS="--index-url <torch's CPU index>"
+TORCH_ARGS ?=
+UV := $(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt
+RANKS ?= 2
+
+.PHONY: help setup train test lint format docs bench clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(VENV)/.phalanx ## make .venv and install phalanx in it
+
+$(VENV)/.torch: constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "phalanx needs Python 3.11 or newer: make PYTHON=python3.12 ..."; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@# torch first and with pip: other packages must not bring another build of it.
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt $(TORCH_ARGS) torch
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt uv
+	@touch $@
+
+$(VENV)/.phalanx: $(VENV)/.torch pyproject.toml constraints.txt
+	$(UV) --editable .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.phalanx
+	$(UV) --editable '.[dev]'
+	@touch $@
+
+$(VENV)/.bench: $(VENV)/.dev
+	$(UV) --editable '.[bench]'
+	@touch $@
+
+train: $(VENV)/.phalanx ## train a conv net on the embedded digits, on RANKS ranks (default 2)
+	$(BIN)/phalanx train digits --num-workers $(RANKS)
+
+test: $(VENV)/.dev ## run the whole suite
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.dev ## ruff, mypy and codespell
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/codespell
+
+format: $(VENV)/.dev ## format the code
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs: $(VENV)/.dev ## build the documentation into site/, warnings are errors
+	$(BIN)/mkdocs build --strict
+
+bench: $(VENV)/.bench ## measure against the rivals (on an otherwise idle machine)
+	$(BIN)/python benchmarks/startup.py
+	$(BIN)/python benchmarks/step_overhead.py
+
+clean: ## remove the environment and everything generated
+	rm -rf $(VENV) site build *.egg-info runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,167 @@
+"""What the loop trains equals plain PyTorch: bit for bit where the order of additions is the same."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+
+from phalanx.config import DistributedConfig
+from phalanx.loop.task import TrainTask
+from phalanx.trainers.job import Job, run_job
+
+
+def make_model(dropout: float = 0.0) -> nn.Module:
+    torch.manual_seed(7)
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Dropout(dropout), nn.Linear(16, 3)).double()
+
+
+def make_data(samples: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(samples, 6, generator=generator, dtype=torch.float64)
+    return TensorDataset(x, (x.sum(1) > 0).long() + (x[:, 0] > 1).long())
+
+
+def train(folder: str, *, samples: int, shuffle: bool = False, dropout: float = 0.0, **settings) -> dict:
+    """Train a small model on this rank and return its weights."""
+    model = make_model(dropout)
+    config = DistributedConfig(device="cpu", progress=False, optimizer="sgd", momentum=0.9, **settings)
+    task = TrainTask(model, DataLoader(make_data(samples), shuffle=shuffle), loss_fn=nn.CrossEntropyLoss())
+    run_job(Job("fit", task, config, Path(folder)), in_place=True)
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def train_with_torch_ddp(samples: int, batch_size: int, epochs: int) -> dict:
+    """The loop that a PyTorch tutorial would write, over the same samples in the same order."""
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    model = make_model()
+    wrapped = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, fused=True)
+    data = make_data(samples)
+    for _ in range(epochs):
+        for start in range(0, samples, batch_size * world):
+            x, y = data[start + rank * batch_size : start + (rank + 1) * batch_size]
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(wrapped(x), y).backward()
+            optimizer.step()
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    del wrapped
+    return state
+
+
+def assert_same(ours: dict, theirs: dict, *, tolerance: float = 0.0) -> None:
+    for name, value in theirs.items():
+        difference = (ours[name] - value).abs().max().item()
+        assert difference <= tolerance, f"{name} differs by {difference}"
+
+
+def test_equal_to_torch_ddp_bit_for_bit(ranks, tmp_path):
+    ours = ranks(lambda: train(str(tmp_path), samples=48, batch_size=4, epochs=3), world_size=2)
+    theirs = ranks(lambda: train_with_torch_ddp(48, 4, 3), world_size=2)
+    assert_same(ours[0], theirs[0])
+    assert_same(ours[0], ours[1])
+
+
+@pytest.mark.parametrize("samples", [64, 50, 67])
+@pytest.mark.parametrize(
+    ("world_size", "batch_size", "accumulation"), [(2, 8, 1), (2, 4, 2), (4, 4, 1), (4, 2, 2), (1, 4, 4)]
+)
+def test_every_split_of_a_global_batch_trains_the_same(ranks, tmp_path, samples, world_size, batch_size, accumulation):
+    """64 divides evenly; 50 leaves a ragged last batch; 67 leaves three samples for up to four ranks."""
+
+    def split() -> dict:
+        return train(
+            str(tmp_path / "split"),
+            samples=samples,
+            batch_size=batch_size,
+            gradient_accumulation_steps=accumulation,
+            gradient_clipping=0.5,
+            epochs=2,
+            shuffle=True,
+        )
+
+    def whole() -> dict:
+        return train(
+            str(tmp_path / "whole"), samples=samples, batch_size=16, gradient_clipping=0.5, epochs=2, shuffle=True
+        )
+
+    expected = ranks(whole, world_size=1)[0]
+    for state in ranks(split, world_size=world_size):
+        assert_same(state, expected, tolerance=1e-12)
+
+
+def test_weighting_by_tokens_equals_the_whole_batch(ranks, tmp_path):
+    """With ignored labels spread unevenly, only weighting by tokens gives the gradient of the whole batch."""
+
+    def run(batch_size: int, accumulation: int, weighting: str, folder: str) -> dict:
+        generator = torch.Generator().manual_seed(3)
+        tokens = torch.randint(0, 11, (24, 5), generator=generator)
+        labels = tokens.roll(-1, 1).clone()
+        labels[torch.rand(24, 5, generator=generator) < torch.linspace(0, 0.9, 24)[:, None]] = -100
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 11)).double()
+        config = DistributedConfig(
+            device="cpu",
+            progress=False,
+            optimizer="sgd",
+            learning_rate=0.1,
+            batch_size=batch_size,
+            gradient_accumulation_steps=accumulation,
+            loss_weighting=weighting,
+        )
+        task = TrainTask(model, DataLoader(TensorDataset(tokens, labels)))
+        run_job(Job("fit", task, config, Path(folder)), in_place=True)
+        return copy.deepcopy(model.state_dict())
+
+    whole = ranks(run, 12, 1, "samples", str(tmp_path / "a"), world_size=1)[0]
+    split = ranks(run, 3, 2, "tokens", str(tmp_path / "b"), world_size=2)[0]
+    assert_same(split, whole, tolerance=1e-12)
+    naive = ranks(run, 3, 2, "samples", str(tmp_path / "c"), world_size=2)[0]
+    assert max((naive[name] - whole[name]).abs().max().item() for name in whole) > 1e-4
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_stop_and_resume_gives_the_same_bits(ranks, tmp_path, world_size):
+    """Interrupted in the middle of the second epoch, with dropout, shuffling and an adaptive optimizer."""
+    common = {"samples": 40, "batch_size": 4, "epochs": 3, "shuffle": True, "dropout": 0.3}
+    steps = 40 // (4 * world_size)
+    stop = steps + steps // 2
+
+    def uninterrupted() -> dict:
+        return train(str(tmp_path / "whole"), checkpoint_dir=str(tmp_path / "unused"), **common)
+
+    def interrupted() -> dict:
+        return train(
+            str(tmp_path / "part"), checkpoint_dir=str(tmp_path / "ckpt"), **{**common, "epochs": None}, max_steps=stop
+        )
+
+    def resumed() -> dict:
+        return train(
+            str(tmp_path / "rest"), checkpoint_dir=str(tmp_path / "ckpt"), resume_from_checkpoint=True, **common
+        )
+
+    expected = ranks(uninterrupted, world_size=world_size)
+    half = ranks(interrupted, world_size=world_size)
+    assert any(not torch.equal(half[0][name], expected[0][name]) for name in half[0])
+    for ours, theirs in zip(ranks(resumed, world_size=world_size), expected, strict=True):
+        assert_same(ours, theirs)
+
+
+def test_resume_at_another_number_of_ranks_sees_the_same_samples(ranks, tmp_path):
+    """Saved mid-epoch by two ranks, continued by one with the same global batch: equal to rounding."""
+
+    def run(folder: str, **settings) -> dict:
+        return train(str(tmp_path / folder), samples=48, shuffle=True, **settings)
+
+    whole = ranks(lambda: run("whole", batch_size=8, epochs=2), world_size=1)[0]
+    ranks(lambda: run("a", batch_size=4, max_steps=9, checkpoint_dir=str(tmp_path / "ckpt")), world_size=2)
+    rest = ranks(
+        lambda: run("b", batch_size=8, epochs=2, checkpoint_dir=str(tmp_path / "ckpt"), resume_from_checkpoint=True),
+        world_size=1,
+    )[0]
+    assert_same(rest, whole, tolerance=1e-12)

@@ -1,0 +1,63 @@
+"""The surface: every field is an argument, a flag and a key; names in the config exist in the registries."""
+
+from __future__ import annotations
+
+import pytest
+
+from phalanx.cli import VERBS
+from phalanx.cli.flags import FlagParser, add_config_flags
+from phalanx.config import BACKENDS, FIELDS
+from phalanx.config.groups import STRATEGIES as STRATEGY_NAMES
+from phalanx.recipes import load_recipe, recipe_names
+
+PROMISED = """num_gpus num_nodes gpus_per_node num_workers device backend strategy batch_size epochs max_steps learning_rate
+optimizer weight_decay lr_schedule warmup lr_scaling base_batch_size seed mixed_precision scaler_init_scale
+scaler_growth_interval gradient_accumulation_steps gradient_clipping compile activation_checkpointing
+communication_backend find_unused_parameters bucket_cap_mb timeout checkpoint_dir checkpoint_frequency keep_last
+resume_from_checkpoint tensorboard tensorboard_dir mlflow_tracking log_every_n_steps max_restarts""".split()
+
+
+def test_promised_settings_exist():
+    assert set(PROMISED) <= set(FIELDS)
+
+
+def test_every_field_has_a_help_text_and_a_flag():
+    parser = FlagParser(prog="x")
+    add_config_flags(parser)
+    flags = {flag for action in parser._actions for flag in action.option_strings}
+    for name, field in FIELDS.items():
+        assert field.metadata["help"]
+        assert f"--{name.replace('_', '-')}" in flags
+
+
+def test_strategy_names_match_the_registry():
+    from phalanx.strategies.registry import STRATEGIES
+
+    assert set(STRATEGY_NAMES) - {"auto"} == set(STRATEGIES)
+    assert {strategy for _, strategy in BACKENDS.values()} <= set(STRATEGIES)
+
+
+def test_the_strategy_protocol_stays_small():
+    from phalanx.strategies.base import Strategy
+
+    methods = [name for name, value in vars(Strategy).items() if callable(value) and not name.startswith("_")]
+    assert len(methods) <= 8, methods
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_has_help(verb, capsys):
+    from phalanx.cli import main
+
+    with pytest.raises(SystemExit) as left:
+        raise SystemExit(main([verb, "--help"]))
+    assert left.value.code == 0
+    assert "usage" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_recipes_are_valid(name):
+    from phalanx.config import DistributedConfig
+
+    recipe = load_recipe(name)
+    DistributedConfig(**recipe.settings)
+    assert recipe.summary

@@ -1,0 +1,46 @@
+"""The hash of a file is the same however its bytes arrive, and changes with every bit."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from phalanx.checkpoint import hashing
+from phalanx.checkpoint.hashing import TreeHash, hash_file, hashing_threads
+
+
+@pytest.fixture(autouse=True)
+def small_leaves(monkeypatch):
+    monkeypatch.setattr(hashing, "LEAF_BYTES", 1000)
+    monkeypatch.setattr(hashing, "_THREADED_BYTES", 100)
+
+
+def hash_in_pieces(data: bytes, sizes: list[int]) -> str:
+    with hashing_threads() as threads:
+        tree = TreeHash(threads)
+        view = memoryview(data)
+        start = 0
+        for size in [*sizes, len(data)]:
+            for part in tree.begin(view[start : start + size]):
+                part.result()
+            start += size
+        return tree.hexdigest()
+
+
+@pytest.mark.parametrize("length", [0, 1, 999, 1000, 1001, 2000, 5432])
+def test_pieces_do_not_matter(tmp_path, length):
+    data = random.Random(length).randbytes(length)
+    (tmp_path / "file").write_bytes(data)
+    whole = hash_file(tmp_path / "file")
+    for sizes in ([], [1, 50, 1000, 3], [2500, 10], [999, 1, 1000]):
+        assert hash_in_pieces(data, sizes) == whole
+
+
+def test_every_change_shows(tmp_path):
+    data = random.Random(0).randbytes(3500)
+    changed = bytearray(data)
+    changed[1700] ^= 1
+    swapped = data[1000:2000] + data[:1000] + data[2000:]
+    variants = [data, bytes(changed), data[:-1], data + b"\0", swapped, b""]
+    assert len({hash_in_pieces(variant, []) for variant in variants}) == len(variants)

@@ -1,0 +1,124 @@
+"""Configuration: one door for arguments, flags, TOML and environment; every mistake told at once."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from phalanx import DistributedConfig
+from phalanx.cli import main
+from phalanx.config import FIELDS, read_toml, resolve, write_toml
+from phalanx.errors import ConfigError, UsageError
+
+
+def test_defaults_are_valid_and_frozen():
+    config = DistributedConfig()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.epochs = 3
+
+
+def test_all_mistakes_are_reported_together_with_the_nearest_name():
+    with pytest.raises(ConfigError) as caught:
+        DistributedConfig(num_gpu=8, epochs=0, strategy="dpd", mixed_precision="bf17", batch_size="many")
+    assert len(caught.value.problems) == 5
+    text = str(caught.value)
+    for expected in ("'num_gpus'", "epochs = 0: must be 1 or more", "'ddp'", "'bf16'", "batch_size = 'many'"):
+        assert expected in text
+
+
+@pytest.mark.parametrize("ranks", [0, -1])
+@pytest.mark.parametrize("name", ["num_workers", "num_gpus", "gpus_per_node", "num_nodes"])
+def test_no_ranks_are_refused(name, ranks):
+    with pytest.raises(ConfigError, match=f"{name} = {ranks}: must be 1 or more"):
+        DistributedConfig(**{name: ranks})
+
+
+def test_rank_arithmetic_is_checked():
+    assert DistributedConfig(num_gpus=8, num_nodes=2, gpus_per_node=4).total_ranks == 8
+    assert DistributedConfig(num_nodes=4, gpus_per_node=8).total_ranks == 32
+    with pytest.raises(ConfigError, match=r"2 x 3 = 6"):
+        DistributedConfig(num_gpus=8, num_nodes=2, gpus_per_node=3)
+    with pytest.raises(ConfigError, match="evenly"):
+        DistributedConfig(num_workers=5, num_nodes=2)
+    with pytest.raises(ConfigError, match="name the same thing"):
+        DistributedConfig(num_workers=2, num_gpus=3)
+    with pytest.raises(ConfigError, match="below num_nodes"):
+        DistributedConfig(num_nodes=2, node_rank=2)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"), [(10, (10, "epochs")), ("500 steps", (500, "steps")), ("2epochs", (2, "epochs")), (None, None)]
+)
+def test_checkpoint_frequency_in_epochs_or_steps(given, expected):
+    assert DistributedConfig(checkpoint_frequency=given).checkpoint_every == expected
+
+
+@pytest.mark.parametrize("given", ["often", 0, "0 steps", "-3"])
+def test_bad_checkpoint_frequency(given):
+    with pytest.raises(ConfigError, match="checkpoint_frequency"):
+        DistributedConfig(checkpoint_frequency=given)
+
+
+def test_booleans_are_no_numbers():
+    with pytest.raises(ConfigError, match="epochs = True"):
+        DistributedConfig(epochs=True)
+
+
+def test_later_sources_win_and_are_named(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text('epochs = 3\nbatch_size = 8\n[optimization]\nmixed-precision = "bf16"\n')
+    environment = {"PHALANX_BATCH_SIZE": "16", "PHALANX_DEVICE": "cpu", "PHALANX_LOG_DIR": "elsewhere"}
+    resolved = resolve(
+        {"seed": 5}, given_as="flag", file=file, environ=environment, recipe={"epochs": 9, "seed": 1}, recipe_name="r"
+    )
+    config, origins = resolved.config, resolved.origins
+    assert (config.epochs, config.batch_size, config.seed, config.mixed_precision) == (3, 16, 5, "bf16")
+    assert origins["epochs"] == f"file {file}"
+    assert origins["batch_size"] == "environment PHALANX_BATCH_SIZE"
+    assert origins["seed"] == "flag"
+    assert origins["timeout"] == "default"
+
+
+def test_three_mistakes_in_a_file_are_all_reported(tmp_path, capsys):
+    file = tmp_path / "run.toml"
+    file.write_text('epochs = -2\nbatchsize = 4\ndevice = "gpu"\n')
+    assert main(["train", "digits", "--config", str(file)]) == 2
+    shown = capsys.readouterr().err
+    assert "3 mistakes" in shown
+    assert "epochs = -2" in shown
+    assert "Did you mean 'batch_size'?" in shown
+    assert "device = 'gpu'" in shown
+    assert str(file) in shown
+
+
+@pytest.mark.parametrize(("text", "match"), [("epochs = ", "not valid TOML"), (None, "no such config file")])
+def test_unreadable_files(tmp_path, text, match):
+    file = tmp_path / "run.toml"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(UsageError, match=match):
+        read_toml(file)
+
+
+def test_written_toml_reads_back_equal(tmp_path):
+    config = DistributedConfig(epochs=3, name='a "quoted" \\ name', keep_last=None, checkpoint_frequency="5 steps")
+    file = tmp_path / "config.toml"
+    file.write_text(write_toml(config))
+    assert resolve({}, file=file, environ={}).config == config
+
+
+def test_config_show_names_origins(capsys, monkeypatch):
+    monkeypatch.setenv("PHALANX_SEED", "3")
+    assert main(["config", "show", "digits", "--gradient-accumulation-steps", "4", "--no-tensorboard"]) == 0
+    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line.startswith("  ")}
+    assert set(FIELDS) == set(lines)
+    assert lines["gradient_accumulation_steps"].split() == ["gradient_accumulation_steps", "4", "flag"]
+    assert lines["seed"].endswith("environment PHALANX_SEED")
+    assert lines["epochs"].endswith("recipe digits")
+    assert "False" in lines["tensorboard"]
+
+
+def test_replace_checks_again():
+    with pytest.raises(ConfigError, match="unknown setting 'epoch'"):
+        DistributedConfig().replace(epoch=2)

@@ -1,0 +1,185 @@
+"""The parts of the launcher that need no process: specs, blame, words, policy, stacks, counters, output."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from ranks import RecordingConsole
+
+from phalanx.errors import UsageError
+from phalanx.launch import CallTarget, Failure, LaunchSpec, ModuleTarget, ScriptTarget
+from phalanx.launch.blame import RankExit, find_guilty
+from phalanx.launch.environment import threads_per_rank
+from phalanx.launch.gpus import _count_visible, count_gpus
+from phalanx.launch.memory import oom_kills
+from phalanx.launch.nodes import order_nodes
+from phalanx.launch.output import OutputPump, log_path, open_log
+from phalanx.launch.policy import Outcome, Restart, Stop, decide
+from phalanx.launch.report import explain
+from phalanx.launch.spec import split_endpoint
+from phalanx.launch.stacks import whereabouts
+from phalanx.launch.start_watch import NOTICE_SECONDS, StartWatch
+
+
+def _spec(tmp_path, **fields):
+    return LaunchSpec(**{"target": ScriptTarget("train.py"), "ranks_per_node": 2, "log_dir": tmp_path, **fields})
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"ranks_per_node": 0}, "ranks_per_node is 0"),
+        ({"num_nodes": 0}, "num_nodes is 0"),
+        ({"max_restarts": -1}, "max_restarts is -1"),
+        ({"console_ranks": "1"}, "console_ranks is '1'"),
+        ({"num_nodes": 2}, "need a place to meet"),
+        ({"num_nodes": 2, "node_rank": 2, "rdzv_endpoint": "a:1"}, "node_rank is 2, but there are 2 nodes"),
+        ({"num_nodes": 2, "rdzv_endpoint": "a:port"}, "'a:port' is no host:port"),
+    ],
+)
+def test_a_bad_spec_is_refused_at_once(tmp_path, fields, words):
+    with pytest.raises(UsageError, match=words):
+        _spec(tmp_path, **fields)
+
+
+def test_targets_are_checked_before_anything_starts(tmp_path):
+    for target in (ScriptTarget(tmp_path), ModuleTarget("a/b.py"), CallTarget("no_colon")):
+        with pytest.raises(UsageError):
+            target.check()
+
+
+def test_endpoints():
+    assert split_endpoint("node0:123") == ("node0", 123)
+    assert split_endpoint("node0") == ("node0", 29400)
+    assert split_endpoint("[::1]:5") == ("::1", 5)
+
+
+def test_labels_and_threads(tmp_path):
+    spec = _spec(tmp_path, labels=("r0 dp0", "r1 dp1"))
+    assert [spec.label(rank) for rank in range(3)] == ["r0 dp0", "r1 dp1", "r2"]
+    assert threads_per_rank(spec, {"OMP_NUM_THREADS": "3"}) == 3
+    assert threads_per_rank(spec, {}) == max(1, len(os.sched_getaffinity(0)) // 2)
+    assert threads_per_rank(_spec(tmp_path, threads_per_rank=5), {"OMP_NUM_THREADS": "3"}) == 5
+
+
+def _exit(rank, when, message=None, code=1, tail=()):
+    record = None if message is None else {"time": when, "message": message}
+    return RankExit(rank, code, when, record, tuple(tail))
+
+
+def test_the_earliest_real_cause_is_guilty():
+    lost = _exit(0, 1.0, "[gloo/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:3")
+    reset = _exit(3, 0.5, "recv: Connection reset by peer")
+    aborted = _exit(4, 0.4, code=-6, tail=["Watchdog caught collective operation timeout"])
+    cause, later = _exit(1, 2.0, "bad batch"), _exit(2, 3.0, "also bad")
+    assert find_guilty([lost, later, cause, reset, aborted]) is cause
+    assert find_guilty([lost, reset]) is reset
+
+
+@pytest.mark.parametrize(
+    ("outcome", "attempt", "decision"),
+    [
+        (Outcome(0), 0, Stop),
+        (Outcome(1, Failure(cause="x", exit_code=1)), 0, Restart),
+        (Outcome(1, Failure(cause="x", exit_code=1)), 2, Stop),
+        (Outcome(2, Failure(cause="x", exit_code=2)), 0, Stop),
+        (Outcome(75), 0, Stop),
+        (Outcome(130, interrupted=True), 0, Stop),
+    ],
+)
+def test_policy(outcome, attempt, decision):
+    assert isinstance(decide(outcome, attempt=attempt, max_restarts=2), decision)
+
+
+def test_memory_is_blamed_only_on_evidence(tmp_path):
+    def words(killed_for_memory):
+        ended = RankExit(1, -9, 0.0, None, ())
+        return explain(
+            ended, label="r1", host="a", step=4, killed_for_memory=killed_for_memory, log=tmp_path / "rank-1.log"
+        )
+
+    assert words(True).cause == "was killed by the kernel because memory ran out (SIGKILL)"
+    assert "or memory ran out" in words(False).cause
+    assert str(words(True)).startswith("rank 1 on a at step 4 was killed by the kernel")
+    assert words(True).exit_code == 137
+
+
+def test_a_failure_survives_the_way_to_another_node():
+    failure = Failure(cause="raised X", exit_code=1, rank=3, label="r3 dp1", host="a", details=("one", "two"))
+    assert Failure.from_message(failure.to_message()) == failure
+    assert str(failure).splitlines()[0] == "rank 3 [r3 dp1] on a raised X"
+
+
+def test_oom_counters_of_both_cgroup_versions(tmp_path):
+    proc, cgroups = tmp_path / "proc", tmp_path / "cgroup"
+    (proc / "self").mkdir(parents=True)
+    (proc / "vmstat").write_text("nr_free 3\noom_kill 2\n")
+    (proc / "self" / "cgroup").write_text("4:memory:/job\n0::/slice\n")
+    for folder, name in (("memory/job", "memory.oom_control"), ("slice", "memory.events")):
+        (cgroups / folder).mkdir(parents=True)
+        (cgroups / folder / name).write_text("oom 9\noom_kill 5\n")
+    assert oom_kills(proc, cgroups) == 12
+    assert oom_kills(tmp_path / "none", tmp_path / "none") == 0
+
+
+def test_whereabouts_prefer_the_users_line(tmp_path):
+    path = tmp_path / "stack"
+    library = os.__file__
+    path.write_text(
+        'Thread 0x1 (most recent call first):\n  File "/x/other.py", line 1 in worker\n\n'
+        f'Current thread 0x2 (most recent call first):\n  File "{library}", line 9 in read\n'
+        '  File "/home/me/train.py", line 12 in main\n  File "/home/me/train.py", line 20 in <module>\n'
+    )
+    assert whereabouts(path) == "at train.py:12 in main (in read, os.py:9)"
+    assert "did not answer" in whereabouts(tmp_path / "none")
+
+
+def test_node_order_fills_the_gaps():
+    assert order_nodes([None, 0, None], ["a", "b", "c"]) == [1, 0, 2]
+    with pytest.raises(UsageError, match="two nodes say they are node 1: 'a' and 'b'"):
+        order_nodes([1, 1], ["a", "b"])
+
+
+def test_visible_gpus_are_counted_as_cuda_counts_them(monkeypatch):
+    assert [_count_visible(text, 4) for text in ("", "0,1", "2,-1,3", "0,9,1", "1,1", "GPU-a,GPU-b")] == [
+        0,
+        2,
+        1,
+        1,
+        1,
+        2,
+    ]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert count_gpus() == 0
+
+
+def test_output_goes_whole_to_the_log_and_in_lines_to_the_console(tmp_path):
+    console = RecordingConsole()
+    pump = OutputPump(3, "r3", open_log(tmp_path, 3), console)
+    for chunk in (b"one\ntw", b"o\r\n10%\r", b"20%\r", b"last"):
+        os.write(pump.write_end, chunk)
+        assert pump.pump()
+    pump.close_write_end()
+    pump.close()
+    assert console.lines == [(3, "one"), (3, "two"), (3, "10%\r"), (3, "20%\r"), (3, "last")]
+    assert log_path(tmp_path, 3).read_bytes() == b"one\ntwo\r\n10%\r20%\rlast"
+
+
+def test_the_start_watch_names_who_is_missing(tmp_path):
+    watch = StartWatch(_spec(tmp_path, join_timeout=5.0), (0, 1, 2), 3, started=100.0)
+    assert watch.next_deadline() == 100.0 + NOTICE_SECONDS
+    watch.take_event({"event": "joining", "rank": 0}, 110.0)
+    watch.take_event({"event": "joining", "rank": 2}, 111.0)
+    assert watch.next_deadline() == 115.0
+    assert watch.find_hang(114.9) is None
+    assert watch.find_hang(115.0).missing == (1,)
+    for rank in (0, 2):
+        watch.take_event({"event": "joined", "rank": rank}, 116.0)
+    assert watch.find_hang(200.0) is None
+
+
+def test_the_slow_start_is_noticed_once(tmp_path):
+    watch = StartWatch(_spec(tmp_path), (0, 1), 2, started=0.0)
+    assert not watch.wants_notice(NOTICE_SECONDS - 1)
+    assert [watch.wants_notice(NOTICE_SECONDS), watch.wants_notice(NOTICE_SECONDS + 1)] == [True, False]

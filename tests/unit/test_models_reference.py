@@ -1,0 +1,139 @@
+"""The reference models: shapes, sizes, causality, and that they learn."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from phalanx.data.registry import load
+from phalanx.errors import ModelError, UsageError
+from phalanx.models.gpt import GPT, GPTConfig, gpt
+from phalanx.models.registry import build, names
+
+
+def test_names_are_listed_without_torch():
+    code = "import sys; from phalanx.models import names; names(); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    assert names() == ["convnet", "gpt", "mlp"]
+
+
+def test_mistakes_get_the_nearest_name():
+    with pytest.raises(UsageError, match="Did you mean 'convnet'"):
+        build("convnett")
+    with pytest.raises(UsageError, match="Did you mean 'hidden'"):
+        build("mlp", hiden=3)
+    with pytest.raises(UsageError, match="Did you mean 'debug'"):
+        build("gpt", preset="debgu")
+    with pytest.raises(UsageError, match="Did you mean 'layers'"):
+        build("gpt", layer=3)
+    with pytest.raises(ModelError, match="cannot be split"):
+        GPTConfig(width=10, heads=3)
+    with pytest.raises(ModelError, match="halved twice"):
+        build("convnet", image_size=3)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "shape"),
+    [
+        ("mlp", {}, (1, 8, 8)),
+        ("mlp", {"in_features": 6, "hidden": (5, 4), "out_features": 10}, (6,)),
+        ("convnet", {}, (1, 8, 8)),
+        ("convnet", {"image_size": 28, "dropout": 0.1}, (1, 28, 28)),
+        ("convnet", {"image_size": 32, "channels": 3, "width": 8}, (3, 32, 32)),
+    ],
+)
+def test_classifiers_score_ten_classes(name, options, shape):
+    assert build(name, **options)(torch.zeros(2, *shape)).shape == (2, 10)
+
+
+@pytest.mark.parametrize("name", ["mlp", "convnet"])
+def test_classifiers_learn_the_digits(name):
+    torch.manual_seed(0)
+    model = build(name)
+    (images, labels), (unseen, truth) = load("digits").tensors, load("digits", "val").tensors
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for start in range(0, 30 * 64, 64):
+        part = torch.arange(start, start + 64) % len(images)
+        F.cross_entropy(model(images[part]), labels[part]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert (model(unseen).argmax(1) == truth).float().mean() > 0.75
+
+
+def test_gpt_sizes():
+    with torch.device("meta"):
+        sizes = {preset: gpt(preset).num_parameters() for preset in ("debug", "small", "gpt2")}
+        untied = gpt("gpt2", tie_weights=False)
+    assert sizes["gpt2"] == 124_439_808
+    assert 100_000 < sizes["debug"] < 130_000
+    assert 10_000_000 < sizes["small"] < 12_000_000
+    assert untied.num_parameters() == sizes["gpt2"] + 50257 * 768
+    assert untied.num_parameters(embeddings=False) == sizes["gpt2"] - 1024 * 768
+    assert untied.flops_per_token() == 6 * untied.num_parameters(embeddings=False) + 12 * 12 * 768 * 1024
+
+
+def test_gpt_starts_near_the_uniform_guess_and_learns():
+    torch.manual_seed(0)
+    model = gpt("debug", dropout=0.1)
+    tokens = torch.randint(256, (4, 33))
+    first = model(tokens[:, :-1], tokens[:, 1:])
+    assert first.loss.item() == pytest.approx(math.log(256), rel=0.05)
+    assert first.logits.shape == (4, 32, 256)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(20):
+        optimizer.zero_grad()
+        loss = model(tokens[:, :-1], tokens[:, 1:]).loss
+        loss.backward()
+        optimizer.step()
+    assert loss.item() < first.loss.item() - 1
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_gpt_sees_no_future_and_ignores_masked_targets():
+    model = gpt("debug").eval()
+    tokens = torch.randint(256, (1, 16))
+    changed = tokens.clone()
+    changed[0, 10] = (changed[0, 10] + 1) % 256
+    before, after = model(tokens), model(changed)
+    torch.testing.assert_close(before[:, :10], after[:, :10])
+    assert not torch.allclose(before[:, 10], after[:, 10])
+    targets = tokens.clone()
+    targets[0, 5:] = -100
+    torch.testing.assert_close(model(tokens, targets).loss, F.cross_entropy(before[0, :5], tokens[0, :5]))
+    with pytest.raises(ModelError, match="longer than block_size=64"):
+        model(torch.zeros(1, 65, dtype=torch.int64))
+
+
+def test_gpt_generates():
+    torch.manual_seed(0)
+    model = gpt("debug")
+    start = torch.randint(256, (2, 3))
+    greedy = model.generate(start, 70, temperature=0)
+    assert greedy.shape == (2, 73)
+    assert torch.equal(greedy[:, :3], start)
+    assert torch.equal(model.generate(start, 70, top_k=1), greedy)
+    seeded = [model.generate(start, 8, generator=torch.Generator().manual_seed(1)) for _ in range(2)]
+    assert torch.equal(*seeded)
+    assert model.training
+
+
+def test_gpt_from_the_meta_device_gets_its_weights():
+    with torch.device("meta"):
+        model = GPT(GPTConfig())
+    model.to_empty(device="cpu")
+    torch.manual_seed(3)
+    model.init_weights()
+    torch.manual_seed(3)
+    reference = GPT(GPTConfig())
+    torch.manual_seed(3)
+    reference.init_weights()
+    assert model.head.weight is model.token_embedding.weight
+    assert all(torch.equal(*pair) for pair in zip(model.parameters(), reference.parameters(), strict=True))
+    spread = {name: parameter.std().item() for name, parameter in model.named_parameters()}
+    assert spread["blocks.0.expand.weight"] == pytest.approx(0.02, rel=0.1)
+    assert spread["blocks.0.project.weight"] == pytest.approx(0.01, rel=0.1)

@@ -1,0 +1,133 @@
+"""What a rank knows: starters' variables, the mesh's arithmetic, the layout on a machine."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from phalanx.config import DistributedConfig
+from phalanx.errors import UsageError
+from phalanx.world.env import expand_hostlist, read_rank_env
+from phalanx.world.layout import plan_layout
+from phalanx.world.mesh import Mesh
+from phalanx.world.seed import rng_state, seed_everything, set_rng_state
+
+
+def test_nobody_started_us():
+    assert read_rank_env({}) is None
+
+
+def test_torchrun():
+    env = read_rank_env({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1"})
+    assert (env.rank, env.local_rank, env.node_rank, env.world_size) == (5, 1, 1, 8)
+
+
+def test_bad_variables_are_named():
+    with pytest.raises(UsageError, match="WORLD_SIZE is 'two'"):
+        read_rank_env({"RANK": "0", "WORLD_SIZE": "two"})
+    with pytest.raises(UsageError, match="RANK=2 of WORLD_SIZE=2"):
+        read_rank_env({"RANK": "2", "WORLD_SIZE": "2"})
+
+
+def slurm(**changes: str) -> dict[str, str]:
+    step = {
+        "SLURM_PROCID": "3",
+        "SLURM_NTASKS": "4",
+        "SLURM_LOCALID": "1",
+        "SLURM_NODEID": "1",
+        "SLURM_STEP_ID": "0",
+        "SLURM_SRUN_COMM_PORT": "40000",
+        "SLURM_STEP_NODELIST": "gpu[07-08]",
+        "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+        "SLURM_JOB_ID": "1234",
+    }
+    return {**step, **changes}
+
+
+def test_srun():
+    env = read_rank_env(slurm())
+    assert (env.rank, env.local_rank, env.node_rank, env.local_world_size) == (3, 1, 1, 2)
+    assert env.master_addr == "gpu07"
+    assert env.started_by == "srun"
+    assert env.master_port == read_rank_env(slurm(SLURM_PROCID="0")).master_port
+    assert env.master_port != read_rank_env(slurm(SLURM_JOB_ID="1235")).master_port
+
+
+def test_a_batch_script_is_no_rank():
+    batch = {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "1", "SLURM_LOCALID": "0"}
+    assert read_rank_env(batch) is None
+
+
+def test_mpirun_on_one_host_and_on_several():
+    one = {
+        "OMPI_COMM_WORLD_RANK": "1",
+        "OMPI_COMM_WORLD_SIZE": "2",
+        "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    }
+    assert read_rank_env(one).master_addr == "127.0.0.1"
+    several = {**one, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}
+    with pytest.raises(UsageError, match="MASTER_ADDR"):
+        read_rank_env(several)
+    assert read_rank_env({**several, "MASTER_ADDR": "head"}).master_addr == "head"
+
+
+def test_torchrun_wins_inside_slurm():
+    assert read_rank_env({**slurm(), "RANK": "0", "WORLD_SIZE": "2"}).started_by == "torchrun"
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("node1", ["node1"]),
+        ("gpu[01-03,7],login", ["gpu01", "gpu02", "gpu03", "gpu7", "login"]),
+        ("r[1-2]n[1-2]", ["r1n1", "r1n2", "r2n1", "r2n2"]),
+        ("a,b-[09-10]-x", ["a", "b-09-x", "b-10-x"]),
+    ],
+)
+def test_slurm_host_lists(text, hosts):
+    assert expand_hostlist(text) == hosts
+
+
+def test_mesh_places_and_labels():
+    mesh = Mesh(pp=2, dp_replicate=1, dp_shard=2, tp=2)
+    assert mesh.world_size == 8
+    assert [mesh.place(5)[axis] for axis in ("pp", "dp_shard", "tp")] == [1, 0, 1]
+    assert mesh.label(5) == "r5 pp1 dp0 tp1"
+    assert Mesh(dp_replicate=4).label(3) == "r3 dp3"
+    assert Mesh().label(0) == "r0"
+    assert Mesh(dp_replicate=2, dp_shard=2).label(3) == "r3 dp_replicate1 dp_shard1"
+    assert sorted(mesh.dp_rank(rank) for rank in range(8)) == [0, 0, 0, 0, 1, 1, 1, 1]
+
+
+def test_layout_follows_the_machine():
+    assert plan_layout(DistributedConfig(), 4).world_size == 4
+    assert plan_layout(DistributedConfig(), 0).world_size == 1
+    assert plan_layout(DistributedConfig(num_gpus=4, device="cpu"), 0).device == "cpu"
+    assert plan_layout(DistributedConfig(num_workers=2), 0).labels == ("r0 dp0", "r1 dp1")
+    assert plan_layout(DistributedConfig(num_workers=2, device="cuda", communication_backend="gloo"), 1).world_size == 2
+
+
+@pytest.mark.parametrize(("gpus", "found"), [(0, "no GPU was found"), (2, "2 GPUs were found")])
+def test_more_gpus_than_there_are(gpus, found):
+    with pytest.raises(UsageError, match=found) as caught:
+        plan_layout(DistributedConfig(num_gpus=4), gpus)
+    assert "--device cpu" in caught.value.hint
+
+
+def test_rng_states_come_back():
+    seed_everything(3, rank=1)
+    state = rng_state()
+    drawn = (random.random(), np.random.rand(), torch.rand(2).tolist())
+    set_rng_state(state)
+    assert (random.random(), np.random.rand(), torch.rand(2).tolist()) == drawn
+
+
+def test_ranks_draw_different_numbers():
+    seed_everything(3, rank=0)
+    first = torch.rand(4)
+    seed_everything(3, rank=1)
+    assert not torch.equal(first, torch.rand(4))
