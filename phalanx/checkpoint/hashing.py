@@ -1,7 +1,8 @@
 """A hash that several cores compute together.
 
 One BLAKE2b reads about half a gigabyte a second, less than a disk writes. So a file is cut into leaves of 4 MiB, which
-are hashed side by side (hashlib releases the interpreter lock), and the file's hash is that of its leaves' hashes in order.
+are hashed side by side (hashlib releases the interpreter lock), and the file's hash is that of its leaves' hashes in
+order.
 """
 
 from __future__ import annotations

@@ -31,11 +31,22 @@ class FlagParser(argparse.ArgumentParser):
         known, unknown = self.parse_known_args(list(arguments))
         if unknown:
             flags = [flag for action in self._actions for flag in action.option_strings]
-            raise UsageError("\n  ".join(_unknown(word, flags) for word in unknown), hint=f"See {self.prog} --help")
+            told = [word for place, word in enumerate(unknown) if not _is_value_of_unknown(unknown, place)]
+            raise UsageError("\n  ".join(_unknown(word, flags) for word in told), hint=f"See {self.prog} --help")
         return known
 
 
-class _Help(argparse.HelpFormatter):
+def _is_value_of_unknown(words: Sequence[str], place: int) -> bool:
+    """Whether a word is only the value of an unknown flag before it, which is told already."""
+    return (
+        place > 0
+        and not words[place].startswith("-")
+        and words[place - 1].startswith("--")
+        and "=" not in words[place - 1]
+    )
+
+
+class _Help(argparse.RawDescriptionHelpFormatter):
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=34, width=110)
 
@@ -65,8 +76,11 @@ def _add_flag(section: argparse._ArgumentGroup, name: str) -> None:
     if "bool" not in members:
         section.add_argument(flag, dest=name, default=argparse.SUPPRESS, metavar=_metavar(field), help=text)
         return
-    optional = {"nargs": "?", "const": _BARE} if "str" in members else {"action": "store_const", "const": _BARE}
-    section.add_argument(flag, dest=name, default=argparse.SUPPRESS, help=text, **optional)  # type: ignore[arg-type]
+    if "str" in members:
+        bare: dict[str, Any] = {"nargs": "?", "const": _BARE, "metavar": _metavar(field)}
+    else:
+        bare = {"action": "store_const", "const": _BARE}
+    section.add_argument(flag, dest=name, default=argparse.SUPPRESS, help=text, **bare)
     section.add_argument(
         f"--no-{flag[2:]}",
         dest=name,
@@ -85,8 +99,9 @@ def _help_text(field: dataclasses.Field[Any]) -> str:
 def _metavar(field: dataclasses.Field[Any]) -> str:
     choices = field.metadata["choices"]
     if choices is not None:
-        return "|".join(str(choice) for choice in choices if choice is not None)
-    return {"int": "N", "float": "X", "str": "TEXT"}[kinds(field)[0]]
+        return "|".join(str(choice) for choice in choices if isinstance(choice, str))
+    words = {"int": "N", "float": "X", "str": "TEXT"}
+    return "|".join(words[kind] for kind in kinds(field) if kind in words)
 
 
 def given_settings(namespace: argparse.Namespace) -> dict[str, Any]:

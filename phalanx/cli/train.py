@@ -63,12 +63,12 @@ def _split(words: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _parser() -> FlagParser:
-    recipes = "\n".join(f"  {name}: {load_recipe(name).summary}" for name in recipe_names())
+    recipes = "\n".join(f"  {name:<10} {load_recipe(name).summary}" for name in recipe_names())
     parser = FlagParser(
         prog="phalanx train",
         usage="phalanx train <recipe> | --script FILE | -m MODULE [options] [-- the script's own arguments]",
         description="Train on N ranks.",
-        epilog=f"recipes: {', '.join(recipe_names())}. " + " ".join(recipes.split("\n")),
+        epilog=f"recipes:\n{recipes}",
     )
     parser.add_argument("recipe", nargs="?", help=f"a built-in recipe: {', '.join(recipe_names())}")
     parser.add_argument("--script", metavar="FILE", help="a Python script that runs under torchrun")

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 ENV_PREFIX = "PHALANX_"
+RANK_COUNTS = {"num_workers", "num_gpus", "gpus_per_node"}
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,8 @@ def resolve(
     origins = dict.fromkeys(FIELDS, "default")
     mistakes: list[str] = []
     for origin, layer in layers:
+        if layer.keys() & RANK_COUNTS:  # one source's number of ranks replaces another's, under whichever name
+            values = {name: value for name, value in values.items() if name not in RANK_COUNTS}
         for name, value in layer.items():
             if name not in FIELDS:
                 mistakes.append(f"{unknown_field(name)} ({origin})")

@@ -110,6 +110,9 @@ class Attempt:
         if message is None:
             assert self._meeting.line is not None
             self._selector.unregister(self._meeting.line)
+        elif message.get("attempt", self._number) != self._number:
+            # News of an attempt that this node has already given up.
+            return
         elif "place" in message:
             self._start(Place(**message["place"]))
         elif "remote_failure" in message:

@@ -69,7 +69,8 @@ class Meeting:
         self._line, far_end = wire.socket_pair()
         self.agent_key = key
         with far_end:
-            self._session.fork({"do": "agent", "key": key, **request}, [far_end.fileno(), *descriptors])
+            log = str(self._spec.log_dir.absolute() / "store.log")
+            self._session.fork({"do": "agent", "key": key, "log": log, **request}, [far_end.fileno(), *descriptors])
 
     def receive(self) -> wire.Message | None:
         """Return the agent's next message: "place", "remote_failure", "all_ended" or "error"; None when it is gone."""

@@ -168,10 +168,11 @@ class NodeGroup:
         assert self._board is not None
         if not self._said_failure and self._board.check([_FAILURE]):
             self._said_failure = True
-            return [{"remote_failure": json.loads(self._board.get(_FAILURE))}]
+            failure = json.loads(self._board.get(_FAILURE))
+            return [{"remote_failure": failure, "attempt": self._attempt}]
         if self._said_end and self._board.add(_ENDS, 0) >= self._num_nodes:
             self._said_end = False
-            return [{"all_ended": True}]
+            return [{"all_ended": True, "attempt": self._attempt}]
         return []
 
     def leave(self) -> None:

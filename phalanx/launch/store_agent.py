@@ -22,11 +22,20 @@ _POLL_SECONDS = 0.2
 def serve(request: wire.Message, descriptors: list[int]) -> NoReturn:
     """Be the store agent a supervisor asked for, until it closes its end."""
     line = socket.socket(fileno=descriptors[0])
+    _speak_to(request["log"])
     if request["num_nodes"] == 1:
         _serve_one_node(line, descriptors[1])
     else:
         _serve_nodes(line, request)
     os._exit(0)
+
+
+def _speak_to(path: str) -> None:
+    """Send torch's own words about lost connections to a file: they explain little and come at the worst time."""
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
 
 
 def _serve_one_node(line: socket.socket, listener: int) -> None:

@@ -119,6 +119,8 @@ class WarmProcess:
 
     def death(self) -> PhalanxError:
         """Explain, with its own last words, why the warm process is gone."""
+        if (code := self._process.poll()) is not None and code < 0:
+            return PhalanxError(f"the warm process that starts the ranks was killed (signal {-code}).")
         words = os.pread(self._words, 1 << 20, 0).decode(errors="replace").strip() if self._words >= 0 else ""
         tail = "\n  ".join(words.splitlines()[-12:])
         return PhalanxError(

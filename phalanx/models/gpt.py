@@ -98,12 +98,12 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.width, bias=config.bias)
         self.head = nn.Linear(config.width, config.vocab_size, bias=False)
-        if config.tie_weights:
-            self.head.weight = self.token_embedding.weight
         self.init_weights()
 
     def init_weights(self) -> None:
         """Draw the weights anew, also after a start on the meta device: N(0, 0.02), residual outputs narrower."""
+        if self.config.tie_weights and self.head.weight is not self.token_embedding.weight:
+            self.head.weight = self.token_embedding.weight  # here, because Module.to_empty parts the two
         residual = 0.02 / math.sqrt(2 * self.config.layers)
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear):
