@@ -17,7 +17,7 @@ from phalanx.errors import UsageError
 from phalanx.launch import CallTarget, ModuleTarget, ScriptTarget, count_gpus, launch, prestart
 from phalanx.recipes import Recipe, load_recipe, recipe_names
 from phalanx.trainers.folders import choose_run_dir, make_run_dir
-from phalanx.trainers.launching import launch_spec
+from phalanx.trainers.launching import launch_spec, raise_failure
 from phalanx.trainers.terminal import open_console
 from phalanx.world.env import read_rank_env
 from phalanx.world.layout import Layout, plan_layout
@@ -46,6 +46,8 @@ def run(arguments: Sequence[str]) -> int:
         recipe=recipe.settings if recipe else None,
         recipe_name=recipe.name if recipe else "",
     )
+    if recipe is not None and recipe.needs_data_dir and resolved.config.data_dir is None:
+        raise UsageError(f"the recipe '{recipe.name}' reads files of yours", hint="Say where: --data-dir path/to/them")
     target = _target(namespace, own)
     if target is not None:
         target.check()
@@ -117,9 +119,8 @@ def _launch(
             result = launch(spec, console)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    if result.failure is not None:
-        print(result.failure, file=sys.stderr)
-    return result.exit_code
+    raise_failure(result, run_dir / "logs")
+    return 0
 
 
 def _recipe_target(recipe: Recipe | None, config: DistributedConfig, run_dir: Path, folder: Path) -> CallTarget:

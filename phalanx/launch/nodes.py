@@ -177,9 +177,15 @@ class NodeGroup:
 
     def leave(self) -> None:
         """Leave the store's host last, so that the others still read what they need."""
+        from torch.distributed import DistNetworkError
+
         if self._board is None:
             return
-        left = self._board.add(_LEFT, 1)
+        try:
+            left = self._board.add(_LEFT, 1)
+        except (DistNetworkError, RuntimeError):
+            # Its host did not wait for us.
+            return
         deadline = time.monotonic() + _LEAVE_SECONDS
         while self._hosts_store and left < self._num_nodes and time.monotonic() < deadline:
             time.sleep(0.05)

@@ -53,14 +53,17 @@ def _serve_one_node(line: socket.socket, listener: int) -> None:
 def _serve_nodes(line: socket.socket, request: wire.Message) -> None:
     from phalanx.launch.nodes import NodeGroup
 
+    nodes = None
     try:
         nodes = NodeGroup(request)
         _follow(line, nodes)
-        nodes.leave()
     except PhalanxError as error:
         usage = isinstance(error, UsageError)
         wire.send(line, {"error": error.message, "hint": error.hint, "usage": usage})
+        line.settimeout(None)
         wire.receive(line)
+    if nodes is not None:
+        nodes.leave()
 
 
 def _follow(line: socket.socket, nodes: NodeGroup) -> None:

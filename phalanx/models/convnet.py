@@ -35,6 +35,14 @@ class ConvNet(nn.Module):
             nn.Dropout(dropout),
             nn.Linear(4 * width, classes),
         )
+        self.init_weights()
+
+    def init_weights(self) -> None:
+        """Draw the weights anew: He initialisation, without which plain SGD hardly moves a stack of this depth."""
+        for module in self.modules():
+            if isinstance(module, (nn.Conv2d, nn.Linear)):
+                nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
+                nn.init.zeros_(cast("Tensor", module.bias))
 
     def forward(self, images: Tensor) -> Tensor:
         """Return the class scores of images of shape [batch, channels, image_size, image_size]."""

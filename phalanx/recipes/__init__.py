@@ -21,6 +21,7 @@ class Recipe:
     data: dict[str, Any]
     model: dict[str, Any]
     settings: dict[str, Any] = field(default_factory=dict)
+    needs_data_dir: bool = False
 
 
 def recipe_names() -> list[str]:
@@ -34,4 +35,11 @@ def load_recipe(name: str) -> Recipe:
         hint = f"To run a script of your own: phalanx train --script {name}" if name.endswith(".py") else ""
         raise UsageError(unknown_name("recipe", name, recipe_names()), hint=hint)
     document = tomllib.loads((_FOLDER / f"{name}.toml").read_text(encoding="utf-8"))
-    return Recipe(name, document["summary"], document["data"], document["model"], document.get("settings", {}))
+    return Recipe(
+        name,
+        document["summary"],
+        document["data"],
+        document["model"],
+        document.get("settings", {}),
+        document.get("needs_data_dir", False),
+    )

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from phalanx import errors
 from phalanx.launch import CallTarget, LaunchSpec
+from phalanx.launch.record import read_record
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
     from phalanx.config import DistributedConfig
+    from phalanx.launch import LaunchResult
     from phalanx.launch.spec import Target
     from phalanx.world.layout import Layout
 
@@ -41,3 +44,21 @@ def launch_spec(
         start_timeout=start_timeout,
         threads_per_rank=config.threads_per_rank,
     )
+
+
+def raise_failure(result: LaunchResult, log_dir: Path) -> None:
+    """Turn how a launch ended into the exception that says so; a user's mistake found by a rank reads as one."""
+    if result.exit_code == 0:
+        return
+    if result.exit_code == errors.EXIT_INTERRUPTED:
+        raise KeyboardInterrupt
+    failure = result.failure
+    record = None if failure is None or failure.rank is None else read_record(log_dir, failure.rank)
+    kind = getattr(errors, record["type"], None) if record is not None else None
+    if record is not None and isinstance(kind, type) and issubclass(kind, errors.PhalanxError):
+        raise errors.rebuild(kind, record["message"], record["hint"])
+    if failure is not None:
+        raise errors.RankFailedError(str(failure), exit_code=result.exit_code)
+    if result.exit_code == errors.EXIT_PREEMPTED:
+        raise errors.PreemptedError("stopped at a step boundary", hint=f"The ranks' last words are in {log_dir}.")
+    raise errors.RankFailedError(f"the ranks ended with exit code {result.exit_code}", exit_code=result.exit_code)

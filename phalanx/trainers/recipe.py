@@ -27,5 +27,7 @@ def run_recipe(name: str, config: DistributedConfig, run_dir: Path | None) -> Jo
     options: dict[str, Any] = {**data, **({"root": config.data_dir} if config.data_dir is not None else {})}
     train, val = load(dataset, split="train", **options), load(dataset, split="val", **options)
     model = dict(recipe.model)
+    if recipe.needs_data_dir and hasattr(train, "classes"):
+        model["classes"] = len(train.classes)  # only the user's folder tells how many there are
     task = TrainTask(build(model.pop("name"), **model), train, val, loss_fn=implied_loss, name=config.name or name)
     return run_job(Job("fit", task, config, run_dir), in_place=True)

@@ -12,19 +12,16 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import cloudpickle
 import torch
 
-from phalanx import errors
+from phalanx.errors import UsageError
 from phalanx.launch import CallTarget, launch
-from phalanx.launch.record import read_record
-from phalanx.trainers.launching import launch_spec
+from phalanx.trainers.launching import launch_spec, raise_failure
 from phalanx.trainers.terminal import open_console
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from phalanx.launch import LaunchResult
     from phalanx.trainers.job import Job, JobResult
     from phalanx.world.layout import Layout
 
@@ -42,7 +39,7 @@ def run_on_ranks(job: Job, layout: Layout) -> JobResult:
             target = CallTarget("phalanx.worker:run_job_file", str(payload))
             spec = launch_spec(job.config, layout, target, log_dir, env=_tracking_environment())
             result = launch(spec, console)
-        _raise_failure(result, log_dir)
+        raise_failure(result, log_dir)
         if job.run_dir is None:  # the logs of a failure stay, for the report names them
             shutil.rmtree(log_dir, ignore_errors=True)
         return read_result(folder)
@@ -60,11 +57,13 @@ def _tracking_environment() -> Mapping[str, str]:
 
 
 def _write_job(job: Job, path: Path) -> None:
+    import cloudpickle  # only a process that starts ranks needs it
+
     try:
         with path.open("wb") as file:
             cloudpickle.dump(job, file)
     except (TypeError, AttributeError, RuntimeError, ValueError) as error:
-        raise errors.UsageError(
+        raise UsageError(
             f"the job cannot be sent to the ranks: {error}",
             hint="Everything handed to the trainer must be picklable: open files, locks, sockets, running DataLoader "
             "iterators and CUDA handles are not. Or run the script itself on the ranks: phalanx train --script ...",
@@ -83,21 +82,3 @@ def read_result(folder: Path) -> JobResult:
     """Read the result; it was written by ranks that this process started from its own pickle."""
     result: JobResult = torch.load(folder / RESULT_NAME, map_location="cpu", weights_only=False)
     return result
-
-
-def _raise_failure(result: LaunchResult, log_dir: Path) -> None:
-    """Turn how the launch ended into the exception that says so."""
-    if result.exit_code == 0:
-        return
-    if result.exit_code == errors.EXIT_INTERRUPTED:
-        raise KeyboardInterrupt
-    failure = result.failure
-    if failure is None:
-        if result.exit_code == errors.EXIT_PREEMPTED:
-            raise errors.PreemptedError("training was stopped at a step boundary; its checkpoint is complete")
-        raise errors.RankFailedError(f"the ranks ended with exit code {result.exit_code}", exit_code=result.exit_code)
-    record = None if failure.rank is None else read_record(log_dir, failure.rank)
-    kind = getattr(errors, record["type"], None) if record is not None else None
-    if record is not None and isinstance(kind, type) and issubclass(kind, errors.PhalanxError):
-        raise errors.rebuild(kind, record["message"], record["hint"])
-    raise errors.RankFailedError(str(failure), exit_code=result.exit_code)

@@ -1,0 +1,51 @@
+"""The one stopwatch of all contestants: a hook on the optimizer, which every framework has to call."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+
+class StepClock:
+    """Times the steps after the warm-up, in total: periodic work of a framework counts with the steps it falls into.
+
+    It looks twice, at the last step of the warm-up and at the last step of all, and waits for the device only then.
+    """
+
+    def __init__(self, warmup: int, steps: int) -> None:
+        self.warmup = warmup
+        self.steps = steps
+        self.taken = 0
+        self._began = 0.0
+        self._ended = 0.0
+
+    @property
+    def total_steps(self) -> int:
+        """How many optimizer steps a contestant has to take."""
+        return self.warmup + self.steps
+
+    def attach(self, optimizer: torch.optim.Optimizer) -> None:
+        """Count and time this optimizer's steps."""
+        optimizer.register_step_post_hook(self._after_step)
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self.taken += 1
+        if self.taken == self.warmup:
+            self._began = _now()
+        elif self.taken == self.total_steps:
+            self._ended = _now()
+
+    @property
+    def ms_per_step(self) -> float:
+        """Milliseconds a step; an error when the contestant took another number of steps than it was told to."""
+        if self.taken != self.total_steps:
+            raise RuntimeError(f"{self.taken} optimizer steps were taken instead of {self.total_steps}")
+        return (self._ended - self._began) / self.steps * 1e3
+
+
+def _now() -> float:
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return time.perf_counter()

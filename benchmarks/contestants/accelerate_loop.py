@@ -1,0 +1,35 @@
+"""Hugging Face Accelerate, by the loop of its quick start."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from accelerate import Accelerator
+from torch.utils.data import DataLoader
+
+if TYPE_CHECKING:
+    from workloads import Task
+
+
+def run(task: Task) -> None:
+    """Train."""
+    workload = task.workload
+    accelerator = Accelerator(cpu=task.device == "cpu", mixed_precision="bf16" if workload.bf16 else "no")
+    # On the device first, because a fused optimizer is made for the parameters it will see.
+    model = task.model.to(accelerator.device)
+    loader = DataLoader(task.dataset, batch_size=workload.batch_size, shuffle=True, pin_memory=task.device == "cuda")
+    model, optimizer, loader = accelerator.prepare(model, task.optimizer(), loader)
+    if workload.compile:
+        model = torch.compile(model)
+    model.train()
+    for step, (inputs, targets) in enumerate(loader, start=1):
+        loss = model(inputs, targets)
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == task.steps:
+            break
+    accelerator.free_memory(model, optimizer, loader)
+    del model, optimizer, loader
+    accelerator.end_training()

@@ -1,0 +1,31 @@
+"""Phalanx by its public trainer, without progress bar and periodic reports, as the rivals run without theirs."""
+
+from __future__ import annotations
+
+import tempfile
+from typing import TYPE_CHECKING
+
+from torch.utils.data import DataLoader
+
+from phalanx import PyTorchDDPTrainer
+
+if TYPE_CHECKING:
+    from workloads import Task
+
+
+def run(task: Task) -> None:
+    """Train with the trainer that joins the ranks which are started already."""
+    workload = task.workload
+    trainer = PyTorchDDPTrainer(
+        task.model,
+        optimizer=task.optimizer,
+        device=task.device,
+        max_steps=task.steps,
+        mixed_precision="bf16" if workload.bf16 else False,
+        compile=workload.compile,
+        progress=False,
+        log_every_n_steps=10 * task.steps,
+    )
+    loader = DataLoader(task.dataset, batch_size=workload.batch_size, shuffle=True, pin_memory=task.device == "cuda")
+    with tempfile.TemporaryDirectory(prefix="phalanx-bench-") as run_dir:
+        trainer.fit(loader, run_dir=run_dir)

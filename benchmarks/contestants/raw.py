@@ -1,0 +1,58 @@
+"""The baseline: the loop of a PyTorch tutorial. Several ranks: DDP and DistributedSampler; one: neither."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
+
+if TYPE_CHECKING:
+    from workloads import Task
+
+
+def run(task: Task) -> None:
+    """Train; in a process group only when there are several ranks."""
+    if task.world_size > 1:
+        run_in_ddp(task)
+    else:
+        _train(task, task.model.to(task.device), sampler=None)
+
+
+def run_in_ddp(task: Task) -> None:
+    """Train in a process group, also of one rank."""
+    on_gpu = task.device == "cuda"
+    dist.init_process_group("nccl" if on_gpu else "gloo")
+    model = DistributedDataParallel(task.model.to(task.device), device_ids=[0] if on_gpu else None)
+    _train(task, model, DistributedSampler(task.dataset))
+    del model  # before its group, or the reducer may hang in tear-down
+    dist.destroy_process_group()
+
+
+def _train(task: Task, model: torch.nn.Module, sampler: DistributedSampler[object] | None) -> None:
+    workload = task.workload
+    loader = DataLoader(
+        task.dataset,
+        batch_size=workload.batch_size,
+        sampler=sampler,
+        shuffle=sampler is None,
+        pin_memory=task.device == "cuda",
+    )
+    optimizer = task.optimizer()
+    if workload.compile:
+        model = torch.compile(model)
+    autocast = torch.autocast(task.device, torch.bfloat16) if workload.bf16 else nullcontext()
+    model.train()
+    for step, (inputs, targets) in enumerate(loader, start=1):
+        inputs = inputs.to(task.device, non_blocking=True)
+        targets = targets.to(task.device, non_blocking=True)
+        with autocast:
+            loss = model(inputs, targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == task.steps:
+            break

@@ -1,0 +1,100 @@
+"""Two nodes on one machine: two supervisors meet at an endpoint, share failures and restarts, leave together."""
+
+from __future__ import annotations
+
+import socket
+import threading
+
+import pytest
+from ranks import run_script
+
+SUM = """
+import os, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+total = torch.ones(1)
+dist.all_reduce(total)
+print(os.environ["GROUP_RANK"], os.environ["LOCAL_RANK"], dist.get_rank(), int(total))
+"""
+
+
+def _free_endpoint():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+def _run_nodes(tmp_path, source, *, node_ranks=(0, 1), sizes=(2, 1), **spec):
+    endpoint = _free_endpoint()
+    runs = [None] * len(node_ranks)
+
+    def run(index):
+        runs[index] = run_script(
+            tmp_path / f"node{index}",
+            source,
+            num_nodes=len(node_ranks),
+            node_rank=node_ranks[index],
+            rdzv_endpoint=endpoint,
+            ranks_per_node=sizes[index],
+            console_ranks="all",
+            **spec,
+        )
+
+    threads = [threading.Thread(target=run, args=[index]) for index in range(len(node_ranks))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return runs
+
+
+def test_numbered_nodes_of_different_size_form_one_group(tmp_path, warm_process):
+    first, second = _run_nodes(tmp_path, SUM)
+    assert first.result.failure is None, first.report
+    assert sorted(line for _, line in first.console.lines) == ["0 0 0 3", "0 1 1 3"]
+    assert [line for _, line in second.console.lines] == ["1 0 2 3"]
+
+
+def test_unnumbered_nodes_number_themselves(tmp_path, warm_process):
+    runs = _run_nodes(tmp_path, SUM, node_ranks=(None, None), sizes=(1, 1))
+    assert sorted(run.console.text for run in runs) == ["0 0 0 2", "1 0 1 2"]
+
+
+def test_a_failure_is_known_on_every_node(tmp_path, warm_process):
+    source = SUM + "if dist.get_rank() == 2:\n    raise ValueError('only here')\ndist.barrier()\n"
+    first, second = _run_nodes(tmp_path, source)
+    for run in (first, second):
+        assert run.result.exit_code == 1
+        assert run.report.startswith("rank 2 on ")
+        assert "raised ValueError: only here" in run.report
+        assert "2 other ranks stopped because of it." in run.report
+
+
+@pytest.mark.parametrize("who", ["rank == '2'", "True"])
+def test_all_nodes_restart_together(tmp_path, warm_process, who):
+    """Whether one rank failed or all did at once, so that both nodes find a failure of their own."""
+    leave_once = f"""
+rank, attempt = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
+if attempt == "0" and {who}:
+    os._exit(9)
+dist.barrier()
+"""
+    source = SUM + leave_once
+    runs = _run_nodes(tmp_path, source, max_restarts=1)
+    assert [(run.result.exit_code, run.result.attempts) for run in runs] == [(0, 2), (0, 2)], runs[0].report
+
+
+def test_two_nodes_with_one_number_are_refused(tmp_path, warm_process):
+    runs = _run_nodes(tmp_path, SUM, node_ranks=(1, 1, 0), sizes=(1, 1, 1))
+    assert [run.result.exit_code for run in runs] == [2, 2, 2]
+    assert all("two nodes say they are node 1" in run.report for run in runs)
+
+
+def test_an_endpoint_where_nobody_answers_is_named(launch_script):
+    endpoint = _free_endpoint()
+    run = launch_script(SUM, num_nodes=2, node_rank=1, rdzv_endpoint=endpoint, join_timeout=1.0)
+    assert run.result.exit_code == 1
+    assert f"nobody answers at the rendezvous endpoint {endpoint} (waited" in run.report
+
+
+def test_nodes_that_do_not_come_are_waited_for_only_so_long(launch_script):
+    run = launch_script(SUM, num_nodes=2, node_rank=0, rdzv_endpoint=_free_endpoint(), join_timeout=1.0)
+    assert "not all 2 nodes came" in run.report
