@@ -46,6 +46,6 @@ class StepClock:
 
 
 def _now() -> float:
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()

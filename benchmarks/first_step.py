@@ -15,7 +15,7 @@ dist.init_process_group("gloo")
 model = DistributedDataParallel(nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10)))
 optimizer = torch.optim.AdamW(model.parameters())
 loss = nn.functional.cross_entropy(model(torch.randn(32, 64)), torch.randint(10, (32,)))
-loss.backward()
+torch.autograd.backward(loss)
 optimizer.step()
 if dist.get_rank() == 0:
     Path(sys.argv[1]).write_text(repr(time.time()))

@@ -23,6 +23,8 @@ def main() -> None:
     contestant = CONTESTANTS[name]
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     torch.set_float32_matmul_precision("high")
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     task = build_task(model, device=device, world_size=world_size, steps=int(steps) or None)
     before = _fingerprint(task.model)
     getattr(importlib.import_module(contestant.module), contestant.function)(task)

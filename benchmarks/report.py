@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pathlib import Path
 
-_PACKAGES = ("torch", "phalanx", "accelerate", "lightning", "transformers")
+_PACKAGES = ("torch", "phalanx", "accelerate", "lightning", "pytorch-lightning", "transformers")
 
 
 def ratio(values: list[float], base: list[float]) -> float:
@@ -51,7 +51,7 @@ def environment(device: str = "cpu") -> dict[str, Any]:
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            found[package] = "not installed"
+            continue
     return found
 
 

@@ -17,6 +17,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -61,26 +63,22 @@ def _starters(ranks: int) -> dict[str, Callable[[], float]]:
     """Return, by name, what starts the script and returns the seconds to its first step."""
     python = [sys.executable, "-m"]
     script = str(_HERE / "first_step.py")
+    train = ["--script", script, "--num-workers", str(ranks), "--device", "cpu", "--"]
+    # --multi_gpu starts local ranks whether or not there is a GPU; --cpu starts more than one only through MPI.
+    local = ["--multi_gpu", f"--num_processes={ranks}", "--num_machines=1", "--main_process_port=0"]
+    plain = ["--mixed_precision=no", "--dynamo_backend=no"]
     commands = {
-        "phalanx train": [*python, "phalanx", "train", "--script", script, "--num-workers", str(ranks), "--device=cpu"],
+        "phalanx train": [*python, "phalanx", "train", *train],
         "torchrun": [*python, "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", script],
-        # --multi_gpu starts local ranks whether or not there is a GPU; --cpu starts more than one only through MPI.
-        "accelerate launch": [
-            *[*python, "accelerate.commands.launch", "--multi_gpu", f"--num_processes={ranks}", "--num_machines=1"],
-            *["--mixed_precision=no", "--dynamo_backend=no", "--main_process_port=0", script],
-        ],
+        "accelerate launch": [*python, "accelerate.commands.launch", *local, *plain, script],
     }
     if not _installed("accelerate"):
         del commands["accelerate launch"]
-    return {name: _bound(command, "--" if name == "phalanx train" else None) for name, command in commands.items()}
+    return {name: partial(_seconds_to_first_step, command) for name, command in commands.items()}
 
 
 def _installed(package: str) -> bool:
-    return environment()[package] != "not installed"
-
-
-def _bound(command: list[str], separator: str | None) -> Callable[[], float]:
-    return lambda: _seconds_to_first_step([*command, *([separator] if separator else [])])
+    return find_spec(package) is not None
 
 
 def _seconds_to_first_step(command: list[str]) -> float:
@@ -126,7 +124,7 @@ def _commands() -> dict[str, Callable[[], float]]:
     installed = Path(sys.executable).with_name("phalanx")  # what a user types
     phalanx = [str(installed)] if installed.exists() else [sys.executable, "-m", "phalanx"]
     words = {"phalanx --help": [*phalanx, "--help"], 'python -c "import torch"': [sys.executable, "-c", "import torch"]}
-    return {name: lambda command=command: _seconds(command) for name, command in words.items()}
+    return {name: partial(_seconds, command) for name, command in words.items()}
 
 
 def _seconds(command: list[str]) -> float:

@@ -12,20 +12,21 @@ class Contestant:
 
     title: str
     module: str
-    package: str
+    packages: tuple[str, ...]
+    """Any one of them will do: Lightning is published under two names."""
     function: str = "run"
 
     @property
     def is_installed(self) -> bool:
-        return find_spec(self.package) is not None
+        return any(find_spec(package) for package in self.packages)
 
 
 CONTESTANTS = {
-    "raw": Contestant("raw PyTorch loop", "contestants.raw", "torch"),
-    "raw-ddp": Contestant("raw loop, DDP of one rank", "contestants.raw", "torch", "run_in_ddp"),
-    "phalanx": Contestant("Phalanx", "contestants.phalanx_trainer", "phalanx"),
-    "accelerate": Contestant("Accelerate", "contestants.accelerate_loop", "accelerate"),
-    "fabric": Contestant("Lightning Fabric", "contestants.lightning_fabric", "lightning"),
-    "lightning": Contestant("Lightning Trainer", "contestants.lightning_trainer", "lightning"),
-    "hf": Contestant("Hugging Face Trainer", "contestants.hf_trainer", "transformers"),
+    "raw": Contestant("raw PyTorch loop", "contestants.raw", ("torch",)),
+    "raw-ddp": Contestant("raw loop, DDP of one rank", "contestants.raw", ("torch",), "run_in_ddp"),
+    "phalanx": Contestant("Phalanx", "contestants.phalanx_trainer", ("phalanx",)),
+    "accelerate": Contestant("Accelerate", "contestants.accelerate_loop", ("accelerate",)),
+    "fabric": Contestant("Lightning Fabric", "contestants.fabric_loop", ("lightning", "lightning_fabric")),
+    "lightning": Contestant("Lightning Trainer", "contestants.lightning_trainer", ("lightning", "pytorch_lightning")),
+    "hf": Contestant("Hugging Face Trainer", "contestants.hf_trainer", ("transformers",)),
 }

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-from accelerate import Accelerator
+from accelerate import Accelerator  # type: ignore[import-untyped]
 from torch.utils.data import DataLoader
 
 if TYPE_CHECKING:
@@ -21,7 +20,7 @@ def run(task: Task) -> None:
     loader = DataLoader(task.dataset, batch_size=workload.batch_size, shuffle=True, pin_memory=task.device == "cuda")
     model, optimizer, loader = accelerator.prepare(model, task.optimizer(), loader)
     if workload.compile:
-        model = torch.compile(model)
+        model.compile()
     model.train()
     for step, (inputs, targets) in enumerate(loader, start=1):
         loss = model(inputs, targets)

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import lightning
 import torch
 from torch.utils.data import DataLoader
+
+try:
+    import lightning
+except ModuleNotFoundError:
+    import pytorch_lightning as lightning  # type: ignore[no-redef]
 
 if TYPE_CHECKING:
     from workloads import Task

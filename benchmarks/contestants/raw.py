@@ -26,7 +26,9 @@ def run_in_ddp(task: Task) -> None:
     """Train in a process group, also of one rank."""
     on_gpu = task.device == "cuda"
     dist.init_process_group("nccl" if on_gpu else "gloo")
-    model = DistributedDataParallel(task.model.to(task.device), device_ids=[0] if on_gpu else None)
+    model = DistributedDataParallel(
+        task.model.to(task.device), device_ids=[torch.cuda.current_device()] if on_gpu else None
+    )
     _train(task, model, DistributedSampler(task.dataset))
     del model  # before its group, or the reducer may hang in tear-down
     dist.destroy_process_group()
@@ -43,7 +45,7 @@ def _train(task: Task, model: torch.nn.Module, sampler: DistributedSampler[objec
     )
     optimizer = task.optimizer()
     if workload.compile:
-        model = torch.compile(model)
+        model.compile()
     autocast = torch.autocast(task.device, torch.bfloat16) if workload.bf16 else nullcontext()
     model.train()
     for step, (inputs, targets) in enumerate(loader, start=1):

@@ -53,7 +53,8 @@ def raise_failure(result: LaunchResult, log_dir: Path) -> None:
     if result.exit_code == errors.EXIT_INTERRUPTED:
         raise KeyboardInterrupt
     failure = result.failure
-    record = None if failure is None or failure.rank is None else read_record(log_dir, failure.rank)
+    spokesman = failure.rank if failure is not None else 0  # ranks that were told to stop all leave the same words
+    record = None if spokesman is None else read_record(log_dir, spokesman)
     kind = getattr(errors, record["type"], None) if record is not None else None
     if record is not None and isinstance(kind, type) and issubclass(kind, errors.PhalanxError):
         raise errors.rebuild(kind, record["message"], record["hint"])
