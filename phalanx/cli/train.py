@@ -116,6 +116,8 @@ def _launch(
         env = _rank_environment(resolved, config, run_dir)
         spec = launch_spec(config, layout, target, run_dir / "logs", env=env)
         with open_console(config) as console:
+            if recipe is not None:  # a script's output stays its own
+                console.notice(f"starting {layout.world_size} rank{'s' * (layout.world_size > 1)} on {layout.device}")
             result = launch(spec, console)
     finally:
         shutil.rmtree(folder, ignore_errors=True)

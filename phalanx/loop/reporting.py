@@ -11,6 +11,7 @@ import torch
 
 from phalanx.observe.events import (
     CheckpointSaved,
+    EpochDone,
     Message,
     MetricsReported,
     Phase,
@@ -138,9 +139,9 @@ class Reporter:
         if skipped:
             self.say(f"{skipped} step{'s' * (skipped > 1)} skipped so far: the gradient was not finite", "warning")
 
-    def evaluated(self, values: dict[str, float]) -> None:
+    def evaluated(self, values: dict[str, float], *, ends_epoch: bool) -> None:
         """Report what was measured on the validation data."""
-        self._events.emit(MetricsReported(self._loop.step, max(1, self._loop.epoch), "val", values))
+        self._events.emit(MetricsReported(self._loop.step, max(1, self._loop.epoch), "val", values, ends_epoch))
 
     def epoch_done(self, epoch: int, metrics: dict[str, float]) -> None:
         """Close an epoch's record."""
@@ -149,7 +150,8 @@ class Reporter:
         speed = self._epoch_samples / seconds if seconds else 0.0
         rate = self._loop.schedule.rate
         self.history.epochs.append(EpochRecord(epoch + 1, self._loop.step, loss, metrics, rate, seconds, speed))
-        self._events.emit(MetricsReported(self._loop.step, epoch + 1, "train", {"loss": loss}))
+        self._events.emit(MetricsReported(self._loop.step, epoch + 1, "train", {"loss": loss}, ends_epoch=True))
+        self._events.emit(EpochDone(self._loop.step, epoch + 1, loss, metrics, seconds, speed))
         self._loss_sum, self._loss_count, self._epoch_samples = 0.0, 0, 0
         self._epoch_began = time.monotonic()
         self._update_totals()

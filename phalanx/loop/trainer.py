@@ -155,18 +155,18 @@ class TrainLoop:
         metrics: dict[str, float] = {}
         every = self.config.eval_every
         if self.val_loader is not None and (last or (every and (epoch + 1) % every == 0)):
-            metrics = self.evaluate()
+            metrics = self.evaluate(ends_epoch=True)
         self.report.epoch_done(epoch, metrics)
         if self.saving.due_after_epoch(epoch + 1) and not last:
             self._save()
         self.hooks.fire("on_epoch_end", self, epoch, metrics)
 
-    def evaluate(self) -> dict[str, float]:
-        """Evaluate on the validation data now."""
+    def evaluate(self, *, ends_epoch: bool = False) -> dict[str, float]:
+        """Evaluate on the validation data now; a callback may ask for it on all ranks."""
         assert self.val_loader is not None, "asked for only with validation data"
         with self.report.phase("evaluate"):
             metrics = evaluate(self.formation, self.model, self.val_loader, self.task.loss_fn, self.task.metrics)
-        self.report.evaluated(metrics)
+        self.report.evaluated(metrics, ends_epoch=ends_epoch)
         return metrics
 
     def _end(self) -> None:

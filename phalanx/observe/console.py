@@ -88,7 +88,7 @@ class Console:
 
     def notice(self, text: str) -> None:
         """Show the launcher's own words."""
-        self._view.line(text, kind="warning")
+        self._view.line(text, kind="dim")
 
     def error(self, text: str) -> None:
         """Show an error on standard error."""
@@ -110,8 +110,11 @@ class Console:
         self._view.summary(words.summary_title(end), words.summary_rows(end, self._run), end.next_commands)
 
     def _mention(self, event: Event) -> None:
-        if isinstance(event, events.MetricsReported):
-            self._view.line(words.metrics_line(event, self._run), kind="metrics")
+        if isinstance(event, events.EpochDone):
+            self._view.line(words.epoch_line(event, self._run), kind="metrics")
+        elif isinstance(event, events.MetricsReported):
+            if not event.ends_epoch:  # else the epoch's own line tells it
+                self._view.line(words.metrics_line(event, self._run), kind="metrics")
         elif isinstance(event, events.CheckpointSaved):
             self._view.line(words.checkpoint_line(event), kind="dim")
         elif isinstance(event, events.Phase):

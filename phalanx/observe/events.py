@@ -102,6 +102,21 @@ class MetricsReported(Event):
     epoch: int
     split: str
     values: dict[str, float]
+    ends_epoch: bool = False
+    """Whether an `EpochDone` with the same values follows."""
+
+
+@dataclass(frozen=True)
+class EpochDone(Event):
+    """An epoch ended, evaluation included. `epoch` counts from 1."""
+
+    kind: ClassVar[str] = "epoch"
+    step: int
+    epoch: int
+    train_loss: float
+    val: dict[str, float]
+    seconds: float = 0.0
+    samples_per_second: float = 0.0
 
 
 @dataclass(frozen=True)

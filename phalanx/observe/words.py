@@ -5,7 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from phalanx.observe.events import CheckpointSaved, Membership, MetricsReported, RunEnded, RunStarted, StepDone
+    from phalanx.observe.events import (
+        CheckpointSaved,
+        EpochDone,
+        Membership,
+        MetricsReported,
+        RunEnded,
+        RunStarted,
+        StepDone,
+    )
 
 _TITLES = {
     "finished": "Training finished",
@@ -48,6 +56,13 @@ def metrics_line(event: MetricsReported, run: RunStarted | None) -> str:
     values = " ".join(f"{name} {value:.4f}" for name, value in event.values.items())
     epoch = of_total(event.epoch, run.epochs if run else None)
     return f"{event.split} step {event.step} epoch {epoch} {values}"
+
+
+def epoch_line(event: EpochDone, run: RunStarted | None) -> str:
+    """Write an epoch as one line: what was learnt, what was measured, how long it took."""
+    parts = [f"epoch {of_total(event.epoch, run.epochs if run else None)}", f"train loss {event.train_loss:.4f}"]
+    parts += [f"val {name} {value:.4f}" for name, value in event.val.items()]
+    return " · ".join([*parts, f"step {event.step}", duration(event.seconds)])
 
 
 def checkpoint_line(event: CheckpointSaved) -> str:

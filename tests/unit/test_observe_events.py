@@ -24,6 +24,7 @@ ALL = [
     STEP,
     events.Phase("evaluate", "end", 0.5),
     events.MetricsReported(3, 1, "val", {"loss": math.inf, "accuracy": 0.5}),
+    events.EpochDone(3, 1, math.nan, {"accuracy": 0.5}, 1.5, 64.0),
     events.CheckpointSaved(3, "ckpt/step-00000003", 0.1, 99),
     events.Message("warning", "nan"),
     events.Failure(1, "host", 3, "ValueError", "bad"),
@@ -52,7 +53,7 @@ def test_not_a_number_survives_json():
 
 def test_unknown_kinds_are_refused_and_unknown_fields_left_out():
     assert events.from_dict({**STEP.to_dict(), "invented_later": 1}) == STEP
-    with pytest.raises(ValueError, match="unknown event 'stop'; known: checkpoint, failure"):
+    with pytest.raises(ValueError, match="unknown event 'stop'; known: checkpoint, epoch, failure"):
         events.from_dict({"event": "stop"})
 
 
