@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 _ROOT = Path(__file__).resolve().parents[1]
 _SHARED_MEMORY = Path("/dev/shm")
-_SET_BY_PYTEST = {"PYTEST_CURRENT_TEST"}
+_SET_BY_OTHERS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
+"""pytest names the test; torch names its cache when the first optimizer step imports its compiler."""
 _CACHES = "torchinductor_"
 """torch makes its cache directory once, when its compiler is imported."""
 _PATIENCE_SECONDS = 1.0
@@ -127,7 +128,7 @@ def _changed_variables(before: dict[str, str]) -> list[str]:
     now = dict(os.environ)
     names = {name for name in before.keys() | now.keys() if before.get(name) != now.get(name)}
     return [
-        f"variable {name}={now.get(name)!r} (it was {before.get(name)!r})" for name in sorted(names - _SET_BY_PYTEST)
+        f"variable {name}={now.get(name)!r} (it was {before.get(name)!r})" for name in sorted(names - _SET_BY_OTHERS)
     ]
 
 

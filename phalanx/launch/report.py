@@ -69,6 +69,24 @@ def explain(ended: RankExit, *, label: str, host: str, step: int | None, killed_
     )
 
 
+_PLUMBING = ("/torch/nn/modules/module.py", "/torch/nn/parallel/distributed.py")
+"""Frames between a model's own: they fill the screen and explain nothing. The log has the whole traceback."""
+
+
+def _without_plumbing(lines: list[str]) -> list[str]:
+    """Leave out the frames with which torch calls a module's forward, unless nothing else would be left."""
+    kept: list[str] = []
+    dropping = False
+    for line in lines:
+        if line.startswith('  File "'):
+            dropping = line.split('"')[1].endswith(_PLUMBING)
+        elif not line.startswith("    "):
+            dropping = False
+        if not dropping:
+            kept.append(line)
+    return kept if any(line.startswith("  File") for line in kept) else lines
+
+
 def _raised(ended: RankExit) -> tuple[str, tuple[str, ...], str]:
     record = ended.record
     assert record is not None
@@ -78,7 +96,7 @@ def _raised(ended: RankExit) -> tuple[str, tuple[str, ...], str]:
         return f"stopped: {record['message']}", (), record["hint"]
     message = record["message"].splitlines()
     said = f": {message[0]}" if message else ""
-    return f"raised {record['type']}{said}", tuple(lines[-_TRACEBACK_LINES:]), record["hint"]
+    return f"raised {record['type']}{said}", tuple(_without_plumbing(lines)[-_TRACEBACK_LINES:]), record["hint"]
 
 
 def _killed(ended: RankExit, killed_for_memory: bool) -> tuple[str, tuple[str, ...], str]:

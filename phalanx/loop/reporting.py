@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from phalanx.observe.stream import EventStream
 
 
+_STEPS_IN_CHECKPOINT = 1000
+
+
 class Reporter:
     """Turns the loop's moments into events and history."""
 
@@ -91,6 +94,12 @@ class Reporter:
         for note in loop.formation.notes:
             self.say(note)
 
+    def history_to_keep(self) -> dict[str, Any]:
+        """Return the history for a checkpoint: every epoch, and the latest logged steps (events.jsonl has them all)."""
+        kept = self.history.to_dict()
+        kept["steps"] = kept["steps"][-_STEPS_IN_CHECKPOINT:]
+        return kept
+
     def say(self, text: str, level: str = "info") -> None:
         """Tell the user something, once."""
         if text and text not in self._said:
@@ -139,9 +148,10 @@ class Reporter:
         if skipped:
             self.say(f"{skipped} step{'s' * (skipped > 1)} skipped so far: the gradient was not finite", "warning")
 
-    def evaluated(self, values: dict[str, float], *, ends_epoch: bool) -> None:
-        """Report what was measured on the validation data."""
-        self._events.emit(MetricsReported(self._loop.step, max(1, self._loop.epoch), "val", values, ends_epoch))
+    def evaluated(self, values: dict[str, float], ended_epoch: int | None) -> None:
+        """Report what was measured on the validation data, at the end of an epoch or within one."""
+        epoch = self._loop.epoch if ended_epoch is None else ended_epoch
+        self._events.emit(MetricsReported(self._loop.step, epoch + 1, "val", values, ended_epoch is not None))
 
     def epoch_done(self, epoch: int, metrics: dict[str, float]) -> None:
         """Close an epoch's record."""

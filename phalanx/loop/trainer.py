@@ -155,18 +155,18 @@ class TrainLoop:
         metrics: dict[str, float] = {}
         every = self.config.eval_every
         if self.val_loader is not None and (last or (every and (epoch + 1) % every == 0)):
-            metrics = self.evaluate(ends_epoch=True)
+            metrics = self.evaluate(ended_epoch=epoch)
         self.report.epoch_done(epoch, metrics)
         if self.saving.due_after_epoch(epoch + 1) and not last:
             self._save()
         self.hooks.fire("on_epoch_end", self, epoch, metrics)
 
-    def evaluate(self, *, ends_epoch: bool = False) -> dict[str, float]:
-        """Evaluate on the validation data now; a callback may ask for it on all ranks."""
+    def evaluate(self, *, ended_epoch: int | None = None) -> dict[str, float]:
+        """Evaluate on the validation data now; a callback may ask for it, on all ranks."""
         assert self.val_loader is not None, "asked for only with validation data"
         with self.report.phase("evaluate"):
             metrics = evaluate(self.formation, self.model, self.val_loader, self.task.loss_fn, self.task.metrics)
-        self.report.evaluated(metrics, ends_epoch=ends_epoch)
+        self.report.evaluated(metrics, ended_epoch)
         return metrics
 
     def _end(self) -> None:
@@ -181,7 +181,7 @@ class TrainLoop:
             return
         self._losses_checked()
         with self.report.phase("checkpoint"):
-            saved = self.saving.save(history=self.history.to_dict())
+            saved = self.saving.save(history=self.report.history_to_keep())
         self.report.checkpointed(saved)
         self.hooks.fire("on_checkpoint", self, str(saved.path))
 

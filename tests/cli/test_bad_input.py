@@ -1,0 +1,370 @@
+"""Every mistake of issue and input gets a clear message, a non-zero exit, and leaves no process and no torn file."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from command import files_under, phalanx, write_script
+
+from phalanx.launch import count_gpus
+
+
+@pytest.fixture(autouse=True)
+def _in_own_folder(tmp_path, monkeypatch, warm_process):
+    monkeypatch.chdir(tmp_path)
+
+
+def refused(*words: object, code: int = 2) -> str:
+    """Run a command that must be refused without a traceback, and return its message."""
+    answer = phalanx(*words)
+    assert answer.code == code, answer.text
+    assert "Traceback" not in answer.text
+    assert answer.err.startswith("phalanx: "), answer.text
+    return answer.err
+
+
+def train_script(folder: Path, body: str, *, model: str = "nn.Linear(4, 2)", rest: str = "") -> Path:
+    """A script that trains `model` on 12 samples; `body` is the call of the trainer."""
+    return write_script(
+        folder / "train.py",
+        f"""
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from phalanx import PyTorchDDPTrainer
+{rest}
+torch.manual_seed(0)
+data = TensorDataset(torch.randn(12, 4), torch.arange(12) % 2)
+model = {model}
+{body}
+""",
+    )
+
+
+# --- names ------------------------------------------------------------------------------------------------------
+
+
+def test_a_misspelt_flag_is_answered_with_the_right_one():
+    message = refused("train", "digits", "--lerning-rate", "0.1")
+    assert "unknown flag '--lerning-rate'. Did you mean --learning-rate?" in message
+
+
+def test_two_unknown_flags_are_both_named():
+    message = refused("train", "digits", "--epoch", "3", "--qzx")
+    assert "'--epoch'. Did you mean --epochs?" in message
+    assert "unknown flag '--qzx'." in message
+
+
+def test_a_misspelt_recipe_is_answered_with_the_nearest_and_all():
+    message = refused("train", "digit")
+    assert "unknown recipe 'digit'. Did you mean 'digits'?" in message
+    assert "imagefolder" in message
+
+
+def test_a_script_given_as_recipe_is_told_the_flag():
+    assert "phalanx train --script train.py" in refused("train", "train.py")
+
+
+def test_a_misspelt_command_is_answered_with_the_nearest():
+    assert "unknown command 'trian'. Did you mean 'train'?" in refused("trian", "digits")
+
+
+def test_a_recipe_that_reads_files_asks_where_they_are():
+    assert "--data-dir" in refused("train", "mnist")
+
+
+def test_three_mistakes_of_a_file_are_told_at_once(tmp_path):
+    (tmp_path / "run.toml").write_text('epocs = 3\nlearning_rate = -1\noptimizer = "adamq"\n')
+    message = refused("train", "digits", "--config", "run.toml")
+    assert "3 mistakes" in message
+    assert "unknown setting 'epocs'. Did you mean 'epochs'? (file run.toml)" in message
+    assert "learning_rate = -1: must be greater than 0. (file run.toml)" in message
+    assert "optimizer = 'adamq'" in message
+    assert "Did you mean 'adamw'? (file run.toml)" in message
+    assert files_under(tmp_path) == {"run.toml"}
+
+
+def test_a_file_that_is_no_toml_or_absent_is_named(tmp_path):
+    (tmp_path / "run.toml").write_text("epochs = = 3\n")
+    assert "run.toml is not valid TOML" in refused("train", "digits", "--config", "run.toml")
+    assert "no such config file: absent.toml" in refused("train", "digits", "--config", "absent.toml")
+
+
+# --- ranks and devices ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", ["0", "-1"])
+def test_no_or_negative_ranks_are_refused(tmp_path, count):
+    assert f"num_workers = {count}: must be 1 or more." in refused("train", "digits", "--num-workers", count)
+    assert files_under(tmp_path) == set()
+
+
+def test_more_gpus_than_there_are_says_how_to_run_on_the_cpu(tmp_path):
+    many = count_gpus() + 5
+    message = refused("train", "digits", "--num-gpus", many)
+    assert f"num_gpus = {many} needs {many} on this machine" in message
+    assert "--device cpu" in message
+    assert files_under(tmp_path) == set()
+
+
+def test_fp16_on_the_cpu_is_refused_with_what_works():
+    message = refused("train", "digits", "--device", "cpu", "--mixed-precision", "fp16", "--max-steps", "1")
+    assert "'fp16' needs a GPU" in message
+    assert "'bf16'" in message
+
+
+def test_nccl_on_the_cpu_is_refused_with_what_works():
+    message = refused("train", "digits", "--device", "cpu", "--communication-backend", "nccl", "--max-steps", "1")
+    assert "the ranks compute on the CPU" in message
+    assert "'gloo'" in message
+
+
+def test_mpi_without_mpi_is_refused_with_what_works():
+    message = refused("train", "digits", "--device", "cpu", "--communication-backend", "mpi", "--max-steps", "1")
+    assert "this torch was built without MPI" in message
+
+
+# --- scripts ----------------------------------------------------------------------------------------------------
+
+
+def test_a_script_that_does_not_exist_is_answered_with_its_neighbour(tmp_path):
+    write_script(tmp_path / "train.py", "print('hello')")
+    message = refused("train", "--script", "trian.py")
+    assert "script 'trian.py' does not exist." in message
+    assert "Did you mean 'train.py'?" in message
+
+
+def test_a_script_that_raises_is_reported_with_rank_and_cause(tmp_path):
+    script = write_script(
+        tmp_path / "train.py", "import os\nif os.environ['RANK'] == '1':\n    raise ValueError('here')\n"
+    )
+    answer = phalanx("train", "--script", script, "--num-workers", 2, "--device", "cpu")
+    assert answer.code == 1
+    first_line = answer.err.splitlines()[0]
+    assert "rank 1 on " in first_line
+    assert "ValueError: here" in first_line
+    assert "train.py" in answer.err
+
+
+def test_a_script_that_exits_3_makes_the_command_exit_3(tmp_path):
+    script = write_script(tmp_path / "train.py", "import sys\nsys.exit(3)\n")
+    answer = phalanx("train", "--script", script, "--num-workers", 2, "--device", "cpu")
+    assert answer.code == 3
+    assert "code 3" in answer.err
+
+
+def test_a_script_that_hangs_at_start_is_named_with_the_line_it_hangs_in(tmp_path):
+    script = write_script(
+        tmp_path / "train.py",
+        """
+        import os, time
+        import torch.distributed as dist
+        def wait_for_something():
+            time.sleep(60)
+        if os.environ["RANK"] == "1":
+            wait_for_something()
+        dist.init_process_group("gloo")
+        """,
+    )
+    answer = phalanx("train", "--script", script, "--num-workers", 2, "--device", "cpu", "--timeout", 1)
+    assert answer.code == 1
+    assert "rank 1" in answer.err
+    assert "wait_for_something" in answer.err
+
+
+# --- data -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("kind", ["map", "stream"])
+def test_an_empty_data_set_is_named(tmp_path, workers, kind):
+    empty = {"map": "TensorDataset(torch.zeros(0, 4), torch.zeros(0).long())", "stream": "Nothing()"}[kind]
+    rest = "class Nothing(torch.utils.data.IterableDataset):\n    def __iter__(self):\n        return iter(())\n"
+    script = train_script(tmp_path, f"PyTorchDDPTrainer(model, batch_size=4).fit({empty})", rest=rest)
+    message = refused("train", "--script", script, "--num-workers", workers, "--device", "cpu", code=1)
+    assert "the data set is empty" in message
+
+
+def test_a_batch_larger_than_the_data_set_trains_one_smaller_step_and_says_so(tmp_path):
+    script = train_script(tmp_path, "PyTorchDDPTrainer(model, batch_size=64).fit(data)")
+    answer = phalanx("train", "--script", script, "--num-workers", 2, "--device", "cpu")
+    assert answer.code == 0, answer.text
+    assert "the data set has 12 samples, a global batch is 64 x 2 ranks = 128" in answer.text
+
+
+def test_a_batch_larger_than_the_data_set_is_refused_where_it_would_drop_everything(tmp_path):
+    script = train_script(tmp_path, "PyTorchDDPTrainer(model, batch_size=64, drop_last=True).fit(data)")
+    message = refused("train", "--script", script, "--num-workers", 2, "--device", "cpu", code=1)
+    assert "drop_last=True drops it all" in message
+    assert "Lower batch_size to 6" in message
+
+
+def test_a_schedule_that_needs_an_end_is_refused_for_an_endless_stream(tmp_path):
+    rest = """
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return ((torch.randn(4), 0) for _ in range(12))
+"""
+    script = train_script(
+        tmp_path, "PyTorchDDPTrainer(model, batch_size=4, lr_schedule='cosine').fit(Stream())", rest=rest
+    )
+    message = refused("train", "--script", script, "--num-workers", 1, "--device", "cpu")
+    assert "lr_schedule = 'cosine' falls towards the last step, but the data has no length" in message
+    assert "max_steps" in message
+
+
+# --- models -----------------------------------------------------------------------------------------------------
+
+_WITH_UNUSED = """
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.used, self.forgotten = nn.Linear(4, 2), nn.Linear(4, 2)
+    def forward(self, x):
+        return self.used(x)
+"""
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_parameters_without_gradient_are_named(tmp_path, workers):
+    script = train_script(tmp_path, "PyTorchDDPTrainer(model, batch_size=2).fit(data)", model="Model()", rest=_WITH_UNUSED)
+    message = refused("train", "--script", script, "--num-workers", workers, "--device", "cpu", code=1)
+    assert "2 parameters got no gradient in the first step: forgotten.weight, forgotten.bias" in message
+    assert "find_unused_parameters" in message
+
+
+def test_parameters_without_gradient_train_when_that_is_allowed(tmp_path):
+    script = train_script(tmp_path, "PyTorchDDPTrainer(model, batch_size=2).fit(data)", model="Model()", rest=_WITH_UNUSED)
+    answer = phalanx(
+        "train", "--script", script, "--num-workers", 2, "--device", "cpu", "--find-unused-parameters"
+    )
+    assert answer.code == 0, answer.text
+
+
+def test_a_loss_that_is_not_obvious_is_asked_for(tmp_path):
+    script = train_script(tmp_path, "PyTorchDDPTrainer(model, batch_size=2).fit(data)", model="nn.Flatten(0)")
+    message = refused("train", "--script", script, "--num-workers", 1, "--device", "cpu")
+    assert "Flatten has no trainable parameters" in message
+    script = train_script(
+        tmp_path, "PyTorchDDPTrainer(model, batch_size=2).fit(data)", model="nn.Sequential(nn.Linear(4, 1), nn.Flatten(0))"
+    )
+    message = refused("train", "--script", script, "--num-workers", 2, "--device", "cpu", code=1)
+    assert "no loss_fn was given, and none is obvious for an output torch.float32 [2] and a target torch.int64 [2]" in message
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------
+
+
+def test_resuming_without_a_place_is_refused():
+    message = refused("train", "digits", "--resume-from-checkpoint", "--max-steps", "1")
+    assert "needs to know where the checkpoints are" in message
+    assert "checkpoint_dir" in message
+
+
+def test_a_checkpoint_directory_that_is_a_file_is_named(tmp_path):
+    (tmp_path / "here").write_text("mine")
+    message = refused("train", "digits", "--checkpoint-dir", "here", "--max-steps", "1", code=1)
+    assert "checkpoint_dir is here, but here is a file" in message
+    assert (tmp_path / "here").read_text() == "mine"
+
+
+@pytest.fixture
+def read_only(tmp_path):
+    """A file system that even root cannot write to."""
+    place = tmp_path / "locked"
+    place.mkdir()
+    if os.geteuid() != 0:
+        place.chmod(0o500)
+        yield place
+        place.chmod(0o700)
+        return
+    mounted(place, "ro,size=64k")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+
+
+@pytest.fixture
+def tiny_disk(tmp_path):
+    """A disk with room for 64 kB."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small disk needs root")
+    place = tmp_path / "tiny"
+    place.mkdir()
+    mounted(place, "size=64k")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+
+
+def mounted(place: Path, options: str) -> None:
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(place)], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        pytest.skip(f"mounting is not allowed here: {done.stderr.strip()}")
+
+
+def test_a_checkpoint_directory_that_cannot_be_written_is_named_before_training(read_only):
+    message = refused("train", "digits", "--checkpoint-dir", read_only, "--max-steps", "1", code=1)
+    assert f"could not write {read_only}" in message
+    assert "Set checkpoint_dir to a directory that you may write to." in message
+
+
+def test_a_full_disk_is_said_in_words_and_nothing_torn_stays(tiny_disk):
+    message = refused("train", "digits", "--checkpoint-dir", tiny_disk, "--max-steps", "1", code=1)
+    assert "No space left on device" in message
+    assert "free" in message
+    assert "keep_last" in message
+    assert list(tiny_disk.iterdir()) == []
+
+
+def digits_checkpoint(folder: Path, steps: int = 1) -> Path:
+    answer = phalanx("train", "digits", "--checkpoint-dir", folder, "--max-steps", steps, "--checkpoint-frequency", "1 steps")
+    assert answer.code == 0, answer.text
+    return folder / f"step-{steps:08d}"
+
+
+def truncate(checkpoint: Path) -> None:
+    shard = max(checkpoint.glob("*.distcp"), key=lambda path: path.stat().st_size)
+    os.truncate(shard, shard.stat().st_size // 2)
+
+
+def test_a_truncated_checkpoint_is_passed_over_with_a_warning(tmp_path):
+    newest = digits_checkpoint(tmp_path / "ckpt", 2)
+    truncate(newest)
+    answer = phalanx(
+        "train", "digits", "--checkpoint-dir", tmp_path / "ckpt", "--max-steps", 3, "--resume-from-checkpoint"
+    )
+    assert answer.code == 0, answer.text
+    assert f"passed over {newest}" in answer.text
+    assert "step 2/3" in answer.text
+
+
+def test_a_truncated_checkpoint_that_was_named_is_refused(tmp_path):
+    newest = digits_checkpoint(tmp_path / "ckpt")
+    truncate(newest)
+    message = refused("train", "digits", "--resume-from-checkpoint", newest, "--max-steps", 2, code=1)
+    assert f"checkpoint {newest} is damaged" in message
+
+
+def test_a_foreign_checkpoint_is_recognised(tmp_path):
+    foreign = tmp_path / "theirs"
+    foreign.mkdir()
+    (foreign / "config.json").write_text("{}")
+    (foreign / "model.safetensors").write_bytes(b"x")
+    message = refused("train", "digits", "--resume-from-checkpoint", foreign, "--max-steps", 2, code=1)
+    assert "is not a Phalanx checkpoint: it looks like a Hugging Face model directory" in message
+    assert files_under(foreign) == {"config.json", "model.safetensors"}
+
+
+def test_another_models_checkpoint_names_the_first_parameter_that_differs(tmp_path):
+    theirs = digits_checkpoint(tmp_path / "ckpt")
+    before = files_under(tmp_path / "ckpt")
+    script = train_script(
+        tmp_path, f"PyTorchDDPTrainer(model, batch_size=4, resume_from_checkpoint={str(theirs)!r}).fit(data)"
+    )
+    message = refused("train", "--script", script, "--num-workers", 2, "--device", "cpu", code=1)
+    assert "the checkpoint belongs to another model: weight is in the model and not in the checkpoint" in message
+    assert files_under(tmp_path / "ckpt") == before
