@@ -14,18 +14,30 @@ if TYPE_CHECKING:
     from phalanx.config import DistributedConfig
     from phalanx.errors import PhalanxError
     from phalanx.loop.formation import Formation
+    from phalanx.loop.hooks import Callback, StepInfo
     from phalanx.observe.history import History
     from phalanx.trainers.ddp import PyTorchDDPTrainer
 
 _HOMES = {
+    "Callback": "phalanx.loop.hooks",
     "DistributedConfig": "phalanx.config",
     "Formation": "phalanx.loop.formation",
     "History": "phalanx.observe.history",
     "PhalanxError": "phalanx.errors",
     "PyTorchDDPTrainer": "phalanx.trainers.ddp",
+    "StepInfo": "phalanx.loop.hooks",
 }
 
-__all__ = ["DistributedConfig", "Formation", "History", "PhalanxError", "PyTorchDDPTrainer", "__version__"]
+__all__ = [
+    "Callback",
+    "DistributedConfig",
+    "Formation",
+    "History",
+    "PhalanxError",
+    "PyTorchDDPTrainer",
+    "StepInfo",
+    "__version__",
+]
 
 
 def __getattr__(name: str) -> Any:

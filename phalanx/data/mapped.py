@@ -8,6 +8,7 @@ import torch
 
 from phalanx.data.fetch import BatchFetcher, Request
 from phalanx.data.rng import derive_seed
+from phalanx.data.source import stop_workers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -79,6 +80,7 @@ class MappedBatches:
 
     def close(self) -> None:
         """Stop worker processes kept between epochs."""
+        stop_workers(self._loader)
         self._loader = None
 
     def _fetch_here(self, plan: Plan, epoch: int, start: int) -> Iterator[tuple[MicroInfo, Any]]:

@@ -55,6 +55,13 @@ class WorkerOptions:
         )
 
 
+def stop_workers(loader: DataLoader[Any] | None) -> None:
+    """Stop the worker processes of a DataLoader now, not when the garbage collector finds it: they clean up then."""
+    running: Any = getattr(loader, "_iterator", None)
+    if running is not None:
+        running._shutdown_workers()
+
+
 @dataclass(frozen=True, slots=True)
 class Source:
     """The user's data, whichever way it was given.

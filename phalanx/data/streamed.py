@@ -10,6 +10,7 @@ import torch
 from phalanx.data.agree import AgreedStep, agreed_steps
 from phalanx.data.iterable import Block, BlockStream
 from phalanx.data.rng import derive_seed
+from phalanx.data.source import stop_workers
 from phalanx.errors import DataError
 
 if TYPE_CHECKING:
@@ -76,6 +77,7 @@ class StreamedBatches:
 
     def close(self) -> None:
         """Stop worker processes kept between epochs."""
+        stop_workers(self._loader)
         self._loader = None
 
     def _read(self, epoch: int, start: int, skipped: int) -> Iterator[Block]:

@@ -7,7 +7,6 @@ killed; when the supervisor is gone, however it went, everything is killed and t
 
 from __future__ import annotations
 
-import gc
 import os
 import selectors
 import signal
@@ -19,7 +18,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from phalanx.launch import wire
-from phalanx.launch.preload import preload
+from phalanx.launch.preload import preload, preload_for
 from phalanx.launch.process import die_with, kill_group, send_signal, set_name
 
 Job = Callable[[], NoReturn]
@@ -93,6 +92,7 @@ class Zygote:
         if request["do"] == "signal":
             self._forward(session, request)
             return None
+        preload_for(request.get("target", {}))
         return self._fork(session, request, descriptors)
 
     def _fork(self, session: socket.socket, request: wire.Message, descriptors: list[int]) -> Job | None:
@@ -187,9 +187,6 @@ def main() -> NoReturn:
     control.set_inheritable(False)
     set_name("phalanx-warm")
     preload()
-    gc.collect()
-    # Objects that the collector never touches stay in pages that ranks share.
-    gc.freeze()
     job = Zygote(control).serve()
     job()
 

@@ -141,6 +141,7 @@ class Formation:
         )
         self.notes += [note for note in sharded.notes if note not in self.notes]
         loader = PreparedLoader(sharded, self.gradients if training else None)
+        self._undo.append(sharded.close)
         if training:
             self.loaders.append(loader)
         return loader

@@ -82,8 +82,7 @@ def test_three_mistakes_of_a_file_are_told_at_once(tmp_path):
     assert "3 mistakes" in message
     assert "unknown setting 'epocs'. Did you mean 'epochs'? (file run.toml)" in message
     assert "learning_rate = -1: must be greater than 0. (file run.toml)" in message
-    assert "optimizer = 'adamq'" in message
-    assert "Did you mean 'adamw'? (file run.toml)" in message
+    assert "optimizer = 'adamq': not one of 'adamw', 'adam', 'sgd', 'rmsprop', 'adagrad'." in message
     assert files_under(tmp_path) == {"run.toml"}
 
 
@@ -144,8 +143,8 @@ def test_a_script_that_raises_is_reported_with_rank_and_cause(tmp_path):
     answer = phalanx("train", "--script", script, "--num-workers", 2, "--device", "cpu")
     assert answer.code == 1
     first_line = answer.err.splitlines()[0]
-    assert "rank 1 on " in first_line
-    assert "ValueError: here" in first_line
+    assert first_line.startswith("phalanx: rank 1 ")
+    assert first_line.endswith("raised ValueError: here")
     assert "train.py" in answer.err
 
 

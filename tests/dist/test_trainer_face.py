@@ -1,0 +1,401 @@
+"""`PyTorchDDPTrainer` as a user meets it: two ranks from a plain Python process, every optional part, results back."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from phalanx import Callback, PyTorchDDPTrainer
+from phalanx.errors import CheckpointError, ConfigError, UsageError
+
+
+@pytest.fixture(autouse=True)
+def _in_own_folder(tmp_path, monkeypatch, warm_process):
+    monkeypatch.chdir(tmp_path)
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Linear(4, 3)
+
+
+def make_data(samples: int = 24) -> TensorDataset:
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(samples, 4, generator=generator)
+    return TensorDataset(x, x[:, :3].argmax(1))
+
+
+def make_trainer(model: nn.Module | None = None, **settings) -> PyTorchDDPTrainer:
+    defaults = {"num_workers": 2, "device": "cpu", "batch_size": 4, "progress": False, "learning_rate": 0.05}
+    return PyTorchDDPTrainer(model or make_model(), **{**defaults, **settings})
+
+
+def weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def assert_equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
+    torch.testing.assert_close(left, right, rtol=0, atol=0)
+
+
+# --- fit --------------------------------------------------------------------------------------------------------
+
+
+def test_fit_returns_a_history_and_leaves_the_trained_weights_in_the_callers_model(tmp_path):
+    trainer = make_trainer(epochs=3)
+    before = weights(trainer.model)
+    history = trainer.fit(DataLoader(make_data(), batch_size=4), make_data(9), checkpoint_dir="ckpt")
+    assert history.status == "finished"
+    assert history.total_time > 0
+    assert history.throughput > 0
+    assert 0 <= history.best_accuracy <= 1
+    frame = history.to_dataframe()
+    assert list(frame["epoch"]) == [1, 2, 3]
+    assert list(frame["val_accuracy"]) == [record.val["accuracy"] for record in history.epochs]
+    assert history.best_accuracy == max(frame["val_accuracy"])
+    after = weights(trainer.model)
+    assert not torch.equal(after["weight"], before["weight"])
+    saved = make_trainer()
+    saved.load(history.checkpoint)
+    assert_equal(weights(saved.model), after)
+
+
+def test_a_second_fit_starts_its_ranks_at_once(capsys):
+    data = make_data(8)
+    make_trainer().fit(data, max_steps=1)
+    trainer = make_trainer()
+    began = time.time()
+    history = trainer.fit(data, max_steps=1, run_dir="second")
+    events = [json.loads(line) for line in Path("second/events.jsonl").read_text().splitlines()]
+    seconds = next(event["time"] for event in events if event["event"] == "run_started") - began
+    with capsys.disabled():
+        print(f" [second fit: first rank ready to step after {seconds:.2f} s]", end="")
+    assert history.status == "finished"
+    assert seconds < 2
+
+
+def test_two_ranks_train_the_same_as_one():
+    one, two = make_trainer(num_workers=1, batch_size=8, epochs=2), make_trainer(num_workers=2, batch_size=4, epochs=2)
+    for trainer in (one, two):
+        trainer.fit(make_data(20))
+    torch.testing.assert_close(weights(one.model), weights(two.model), rtol=0, atol=1e-6)
+
+
+def test_settings_of_fit_win_over_the_constructors():
+    history = make_trainer(epochs=5).fit(make_data(), epochs=1)
+    assert len(history.epochs) == 1
+
+
+def test_batch_size_wins_over_the_loaders_and_is_said_once():
+    make_trainer(run_dir="run", epochs=2).fit(DataLoader(make_data(), batch_size=7))
+    said = [json.loads(line).get("text", "") for line in Path("run/events.jsonl").read_text().splitlines()]
+    assert said.count("batch_size=4 per rank replaces the DataLoader's 7.") == 1
+
+
+# --- optimizers -------------------------------------------------------------------------------------------------
+
+
+def make_sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.05)
+
+
+def test_an_optimizer_may_be_an_instance_a_class_a_factory_or_a_name():
+    results = []
+    for kind in ("instance", "class", "factory", "name"):
+        model = make_model()
+        given = {
+            "instance": torch.optim.SGD(model.parameters(), lr=0.05),
+            "class": torch.optim.SGD,
+            "factory": make_sgd,
+            "name": "sgd",
+        }[kind]
+        make_trainer(model, optimizer=given, momentum=0.0, epochs=2).fit(make_data())
+        results.append(weights(model))
+    for other in results[1:]:
+        torch.testing.assert_close(results[0], other, rtol=0, atol=1e-7)
+
+
+def test_an_optimizer_instance_gets_its_state_back_and_goes_on_from_it():
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    trainer = make_trainer(model, optimizer=optimizer, epochs=1)
+    trainer.fit(make_data(16))
+    assert optimizer.state[model.weight]["step"] == 2
+    trainer.fit(make_data(16))
+    assert optimizer.state[model.weight]["step"] == 4
+
+
+def test_another_models_optimizer_is_refused():
+    optimizer = torch.optim.SGD(make_model().parameters(), lr=0.1)
+    with pytest.raises(UsageError, match="2 of the optimizer's parameters do not belong to the model"):
+        make_trainer(optimizer=optimizer).fit(make_data())
+
+
+# --- losses and batches -----------------------------------------------------------------------------------------
+
+
+class ReturnsLoss(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x, y):
+        return F.cross_entropy(self.layer(x), y)
+
+
+class HuggingFaceStyle(ReturnsLoss):
+    def forward(self, inputs, labels=None):
+        logits = self.layer(inputs)
+        loss = None if labels is None else F.cross_entropy(logits, labels)
+        return SimpleNamespace(loss=loss, logits=logits)
+
+
+class DictData(torch.utils.data.Dataset):
+    def __init__(self, samples=24):
+        self.data = make_data(samples)
+
+    def __len__(self):
+        return len(self.data)
+
+    def __getitem__(self, place):
+        x, y = self.data[place]
+        return {"inputs": x, "labels": y}
+
+
+def cross_entropy(output, target):
+    return F.cross_entropy(output, target)
+
+
+def test_every_way_to_a_loss_trains_the_same():
+    implied, given = make_trainer(epochs=2), make_trainer(epochs=2, loss_fn=cross_entropy)
+    returned, styled = make_trainer(ReturnsLoss(), epochs=2), make_trainer(HuggingFaceStyle(), epochs=2)
+    for trainer in (implied, given, returned):
+        trainer.fit(make_data())
+    styled.fit(DictData())
+    expected = list(weights(implied.model).values())
+    for trainer in (given, returned, styled):
+        torch.testing.assert_close(list(weights(trainer.model).values()), expected, rtol=0, atol=0)
+
+
+def test_hugging_face_style_is_evaluated_and_predicted_without_a_loss_fn():
+    trainer = make_trainer(HuggingFaceStyle())
+    measured = trainer.evaluate(DictData(11))
+    x, y = make_data(11).tensors
+    with torch.no_grad():
+        logits = trainer.model(x).logits
+    assert measured["accuracy"] == pytest.approx((logits.argmax(1) == y).double().mean().item())
+    torch.testing.assert_close(trainer.predict(DictData(11)), logits)
+
+
+# --- metrics, callbacks, hooks ----------------------------------------------------------------------------------
+
+
+def top_two(output, target):
+    return (output.topk(2, dim=1).indices == target[:, None]).any(1).double()
+
+
+def mean_margin(output, target):
+    return output.max(1).values.mean()
+
+
+def test_metrics_per_sample_and_as_batch_means_cover_every_sample_once():
+    trainer = make_trainer(metrics={"top2": top_two, "margin": mean_margin}, loss_fn=cross_entropy)
+    for samples in (1, 2, 7, 13):
+        x, y = make_data(samples).tensors
+        with torch.no_grad():
+            output = trainer.model(x)
+        measured = trainer.evaluate(make_data(samples))
+        assert measured["top2"] == pytest.approx(top_two(output, y).mean().item()), samples
+        assert measured["margin"] == pytest.approx(mean_margin(output, y).item(), rel=1e-6), samples
+        assert measured["loss"] == pytest.approx(F.cross_entropy(output, y).item(), rel=1e-6), samples
+
+
+class Diary(Callback):
+    """Writes what it is told to a file: the ranks are other processes."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def _note(self, trainer, text):
+        if trainer.formation.is_main:
+            with open(self.path, "a") as file:
+                file.write(text + "\n")
+
+    def on_fit_start(self, trainer):
+        self._note(trainer, "start")
+
+    def on_step_end(self, trainer, info):
+        self._note(trainer, f"step {info.step} epoch {info.epoch} samples {info.samples} {info.loss > 0}")
+
+    def on_epoch_end(self, trainer, epoch, metrics):
+        self._note(trainer, f"epoch {epoch} {sorted(metrics)}")
+
+    def on_checkpoint(self, trainer, path):
+        self._note(trainer, f"saved {Path(path).name}")
+
+    def on_fit_end(self, trainer):
+        self._note(trainer, "end")
+
+
+def test_callbacks_and_hooks_are_called_at_their_moments(tmp_path):
+    every_step, every_second = tmp_path / "every", tmp_path / "second"
+
+    def note(info):
+        with every_step.open("a") as file:
+            file.write(f"{info.step}\n")
+
+    def note_second(info):
+        with every_second.open("a") as file:
+            file.write(f"{info.step}\n")
+
+    callbacks = [Diary(str(tmp_path / "diary")), note]
+    trainer = make_trainer(callbacks=callbacks, hooks=[(note_second, 2)], epochs=2)
+    trainer.fit(make_data(10), make_data(3), checkpoint_dir="ckpt")
+    assert (tmp_path / "diary").read_text().splitlines() == [
+        "start",
+        "step 1 epoch 0 samples 8 True",
+        "step 2 epoch 0 samples 2 True",
+        "saved step-00000002",
+        "epoch 0 ['accuracy', 'loss']",
+        "step 3 epoch 1 samples 8 True",
+        "step 4 epoch 1 samples 2 True",
+        "epoch 1 ['accuracy', 'loss']",
+        "saved step-00000004",
+        "end",
+    ]
+    assert sorted(every_step.read_text().split()) == ["1", "1", "2", "2", "3", "3", "4", "4"]
+    assert sorted(every_second.read_text().split()) == ["2", "2", "4", "4"]
+
+
+class StopAfter(Callback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, trainer, info):
+        if info.step == self.step:
+            trainer.request_stop()
+
+
+def test_a_callback_can_stop_early():
+    history = make_trainer(callbacks=[StopAfter(2)], epochs=5, log_every_n_steps=1).fit(make_data())
+    assert history.steps[-1]["step"] == 2
+
+
+def test_what_is_no_callback_is_refused():
+    with pytest.raises(UsageError, match="3 is no callback"):
+        make_trainer(callbacks=[3], num_workers=1).fit(make_data())
+
+
+# --- prediction, data, files ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("samples", [1, 5, 16, 19])
+def test_predict_keeps_the_order_of_the_data(samples):
+    trainer = make_trainer(nn.Identity())
+    data = TensorDataset(torch.arange(samples, dtype=torch.float32)[:, None], torch.zeros(samples))
+    assert trainer.predict(DataLoader(data, batch_size=3)).flatten().tolist() == list(range(samples))
+
+
+class Stream(IterableDataset):
+    """Ends with fewer samples than a global batch, so that the ranks have different numbers of batches."""
+
+    def __init__(self, samples):
+        self.data = make_data(samples)
+
+    def __iter__(self):
+        return (self.data[place] for place in range(len(self.data)))
+
+
+class SumOfSamples(Callback):
+    def __init__(self, path):
+        self.path, self.samples = path, 0
+
+    def on_step_end(self, trainer, info):
+        self.samples += info.samples
+
+    def on_fit_end(self, trainer):
+        if trainer.formation.is_main:
+            Path(self.path).write_text(str(self.samples))
+
+
+@pytest.mark.parametrize("samples", [9, 13])
+def test_a_stream_of_uneven_length_neither_hangs_nor_drops(samples, tmp_path):
+    counter = SumOfSamples(str(tmp_path / "samples"))
+    trainer = make_trainer(callbacks=[counter], epochs=2)
+    history = trainer.fit(Stream(samples), Stream(samples))
+    assert (tmp_path / "samples").read_text() == str(2 * samples)
+    one = make_trainer(num_workers=1, batch_size=8, epochs=2)
+    one.fit(Stream(samples))
+    torch.testing.assert_close(weights(trainer.model), weights(one.model), rtol=0, atol=1e-6)
+    assert history.epochs[-1].val["loss"] == pytest.approx(trainer.evaluate(make_data(samples))["loss"], rel=1e-5)
+
+
+def test_epochs_limit_a_stream_even_where_max_steps_would_allow_more():
+    history = make_trainer(epochs=1, max_steps=50, log_every_n_steps=1).fit(Stream(16))
+    assert history.steps[-1]["step"] == 2
+
+
+def test_a_data_loader_with_worker_processes_trains_the_same():
+    plain, fetched = make_trainer(epochs=2), make_trainer(epochs=2)
+    plain.fit(DataLoader(make_data(), shuffle=True))
+    fetched.fit(DataLoader(make_data(), shuffle=True, num_workers=1, persistent_workers=True))
+    assert_equal(weights(plain.model), weights(fetched.model))
+
+
+class HoldsLock(torch.utils.data.Dataset):
+    def __init__(self):
+        self.lock = threading.Lock()
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, place):
+        return torch.zeros(4), 0
+
+
+def test_data_that_cannot_be_pickled_is_refused_in_words(tmp_path):
+    with pytest.raises(UsageError, match="the job cannot be sent to the ranks: cannot pickle '_thread.lock' object"):
+        make_trainer().fit(DataLoader(HoldsLock(), batch_size=4))
+
+
+@pytest.mark.parametrize("name", ["weights.pt", "weights.safetensors", "deep/er/weights.pth"])
+def test_saved_weights_load_again(name):
+    trainer, other = make_trainer(), make_trainer(nn.Linear(4, 3))
+    path = trainer.save(name)
+    other.load(path)
+    assert_equal(weights(other.model), weights(trainer.model))
+    assert [entry.name for entry in path.parent.iterdir() if entry.is_file()] == [path.name]
+
+
+def test_weights_of_another_shape_name_the_parameter(tmp_path):
+    history = make_trainer(epochs=1).fit(make_data(8), checkpoint_dir="ckpt")
+    make_trainer().save("weights.pt")
+    for path in (history.checkpoint, "weights.pt"):
+        with pytest.raises(CheckpointError, match=r"weight is \[3, 4\] .* \[5, 4\]"):
+            make_trainer(nn.Linear(4, 5)).load(path)
+    with pytest.raises(CheckpointError, match="no weights at absent.pt"):
+        make_trainer().load("absent.pt")
+
+
+def test_a_misspelt_setting_is_answered_with_the_right_one():
+    with pytest.raises(ConfigError, match="unknown setting 'batchsize'. Did you mean 'batch_size'?"):
+        make_trainer(batchsize=3)
+
+
+def test_an_error_in_a_rank_reaches_the_caller_with_its_cause():
+    with pytest.raises(Exception, match=r"rank \d .*raised ValueError: no loss today"):
+        make_trainer(loss_fn=failing_loss).fit(make_data())
+
+
+def failing_loss(output, target):
+    raise ValueError("no loss today")
