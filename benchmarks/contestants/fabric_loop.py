@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 try:
     from lightning.fabric import Fabric
 except ModuleNotFoundError:
-    from lightning_fabric import Fabric  # type: ignore[no-redef]
+    from lightning_fabric import Fabric  # type: ignore[assignment]
 
 if TYPE_CHECKING:
     from workloads import Task

@@ -207,6 +207,11 @@ class Formation:
 
     def close(self) -> None:
         """Let go of everything and leave the process group, in the order that cannot deadlock."""
+        self.release()
+        leave_world(self.world)
+
+    def release(self) -> None:
+        """Give the user's objects back as they were; after an error this is all, for the other ranks may be gone."""
         for undo in reversed(self._undo):
             undo()
         self._undo.clear()
@@ -215,7 +220,6 @@ class Formation:
         self.schedulers.clear()
         self.loaders.clear()
         self.gradients = Gradients(self.config, self.world, self.strategy, self.precision)
-        leave_world(self.world)
 
     def __enter__(self) -> Formation:
         return self
@@ -223,8 +227,10 @@ class Formation:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None:  # after an error the others may be gone: a barrier would hide the cause
+        if kind is None:
             self.close()
+        else:  # the barrier in close would hide the cause
+            self.release()
 
     def named_tensors(self) -> Iterable[tuple[str, torch.Tensor]]:
         """Yield the model tensors a checkpoint holds, by canonical name."""

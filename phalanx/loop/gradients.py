@@ -44,7 +44,10 @@ class Gradients:
         self._ready = False
         self._unused_checked = config.find_unused_parameters
         self._direct = False
+        self._unscaled: set[int] = set()
         self._primary: torch.optim.Optimizer | None = None
+        self._adopted: list[int] = []
+        self._accumulating: set[int] = set()
         self.steps = 0
         self.micro: MicroInfo | None = None
         self.boundary = self._accumulation == 1
@@ -61,6 +64,7 @@ class Gradients:
     def adopt(self, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
         """Route an optimizer's step through the transaction; the first one adopted counts the steps."""
         self._primary = self._primary or optimizer
+        self._adopted.append(id(optimizer))
         return bind_optimizer(optimizer, self)
 
     def begin(self, micro: MicroInfo) -> None:
@@ -86,8 +90,17 @@ class Gradients:
             if scale != 1.0:
                 loss = loss * scale
         if self._scaler is not None:
+            self.update_scale()
             loss = self._scaler.scale(loss)
         torch.autograd.backward(loss)
+        if not self.boundary:
+            self._accumulating.update(self._adopted)
+        elif len(self._adopted) == 1:  # the whole gradient is there: it may be thrown away without a step
+            self._accumulating.clear()
+
+    def may_zero(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether zero_grad may act: not between the micro-batches of one step, wherever in the loop it is called."""
+        return id(optimizer) not in self._accumulating
 
     def _count_micro_batch(self) -> None:
         """Without a prepared loader a boundary comes every `gradient_accumulation_steps` calls of backward.
@@ -140,10 +153,15 @@ class Gradients:
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Take fp16's loss scale out of an optimizer's gradients, once a step."""
-        if self._scaler is not None and self.boundary:
-            state = self._scaler._per_optimizer_states[id(optimizer)]["stage"]
-            if state.name == "READY":
-                self._scaler.unscale_(optimizer)
+        if self._scaler is not None and self.boundary and id(optimizer) not in self._unscaled:
+            self._unscaled.add(id(optimizer))
+            self._scaler.unscale_(optimizer)
+
+    def update_scale(self) -> None:
+        """Let fp16's scale grow or shrink after a step: once all optimizers have stepped, before the next backward."""
+        if self._scaler is not None and self._unscaled:
+            self._unscaled.clear()
+            self._scaler.update()
 
     def clip(self, max_norm: float, optimizers: Sequence[torch.optim.Optimizer]) -> torch.Tensor | None:
         """Clip to one global norm at a boundary; return the norm before, or None between boundaries."""
@@ -185,14 +203,13 @@ class Gradients:
         self.last_step_taken = False
         if not self.boundary:
             return
+        self._accumulating.discard(id(optimizer))
         if optimizer is self._primary:  # `steps` counts global batches: with two optimizers, one of them counts
             self.steps += 1
         self.finish()
         self.unscale(optimizer)
         if self._skip_nonfinite and not bool(torch.isfinite(self.norm())):
             self.skipped_steps += 1
-            if self._scaler is not None:
-                self._scaler.update()
             return
         self.last_step_taken = True
         if self._scaler is None:
@@ -200,7 +217,6 @@ class Gradients:
             return
         with self.direct():
             self._scaler.step(optimizer)
-        self._scaler.update()
 
 
 def bind_optimizer(optimizer: torch.optim.Optimizer, gradients: Gradients) -> Callable[[], None]:
@@ -217,7 +233,7 @@ def bind_optimizer(optimizer: torch.optim.Optimizer, gradients: Gradients) -> Ca
         gradients.step(optimizer, inner_step)
 
     def zero_grad(set_to_none: bool = True) -> None:
-        if not gradients.boundary:
+        if not gradients.may_zero(optimizer):
             return
         if not set_to_none:
             inner_zero(set_to_none=False)

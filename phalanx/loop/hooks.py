@@ -24,7 +24,7 @@ class StepInfo:
 
     @property
     def loss(self) -> float:
-        """This rank's mean loss over its share of the step."""
+        """This rank's mean loss over the step's last micro-batch."""
         return float(self.loss_tensor)
 
 

@@ -52,17 +52,22 @@ def rate_scale(config: DistributedConfig, global_batch: int) -> float:
 class Schedule:
     """The learning rate at each step: a factor on every parameter group's own rate.
 
-    A function of the step alone, so a resumed run needs no state of it, and one assignment a step costs nothing.
+    A function of the step alone, so a resumed run needs no state of it. The rate is set only where the factor changes:
+    with a constant schedule a callback may steer the rate itself.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, factor: Callable[[int], float], scale: float = 1.0) -> None:
         self._groups = optimizer.param_groups
         self._bases = [group["lr"] * scale for group in self._groups]
         self._factor = factor
+        self._applied: float | None = None
 
     def apply(self, step: int) -> None:
         """Set the rate for the step about to be taken (steps count from 0)."""
         factor = self._factor(step)
+        if factor == self._applied:
+            return
+        self._applied = factor
         for group, base in zip(self._groups, self._bases, strict=True):
             group["lr"] = base * factor
 

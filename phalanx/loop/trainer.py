@@ -67,7 +67,7 @@ class TrainLoop:
         return self.train_loader.epoch
 
     @property
-    def last_epoch(self) -> int | None:
+    def max_epochs(self) -> int | None:
         """How many epochs at most; None where only max_steps decides."""
         return self.config.epochs or (None if self.config.max_steps is not None else 1)
 
@@ -211,7 +211,7 @@ class TrainLoop:
     def _finished(self, *, within_epoch: bool = False) -> bool:
         if self._stop_early or (self.total_steps is not None and self.step >= self.total_steps):
             return True
-        return not within_epoch and self.last_epoch is not None and self.epoch >= self.last_epoch
+        return not within_epoch and self.max_epochs is not None and self.epoch >= self.max_epochs
 
     def _global_batch(self) -> int:
         layout = self.train_loader.sharded.layout
@@ -222,7 +222,7 @@ class TrainLoop:
         config, per_epoch = self.config, self.train_loader.sharded.steps_per_epoch
         if per_epoch is None:
             return config.max_steps
-        by_epochs = math.inf if self.last_epoch is None else per_epoch * self.last_epoch
+        by_epochs = math.inf if self.max_epochs is None else per_epoch * self.max_epochs
         return int(min(by_epochs, config.max_steps or math.inf))
 
     def _preempted(self) -> PreemptedError:

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from phalanx.config import DistributedConfig, resolve
-from phalanx.errors import CheckpointError, UsageError
+from phalanx.errors import UsageError
 from phalanx.launch import count_gpus
 from phalanx.loop.task import TrainTask
 from phalanx.loop.trainer import check_task
 from phalanx.trainers.folders import choose_run_dir, make_run_dir
 from phalanx.trainers.job import Job, JobResult, run_job
 from phalanx.trainers.remote import run_on_ranks
+from phalanx.trainers.weights import load_weights, save_weights
 from phalanx.world.env import read_rank_env
 from phalanx.world.layout import plan_layout
 
@@ -97,38 +98,14 @@ class PyTorchDDPTrainer:
     def save(self, path: str | Path) -> Path:
         """Write the model's weights to a file: safetensors, or torch's own format for .pt and .pth."""
         path = Path(path)
-        state = {name: value.detach().cpu().contiguous() for name, value in self.model.state_dict().items()}
         env = read_rank_env()
-        if env is not None and env.rank != 0:
-            return path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{path.name}.writing")
-        if path.suffix in {".pt", ".pth"}:
-            torch.save(state, temporary)
-        else:
-            from safetensors.torch import save_file
-
-            save_file(_without_sharing(state), str(temporary))
-        temporary.replace(path)
+        if env is None or env.rank == 0:
+            save_weights(self.model, path)
         return path
 
     def load(self, path: str | Path) -> None:
         """Read weights from a file that `save` wrote, or from a checkpoint directory of a run."""
-        path = Path(path)
-        if path.is_dir():
-            from phalanx.trainers.weights import load_from_checkpoint
-
-            load_from_checkpoint(self.model, path)
-            return
-        if not path.is_file():
-            raise CheckpointError(f"no weights at {path}: neither a file nor a checkpoint directory")
-        if path.suffix in {".pt", ".pth"}:
-            state = torch.load(path, map_location="cpu", weights_only=True)
-        else:
-            from safetensors.torch import load_file
-
-            state = load_file(str(path))
-        self.model.load_state_dict(state)
+        load_weights(self.model, Path(path))
 
     def _task(self, train: Any = None, val: Any = None) -> TrainTask:
         name = self.config.name or type(self.model).__name__.lower()
@@ -148,13 +125,3 @@ class PyTorchDDPTrainer:
         if isinstance(self.optimizer, torch.optim.Optimizer) and result.optimizer_state is not None:
             self.optimizer.load_state_dict(result.optimizer_state)
         return result
-
-
-def _without_sharing(state: dict[str, Any]) -> dict[str, Any]:
-    """Give tensors that share memory (tied weights) copies of their own: safetensors stores each once."""
-    seen: set[int] = set()
-    separate = {}
-    for name, value in state.items():
-        separate[name] = value.clone() if value.data_ptr() in seen and value.numel() else value
-        seen.add(value.data_ptr())
-    return separate

@@ -45,12 +45,11 @@ class JobResult:
 
 def run_job(job: Job, *, in_place: bool) -> JobResult:
     """Run a job on this rank. `in_place`: the caller holds the model itself, so no weights are handed back."""
-    formation = Formation(job.config)
-    result = {"fit": _fit, "evaluate": _evaluate, "predict": _predict}[job.action](formation, job)
-    if job.action == "fit" and not in_place and formation.world.env.local_rank == 0:
-        result.weights = {name: _to_cpu(value) for name, value in job.task.model.state_dict().items()}
-        result.optimizer_state = _to_cpu(formation.optimizers[0].state_dict())
-    formation.close()
+    with Formation(job.config) as formation:
+        result = {"fit": _fit, "evaluate": _evaluate, "predict": _predict}[job.action](formation, job)
+        if job.action == "fit" and not in_place and formation.world.env.local_rank == 0:
+            result.weights = {name: _to_cpu(value) for name, value in job.task.model.state_dict().items()}
+            result.optimizer_state = _to_cpu(formation.optimizers[0].state_dict())
     return result
 
 

@@ -1,22 +1,92 @@
-"""Weights alone out of a checkpoint, for a model that is not being trained."""
+"""Weights alone: written to a file, read back from it or out of a checkpoint."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 from phalanx import checkpoint
+from phalanx.errors import CheckpointError, nearest
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     from torch import nn
 
+_TORCH_SUFFIXES = {".pt", ".pth"}
 
-def load_from_checkpoint(model: nn.Module, path: Path) -> None:
-    """Read the newest complete checkpoint's weights (or those of the one given) into the model."""
+
+def save_weights(model: nn.Module, path: Path) -> None:
+    """Write the weights whole or not at all: safetensors, or torch's own format for .pt and .pth."""
+    state = {name: value.detach().cpu().contiguous() for name, value in model.state_dict().items()}
+    temporary = path.with_name(f".{path.name}.writing")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            _write(state, temporary, torch_format=path.suffix in _TORCH_SUFFIXES)
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"the weights cannot be written to {path}: {error.strerror or error}") from error
+
+
+def _write(state: dict[str, torch.Tensor], path: Path, *, torch_format: bool) -> None:
+    if torch_format:
+        with path.open("wb") as file:
+            torch.save(state, file)
+        return
+    from safetensors.torch import save
+
+    path.write_bytes(save(_without_sharing(state)))
+
+
+def load_weights(model: nn.Module, path: Path) -> None:
+    """Read weights from a file, or from the newest complete checkpoint of a directory (or the one given)."""
+    if path.is_dir():
+        _load_from_checkpoint(model, path)
+        return
+    if not path.is_file():
+        raise CheckpointError(f"no weights at {path}: neither a file nor a checkpoint directory")
+    state = _read(path)
+    _compare(path, state, model.state_dict())
+    model.load_state_dict(state)
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    try:
+        if path.suffix in _TORCH_SUFFIXES:
+            state: Any = torch.load(path, map_location="cpu", weights_only=True)
+        else:
+            from safetensors.torch import load
+
+            state = load(path.read_bytes())
+    except Exception as error:  # noqa: BLE001 - each reader has errors of its own for a damaged file
+        raise CheckpointError(f"{path} cannot be read as weights: {error}") from error
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{path} holds a {type(state).__name__}, not a state dict of weights")
+    return state
+
+
+def _compare(path: Path, saved: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+    """Name the first parameter in which a file and the model differ."""
+    for name, value in here.items():
+        if name not in saved:
+            close = nearest(name, saved)
+            raise CheckpointError(f"{path} has no {name}{f' (it has {close})' if close else ''}, which the model has")
+        found = saved[name]
+        if isinstance(found, torch.Tensor) and isinstance(value, torch.Tensor) and found.shape != value.shape:
+            then, now = list(found.shape), list(value.shape)
+            raise CheckpointError(f"{path} belongs to another model: {name} is {then} in it and {now} in the model")
+    extra = next((name for name in saved if name not in here), None)
+    if extra is not None:
+        raise CheckpointError(f"{path} has {extra}, which the model has not")
+
+
+def _load_from_checkpoint(model: nn.Module, path: Path) -> None:
     choice = checkpoint.choose(path, required=True)
     assert choice.checkpoint is not None, "required"
     state = get_model_state_dict(model)
@@ -24,3 +94,13 @@ def load_from_checkpoint(model: nn.Module, path: Path) -> None:
     checkpoint.compare_model(choice.checkpoint.manifest, shapes)
     checkpoint.read_tensors(choice.checkpoint, {"model": state})
     set_model_state_dict(model, state)
+
+
+def _without_sharing(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Give tensors that share memory (tied weights) copies of their own: safetensors stores each once."""
+    seen: set[int] = set()
+    separate = {}
+    for name, value in state.items():
+        separate[name] = value.clone() if value.data_ptr() in seen and value.numel() else value
+        seen.add(value.data_ptr())
+    return separate
