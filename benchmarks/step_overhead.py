@@ -34,9 +34,11 @@ def main() -> None:
     print(describe(document["environment"]), flush=True)
     for model in options.model or _MODELS[options.device]:
         chosen = _chosen(options, model)
-        rounds = _run_rounds(model, chosen, options)
+        rounds: dict[str, list[float]] = {name: [] for name in chosen if CONTESTANTS[name].is_installed}
         document["models"][model] = rounds
-        write_json(options.json, document)  # after each model: a long run that is cut off keeps what it has
+        for number in range(1, options.rounds + 1):
+            _run_round(number, model, rounds, options)
+            write_json(options.json, document)  # a long run that is cut off keeps what it has
         print("\n" + _table(model, chosen, rounds, options), flush=True)
 
 
@@ -61,23 +63,18 @@ def _chosen(options: argparse.Namespace, model: str) -> list[str]:
     return ["raw", *(name for name in names if name != "raw")]
 
 
-def _run_rounds(model: str, chosen: list[str], options: argparse.Namespace) -> dict[str, list[float]]:
-    """Return each contestant's milliseconds a step by round; who fails once is out."""
-    rounds: dict[str, list[float]] = {name: [] for name in chosen if CONTESTANTS[name].is_installed}
-    failed: set[str] = set()
-    for number in range(1, options.rounds + 1):
-        for name in rounds:
-            if name in failed:
-                continue
-            try:
-                ms = measure(name, model, device=options.device, ranks=options.ranks, steps=options.steps)
-            except ContestantFailed as error:
-                failed.add(name)
-                print(f"{model} round {number} {name}: {error}", flush=True)
-                continue
-            rounds[name].append(ms)
-            print(f"{model} round {number}/{options.rounds} {name}: {ms:.3f} ms", flush=True)
-    return {name: [] if name in failed else values for name, values in rounds.items()}
+def _run_round(number: int, model: str, rounds: dict[str, list[float]], options: argparse.Namespace) -> None:
+    """Add one round's milliseconds a step to each contestant; who failed before has fewer rounds and is out."""
+    for name, values in rounds.items():
+        if len(values) < number - 1:
+            continue
+        try:
+            ms = measure(name, model, device=options.device, ranks=options.ranks, steps=options.steps)
+        except ContestantFailed as error:
+            print(f"{model} round {number} {name} failed: {error}", flush=True)
+            continue
+        values.append(ms)
+        print(f"{model} round {number}/{options.rounds} {name}: {ms:.3f} ms", flush=True)
 
 
 def _table(model: str, chosen: list[str], rounds: dict[str, list[float]], options: argparse.Namespace) -> str:
@@ -85,23 +82,25 @@ def _table(model: str, chosen: list[str], rounds: dict[str, list[float]], option
     header = ["contestant", "median ms", "min ms", "x raw", "x raw (min)"]
     if workload.time:
         header.append("tokens/s")
-    rows = [_row(name, rounds, workload, options.ranks) for name in chosen]
+    rows = [_row(name, rounds, workload, options) for name in chosen]
     steps = options.steps or workload.steps
     ranks = f"{options.ranks} rank{'s' * (options.ranks > 1)} on {options.device}"
     title = f"{model}: {ranks}, {steps} steps, {options.rounds} rounds"
     return table(title, header, rows)
 
 
-def _row(name: str, rounds: dict[str, list[float]], workload: Workload, ranks: int) -> list[str]:
+def _row(name: str, rounds: dict[str, list[float]], workload: Workload, options: argparse.Namespace) -> list[str]:
     width = 6 if workload.time else 5
     title, base, values = CONTESTANTS[name].title, rounds["raw"], rounds.get(name)
-    if not values:
+    if values is None or len(values) < options.rounds:
         reason = "not installed" if values is None else "failed"
         return [title, reason, *["-"] * (width - 2)]
     cells = [title, f"{median(values):.2f}", f"{min(values):.2f}"]
-    cells += [f"{ratio(values, base):.2f}", f"{min(values) / min(base):.2f}"] if base else ["-", "-"]
+    cells += (
+        [f"{ratio(values, base):.2f}", f"{min(values) / min(base):.2f}"] if len(base) == options.rounds else ["-", "-"]
+    )
     if workload.time:
-        tokens = workload.batch_size * workload.time * ranks
+        tokens = workload.batch_size * workload.time * options.ranks
         cells.append(f"{tokens / median(values) * 1e3:,.0f}")
     return cells
 

@@ -12,6 +12,7 @@ trainer's: see ddp_own_loop.py.
 from __future__ import annotations
 
 import argparse
+import os
 
 import torch
 from torch import nn
@@ -64,10 +65,9 @@ def main() -> None:
         seed=args.seed,
     )
     history = trainer.fit(*build_loaders(args))
-    # Whoever started the ranks, this runs: in the one parent process, or in every rank. `save` writes once.
     if args.save:
         trainer.save(args.save)
-    if phalanx.is_main_process() if hasattr(phalanx, "is_main_process") else True:
+    if os.environ.get("RANK", "0") == "0":  # under phalanx train and torchrun every rank comes here
         print(f"best accuracy {history.best_accuracy:.4f}, {history.throughput:,.0f} samples/s")
 
 

@@ -54,15 +54,15 @@ def decide_forward(model: nn.Module, loss_fn: LossFn | None, batch: Any) -> Forw
     return Forward(lambda model, batch: _loss_and_output(model(_only(batch))), _whole)
 
 
-def count_labels(target: Any) -> int:
-    """Return how many labels count in a target: all but the ignored ones."""
+def count_labels(target: Any) -> torch.Tensor:
+    """Return how many labels count in a target (all but the ignored ones), still on the device."""
     labels = target.get("labels") if isinstance(target, Mapping) else target
     if not isinstance(labels, torch.Tensor):
         raise ModelError(
             "loss_weighting = 'tokens' needs a tensor of labels in the batch",
             hint="Give batches as (inputs, labels) or as a dict with 'labels'.",
         )
-    return int((labels != IGNORED_LABEL).sum())
+    return (labels != IGNORED_LABEL).sum()
 
 
 def _from_mapping(loss_fn: LossFn | None) -> Forward:

@@ -38,7 +38,7 @@ class LossLedger:
         rows = torch.tensor([step - first for step in self._step_of])
         losses = torch.stack(self._losses).double()
         device = losses.device
-        shares = torch.stack([torch.as_tensor(s, dtype=torch.float64, device=device) for s in self._shares])
+        shares = _on_device(self._shares, device)
         # A stand-in batch has share 0; its loss must not turn a NaN into everyone's NaN.
         weighted = torch.where(shares > 0, losses * shares, torch.zeros_like(losses))
         table = torch.zeros(2, int(rows[-1]) + 1, dtype=torch.float64, device=device)
@@ -51,6 +51,14 @@ class LossLedger:
         self._step_of.clear()
         means = (table[0] / table[1]).tolist()
         return {first + row: mean for row, mean in enumerate(means)}
+
+
+def _on_device(shares: list[float | torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Move the shares to the device in one transfer; those that were counted there are there already."""
+    numbers = [share for share in shares if not isinstance(share, torch.Tensor)]
+    if len(numbers) == len(shares):
+        return torch.tensor(numbers, dtype=torch.float64, device=device)
+    return torch.stack([torch.as_tensor(share, device=device).double() for share in shares])
 
 
 def first_nonfinite(losses: dict[int, float]) -> int | None:

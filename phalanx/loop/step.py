@@ -43,7 +43,7 @@ def train_step(
         with formation.autocast():
             loss = forward.loss(model, batch)
         if by_tokens:
-            share: float = count_labels(forward.target(batch)) if gradients.current.samples else 0
+            share: float | torch.Tensor = count_labels(forward.target(batch)) if gradients.current.samples else 0.0
             formation.backward(loss, weight=share)
         else:
             share = gradients.current.scale

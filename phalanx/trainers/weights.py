@@ -30,18 +30,17 @@ def save_weights(model: nn.Module, path: Path) -> None:
             temporary.replace(path)
         finally:
             temporary.unlink(missing_ok=True)
-    except OSError as error:
-        raise CheckpointError(f"the weights cannot be written to {path}: {error.strerror or error}") from error
+    except Exception as error:  # torch and safetensors each tell a full disk in errors of their own
+        raise CheckpointError(f"the weights cannot be written to {path}: {error}") from error
 
 
 def _write(state: dict[str, torch.Tensor], path: Path, *, torch_format: bool) -> None:
     if torch_format:
-        with path.open("wb") as file:
-            torch.save(state, file)
+        torch.save(state, str(path))
         return
-    from safetensors.torch import save
+    from safetensors.torch import save_file
 
-    path.write_bytes(save(_without_sharing(state)))
+    save_file(_without_sharing(state), str(path))
 
 
 def load_weights(model: nn.Module, path: Path) -> None:
@@ -61,10 +60,10 @@ def _read(path: Path) -> Mapping[str, Any]:
         if path.suffix in _TORCH_SUFFIXES:
             state: Any = torch.load(path, map_location="cpu", weights_only=True)
         else:
-            from safetensors.torch import load
+            from safetensors.torch import load_file
 
-            state = load(path.read_bytes())
-    except Exception as error:  # noqa: BLE001 - each reader has errors of its own for a damaged file
+            state = load_file(str(path))
+    except Exception as error:  # each reader has errors of its own for a damaged file
         raise CheckpointError(f"{path} cannot be read as weights: {error}") from error
     if not isinstance(state, dict):
         raise CheckpointError(f"{path} holds a {type(state).__name__}, not a state dict of weights")

@@ -229,17 +229,19 @@ class Model(nn.Module):
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_parameters_without_gradient_are_named(tmp_path, workers):
-    script = train_script(tmp_path, "PyTorchDDPTrainer(model, batch_size=2).fit(data)", model="Model()", rest=_WITH_UNUSED)
+    script = train_script(
+        tmp_path, "PyTorchDDPTrainer(model, batch_size=2).fit(data)", model="Model()", rest=_WITH_UNUSED
+    )
     message = refused("train", "--script", script, "--num-workers", workers, "--device", "cpu", code=1)
     assert "2 parameters got no gradient in the first step: forgotten.weight, forgotten.bias" in message
     assert "find_unused_parameters" in message
 
 
 def test_parameters_without_gradient_train_when_that_is_allowed(tmp_path):
-    script = train_script(tmp_path, "PyTorchDDPTrainer(model, batch_size=2).fit(data)", model="Model()", rest=_WITH_UNUSED)
-    answer = phalanx(
-        "train", "--script", script, "--num-workers", 2, "--device", "cpu", "--find-unused-parameters"
+    script = train_script(
+        tmp_path, "PyTorchDDPTrainer(model, batch_size=2).fit(data)", model="Model()", rest=_WITH_UNUSED
     )
+    answer = phalanx("train", "--script", script, "--num-workers", 2, "--device", "cpu", "--find-unused-parameters")
     assert answer.code == 0, answer.text
 
 
@@ -248,10 +250,15 @@ def test_a_loss_that_is_not_obvious_is_asked_for(tmp_path):
     message = refused("train", "--script", script, "--num-workers", 1, "--device", "cpu")
     assert "Flatten has no trainable parameters" in message
     script = train_script(
-        tmp_path, "PyTorchDDPTrainer(model, batch_size=2).fit(data)", model="nn.Sequential(nn.Linear(4, 1), nn.Flatten(0))"
+        tmp_path,
+        "PyTorchDDPTrainer(model, batch_size=2).fit(data)",
+        model="nn.Sequential(nn.Linear(4, 1), nn.Flatten(0))",
     )
     message = refused("train", "--script", script, "--num-workers", 2, "--device", "cpu", code=1)
-    assert "no loss_fn was given, and none is obvious for an output torch.float32 [2] and a target torch.int64 [2]" in message
+    assert (
+        "no loss_fn was given, and none is obvious for an output torch.float32 [2] and a target torch.int64 [2]"
+        in message
+    )
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------
@@ -320,7 +327,9 @@ def test_a_full_disk_is_said_in_words_and_nothing_torn_stays(tiny_disk):
 
 
 def digits_checkpoint(folder: Path, steps: int = 1) -> Path:
-    answer = phalanx("train", "digits", "--checkpoint-dir", folder, "--max-steps", steps, "--checkpoint-frequency", "1 steps")
+    answer = phalanx(
+        "train", "digits", "--checkpoint-dir", folder, "--max-steps", steps, "--checkpoint-frequency", "1 steps"
+    )
     assert answer.code == 0, answer.text
     return folder / f"step-{steps:08d}"
 

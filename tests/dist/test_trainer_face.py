@@ -3,35 +3,39 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
+from face_parts import (
+    Diary,
+    DictData,
+    HoldsLock,
+    HuggingFaceStyle,
+    ReturnsLoss,
+    StopAfter,
+    Stream,
+    SumOfSamples,
+    cross_entropy,
+    failing_loss,
+    make_data,
+    make_model,
+    make_sgd,
+    mean_margin,
+    top_two,
+)
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
-from phalanx import Callback, PyTorchDDPTrainer
+from phalanx import PyTorchDDPTrainer
 from phalanx.errors import CheckpointError, ConfigError, UsageError
 
 
 @pytest.fixture(autouse=True)
 def _in_own_folder(tmp_path, monkeypatch, warm_process):
     monkeypatch.chdir(tmp_path)
-
-
-def make_model() -> nn.Module:
-    torch.manual_seed(3)
-    return nn.Linear(4, 3)
-
-
-def make_data(samples: int = 24) -> TensorDataset:
-    generator = torch.Generator().manual_seed(5)
-    x = torch.randn(samples, 4, generator=generator)
-    return TensorDataset(x, x[:, :3].argmax(1))
 
 
 def make_trainer(model: nn.Module | None = None, **settings) -> PyTorchDDPTrainer:
@@ -104,10 +108,6 @@ def test_batch_size_wins_over_the_loaders_and_is_said_once():
 # --- optimizers -------------------------------------------------------------------------------------------------
 
 
-def make_sgd(parameters):
-    return torch.optim.SGD(parameters, lr=0.05)
-
-
 def test_an_optimizer_may_be_an_instance_a_class_a_factory_or_a_name():
     results = []
     for kind in ("instance", "class", "factory", "name"):
@@ -143,39 +143,6 @@ def test_another_models_optimizer_is_refused():
 # --- losses and batches -----------------------------------------------------------------------------------------
 
 
-class ReturnsLoss(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(3)
-        self.layer = nn.Linear(4, 3)
-
-    def forward(self, x, y):
-        return F.cross_entropy(self.layer(x), y)
-
-
-class HuggingFaceStyle(ReturnsLoss):
-    def forward(self, inputs, labels=None):
-        logits = self.layer(inputs)
-        loss = None if labels is None else F.cross_entropy(logits, labels)
-        return SimpleNamespace(loss=loss, logits=logits)
-
-
-class DictData(torch.utils.data.Dataset):
-    def __init__(self, samples=24):
-        self.data = make_data(samples)
-
-    def __len__(self):
-        return len(self.data)
-
-    def __getitem__(self, place):
-        x, y = self.data[place]
-        return {"inputs": x, "labels": y}
-
-
-def cross_entropy(output, target):
-    return F.cross_entropy(output, target)
-
-
 def test_every_way_to_a_loss_trains_the_same():
     implied, given = make_trainer(epochs=2), make_trainer(epochs=2, loss_fn=cross_entropy)
     returned, styled = make_trainer(ReturnsLoss(), epochs=2), make_trainer(HuggingFaceStyle(), epochs=2)
@@ -200,14 +167,6 @@ def test_hugging_face_style_is_evaluated_and_predicted_without_a_loss_fn():
 # --- metrics, callbacks, hooks ----------------------------------------------------------------------------------
 
 
-def top_two(output, target):
-    return (output.topk(2, dim=1).indices == target[:, None]).any(1).double()
-
-
-def mean_margin(output, target):
-    return output.max(1).values.mean()
-
-
 def test_metrics_per_sample_and_as_batch_means_cover_every_sample_once():
     trainer = make_trainer(metrics={"top2": top_two, "margin": mean_margin}, loss_fn=cross_entropy)
     for samples in (1, 2, 7, 13):
@@ -218,33 +177,6 @@ def test_metrics_per_sample_and_as_batch_means_cover_every_sample_once():
         assert measured["top2"] == pytest.approx(top_two(output, y).mean().item()), samples
         assert measured["margin"] == pytest.approx(mean_margin(output, y).item(), rel=1e-6), samples
         assert measured["loss"] == pytest.approx(F.cross_entropy(output, y).item(), rel=1e-6), samples
-
-
-class Diary(Callback):
-    """Writes what it is told to a file: the ranks are other processes."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def _note(self, trainer, text):
-        if trainer.formation.is_main:
-            with open(self.path, "a") as file:
-                file.write(text + "\n")
-
-    def on_fit_start(self, trainer):
-        self._note(trainer, "start")
-
-    def on_step_end(self, trainer, info):
-        self._note(trainer, f"step {info.step} epoch {info.epoch} samples {info.samples} {info.loss > 0}")
-
-    def on_epoch_end(self, trainer, epoch, metrics):
-        self._note(trainer, f"epoch {epoch} {sorted(metrics)}")
-
-    def on_checkpoint(self, trainer, path):
-        self._note(trainer, f"saved {Path(path).name}")
-
-    def on_fit_end(self, trainer):
-        self._note(trainer, "end")
 
 
 def test_callbacks_and_hooks_are_called_at_their_moments(tmp_path):
@@ -277,15 +209,6 @@ def test_callbacks_and_hooks_are_called_at_their_moments(tmp_path):
     assert sorted(every_second.read_text().split()) == ["2", "2", "4", "4"]
 
 
-class StopAfter(Callback):
-    def __init__(self, step):
-        self.step = step
-
-    def on_step_end(self, trainer, info):
-        if info.step == self.step:
-            trainer.request_stop()
-
-
 def test_a_callback_can_stop_early():
     history = make_trainer(callbacks=[StopAfter(2)], epochs=5, log_every_n_steps=1).fit(make_data())
     assert history.steps[-1]["step"] == 2
@@ -304,28 +227,6 @@ def test_predict_keeps_the_order_of_the_data(samples):
     trainer = make_trainer(nn.Identity())
     data = TensorDataset(torch.arange(samples, dtype=torch.float32)[:, None], torch.zeros(samples))
     assert trainer.predict(DataLoader(data, batch_size=3)).flatten().tolist() == list(range(samples))
-
-
-class Stream(IterableDataset):
-    """Ends with fewer samples than a global batch, so that the ranks have different numbers of batches."""
-
-    def __init__(self, samples):
-        self.data = make_data(samples)
-
-    def __iter__(self):
-        return (self.data[place] for place in range(len(self.data)))
-
-
-class SumOfSamples(Callback):
-    def __init__(self, path):
-        self.path, self.samples = path, 0
-
-    def on_step_end(self, trainer, info):
-        self.samples += info.samples
-
-    def on_fit_end(self, trainer):
-        if trainer.formation.is_main:
-            Path(self.path).write_text(str(self.samples))
 
 
 @pytest.mark.parametrize("samples", [9, 13])
@@ -350,17 +251,6 @@ def test_a_data_loader_with_worker_processes_trains_the_same():
     plain.fit(DataLoader(make_data(), shuffle=True))
     fetched.fit(DataLoader(make_data(), shuffle=True, num_workers=1, persistent_workers=True))
     assert_equal(weights(plain.model), weights(fetched.model))
-
-
-class HoldsLock(torch.utils.data.Dataset):
-    def __init__(self):
-        self.lock = threading.Lock()
-
-    def __len__(self):
-        return 8
-
-    def __getitem__(self, place):
-        return torch.zeros(4), 0
 
 
 def test_data_that_cannot_be_pickled_is_refused_in_words(tmp_path):
@@ -395,7 +285,3 @@ def test_a_misspelt_setting_is_answered_with_the_right_one():
 def test_an_error_in_a_rank_reaches_the_caller_with_its_cause():
     with pytest.raises(Exception, match=r"rank \d .*raised ValueError: no loss today"):
         make_trainer(loss_fn=failing_loss).fit(make_data())
-
-
-def failing_loss(output, target):
-    raise ValueError("no loss today")

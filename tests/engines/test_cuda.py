@@ -63,7 +63,7 @@ def test_no_step_waits_for_the_device(tmp_path, precision):
         run_dir=str(tmp_path / "run"),
         callbacks=[alarm],
     )
-    loader = DataLoader(make_data(), batch_size=16, shuffle=True, pin_memory=True)
+    loader = DataLoader(make_data(1024), batch_size=16, shuffle=True, pin_memory=True)
     try:
         if precision == "fp16":  # GradScaler itself reads found_inf once a step, unless the optimizer takes it
             trainer.optimizer = lambda params: torch.optim.AdamW(params, lr=1e-2, fused=True)

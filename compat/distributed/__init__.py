@@ -1,0 +1,34 @@
+"""Phalanx under the import name `distributed`. Everything here is Phalanx's own; new code should import `phalanx`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import phalanx
+
+if TYPE_CHECKING:
+    from phalanx import DistributedConfig, Formation, History, PhalanxError, PyTorchDDPTrainer
+
+__all__ = ["DistributedConfig", "Formation", "History", "PhalanxError", "PyTorchDDPTrainer"]
+
+__version__ = phalanx.__version__
+
+_NOT_YET = ("DistributedTuner", "HorovodTrainer", "RayTrainer", "TensorFlowDistributedTrainer")
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        return getattr(phalanx, name)
+    if name in _NOT_YET:
+        # Not an AttributeError: `from distributed import ...` would replace its words with "cannot import name".
+        raise ImportError(
+            f"Phalanx {__version__} has no {name} yet. This version has: {', '.join(__all__)}.", name=__name__
+        )
+    raise AttributeError(
+        f"module 'distributed' (phalanx-compat) has no attribute '{name}'. "
+        "If Dask's distributed was meant: uninstall phalanx-compat, the two share the import name."
+    )
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])
