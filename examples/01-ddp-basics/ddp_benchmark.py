@@ -3,10 +3,10 @@
     python ddp_benchmark.py --max-ranks 2                      # 1 and 2 ranks, on the GPUs or on the CPU
     python ddp_benchmark.py --ranks 1 2 4 8 --steps 100 --plot scaling.png --json scaling.json
 
-Weak scaling: every rank keeps its batch, so the global batch grows with the ranks, and ideally the time of a step stays.
+Weak scaling: every rank keeps its batch, the global batch grows with the ranks, and ideally the time of a step stays.
 Strong scaling: the global batch stays, each rank gets a smaller share, and ideally the time of a step falls to 1/N.
-Efficiency is the throughput over N times the throughput of one rank. On the CPU every rank computes with one thread, and
-more ranks than cores share them: expect the efficiency to fall there.
+Efficiency is the throughput over N times the throughput of one rank. On the CPU every rank computes with one thread;
+more ranks than cores have to share them, so expect the efficiency to fall there.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ class Point(NamedTuple):
 
 def main() -> None:
     args = parse_args()
+    if args.device == "cpu":
+        torch.set_num_threads(1)  # a single rank trains in this process
     points: list[Point] = []
     for scaling in args.scaling:
         points += measure_scaling(scaling, args)

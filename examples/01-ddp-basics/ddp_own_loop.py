@@ -26,9 +26,8 @@ def main() -> None:
     )
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.999)
     loader = DataLoader(load("digits"), batch_size=args.batch_size, shuffle=True)
-    model, optimizer, scheduler, loader = formation.prepare(model, optimizer, scheduler, loader)
+    model, optimizer, loader = formation.prepare(model, optimizer, loader)
     val = formation.prepare_loader(load("digits", split="val"), training=False)
     if args.checkpoint_dir:
         formation.load(args.checkpoint_dir, required=False)
@@ -43,13 +42,12 @@ def main() -> None:
             formation.clip_grad_norm(1.0)
             optimizer.step()
             optimizer.zero_grad()
-            scheduler.step()
         accuracy = evaluate(formation, model, val)
         formation.print(f"epoch {epoch + 1}/{args.epochs} step {formation.step} accuracy {accuracy:.4f}")
         if args.checkpoint_dir:
             formation.save(args.checkpoint_dir)
     # The group can be left only after everything that holds on to it is gone.
-    del model, optimizer, scheduler, loader, val
+    del model, optimizer, loader, val
     formation.close()
 
 

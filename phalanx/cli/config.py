@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from phalanx.cli.flags import FlagParser, add_config_flags, given_settings
-from phalanx.config import GROUPS, Resolved, resolve, write_toml
+from phalanx.cli.flags import FlagParser, add_config_flags, resolve_flags
+from phalanx.config import GROUPS, Resolved, write_toml
 from phalanx.errors import UsageError, unknown_name
 from phalanx.recipes import load_recipe
 
@@ -30,13 +30,7 @@ def run(arguments: Sequence[str]) -> int:
         raise UsageError(unknown_name("config command", words[0], ["show"]), hint="Write: phalanx config show")
     namespace = parser.parse_all(words[1:])
     recipe = load_recipe(namespace.recipe) if namespace.recipe else None
-    resolved = resolve(
-        given_settings(namespace),
-        given_as="flag",
-        file=namespace.config,
-        recipe=recipe.settings if recipe else None,
-        recipe_name=recipe.name if recipe else "",
-    )
+    resolved = resolve_flags(namespace, recipe)
     print(write_toml(resolved.config) if namespace.toml else _table(resolved))
     return 0
 

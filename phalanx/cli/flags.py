@@ -5,13 +5,16 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from phalanx.config import FIELDS, GROUPS, parse_text
+from phalanx.config import FIELDS, GROUPS, parse_text, resolve
 from phalanx.config.option import kinds
 from phalanx.errors import UsageError, nearest
 
 if TYPE_CHECKING:
     import dataclasses
     from collections.abc import Iterable, Sequence
+
+    from phalanx.config import Resolved
+    from phalanx.recipes import Recipe
 
 _BARE = "<bare flag>"
 
@@ -104,7 +107,18 @@ def _metavar(field: dataclasses.Field[Any]) -> str:
     return "|".join(words[kind] for kind in kinds(field) if kind in words)
 
 
-def given_settings(namespace: argparse.Namespace) -> dict[str, Any]:
+def resolve_flags(namespace: argparse.Namespace, recipe: Recipe | None) -> Resolved:
+    """Return the settings of a command: flags over the environment over --config over the recipe's own."""
+    return resolve(
+        _given_settings(namespace),
+        given_as="flag",
+        file=namespace.config,
+        recipe=recipe.settings if recipe else None,
+        recipe_name=recipe.name if recipe else "",
+    )
+
+
+def _given_settings(namespace: argparse.Namespace) -> dict[str, Any]:
     """Return the settings that were given as flags, read by the config's own rules."""
     given = {name: value for name, value in vars(namespace).items() if name in FIELDS}
     return {name: True if text == _BARE else parse_text(FIELDS[name], text) for name, text in given.items()}

@@ -11,8 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from phalanx.cli.flags import FlagParser, add_config_flags, given_settings
-from phalanx.config import Resolved, resolve
+from phalanx.cli.flags import FlagParser, add_config_flags, resolve_flags
 from phalanx.errors import UsageError
 from phalanx.launch import CallTarget, ModuleTarget, ScriptTarget, count_gpus, launch, prestart
 from phalanx.recipes import Recipe, load_recipe, recipe_names
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
 
-    from phalanx.config import DistributedConfig
+    from phalanx.config import DistributedConfig, Resolved
     from phalanx.launch.spec import Target
 
 
@@ -39,13 +38,7 @@ def run(arguments: Sequence[str]) -> int:
         return 0
     namespace = parser.parse_all(words)
     recipe = _check_target(namespace, own)
-    resolved = resolve(
-        given_settings(namespace),
-        given_as="flag",
-        file=namespace.config,
-        recipe=recipe.settings if recipe else None,
-        recipe_name=recipe.name if recipe else "",
-    )
+    resolved = resolve_flags(namespace, recipe)
     if recipe is not None and recipe.needs_data_dir and resolved.config.data_dir is None:
         raise UsageError(f"the recipe '{recipe.name}' reads files of yours", hint="Say where: --data-dir path/to/them")
     target = _target(namespace, own)

@@ -82,6 +82,17 @@ class StepDone(Event):
     memory_bytes: int = 0
     samples: int = 0
 
+    def scalars(self) -> dict[str, float]:
+        """Return the curves that this step is a point of, by the names that dashboards show."""
+        values = {
+            "train/loss": self.loss,
+            "learning_rate": self.learning_rate,
+            "throughput/samples_per_second": self.samples_per_second,
+            "throughput/step_seconds": self.step_seconds,
+            "memory/bytes": float(self.memory_bytes),
+        }
+        return values if self.grad_norm is None else {**values, "grad_norm": self.grad_norm}
+
 
 @dataclass(frozen=True)
 class Phase(Event):

@@ -46,7 +46,7 @@ class MlflowSink:
                 {name: getattr(event, name) for name in ("world_size", "strategy", "precision", "global_batch")}
             )
         elif isinstance(event, StepDone):
-            self._log(event.step, _step_metrics(event))
+            self._log(event.step, event.scalars())
         elif isinstance(event, MetricsReported):
             self._log(event.step, {f"{event.split}/{name}": value for name, value in event.values.items()})
         elif isinstance(event, RunEnded):
@@ -78,18 +78,6 @@ class MlflowSink:
 
 def _as_params(mlflow: Any, values: Mapping[str, str]) -> list[Any]:
     return [mlflow.entities.Param(name, value) for name, value in values.items()]
-
-
-def _step_metrics(event: StepDone) -> dict[str, float]:
-    values = {
-        "train/loss": event.loss,
-        "learning_rate": event.learning_rate,
-        "samples_per_second": event.samples_per_second,
-        "memory_bytes": float(event.memory_bytes),
-    }
-    if event.grad_norm is not None:
-        values["grad_norm"] = event.grad_norm
-    return values
 
 
 def _import_mlflow() -> Any:

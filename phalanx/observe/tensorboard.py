@@ -41,7 +41,7 @@ class TensorBoardSink:
     def handle(self, event: Event) -> None:
         """Write the event's scalars, if it has any."""
         if isinstance(event, StepDone):
-            self._scalars(event.step, event.time, _step_scalars(event))
+            self._scalars(event.step, event.time, event.scalars())
         elif isinstance(event, MetricsReported):
             values = {f"{event.split}/{name}": value for name, value in event.values.items()}
             self._scalars(event.step, event.time, values)
@@ -66,19 +66,6 @@ class TensorBoardSink:
         data: bytes = message.SerializeToString()
         length = struct.pack("<Q", len(data))
         self._file.write(length + _masked_crc(length) + data + _masked_crc(data))
-
-
-def _step_scalars(event: StepDone) -> dict[str, float]:
-    values = {
-        "train/loss": event.loss,
-        "learning_rate": event.learning_rate,
-        "throughput/samples_per_second": event.samples_per_second,
-        "throughput/step_seconds": event.step_seconds,
-        "memory/bytes": float(event.memory_bytes),
-    }
-    if event.grad_norm is not None:
-        values["grad_norm"] = event.grad_norm
-    return values
 
 
 def _event_messages() -> Any:

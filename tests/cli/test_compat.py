@@ -7,10 +7,13 @@ import json
 import subprocess
 import sys
 import textwrap
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from command import ROOT, Answer, clean_environment
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 _PREPARATION = """
 import json, os, sys
