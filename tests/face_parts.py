@@ -1,4 +1,4 @@
-"""Models, data and callbacks that the trainer's tests hand to ranks; apart from the tests, so that ranks import no pytest."""
+"""Models, data and callbacks that tests hand to ranks; apart from the tests, so that ranks import no pytest."""
 
 from __future__ import annotations
 

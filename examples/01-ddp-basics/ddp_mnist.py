@@ -28,6 +28,7 @@ from phalanx.data import load
 def main() -> None:
     args = parse_args()
     device = join_group()
+    torch.manual_seed(args.seed)
     train_data, val_data = read_data(args.data_dir)
 
     # Every rank starts from the same weights: DDP broadcasts rank 0's when it wraps the model.

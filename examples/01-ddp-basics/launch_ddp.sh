@@ -4,8 +4,8 @@
 #   bash launch_ddp.sh local                                             # RANKS ranks on this machine
 #   RANKS=8 bash launch_ddp.sh local --epochs 20                         # further arguments are the script's own
 #
-#   NNODES=2 NODE_RANK=0 RDZV=node0:29400 bash launch_ddp.sh multi       # on the first machine
-#   NNODES=2 NODE_RANK=1 RDZV=node0:29400 bash launch_ddp.sh multi       # on the second one
+#   RANKS=16 NNODES=2 NODE_RANK=0 RDZV=node0:29400 bash launch_ddp.sh multi       # on the first machine
+#   RANKS=16 NNODES=2 NODE_RANK=1 RDZV=node0:29400 bash launch_ddp.sh multi       # on the second one
 #
 #   sbatch --nodes=2 --ntasks-per-node=8 --gpus-per-node=8 launch_ddp.sh slurm    # one task a rank
 #

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import resource
+import shutil
+import sys
 import time
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +28,6 @@ from phalanx.observe.timing import Throughput
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
     from phalanx.checkpoint import SavedCheckpoint
     from phalanx.errors import PhalanxError
@@ -211,7 +214,15 @@ class Reporter:
 
     def _next_commands(self) -> list[str]:
         board = tensorboard_dir(self._loop.config, self._run_dir)
-        return [f"tensorboard --logdir {board}"] if board else []
+        return [f"{_command('tensorboard')} --logdir {board}"] if board else []
+
+
+def _command(name: str) -> str:
+    """Return how to call a program of this environment: by its name where the shell finds it, else by its path."""
+    if shutil.which(name):
+        return name
+    path = os.path.relpath(Path(sys.executable).parent / name)
+    return path if not path.startswith("..") else str(Path(sys.executable).parent / name)
 
 
 def tensorboard_dir(config: Any, run_dir: Path) -> str | None:

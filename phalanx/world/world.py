@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+import itertools
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
     from phalanx.config import DistributedConfig
 
 _ALONE = RankEnv(0, 0, 1, 1, 0, "127.0.0.1", 0, started_by="python")
+_JOINS = itertools.count()
+"""A rank may join again and again (fit, evaluate, fit): what an earlier group left in the store must not be read."""
 
 
 @dataclass(frozen=True)
@@ -65,23 +69,30 @@ def join_world(config: DistributedConfig) -> World:
     if env.world_size == 1:
         return World(env, device, mesh, None, None, owns_group=False)
     backend = _comm_backend(config, device, env)
+    name = f"phalanx/{next(_JOINS)}"
     if dist.is_initialized():  # the user's script met the others already: join in, and leave the leaving to it
-        return World(
-            env, device, mesh, dist.get_backend(), dist.distributed_c10d._get_default_store(), owns_group=False
-        )
+        store = dist.distributed_c10d._get_default_store()
+        return World(env, device, mesh, dist.get_backend(), dist.PrefixStore(name, store), owns_group=False)
     export_rank_env(env)
-    timeout = timedelta(seconds=config.timeout)
-    store, rank, world_size = next(iter(dist.rendezvous("env://", env.rank, env.world_size, timeout=timeout)))
-    store.set_timeout(timeout)
+    store = _meet(env, config.timeout)
     dist.init_process_group(
         backend,
-        store=dist.PrefixStore("phalanx_pg", store),
-        rank=rank,
-        world_size=world_size,
-        timeout=timeout,
+        store=dist.PrefixStore(f"{name}/group", store),
+        rank=env.rank,
+        world_size=env.world_size,
+        timeout=timedelta(seconds=config.timeout),
         device_id=device if backend == "nccl" else None,
     )
-    return World(env, device, mesh, backend, dist.PrefixStore("phalanx", store), owns_group=True)
+    return World(env, device, mesh, backend, dist.PrefixStore(name, store), owns_group=True)
+
+
+@functools.cache
+def _meet(env: RankEnv, seconds: float) -> dist.Store:
+    """Connect to the ranks' store, once: were it closed and opened again, a quick rank would meet the dying one."""
+    timeout = timedelta(seconds=seconds)
+    store, _, _ = next(iter(dist.rendezvous("env://", env.rank, env.world_size, timeout=timeout)))
+    store.set_timeout(timeout)
+    return store
 
 
 def leave_world(world: World) -> None:

@@ -254,7 +254,7 @@ def test_a_data_loader_with_worker_processes_trains_the_same():
 
 
 def test_data_that_cannot_be_pickled_is_refused_in_words(tmp_path):
-    with pytest.raises(UsageError, match="the job cannot be sent to the ranks: cannot pickle '_thread.lock' object"):
+    with pytest.raises(UsageError, match=r"the job cannot be sent to the ranks: cannot pickle '_thread\.lock' object"):
         make_trainer().fit(DataLoader(HoldsLock(), batch_size=4))
 
 
@@ -273,12 +273,12 @@ def test_weights_of_another_shape_name_the_parameter(tmp_path):
     for path in (history.checkpoint, "weights.pt"):
         with pytest.raises(CheckpointError, match=r"weight is \[3, 4\] .* \[5, 4\]"):
             make_trainer(nn.Linear(4, 5)).load(path)
-    with pytest.raises(CheckpointError, match="no weights at absent.pt"):
+    with pytest.raises(CheckpointError, match=r"no weights at absent\.pt"):
         make_trainer().load("absent.pt")
 
 
 def test_a_misspelt_setting_is_answered_with_the_right_one():
-    with pytest.raises(ConfigError, match="unknown setting 'batchsize'. Did you mean 'batch_size'?"):
+    with pytest.raises(ConfigError, match=r"unknown setting 'batchsize'\. Did you mean 'batch_size'\?"):
         make_trainer(batchsize=3)
 
 

@@ -9,10 +9,13 @@ import select
 import subprocess
 import sys
 import time
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from command import clean_environment, phalanx, write_script
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 SOURCE = """
 import torch
@@ -129,7 +132,7 @@ again = trainer.fit(data, epochs=1)
 trainer.save("weights.pt")
 if os.environ["RANK"] == "0":
     told = {
-        "config": {name: getattr(trainer.config, name) for name in ("batch_size", "epochs", "learning_rate", "optimizer")},
+        "config": [getattr(trainer.config, name) for name in ("batch_size", "epochs", "learning_rate", "optimizer")],
         "steps": history.steps[-1]["step"],
         "accuracy": measured["accuracy"],
         "predicted": (predicted.argmax(1) == data.tensors[1]).double().mean().item(),
@@ -154,7 +157,7 @@ def test_inside_a_started_rank_a_trainer_joins_and_flags_reach_it(joining, tmp_p
     )
     assert answer.code == 0, answer.text
     told = json.loads(answer.out.splitlines()[-1])
-    assert told["config"] == {"batch_size": 3, "epochs": 3, "learning_rate": 0.25, "optimizer": "sgd"}
+    assert told["config"] == [3, 3, 0.25, "sgd"]
     assert told["steps"] == 9
     assert told["again"] == 3
     assert told["accuracy"] == pytest.approx(told["predicted"])

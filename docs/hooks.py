@@ -1,0 +1,75 @@
+"""Tables that are read from the package when the site is built, so that they cannot go stale.
+
+A page holds a marker, such as `<!-- table: settings -->`; MkDocs calls `on_page_markdown` before it renders the page.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+from phalanx.config import FIELDS, GROUPS
+from phalanx.config.option import kinds
+from phalanx.observe.events import KINDS, Event
+from phalanx.recipes import load_recipe, recipe_names
+
+_MARKER = re.compile(r"<!-- table: (\w+) -->")
+_WORDS = {"None": "unset", "bool": "true/false", "int": "whole number", "float": "number", "str": "text"}
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Replace every marker of a page by its table."""
+    return _MARKER.sub(lambda match: _TABLES[match[1]](), markdown)
+
+
+def settings_table() -> str:
+    """Return every setting, group by group: name, what it takes, default, and its one help text."""
+    parts = []
+    for group in GROUPS:
+        parts.append(f"## {group.__name__}\n\n{group.__doc__}\n\n| setting | takes | default | |\n|---|---|---|---|")
+        parts += [_setting_row(FIELDS[name]) for name in group.__dataclass_fields__]
+        parts.append("")
+    return "\n".join(parts)
+
+
+def _setting_row(field: dataclasses.Field[Any]) -> str:
+    default = "" if field.default is None else f"`{_shown(field.default)}`"
+    return f"| `{field.name}` | {_takes(field)} | {default} | {_cell(field.metadata['help'])} |"
+
+
+def _takes(field: dataclasses.Field[Any]) -> str:
+    if field.metadata["choices"] is not None:
+        return ", ".join(f"`{_shown(choice)}`" for choice in field.metadata["choices"] if choice is not None)
+    words = " or ".join(_WORDS[kind] for kind in kinds(field) if kind != "None")
+    minimum, above = field.metadata["minimum"], field.metadata["above"]
+    if minimum is not None:
+        return f"{words}, {minimum} or more"
+    return words if above is None else f"{words} above {above}"
+
+
+def _shown(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def events_table() -> str:
+    """Return every event of `events.jsonl` with its own fields."""
+    common = {field.name for field in dataclasses.fields(Event)}
+    rows = ["| `event` | when | fields |", "|---|---|---|"]
+    for kind, event in KINDS.items():
+        own = ", ".join(f"`{field.name}`" for field in dataclasses.fields(event) if field.name not in common)
+        rows.append(f"| `{kind}` | {_cell((event.__doc__ or '').splitlines()[0])} | {own} |")
+    return "\n".join(rows)
+
+
+def recipes_table() -> str:
+    """Return the built-in recipes."""
+    rows = ["| recipe | |", "|---|---|"]
+    return "\n".join([*rows, *(f"| `{name}` | {_cell(load_recipe(name).summary)} |" for name in recipe_names())])
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "&lt;")
+
+
+_TABLES = {"settings": settings_table, "events": events_table, "recipes": recipes_table}
