@@ -12,6 +12,7 @@ for inputs, targets in loader:
 
 from __future__ import annotations
 
+import math
 import uuid
 from typing import TYPE_CHECKING, Any
 
@@ -23,9 +24,10 @@ from phalanx.config import DistributedConfig, resolve
 from phalanx.data.loader import shard_loader
 from phalanx.errors import UsageError
 from phalanx.loop.activation import checkpoint_activations
-from phalanx.loop.gradients import Gradients, bind_scheduler
+from phalanx.loop.gradients import Gradients
 from phalanx.loop.precision import Precision
 from phalanx.loop.prepared import PreparedLoader
+from phalanx.loop.schedulers import bind_scheduler
 from phalanx.loop.snapshot import restore_snapshot, save_snapshot
 from phalanx.strategies.registry import build_strategy
 from phalanx.world.seed import seed_everything
@@ -167,6 +169,11 @@ class Formation:
     def grad_norm(self) -> torch.Tensor:
         """Return the one global gradient norm, equal on all ranks; after backward, before the step."""
         return self.gradients.norm(self.optimizers)
+
+    def weights_are_finite(self) -> bool:
+        """Whether no trained parameter holds a NaN or an infinity; waits for the device."""
+        parameters = [p.detach() for model in self.models for p in model.parameters() if p.requires_grad]
+        return not parameters or bool(torch.isfinite(nn.utils.get_total_norm(parameters, norm_type=math.inf)))
 
     def reduce(self, value: float | torch.Tensor, op: str = "mean") -> torch.Tensor:
         """Return the mean (or sum, min, max) of a value over all ranks, equal on all of them."""

@@ -42,7 +42,8 @@ class Gradients:
         self._parameters: list[nn.Parameter] = []
         self._weight: torch.Tensor | None = None
         self._ready = False
-        self._unused_checked = config.find_unused_parameters
+        self._unused_allowed = config.find_unused_parameters
+        self._unused_checked: set[int] = set()
         self._direct = False
         self._unscaled: set[int] = set()
         self._primary: torch.optim.Optimizer | None = None
@@ -124,9 +125,6 @@ class Gradients:
         if self._ready or not self.boundary:
             return
         self._ready = True
-        if not self._unused_checked:
-            self._unused_checked = True
-            self._name_unused()
         if self._weight is not None:
             self._divide_by_weight(self._weight)
             self._weight = None
@@ -137,11 +135,18 @@ class Gradients:
         factor = self._world.mesh.dp_size / weight.clamp(min=torch.finfo(torch.float64).tiny)
         torch._foreach_mul_([p.grad for p in self._parameters if p.grad is not None], factor)
 
-    def _name_unused(self) -> None:
+    def _name_unused(self, optimizer: torch.optim.Optimizer) -> None:
+        """At an optimizer's first step, refuse parameters without gradient in the models that it trains."""
+        if self._unused_allowed or id(optimizer) in self._unused_checked:
+            return
+        self._unused_checked.add(id(optimizer))
+        trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        models = [self._strategy.unwrap(wrapped) for wrapped in self._wrapped]
         unused = [
             name
-            for wrapped in self._wrapped
-            for name, p in self._strategy.unwrap(wrapped).named_parameters()
+            for model in models
+            if any(id(p) in trained for p in model.parameters())
+            for name, p in model.named_parameters()
             if p.requires_grad and p.grad is None
         ]
         if unused:
@@ -206,6 +211,7 @@ class Gradients:
         self._accumulating.discard(id(optimizer))
         if optimizer is self._primary:  # `steps` counts global batches: with two optimizers, one of them counts
             self.steps += 1
+        self._name_unused(optimizer)
         self.finish()
         self.unscale(optimizer)
         if self._skip_nonfinite and not bool(torch.isfinite(self.norm())):
@@ -255,15 +261,3 @@ def bind_optimizer(optimizer: torch.optim.Optimizer, gradients: Gradients) -> Ca
                 optimizer.__dict__[name] = value
 
     return undo
-
-
-def bind_scheduler(scheduler: torch.optim.lr_scheduler.LRScheduler, gradients: Gradients) -> Callable[[], None]:
-    """Let a scheduler step only when its optimizer did; return what undoes it."""
-    inner = scheduler.step
-
-    def step(*arguments: object) -> None:
-        if gradients.last_step_taken:
-            inner(*arguments)  # type: ignore[arg-type]
-
-    scheduler.step = step  # type: ignore[method-assign, assignment]
-    return lambda: scheduler.__dict__.pop("step", None)

@@ -66,10 +66,20 @@ def first_nonfinite(losses: dict[int, float]) -> int | None:
     return next((step for step, loss in losses.items() if not math.isfinite(loss)), None)
 
 
+_REMEDY = "Lower learning_rate, set gradient_clipping, or skip such steps with on_nonfinite='skip'."
+
+
 def nonfinite_error(step: int, loss: float, checkpoint: str | None) -> NonFiniteLossError:
     """Say at which step the loss was lost, and what the last good checkpoint is."""
-    last = f"the last good checkpoint is {checkpoint}" if checkpoint else "there is no checkpoint before it"
+    return NonFiniteLossError(f"the loss is {loss} at step {step}; {_last_good(checkpoint)}", hint=_REMEDY)
+
+
+def spoilt_weights_error(step: int, checkpoint: str | None) -> NonFiniteLossError:
+    """Say that a step left weights that are not finite, although its loss still was."""
     return NonFiniteLossError(
-        f"the loss is {loss} at step {step}; {last}",
-        hint="Lower learning_rate, set gradient_clipping, or skip such steps with on_nonfinite='skip'.",
+        f"step {step} left weights that are not finite, so they were not saved; {_last_good(checkpoint)}", hint=_REMEDY
     )
+
+
+def _last_good(checkpoint: str | None) -> str:
+    return f"the last good checkpoint is {checkpoint}" if checkpoint else "there is no checkpoint before it"

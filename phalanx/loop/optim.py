@@ -57,8 +57,8 @@ class Schedule:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, factor: Callable[[int], float], scale: float = 1.0) -> None:
-        self._groups = optimizer.param_groups
-        self._bases = [group["lr"] * scale for group in self._groups]
+        self._optimizer = optimizer  # not its groups: loading a state replaces them
+        self._bases = [group["lr"] * scale for group in optimizer.param_groups]
         self._factor = factor
         self._applied: float | None = None
 
@@ -68,13 +68,13 @@ class Schedule:
         if factor == self._applied:
             return
         self._applied = factor
-        for group, base in zip(self._groups, self._bases, strict=True):
+        for group, base in zip(self._optimizer.param_groups, self._bases, strict=True):
             group["lr"] = base * factor
 
     @property
     def rate(self) -> float:
         """The first group's current learning rate."""
-        return float(self._groups[0]["lr"])
+        return float(self._optimizer.param_groups[0]["lr"])
 
 
 def rate_factor(config: DistributedConfig, total_steps: int | None) -> Callable[[int], float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from phalanx import checkpoint
+from phalanx.loop.schedulers import load_scheduler_state, scheduler_state
 from phalanx.world.seed import rng_state, set_rng_state
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ def save_snapshot(formation: Formation, directory: str | Path, shared: dict[str,
     scaler = formation.precision.scaler
     state = {
         "loaders": [loader.sharded.state_dict() for loader in formation.loaders],
-        "schedulers": [scheduler.state_dict() for scheduler in formation.schedulers],
+        "schedulers": [scheduler_state(scheduler) for scheduler in formation.schedulers],
         "scaler": None if scaler is None else scaler.state_dict(),
         **shared,
     }
@@ -56,7 +57,7 @@ def restore_snapshot(formation: Formation, directory: str | Path, *, required: b
     for loader, state in zip(formation.loaders, shared.pop("loaders"), strict=False):
         loader.sharded.load_state_dict(state)
     for scheduler, state in zip(formation.schedulers, shared.pop("schedulers"), strict=False):
-        scheduler.load_state_dict(state)
+        load_scheduler_state(scheduler, state)
     scaler_state = shared.pop("scaler")
     if formation.precision.scaler is not None and scaler_state is not None:
         formation.precision.scaler.load_state_dict(scaler_state)

@@ -1,9 +1,10 @@
 """Stopping together: one rank hears a signal, all ranks stop at the same step boundary.
 
 Ranks are in lock-step: none completes step s+1 before all have begun it. A rank that hears the signal after step s
-writes its wish into the store before it begins s+1; every rank looks at the store after each step that is a multiple of
-`period`. The first such step from s+1 on is therefore one at which all of them see the wish, and there they stop. The
-period is chosen (once, by rank 0) so that looking costs next to nothing for short steps.
+writes the wish "s" into the store (the first wish stays, and the write is answered) before it begins s+1. Every rank
+looks at the store after each step that is a multiple of `period`. Whatever rank looks after a step m > s has therefore
+the wish before its eyes, and all of them stop at the first such m. The period is chosen once, by rank 0, so that
+looking costs next to nothing when steps are short.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ class StopRequest:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._store = world.store
+        self._store = world.store if world.world_size > 1 else None
         self._key = f"{_WISH}/{world.env.attempt}"
         self._heard: str | None = None
         self._wished = False
         self._previous: dict[signal.Signals, Any] = {}
-        self._period: int | None = 1 if world.world_size == 1 else None
+        self._period: int | None = None
         self._started = 0.0
         self._seen = 0
         self.reason: str | None = None
@@ -56,20 +57,21 @@ class StopRequest:
 
     def agreed(self, step: int) -> bool:
         """Whether all ranks stop after this step; every rank calls this after every step."""
-        if self._world.world_size == 1:
+        if self._store is None:
             self.reason = self._heard
             return self._heard is not None
         if self._heard is not None and not self._wished:
             self._wished = True
-            self._require_store().set(self._key, self._heard)
+            self._store.compare_set(self._key, "", f"{step}:{self._heard}")
         if self._period is None:
-            return self._measure(step)
-        if step % self._period:
+            self._measure()
+        elif step % self._period:
             return False
-        return self._look()
+        return self._look(step)
 
-    def _measure(self, step: int) -> bool:
-        """Look after each of the first steps, and then agree how rarely looking is enough."""
+    def _measure(self) -> None:
+        """Time the first steps, and then agree how rarely looking is enough."""
+        assert self._store is not None, "one rank alone has nobody to agree with"
         if self._seen == 0:
             self._started = time.monotonic()
         self._seen += 1
@@ -77,17 +79,12 @@ class StopRequest:
             seconds = (time.monotonic() - self._started) / (_MEASURED_STEPS - 1)
             key = f"{self._key}/period"
             if self._world.is_main:
-                self._require_store().set(key, str(max(1, min(1000, int(_LOOK_EVERY_SECONDS / max(seconds, 1e-6))))))
-            self._period = int(self._require_store().get(key))
-        return self._look()
+                self._store.set(key, str(max(1, min(1000, int(_LOOK_EVERY_SECONDS / max(seconds, 1e-6))))))
+            self._period = int(self._store.get(key))
 
-    def _look(self) -> bool:
-        store = self._require_store()
-        if not store.check([self._key]):
+    def _look(self, step: int) -> bool:
+        assert self._store is not None, "one rank alone has nobody to agree with"
+        if not self._store.check([self._key]):
             return False
-        self.reason = store.get(self._key).decode()
-        return True
-
-    def _require_store(self) -> Any:
-        assert self._store is not None, "several ranks always have a store"
-        return self._store
+        wished_after, _, self.reason = self._store.get(self._key).decode().partition(":")
+        return step > int(wished_after)

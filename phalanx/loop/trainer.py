@@ -10,7 +10,7 @@ from phalanx.errors import PreemptedError, UsageError
 from phalanx.loop.evaluate import evaluate
 from phalanx.loop.forward import decide_forward
 from phalanx.loop.hooks import Hooks, StepInfo
-from phalanx.loop.ledger import LossLedger, first_nonfinite, nonfinite_error
+from phalanx.loop.ledger import LossLedger, first_nonfinite, nonfinite_error, spoilt_weights_error
 from phalanx.loop.optim import Schedule, rate_factor, rate_scale
 from phalanx.loop.reporting import Reporter
 from phalanx.loop.saving import CheckpointPolicy
@@ -42,11 +42,7 @@ class TrainLoop:
         self.val_loader = None if task.val is None else formation.prepare_loader(task.val, training=False)
         self.global_batch = self._global_batch()
         self.total_steps = self._total_steps()
-        scale = (
-            1.0
-            if task.optimizer is not None and self.config.lr_scaling == "none"
-            else rate_scale(self.config, self.global_batch)
-        )
+        scale = rate_scale(self.config, self.global_batch)
         self.schedule = Schedule(self.optimizer, rate_factor(self.config, self.total_steps), scale)
         self.hooks = Hooks(task.callbacks)
         self.ledger = LossLedger(formation.world)
@@ -185,6 +181,10 @@ class TrainLoop:
         if self.saving.directory is None:
             return
         self._losses_checked()
+        if not self.formation.weights_are_finite():  # the last step spoilt them; its loss came before that
+            error = spoilt_weights_error(self.step, self.saving.last_path)
+            self.report.failed(error)
+            raise error
         with self.report.phase("checkpoint"):
             saved = self.saving.save(history=self.report.history_to_keep())
         self.report.checkpointed(saved)

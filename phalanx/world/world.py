@@ -90,6 +90,7 @@ def join_world(config: DistributedConfig) -> World:
 def _meet(env: RankEnv, seconds: float) -> dist.Store:
     """Connect to the ranks' store, once: were it closed and opened again, a quick rank would meet the dying one."""
     timeout = timedelta(seconds=seconds)
+    store: dist.Store
     store, _, _ = next(iter(dist.rendezvous("env://", env.rank, env.world_size, timeout=timeout)))
     store.set_timeout(timeout)
     return store

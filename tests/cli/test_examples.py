@@ -54,7 +54,7 @@ def test_ddp_mnist_learns_and_trains_alike_under_phalanx_and_torchrun(run_exampl
     arguments = ("--epochs", "3", "--lr", "5e-3")
     ours = reports(run_example("ddp_mnist.py", *arguments, "--save", "model.pt"))
     torchrun = [BIN / "torchrun", "--standalone", "--nproc-per-node=2", EXAMPLES / "ddp_mnist.py", *arguments]
-    done = run_command(torchrun, tmp_path)
+    done = run_command(torchrun, tmp_path, TMPDIR=str(tmp_path))  # torchrun leaves its log folder behind
     assert done.returncode == 0, done.stderr
     assert len(ours) == 3
     assert reports(done.stdout) == ours
@@ -103,7 +103,8 @@ def test_a_loop_of_ones_own_goes_on_from_its_checkpoint(run_example):
     assert [line.split()[1] for line in first.splitlines()] == ["1/2", "2/2"]
     second = run_example("ddp_own_loop.py", "--epochs", "3", "--checkpoint-dir", "ckpt", "--accumulate", "2")
     assert [line.split()[1:4] for line in second.splitlines()] == [["3/3", "step", "36"]]
-    assert float(second.split()[-1]) > float(first.split()[6]) - 0.05
+    # Started anew, the third epoch would be at the level of the first.
+    assert float(second.split()[-1]) > float(first.splitlines()[0].split()[-1])
 
 
 def test_the_benchmark_measures_every_number_of_ranks_and_draws(tmp_path):

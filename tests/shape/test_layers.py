@@ -98,7 +98,9 @@ def _loaded_with(path: Path) -> set[str]:
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("phalanx."):
             submodules = {f"{node.module}.{alias.name}" for alias in node.names}
-            files = {name for name in submodules if (PACKAGE.parent / Path(*name.split("."))).with_suffix(".py").exists()}
+            files = {
+                name for name in submodules if (PACKAGE.parent / Path(*name.split("."))).with_suffix(".py").exists()
+            }
             found |= files or {node.module}
     return found
 

@@ -48,7 +48,8 @@ def test_rank_arithmetic_is_checked():
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"), [(10, (10, "epochs")), ("500 steps", (500, "steps")), ("2epochs", (2, "epochs")), (None, None)]
+    ("given", "expected"),
+    [(10, (10, "epochs")), ("500 steps", (500, "steps")), ("2epochs", (2, "epochs")), (None, None)],
 )
 def test_checkpoint_frequency_in_epochs_or_steps(given, expected):
     assert DistributedConfig(checkpoint_frequency=given).checkpoint_every == expected

@@ -1,0 +1,59 @@
+"""One rank hears a signal; all ranks stop at the same step, whenever it comes."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from phalanx.config import DistributedConfig
+from phalanx.loop import stopping
+from phalanx.world.world import join_world
+
+
+def stop_steps(signalled: dict[int, int], period: int | None) -> int:
+    """Take steps in lock-step; rank r signals itself after step `signalled[r]`. Return the step at which we stopped."""
+    world = join_world(DistributedConfig(device="cpu"))
+    request = stopping.StopRequest(world)
+    request.listen()
+    if period is not None:
+        request._period = period
+    for step in range(1, 200):
+        dist.all_reduce(torch.ones(1))
+        if signalled.get(world.rank) == step:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        if request.agreed(step):
+            request.silence()
+            assert request.reason == "SIGUSR1"
+            return step
+    raise AssertionError("never stopped")
+
+
+CASES = [{1: 3}, {0: 7}, {2: 14}, {0: 5, 1: 6}, {0: 6, 1: 5, 2: 7}, {0: 13, 1: 14}, {0: 9, 1: 9, 2: 9}]
+
+
+@pytest.mark.parametrize("period", [None, 1, 7])
+def test_all_ranks_stop_together(ranks, period):
+    by_rank = ranks(lambda: [stop_steps(case, period) for case in CASES], world_size=3)
+    for case, *steps in zip(CASES, *by_rank, strict=True):
+        assert len(set(steps)) == 1, f"{case}: {steps}"
+        first = min(case.values())
+        assert steps[0] > first
+        if period is not None:
+            assert steps[0] <= first + period + 1
+
+
+def test_one_rank_alone_stops_at_once():
+    world = join_world(DistributedConfig(device="cpu"))
+    request = stopping.StopRequest(world)
+    before = signal.getsignal(signal.SIGTERM)
+    request.listen()
+    assert not request.agreed(1)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert request.agreed(2)
+    assert request.reason == "SIGTERM"
+    request.silence()
+    assert signal.getsignal(signal.SIGTERM) is before
