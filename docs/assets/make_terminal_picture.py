@@ -7,6 +7,7 @@ the middle of the run and at its end, and writes both as SVG beside this file. T
 from __future__ import annotations
 
 import fcntl
+import io
 import os
 import pty
 import re
@@ -75,11 +76,13 @@ class Screen:
 
 def run_in_terminal(folder: Path) -> tuple[str, str]:
     """Run the command and return the screen in the middle of the run and at its end."""
-    program = str(Path(sysconfig.get_path("scripts")) / COMMAND[0])
+    scripts = sysconfig.get_path("scripts")
+    program = str(Path(scripts) / COMMAND[0])
     pid, terminal = pty.fork()
     if pid == 0:
         os.chdir(folder)
-        os.environ.update(TERM="xterm-256color", COLUMNS=str(COLUMNS), COLORTERM="truecolor")
+        path = f"{scripts}:{os.environ['PATH']}"  # as in an activated environment
+        os.environ.update(TERM="xterm-256color", COLUMNS=str(COLUMNS), COLORTERM="truecolor", PATH=path)
         os.execv(program, [program, *COMMAND[1:]])
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
     screen, middle, pending = Screen(), "", b""
@@ -105,7 +108,7 @@ def draw(screen: str, path: Path, rows: int) -> None:
     """Write the last rows of a screen as SVG, below the command that was typed."""
     lines = screen.splitlines()
     shown = [f"\x1b[1m$ {' '.join(COMMAND)}\x1b[0m", *(lines if len(lines) <= rows else ["...", *lines[-rows:]])]
-    console = Console(record=True, width=COLUMNS, file=open(os.devnull, "w"), highlight=False)
+    console = Console(record=True, width=COLUMNS, file=io.StringIO(), highlight=False)
     console.print(Text.from_ansi("\n".join(shown)))
     path.write_text(console.export_svg(code_format=TEMPLATE, unique_id="terminal"), encoding="utf-8")
     print(path)

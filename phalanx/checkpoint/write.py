@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
 import shutil
 import socket
@@ -29,6 +30,8 @@ from phalanx.version import __version__
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+_OF_A_MODEL = re.compile(r"model\d*\.")
 
 
 def save(
@@ -171,10 +174,13 @@ def _manifest(
 
 
 def _model_tensors(metadata: Metadata) -> dict[str, TensorInfo]:
-    """Describe what is under "model" by canonical name, over all ranks: torch's index has merged them."""
+    """Describe what is under "model" by canonical name, over all ranks: torch's index has merged them.
+
+    A second model and those after it are under "model1" and so on, and keep that in their names.
+    """
     described: dict[str, TensorInfo] = {}
     for flat_name, entry in metadata.state_dict_metadata.items():
-        if flat_name.startswith("model.") and isinstance(entry, TensorStorageMetadata):
+        if _OF_A_MODEL.match(flat_name) and isinstance(entry, TensorStorageMetadata):
             dtype = str(entry.properties.dtype).removeprefix("torch.")
             described[flat_name.removeprefix("model.")] = TensorInfo(tuple(entry.size), dtype)
     return described

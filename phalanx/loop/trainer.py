@@ -203,7 +203,7 @@ class TrainLoop:
             error = nonfinite_error(bad, losses[bad], self.saving.last_path)
             self.report.failed(error)
             raise error
-        return losses
+        return {step: loss for step, loss in losses.items() if math.isfinite(loss)}
 
     def _losses_checked(self) -> None:
         self.report.losses(self._losses())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import itertools
+import os
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.errors import UsageError
+from phalanx.launch.interfaces import network_environment
 from phalanx.world.env import RankEnv, export_rank_env, read_rank_env
 from phalanx.world.mesh import Mesh
 
@@ -74,6 +76,8 @@ def join_world(config: DistributedConfig) -> World:
         store = dist.distributed_c10d._get_default_store()
         return World(env, device, mesh, dist.get_backend(), dist.PrefixStore(name, store), owns_group=False)
     export_rank_env(env)
+    if env.local_world_size < env.world_size:
+        os.environ.update(network_environment(env.master_addr, os.environ))
     store = _meet(env, config.timeout)
     dist.init_process_group(
         backend,

@@ -1,0 +1,80 @@
+"""Which network card leads to the other nodes.
+
+gloo listens at the address that the host's own name resolves to. Many systems map that name to loopback, where no other
+node can reach it; then the card is chosen by the way to the master's address.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import ipaddress
+import socket
+import struct
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+VARIABLE = "GLOO_SOCKET_IFNAME"
+_SIOCGIFADDR = 0x8915
+_ELSEWHERE = "192.0.2.1"
+"""An address reserved for documentation: asking for the way there sends nothing and finds the default route."""
+
+
+def network_environment(master: str, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variable that lets ranks on several hosts reach each other, where torch would choose wrongly."""
+    if VARIABLE in environ:
+        return {}
+    interface = _interface_to(master)
+    return {} if interface is None else {VARIABLE: interface}
+
+
+@functools.cache
+def _interface_to(master: str) -> str | None:
+    """Return the card on the way to `master`, or None where the host's name is good or nothing better is known."""
+    if _is_loopback_text(master) or not _own_name_is_loopback():
+        return None
+    address = _address_towards(master)
+    if address is None or ipaddress.ip_address(address).is_loopback:  # this is the master, and its name misleads it too
+        address = _address_towards(_ELSEWHERE)
+    return None if address is None else _card_with(address)
+
+
+def _is_loopback_text(host: str) -> bool:
+    """Whether the user wrote loopback: then all nodes are on this machine, and loopback is right."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _own_name_is_loopback() -> bool:
+    try:
+        found = socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)
+    except OSError:
+        return True
+    return all(ipaddress.ip_address(str(entry[4][0])).is_loopback for entry in found)
+
+
+def _address_towards(host: str) -> str | None:
+    """Return this machine's address on the way to a host; a datagram socket connects without sending anything."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, 9))
+        except OSError:
+            return None
+        return str(probe.getsockname()[0])
+
+
+def _card_with(address: str) -> str | None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            try:
+                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+            except OSError:
+                continue  # a card without an address
+            if socket.inet_ntoa(answer[20:24]) == address:
+                return name
+    return None

@@ -1,0 +1,135 @@
+"""The documentation is true: the site builds, its Python runs, its console sessions and flags are the program's."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from command import ROOT, clean_environment, phalanx
+
+from phalanx.config import FIELDS
+from phalanx.observe.events import KINDS
+from phalanx.recipes import recipe_names
+
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
+_BLOCK = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
+_OWN_FLAGS = {"--script", "--module", "--config", "--toml", "--help"}
+_UNDER_LAUNCHER = {"raw_ddp.py", "own_loop.py"}
+"""Scripts that are ranks themselves; the others start their ranks."""
+
+
+def blocks(page: Path, language: str) -> list[tuple[str, str]]:
+    """Return (title, text) of a page's fenced blocks in a language."""
+    return [(title, text) for kind, title, text in _BLOCK.findall(page.read_text()) if kind == language]
+
+
+def titled_scripts() -> dict[str, str]:
+    """Every Python block with a file name; a name that occurs twice must be the same script."""
+    scripts: dict[str, str] = {}
+    for page in PAGES:
+        for title, text in blocks(page, "python"):
+            if title:
+                assert scripts.setdefault(title, text) == text, f"{title} differs between pages ({page})"
+    return scripts
+
+
+def sessions() -> list[tuple[str, str]]:
+    """Every `$ command` and the output that a page shows for it."""
+    found = [text.partition("\n") for page in PAGES for _, text in blocks(page, "console")]
+    return [(command.removeprefix("$ "), output) for command, _, output in found]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch, warm_process):
+    """A folder of its own, and CPU ranks even where there are GPUs."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PHALANX_DEVICE", "cpu")
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The site, built as `make docs` does but elsewhere."""
+    if shutil.which("mkdocs", path=str(Path(sys.executable).parent)) is None:
+        pytest.skip("mkdocs is not installed: pip install 'phalanx[docs]'")
+    directory = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(directory)]
+    done = subprocess.run(
+        command, cwd=ROOT, env=clean_environment(), capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return directory
+
+
+def rendered(site: Path, page: str) -> str:
+    return (site / page / "index.html").read_text()
+
+
+def test_every_setting_is_on_the_configuration_page(site):
+    page = rendered(site, "configuration")
+    missing = [name for name in FIELDS if f"<td><code>{name}</code></td>" not in page]
+    assert not missing
+
+
+def test_every_event_and_recipe_has_its_row(site):
+    monitoring, quickstart = rendered(site, "monitoring"), rendered(site, "quickstart")
+    assert not [kind for kind in KINDS if f"<td><code>{kind}</code></td>" not in monitoring]
+    assert not [name for name in recipe_names() if f"<td><code>{name}</code></td>" not in quickstart]
+
+
+def test_the_site_loads_nothing_from_other_hosts(site):
+    loaded = re.compile(r'<(?:script|img|iframe)[^>]+src="?(?:https?:)?//|<link[^>]+href="?(?:https?:)?//')
+    for page in site.rglob("*.html"):
+        assert not loaded.search(page.read_text()), page
+    for picture in (DOCS / "assets").glob("*.svg"):
+        hosts = set(re.findall(r"https?://([^/\"']+)", picture.read_text()))
+        assert hosts <= {"www.w3.org"}, f"{picture}: {hosts}"
+
+
+@pytest.mark.parametrize("name", sorted(titled_scripts().keys() - {"quickstart.py"}))
+def test_the_script_runs(name, folder, capfd):
+    script = folder / name
+    script.write_text(titled_scripts()[name])
+    if name in _UNDER_LAUNCHER:
+        answer = phalanx("train", "--script", script, "--num-workers", 2)
+        assert answer.code == 0, answer.text
+        assert "loss" in answer.out
+        return
+    runpy.run_path(str(script), run_name="__main__")
+    assert capfd.readouterr().out.strip(), "every example prints what it shows"
+
+
+def test_the_quick_start_is_short_and_learns(folder, capfd):
+    source = titled_scripts()["quickstart.py"]
+    lines = [line for line in source.splitlines() if line.strip()]
+    assert len(lines) < 20
+    (folder / "quickstart.py").write_text(source)
+    names = runpy.run_path(str(folder / "quickstart.py"), run_name="__main__")
+    assert names["history"].best_accuracy > 0.85
+    assert names["trainer"].evaluate(names["val_loader"])["accuracy"] > 0.85
+
+
+@pytest.mark.parametrize(("command", "expected"), sessions())
+def test_the_console_session_is_what_the_program_says(command, expected, folder):
+    program, *words = shlex.split(command)
+    assert program == "phalanx"
+    answer = phalanx(*words)
+    shown = answer.text.replace(f"\n  Looked in {folder}.", "")
+    assert shown.strip() == expected.strip()
+
+
+def test_every_flag_that_the_docs_use_exists():
+    known = _OWN_FLAGS | {f"--{no}{name.replace('_', '-')}" for name in FIELDS for no in ("", "no-")}
+    for page in PAGES:
+        for _, text in blocks(page, "bash"):
+            for command in re.findall(r"phalanx (?:train|config show)([^#|>&\n]*)", text.replace("\\\n", " ")):
+                ours = command.partition(" -- ")[0]
+                unknown = set(re.findall(r"(?<!\S)--[a-z][a-z-]*", ours)) - known
+                assert not unknown, f"{page.name}: phalanx {command}"
