@@ -106,11 +106,15 @@ def sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
 def write_failed(error: OSError, *, rank: int, path: Path, needed: int) -> CheckpointError:
-    """Say who could not write what, why, and how much room there is."""
+    """Say who could not write what and why; where room is the cause, how much of it there is."""
     reason = error.strerror or str(error)
-    room = f"{readable_size(_free_bytes(path))} free, {readable_size(needed)} needed by this rank"
-    return CheckpointError(f"rank {rank} could not write {path}: {reason} ({room})", hint=_remedy(error.errno))
+    if error.errno in _NO_ROOM:
+        reason += f" ({readable_size(_free_bytes(path))} free, {readable_size(needed)} needed by this rank)"
+    return CheckpointError(f"rank {rank} could not write {path}: {reason}", hint=_remedy(error.errno))
 
 
 def readable_size(count: int) -> str:
@@ -133,7 +137,7 @@ def _free_bytes(path: Path) -> int:
 
 
 def _remedy(code: int | None) -> str:
-    if code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+    if code in _NO_ROOM:
         return "Free some space, keep fewer checkpoints with keep_last=2, or set checkpoint_dir to a larger disk."
     if code in (errno.EACCES, errno.EPERM, errno.EROFS):
         return "Set checkpoint_dir to a directory that you may write to."

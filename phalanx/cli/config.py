@@ -31,7 +31,11 @@ def run(arguments: Sequence[str]) -> int:
     namespace = parser.parse_all(words[1:])
     recipe = load_recipe(namespace.recipe) if namespace.recipe else None
     resolved = resolve_flags(namespace, recipe)
-    print(write_toml(resolved.config) if namespace.toml else _table(resolved))
+    if namespace.toml:  # defaults as comments: in a file they would win over a recipe's values
+        defaults = {name for name, origin in resolved.origins.items() if origin == "default"}
+        print(write_toml(resolved.config, as_comments=defaults), end="")
+    else:
+        print(_table(resolved))
     return 0
 
 

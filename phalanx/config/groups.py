@@ -42,9 +42,7 @@ class Parallelism:
 class Training:
     """What is trained, for how long, at which rate."""
 
-    batch_size: int | None = option(
-        None, "samples per rank and micro-batch (default: the DataLoader's own, or 32)", minimum=1
-    )
+    batch_size: int | None = option(None, "samples per rank and micro-batch (default: the DataLoader's own)", minimum=1)
     epochs: int | None = option(None, "passes over the data (default: 1, or as many as max_steps needs)", minimum=1)
     max_steps: int | None = option(None, "stop after this many optimizer steps, whatever the epoch", minimum=1)
     learning_rate: float = option(1e-3, "peak learning rate, before lr_scaling", above=0)

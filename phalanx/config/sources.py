@@ -13,7 +13,7 @@ from phalanx.config.option import kinds, parse_text
 from phalanx.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Container, Mapping
 
 ENV_PREFIX = "PHALANX_"
 RANK_COUNTS = {"num_workers", "num_gpus", "gpus_per_node"}
@@ -82,15 +82,16 @@ def read_toml(path: str | Path) -> dict[str, Any]:
     return {name: _none_text(name, value) for key, value in flat.items() for name in [key.replace("-", "_")]}
 
 
-def write_toml(config: DistributedConfig) -> str:
-    """Return the config as TOML that `--config` reads back; unset values stand as comments."""
+def write_toml(config: DistributedConfig, *, as_comments: Container[str] = ()) -> str:
+    """Return the config as TOML that `--config` reads back; unset values, and those asked for, stand as comments."""
     lines = []
     for name, field in FIELDS.items():
         value = getattr(config, name)
         lines.append(f"# {field.metadata['help']}")
-        lines.append(
-            f"# {name} = (unset)" if value is None and field.default is None else f"{name} = {_toml_value(value)}"
-        )
+        if value is None and field.default is None:
+            lines.append(f"# {name} = (unset)")
+        else:
+            lines.append(f"{'# ' if name in as_comments else ''}{name} = {_toml_value(value)}")
     return "\n".join(lines) + "\n"
 
 

@@ -51,7 +51,7 @@ class Reporter:
         self._began = time.monotonic()
         self._time_before = 0.0
         self._first_step = 0
-        self._samples = 0
+        self.samples = 0
         self._epoch_began = time.monotonic()
         self._epoch_samples = 0
         self._loss_sum = 0.0
@@ -64,6 +64,7 @@ class Reporter:
         self.history = History.from_dict(state.get("history", {}))
         self.history.status = "running"
         self._time_before = self.history.total_time
+        self.samples = state.get("samples", 0)
         self._resumed_from = state["path"]
 
     def started(self) -> None:
@@ -96,6 +97,9 @@ class Reporter:
         )
         for note in loop.formation.notes:
             self.say(note)
+        if loop.total_steps is not None and loop.step >= loop.total_steps:
+            left = f"the checkpoint is at step {loop.step}, and the run ends at step {loop.total_steps}"
+            self.say(f"nothing is left to train: {left}. Raise epochs or max_steps to go on.", "warning")
 
     def history_to_keep(self) -> dict[str, Any]:
         """Return the history for a checkpoint: every epoch, and the latest logged steps (events.jsonl has them all)."""
@@ -116,7 +120,7 @@ class Reporter:
     def count(self, samples: int) -> None:
         """Count a step's samples."""
         self._speed.add(samples)
-        self._samples += samples
+        self.samples += samples
         self._epoch_samples += samples
 
     def losses(self, losses: dict[int, float]) -> float | None:
@@ -141,7 +145,7 @@ class Reporter:
             samples_per_second=rate,
             step_seconds=seconds,
             memory_bytes=_memory(loop.formation.device),
-            samples=self._samples,
+            samples=self.samples,
         )
         self.history.steps.append(
             {key: value for key, value in event.to_dict().items() if key not in {"event", "time", "rank"}}

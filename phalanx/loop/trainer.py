@@ -186,7 +186,7 @@ class TrainLoop:
             self.report.failed(error)
             raise error
         with self.report.phase("checkpoint"):
-            saved = self.saving.save(history=self.report.history_to_keep())
+            saved = self.saving.save(history=self.report.history_to_keep(), samples=self.report.samples)
         self.report.checkpointed(saved)
         self.hooks.fire("on_checkpoint", self, str(saved.path))
 

@@ -116,6 +116,11 @@ class MetricsReported(Event):
     ends_epoch: bool = False
     """Whether an `EpochDone` with the same values follows."""
 
+    def scalars(self) -> dict[str, float]:
+        """Return the curves that these values are points of; an epoch's mean is no point of the steps' own curve."""
+        prefix = "train/epoch_" if self.split == "train" else f"{self.split}/"
+        return {f"{prefix}{name}": value for name, value in self.values.items()}
+
 
 @dataclass(frozen=True)
 class EpochDone(Event):

@@ -45,10 +45,8 @@ class MlflowSink:
             self._log_params(
                 {name: getattr(event, name) for name in ("world_size", "strategy", "precision", "global_batch")}
             )
-        elif isinstance(event, StepDone):
+        elif isinstance(event, (StepDone, MetricsReported)):
             self._log(event.step, event.scalars())
-        elif isinstance(event, MetricsReported):
-            self._log(event.step, {f"{event.split}/{name}": value for name, value in event.values.items()})
         elif isinstance(event, RunEnded):
             self._status = _STATUS.get(event.status, "KILLED")
             self._log(event.step, {f"best/{name}": value for name, value in event.best.items()})

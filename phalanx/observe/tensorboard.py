@@ -40,11 +40,8 @@ class TensorBoardSink:
 
     def handle(self, event: Event) -> None:
         """Write the event's scalars, if it has any."""
-        if isinstance(event, StepDone):
+        if isinstance(event, (StepDone, MetricsReported)):
             self._scalars(event.step, event.time, event.scalars())
-        elif isinstance(event, MetricsReported):
-            values = {f"{event.split}/{name}": value for name, value in event.values.items()}
-            self._scalars(event.step, event.time, values)
         if isinstance(event, (MetricsReported, CheckpointSaved, RunEnded)) or self._is_due():
             self._file.flush()
             self._flushed = time.monotonic()

@@ -1,0 +1,62 @@
+"""The user's torch schedulers in checkpoints: what JSON holds brings each of them to where it was."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch.optim import lr_scheduler
+
+from phalanx import Formation
+from phalanx.loop.schedulers import load_scheduler_state, scheduler_state
+
+MAKERS = {
+    "step": lambda o: lr_scheduler.StepLR(o, 3, 0.5),
+    "multistep": lambda o: lr_scheduler.MultiStepLR(o, [2, 6], 0.1),
+    "lambda": lambda o: lr_scheduler.LambdaLR(o, lambda step: 0.9**step),
+    "cosine": lambda o: lr_scheduler.CosineAnnealingLR(o, 10),
+    "restarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
+    "onecycle": lambda o: lr_scheduler.OneCycleLR(o, 1.0, total_steps=12, cycle_momentum=False),
+    "sequential": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.LinearLR(o, 0.1, total_iters=3), lr_scheduler.MultiStepLR(o, [2, 4], 0.5)], [3]
+    ),
+    "plateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=1, factor=0.5),
+}
+
+
+def rates(scheduler, optimizer, steps: int) -> list[float]:
+    seen = []
+    for _ in range(steps):
+        optimizer.step()
+        scheduler.step(1.0) if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau) else scheduler.step()
+        seen.append(optimizer.param_groups[0]["lr"])
+    return seen
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_a_scheduler_goes_on_where_it_was(kind):
+    def make():
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+        return optimizer, MAKERS[kind](optimizer)
+
+    optimizer, scheduler = make()
+    whole = rates(scheduler, optimizer, 10)
+    optimizer, scheduler = make()
+    rates(scheduler, optimizer, 4)
+    saved = json.loads(json.dumps(scheduler_state(scheduler)))
+    state = optimizer.state_dict()
+    optimizer, scheduler = make()
+    optimizer.load_state_dict(state)
+    load_scheduler_state(scheduler, saved)
+    assert rates(scheduler, optimizer, 6) == whole[4:]
+
+
+def test_a_prepared_scheduler_has_the_state_of_an_unprepared_one():
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    scheduler = lr_scheduler.StepLR(optimizer, 3)
+    before = scheduler.state_dict()
+    with Formation(device="cpu") as formation:
+        formation.prepare(optimizer, scheduler)
+        assert scheduler.state_dict() == before
+    assert scheduler.state_dict() == before
