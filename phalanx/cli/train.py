@@ -12,20 +12,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from phalanx.cli.flags import FlagParser, add_config_flags, resolve_flags
+from phalanx.config import Resolved
 from phalanx.errors import UsageError
 from phalanx.launch import CallTarget, ModuleTarget, ScriptTarget, count_gpus, launch, prestart
 from phalanx.recipes import Recipe, load_recipe, recipe_names
 from phalanx.trainers.folders import choose_run_dir, make_run_dir
 from phalanx.trainers.launching import launch_spec, raise_failure
 from phalanx.trainers.terminal import open_console
-from phalanx.world.env import read_rank_env
+from phalanx.world.env import RankEnv, export_rank_env, read_rank_env
 from phalanx.world.layout import Layout, plan_layout
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
 
-    from phalanx.config import DistributedConfig, Resolved
+    from phalanx.config import DistributedConfig
     from phalanx.launch.spec import Target
 
 
@@ -44,8 +45,11 @@ def run(arguments: Sequence[str]) -> int:
     target = _target(namespace, own)
     if target is not None:
         target.check()
-    if read_rank_env() is not None:  # horovodrun, srun, torchrun or mpirun started us: be the rank, start none
-        return _be_the_rank(recipe, resolved, target)
+    started = read_rank_env()
+    if started is not None and not _is_node_of(started, resolved.config):
+        return _be_the_rank(started, recipe, resolved, target)  # torchrun, srun or mpirun started us: start no more
+    if started is not None:
+        resolved = _as_node(started, resolved)
     layout = plan_layout(resolved.config, count_gpus())
     prestart()
     return _launch(recipe, resolved, target, layout)
@@ -138,8 +142,25 @@ def _as_text(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else "none" if value is None else str(value)
 
 
-def _be_the_rank(recipe: Recipe | None, resolved: Resolved, target: ScriptTarget | ModuleTarget | None) -> int:
+def _is_node_of(started: RankEnv, config: DistributedConfig) -> bool:
+    """Whether a scheduler started one of us on each machine, to start that machine's ranks."""
+    one_a_machine = started.started_by in {"srun", "mpirun"} and started.local_world_size == 1
+    return one_a_machine and started.world_size == config.num_nodes < (config.total_ranks or 0)
+
+
+def _as_node(started: RankEnv, resolved: Resolved) -> Resolved:
+    """Fill in what the scheduler knows about this machine, where flags did not say it."""
+    config = resolved.config
+    endpoint = config.rdzv_endpoint or f"{started.master_addr}:{started.master_port}"
+    node_rank = started.rank if config.node_rank is None else config.node_rank
+    return Resolved(config.replace(node_rank=node_rank, rdzv_endpoint=endpoint), resolved.origins)
+
+
+def _be_the_rank(
+    started: RankEnv, recipe: Recipe | None, resolved: Resolved, target: ScriptTarget | ModuleTarget | None
+) -> int:
     if recipe is None:
+        export_rank_env(started)  # a plain torch script knows torchrun's names only
         from phalanx.launch.target import run_target
 
         assert target is not None, "either a recipe or a script was named"

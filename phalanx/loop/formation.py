@@ -24,6 +24,7 @@ from phalanx.config import DistributedConfig, resolve
 from phalanx.data.loader import shard_loader
 from phalanx.errors import UsageError
 from phalanx.loop.activation import checkpoint_activations
+from phalanx.loop.compiling import compile_in_place
 from phalanx.loop.gradients import Gradients
 from phalanx.loop.precision import Precision
 from phalanx.loop.prepared import PreparedLoader
@@ -52,6 +53,8 @@ class Formation:
             self.config = resolve(settings).config
         self.world = join_world(self.config)
         self.device = self.world.device
+        if self.config.threads_per_rank is not None:
+            torch.set_num_threads(self.config.threads_per_rank)
         seed_everything(self.config.seed, rank=self.world.rank)
         if self.config.deterministic:
             torch.use_deterministic_algorithms(True)
@@ -121,8 +124,7 @@ class Formation:
             self._undo.append(checkpoint_activations(model))
         wrapped = self.strategy.wrap(model)
         if self.config.compile:
-            wrapped.compile()
-            self._undo.append(lambda: setattr(wrapped, "_compiled_call_impl", None))
+            self._undo.append(compile_in_place(model))
         self.models.append(wrapped)
         self.gradients.watch(wrapped)
         return wrapped

@@ -7,6 +7,7 @@ loss is weighted, and the summed gradient is divided by the total weight at the 
 
 from __future__ import annotations
 
+import types
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
     from phalanx.loop.precision import Precision
     from phalanx.strategies.base import Strategy
     from phalanx.world.world import World
+
+_SCHEDULED = "_wrapped_by_lr_sched"
+"""torch's own mark on the step of an optimizer that has a scheduler."""
 
 
 class Gradients:
@@ -233,10 +237,13 @@ def bind_optimizer(optimizer: torch.optim.Optimizer, gradients: Gradients) -> Ca
     before = {name: optimizer.__dict__.get(name) for name in ("step", "zero_grad")}
     inner_step, inner_zero = optimizer.step, optimizer.zero_grad
 
-    def step(closure: object = None) -> None:
+    def step(self: torch.optim.Optimizer, closure: object = None) -> None:
         if closure is not None:
             raise UsageError("a prepared optimizer takes no closure: compute the loss, call backward, then step()")
         gradients.step(optimizer, inner_step)
+
+    if hasattr(inner_step, _SCHEDULED):  # a scheduler made before marked it, and would miss its mark
+        setattr(step, _SCHEDULED, True)
 
     def zero_grad(set_to_none: bool = True) -> None:
         if not gradients.may_zero(optimizer):
@@ -250,7 +257,8 @@ def bind_optimizer(optimizer: torch.optim.Optimizer, gradients: Gradients) -> Ca
             for parameter in group["params"]:
                 parameter.grad = None
 
-    optimizer.step = step  # type: ignore[assignment, method-assign]
+    # A method, not a bare function: a scheduler made after this one wraps it and asks for __func__.
+    optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
     optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
 
     def undo() -> None:
