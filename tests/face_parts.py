@@ -19,6 +19,12 @@ def make_model() -> nn.Module:
     return nn.Linear(4, 3)
 
 
+def make_normed() -> nn.Module:
+    """A model with buffers that every rank fills from its own samples."""
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
+
+
 def make_data(samples: int = 24) -> TensorDataset:
     generator = torch.Generator().manual_seed(5)
     x = torch.randn(samples, 4, generator=generator)

@@ -29,6 +29,7 @@ def evaluate(
     metrics: Mapping[str, Metric] | None,
 ) -> dict[str, float]:
     """Return the mean loss and metrics over all samples; equal on all ranks, which must all call this."""
+    formation.strategy.settle(model)
     bare = formation.unwrap(model)
     was_training = bare.training
     bare.eval()

@@ -64,9 +64,9 @@ class Hooks:
         if isinstance(item, Callback):
             self._callbacks.append(item)
         elif isinstance(item, tuple) and len(item) == 2 and callable(item[0]):
-            self._every.append((item[0], int(item[1])))
+            self._every.append((item[0], _checked_every(item[1])))
         elif callable(item):
-            self._every.append((item, every))
+            self._every.append((item, _checked_every(every)))
         else:
             raise UsageError(
                 f"{item!r} is no callback",
@@ -90,3 +90,9 @@ class Hooks:
         """Call one moment's method of every callback."""
         for callback in self._callbacks:
             getattr(callback, moment)(*arguments)
+
+
+def _checked_every(every: Any) -> int:
+    if isinstance(every, int) and every >= 1:
+        return every
+    raise UsageError(f"a hook every {every!r} steps", hint="Write (function, every) with a whole number from 1 on.")

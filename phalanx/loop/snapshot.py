@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 def save_snapshot(formation: Formation, directory: str | Path, shared: dict[str, Any]) -> checkpoint.SavedCheckpoint:
     """Publish a checkpoint of everything the formation prepared; all ranks must call this."""
     formation.gradients.update_scale()
+    for wrapped in formation.models:
+        formation.strategy.settle(wrapped)
     scaler = formation.precision.scaler
     state = {
         "loaders": [loader.sharded.state_dict() for loader in formation.loaders],

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from phalanx.data.source import read_source
 from phalanx.errors import PreemptedError, UsageError
 from phalanx.loop.evaluate import evaluate
 from phalanx.loop.forward import decide_forward
@@ -171,6 +173,7 @@ class TrainLoop:
         return metrics
 
     def _end(self) -> None:
+        self.formation.strategy.settle(self.model)
         if self.saving.directory is not None and self.saving.last_step != self.step:
             self._save()
         self.report.ended("finished")
@@ -243,6 +246,15 @@ def check_task(task: TrainTask) -> None:
     """Refuse what cannot be trained before any process starts."""
     if task.train is None:
         raise UsageError("fit() needs training data", hint="Pass a DataLoader, a data set or an iterable of batches.")
+    for data in (task.train, task.val):
+        if data is not None:
+            read_source(data, pin_memory=False, notes=[])
+    Hooks(task.callbacks)
+    if task.metrics is not None and not isinstance(task.metrics, Mapping):
+        raise UsageError(
+            f"metrics is a {type(task.metrics).__name__}",
+            hint="Write metrics={'name': function}, where function(output, target) gives a value.",
+        )
     parameters = list(itertools.islice(task.model.parameters(), 1))
     if not parameters or not any(p.requires_grad for p in task.model.parameters()):
         raise UsageError(f"{type(task.model).__name__} has no trainable parameters")

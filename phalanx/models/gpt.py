@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
-import math
 from dataclasses import dataclass
-from typing import NamedTuple, cast, overload
+from typing import TYPE_CHECKING, Any, cast, overload
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from phalanx.errors import ModelError, UsageError, unknown_name
+from phalanx.errors import ModelError
+from phalanx.models import plan_names as words
+from phalanx.models.attention import FusedAttention
+from phalanx.models.decoder import Decoder
+from phalanx.models.presets import from_preset
+from phalanx.models.weights import init_transformer, is_meta
+
+if TYPE_CHECKING:
+    from phalanx.models.output import LMOutput
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,46 +30,65 @@ class GPTConfig:
     width: int = 64
     dropout: float = 0.0
     bias: bool = True
+    norm_eps: float = 1e-5
     tie_weights: bool = True
 
     def __post_init__(self) -> None:
         if self.width % self.heads:
             raise ModelError(f"width={self.width} cannot be split into heads={self.heads}: it must be a multiple.")
 
+    def num_parameters(self) -> int:
+        """Return layers x (12 width^2 + 13 width) + (vocab_size + block_size + 2) x width; less without biases."""
+        layer = 12 * self.width**2 + (13 if self.bias else 2) * self.width
+        ends = (self.vocab_size * (1 if self.tie_weights else 2) + self.block_size) * self.width
+        return self.layers * layer + ends + (2 if self.bias else 1) * self.width
+
+    def flops_per_token(self, time: int | None = None) -> int:
+        """Return 6 for each weight of a matrix multiplication, 12 x width x time a layer for attention.
+
+        Forward and backward; the causal half of attention that need not be computed is counted, as is usual.
+        """
+        matrices = self.layers * 12 * self.width**2 + self.vocab_size * self.width
+        return 6 * matrices + 12 * self.layers * self.width * (time or self.block_size)
+
 
 PRESETS = {
     "debug": GPTConfig(),
     "small": GPTConfig(block_size=256, layers=6, heads=6, width=384),
     "gpt2": GPTConfig(vocab_size=50257, block_size=1024, layers=12, heads=12, width=768),
+    "gpt2-medium": GPTConfig(vocab_size=50257, block_size=1024, layers=24, heads=16, width=1024),
+    "gpt2-large": GPTConfig(vocab_size=50257, block_size=1024, layers=36, heads=20, width=1280),
+    "gpt2-xl": GPTConfig(vocab_size=50257, block_size=1024, layers=48, heads=25, width=1600),
 }
-"""About 0.1, 11 and 124 million parameters."""
+"""About 0.1, 11, 124, 355, 774 and 1558 million parameters."""
+PRESETS["1.5b"] = PRESETS["gpt2-xl"]
 
 
-class GPTOutput(NamedTuple):
-    """What a GPT returns when it knows the targets. A named tuple, because DDP, FSDP and pytrees see through it."""
-
-    loss: Tensor
-    logits: Tensor
-
-
-class Attention(nn.Module):
-    """Causal self-attention of several heads."""
+class Embedding(nn.Module):
+    """The sum of a token's and its position's vector."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.heads = config.heads
-        self.dropout = config.dropout
-        self.qkv = nn.Linear(config.width, 3 * config.width, bias=config.bias)
-        self.project = nn.Linear(config.width, config.width, bias=config.bias)
+        self.tokens = nn.Embedding(config.vocab_size, config.width)
+        self.positions = nn.Embedding(config.block_size, config.width)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Return [batch, time, width] for tokens [batch, time] at positions [time]."""
+        return cast("Tensor", self.dropout(self.tokens(tokens) + self.positions(positions)))
+
+
+class FeedForward(nn.Module):
+    """Two linear layers, four times as wide between them."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.expand = nn.Linear(config.width, 4 * config.width, bias=config.bias)
+        self.project = nn.Linear(4 * config.width, config.width, bias=config.bias)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Mix each position with those before it: [batch, time, width] in and out."""
-        batch, time, width = inputs.shape
-        qkv = self.qkv(inputs).view(batch, time, 3, self.heads, width // self.heads)
-        query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-        dropout = self.dropout if self.training else 0.0
-        mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
-        return cast("Tensor", self.project(mixed.transpose(1, 2).reshape(batch, time, width)))
+        """Refine each position by itself."""
+        return cast("Tensor", self.project(F.gelu(self.expand(inputs), approximate="tanh")))
 
 
 class Block(nn.Module):
@@ -72,122 +96,92 @@ class Block(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.attention_norm = nn.LayerNorm(config.width, bias=config.bias)
-        self.attention = Attention(config)
-        self.feed_norm = nn.LayerNorm(config.width, bias=config.bias)
-        self.expand = nn.Linear(config.width, 4 * config.width, bias=config.bias)
-        self.project = nn.Linear(4 * config.width, config.width, bias=config.bias)
+        width, eps, bias = config.width, config.norm_eps, config.bias
+        self.attention_norm = nn.LayerNorm(width, eps=eps, bias=bias)
+        self.attention = FusedAttention(width, config.heads, causal=True, bias=bias, dropout=config.dropout)
+        self.feed_norm = nn.LayerNorm(width, eps=eps, bias=bias)
+        self.feed = FeedForward(config)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor) -> Tensor:
         """Refine [batch, time, width]."""
-        attended = inputs + self.dropout(self.attention(self.attention_norm(inputs)))
-        hidden = F.gelu(self.expand(self.feed_norm(attended)), approximate="tanh")
-        return cast("Tensor", attended + self.dropout(self.project(hidden)))
+        hidden = hidden + self.dropout(self.attention(self.attention_norm(hidden)))
+        return cast("Tensor", hidden + self.dropout(self.feed(self.feed_norm(hidden))))
 
 
-class GPT(nn.Module):
+class GPT(Decoder):
     """Token and position embeddings, a stack of blocks, and a score for every token of the vocabulary."""
 
+    config: GPTConfig
+
     def __init__(self, config: GPTConfig) -> None:
-        super().__init__()
-        self.config = config
-        self.token_embedding = nn.Embedding(config.vocab_size, config.width)
-        self.position_embedding = nn.Embedding(config.block_size, config.width)
-        self.dropout = nn.Dropout(config.dropout)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
-        self.norm = nn.LayerNorm(config.width, bias=config.bias)
+        super().__init__(config)
+        self.embed = Embedding(config)
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = nn.LayerNorm(config.width, eps=config.norm_eps, bias=config.bias)
         self.head = nn.Linear(config.width, config.vocab_size, bias=False)
-        self.init_weights()
+        self.tie()
+        if not is_meta(self):
+            self.init_weights()
 
     def init_weights(self) -> None:
         """Draw the weights anew, also after a start on the meta device: N(0, 0.02), residual outputs narrower."""
-        if self.config.tie_weights and self.head.weight is not self.token_embedding.weight:
-            self.head.weight = self.token_embedding.weight  # here, because Module.to_empty parts the two
-        residual = 0.02 / math.sqrt(2 * self.config.layers)
-        for name, module in self.named_modules():
-            if isinstance(module, nn.Linear):
-                nn.init.normal_(module.weight, std=residual if name.endswith("project") else 0.02)
-                if module.bias is not None:
-                    nn.init.zeros_(module.bias)
-            elif isinstance(module, nn.Embedding):
-                nn.init.normal_(module.weight, std=0.02)
-            elif isinstance(module, nn.LayerNorm):
-                module.reset_parameters()
+        self.tie()
+        init_transformer(self, layers=self.config.layers, residual=["project"])
+
+    def token_embedding(self) -> nn.Embedding | None:
+        """Return the token half of the embedding."""
+        return self.embed.tokens if isinstance(self.embed, Embedding) else None
 
     @overload
-    def forward(self, tokens: Tensor, targets: None = None) -> Tensor: ...
+    def forward(self, tokens: Tensor, targets: None = None, positions: Tensor | None = None) -> Tensor: ...
 
     @overload
-    def forward(self, tokens: Tensor, targets: Tensor) -> GPTOutput: ...
+    def forward(self, tokens: Tensor, targets: Tensor, positions: Tensor | None = None) -> LMOutput: ...
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor | GPTOutput:
-        """Return the logits [batch, time, vocab_size]; with targets (-100: ignored) the mean cross-entropy as well."""
-        time = tokens.shape[1]
-        if time > self.config.block_size:
-            raise ModelError(f"a sequence of {time} tokens is longer than block_size={self.config.block_size}.")
-        positions = torch.arange(time, device=tokens.device)
-        hidden = self.dropout(self.token_embedding(tokens) + self.position_embedding(positions))
-        for block in self.blocks:
-            hidden = block(hidden)
-        logits: Tensor = self.head(self.norm(hidden))
-        if targets is None:
-            return logits
-        return GPTOutput(F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten()), logits)
+    def forward(
+        self, tokens: Tensor, targets: Tensor | None = None, positions: Tensor | None = None
+    ) -> Tensor | LMOutput:
+        """Return the logits [batch, time, vocab_size]; with targets (-100: ignored) the mean cross-entropy as well.
 
-    def num_parameters(self, *, embeddings: bool = True) -> int:
-        """Count the parameters, shared ones once; without embeddings, those that multiply every token."""
-        total = sum(parameter.numel() for parameter in self.parameters())
-        if embeddings:
-            return total
-        looked_up = self.position_embedding.weight.numel()
-        # A tied token embedding is the output matrix as well, and does multiply.
-        return total - looked_up - (0 if self.config.tie_weights else self.token_embedding.weight.numel())
+        A stage without `embed` takes hidden states for tokens. `positions` [time] places a slice of a longer sequence.
+        """
+        hidden = tokens
+        if self.embed is not None:
+            hidden = self.embed(tokens, self.positions(tokens) if positions is None else positions)
+        for layer in self.layers:
+            if layer is not None:
+                hidden = layer(hidden)
+        return self.finish(hidden, targets)
 
-    def flops_per_token(self, time: int | None = None) -> int:
-        """Return the floating-point operations of training on one token: forward and backward, attention not halved."""
+    def tensor_plan(self) -> dict[str, str]:
+        """Return which module is split how under tensor parallelism, in the words of `plan_names`."""
+        return {
+            "embed.tokens": words.EMBEDDING_ROWWISE,
+            "embed.positions": words.EMBEDDING_POSITIONS,
+            "layers.*.attention_norm": words.SEQUENCE,
+            "layers.*.attention": words.GATHER,
+            "layers.*.attention.qkv": words.COLWISE,
+            "layers.*.attention.project": words.ROWWISE,
+            "layers.*.feed_norm": words.SEQUENCE,
+            "layers.*.feed": words.GATHER,
+            "layers.*.feed.expand": words.COLWISE,
+            "layers.*.feed.project": words.ROWWISE,
+            "norm": words.SEQUENCE,
+            "head": words.HEAD_COLWISE,
+        }
+
+    def tensor_divides(self) -> dict[str, int]:
+        """Return what the number of tensor-parallel ranks must divide."""
         config = self.config
-        attention = 12 * config.layers * config.width * (time or config.block_size)
-        return 6 * self.num_parameters(embeddings=False) + attention
-
-    @torch.no_grad()
-    def generate(
-        self,
-        tokens: Tensor,
-        count: int,
-        *,
-        temperature: float = 1.0,
-        top_k: int | None = None,
-        generator: torch.Generator | None = None,
-    ) -> Tensor:
-        """Continue `tokens` [batch, time] by `count` tokens; temperature 0 takes the likeliest one each time."""
-        was_training = self.training
-        self.eval()
-        try:
-            for _ in range(count):
-                logits = self(tokens[:, -self.config.block_size :])[:, -1].float()
-                tokens = torch.cat([tokens, _choose(logits, temperature, top_k, generator)], dim=1)
-        finally:
-            self.train(was_training)
-        return tokens
+        return {
+            "heads": config.heads,
+            "feed_width": 4 * config.width,
+            "vocab_size": config.vocab_size,
+            "block_size": config.block_size,
+        }
 
 
-def gpt(preset: str = "debug", **changes: int | float | bool) -> GPT:
+def gpt(preset: str = "debug", **changes: Any) -> GPT:
     """Return a GPT of a preset's shape, with some of its `GPTConfig` fields changed."""
-    if preset not in PRESETS:
-        raise UsageError(unknown_name("GPT preset", preset, PRESETS))
-    fields = [field.name for field in dataclasses.fields(GPTConfig)]
-    for change in changes:
-        if change not in fields:
-            raise UsageError(unknown_name("option of model 'gpt'", change, ["preset", *fields]))
-    return GPT(dataclasses.replace(PRESETS[preset], **changes))  # type: ignore[arg-type]
-
-
-def _choose(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
-    if temperature == 0:
-        return logits.argmax(dim=-1, keepdim=True)
-    scaled = logits / temperature
-    if top_k is not None:
-        least = scaled.topk(min(top_k, scaled.shape[-1])).values[:, -1:]
-        scaled = scaled.masked_fill(scaled < least, -torch.inf)
-    return torch.multinomial(scaled.softmax(dim=-1), 1, generator=generator)
+    return GPT(from_preset("gpt", PRESETS, preset, changes))

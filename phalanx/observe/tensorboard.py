@@ -31,9 +31,15 @@ class TensorBoardSink:
 
     def __init__(self, directory: Path | str) -> None:
         self.directory = Path(directory)
-        self.directory.mkdir(parents=True, exist_ok=True)
         self._messages = _event_messages()
-        self._file: IO[bytes] = _event_file(self.directory).open("xb")
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self._file: IO[bytes] = _event_file(self.directory).open("xb")
+        except OSError as error:
+            raise UsageError(
+                f"TensorBoard files cannot be written to {directory}: {error.strerror}",
+                hint="Set tensorboard_dir to a folder you can write to.",
+            ) from error
         self._flushed = time.monotonic()
         self._write(self._messages.Event(wall_time=time.time(), file_version="brain.Event:2"))
         self._file.flush()

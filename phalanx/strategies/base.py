@@ -42,6 +42,9 @@ class Strategy:
     def set_sync(self, wrapped: nn.Module, sync: bool) -> None:
         """Say, before a forward pass, whether its backward pass must leave synchronised gradients."""
 
+    def settle(self, wrapped: nn.Module) -> None:
+        """Make equal on all ranks what each let drift (running statistics), before it is saved or evaluated."""
+
     def clip_grad_norm(self, parameters: Sequence[nn.Parameter], max_norm: float) -> torch.Tensor:
         """Scale gradients so that their one global norm is at most `max_norm`; return the norm before."""
         return nn.utils.clip_grad_norm_(parameters, max_norm, foreach=True)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from phalanx.strategies.base import Strategy
 
 if TYPE_CHECKING:
     from torch import nn
+
+_COALESCED_BYTES = 250 * 1024 * 1024
 
 
 class DDP(Strategy):
@@ -39,3 +43,10 @@ class DDP(Strategy):
         """Do what `no_sync` does, as one assignment: the reducer reads the flag in forward."""
         if isinstance(wrapped, DistributedDataParallel):
             wrapped.require_backward_grad_sync = sync
+
+    def settle(self, wrapped: nn.Module) -> None:
+        """Take rank 0's buffers, as DDP itself does before every forward pass; after the last one nobody does."""
+        buffers = list(self.unwrap(wrapped).buffers())
+        if self.world.world_size > 1 and buffers:
+            with torch.no_grad():
+                dist._broadcast_coalesced(dist.distributed_c10d._get_default_group(), buffers, _COALESCED_BYTES, 0)

@@ -21,6 +21,7 @@ from face_parts import (
     failing_loss,
     make_data,
     make_model,
+    make_normed,
     make_sgd,
     mean_margin,
     top_two,
@@ -30,7 +31,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from phalanx import PyTorchDDPTrainer
-from phalanx.errors import CheckpointError, ConfigError, UsageError
+from phalanx.errors import CheckpointError, ConfigError, DataError, UsageError
 
 
 @pytest.fixture(autouse=True)
@@ -71,6 +72,28 @@ def test_fit_returns_a_history_and_leaves_the_trained_weights_in_the_callers_mod
     saved = make_trainer()
     saved.load(history.checkpoint)
     assert_equal(weights(saved.model), after)
+
+
+def test_running_statistics_are_one_set_everywhere():
+    """In the caller's model, in the checkpoint and in evaluation, though each rank saw other samples."""
+    trainer = make_trainer(make_normed(), epochs=2)
+    history = trainer.fit(make_data(16), make_data(9), checkpoint_dir="ckpt")
+    saved = make_trainer(make_normed())
+    saved.load(history.checkpoint)
+    assert_equal(weights(saved.model), weights(trainer.model))
+    trainer.model.eval()
+    x, y = make_data(9).tensors
+    with torch.no_grad():
+        expected = F.cross_entropy(trainer.model(x), y).item()
+    assert history.epochs[-1].val["loss"] == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_resumed_run_has_the_running_statistics_of_an_uninterrupted_one():
+    whole, part, rest = (make_trainer(make_normed(), checkpoint_dir="ckpt") for _ in range(3))
+    whole.fit(make_data(), max_steps=6, checkpoint_dir="other")
+    part.fit(make_data(), max_steps=4)
+    rest.fit(make_data(), max_steps=6, resume_from_checkpoint=True)
+    assert_equal(weights(rest.model), weights(whole.model))
 
 
 def test_a_second_fit_starts_its_ranks_at_once(capsys):
@@ -214,9 +237,23 @@ def test_a_callback_can_stop_early():
     assert history.steps[-1]["step"] == 2
 
 
-def test_what_is_no_callback_is_refused():
-    with pytest.raises(UsageError, match="3 is no callback"):
-        make_trainer(callbacks=[3], num_workers=1).fit(make_data())
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"callbacks": [3]}, "3 is no callback"),
+        ({"hooks": [(print, 0)]}, "a hook every 0 steps"),
+        ({"metrics": [top_two]}, "metrics is a list"),
+        ({"tensorboard_dir": "/proc/nowhere"}, "TensorBoard files cannot be written to /proc/nowhere"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_in_words(given, said):
+    with pytest.raises(UsageError, match=said):
+        make_trainer(**given).fit(make_data())
+
+
+def test_an_iterator_is_refused_for_it_can_be_read_only_once():
+    with pytest.raises(DataError, match="can be read only once"):
+        make_trainer().fit(iter(DataLoader(make_data())))
 
 
 # --- prediction, data, files ------------------------------------------------------------------------------------

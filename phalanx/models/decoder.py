@@ -1,0 +1,121 @@
+"""What the decoders share: parts that a pipeline stage may lack, counts, and sampling."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from phalanx.errors import ModelError
+from phalanx.models.output import LMOutput, token_loss
+
+
+class DecoderConfig(Protocol):
+    """What `Decoder` asks of a config."""
+
+    @property
+    def block_size(self) -> int:
+        """The longest sequence."""
+
+    @property
+    def tie_weights(self) -> bool:
+        """Whether the output matrix is the token embedding."""
+
+    def flops_per_token(self, time: int | None = None) -> int:
+        """Operations of training on one token."""
+
+
+class Decoder(nn.Module):
+    """A decoder-only language model: `embed`, `layers`, `norm`, `head`.
+
+    A pipeline stage sets what it lacks to None, entries of `layers` too, so that names of parameters stay as they are
+    in the whole model. Without `embed` the model takes hidden states [batch, time, width]; without `head` it returns
+    them.
+    """
+
+    embed: nn.Module | None
+    layers: nn.ModuleList
+    norm: nn.Module | None
+    head: nn.Linear | None
+    config: DecoderConfig
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.sequence_shards = 1
+        """Into how many slices of the sequence the hidden states between layers are split (sequence parallelism)."""
+
+    def positions(self, inputs: Tensor) -> Tensor:
+        """Return 0, 1, ... for a whole sequence of tokens, or of hidden states where there is no embedding."""
+        time = inputs.shape[1] * (1 if self.embed is not None else self.sequence_shards)
+        if time > self.config.block_size:
+            raise ModelError(f"a sequence of {time} tokens is longer than block_size={self.config.block_size}.")
+        return torch.arange(time, device=inputs.device)
+
+    def finish(self, hidden: Tensor, targets: Tensor | None) -> Tensor | LMOutput:
+        """Turn the last hidden states into logits, and with targets into a loss, as far as this stage has the parts."""
+        if self.norm is not None:
+            hidden = self.norm(hidden)
+        if self.head is None:
+            return hidden
+        logits: Tensor = self.head(hidden)
+        return logits if targets is None else LMOutput(token_loss(logits, targets), logits)
+
+    def token_embedding(self) -> nn.Embedding | None:
+        """Return the embedding whose matrix the head shares when weights are tied."""
+        return self.embed if isinstance(self.embed, nn.Embedding) else None
+
+    def tie(self) -> None:
+        """Make the head use the token embedding's matrix, where the config wants it and both are here.
+
+        Called by `init_weights` too, because `Module.to_empty` parts the two.
+        """
+        embedding = self.token_embedding()
+        if self.config.tie_weights and self.head is not None and embedding is not None:
+            self.head.weight = embedding.weight
+
+    def num_parameters(self, *, embeddings: bool = True) -> int:
+        """Count the parameters that are here, shared ones once; without embeddings, those that multiply every token."""
+        total = sum(parameter.numel() for parameter in self.parameters())
+        if embeddings or self.embed is None:
+            return total
+        total -= sum(parameter.numel() for parameter in self.embed.parameters())
+        if self.config.tie_weights and self.head is not None:
+            total += self.head.weight.numel()  # a tied embedding is the output matrix as well, and does multiply
+        return total
+
+    def flops_per_token(self, time: int | None = None) -> int:
+        """Return the operations of training on one token of a sequence of `time` (default: block_size) tokens."""
+        return self.config.flops_per_token(time)
+
+    @torch.no_grad()
+    def generate(
+        self,
+        tokens: Tensor,
+        count: int,
+        *,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """Continue `tokens` [batch, time] by `count` tokens; temperature 0 takes the likeliest one each time."""
+        was_training = self.training
+        self.eval()
+        try:
+            for _ in range(count):
+                logits = self(tokens[:, -self.config.block_size :])[:, -1].float()
+                tokens = torch.cat([tokens, _choose(logits, temperature, top_k, generator)], dim=1)
+        finally:
+            self.train(was_training)
+        return tokens
+
+
+def _choose(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
+    if temperature == 0:
+        return logits.argmax(dim=-1, keepdim=True)
+    scaled = logits / temperature
+    if top_k is not None:
+        least = scaled.topk(min(top_k, scaled.shape[-1])).values[:, -1:]
+        scaled = scaled.masked_fill(scaled < least, -torch.inf)
+    return torch.multinomial(scaled.softmax(dim=-1), 1, generator=generator)

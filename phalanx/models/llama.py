@@ -1,0 +1,221 @@
+"""A decoder-only transformer in the shape of Llama: RMSNorm, rotary positions, SwiGLU, grouped-query attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, cast, overload
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from phalanx.errors import ModelError
+from phalanx.models import plan_names as words
+from phalanx.models.attention import InnerAttention
+from phalanx.models.decoder import Decoder
+from phalanx.models.presets import from_preset
+from phalanx.models.rope import RopeScaling, rotary_table, rotate
+from phalanx.models.weights import init_transformer, is_meta
+
+if TYPE_CHECKING:
+    from phalanx.models.output import LMOutput
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LlamaConfig:
+    """The shape of a Llama. `kv_heads` < `heads`: each key and value serves heads / kv_heads queries."""
+
+    vocab_size: int = 256
+    block_size: int = 64
+    layers: int = 4
+    heads: int = 4
+    kv_heads: int = 2
+    width: int = 48
+    feed_width: int = 96
+    rope_theta: float = 10_000.0
+    rope_scaling: RopeScaling | None = None
+    norm_eps: float = 1e-5
+    tie_weights: bool = False
+
+    def __post_init__(self) -> None:
+        if self.width % (2 * self.heads):
+            raise ModelError(
+                f"width={self.width} cannot be split into heads={self.heads} of even width, as rotary positions need: "
+                f"it must be a multiple of {2 * self.heads}."
+            )
+        if self.heads % self.kv_heads:
+            raise ModelError(f"heads={self.heads} cannot share kv_heads={self.kv_heads}: it must be a multiple.")
+
+    @property
+    def head_width(self) -> int:
+        """The features of one head."""
+        return self.width // self.heads
+
+    def attention_weights(self) -> int:
+        """Return the weights of one attention: query and output, and narrower key and value."""
+        return 2 * self.width**2 + 2 * self.width * self.kv_heads * self.head_width
+
+    def num_parameters(self) -> int:
+        """Return layers x (attention + 3 width x feed_width + 2 width) + width + embedding and (untied) head."""
+        layer = self.attention_weights() + 3 * self.width * self.feed_width + 2 * self.width
+        return self.layers * layer + self.width + self.vocab_size * self.width * (1 if self.tie_weights else 2)
+
+    def flops_per_token(self, time: int | None = None) -> int:
+        """Return 6 for each weight of a matrix multiplication, 12 x width x time a layer for attention.
+
+        Forward and backward; the causal half of attention that need not be computed is counted, as is usual.
+        """
+        layer = self.attention_weights() + 3 * self.width * self.feed_width
+        attention = 12 * self.layers * self.width * (time or self.block_size)
+        return 6 * (self.layers * layer + self.vocab_size * self.width) + attention
+
+
+_LLAMA3 = LlamaConfig(vocab_size=128_256, block_size=8192, rope_theta=500_000.0, heads=32, kv_heads=8, width=4096)
+_LLAMA32 = replace(
+    _LLAMA3, block_size=131_072, rope_scaling=RopeScaling(factor=32.0), feed_width=8192, tie_weights=True
+)
+PRESETS = {
+    "debug": LlamaConfig(),
+    "small": LlamaConfig(block_size=256, layers=6, heads=6, kv_heads=2, width=384, feed_width=1024),
+    "1b": replace(_LLAMA32, layers=16, width=2048),
+    "3b": replace(_LLAMA32, layers=28, width=3072, heads=24),
+    "8b": replace(_LLAMA3, layers=32, feed_width=14_336),
+    "70b": replace(_LLAMA3, layers=80, heads=64, width=8192, feed_width=28_672),
+}
+"""About 0.1 and 10 million parameters, then the shapes of Llama 3.2 1B and 3B and of Llama 3 8B and 70B."""
+
+
+class Attention(nn.Module):
+    """Causal self-attention in which several query heads share a key and value head."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.head_width = config.head_width
+        shared = config.kv_heads * config.head_width
+        self.query = nn.Linear(config.width, config.width, bias=False)
+        self.key = nn.Linear(config.width, shared, bias=False)
+        self.value = nn.Linear(config.width, shared, bias=False)
+        self.inner = InnerAttention(causal=True)
+        self.project = nn.Linear(config.width, config.width, bias=False)
+
+    def forward(self, inputs: Tensor, table: Tensor) -> Tensor:
+        """Mix each position with those before it; `table` holds the positions' cosines and sines."""
+        query, key = (rotate(self._heads(layer(inputs)), table) for layer in (self.query, self.key))
+        mixed = self.inner(query, key, self._heads(self.value(inputs))).transpose(1, 2)
+        return cast("Tensor", self.project(mixed.flatten(2)))
+
+    def _heads(self, features: Tensor) -> Tensor:
+        # -1: under tensor parallelism this rank has some of the heads only.
+        return features.view(*features.shape[:2], -1, self.head_width).transpose(1, 2)
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: one linear layer gates another, a third leads back."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.gate = nn.Linear(config.width, config.feed_width, bias=False)
+        self.up = nn.Linear(config.width, config.feed_width, bias=False)
+        self.down = nn.Linear(config.feed_width, config.width, bias=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Refine each position by itself."""
+        return cast("Tensor", self.down(F.silu(self.gate(inputs)) * self.up(inputs)))
+
+
+class Block(nn.Module):
+    """One layer: attention and a feed-forward net, each with its norm before and its residual around."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.width, eps=config.norm_eps)
+        self.attention = Attention(config)
+        self.feed_norm = nn.RMSNorm(config.width, eps=config.norm_eps)
+        self.feed = FeedForward(config)
+
+    def forward(self, hidden: Tensor, table: Tensor) -> Tensor:
+        """Refine [batch, time, width]."""
+        hidden = hidden + self.attention(self.attention_norm(hidden), table)
+        return cast("Tensor", hidden + self.feed(self.feed_norm(hidden)))
+
+
+class Llama(Decoder):
+    """Token embeddings, a stack of blocks, and a score for every token of the vocabulary."""
+
+    config: LlamaConfig
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        self.embed = nn.Embedding(config.vocab_size, config.width)
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = nn.RMSNorm(config.width, eps=config.norm_eps)
+        self.head = nn.Linear(config.width, config.vocab_size, bias=False)
+        self.tie()
+        if not is_meta(self):
+            self.init_weights()
+
+    def init_weights(self) -> None:
+        """Draw the weights anew, also after a start on the meta device: N(0, 0.02), residual outputs narrower."""
+        self.tie()
+        init_transformer(self, layers=self.config.layers, residual=["project", "down"])
+
+    @overload
+    def forward(self, tokens: Tensor, targets: None = None, positions: Tensor | None = None) -> Tensor: ...
+
+    @overload
+    def forward(self, tokens: Tensor, targets: Tensor, positions: Tensor | None = None) -> LMOutput: ...
+
+    def forward(
+        self, tokens: Tensor, targets: Tensor | None = None, positions: Tensor | None = None
+    ) -> Tensor | LMOutput:
+        """Return the logits [batch, time, vocab_size]; with targets (-100: ignored) the mean cross-entropy as well.
+
+        A stage without `embed` takes hidden states for tokens. `positions` [time] places a slice of a longer sequence.
+        """
+        table = self.table(self.positions(tokens) if positions is None else positions)
+        hidden = tokens if self.embed is None else self.embed(tokens)
+        for layer in self.layers:
+            if layer is not None:
+                hidden = layer(hidden, table)
+        return self.finish(hidden, targets)
+
+    def table(self, positions: Tensor) -> Tensor:
+        """Return the rotary cosines and sines, computed once for all layers.
+
+        They are no buffer: `to(bfloat16)` would round a buffer, `to_empty` would leave it unset.
+        """
+        config = self.config
+        return rotary_table(positions, config.head_width, config.rope_theta, config.rope_scaling)
+
+    def tensor_plan(self) -> dict[str, str]:
+        """Return which module is split how under tensor parallelism, in the words of `plan_names`."""
+        return {
+            "embed": words.EMBEDDING_ROWWISE,
+            "layers.*.attention_norm": words.SEQUENCE,
+            "layers.*.attention": words.GATHER,
+            "layers.*.attention.query": words.COLWISE,
+            "layers.*.attention.key": words.COLWISE,
+            "layers.*.attention.value": words.COLWISE,
+            "layers.*.attention.project": words.ROWWISE,
+            "layers.*.feed_norm": words.SEQUENCE,
+            "layers.*.feed": words.GATHER,
+            "layers.*.feed.gate": words.COLWISE,
+            "layers.*.feed.up": words.COLWISE,
+            "layers.*.feed.down": words.ROWWISE,
+            "norm": words.SEQUENCE,
+            "head": words.HEAD_COLWISE,
+        }
+
+    def tensor_divides(self) -> dict[str, int]:
+        """Return what the number of tensor-parallel ranks must divide."""
+        config = self.config
+        return {
+            "heads": config.heads,
+            "kv_heads": config.kv_heads,
+            "feed_width": config.feed_width,
+            "vocab_size": config.vocab_size,
+        }
+
+
+def llama(preset: str = "debug", **changes: Any) -> Llama:
+    """Return a Llama of a preset's shape, with some of its `LlamaConfig` fields changed."""
+    return Llama(from_preset("llama", PRESETS, preset, changes))

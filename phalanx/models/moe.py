@@ -1,0 +1,219 @@
+"""A mixture-of-experts decoder: a Llama whose feed-forward net is, for each token, a few out of many."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, cast, overload
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from phalanx.errors import ModelError
+from phalanx.models.decoder import Decoder
+from phalanx.models.llama import Attention, LlamaConfig
+from phalanx.models.output import LMOutput
+from phalanx.models.presets import from_preset
+from phalanx.models.rope import rotary_table
+from phalanx.models.routing import balance_loss, combine, dispatch
+from phalanx.models.weights import init_transformer, is_meta
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MoEConfig(LlamaConfig):
+    """The shape of a Llama with `experts` feed-forward nets of `feed_width` a layer, `top_k` of them for each token."""
+
+    experts: int = 4
+    top_k: int = 2
+    balance: float = 0.01
+    """How much of the balance loss is added to the loss in training."""
+
+    def __post_init__(self) -> None:
+        LlamaConfig.__post_init__(self)
+        if not 1 <= self.top_k <= self.experts:
+            raise ModelError(
+                f"top_k={self.top_k} of experts={self.experts} cannot be chosen. Allowed: 1..{self.experts}."
+            )
+
+    def _num_matrix_weights(self, experts: int) -> int:
+        """Return the matrix weights of one layer, with so many experts."""
+        return self.attention_weights() + self.experts * self.width + experts * 3 * self.width * self.feed_width
+
+    def num_parameters(self) -> int:
+        """Return layers x (attention + router + experts x 3 width x feed_width + 2 width) + width + both ends."""
+        layer = self._num_matrix_weights(self.experts) + 2 * self.width
+        return self.layers * layer + self.width + self.vocab_size * self.width * (1 if self.tie_weights else 2)
+
+    def flops_per_token(self, time: int | None = None) -> int:
+        """Return 6 for each weight that multiplies a token, `top_k` experts that is, and 12 x width x time a layer."""
+        matrices = self.layers * self._num_matrix_weights(self.top_k) + self.vocab_size * self.width
+        return 6 * matrices + 12 * self.layers * self.width * (time or self.block_size)
+
+
+PRESETS = {
+    "debug": MoEConfig(layers=2, feed_width=64),
+    "small": MoEConfig(block_size=256, layers=6, heads=6, kv_heads=2, width=384, feed_width=512, experts=8),
+    "8x7b": MoEConfig(
+        vocab_size=32_000,
+        block_size=32_768,
+        layers=32,
+        heads=32,
+        kv_heads=8,
+        width=4096,
+        feed_width=14_336,
+        rope_theta=1_000_000.0,
+        experts=8,
+        balance=0.02,
+    ),
+}
+"""About 0.1 and 32 million parameters, then the shape of Mixtral 8x7B."""
+
+
+class Routed(NamedTuple):
+    """What a router decided."""
+
+    experts: Tensor
+    """[batch, time, top_k]"""
+
+    weights: Tensor
+    """[batch, time, top_k], adding up to 1"""
+
+    balance: Tensor
+    """The balance loss, a scalar."""
+
+
+class Router(nn.Module):
+    """Choose the `top_k` likeliest experts for each token."""
+
+    def __init__(self, config: MoEConfig) -> None:
+        super().__init__()
+        self.top_k = config.top_k
+        self.score = nn.Linear(config.width, config.experts, bias=False)
+
+    def forward(self, inputs: Tensor) -> Routed:
+        """Route [batch, time, width]."""
+        scores = self.score(inputs)
+        # In half precision close experts would tie, and the choice would depend on the order of additions.
+        probabilities = scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32))
+        weights, experts = probabilities.topk(self.top_k, dim=-1)
+        return Routed(experts, weights / weights.sum(dim=-1, keepdim=True), balance_loss(probabilities, experts))
+
+
+class Experts(nn.Module):
+    """All SwiGLU nets of a layer, stacked [experts, in, out]: sharded on dim 0, a rank has some of the experts."""
+
+    def __init__(self, config: MoEConfig) -> None:
+        super().__init__()
+        shape = (config.experts, config.width, config.feed_width)
+        self.gate = nn.Parameter(torch.empty(shape))
+        self.up = nn.Parameter(torch.empty(shape))
+        self.down = nn.Parameter(torch.empty(config.experts, config.feed_width, config.width))
+
+    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """Apply each expert to its rows, which lie together: `counts` [experts] says how many they are.
+
+        An expert-parallel strategy may put a module in this one's place that exchanges the rows before and after.
+        """
+        parts = rows.split(counts.tolist())  # type: ignore[no-untyped-call]
+        outputs = [
+            (F.silu(part @ gate) * (part @ up)) @ down
+            for part, gate, up, down in zip(parts, self.gate, self.up, self.down, strict=True)
+        ]
+        return torch.cat(outputs)
+
+
+class MoEFeed(nn.Module):
+    """Route, dispatch, let the experts work, combine."""
+
+    def __init__(self, config: MoEConfig) -> None:
+        super().__init__()
+        self.num_experts = config.experts
+        self.router = Router(config)
+        self.experts = Experts(config)
+
+    def forward(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """Return [batch, time, width] refined, and the balance loss."""
+        routed: Routed = self.router(inputs)
+        sent = dispatch(inputs.flatten(0, 1), routed.experts.flatten(0, 1), self.num_experts)
+        rows = self.experts(sent.rows, sent.counts)
+        return combine(rows, sent.order, routed.weights.flatten(0, 1)).view_as(inputs), routed.balance
+
+
+class Block(nn.Module):
+    """One layer: attention and experts, each with its norm before and its residual around."""
+
+    def __init__(self, config: MoEConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.width, eps=config.norm_eps)
+        self.attention = Attention(config)
+        self.feed_norm = nn.RMSNorm(config.width, eps=config.norm_eps)
+        self.feed = MoEFeed(config)
+
+    def forward(self, hidden: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+        """Refine [batch, time, width], and return the balance loss beside it."""
+        hidden = hidden + self.attention(self.attention_norm(hidden), table)
+        refined, balance = self.feed(self.feed_norm(hidden))
+        return hidden + refined, balance
+
+
+class MoE(Decoder):
+    """Token embeddings, a stack of blocks with experts, and a score for every token of the vocabulary."""
+
+    config: MoEConfig
+
+    def __init__(self, config: MoEConfig) -> None:
+        super().__init__(config)
+        self.embed = nn.Embedding(config.vocab_size, config.width)
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = nn.RMSNorm(config.width, eps=config.norm_eps)
+        self.head = nn.Linear(config.width, config.vocab_size, bias=False)
+        self.tie()
+        if not is_meta(self):
+            self.init_weights()
+
+    def init_weights(self) -> None:
+        """Draw the weights anew, also after a start on the meta device: N(0, 0.02), residual outputs narrower."""
+        self.tie()
+        init_transformer(self, layers=self.config.layers, residual=["project"])
+        for module in self.modules():
+            if isinstance(module, Experts):
+                nn.init.normal_(module.gate, std=0.02)
+                nn.init.normal_(module.up, std=0.02)
+                nn.init.normal_(module.down, std=0.02 / (2 * self.config.layers) ** 0.5)
+
+    @overload
+    def forward(self, tokens: Tensor, targets: None = None, positions: Tensor | None = None) -> Tensor: ...
+
+    @overload
+    def forward(self, tokens: Tensor, targets: Tensor, positions: Tensor | None = None) -> LMOutput: ...
+
+    def forward(
+        self, tokens: Tensor, targets: Tensor | None = None, positions: Tensor | None = None
+    ) -> Tensor | LMOutput:
+        """Return the logits [batch, time, vocab_size]; with targets (-100: ignored) the mean cross-entropy as well.
+
+        In training the layers' mean balance loss, times `config.balance`, is part of the loss.
+        """
+        config = self.config
+        places = self.positions(tokens) if positions is None else positions
+        table = rotary_table(places, config.head_width, config.rope_theta, config.rope_scaling)
+        hidden: Tensor = self.embed(tokens)  # type: ignore[misc]
+        balances = []
+        for layer in self.layers:
+            hidden, balance = layer(hidden, table)
+            balances.append(balance)
+        output = self.finish(hidden, targets)
+        if self.training and isinstance(output, LMOutput):
+            return LMOutput(output.loss + config.balance * torch.stack(balances).mean(), output.logits)
+        return output
+
+    def num_parameters(self, *, embeddings: bool = True, active: bool = False) -> int:
+        """Count the parameters; `active`: of the experts only the `top_k` that a token meets."""
+        total = super().num_parameters(embeddings=embeddings)
+        idle = self.config.experts - self.config.top_k
+        return total - active * self.config.layers * idle * 3 * self.config.width * self.config.feed_width
+
+
+def moe(preset: str = "debug", **changes: Any) -> MoE:
+    """Return a mixture of experts of a preset's shape, with some of its `MoEConfig` fields changed."""
+    return MoE(from_preset("moe", PRESETS, preset, changes))

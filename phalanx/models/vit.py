@@ -1,0 +1,182 @@
+"""A vision transformer: an image is a sequence of patches, read by blocks like those of a language model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from phalanx.errors import ModelError
+from phalanx.models import plan_names as words
+from phalanx.models.attention import FusedAttention
+from phalanx.models.presets import from_preset
+from phalanx.models.weights import init_transformer, is_meta
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ViTConfig:
+    """The shape of a vision transformer. The defaults fit the 8x8 digits."""
+
+    image_size: int = 8
+    patch_size: int = 2
+    channels: int = 1
+    classes: int = 10
+    layers: int = 4
+    heads: int = 4
+    width: int = 48
+    feed_width: int = 96
+    dropout: float = 0.0
+    norm_eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        if self.width % self.heads:
+            raise ModelError(f"width={self.width} cannot be split into heads={self.heads}: it must be a multiple.")
+        if self.image_size % self.patch_size:
+            raise ModelError(
+                f"image_size={self.image_size} cannot be cut into patches of patch_size={self.patch_size}: "
+                "it must be a multiple."
+            )
+
+    @property
+    def patches(self) -> int:
+        """The patches of one image."""
+        return (self.image_size // self.patch_size) ** 2
+
+    def layer_weights(self) -> int:
+        """Return the matrix weights of one layer: 4 width^2 + 2 width x feed_width."""
+        return 4 * self.width**2 + 2 * self.width * self.feed_width
+
+    def num_parameters(self) -> int:
+        """Return layers x (matrices + 9 width + feed_width) + patch, class and position embeddings, norm and head."""
+        layer = self.layer_weights() + 9 * self.width + self.feed_width
+        embedding = (self.channels * self.patch_size**2 + 1 + 1 + self.patches + 1) * self.width
+        return self.layers * layer + embedding + 2 * self.width + (self.width + 1) * self.classes
+
+    def flops_per_sample(self) -> int:
+        """Return the operations of training on one image, forward and backward.
+
+        Of each of (patches + 1) positions: 6 for each weight of a layer, 12 x width x positions a layer for attention;
+        4 for each weight of the patch embedding, since the image needs no gradient; and 6 for each of the head, once.
+        """
+        time = self.patches + 1
+        layers = self.layers * time * (6 * self.layer_weights() + 12 * self.width * time)
+        embedding = 4 * self.patches * self.channels * self.patch_size**2 * self.width
+        return layers + embedding + 6 * self.width * self.classes
+
+
+_IMAGENET = {"image_size": 224, "patch_size": 16, "channels": 3, "classes": 1000, "layers": 12}
+PRESETS = {
+    "debug": ViTConfig(),
+    "tiny": ViTConfig(**_IMAGENET, heads=3, width=192, feed_width=768),
+    "base": ViTConfig(**_IMAGENET, heads=12, width=768, feed_width=3072),
+}
+"""About 0.1, 5.7 and 87 million parameters."""
+
+
+class Embedding(nn.Module):
+    """A vector for each patch, one more for the class, and the positions' vectors added to them."""
+
+    def __init__(self, config: ViTConfig) -> None:
+        super().__init__()
+        self.patch = nn.Conv2d(config.channels, config.width, config.patch_size, stride=config.patch_size)
+        self.label = nn.Parameter(torch.empty(1, 1, config.width))
+        self.positions = nn.Parameter(torch.empty(1, config.patches + 1, config.width))
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return [batch, 1 + patches, width]."""
+        patches = self.patch(images).flatten(2).transpose(1, 2)
+        sequence = torch.cat([self.label.expand(len(images), -1, -1), patches], dim=1)
+        return cast("Tensor", self.dropout(sequence + self.positions))
+
+
+class FeedForward(nn.Module):
+    """Two linear layers, wider between them."""
+
+    def __init__(self, config: ViTConfig) -> None:
+        super().__init__()
+        self.expand = nn.Linear(config.width, config.feed_width)
+        self.project = nn.Linear(config.feed_width, config.width)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Refine each position by itself."""
+        return cast("Tensor", self.project(F.gelu(self.expand(inputs))))
+
+
+class Block(nn.Module):
+    """One layer: attention and a feed-forward net, each with its norm before and its residual around."""
+
+    def __init__(self, config: ViTConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(config.width, eps=config.norm_eps)
+        self.attention = FusedAttention(config.width, config.heads, causal=False, dropout=config.dropout)
+        self.feed_norm = nn.LayerNorm(config.width, eps=config.norm_eps)
+        self.feed = FeedForward(config)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Refine [batch, 1 + patches, width]."""
+        hidden = hidden + self.dropout(self.attention(self.attention_norm(hidden)))
+        return cast("Tensor", hidden + self.dropout(self.feed(self.feed_norm(hidden))))
+
+
+class ViT(nn.Module):
+    """Patch embeddings, a stack of blocks, and class scores read off the class position."""
+
+    def __init__(self, config: ViTConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed = Embedding(config)
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = nn.LayerNorm(config.width, eps=config.norm_eps)
+        self.head = nn.Linear(config.width, config.classes)
+        if not is_meta(self):
+            self.init_weights()
+
+    def init_weights(self) -> None:
+        """Draw the weights anew, also after a start on the meta device: N(0, 0.02), residual outputs narrower."""
+        init_transformer(self, layers=self.config.layers, residual=["project"])
+        nn.init.normal_(self.embed.label, std=0.02)
+        nn.init.normal_(self.embed.positions, std=0.02)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return the class scores of images [batch, channels, image_size, image_size]."""
+        size = self.config.image_size
+        if images.shape[-2:] != (size, size):
+            raise ModelError(f"images of {tuple(images.shape[-2:])} pixels given to a ViT of image_size={size}.")
+        hidden = self.embed(images)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return cast("Tensor", self.head(self.norm(hidden[:, 0])))
+
+    def num_parameters(self) -> int:
+        """Count the parameters."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
+    def flops_per_sample(self) -> int:
+        """Return the operations of training on one image."""
+        return self.config.flops_per_sample()
+
+    def tensor_plan(self) -> dict[str, str]:
+        """Return which module is split how under tensor parallelism, in the words of `plan_names`.
+
+        Patches plus class make an odd number, so the sequence stays whole and the norms are not named.
+        """
+        return {
+            "layers.*.attention.qkv": words.COLWISE,
+            "layers.*.attention.project": words.ROWWISE,
+            "layers.*.feed.expand": words.COLWISE,
+            "layers.*.feed.project": words.ROWWISE,
+        }
+
+    def tensor_divides(self) -> dict[str, int]:
+        """Return what the number of tensor-parallel ranks must divide."""
+        return {"heads": self.config.heads, "feed_width": self.config.feed_width}
+
+
+def vit(preset: str = "debug", **changes: Any) -> ViT:
+    """Return a vision transformer of a preset's shape, with some of its `ViTConfig` fields changed."""
+    return ViT(from_preset("vit", PRESETS, preset, changes))
