@@ -118,7 +118,8 @@ def test_the_command_line_imports_neither_torch_nor_numpy(words):
     code = (
         "import sys; from phalanx.cli import main\n"
         f"try: main({words!r})\nexcept SystemExit: pass\n"
-        "heavy = {'torch', 'numpy', 'rich', 'cloudpickle'} & set(sys.modules); sys.exit(f'imported: {heavy}' if heavy else 0)"
+        "heavy = {'torch', 'numpy', 'rich', 'cloudpickle'} & set(sys.modules)\n"
+        "sys.exit(f'imported: {heavy}' if heavy else 0)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

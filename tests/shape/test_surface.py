@@ -10,11 +10,46 @@ from phalanx.config import BACKENDS, FIELDS
 from phalanx.config.groups import STRATEGIES as STRATEGY_NAMES
 from phalanx.recipes import load_recipe, recipe_names
 
-PROMISED = """num_gpus num_nodes gpus_per_node num_workers device backend strategy batch_size epochs max_steps learning_rate
-optimizer weight_decay lr_schedule warmup lr_scaling base_batch_size seed mixed_precision scaler_init_scale
-scaler_growth_interval gradient_accumulation_steps gradient_clipping compile activation_checkpointing
-communication_backend find_unused_parameters bucket_cap_mb timeout checkpoint_dir checkpoint_frequency keep_last
-resume_from_checkpoint tensorboard tensorboard_dir mlflow_tracking log_every_n_steps max_restarts""".split()
+PROMISED = [
+    "num_gpus",
+    "num_nodes",
+    "gpus_per_node",
+    "num_workers",
+    "device",
+    "backend",
+    "strategy",
+    "batch_size",
+    "epochs",
+    "max_steps",
+    "learning_rate",
+    "optimizer",
+    "weight_decay",
+    "lr_schedule",
+    "warmup",
+    "lr_scaling",
+    "base_batch_size",
+    "seed",
+    "mixed_precision",
+    "scaler_init_scale",
+    "scaler_growth_interval",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+    "compile",
+    "activation_checkpointing",
+    "communication_backend",
+    "find_unused_parameters",
+    "bucket_cap_mb",
+    "timeout",
+    "checkpoint_dir",
+    "checkpoint_frequency",
+    "keep_last",
+    "resume_from_checkpoint",
+    "tensorboard",
+    "tensorboard_dir",
+    "mlflow_tracking",
+    "log_every_n_steps",
+    "max_restarts",
+]
 
 
 def test_promised_settings_exist():
