@@ -8,19 +8,55 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from phalanx.models.convnet import ConvNet
     from phalanx.models.gpt import GPT, GPTConfig
+    from phalanx.models.hf import load_pretrained, save_pretrained
+    from phalanx.models.llama import Llama, LlamaConfig
     from phalanx.models.mlp import MLP
-    from phalanx.models.registry import build, names
-
-__all__ = ["GPT", "MLP", "ConvNet", "GPTConfig", "build", "names"]
+    from phalanx.models.moe import MoE, MoEConfig
+    from phalanx.models.output import LMOutput
+    from phalanx.models.registry import build, names, presets
+    from phalanx.models.resnet import ResNet, ResNetConfig
+    from phalanx.models.vit import ViT, ViTConfig
 
 _HOMES = {
+    "ConvNet": "convnet",
     "GPT": "gpt",
     "GPTConfig": "gpt",
+    "LMOutput": "output",
+    "Llama": "llama",
+    "LlamaConfig": "llama",
     "MLP": "mlp",
-    "ConvNet": "convnet",
+    "MoE": "moe",
+    "MoEConfig": "moe",
+    "ResNet": "resnet",
+    "ResNetConfig": "resnet",
+    "ViT": "vit",
+    "ViTConfig": "vit",
     "build": "registry",
+    "load_pretrained": "hf",
     "names": "registry",
+    "presets": "registry",
+    "save_pretrained": "hf",
 }
+__all__ = [
+    "GPT",
+    "MLP",
+    "ConvNet",
+    "GPTConfig",
+    "LMOutput",
+    "Llama",
+    "LlamaConfig",
+    "MoE",
+    "MoEConfig",
+    "ResNet",
+    "ResNetConfig",
+    "ViT",
+    "ViTConfig",
+    "build",
+    "load_pretrained",
+    "names",
+    "presets",
+    "save_pretrained",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -173,13 +173,7 @@ class GPT(Decoder):
 
     def tensor_divides(self) -> dict[str, int]:
         """Return what the number of tensor-parallel ranks must divide."""
-        config = self.config
-        return {
-            "heads": config.heads,
-            "feed_width": 4 * config.width,
-            "vocab_size": config.vocab_size,
-            "block_size": config.block_size,
-        }
+        return {"heads": self.config.heads, "feed_width": 4 * self.config.width}
 
 
 def gpt(preset: str = "debug", **changes: Any) -> GPT:

@@ -208,12 +208,7 @@ class Llama(Decoder):
     def tensor_divides(self) -> dict[str, int]:
         """Return what the number of tensor-parallel ranks must divide."""
         config = self.config
-        return {
-            "heads": config.heads,
-            "kv_heads": config.kv_heads,
-            "feed_width": config.feed_width,
-            "vocab_size": config.vocab_size,
-        }
+        return {"heads": config.heads, "kv_heads": config.kv_heads, "feed_width": config.feed_width}
 
 
 def llama(preset: str = "debug", **changes: Any) -> Llama:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, cast, overload
+from typing import Any, NamedTuple, overload
 
 import torch
 import torch.nn.functional as F
@@ -197,7 +197,11 @@ class MoE(Decoder):
         config = self.config
         places = self.positions(tokens) if positions is None else positions
         table = rotary_table(places, config.head_width, config.rope_theta, config.rope_scaling)
-        hidden: Tensor = self.embed(tokens)  # type: ignore[misc]
+        if self.embed is None:
+            raise ModelError(
+                "a mixture of experts is no pipeline stage: its balance loss is collected from all layers."
+            )
+        hidden: Tensor = self.embed(tokens)
         balances = []
         for layer in self.layers:
             hidden, balance = layer(hidden, table)

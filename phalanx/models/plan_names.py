@@ -4,8 +4,9 @@ A model's `tensor_plan()` maps module-name patterns ("*" stands for one part of 
 data that a strategy turns into shards. Between layers every rank holds its slice of the sequence (dim 1 of
 [batch, time, width]); inside attention and feed-forward it holds the whole sequence and its slice of heads or features.
 
-`tensor_divides()` goes with the plan: what the number of tensor-parallel ranks must divide. The sequence length must be
-a multiple of it too, but only a batch knows that.
+`tensor_divides()` goes with the plan: what the number of tensor-parallel ranks must divide. Vocabulary and positions
+are not in it, because they may be cut unevenly (GPT-2's 50257 tokens over 2 ranks). The sequence length must be a
+multiple too, but only a batch knows that.
 """
 
 from __future__ import annotations

@@ -15,7 +15,11 @@ if TYPE_CHECKING:
 _MODELS = {
     "convnet": ("phalanx.models.convnet", "ConvNet"),
     "gpt": ("phalanx.models.gpt", "gpt"),
+    "llama": ("phalanx.models.llama", "llama"),
     "mlp": ("phalanx.models.mlp", "MLP"),
+    "moe": ("phalanx.models.moe", "moe"),
+    "resnet": ("phalanx.models.resnet", "resnet"),
+    "vit": ("phalanx.models.vit", "vit"),
 }
 
 
@@ -24,11 +28,15 @@ def names() -> list[str]:
     return sorted(_MODELS)
 
 
+def presets(name: str) -> dict[str, Any]:
+    """Return the presets of a model by name, smallest first: `build(name, preset=...)`. Empty where it has none."""
+    module, _ = _find(name)
+    return dict(getattr(importlib.import_module(module), "PRESETS", {}))
+
+
 def build(name: str, **options: Any) -> nn.Module:
-    """Return a new model `name`; the options are the arguments of the model's own constructor."""
-    if name not in _MODELS:
-        raise UsageError(unknown_name("model", name, _MODELS))
-    module, function = _MODELS[name]
+    """Return a new model `name`; the options are a `preset` and its changes, or the model's own arguments."""
+    module, function = _find(name)
     make = getattr(importlib.import_module(module), function)
     parameters = inspect.signature(make).parameters
     takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
@@ -37,3 +45,9 @@ def build(name: str, **options: Any) -> nn.Module:
             raise UsageError(unknown_name(f"option of model '{name}'", option, parameters))
     model: nn.Module = make(**options)
     return model
+
+
+def _find(name: str) -> tuple[str, str]:
+    if name not in _MODELS:
+        raise UsageError(unknown_name("model", name, _MODELS))
+    return _MODELS[name]

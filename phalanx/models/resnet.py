@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch.nn.functional as F
@@ -29,8 +29,8 @@ class Conv(NamedTuple):
 class ResNetConfig:
     """The shape of a residual network.
 
-    `depths` are the blocks of each stage; a stage doubles the width, and all but the first halve the image. `stem` is the
-    kernel of the first convolution: 7 (stride 2, then a pool of stride 2) for large images, 3 (stride 1) for small ones.
+    `depths` are the blocks of each stage; every stage after the first doubles the width and halves the image. `stem` is
+    the kernel of the first convolution: 7 (stride 2, then a pool of stride 2) for large images, 3 (stride 1) for small.
     """
 
     depths: tuple[int, ...] = (1, 1)
@@ -78,7 +78,7 @@ class ResNetConfig:
     @property
     def features(self) -> int:
         """The channels that the last block gives to the head."""
-        return self.width * 2 ** (len(self.depths) - 1) * self.expansion
+        return (self.width << (len(self.depths) - 1)) * self.expansion
 
     def num_parameters(self) -> int:
         """Return in x out x kernel^2 + 2 out (its norm) summed over the convolutions, and (features + 1) x classes."""
@@ -94,11 +94,11 @@ class ResNetConfig:
         return 6 * sum(work) - 2 * work[0] + 6 * self.features * self.classes
 
 
-_IMAGENET: dict[str, int] = {"width": 64, "channels": 3, "classes": 1000, "stem": 7}
+_IMAGENET = ResNetConfig(width=64, channels=3, classes=1000, stem=7)
 PRESETS = {
     "debug": ResNetConfig(),
-    "resnet18": ResNetConfig(depths=(2, 2, 2, 2), **_IMAGENET),  # type: ignore[arg-type]
-    "resnet50": ResNetConfig(depths=(3, 4, 6, 3), bottleneck=True, **_IMAGENET),  # type: ignore[arg-type]
+    "resnet18": replace(_IMAGENET, depths=(2, 2, 2, 2)),
+    "resnet50": replace(_IMAGENET, depths=(3, 4, 6, 3), bottleneck=True),
 }
 """About 0.02, 11.7 and 25.6 million parameters."""
 

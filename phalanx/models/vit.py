@@ -137,8 +137,12 @@ class ViT(nn.Module):
             self.init_weights()
 
     def init_weights(self) -> None:
-        """Draw the weights anew, also after a start on the meta device: N(0, 0.02), residual outputs narrower."""
+        """Draw the weights anew, also after a start on the meta device: N(0, 0.02), residual outputs narrower.
+
+        The patch embedding keeps the variance of the pixels, whatever the size of a patch.
+        """
         init_transformer(self, layers=self.config.layers, residual=["project"])
+        nn.init.normal_(self.embed.patch.weight, std=(self.config.channels * self.config.patch_size**2) ** -0.5)
         nn.init.normal_(self.embed.label, std=0.02)
         nn.init.normal_(self.embed.positions, std=0.02)
 

@@ -34,7 +34,7 @@ def _one_thread():
 def test_names_are_listed_without_torch():
     code = "import sys; from phalanx.models import names; names(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-    assert names() == ["convnet", "gpt", "mlp"]
+    assert names() == ["convnet", "gpt", "llama", "mlp", "moe", "resnet", "vit"]
 
 
 def test_mistakes_get_the_nearest_name():
@@ -78,18 +78,6 @@ def test_classifiers_learn_the_digits(name, options):
         optimizer.step()
         optimizer.zero_grad()
     assert (model(unseen).argmax(1) == truth).float().mean() > 0.75
-
-
-def test_gpt_sizes():
-    with torch.device("meta"):
-        sizes = {preset: gpt(preset).num_parameters() for preset in ("debug", "small", "gpt2")}
-        untied = gpt("gpt2", tie_weights=False)
-    assert sizes["gpt2"] == 124_439_808
-    assert 100_000 < sizes["debug"] < 130_000
-    assert 10_000_000 < sizes["small"] < 12_000_000
-    assert untied.num_parameters() == sizes["gpt2"] + 50257 * 768
-    assert untied.num_parameters(embeddings=False) == sizes["gpt2"] - 1024 * 768
-    assert untied.flops_per_token() == 6 * untied.num_parameters(embeddings=False) + 12 * 12 * 768 * 1024
 
 
 def test_gpt_starts_near_the_uniform_guess_and_learns():
@@ -147,8 +135,8 @@ def test_gpt_from_the_meta_device_gets_its_weights():
     reference = GPT(GPTConfig())
     torch.manual_seed(3)
     reference.init_weights()
-    assert model.head.weight is model.token_embedding.weight
+    assert model.head.weight is model.embed.tokens.weight
     assert all(torch.equal(*pair) for pair in zip(model.parameters(), reference.parameters(), strict=True))
     spread = {name: parameter.std().item() for name, parameter in model.named_parameters()}
-    assert spread["blocks.0.expand.weight"] == pytest.approx(0.02, rel=0.1)
-    assert spread["blocks.0.project.weight"] == pytest.approx(0.01, rel=0.1)
+    assert spread["layers.0.feed.expand.weight"] == pytest.approx(0.02, rel=0.1)
+    assert spread["layers.0.feed.project.weight"] == pytest.approx(0.01, rel=0.1)
