@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, cast, overload
+from typing import Any, NamedTuple, overload
 
 import torch
 import torch.nn.functional as F
