@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 VERBS = {
     "train": "train a recipe, a script or a module on N ranks",
     "config": "show every setting, its value and where it comes from",
+    "strategies": "list how ranks can share the work, and when to choose which",
 }
 
 
@@ -48,7 +49,7 @@ def _dispatch(words: list[str]) -> int:
 
 
 def _help() -> str:
-    verbs = "\n".join(f"  {name:<8} {text}" for name, text in VERBS.items())
+    verbs = "\n".join(f"  {name:<11} {text}" for name, text in VERBS.items())
     return (
         "Phalanx: one trainer, every parallelism, from a laptop to a cluster.\n\n"
         "usage: phalanx <command> [options]\n\n"

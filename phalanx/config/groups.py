@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from phalanx.config.option import option
 
-BACKENDS: dict[str, tuple[str, str]] = {"pytorch-ddp": ("local", "ddp")}
+BACKENDS: dict[str, tuple[str, str]] = {"pytorch-ddp": ("local", "ddp"), "pytorch-fsdp": ("local", "fsdp")}
 """A backend is only a name for a pair (launcher, strategy)."""
 
-STRATEGIES = ("auto", "ddp")
+STRATEGIES = ("auto", "ddp", "fsdp")
 OPTIMIZERS = ("adamw", "adam", "sgd", "rmsprop", "adagrad")
 LR_SCHEDULES = ("constant", "linear", "cosine", "inverse-sqrt")
 
@@ -36,6 +36,21 @@ class Parallelism:
 
     backend: str = option("pytorch-ddp", "a launcher and a strategy under one name", choices=tuple(BACKENDS))
     strategy: str = option("auto", "how the ranks share the work (auto: the backend's own)", choices=STRATEGIES)
+    sharding: str = option(
+        "full",
+        "fsdp: shard parameters too (full), keep them whole between forward and backward (grad-op), or shard within "
+        "groups of shard_size ranks and replicate over the groups (hybrid)",
+        choices=("full", "grad-op", "hybrid"),
+    )
+    shard_size: int | None = option(
+        None, "fsdp, hybrid: ranks that together hold one copy (default: those of one machine)", minimum=2
+    )
+    wrap_class: str | None = option(
+        None, "fsdp: class of the blocks that are gathered one at a time (default: the model's repeated blocks)"
+    )
+    offload: str = option(
+        "none", "fsdp: keep parameters, gradients and optimizer states in CPU memory", choices=("none", "cpu")
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

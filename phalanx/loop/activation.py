@@ -5,13 +5,15 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from phalanx.errors import ModelError
+from phalanx.strategies.blocks import find_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from torch import nn
 
 
 def checkpoint_activations(model: nn.Module) -> Callable[[], None]:
@@ -30,25 +32,6 @@ def checkpoint_activations(model: nn.Module) -> Callable[[], None]:
             block.__dict__.pop("forward", None)
 
     return undo
-
-
-def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the repeated blocks: children of one class inside the outermost list or sequence that has several."""
-    found: dict[str, nn.Module] = {}
-    for name, module in model.named_modules():
-        if any(name.startswith(f"{block}.") for block in found):
-            continue  # inside a block already
-        if isinstance(module, (nn.ModuleList, nn.Sequential)):
-            children = [(f"{name}.{key}".lstrip("."), child) for key, child in module.named_children()]
-            wide = [(key, child) for key, child in children if _is_block(child)]
-            kinds = [type(child) for _, child in wide]
-            found.update((key, child) for key, child in wide if kinds.count(type(child)) > 1)
-    return found
-
-
-def _is_block(module: nn.Module) -> bool:
-    """A block has parameters and an inner structure; recomputing a bare layer would save nothing."""
-    return any(True for _ in module.children()) and any(True for _ in module.parameters())
 
 
 def _recomputed(forward: Any, *arguments: Any, **options: Any) -> Any:

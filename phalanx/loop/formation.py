@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from phalanx.config import DistributedConfig, resolve
 from phalanx.data.loader import shard_loader
@@ -67,6 +68,7 @@ class Formation:
         self.schedulers: list[Any] = []
         self.loaders: list[PreparedLoader] = []
         self.notes: list[str] = []
+        self._replaced: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
         self._host_group: dist.ProcessGroup | None = None
         self._undo: list[Callable[[], object]] = []
 
@@ -104,6 +106,7 @@ class Formation:
         if isinstance(item, nn.Module):
             return self._prepare_model(item)
         if isinstance(item, torch.optim.Optimizer):
+            self._follow(item)
             self.optimizers.append(item)
             self._undo.append(self.gradients.adopt(item))
             return item
@@ -119,15 +122,32 @@ class Formation:
         )
 
     def _prepare_model(self, model: nn.Module) -> nn.Module:
-        model.to(self.device)
+        before = dict(model.named_parameters())
+        if not any(parameter.is_meta for parameter in before.values()):
+            model.to(self.device)
         if self.config.activation_checkpointing:
             self._undo.append(checkpoint_activations(model))
         wrapped = self.strategy.wrap(model)
+        after = dict(model.named_parameters())
+        self._replaced.update({id(old): (old, after[name]) for name, old in before.items() if after[name] is not old})
         if self.config.compile:
             self._undo.append(compile_in_place(model))
         self.models.append(wrapped)
         self.gradients.watch(wrapped)
         return wrapped
+
+    def _follow(self, optimizer: torch.optim.Optimizer) -> None:
+        """Give an optimizer that was made before its model was sharded the parameters that took the old ones' place."""
+        for group in optimizer.param_groups:
+            for place, parameter in enumerate(group["params"]):
+                if id(parameter) not in self._replaced:
+                    continue
+                if parameter in optimizer.state:
+                    raise UsageError(
+                        f"the optimizer has taken steps already, and {self.strategy.name} shards its parameters now",
+                        hint="Prepare the model and the optimizer together, before the first step.",
+                    )
+                group["params"][place] = self._replaced[id(parameter)][1]
 
     def prepare_loader(self, source: Any, *, training: bool = True) -> PreparedLoader:
         """Return this rank's share of a DataLoader, a data set or any re-iterable of batches."""
@@ -174,8 +194,13 @@ class Formation:
 
     def weights_are_finite(self) -> bool:
         """Whether no trained parameter holds a NaN or an infinity; waits for the device."""
-        parameters = [p.detach() for model in self.models for p in model.parameters() if p.requires_grad]
-        return not parameters or bool(torch.isfinite(nn.utils.get_total_norm(parameters, norm_type=math.inf)))
+        trained = [p.detach() for model in self.models for p in model.parameters() if p.requires_grad]
+        parts = [p.to_local() if isinstance(p, DTensor) else p for p in trained]
+        parts = [part for part in parts if part.numel()]
+        finite = (
+            torch.isfinite(nn.utils.get_total_norm(parts, norm_type=math.inf)).all() if parts else torch.tensor(True)
+        )
+        return bool(self.reduce(finite.int(), "min") if self.strategy.shards else finite)
 
     def reduce(self, value: float | torch.Tensor, op: str = "mean") -> torch.Tensor:
         """Return the mean (or sum, min, max) of a value over all ranks, equal on all of them."""
@@ -217,7 +242,8 @@ class Formation:
     def close(self) -> None:
         """Let go of everything and leave the process group, in the order that cannot deadlock."""
         self.release()
-        leave_world(self.world)
+        if not self.strategy.shards:  # a sharded model lives on the group, and the user may save or train it again
+            leave_world(self.world)
 
     def release(self) -> None:
         """Give the user's objects back as they were; after an error this is all, for the other ranks may be gone."""

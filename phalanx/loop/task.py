@@ -41,7 +41,6 @@ def make_optimizer(task: TrainTask, config: DistributedConfig, device: torch.dev
     if given is None:
         return build_optimizer(config, task.model.parameters(), device)
     if isinstance(given, torch.optim.Optimizer):
-        _check_owns(task.model, given)
         return given
     if callable(given):
         trained = [p for p in task.model.parameters() if p.requires_grad]
@@ -56,7 +55,8 @@ def make_optimizer(task: TrainTask, config: DistributedConfig, device: torch.dev
     )
 
 
-def _check_owns(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def check_owns(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer of another model's parameters."""
     mine = {id(parameter) for parameter in model.parameters()}
     strangers = sum(id(p) not in mine for group in optimizer.param_groups for p in group["params"])
     if strangers:

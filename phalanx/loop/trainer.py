@@ -7,6 +7,8 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from phalanx.data.source import read_source
 from phalanx.errors import PreemptedError, UsageError
 from phalanx.loop.evaluate import evaluate
@@ -18,7 +20,7 @@ from phalanx.loop.reporting import Reporter
 from phalanx.loop.saving import CheckpointPolicy
 from phalanx.loop.step import train_step
 from phalanx.loop.stopping import StopRequest
-from phalanx.loop.task import TrainTask, make_optimizer
+from phalanx.loop.task import TrainTask, check_owns, make_optimizer
 from phalanx.observe import board
 
 if TYPE_CHECKING:
@@ -250,6 +252,8 @@ def check_task(task: TrainTask) -> None:
         if data is not None:
             read_source(data, pin_memory=False, notes=[])
     Hooks(task.callbacks)
+    if isinstance(task.optimizer, torch.optim.Optimizer):
+        check_owns(task.model, task.optimizer)
     if task.metrics is not None and not isinstance(task.metrics, Mapping):
         raise UsageError(
             f"metrics is a {type(task.metrics).__name__}",

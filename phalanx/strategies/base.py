@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -13,6 +14,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.tensor import DTensor
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,11 +23,20 @@ if TYPE_CHECKING:
     from phalanx.world.world import World
 
 
+_COALESCED_BYTES = 250 * 1024 * 1024
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor as every rank can use it: a sharded one gathered from all ranks, any other as it is."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 class Strategy:
     """Lays a model over the ranks. Subclasses override only what their way of sharing changes."""
 
     name: ClassVar[str]
-    summary: ClassVar[str]
+    shards: ClassVar[bool] = False
+    """Whether ranks hold parts of the model: then whole weights have to be gathered, and the group outlives a fit."""
 
     def __init__(self, config: DistributedConfig, world: World) -> None:
         self.config = config
@@ -43,15 +54,22 @@ class Strategy:
         """Say, before a forward pass, whether its backward pass must leave synchronised gradients."""
 
     def settle(self, wrapped: nn.Module) -> None:
-        """Make equal on all ranks what each let drift (running statistics), before it is saved or evaluated."""
+        """Make equal on all ranks what each let drift (running statistics), before it is saved or evaluated.
+
+        Rank 0's are taken, as DDP itself does before every forward pass; after the last one nobody does.
+        """
+        buffers = list(self.unwrap(wrapped).buffers())
+        if self.world.world_size > 1 and buffers:
+            with torch.no_grad():
+                dist._broadcast_coalesced(dist.distributed_c10d._get_default_group(), buffers, _COALESCED_BYTES, 0)
 
     def clip_grad_norm(self, parameters: Sequence[nn.Parameter], max_norm: float) -> torch.Tensor:
         """Scale gradients so that their one global norm is at most `max_norm`; return the norm before."""
-        return nn.utils.clip_grad_norm_(parameters, max_norm, foreach=True)
+        return whole(nn.utils.clip_grad_norm_(parameters, max_norm, foreach=True))
 
     def grad_norm(self, parameters: Sequence[nn.Parameter]) -> torch.Tensor:
         """Return the one global gradient norm, equal on all ranks."""
-        return nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None], foreach=True)
+        return whole(nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None], foreach=True))
 
     def state(self, wrapped: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
         """Return model and optimizer state under canonical parameter names, ready to be saved at any layout."""

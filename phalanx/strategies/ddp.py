@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from phalanx.strategies.base import Strategy
@@ -13,14 +11,11 @@ from phalanx.strategies.base import Strategy
 if TYPE_CHECKING:
     from torch import nn
 
-_COALESCED_BYTES = 250 * 1024 * 1024
-
 
 class DDP(Strategy):
     """torch.nn.parallel.DistributedDataParallel; with one rank, the bare model."""
 
     name = "ddp"
-    summary = "every rank holds the whole model; gradients are averaged during backward"
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Wrap the model in torch's DDP. One rank, or nothing to train, needs no wrapper."""
@@ -43,10 +38,3 @@ class DDP(Strategy):
         """Do what `no_sync` does, as one assignment: the reducer reads the flag in forward."""
         if isinstance(wrapped, DistributedDataParallel):
             wrapped.require_backward_grad_sync = sync
-
-    def settle(self, wrapped: nn.Module) -> None:
-        """Take rank 0's buffers, as DDP itself does before every forward pass; after the last one nobody does."""
-        buffers = list(self.unwrap(wrapped).buffers())
-        if self.world.world_size > 1 and buffers:
-            with torch.no_grad():
-                dist._broadcast_coalesced(dist.distributed_c10d._get_default_group(), buffers, _COALESCED_BYTES, 0)

@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING
 
 from phalanx.errors import UsageError, unknown_name
 from phalanx.strategies.ddp import DDP
+from phalanx.strategies.fsdp import FSDP
 
 if TYPE_CHECKING:
     from phalanx.config import DistributedConfig
     from phalanx.strategies.base import Strategy
     from phalanx.world.world import World
 
-STRATEGIES: dict[str, type[Strategy]] = {strategy.name: strategy for strategy in (DDP,)}
+STRATEGIES: dict[str, type[Strategy]] = {strategy.name: strategy for strategy in (DDP, FSDP)}
 
 
 def build_strategy(config: DistributedConfig, world: World) -> Strategy:

@@ -99,8 +99,7 @@ class PyTorchDDPTrainer:
         """Write the model's weights to a file: safetensors, or torch's own format for .pt and .pth."""
         path = Path(path)
         env = read_rank_env()
-        if env is None or env.rank == 0:
-            save_weights(self.model, path)
+        save_weights(self.model, path, here=env is None or env.rank == 0)
         return path
 
     def load(self, path: str | Path) -> None:

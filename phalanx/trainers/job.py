@@ -13,6 +13,7 @@ from phalanx.loop.formation import Formation
 from phalanx.loop.trainer import TrainLoop
 from phalanx.trainers.folders import choose_run_dir, make_run_dir
 from phalanx.trainers.session import agree_run_dir, open_events, save_config
+from phalanx.trainers.weights import to_cpu
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -47,9 +48,10 @@ def run_job(job: Job, *, in_place: bool) -> JobResult:
     """Run a job on this rank. `in_place`: the caller holds the model itself, so no weights are handed back."""
     with Formation(job.config) as formation:
         result = {"fit": _fit, "evaluate": _evaluate, "predict": _predict}[job.action](formation, job)
-        if job.action == "fit" and not in_place and formation.world.env.local_rank == 0:
-            result.weights = {name: _to_cpu(value) for name, value in job.task.model.state_dict().items()}
-            result.optimizer_state = _to_cpu(formation.optimizers[0].state_dict())
+        if job.action == "fit" and not in_place:  # all ranks, for sharded tensors are gathered from all of them
+            keep = formation.world.env.local_rank == 0
+            result.weights = to_cpu(job.task.model.state_dict(), keep=keep)
+            result.optimizer_state = to_cpu(formation.optimizers[0].state_dict(), keep=keep)
     return result
 
 
@@ -95,13 +97,3 @@ def _joined(outputs: list[Any]) -> Any:
     if isinstance(first, (tuple, list)):
         return type(first)(_joined([output[place] for output in outputs]) for place in range(len(first)))
     return outputs
-
-
-def _to_cpu(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.detach().cpu()
-    if isinstance(value, dict):
-        return {key: _to_cpu(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_to_cpu(item) for item in value]
-    return value

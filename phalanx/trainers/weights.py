@@ -9,6 +9,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 
 from phalanx import checkpoint
 from phalanx.errors import CheckpointError, nearest
+from phalanx.strategies.base import whole
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -19,9 +20,26 @@ if TYPE_CHECKING:
 _TORCH_SUFFIXES = {".pt", ".pth"}
 
 
-def save_weights(model: nn.Module, path: Path) -> None:
-    """Write the weights whole or not at all: safetensors, or torch's own format for .pt and .pth."""
-    state = {name: value.detach().cpu().contiguous() for name, value in model.state_dict().items()}
+def to_cpu(value: Any, *, keep: bool = True) -> Any:
+    """Return a state with every tensor whole and on the CPU; ranks that do not `keep` it only help to gather."""
+    if isinstance(value, torch.Tensor):
+        gathered = whole(value.detach())
+        return gathered.cpu().contiguous() if keep else None
+    if isinstance(value, dict):
+        return {key: to_cpu(item, keep=keep) for key, item in value.items()}
+    if isinstance(value, list):
+        return [to_cpu(item, keep=keep) for item in value]
+    return value
+
+
+def save_weights(model: nn.Module, path: Path, *, here: bool = True) -> None:
+    """Write the weights whole or not at all: safetensors, or torch's own format for .pt and .pth.
+
+    Every rank calls this, for sharded weights are gathered from all of them; only the one that is `here` writes.
+    """
+    state = to_cpu(dict(model.state_dict()), keep=here)
+    if not here:
+        return
     temporary = path.with_name(f".{path.name}.writing")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

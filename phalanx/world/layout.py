@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from phalanx.errors import UsageError
-from phalanx.world.mesh import Mesh
+from phalanx.world.mesh import Mesh, plan_mesh
 
 if TYPE_CHECKING:
     from phalanx.config import DistributedConfig
@@ -43,7 +43,7 @@ def plan_layout(config: DistributedConfig, gpus_here: int) -> Layout:
     may_share = gpus_here > 0 and config.communication_backend == "gloo"  # nccl refuses two ranks on one GPU
     if device == "cuda" and per_node > gpus_here and not may_share:
         raise _too_few_gpus(config, per_node, gpus_here)
-    return Layout(device, config.num_nodes, per_node, Mesh(dp_replicate=config.num_nodes * per_node))
+    return Layout(device, config.num_nodes, per_node, plan_mesh(config, config.num_nodes * per_node, per_node))
 
 
 def _ranks_per_node(asked: int | None, num_nodes: int, default: int) -> int:

@@ -7,6 +7,12 @@ which share the fastest links.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from phalanx.errors import UsageError
+
+if TYPE_CHECKING:
+    from phalanx.config import DistributedConfig
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
@@ -57,3 +63,19 @@ class Mesh:
         if self.dp_replicate == 1 or self.dp_shard == 1:  # one data axis: its short name says enough
             parts = [part.replace("dp_replicate", "dp").replace("dp_shard", "dp") for part in parts]
         return " ".join([f"r{rank}", *parts])
+
+
+def plan_mesh(config: DistributedConfig, world_size: int, ranks_per_node: int) -> Mesh:
+    """Lay the ranks over the axes that the config asks for; what does not divide is refused with what would."""
+    if config.resolved_strategy != "fsdp":
+        return Mesh(dp_replicate=world_size)
+    if config.sharding != "hybrid":
+        return Mesh(dp_shard=world_size)
+    shard = config.shard_size or ranks_per_node
+    if world_size % shard:
+        possible = [size for size in range(2, world_size + 1) if world_size % size == 0]
+        raise UsageError(
+            f"{world_size} ranks cannot be cut into groups of shard_size = {shard}",
+            hint=f"With {world_size} ranks shard_size can be: {', '.join(map(str, possible))}.",
+        )
+    return Mesh(dp_replicate=world_size // shard, dp_shard=shard)

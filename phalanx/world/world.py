@@ -16,7 +16,7 @@ import torch.distributed as dist
 from phalanx.errors import UsageError
 from phalanx.launch.interfaces import network_environment
 from phalanx.world.env import RankEnv, export_rank_env, read_rank_env
-from phalanx.world.mesh import Mesh
+from phalanx.world.mesh import Mesh, plan_mesh
 
 if TYPE_CHECKING:
     from phalanx.config import DistributedConfig
@@ -67,7 +67,7 @@ def join_world(config: DistributedConfig) -> World:
     """Read who this rank is, take its device, and meet the other ranks."""
     env = read_rank_env() or _ALONE
     device = _pick_device(config, env)
-    mesh = Mesh(dp_replicate=env.world_size)
+    mesh = plan_mesh(config, env.world_size, env.local_world_size)
     if env.world_size == 1:
         return World(env, device, mesh, None, None, owns_group=False)
     backend = _comm_backend(config, device, env)
@@ -85,7 +85,7 @@ def join_world(config: DistributedConfig) -> World:
         rank=env.rank,
         world_size=env.world_size,
         timeout=timedelta(seconds=config.timeout),
-        device_id=device if backend == "nccl" else None,
+        device_id=device if "nccl" in backend else None,
     )
     return World(env, device, mesh, backend, dist.PrefixStore(name, store), owns_group=True)
 
@@ -142,4 +142,6 @@ def _comm_backend(config: DistributedConfig, device: torch.device, env: RankEnv)
             "communication_backend = 'mpi': this torch was built without MPI",
             hint="Use 'gloo' (CPU) or 'nccl' (GPU); mpirun can start the ranks with either.",
         )
+    if config.offload == "cpu" and wanted == "nccl":
+        return "cpu:gloo,cuda:nccl"  # gradients that live in CPU memory need a group that can add them up there
     return wanted

@@ -66,8 +66,10 @@ def test_every_field_has_a_help_text_and_a_flag():
 
 
 def test_strategy_names_match_the_registry():
+    from phalanx.strategies.catalog import CATALOG
     from phalanx.strategies.registry import STRATEGIES
 
+    assert [entry.name for entry in CATALOG] == list(STRATEGIES)
     assert set(STRATEGY_NAMES) - {"auto"} == set(STRATEGIES)
     assert {strategy for _, strategy in BACKENDS.values()} <= set(STRATEGIES)
 

@@ -1,0 +1,82 @@
+"""fsdp: each rank holds a part of every parameter, gradient and optimizer state (torch's FSDP2, `fully_shard`).
+
+The model's repeated blocks are gathered one at a time: while one computes, the next arrives.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from phalanx.strategies.base import Strategy
+from phalanx.strategies.blocks import blocks_of_class, find_blocks
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class FSDP(Strategy):
+    """torch.distributed.fsdp.fully_shard over the data-parallel axes; with one rank, the bare model."""
+
+    name = "fsdp"
+    shards = True
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """Shard the model in place: its blocks first, then what is left. One rank has nothing to share."""
+        if self.world.world_size == 1 or isinstance(model, FSDPModule):
+            return model
+        options = self._options()
+        for block in self._blocks(model).values():
+            fully_shard(block, **options)
+        fully_shard(model, **options)
+        if any(parameter.is_meta for parameter in model.parameters()):
+            self._materialise(model)
+        return model
+
+    def set_sync(self, wrapped: nn.Module, sync: bool) -> None:
+        """Between step boundaries gradients stay whole and unreduced on each rank."""
+        if isinstance(wrapped, FSDPModule):
+            wrapped.set_requires_gradient_sync(sync)
+
+    def _options(self) -> dict[str, Any]:
+        config = self.config
+        options: dict[str, Any] = {
+            "mesh": self._device_mesh(),
+            "reshard_after_forward": config.sharding != "grad-op",
+            "mp_policy": self._precision(),
+        }
+        if config.offload == "cpu":
+            options["offload_policy"] = CPUOffloadPolicy(pin_memory=self.world.device.type == "cuda")
+        return options
+
+    def _device_mesh(self) -> DeviceMesh:
+        mesh = self.world.mesh
+        if mesh.dp_replicate == 1:
+            return init_device_mesh(self.world.device.type, (mesh.dp_shard,), mesh_dim_names=("dp_shard",))
+        sizes = (mesh.dp_replicate, mesh.dp_shard)
+        return init_device_mesh(self.world.device.type, sizes, mesh_dim_names=("dp_replicate", "dp_shard"))
+
+    def _precision(self) -> MixedPrecisionPolicy:
+        """Gather parameters in the low precision that the forward pass uses anyway; add gradients up in fp32."""
+        wanted = self.config.mixed_precision
+        if wanted is True:
+            wanted = "fp16" if self.world.device.type == "cuda" else "bf16"
+        if wanted is False:
+            return MixedPrecisionPolicy()
+        return MixedPrecisionPolicy(param_dtype=_DTYPES[str(wanted)], reduce_dtype=torch.float32)
+
+    def _blocks(self, model: nn.Module) -> dict[str, nn.Module]:
+        if self.config.wrap_class is not None:
+            return blocks_of_class(model, self.config.wrap_class)
+        return find_blocks(model)
+
+    def _materialise(self, model: nn.Module) -> None:
+        """Give a model that was built without memory its shards, and its first weights in them."""
+        model.to_empty(device="cpu" if self.config.offload == "cpu" else self.world.device)
+        model.init_weights()  # type: ignore[operator]

@@ -1,0 +1,182 @@
+"""fsdp equals one process: every sharding, accumulation, ragged batches, checkpoints across layouts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from phalanx.config import DistributedConfig
+from phalanx.errors import UsageError
+from phalanx.loop.task import TrainTask
+from phalanx.strategies.base import whole
+from phalanx.trainers.job import Job, run_job
+
+
+class Block(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.wide = nn.Linear(6, 10)
+        self.narrow = nn.Linear(10, 6)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.dropout(self.narrow(torch.tanh(self.wide(x))))
+
+
+class Net(nn.Module):
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block(dropout) for _ in range(3))
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+    def init_weights(self) -> None:
+        for parameter in self.parameters():
+            nn.init.constant_(parameter, 0.1)
+
+
+def make_data(samples: int, dtype: torch.dtype) -> TensorDataset:
+    x = torch.randn(samples, 6, generator=torch.Generator().manual_seed(1), dtype=dtype)
+    return TensorDataset(x, (x.sum(1) > 0).long() + (x[:, 0] > 1).long())
+
+
+def train(
+    folder: str, *, samples: int = 67, dtype: str = "float64", dropout: float = 0.0, given: bool = False, **settings
+):
+    """Train on this rank and return the whole weights."""
+    torch.manual_seed(3)
+    kind = getattr(torch, dtype)
+    model = Net(dropout).to(kind)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True) if given else None
+    config = DistributedConfig(device="cpu", progress=False, learning_rate=1e-2, gradient_clipping=0.5, **settings)
+    data = DataLoader(make_data(samples, kind), shuffle=True)
+    task = TrainTask(model, data, data, loss_fn=nn.CrossEntropyLoss(), optimizer=optimizer)
+    result = run_job(Job("fit", task, config, Path(folder)), in_place=True)
+    weights = {name: whole(value.detach()).clone() for name, value in model.state_dict().items()}
+    return weights, result.history.epochs[-1].val
+
+
+def assert_same(ours: dict, theirs: dict, tolerance: float) -> None:
+    for name, value in theirs.items():
+        difference = (ours[name] - value).abs().max().item() / max(1.0, value.abs().max().item())
+        assert difference <= tolerance, f"{name} differs by {difference}"
+
+
+WHOLE: dict[tuple, tuple] = {}
+SPLITS = {
+    "full": {"sharding": "full"},
+    "grad-op": {"sharding": "grad-op"},
+    "hybrid": {"sharding": "hybrid", "shard_size": 2},
+    "offload": {"sharding": "full", "offload": "cpu"},
+    "by class": {"wrap_class": "Block"},
+}
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-10), ("float32", 1e-5)])
+@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize("split", SPLITS)
+def test_every_sharding_equals_one_process(ranks, tmp_path, split, accumulation, dtype, tolerance):
+    """67 samples in global batches of 16 leave a ragged end; four ranks, and one global norm for clipping."""
+    key = (dtype,)
+    if key not in WHOLE:
+        WHOLE[key] = ranks(lambda: train(str(tmp_path / "whole"), batch_size=16, epochs=2, dtype=dtype), world_size=1)[
+            0
+        ]
+    expected, metrics = WHOLE[key]
+    batch_size = 16 // (4 * accumulation)
+
+    def run():
+        return train(
+            str(tmp_path / "split"),
+            strategy="fsdp",
+            batch_size=batch_size,
+            gradient_accumulation_steps=accumulation,
+            epochs=2,
+            dtype=dtype,
+            **SPLITS[split],
+        )
+
+    for weights, measured in ranks(run, world_size=4):
+        assert_same(weights, expected, tolerance)
+        assert measured == pytest.approx(metrics, rel=tolerance * 10)
+
+
+def test_an_optimizer_made_before_sharding_trains_the_shards(ranks, tmp_path):
+    expected, _ = ranks(lambda: train(str(tmp_path / "a"), batch_size=16, max_steps=4, given=True), world_size=1)[0]
+
+    def run():
+        return train(str(tmp_path / "b"), batch_size=8, max_steps=4, given=True, strategy="fsdp")
+
+    assert_same(ranks(run, world_size=2)[0][0], expected, 1e-10)
+
+
+def test_stop_and_resume_gives_the_same_bits(ranks, tmp_path):
+    common = {"batch_size": 4, "strategy": "fsdp", "dropout": 0.2, "samples": 40, "lr_schedule": "inverse-sqrt"}
+    place = {"checkpoint_dir": str(tmp_path / "ckpt")}
+    whole_run = ranks(lambda: train(str(tmp_path / "a"), epochs=2, **common), world_size=2)
+    ranks(lambda: train(str(tmp_path / "b"), max_steps=7, **common, **place), world_size=2)
+    rest = ranks(
+        lambda: train(str(tmp_path / "c"), epochs=2, resume_from_checkpoint=True, **common, **place), world_size=2
+    )
+    for ours, theirs in zip(rest, whole_run, strict=True):
+        assert_same(ours[0], theirs[0], 0.0)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (("fsdp", 4), ("fsdp", 2)),
+        (("fsdp", 2), ("ddp", 1)),
+        (("ddp", 2), ("fsdp", 4)),
+    ],
+)
+def test_checkpoints_load_at_another_layout(ranks, tmp_path, first, second):
+    """Saved mid-run on one layout and finished on another: as if it had never moved."""
+    place = {"checkpoint_dir": str(tmp_path / "ckpt")}
+
+    def run(layout, **settings):
+        strategy, world_size = layout
+        return ranks(
+            lambda: train(str(tmp_path / "run"), strategy=strategy, batch_size=8 // world_size, **settings),
+            world_size=world_size,
+        )[0][0]
+
+    expected = run(("ddp", 1), max_steps=10)
+    run(first, max_steps=5, **place)
+    assert_same(run(second, max_steps=10, resume_from_checkpoint=True, **place), expected, 1e-10)
+
+
+def build_without_memory(folder: str) -> tuple[int, bool]:
+    with torch.device("meta"):
+        model = Net()
+    config = DistributedConfig(device="cpu", progress=False, strategy="fsdp", batch_size=4, max_steps=2)
+    task = TrainTask(model, make_data(16, torch.float32), loss_fn=nn.CrossEntropyLoss())
+    run_job(Job("fit", task, config, Path(folder)), in_place=True)
+    local = sum(parameter.to_local().numel() for parameter in model.parameters())
+    return local, all(bool(torch.isfinite(whole(p.detach())).all()) for p in model.parameters())
+
+
+def test_a_model_built_on_the_meta_device_gets_only_its_shards(ranks, tmp_path):
+    total = sum(parameter.numel() for parameter in Net().parameters())
+    shards = ranks(build_without_memory, str(tmp_path), world_size=2)
+    assert sum(local for local, _ in shards) == total
+    assert max(local for local, _ in shards) < 0.7 * total
+    assert all(finite for _, finite in shards)
+
+
+def test_bad_input_is_refused(ranks, tmp_path):
+    with pytest.raises(UsageError, match="Did you mean 'Block'"):
+        ranks(lambda: train(str(tmp_path), strategy="fsdp", batch_size=4, max_steps=1, wrap_class="Blok"), world_size=2)
+    with pytest.raises(UsageError, match="groups of shard_size = 3"):
+        ranks(
+            lambda: train(str(tmp_path), strategy="fsdp", batch_size=4, max_steps=1, sharding="hybrid", shard_size=3),
+            world_size=2,
+        )
