@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx.cli.flags import FlagParser, add_config_flags, resolve_flags
 from phalanx.config import Resolved
-from phalanx.errors import UsageError
+from phalanx.errors import PhalanxError, UsageError
 from phalanx.launch import CallTarget, ModuleTarget, ScriptTarget, count_gpus, launch, prestart
 from phalanx.recipes import Recipe, load_recipe, recipe_names
-from phalanx.trainers.folders import choose_run_dir, make_run_dir
+from phalanx.trainers.folders import discard_unused, make_run_dir
 from phalanx.trainers.launching import launch_spec, raise_failure
+from phalanx.trainers.preflight import check_before_start
 from phalanx.trainers.terminal import open_console
 from phalanx.world.env import RankEnv, export_rank_env, read_rank_env
 from phalanx.world.layout import Layout, plan_layout
@@ -34,9 +35,6 @@ def run(arguments: Sequence[str]) -> int:
     """Run the verb."""
     words, own = _split(list(arguments))
     parser = _parser()
-    if not words:
-        parser.print_help()
-        return 0
     namespace = parser.parse_all(words)
     recipe = _check_target(namespace, own)
     resolved = resolve_flags(namespace, recipe)
@@ -106,7 +104,8 @@ def _launch(
 ) -> int:
     """Start the ranks, show them, and return how it ended."""
     config = resolved.config.replace(device=layout.device)
-    run_dir = make_run_dir(choose_run_dir(config, _name(recipe, script)))
+    check_before_start(config)
+    run_dir = make_run_dir(config, _name(recipe, script))
     folder = Path(tempfile.mkdtemp(prefix="phalanx-run-"))
     try:
         target: Target = script if script is not None else _recipe_target(recipe, config, run_dir, folder)
@@ -118,7 +117,12 @@ def _launch(
             result = launch(spec, console)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    raise_failure(result, run_dir / "logs")
+    try:
+        raise_failure(result, run_dir / "logs")
+    except PhalanxError:
+        if recipe is not None:  # a script may have left files of its own
+            discard_unused(config, run_dir)
+        raise
     return 0
 
 

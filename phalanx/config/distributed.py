@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import numbers
+import os
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -36,7 +38,7 @@ class DistributedConfig(
         def __init__(self, **values: Any) -> None:
             unknown = [unknown_field(name) for name in values if name not in FIELDS]
             for name, field in FIELDS.items():
-                object.__setattr__(self, name, values.get(name, field.default))
+                object.__setattr__(self, name, _plain(values.get(name, field.default)))
             mistakes = unknown + self._mistakes()
             if mistakes:
                 raise ConfigError(mistakes)
@@ -100,6 +102,15 @@ FIELDS: dict[str, dataclasses.Field[Any]] = {
     field.name: field for group in GROUPS for field in dataclasses.fields(group)
 }
 """Every field by name, in the order of the groups."""
+
+
+def _plain(value: Any) -> Any:
+    """Turn what means a path, a whole number or a number (pathlib, NumPy) into the plain thing."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return value
+    return int(value) if isinstance(value, numbers.Integral) else float(value)
 
 
 def unknown_field(name: str) -> str:

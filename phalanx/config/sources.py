@@ -78,7 +78,13 @@ def read_toml(path: str | Path) -> dict[str, Any]:
         raise UsageError(f"{path} is not valid TOML: {error}") from None
     flat: dict[str, Any] = {}
     for key, value in document.items():
-        flat.update(value if isinstance(value, dict) else {key: value})
+        table = value if isinstance(value, dict) else {key: value}
+        repeated = flat.keys() & table.keys()
+        if repeated:
+            raise ConfigError(
+                [f"{name} stands in it twice, in different tables" for name in repeated], source=str(path)
+            )
+        flat.update(table)
     return {name: _none_text(name, value) for key, value in flat.items() for name in [key.replace("-", "_")]}
 
 

@@ -64,7 +64,13 @@ def open_source(
         stream = dataclasses.replace(source, dataset=ReadyItems(source.dataset, order), is_stream=True)
         return StreamedBatches(stream, layout, seed=seed, drop_last=drop_last, group=group)
     mapped = MappedBatches(source, order, layout, seed=seed, drop_last=drop_last)
-    _check_length(mapped, layout, drop_last=drop_last, batch_size_matters=source.batch_sampler is None, notes=notes)
+    if mapped.plan(0).length == 0:
+        raise DataError(
+            f"the {'training' if training else 'evaluation'} data set is empty: it has 0 samples.",
+            hint="Check its path, its filter and its split.",
+        )
+    if training and source.batch_sampler is None:
+        _check_length(mapped.plan(0).length, layout, drop_last=drop_last, notes=notes)
     return mapped
 
 
@@ -107,21 +113,21 @@ def _order(source: Source, *, seed: int, training: bool, notes: list[str]) -> Or
     return order_of(source.sampler, source.dataset, seed=seed, training=training, notes=notes)
 
 
-def _check_length(
-    mapped: MappedBatches, layout: Layout, *, drop_last: bool, batch_size_matters: bool, notes: list[str]
-) -> None:
-    plan = mapped.plan(0)
-    if plan.length == 0:
-        raise DataError("the data set is empty: it has 0 samples.", hint="Check its path, its filter and its split.")
-    if not batch_size_matters or plan.length >= layout.global_batch:
+def _check_length(length: int, layout: Layout, *, drop_last: bool, notes: list[str]) -> None:
+    """Refuse a batch that the data cannot fill once; note a global batch that they cannot."""
+    if length >= layout.global_batch:
         return
-    said = f"the data set has {plan.length} samples, a global batch is {_describe(layout)} = {layout.global_batch}"
-    if not drop_last:
-        notes.append(f"{said}: every epoch is one step of {plan.length} samples.")
-        return
-    fitting = plan.length // (layout.dp_size * layout.accumulation)
-    lower = f"Lower batch_size to {fitting} or set" if fitting else "Set"
-    raise DataError(f"{said}, and drop_last=True drops it all.", hint=f"{lower} drop_last=False.")
+    said = f"the data set has {length} samples, a global batch is {_describe(layout)} = {layout.global_batch}"
+    fitting = length // (layout.dp_size * layout.accumulation)
+    if layout.batch_size > length:
+        raise DataError(
+            f"batch_size = {layout.batch_size} is larger than the data set of {length} samples.",
+            hint=f"Lower batch_size to {max(1, fitting)} or less.",
+        )
+    if drop_last:
+        lower = f"Lower batch_size to {fitting} or set" if fitting else "Set"
+        raise DataError(f"{said}, and drop_last=True drops it all.", hint=f"{lower} drop_last=False.")
+    notes.append(f"{said}: every epoch is one step of {length} samples.")
 
 
 def _describe(layout: Layout) -> str:

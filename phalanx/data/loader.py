@@ -81,6 +81,11 @@ class ShardedLoader:
         """Samples that all ranks together visit in an epoch; None when unknown."""
         return self._batches.num_samples(self._order_epoch)
 
+    @property
+    def samples_done(self) -> int:
+        """Samples of this epoch that all ranks consumed in whole optimizer steps."""
+        return self._samples
+
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next iteration. The epoch of a loaded state goes on where the state says."""
         if epoch != self.epoch:

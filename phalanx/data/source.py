@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, default_collate
 
 from phalanx.data.fetch import WorkerInit, return_as_is
@@ -84,6 +85,11 @@ def read_source(given: Any, *, pin_memory: bool, notes: list[str]) -> Source:
     """Recognise a DataLoader, a map-style or iterable data set, or a re-iterable of batches."""
     if isinstance(given, DataLoader):
         return _read_loader(given, notes)
+    if isinstance(given, torch.Tensor):
+        raise DataError(
+            f"a tensor of shape {list(given.shape)} alone is no data set.",
+            hint="Write torch.utils.data.TensorDataset(inputs, targets).",
+        )
     options = WorkerOptions(pin_memory=pin_memory)
     if isinstance(given, IterableDataset):
         return Source(given, is_stream=True, workers=options)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from phalanx.loop.forward import decide_forward
+from phalanx.data.device import map_batch
+from phalanx.loop.forward import count_labels, decide_forward, positional_parameters
 from phalanx.loop.metrics import MetricSums
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from torch import nn
 
     from phalanx.loop.formation import Formation
@@ -34,13 +34,16 @@ def evaluate(
     was_training = bare.training
     bare.eval()
     sums = MetricSums(metrics, formation.device)
+    by_tokens = formation.config.loss_weighting == "tokens"
     forward = None
     try:
         for batch in loader:
             forward = forward or decide_forward(bare, loss_fn, batch)
             with formation.autocast():
                 loss, output = forward.run(bare, batch)
-            sums.add(loss, output, forward.target(batch), loader.current.samples)
+            target = forward.target(batch)
+            weight = count_labels(target) if by_tokens and loss is not None else None
+            sums.add(loss, output, target, loader.current.samples, weight)
     finally:
         bare.train(was_training)
     return sums.result()
@@ -66,21 +69,22 @@ def predict(formation: Formation, model: nn.Module, loader: PreparedLoader) -> l
 
 
 def _output(model: nn.Module, batch: Any) -> Any:
-    """Call the model on a batch's inputs: of (inputs, targets) pairs the targets are left out."""
-    if isinstance(batch, dict):
+    """Call the model on a batch's inputs: of (inputs, targets) the targets are left out, unless forward needs them."""
+    if isinstance(batch, Mapping):
         result = model(**{key: value for key, value in batch.items() if key != "labels"})
     elif isinstance(batch, (tuple, list)):
-        result = model(*batch[: max(1, len(batch) - 1)])
+        required = [p for p in positional_parameters(model) if p.default is p.empty]
+        result = model(*batch[: max(1, len(batch) - 1, len(required))])
     else:
         result = model(batch)
     return getattr(result, "logits", result)
 
 
 def _first(output: Any, samples: int) -> Any:
-    if isinstance(output, torch.Tensor):
-        return output[:samples].float().cpu() if output.dtype == torch.bfloat16 else output[:samples].cpu()
-    if isinstance(output, dict):
-        return {key: _first(value, samples) for key, value in output.items()}
-    if isinstance(output, (tuple, list)):
-        return type(output)(_first(value, samples) for value in output)
-    return output
+    """Return the rows of real samples, on the CPU and in a dtype that NumPy knows."""
+
+    def cut(tensor: torch.Tensor) -> torch.Tensor:
+        rows = tensor[:samples].cpu()
+        return rows.float() if rows.dtype == torch.bfloat16 else rows
+
+    return map_batch(output, cut, lambda leaf: isinstance(leaf, torch.Tensor))

@@ -32,7 +32,7 @@ from phalanx.loop.prepared import PreparedLoader
 from phalanx.loop.schedulers import bind_scheduler
 from phalanx.loop.snapshot import restore_snapshot, save_snapshot
 from phalanx.strategies.registry import build_strategy
-from phalanx.world.seed import seed_everything
+from phalanx.world.seed import rng_state, seed_everything, set_rng_state
 from phalanx.world.world import join_world, leave_world
 
 if TYPE_CHECKING:
@@ -42,6 +42,19 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from phalanx.checkpoint import SavedCheckpoint
+
+
+def _restored_process() -> Callable[[], None]:
+    """Remember what a run changes for the whole process, which is the user's own; return what puts it back."""
+    random, threads = rng_state(), torch.get_num_threads()
+    deterministic = torch.are_deterministic_algorithms_enabled()
+
+    def restore() -> None:
+        set_rng_state(random)
+        torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(deterministic)
+
+    return restore
 
 
 class Formation:
@@ -54,6 +67,7 @@ class Formation:
             self.config = resolve(settings).config
         self.world = join_world(self.config)
         self.device = self.world.device
+        self._undo: list[Callable[[], object]] = [] if self.world.is_launched else [_restored_process()]
         if self.config.threads_per_rank is not None:
             torch.set_num_threads(self.config.threads_per_rank)
         seed_everything(self.config.seed, rank=self.world.rank)
@@ -70,7 +84,6 @@ class Formation:
         self.notes: list[str] = []
         self._replaced: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
         self._host_group: dist.ProcessGroup | None = None
-        self._undo: list[Callable[[], object]] = []
 
     @property
     def rank(self) -> int:

@@ -20,6 +20,8 @@ from phalanx.errors import ModelError
 IGNORED_LABEL = -100
 """The label that torch's cross entropy and Hugging Face models leave out of the mean."""
 
+_TARGET_NAMES = {"label", "labels", "target", "targets", "y"}
+
 LossFn = Callable[[Any, Any], torch.Tensor]
 
 
@@ -34,9 +36,22 @@ class Forward:
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
         """Return the batch's mean loss."""
         loss, _ = self.run(model, batch)
-        if loss is None:
-            raise ModelError("the batch has no targets, so there is no loss to train on")
+        if not isinstance(loss, torch.Tensor) or loss.ndim != 0:
+            raise _no_loss(loss)
         return loss
+
+
+def _no_loss(found: Any) -> ModelError:
+    if isinstance(found, torch.Tensor):
+        return ModelError(
+            f"the loss is a tensor of shape {list(found.shape)}, not one number",
+            hint="Return the mean over the batch: reduction='mean' in torch's losses.",
+        )
+    what = "no loss was found in what the model returned" if found is None else f"the loss is a {type(found).__name__}"
+    return ModelError(
+        what,
+        hint="Give loss_fn=lambda output, target: ... that returns a scalar tensor, or let the model return its loss.",
+    )
 
 
 def decide_forward(model: nn.Module, loss_fn: LossFn | None, batch: Any) -> Forward:
@@ -145,13 +160,24 @@ def _find_loss(result: Any) -> tuple[torch.Tensor | None, Any]:
 
 
 def _takes_targets(model: nn.Module, items: int) -> bool:
-    """Whether forward wants all items of the batch as positional arguments, targets included."""
+    """Whether forward wants the batch's last item too: it cannot be called without, or names it as a target.
+
+    An optional argument of another name (a mask, say) is not where targets belong.
+    """
+    positional = positional_parameters(model)
+    if len(positional) < items:
+        return False
+    last = positional[items - 1]
+    return last.default is last.empty or last.name.lower() in _TARGET_NAMES
+
+
+def positional_parameters(model: nn.Module) -> list[inspect.Parameter]:
+    """Return the arguments that the model's forward takes by position."""
     try:
         parameters = inspect.signature(model.forward).parameters.values()
     except (TypeError, ValueError):
-        return False
-    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    return len(positional) >= items
+        return []
+    return [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
 
 
 def _last(batch: Any) -> Any:

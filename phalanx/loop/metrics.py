@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 
 from phalanx.errors import ModelError
+from phalanx.loop.forward import IGNORED_LABEL
 
 Metric = Callable[[Any, Any], Any]
-"""metric(output, target) -> one value per sample, or the mean over the batch."""
+"""metric(output, target) -> one value per sample, the mean over the batch, or (total, number of what was counted)."""
 
 
 class MetricSums:
@@ -21,34 +22,39 @@ class MetricSums:
         self._metrics = metrics
         self._device = device
         self._sums: dict[str, torch.Tensor] = {}
-        self._counts: dict[str, float] = {}
 
-    def add(self, loss: torch.Tensor | None, output: Any, target: Any, samples: int) -> None:
-        """Count one batch of which `samples` are real."""
+    def add(
+        self, loss: torch.Tensor | None, output: Any, target: Any, samples: int, weight: torch.Tensor | None = None
+    ) -> None:
+        """Count one batch of which `samples` are real; `weight` is what the loss is a mean of, if not samples."""
         if loss is not None:
-            self._accumulate("loss", loss.detach().double() * samples, samples)
+            units = torch.tensor(float(samples)) if weight is None else weight * float(samples > 0)
+            self._accumulate("loss", loss.detach().double() * units.to(loss.device), units)
         if self._metrics is None:
             self._metrics = default_metrics(output, target)
         for name, metric in self._metrics.items():
-            value = torch.as_tensor(metric(output, target), device=self._device).detach().double()
-            total = value[:samples].sum() if value.ndim else value * samples
-            self._accumulate(name, total, samples)
+            found = metric(output, target)
+            if isinstance(found, tuple):  # a total and what it counts, of which a stand-in batch has nothing
+                total, units = (torch.as_tensor(part).detach().double() * float(samples > 0) for part in found)
+            else:
+                value = torch.as_tensor(found, device=self._device).detach().double()
+                total = value[:samples].sum() if value.ndim else value * samples
+                units = torch.tensor(float(samples))
+            self._accumulate(name, total, units)
 
-    def _accumulate(self, name: str, total: torch.Tensor, samples: int) -> None:
-        previous = self._sums.get(name)
-        self._sums[name] = total if previous is None else previous + total
-        self._counts[name] = self._counts.get(name, 0.0) + samples
+    def _accumulate(self, name: str, total: torch.Tensor, units: torch.Tensor) -> None:
+        row = torch.stack([total.to(self._device), units.to(self._device, torch.float64)])
+        self._sums[name] = self._sums[name] + row if name in self._sums else row
 
     def result(self) -> dict[str, float]:
         """Return the means over every sample of every rank; all ranks must call this."""
         names = sorted(self._sums)
         if not names:
             raise ModelError("evaluation produced neither a loss nor a metric", hint="Give loss_fn or metrics.")
-        counts = torch.tensor([self._counts[name] for name in names], dtype=torch.float64, device=self._device)
-        totals = torch.stack([torch.stack([self._sums[name] for name in names]), counts])
+        totals = torch.stack([self._sums[name] for name in names])
         if dist.is_initialized():
             dist.all_reduce(totals)
-        means = (totals[0] / totals[1]).tolist()
+        means = (totals[:, 0] / totals[:, 1]).tolist()
         return dict(zip(names, means, strict=True))
 
 
@@ -61,11 +67,14 @@ def default_metrics(output: Any, target: Any) -> dict[str, Metric]:
     return {}
 
 
-def accuracy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Return, for each sample, the share of its labels that the highest score hits; ignored labels do not count."""
+def accuracy(output: torch.Tensor, target: torch.Tensor) -> Any:
+    """Return what the highest scores hit: a value per sample, or hits and labels where a sample has several.
+
+    Ignored labels do not count.
+    """
     classes = -1 if target.ndim > 1 and output.shape[:-1] == target.shape else 1
     hits = (output.argmax(dim=classes) == target).double()
     if target.ndim == 1:
         return hits
-    counted = (target != -100).double()
-    return (hits * counted).flatten(1).sum(1) / counted.flatten(1).sum(1).clamp(min=1)
+    counted = target != IGNORED_LABEL
+    return hits[counted].sum(), counted.sum()

@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from phalanx.errors import UsageError
-
 if TYPE_CHECKING:
     from phalanx.config import DistributedConfig
 
@@ -42,9 +40,4 @@ def _resolve(wanted: bool | str, device: torch.device) -> str:
         return "fp32"
     if wanted is True:
         return "fp16" if device.type == "cuda" else "bf16"
-    if wanted == "fp16" and device.type == "cpu":
-        raise UsageError(
-            "mixed_precision = 'fp16' needs a GPU: CPUs have no fast fp16 arithmetic",
-            hint="Write mixed_precision = 'bf16' (or true, which picks by device).",
-        )
     return str(wanted)

@@ -31,9 +31,14 @@ class PreparedLoader:
 
     def roll_over(self) -> None:
         """Begin the next epoch when this one was read to its last sample but left before its end was seen."""
-        sharded = self.sharded
-        if sharded.num_samples is not None and sharded.state_dict()["samples"] >= sharded.num_samples:
-            sharded.set_epoch(sharded.epoch + 1)
+        if self.is_consumed:
+            self.sharded.set_epoch(self.sharded.epoch + 1)
+
+    @property
+    def is_consumed(self) -> bool:
+        """Whether every sample of this epoch was handed out; unknown, so False, for a stream that has not ended."""
+        total = self.sharded.num_samples
+        return total is not None and self.sharded.samples_done >= total
 
     def __len__(self) -> int:
         return len(self.sharded)

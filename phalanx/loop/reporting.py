@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from phalanx.checkpoint import SavedCheckpoint
-    from phalanx.errors import PhalanxError
     from phalanx.loop.trainer import TrainLoop
     from phalanx.observe.stream import EventStream
 
@@ -64,7 +63,9 @@ class Reporter:
         self.history = History.from_dict(state.get("history", {}))
         self.history.status = "running"
         self._time_before = self.history.total_time
-        self.samples = state.get("samples", 0)
+        self.samples = state["samples"]
+        self._loss_sum = state["epoch_so_far"]["loss_sum"]
+        self._loss_count = state["epoch_so_far"]["loss_count"]
         self._resumed_from = state["path"]
 
     def started(self) -> None:
@@ -101,11 +102,12 @@ class Reporter:
             left = f"the checkpoint is at step {loop.step}, and the run ends at step {loop.total_steps}"
             self.say(f"nothing is left to train: {left}. Raise epochs or max_steps to go on.", "warning")
 
-    def history_to_keep(self) -> dict[str, Any]:
-        """Return the history for a checkpoint: every epoch, and the latest logged steps (events.jsonl has them all)."""
-        kept = self.history.to_dict()
-        kept["steps"] = kept["steps"][-_STEPS_IN_CHECKPOINT:]
-        return kept
+    def to_keep(self) -> dict[str, Any]:
+        """Return what a checkpoint holds of this: the history (of steps the latest: events.jsonl has them all)."""
+        history = self.history.to_dict()
+        history["steps"] = history["steps"][-_STEPS_IN_CHECKPOINT:]
+        so_far = {"loss_sum": self._loss_sum, "loss_count": self._loss_count}
+        return {"history": history, "samples": self.samples, "epoch_so_far": so_far}
 
     def say(self, text: str, level: str = "info") -> None:
         """Tell the user something, once."""
@@ -207,10 +209,9 @@ class Reporter:
             )
         )
 
-    def failed(self, error: PhalanxError) -> None:
-        """Close the record of a run that ends with an error; the error itself is what the user reads."""
-        self._update_totals()
-        self.history.status = "failed"
+    def failed(self) -> None:
+        """Close the record of a run that ends with an error; the error itself is what the user reads last."""
+        self.ended("failed")
 
     def _update_totals(self) -> None:
         self.history.total_time = self._time_before + time.monotonic() - self._began

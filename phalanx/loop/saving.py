@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from phalanx import checkpoint
-from phalanx.errors import UsageError
 
 if TYPE_CHECKING:
     from phalanx.loop.formation import Formation
@@ -53,11 +52,7 @@ class CheckpointPolicy:
         if isinstance(wish, str) and not restarted:
             state = self._formation.load(wish)
         elif wish or restarted:
-            if self.directory is None or (self._formation.config.checkpoint_dir is None and not restarted):
-                raise UsageError(
-                    "resume_from_checkpoint = true needs to know where the checkpoints are",
-                    hint="Add checkpoint_dir, or give the checkpoint itself: resume_from_checkpoint = '<path>'.",
-                )
+            assert self.directory is not None, "checked before the run began"
             state = self._formation.load(self.directory, required=False)
             if state is None and isinstance(wish, str):
                 state = self._formation.load(wish)

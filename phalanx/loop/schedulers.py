@@ -15,7 +15,7 @@ _BOUND = ("step", "state_dict")
 
 
 def bind_scheduler(scheduler: LRScheduler, gradients: Gradients) -> Callable[[], None]:
-    """Let a scheduler step only when its optimizer did; return what undoes it."""
+    """Let a scheduler step only at step boundaries, where its optimizer was not told to skip; return what undoes it."""
     inner_step, inner_state = scheduler.step, scheduler.state_dict
 
     def step(*arguments: Any) -> None:

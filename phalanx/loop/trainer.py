@@ -129,12 +129,19 @@ class TrainLoop:
             info = StepInfo(step, epoch, samples, self.schedule.rate, outcome.loss)
             if self.hooks.wants_steps:
                 self.hooks.after_step(self, info)
+            if self.train_loader.is_consumed or self._finished(within_epoch=True):
+                batches.close()
+                self.train_loader.roll_over()
+                self._end_epoch(epoch)
+                self._checkpoint_or_stop(step, epochs=epoch + 1)
+                yield info
+                return
             self._checkpoint_or_stop(step)
             yield info
-        batches.close()
-        self.train_loader.roll_over()
-        if self.epoch != epoch or self._finished():
+        if self.epoch != epoch:  # a stream, whose end is known only when it has come
             self._end_epoch(epoch)
+            if self.saving.due_after_epoch(epoch + 1) and not self._finished():
+                self._save()
 
     def _first_batch_seen(self, batches: Iterator[Any]) -> Any:
         """Decide on the first batch how the model is called, then hand all batches on."""
@@ -145,16 +152,21 @@ class TrainLoop:
                 return _chained(first, batches)
         return batches
 
-    def _checkpoint_or_stop(self, step: int) -> None:
+    def _checkpoint_or_stop(self, step: int, epochs: int | None = None) -> None:
+        """Save at a step's boundary where it is due; `epochs` of them are complete when the step ended one.
+
+        At the run's end `_end` saves.
+        """
         stopping = self.stop.agreed(step)
-        if stopping or self.saving.due_after_step(step):
+        due = self.saving.due_after_step(step) or (epochs is not None and self.saving.due_after_epoch(epochs))
+        if stopping or (due and not self._finished()):
             self._save()
         if stopping:
             self.report.ended("preempted")
             raise self._preempted()
 
     def _end_epoch(self, epoch: int) -> None:
-        """Evaluate, report and checkpoint after a whole epoch, or after the last step."""
+        """Evaluate and report after a whole epoch, or after the last step."""
         self._losses_checked()
         last = self._finished()
         metrics: dict[str, float] = {}
@@ -162,8 +174,6 @@ class TrainLoop:
         if self.val_loader is not None and (last or (every and (epoch + 1) % every == 0)):
             metrics = self.evaluate(ended_epoch=epoch)
         self.report.epoch_done(epoch, metrics)
-        if self.saving.due_after_epoch(epoch + 1) and not last:
-            self._save()
         self.hooks.fire("on_epoch_end", self, epoch, metrics)
 
     def evaluate(self, *, ended_epoch: int | None = None) -> dict[str, float]:
@@ -188,10 +198,10 @@ class TrainLoop:
         self._losses_checked()
         if not self.formation.weights_are_finite():  # the last step spoilt them; its loss came before that
             error = spoilt_weights_error(self.step, self.saving.last_path)
-            self.report.failed(error)
+            self.report.failed()
             raise error
         with self.report.phase("checkpoint"):
-            saved = self.saving.save(history=self.report.history_to_keep(), samples=self.report.samples)
+            saved = self.saving.save(**self.report.to_keep())
         self.report.checkpointed(saved)
         self.hooks.fire("on_checkpoint", self, str(saved.path))
 
@@ -206,7 +216,7 @@ class TrainLoop:
         bad = first_nonfinite(losses)
         if bad is not None and self.config.on_nonfinite == "stop":
             error = nonfinite_error(bad, losses[bad], self.saving.last_path)
-            self.report.failed(error)
+            self.report.failed()
             raise error
         return {step: loss for step, loss in losses.items() if math.isfinite(loss)}
 
@@ -234,7 +244,9 @@ class TrainLoop:
         path = self.saving.last_path
         kept = f"checkpoint {path}" if path else "no checkpoint_dir was set, so nothing was kept"
         hint = (
-            "Run the same command with --resume-from-checkpoint to go on." if path else "Set checkpoint_dir to keep it."
+            "To go on, run it again with resume_from_checkpoint=True (--resume-from-checkpoint on the command line)."
+            if path
+            else "Set checkpoint_dir to keep the progress of a run that is stopped."
         )
         return PreemptedError(f"stopped by {self.stop.reason} after step {self.step}: {kept}", hint=hint)
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, cast
 from torch import nn
 
 from phalanx.errors import ModelError
+from phalanx.models.weights import is_meta
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,6 +27,7 @@ class ConvNet(nn.Module):
             raise ModelError(
                 f"image_size={image_size} is too small: the image is halved twice, so 4 or more is needed."
             )
+        self.image_size = image_size
         wide, pooled = 2 * width, image_size // 4
         self.features = nn.Sequential(_stage(channels, width), _stage(width, wide))
         self.head = nn.Sequential(
@@ -35,7 +37,8 @@ class ConvNet(nn.Module):
             nn.Dropout(dropout),
             nn.Linear(4 * width, classes),
         )
-        self.init_weights()
+        if not is_meta(self):
+            self.init_weights()
 
     def init_weights(self) -> None:
         """Draw the weights anew: He initialisation, without which plain SGD hardly moves a stack of this depth."""
@@ -47,6 +50,22 @@ class ConvNet(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         """Return the class scores of images of shape [batch, channels, image_size, image_size]."""
         return cast("Tensor", self.head(self.features(images)))
+
+    def num_parameters(self) -> int:
+        """Count the parameters."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
+    def flops_per_sample(self) -> int:
+        """Return the operations of training on one image, forward and backward.
+
+        6 for each weight and each pixel that it makes, a quarter as many pixels in the second pair of convolutions; a
+        linear weight makes one. The first convolution has 4 for 6, since the image needs no gradient.
+        """
+        pixels, halved = self.image_size**2, (self.image_size // 2) ** 2
+        convolutions = [module.weight.numel() for module in self.modules() if isinstance(module, nn.Conv2d)]
+        work = [weights * made for weights, made in zip(convolutions, (pixels, pixels, halved, halved), strict=True)]
+        linears = sum(module.weight.numel() for module in self.modules() if isinstance(module, nn.Linear))
+        return 6 * (sum(work) + linears) - 2 * work[0]
 
 
 def _stage(channels: int, width: int) -> nn.Sequential:

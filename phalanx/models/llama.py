@@ -12,7 +12,7 @@ from phalanx.errors import ModelError
 from phalanx.models import plan_names as words
 from phalanx.models.attention import InnerAttention
 from phalanx.models.decoder import Decoder
-from phalanx.models.presets import from_preset
+from phalanx.models.preset import from_preset
 from phalanx.models.rope import RopeScaling, rotary_table, rotate
 from phalanx.models.weights import init_transformer, is_meta
 

@@ -13,7 +13,7 @@ from phalanx.errors import ModelError
 from phalanx.models.decoder import Decoder
 from phalanx.models.llama import Attention, LlamaConfig
 from phalanx.models.output import LMOutput
-from phalanx.models.presets import from_preset
+from phalanx.models.preset import from_preset
 from phalanx.models.rope import rotary_table
 from phalanx.models.routing import balance_loss, combine, dispatch
 from phalanx.models.weights import init_transformer, is_meta

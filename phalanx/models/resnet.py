@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.errors import ModelError
-from phalanx.models.presets import from_preset
+from phalanx.models.preset import from_preset
 from phalanx.models.weights import is_meta
 
 if TYPE_CHECKING:

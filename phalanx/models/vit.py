@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from phalanx.errors import ModelError
 from phalanx.models import plan_names as words
 from phalanx.models.attention import FusedAttention
-from phalanx.models.presets import from_preset
+from phalanx.models.preset import from_preset
 from phalanx.models.weights import init_transformer, is_meta
 
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from phalanx.config import DistributedConfig, resolve
-from phalanx.errors import UsageError
+from phalanx.errors import PhalanxError, PreemptedError, UsageError
 from phalanx.launch import count_gpus
 from phalanx.loop.task import TrainTask
 from phalanx.loop.trainer import check_task
-from phalanx.trainers.folders import choose_run_dir, make_run_dir
+from phalanx.trainers.folders import discard_unused, make_run_dir
 from phalanx.trainers.job import Job, JobResult, run_job
+from phalanx.trainers.preflight import check_before_start
 from phalanx.trainers.remote import run_on_ranks
 from phalanx.trainers.weights import load_weights, save_weights
 from phalanx.world.env import read_rank_env
@@ -111,14 +113,35 @@ class PyTorchDDPTrainer:
         return TrainTask(self.model, train, val, self.loss_fn, self.optimizer, self.metrics, self.callbacks, name)
 
     def _run(self, action: Any, task: TrainTask, config: DistributedConfig) -> JobResult:
+        """Run the job; a run that was told to stop ends the process with an exit code of its own.
+
+        Under `phalanx train` the launcher does that. In a plain script the scheduler must see it just as well.
+        """
+        try:
+            return self._run_where_it_belongs(action, task, config)
+        except PreemptedError as error:
+            env = read_rank_env()
+            if env is not None and env.started_by == "phalanx":
+                raise
+            print(f"phalanx: {error}", file=sys.stderr, flush=True)
+            raise SystemExit(error.exit_code) from error
+
+    def _run_where_it_belongs(self, action: Any, task: TrainTask, config: DistributedConfig) -> JobResult:
         """Run here when this is a rank already or one rank is enough; else start the ranks."""
         if read_rank_env() is not None:
             return run_job(Job(action, task, config), in_place=True)
         layout = plan_layout(config, count_gpus())
+        check_before_start(config)
+        config_here = config.replace(device=layout.device)
         if layout.world_size == 1:
-            return run_job(Job(action, task, config.replace(device=layout.device)), in_place=True)
-        run_dir = make_run_dir(choose_run_dir(config, task.name)) if action == "fit" else None
-        result = run_on_ranks(Job(action, task, config.replace(device=layout.device), run_dir), layout)
+            return run_job(Job(action, task, config_here), in_place=True)
+        run_dir = make_run_dir(config, task.name) if action == "fit" else None
+        try:
+            result = run_on_ranks(Job(action, task, config_here, run_dir), layout)
+        except PhalanxError:
+            if run_dir is not None:
+                discard_unused(config, run_dir)
+            raise
         if result.weights is not None:
             self.model.load_state_dict(result.weights)
         if isinstance(self.optimizer, torch.optim.Optimizer) and result.optimizer_state is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -11,7 +12,8 @@ import torch.distributed as dist
 from phalanx.loop.evaluate import evaluate, predict
 from phalanx.loop.formation import Formation
 from phalanx.loop.trainer import TrainLoop
-from phalanx.trainers.folders import choose_run_dir, make_run_dir
+from phalanx.trainers.folders import make_run_dir
+from phalanx.trainers.preflight import check_before_start
 from phalanx.trainers.session import agree_run_dir, open_events, save_config
 from phalanx.trainers.weights import to_cpu
 
@@ -56,9 +58,11 @@ def run_job(job: Job, *, in_place: bool) -> JobResult:
 
 
 def _fit(formation: Formation, job: Job) -> JobResult:
-    run_dir = agree_run_dir(formation.world, job.run_dir or choose_run_dir(job.config, job.task.name))
+    check_before_start(job.config)
+    placed = job.config if job.run_dir is None else job.config.replace(run_dir=job.run_dir)
+    run_dir = agree_run_dir(formation.world, lambda: make_run_dir(placed, job.task.name))
     if formation.is_main:
-        save_config(job.config, make_run_dir(run_dir))
+        save_config(job.config, run_dir)
     events = open_events(job.config, formation.world, run_dir)
     try:
         history = TrainLoop(formation, job.task, events, run_dir).run()
@@ -89,11 +93,13 @@ def _predict(formation: Formation, job: Job) -> JobResult:
 
 
 def _joined(outputs: list[Any]) -> Any:
+    """Put the batches' outputs end to end, whatever they are made of."""
     first = outputs[0]
     if isinstance(first, torch.Tensor):
         return torch.cat(outputs)
-    if isinstance(first, dict):
+    if isinstance(first, Mapping):
         return {key: _joined([output[key] for output in outputs]) for key in first}
     if isinstance(first, (tuple, list)):
-        return type(first)(_joined([output[place] for output in outputs]) for place in range(len(first)))
+        parts = [_joined([output[place] for output in outputs]) for place in range(len(first))]
+        return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
     return outputs

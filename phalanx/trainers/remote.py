@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from phalanx.errors import UsageError
+from phalanx.errors import CheckpointError, DataError, ModelError, UsageError
 from phalanx.launch import CallTarget, launch
 from phalanx.trainers.launching import launch_spec, raise_failure
 from phalanx.trainers.terminal import open_console
@@ -40,9 +40,13 @@ def run_on_ranks(job: Job, layout: Layout) -> JobResult:
             spec = launch_spec(job.config, layout, target, log_dir, env=_tracking_environment())
             result = launch(spec, console)
         raise_failure(result, log_dir)
-        if job.run_dir is None:  # the logs of a failure stay, for the report names them
+        if job.run_dir is None:
             shutil.rmtree(log_dir, ignore_errors=True)
         return read_result(folder)
+    except (UsageError, DataError, ModelError, CheckpointError):  # told in full; other reports name the logs
+        if job.run_dir is None:
+            shutil.rmtree(log_dir, ignore_errors=True)
+        raise
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -13,14 +15,28 @@ from phalanx.observe.fdsink import FdSink
 from phalanx.observe.sinks import JsonlSink
 from phalanx.observe.stream import EventStream, Sink
 
+_FITS = itertools.count(1)
+
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from phalanx.config import DistributedConfig
     from phalanx.world.world import World
 
 
-def agree_run_dir(world: World, path: Path | None) -> Path:
-    """Let all ranks use the main rank's folder: without a launcher each would name its own by the clock."""
-    names = [str(path) if world.is_main else ""]
+def agree_run_dir(world: World, make: Callable[[], Path]) -> Path:
+    """Make the run's folder on the main rank and tell the others: by the clock each would name its own.
+
+    The second fit of a script that the command line started has a folder of its own inside the command's.
+    """
+    fits = next(_FITS)
+    names: list[Any] = [None]
+    if world.is_main:
+        run_dir = make()
+        if fits > 1 and str(run_dir) == os.environ.get("PHALANX_RUN_DIR"):
+            run_dir = run_dir / f"fit-{fits}"
+            run_dir.mkdir(exist_ok=True)
+        names = [str(run_dir)]
     if world.world_size > 1:
         dist.broadcast_object_list(names, src=0)
     return Path(names[0])

@@ -87,15 +87,15 @@ def _from_torchrun(env: Mapping[str, str]) -> RankEnv:
 
 def _from_slurm(env: Mapping[str, str]) -> RankEnv:
     hosts = expand_hostlist(env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", "127.0.0.1"))
-    world_size = _integer(env, "SLURM_NTASKS")
+    world_size, node_rank = _integer(env, "SLURM_NTASKS"), _integer(env, "SLURM_NODEID", 0)
     return RankEnv(
         rank=_integer(env, "SLURM_PROCID"),
         local_rank=_integer(env, "SLURM_LOCALID"),
         world_size=world_size,
-        local_world_size=_first_count(
-            env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE"), world_size
+        local_world_size=_tasks_on(
+            node_rank, env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE"), world_size
         ),
-        node_rank=_integer(env, "SLURM_NODEID", 0),
+        node_rank=node_rank,
         master_addr=env.get("MASTER_ADDR", hosts[0]),
         master_port=_integer(
             env, "MASTER_PORT", _derived_port(env.get("SLURM_JOB_ID", "0") + env.get("SLURM_STEP_ID", ""))
@@ -113,7 +113,7 @@ def _from_openmpi(env: Mapping[str, str]) -> RankEnv:
         local_rank=_integer(env, "OMPI_COMM_WORLD_LOCAL_RANK"),
         world_size=world_size,
         local_world_size=local_world_size,
-        node_rank=_integer(env, "OMPI_COMM_WORLD_NODE_RANK", 0) if local_world_size == world_size else 0,
+        node_rank=_integer(env, "OMPI_COMM_WORLD_RANK") // local_world_size,
         master_addr=_mpi_master(env, one_host=local_world_size == world_size),
         master_port=_integer(env, "MASTER_PORT", _derived_port(job)),
         started_by="mpirun",
@@ -160,10 +160,12 @@ def _derived_port(job: str) -> int:
     return first + zlib.crc32(job.encode()) % count
 
 
-def _first_count(tasks_per_node: str | None, default: int) -> int:
-    """Read Slurm's "4(x2),3": tasks on the first node."""
-    match = re.match(r"\d+", tasks_per_node or "")
-    return int(match[0]) if match else default
+def _tasks_on(node: int, tasks_per_node: str | None, default: int) -> int:
+    """Read Slurm's "4(x2),3": four tasks on each of two nodes, three on the next."""
+    counts: list[int] = []
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks_per_node or ""):
+        counts += [int(count)] * int(times or 1)
+    return counts[node] if node < len(counts) else default
 
 
 def expand_hostlist(text: str) -> list[str]:

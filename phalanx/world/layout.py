@@ -39,11 +39,28 @@ def plan_layout(config: DistributedConfig, gpus_here: int) -> Layout:
     if device == "auto":
         wants_gpu = config.num_gpus is not None or config.gpus_per_node is not None
         device = "cuda" if gpus_here or wants_gpu else "cpu"
+    check_device(config, device)
     per_node = _ranks_per_node(asked, config.num_nodes, gpus_here if device == "cuda" else 1)
     may_share = gpus_here > 0 and config.communication_backend == "gloo"  # nccl refuses two ranks on one GPU
     if device == "cuda" and per_node > gpus_here and not may_share:
         raise _too_few_gpus(config, per_node, gpus_here)
     return Layout(device, config.num_nodes, per_node, plan_mesh(config, config.num_nodes * per_node, per_node))
+
+
+def check_device(config: DistributedConfig, device: str) -> None:
+    """Refuse what the device cannot do."""
+    if device != "cpu":
+        return
+    if config.mixed_precision == "fp16":
+        raise UsageError(
+            "mixed_precision = 'fp16' needs a GPU: CPUs have no fast fp16 arithmetic",
+            hint="Write mixed_precision = 'bf16' (or true, which picks by device).",
+        )
+    if config.communication_backend == "nccl":
+        raise UsageError(
+            "communication_backend = 'nccl' moves GPU memory, but the ranks compute on the CPU",
+            hint="Write communication_backend = 'gloo', or leave it out: it is chosen by the device.",
+        )
 
 
 def _ranks_per_node(asked: int | None, num_nodes: int, default: int) -> int:

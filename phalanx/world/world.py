@@ -16,6 +16,7 @@ import torch.distributed as dist
 from phalanx.errors import UsageError
 from phalanx.launch.interfaces import network_environment
 from phalanx.world.env import RankEnv, export_rank_env, read_rank_env
+from phalanx.world.layout import check_device
 from phalanx.world.mesh import Mesh, plan_mesh
 
 if TYPE_CHECKING:
@@ -48,6 +49,11 @@ class World:
         return self.env.world_size
 
     @property
+    def is_launched(self) -> bool:
+        """Whether a launcher started this process to be a rank; else it is the user's own."""
+        return self.env is not _ALONE
+
+    @property
     def is_main(self) -> bool:
         """Whether this is the rank that prints, logs and publishes."""
         return self.env.rank == 0
@@ -67,6 +73,7 @@ def join_world(config: DistributedConfig) -> World:
     """Read who this rank is, take its device, and meet the other ranks."""
     env = read_rank_env() or _ALONE
     device = _pick_device(config, env)
+    check_device(config, device.type)
     mesh = plan_mesh(config, env.world_size, env.local_world_size)
     if env.world_size == 1:
         return World(env, device, mesh, None, None, owns_group=False)
@@ -132,11 +139,6 @@ def _pick_device(config: DistributedConfig, env: RankEnv) -> torch.device:
 
 def _comm_backend(config: DistributedConfig, device: torch.device, env: RankEnv) -> str:
     wanted = config.communication_backend or ("nccl" if device.type == "cuda" else "gloo")
-    if wanted == "nccl" and device.type != "cuda":
-        raise UsageError(
-            "communication_backend = 'nccl' moves GPU memory, but the ranks compute on the CPU",
-            hint="Write communication_backend = 'gloo', or leave it out: it is chosen by the device.",
-        )
     if wanted == "mpi" and not dist.is_mpi_available():
         raise UsageError(
             "communication_backend = 'mpi': this torch was built without MPI",

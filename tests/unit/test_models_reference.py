@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -140,3 +141,12 @@ def test_gpt_from_the_meta_device_gets_its_weights():
     spread = {name: parameter.std().item() for name, parameter in model.named_parameters()}
     assert spread["layers.0.feed.expand.weight"] == pytest.approx(0.02, rel=0.1)
     assert spread["layers.0.feed.project.weight"] == pytest.approx(0.01, rel=0.1)
+
+
+def test_no_file_of_the_package_hides_a_public_name():
+    """Importing a submodule sets it on the package, in place of a lazily found function of that name."""
+    import phalanx.models
+
+    files = {path.stem for path in Path(phalanx.models.__file__).parent.glob("*.py")}
+    assert not files & set(phalanx.models.__all__)
+    assert all(callable(getattr(phalanx.models, name)) for name in phalanx.models.__all__)

@@ -1,0 +1,52 @@
+"""What can be refused before any process starts and any folder is made. No torch here."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from phalanx.errors import CheckpointError, UsageError
+
+if TYPE_CHECKING:
+    from phalanx.config import DistributedConfig
+
+
+def check_before_start(config: DistributedConfig) -> None:
+    """Raise for settings that the files and packages of this machine cannot serve."""
+    if (config.mlflow_tracking or config.mlflow_experiment) and importlib.util.find_spec("mlflow") is None:
+        raise UsageError(
+            "mlflow_tracking needs MLflow, which is not installed", hint="Run: pip install 'phalanx[mlflow]'"
+        )
+    _check_resume(config)
+    for name in ("checkpoint_dir", "tensorboard_dir", "run_dir"):
+        _check_folder(name, getattr(config, name))
+
+
+def _check_resume(config: DistributedConfig) -> None:
+    wish = config.resume_from_checkpoint
+    if wish is True and config.checkpoint_dir is None:
+        raise UsageError(
+            "resume_from_checkpoint = true needs to know where the checkpoints are",
+            hint="Add checkpoint_dir, or give the checkpoint itself: resume_from_checkpoint = '<path>'.",
+        )
+    if isinstance(wish, str) and not Path(wish).exists():
+        raise CheckpointError(
+            f"resume_from_checkpoint = {wish!r}: there is nothing at that path",
+            hint="Give a checkpoint (.../step-00000100) or the checkpoint_dir of an earlier run.",
+        )
+
+
+def _check_folder(name: str, given: str | None) -> None:
+    """Refuse a folder that is a file or that nobody could create; writing itself is tried by the rank that writes."""
+    if given is None:
+        return
+    path = Path(given)
+    nearest = next(place for place in (path, *path.absolute().parents) if place.exists())
+    if not nearest.is_dir():
+        raise CheckpointError(f"{name} = {given!r}: {nearest} is a file, not a folder", hint=f"Set {name} to a folder.")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise CheckpointError(
+            f"{name} = {given!r}: {nearest} is not writable", hint=f"Set {name} to a folder you may write to."
+        )
