@@ -104,7 +104,8 @@ def _launch(
 ) -> int:
     """Start the ranks, show them, and return how it ended."""
     config = resolved.config.replace(device=layout.device)
-    check_before_start(config)
+    if recipe is not None:  # a script may bring settings of its own
+        check_before_start(config)
     run_dir = make_run_dir(config, _name(recipe, script))
     folder = Path(tempfile.mkdtemp(prefix="phalanx-run-"))
     try:

@@ -29,7 +29,9 @@ class MetricSums:
         """Count one batch of which `samples` are real; `weight` is what the loss is a mean of, if not samples."""
         if loss is not None:
             units = torch.tensor(float(samples)) if weight is None else weight * float(samples > 0)
-            self._accumulate("loss", loss.detach().double() * units.to(loss.device), units)
+            units = units.to(loss.device)
+            # The mean over no label at all is NaN, and counts for nothing.
+            self._accumulate("loss", torch.where(units > 0, loss.detach().double() * units, 0.0), units)
         if self._metrics is None:
             self._metrics = default_metrics(output, target)
         for name, metric in self._metrics.items():

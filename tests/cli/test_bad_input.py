@@ -187,18 +187,25 @@ def test_an_empty_data_set_is_named(tmp_path, workers, kind):
     rest = "class Nothing(torch.utils.data.IterableDataset):\n    def __iter__(self):\n        return iter(())\n"
     script = train_script(tmp_path, f"PyTorchDDPTrainer(model, batch_size=4).fit({empty})", rest=rest)
     message = refused("train", "--script", script, "--num-workers", workers, "--device", "cpu", code=1)
-    assert "the data set is empty" in message
+    assert "data set is empty" in message
 
 
-def test_a_batch_larger_than_the_data_set_trains_one_smaller_step_and_says_so(tmp_path):
+def test_a_batch_larger_than_the_data_set_is_refused(tmp_path):
     script = train_script(tmp_path, "PyTorchDDPTrainer(model, batch_size=64).fit(data)")
+    message = refused("train", "--script", script, "--num-workers", 2, "--device", "cpu", code=1)
+    assert "batch_size = 64 is larger than the data set of 12 samples" in message
+    assert "Lower batch_size to 6" in message
+
+
+def test_a_global_batch_larger_than_the_data_set_trains_one_smaller_step_and_says_so(tmp_path):
+    script = train_script(tmp_path, "PyTorchDDPTrainer(model, batch_size=8).fit(data)")
     answer = phalanx("train", "--script", script, "--num-workers", 2, "--device", "cpu")
     assert answer.code == 0, answer.text
-    assert "the data set has 12 samples, a global batch is 64 x 2 ranks = 128" in answer.text
+    assert "the data set has 12 samples, a global batch is 8 x 2 ranks = 16" in answer.text
 
 
 def test_a_batch_larger_than_the_data_set_is_refused_where_it_would_drop_everything(tmp_path):
-    script = train_script(tmp_path, "PyTorchDDPTrainer(model, batch_size=64, drop_last=True).fit(data)")
+    script = train_script(tmp_path, "PyTorchDDPTrainer(model, batch_size=8, drop_last=True).fit(data)")
     message = refused("train", "--script", script, "--num-workers", 2, "--device", "cpu", code=1)
     assert "drop_last=True drops it all" in message
     assert "Lower batch_size to 6" in message
@@ -276,7 +283,7 @@ def test_resuming_without_a_place_is_refused():
 def test_a_checkpoint_directory_that_is_a_file_is_named(tmp_path):
     (tmp_path / "here").write_text("mine")
     message = refused("train", "digits", "--checkpoint-dir", "here", "--max-steps", "1", code=1)
-    assert "checkpoint_dir is here, but here is a file" in message
+    assert "checkpoint_dir = 'here': here is a file, not a folder" in message
     assert (tmp_path / "here").read_text() == "mine"
 
 
@@ -317,8 +324,8 @@ def mounted(place: Path, options: str) -> None:
 
 def test_a_checkpoint_directory_that_cannot_be_written_is_named_before_training(read_only):
     message = refused("train", "digits", "--checkpoint-dir", read_only, "--max-steps", "1", code=1)
-    assert f"could not write {read_only}" in message
-    assert "Set checkpoint_dir to a directory that you may write to." in message
+    assert f"{read_only} is not writable" in message
+    assert "Set checkpoint_dir to a folder you may write to." in message
 
 
 def test_a_full_disk_is_said_in_words_and_nothing_torn_stays(tiny_disk):

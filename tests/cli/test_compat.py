@@ -22,7 +22,7 @@ import torch.nn as nn
 from torch.utils.data import DataLoader, TensorDataset
 
 torch.manual_seed(0)
-dataset = TensorDataset(torch.randn(48, 6), torch.arange(48) % 3)
+dataset = TensorDataset(torch.randn(256, 6), torch.arange(256) % 3)
 train_loader = DataLoader(dataset, batch_size=8, shuffle=True)
 val_loader = DataLoader(TensorDataset(*dataset[:12]), batch_size=8)
 results = {}

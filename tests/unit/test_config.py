@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 from phalanx import DistributedConfig
@@ -118,6 +120,24 @@ def test_config_show_names_origins(capsys, monkeypatch):
     assert lines["seed"].endswith("environment PHALANX_SEED")
     assert lines["epochs"].endswith("recipe digits")
     assert "False" in lines["tensorboard"]
+
+
+def test_paths_and_numpy_numbers_are_taken_for_what_they_are():
+    config = DistributedConfig(checkpoint_dir=Path("kept") / "here", epochs=np.int64(3), learning_rate=np.float32(0.5))
+    assert (config.checkpoint_dir, config.epochs, config.learning_rate) == ("kept/here", 3, 0.5)
+    assert type(config.epochs) is int
+
+
+def test_a_key_in_two_tables_is_a_mistake(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text("[a]\nepochs = 3\n[b]\nepochs = 5\n")
+    with pytest.raises(ConfigError, match="epochs stands in it twice"):
+        read_toml(file)
+
+
+def test_nothing_to_train_is_a_mistake(capsys):
+    assert main(["train"]) == 2
+    assert "nothing to train was named" in capsys.readouterr().err
 
 
 def test_replace_checks_again():

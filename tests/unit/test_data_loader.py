@@ -116,18 +116,25 @@ def test_notes_say_what_was_replaced():
     assert flat(real_samples(ranks)) == list(range(20))
 
 
-def test_a_batch_larger_than_the_data_is_one_step_and_said():
-    (loader,) = loaders(numbered(5), 1, batch_size=32)
+def test_a_global_batch_larger_than_the_data_is_one_step_and_said():
+    ranks = loaders(numbered(5), 2, batch_size=4)
+    assert [len(step) for step in real_samples(ranks)] == [5]
+    assert "5 samples, a global batch is 4 x 2 ranks = 8" in ranks[0].notes[0]
+
+
+def test_a_batch_larger_than_the_data_is_refused_in_training_alone():
+    with pytest.raises(DataError, match="batch_size = 32 is larger than the data set of 5 samples"):
+        shard_loader(numbered(5), batch_size=32)
+    (loader,) = loaders(numbered(5), 1, batch_size=32, training=False)
     assert [len(step) for step in real_samples([loader])] == [5]
-    assert "5 samples, a global batch is 32 x 1 rank = 32" in loader.notes[0]
 
 
 def test_errors_say_what_to_write():
     with pytest.raises(DataError, match="empty"):
         shard_loader(numbered(0), batch_size=2)
     with pytest.raises(DataError) as caught:
-        shard_loader(numbered(10), batch_size=32, dp_size=2, drop_last=True)
-    assert "10 samples, a global batch is 32 x 2 ranks = 64" in str(caught.value)
+        shard_loader(numbered(10), batch_size=8, dp_size=2, drop_last=True)
+    assert "10 samples, a global batch is 8 x 2 ranks = 16" in str(caught.value)
     assert "Lower batch_size to 5 or set drop_last=False." in str(caught.value)
     with pytest.raises(DataError, match="read only once"):
         shard_loader(iter([torch.ones(2)]), batch_size=None)

@@ -56,6 +56,12 @@ def test_srun():
     assert env.master_port != read_rank_env(slurm(SLURM_JOB_ID="1235")).master_port
 
 
+def test_srun_with_uneven_nodes():
+    uneven = slurm(SLURM_STEP_TASKS_PER_NODE="4(x2),1", SLURM_NTASKS="9", SLURM_NODEID="2", SLURM_PROCID="8")
+    assert read_rank_env(uneven).local_world_size == 1
+    assert read_rank_env({**uneven, "SLURM_NODEID": "1"}).local_world_size == 4
+
+
 def test_a_batch_script_is_no_rank():
     batch = {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "1", "SLURM_LOCALID": "0"}
     assert read_rank_env(batch) is None
@@ -69,6 +75,7 @@ def test_mpirun_on_one_host_and_on_several():
         "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
     }
     assert read_rank_env(one).master_addr == "127.0.0.1"
+    assert read_rank_env(one).node_rank == 0
     several = {**one, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}
     with pytest.raises(UsageError, match="MASTER_ADDR"):
         read_rank_env(several)

@@ -1,0 +1,204 @@
+"""How the model is called, what evaluation counts, and what a run leaves of the caller's process: one rank, in place."""
+
+from __future__ import annotations
+
+import collections
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from phalanx import PyTorchDDPTrainer
+from phalanx.errors import DataError, ModelError
+from phalanx.observe.history import History
+
+
+@pytest.fixture(autouse=True)
+def _in_own_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def trainer(model: nn.Module, **settings) -> PyTorchDDPTrainer:
+    return PyTorchDDPTrainer(model, num_workers=1, device="cpu", progress=False, **{"batch_size": 4, **settings})
+
+
+class Masked(nn.Module):
+    """Its second argument is optional and no target."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        assert mask is None, "targets were passed as the mask"
+        return self.layer(x)
+
+
+def test_targets_are_not_passed_as_an_optional_argument():
+    data = TensorDataset(torch.randn(8, 3), torch.arange(8) % 2)
+    model = Masked()
+    trainer(model, max_steps=1).fit(data)
+    found = trainer(model).evaluate(data)
+    right = (model(data.tensors[0]).argmax(1) == data.tensors[1]).double().mean().item()
+    assert found["accuracy"] == pytest.approx(right)
+    assert "loss" in found
+
+
+@pytest.mark.parametrize("name", ["labels", "target", "y"])
+def test_an_optional_argument_named_as_a_target_gets_the_target(name):
+    namespace: dict = {"nn": nn}
+    exec(
+        textwrap.dedent(f"""
+        class Own(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.layer = nn.Linear(3, 2)
+            def forward(self, x, {name}=None):
+                scores = self.layer(x)
+                return scores if {name} is None else nn.functional.cross_entropy(scores, {name})
+        """),
+        namespace,
+    )
+    data = TensorDataset(torch.randn(8, 3), torch.arange(8) % 2)
+    assert trainer(namespace["Own"](), max_steps=2).fit(data).status == "finished"
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "message"),
+    [
+        (nn.CrossEntropyLoss(reduction="none"), r"tensor of shape \[4\]"),
+        (lambda output, target: None, "no loss was found"),
+        (lambda output, target: 1.0, "the loss is a float"),
+    ],
+)
+def test_a_loss_that_is_no_number_is_explained(loss_fn, message):
+    data = TensorDataset(torch.randn(8, 3), torch.arange(8) % 2)
+    with pytest.raises(ModelError, match=message):
+        trainer(nn.Linear(3, 2), loss_fn=loss_fn, max_steps=1).fit(data)
+
+
+def test_a_bare_tensor_is_no_data_set():
+    with pytest.raises(DataError, match="TensorDataset"):
+        trainer(nn.Linear(3, 2)).fit(torch.randn(8, 3))
+
+
+def uneven_tokens() -> TensorDataset:
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, 7, (9, 6), generator=generator)
+    labels = tokens.clone()
+    labels[torch.rand(9, 6, generator=generator) < torch.linspace(0, 0.9, 9)[:, None]] = -100
+    return TensorDataset(tokens, labels)
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 4, 9])
+def test_evaluation_by_tokens_does_not_depend_on_the_batch(batch_size):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 7))
+    tokens, labels = uneven_tokens().tensors
+    scores = model(tokens)
+    loss = nn.functional.cross_entropy(scores.flatten(0, 1), labels.flatten()).item()
+    counted = labels != -100
+    accuracy = (scores.argmax(-1) == labels)[counted].double().mean().item()
+    found = trainer(model, batch_size=batch_size, loss_weighting="tokens").evaluate(uneven_tokens())
+    assert found["loss"] == pytest.approx(loss, rel=1e-6)
+    assert found["accuracy"] == pytest.approx(accuracy)
+
+
+class Named(nn.Module):
+    Pair = collections.namedtuple("Pair", ["double", "sum"])
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> Named.Pair:
+        return self.Pair(2 * x * self.weight, {"sum": x.sum(1)})
+
+
+def test_predict_keeps_named_tuples_and_takes_any_mapping():
+    x = torch.arange(12.0).view(6, 2)
+    found = trainer(Named()).predict(TensorDataset(x, torch.zeros(6)))
+    assert torch.equal(found.double, 2 * x)
+    assert torch.equal(found.sum["sum"], x.sum(1))
+
+    class Keyword(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1))
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            return inputs * self.weight
+
+    batches = [collections.UserDict(inputs=x[:4], labels=torch.zeros(4)), collections.UserDict(inputs=x[4:], labels=0)]
+    assert torch.equal(trainer(Keyword(), batch_size=None).predict(batches), x)
+
+
+def test_the_callers_process_is_left_as_it_was():
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    threads = torch.get_num_threads()
+    data = TensorDataset(torch.randn(8, 3, generator=torch.Generator().manual_seed(0)), torch.arange(8) % 2)
+    model = nn.Linear(3, 2)
+    torch.manual_seed(5)
+    trainer(model, max_steps=1, deterministic=True, threads_per_rank=1).fit(data)
+    trainer(model).evaluate(data)
+    assert torch.equal(torch.rand(3), expected)
+    assert torch.get_num_threads() == threads
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.parametrize("stop", [4, 6, 8, 12])
+def test_a_resumed_history_is_that_of_the_whole_run(tmp_path, stop):
+    """Checkpoints every two steps, four steps an epoch: some fall on an epoch's end."""
+    data = DataLoader(TensorDataset(torch.randn(16, 3), torch.arange(16) % 2), shuffle=True)
+
+    def run(folder: str, **settings) -> History:
+        torch.manual_seed(1)
+        return trainer(nn.Linear(3, 2), checkpoint_frequency="2 steps", **settings).fit(
+            data, data, checkpoint_dir=tmp_path / folder
+        )
+
+    whole = run("whole", epochs=3)
+    run("part", max_steps=stop)
+    rest = run("part", epochs=3, resume_from_checkpoint=True)
+    ours, theirs = ([(r.epoch, r.step, r.train_loss, r.val) for r in h.epochs] for h in (rest, whole))
+    if stop % 4 == 0:
+        assert ours == theirs
+    else:  # the run that was cut short closed its last, partial epoch with a record of its own
+        assert ours[-1] == theirs[-1]
+    assert rest.best_loss == pytest.approx(whole.best_loss) or stop % 4
+
+
+SCRIPT = """
+import os, signal, torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from phalanx import PyTorchDDPTrainer
+
+def stop(info):
+    if info.step == 3:
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+data = TensorDataset(torch.randn(64, 3), torch.arange(64) % 2)
+PyTorchDDPTrainer(nn.Linear(3, 2), num_workers={ranks}, device="cpu", batch_size=4, epochs=50, hooks=[stop],
+                  checkpoint_dir="ckpt", progress=False).fit(data)
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_plain_script_that_is_preempted_leaves_with_75(tmp_path, ranks):
+    (tmp_path / "train.py").write_text(SCRIPT.format(ranks=ranks))
+    done = subprocess.run(
+        [sys.executable, "train.py"], capture_output=True, text=True, check=False, env=dict(os.environ)
+    )
+    assert done.returncode == 75, done.stderr
+    assert f"stopped by {signal.SIGUSR1.name} after step" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert list((tmp_path / "ckpt").glob("step-*"))
