@@ -51,7 +51,7 @@ format: $(VENV)/.dev ## format the code
 	$(BIN)/ruff format .
 
 docs: $(VENV)/.dev ## build the documentation into site/, warnings are errors
-	$(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: $(VENV)/.bench ## measure against the rivals (on an otherwise idle machine)
 	$(BIN)/python benchmarks/startup.py

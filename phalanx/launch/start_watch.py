@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from phalanx.launch.reminders import Reminder
+
 if TYPE_CHECKING:
     from phalanx.launch.spec import LaunchSpec
-
-NOTICE_SECONDS = 30.0
-"""When nobody has joined by then, the user is told once where rank 0 is."""
 
 
 @dataclass(frozen=True)
@@ -23,16 +22,24 @@ class Hang:
 
 @dataclass
 class StartWatch:
-    """Fed with events and exits, asked with the clock."""
+    """Fed with starts, events and exits, asked with the clock. No clock runs before the last rank has been forked."""
 
     spec: LaunchSpec
     ranks: tuple[int, ...]
     world_size: int
-    started: float
+    _begun: set[int] = field(default_factory=set)
+    _all_begun: float | None = None
     _rounds: dict[int, int] = field(default_factory=dict)
     _waiting: dict[int, float] = field(default_factory=dict)
     _ended: set[int] = field(default_factory=set)
-    _noticed: bool = False
+    _reminder: Reminder | None = None
+
+    def take_start(self, rank: int, now: float) -> None:
+        """Note that a rank has been forked."""
+        self._begun.add(rank)
+        if self._all_begun is None and len(self._begun) == len(self.ranks):
+            self._all_begun = now
+            self._reminder = Reminder(now)
 
     def take_event(self, event: dict[str, Any], now: float) -> None:
         """Note a rank entering or leaving init_process_group."""
@@ -45,8 +52,9 @@ class StartWatch:
         elif event["event"] == "joined":
             self._waiting.pop(rank, None)
 
-    def take_exit(self, rank: int) -> None:
-        """Note that a rank has ended."""
+    def take_exit(self, rank: int, now: float) -> None:
+        """Note that a rank has ended, or could not be started."""
+        self.take_start(rank, now)
         self._ended.add(rank)
         self._waiting.pop(rank, None)
 
@@ -55,37 +63,42 @@ class StartWatch:
         """Whether no rank has reached init_process_group or ended yet."""
         return not self._rounds and not self._ended
 
+    @property
+    def _start_deadline(self) -> float | None:
+        if not self.quiet or self._all_begun is None or self.spec.start_timeout is None:
+            return None
+        return self._all_begun + self.spec.start_timeout
+
+    @property
+    def _join_deadline(self) -> float | None:
+        if not self._waiting or self._all_begun is None or self.spec.join_timeout is None:
+            return None
+        return max(self._all_begun, min(self._waiting.values())) + self.spec.join_timeout
+
+    @property
+    def _notice_moment(self) -> float | None:
+        # A rank alone need not join anything.
+        return self._reminder.next_moment if self._reminder and self.quiet and self.world_size > 1 else None
+
     def next_deadline(self) -> float | None:
         """Return when `find_hang` or `wants_notice` may next have something to say."""
-        deadlines = []
-        if self.spec.join_timeout is not None and self._waiting:
-            deadlines.append(min(self._waiting.values()) + self.spec.join_timeout)
-        if self.quiet and self.spec.start_timeout is not None:
-            deadlines.append(self.started + self.spec.start_timeout)
-        if self.quiet and not self._noticed and self.world_size > 1:
-            deadlines.append(self.started + NOTICE_SECONDS)
-        return min(deadlines, default=None)
+        deadlines = (self._start_deadline, self._join_deadline, self._notice_moment)
+        return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
     def find_hang(self, now: float) -> Hang | None:
         """Return who is missing once somebody has waited too long, else None."""
-        limit = self.spec.start_timeout
-        if self.quiet and limit is not None and now >= self.started + limit:
-            return Hang(self.ranks, limit, nobody_came=True)
-        if self.spec.join_timeout is None or not self._waiting:
-            return None
-        if now < min(self._waiting.values()) + self.spec.join_timeout:
+        if self._start_deadline is not None and now >= self._start_deadline:
+            return Hang(self.ranks, self.spec.start_timeout or 0.0, nobody_came=True)
+        if self._join_deadline is None or now < self._join_deadline:
             return None
         rounds = max(self._rounds.values())
         missing = tuple(rank for rank in self.ranks if self._rounds.get(rank, 0) < rounds)
-        return Hang(missing, self.spec.join_timeout)
-
-    def has_ended(self, rank: int) -> bool:
-        """Whether a rank that is missing is so because it is over."""
-        return rank in self._ended
+        return Hang(missing, self.spec.join_timeout or 0.0)
 
     def wants_notice(self, now: float) -> bool:
-        """Return True once, when nobody has come for a long time."""
-        if self._noticed or not self.quiet or self.world_size == 1 or now < self.started + NOTICE_SECONDS:
-            return False
-        self._noticed = True
-        return True
+        """Return True when nobody has come for long, and again ever more rarely."""
+        return self._notice_moment is not None and self._reminder is not None and self._reminder.is_due(now)
+
+    def waited(self, now: float) -> float:
+        """Return for how long all ranks have been running."""
+        return 0.0 if self._all_begun is None else now - self._all_begun

@@ -13,6 +13,7 @@ from phalanx import Formation, PyTorchDDPTrainer
 from phalanx.config import DistributedConfig
 from phalanx.loop.hooks import Callback
 from phalanx.loop.task import TrainTask
+from phalanx.strategies.base import whole
 from phalanx.trainers.job import Job, run_job
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -129,19 +130,27 @@ def test_stop_and_resume_gives_the_same_bits(tmp_path):
     assert all(torch.equal(whole[name], rest[name]) for name in whole)
 
 
-def train_shared(folder: str) -> torch.Tensor:
+def train_shared(folder: str, strategy: str) -> torch.Tensor:
     model = make_model()
     config = DistributedConfig(
-        device="cuda", communication_backend="gloo", batch_size=16, max_steps=10, optimizer="sgd", progress=False
+        device="cuda",
+        communication_backend="gloo",
+        strategy=strategy,
+        batch_size=16,
+        max_steps=10,
+        optimizer="sgd",
+        progress=False,
     )
     task = TrainTask(model, DataLoader(make_data()), loss_fn=nn.CrossEntropyLoss())
     run_job(Job("fit", task, config, Path(folder)), in_place=True)
-    return model[0].weight.detach().cpu()
+    return whole(model[0].weight.detach()).cpu()
 
 
 def test_two_gloo_ranks_share_one_gpu(ranks, tmp_path):
-    first, second = ranks(train_shared, str(tmp_path), world_size=2)
+    first, second = ranks(train_shared, str(tmp_path), "ddp", world_size=2)
     assert torch.equal(first, second)
+    sharded, _ = ranks(train_shared, str(tmp_path), "fsdp", world_size=2)
+    torch.testing.assert_close(sharded, first, rtol=1e-5, atol=1e-6)
 
 
 def test_nccl_at_world_size_one_and_formation(tmp_path):

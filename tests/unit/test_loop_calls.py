@@ -1,4 +1,4 @@
-"""How the model is called, what evaluation counts, and what a run leaves of the caller's process: one rank, in place."""
+"""How the model is called, what evaluation counts, what a run leaves of the caller's process: one rank, in place."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -16,7 +17,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from phalanx import PyTorchDDPTrainer
 from phalanx.errors import DataError, ModelError
-from phalanx.observe.history import History
+
+if TYPE_CHECKING:
+    from phalanx.observe.history import History
 
 
 @pytest.fixture(autouse=True)
