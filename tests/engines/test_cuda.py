@@ -90,7 +90,9 @@ def test_mixed_precision_learns(tmp_path, precision):
     assert trainer.fit(make_data(), make_data()).best_accuracy > 0.9
 
 
-def test_compiled_equals_eager(tmp_path):
+def test_compiled_equals_eager(tmp_path, monkeypatch):
+    monkeypatch.setattr("torch._inductor.config.compile_threads", 1)  # no pool of compilers that outlives the test
+
     def final(compile_it: bool) -> torch.Tensor:
         model = make_model()
         PyTorchDDPTrainer(
