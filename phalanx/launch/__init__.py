@@ -5,7 +5,8 @@ The flow of one launch:
 1. `warm` has (or starts) the *warm process* (`zygote`): a Python that has imported torch and waits to be forked.
 2. `supervisor.launch` opens a session with it and runs one `attempt` after another, as `policy` decides.
 3. An attempt gets its place in the group from the `meeting` (the `store_agent`, forked too, hosts the ranks' store;
-   with several nodes it gathers them: `nodes`), then has each rank forked by the `group`.
+   with several nodes it gathers them: `nodes`), then has each rank forked by the `group`. Until then the `prelude`
+   knows what is being waited for, and tells the user now and then.
 4. A `rank` takes on its environment and runs the user's `target` the way Python itself would. Upwards it sends events
    (one socket), output (`output`: a pipe for the console's rank, a file for the others) and, when an exception ends
    it, a `record`.
@@ -20,7 +21,7 @@ from __future__ import annotations
 from phalanx.launch.console import Console, PlainConsole
 from phalanx.launch.failure import Failure
 from phalanx.launch.gpus import count_gpus
-from phalanx.launch.spec import CallTarget, LaunchResult, LaunchSpec, ModuleTarget, ScriptTarget
+from phalanx.launch.spec import CallTarget, LaunchResult, LaunchSpec, ModuleTarget, ScriptTarget, check_endpoint
 from phalanx.launch.supervisor import launch
 from phalanx.launch.warm import prestart
 
@@ -33,6 +34,7 @@ __all__ = [
     "ModuleTarget",
     "PlainConsole",
     "ScriptTarget",
+    "check_endpoint",
     "count_gpus",
     "launch",
     "prestart",

@@ -8,15 +8,16 @@ import socket
 import time
 from typing import TYPE_CHECKING, Any
 
-from phalanx.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_USAGE
+from phalanx.errors import EXIT_PREEMPTED, EXIT_USAGE
 from phalanx.launch.blame import YIELD_SECONDS
 from phalanx.launch.environment import Place
 from phalanx.launch.evidence import Evidence
 from phalanx.launch.failure import Failure
-from phalanx.launch.group import RankGroup, RankState, stack_path
-from phalanx.launch.policy import Outcome
-from phalanx.launch.stacks import whereabouts
+from phalanx.launch.group import RankGroup, RankState
+from phalanx.launch.policy import WELL, Outcome, ended_well, stopped
+from phalanx.launch.prelude import Prelude
 from phalanx.launch.start_watch import Hang, StartWatch
+from phalanx.launch.warm import WarmProcessDiedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 _FAILURE_GRACE = 1.0
 _STACK_SECONDS = 0.3
 _REMOTE_SECONDS = 1.0
-_WELL = (0, EXIT_PREEMPTED)
 
 
 class Attempt:
@@ -49,6 +49,7 @@ class Attempt:
         self._timers: list[tuple[float, Callable[[], None]]] = []
         self._group: RankGroup | None = None
         self._watch: StartWatch | None = None
+        self._prelude = Prelude(spec, time.monotonic(), serving=session.is_serving)
         self._evidence: Evidence | None = None
         self._failure: Failure | None = None
         self._requested: signal.Signals | None = None
@@ -62,33 +63,49 @@ class Attempt:
         self._shared_env = shared_env
         self._selector.register(self._session, selectors.EVENT_READ, self._take_session)
         self._selector.register(self._inbox, selectors.EVENT_READ, self._take_signals)
+        try:
+            self._begin()
+            while not self._is_over():
+                for key, _ in self._selector.select(self._wait_seconds()):
+                    key.data()
+                self._run_timers()
+        except WarmProcessDiedError:
+            # Whoever stopped us may have ended it as well.
+            self._take_signals()
+            if self._requested is None and self._failure is None:
+                raise
+        finally:
+            self._close()
+        return self._outcome()
+
+    def _begin(self) -> None:
         place = self._meeting.begin(self._number)
         if place is not None:
             self._start(place)
         elif self._meeting.line is not None:
             self._selector.register(self._meeting.line, selectors.EVENT_READ, self._take_meeting)
-        try:
-            while not self._is_over():
-                for key, _ in self._selector.select(self._wait_seconds()):
-                    key.data()
-                self._run_timers()
-        finally:
-            self._close()
-        return self._outcome()
 
     def _start(self, place: Place) -> None:
+        self._prelude.take_place(time.monotonic())
         self._evidence = Evidence(self._spec, place)
         self._group = RankGroup(self._spec, place, self._session, self._console)
         ranks = tuple(state.rank for state in self._group.ranks.values())
         self._evidence.clear(ranks, self._number)
-        self._watch = StartWatch(self._spec, ranks, place.world_size, time.monotonic())
+        self._watch = StartWatch(self._spec, ranks, place.world_size)
         self._group.on_event = self._take_event
         self._group.start(self._number, self._shared_env, self._selector)
+
+    @property
+    def _has_started(self) -> bool:
+        """Whether any rank has been forked, as far as we have heard."""
+        return self._group is not None and self._group.has_started
 
     # --- what arrives -------------------------------------------------------------------------------------------
 
     def _take_session(self) -> None:
         message = self._session.receive()
+        now = time.monotonic()
+        self._prelude.take_serving(now)
         if self._meeting.agent_key and message.get("exited") == self._meeting.agent_key:
             self._fail(
                 Failure(cause=f"the process that hosts the ranks' store ended (code {message['code']}).", exit_code=1)
@@ -96,9 +113,13 @@ class Attempt:
         if self._group is None or self._watch is None:
             return
         ended = self._group.take_message(message)
+        if self._has_started:
+            self._prelude.end()
         if ended is not None:
-            self._watch.take_exit(ended.rank)
+            self._watch.take_exit(ended.rank, now)
             self._weigh(ended)
+        elif (started := self._group.ranks.get(message.get("started", ""))) is not None:
+            self._watch.take_start(started.rank, now)
 
     def _take_event(self, event: dict[str, Any]) -> None:
         assert self._watch is not None
@@ -113,6 +134,8 @@ class Attempt:
         elif message.get("attempt", self._number) != self._number:
             # News of an attempt that this node has already given up.
             return
+        elif "arrived" in message:
+            self._prelude.take_arrived(message["arrived"], time.monotonic())
         elif "place" in message:
             self._start(Place(**message["place"]))
         elif "remote_failure" in message:
@@ -135,14 +158,15 @@ class Attempt:
             elif self._requested is None:
                 self._requested = number
                 again = " (Ctrl-C again to kill)" if number == signal.SIGINT else ""
-                self._console.notice(f"{number.name}: stopping the ranks{again}")
+                what = f" the ranks{again}" if self._has_started else ""
+                self._console.notice(f"{number.name}: stopping{what}")
                 self._stop_ranks(self._spec.grace_seconds)
 
     # --- what follows from it -----------------------------------------------------------------------------------
 
     def _weigh(self, ended: RankState) -> None:
         """Decide whom to blame: at once for a real cause, a little later for a rank that only lost its peers."""
-        if ended.code in _WELL or self._failure is not None or self._requested is not None:
+        if ended.code in WELL or self._failure is not None or self._requested is not None:
             return
         assert self._evidence is not None
         if not self._evidence.of(ended).lost_peer:
@@ -174,9 +198,13 @@ class Attempt:
 
     def _check_start(self) -> None:
         """Name the rank that keeps the others waiting; while nothing moves for long, say where rank 0 is."""
-        if self._watch is None or self._group is None or self._diagnosing or self._failure or self._requested:
+        if self._diagnosing or self._failure or self._requested:
             return
         now = time.monotonic()
+        if (notice := self._prelude.take_notice(now)) is not None:
+            self._console.notice(notice)
+        if self._watch is None or self._group is None:
+            return
         hang = self._watch.find_hang(now)
         if hang is not None:
             self._diagnosing = True
@@ -188,8 +216,11 @@ class Attempt:
             self._later(_STACK_SECONDS, lambda: self._notice_slow_start(first))
 
     def _notice_slow_start(self, first: RankState) -> None:
-        where = whereabouts(stack_path(self._spec.log_dir, first.rank))
-        self._console.notice(f"no rank has joined the group yet; rank {first.rank} is {where}")
+        assert self._watch is not None
+        assert self._evidence is not None
+        if self._watch.quiet:
+            waited = self._watch.waited(time.monotonic())
+            self._console.notice(self._evidence.describe_slow_start(first, waited))
 
     def _report_hang(self, hang: Hang) -> None:
         assert self._evidence is not None
@@ -203,9 +234,9 @@ class Attempt:
 
     def _wait_seconds(self) -> float | None:
         deadlines = [deadline for deadline, _ in self._timers]
-        if self._watch is not None and not self._diagnosing:
-            start_deadline = self._watch.next_deadline()
-            deadlines += [start_deadline] if start_deadline is not None else []
+        if not (self._diagnosing or self._failure or self._requested):
+            starting = (self._prelude.next_deadline, self._watch.next_deadline() if self._watch else None)
+            deadlines += [deadline for deadline in starting if deadline is not None]
         return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
 
     def _run_timers(self) -> None:
@@ -219,6 +250,8 @@ class Attempt:
     def _is_over(self) -> bool:
         if self._group is None:
             return self._failure is not None or self._requested is not None
+        if self._requested is not None and not self._has_started:
+            return True
         if self._group.alive:
             return False
         if self._blaming and not self._meeting.has_other_nodes:
@@ -244,12 +277,8 @@ class Attempt:
             return Outcome(self._failure.exit_code, self._failure, interrupted=self._requested is not None)
         if self._requested is None:
             return Outcome(EXIT_PREEMPTED if EXIT_PREEMPTED in codes else 0)
-        saved = bool(codes) and all(code in _WELL for code in codes)
-        if self._requested == signal.SIGINT:
-            code = EXIT_INTERRUPTED
-        else:
-            code = EXIT_PREEMPTED if saved else 128 + self._requested
-        if not saved:
+        outcome = stopped(self._requested, codes, "" if self._has_started else self._prelude.activity)
+        if not ended_well(codes):
             cause = f"{socket.gethostname()} was told to stop ({self._requested.name})."
-            self._meeting.tell_failure(Failure(cause=cause, exit_code=code))
-        return Outcome(code, interrupted=True)
+            self._meeting.tell_failure(Failure(cause=cause, exit_code=outcome.exit_code))
+        return outcome

@@ -14,6 +14,7 @@ from phalanx.launch.group import stack_path
 from phalanx.launch.memory import oom_kills
 from phalanx.launch.output import log_path, log_tail
 from phalanx.launch.record import read_record, record_path
+from phalanx.launch.reminders import in_words
 from phalanx.launch.report import explain
 from phalanx.launch.stacks import whereabouts
 from phalanx.observe.board import HeartbeatBoard, board_path
@@ -90,6 +91,12 @@ class Evidence:
             others_stopped=self._others(states) if first else 0,
             logs=str(log_path(self._spec.log_dir, first.rank) if first else self._spec.log_dir),
         )
+
+    def describe_slow_start(self, state: RankState, waited: float) -> str:
+        """Say where a rank is while nobody has joined."""
+        where = whereabouts(stack_path(self._spec.log_dir, state.rank))
+        limit = "" if self._spec.start_timeout else "; --start-timeout SECONDS limits the wait"
+        return f"no rank has joined the group after {in_words(waited)}: rank {state.rank} is {where}{limit}"
 
     def _absence(self, state: RankState, hang: Hang) -> str:
         if not state.alive:

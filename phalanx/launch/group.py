@@ -71,6 +71,11 @@ class RankGroup:
         """The ranks that have not ended."""
         return [state for state in self.ranks.values() if state.alive]
 
+    @property
+    def has_started(self) -> bool:
+        """Whether any rank has been forked or refused."""
+        return any(state.pid is not None or state.code is not None for state in self.ranks.values())
+
     def start(self, attempt: int, shared_env: dict[str, str], selector: selectors.BaseSelector) -> None:
         """Fork every rank and listen to them."""
         selector.register(self._events, selectors.EVENT_READ, lambda: self._take_events())

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from phalanx.launch import wire
 from phalanx.launch.environment import Place
+from phalanx.launch.warm import WarmProcessDiedError
 
 if TYPE_CHECKING:
     from phalanx.launch.failure import Failure
@@ -28,6 +29,8 @@ class Meeting:
         self._session = session
         self._line: socket.socket | None = None
         self.agent_key = ""
+        self.has_met = False
+        """Whether all nodes have come: then the others wait for a word when this one leaves."""
 
     @property
     def has_other_nodes(self) -> bool:
@@ -43,6 +46,7 @@ class Meeting:
         """Start gathering for an attempt; return the place at once when this node is alone."""
         if not self.has_other_nodes:
             return self._host_store(attempt)
+        self.has_met = False
         if self._line is None:
             request = {
                 "num_nodes": self._spec.num_nodes,
@@ -73,10 +77,16 @@ class Meeting:
             self._session.fork({"do": "agent", "key": key, "log": log, **request}, [far_end.fileno(), *descriptors])
 
     def receive(self) -> wire.Message | None:
-        """Return the agent's next message: "place", "remote_failure", "all_ended" or "error"; None when it is gone."""
+        """Return the agent's next message, None when it is gone.
+
+        It is one of "arrived", "place", "remote_failure", "all_ended" and "error".
+        """
         assert self._line is not None
         received = wire.receive(self._line)
-        return None if received is None else received[0]
+        if received is None:
+            return None
+        self.has_met = self.has_met or "place" in received[0]
+        return received[0]
 
     def tell_failure(self, failure: Failure) -> None:
         """Let the other nodes know why this one stops."""
@@ -111,5 +121,12 @@ class Meeting:
         with selectors.DefaultSelector() as selector:
             selector.register(self._session, selectors.EVENT_READ)
             while key and selector.select(deadline - time.monotonic()):
-                if self._session.receive().get("exited") == key:
+                if self._has_gone(key):
                     return
+
+    def _has_gone(self, key: str) -> bool:
+        try:
+            return self._session.receive().get("exited") == key
+        except WarmProcessDiedError:
+            # It has taken the agent along.
+            return True

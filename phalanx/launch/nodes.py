@@ -13,12 +13,15 @@ from phalanx.errors import PhalanxError, UsageError
 from phalanx.launch.spec import split_endpoint
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch.distributed import PrefixStore, TCPStore
 
     from phalanx.launch.wire import Message
 
 _CONNECT_SECONDS = 60.0
 _LEAVE_SECONDS = 3.0
+_ARRIVAL_POLL_SECONDS = 0.05
 _ENDS, _LEFT, _FAILURE = "ends", "left", "failure"
 
 
@@ -74,11 +77,12 @@ class NodeGroup:
         node_rank = self._request["node_rank"]
         return bool(_matches_machine_hostname(self._host)) if node_rank is None else node_rank == 0
 
-    def gather(self, attempt: int) -> dict[str, Any]:
+    def gather(self, attempt: int, tell: Callable[[Message], None]) -> dict[str, Any]:
         """Wait for all nodes, agree on their order, and return this node's place with the ranks' fresh store."""
         from torch.distributed import PrefixStore
 
         self._attempt = attempt
+        self._await_all(tell, time.monotonic() + self._seconds)
         arrival = self._rendezvous(f"{self._request['run_id']}.{attempt}")
         self._board = PrefixStore(f"phalanx/{self._request['run_id']}/{attempt}", self._store)
         self._said_failure = self._said_end = False
@@ -95,9 +99,28 @@ class NodeGroup:
             "master_port": self._share_rank_store(),
         }
 
+    def _await_all(self, tell: Callable[[Message], None], deadline: float) -> None:
+        """Count who comes, and tell it: torch's rendezvous, which decides, says nothing while it waits."""
+        from torch.distributed import DistNetworkError
+
+        key = f"phalanx/{self._request['run_id']}/{self._attempt}/arrived"
+        told, arrived = 0, 1
+        try:
+            arrived = self._store.add(key, 1)
+            while arrived < self._num_nodes and time.monotonic() < deadline:
+                if arrived != told:
+                    tell({"arrived": arrived, "attempt": self._attempt})
+                told = arrived
+                time.sleep(_ARRIVAL_POLL_SECONDS)
+                arrived = self._store.add(key, 0)
+        except (DistNetworkError, RuntimeError) as error:
+            raise self._host_is_lost() from error
+        if arrived < self._num_nodes:
+            raise self._not_all_came()
+
     def _rendezvous(self, run_id: str) -> int:
         """Return this node's place in the order of arrival, from torch's rendezvous."""
-        from torch.distributed.elastic.rendezvous import RendezvousError
+        from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousError
         from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
         from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 
@@ -113,11 +136,22 @@ class NodeGroup:
         )
         try:
             return int(handler.next_rendezvous().rank)
+        except RendezvousConnectionError as error:
+            raise self._host_is_lost() from error
         except RendezvousError as error:
-            raise PhalanxError(
-                f"not all {self._num_nodes} nodes came to {self._host}:{self._port} within {self._seconds:.0f} s.",
-                hint="Start the same command on every node, each with its own node rank.",
-            ) from error
+            raise self._not_all_came() from error
+
+    def _not_all_came(self) -> PhalanxError:
+        return PhalanxError(
+            f"not all {self._num_nodes} nodes came to {self._host}:{self._port} within {self._seconds:.0f} s.",
+            hint="Start the same command on every node, each with its own node rank.",
+        )
+
+    def _host_is_lost(self) -> PhalanxError:
+        return PhalanxError(
+            f"lost the node that hosts the rendezvous at {self._host}:{self._port}.",
+            hint="Look at that node's own output: its supervisor is gone.",
+        )
 
     def _exchange(self, arrival: int) -> list[dict[str, Any]]:
         assert self._board is not None
@@ -159,10 +193,7 @@ class NodeGroup:
             return self._read_news()
         except (DistNetworkError, RuntimeError) as error:
             self._board = None
-            raise PhalanxError(
-                f"lost the node that hosts the rendezvous at {self._host}:{self._port}.",
-                hint="Look at that node's own output: its supervisor is gone.",
-            ) from error
+            raise self._host_is_lost() from error
 
     def _read_news(self) -> list[Message]:
         assert self._board is not None

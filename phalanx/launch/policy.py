@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from phalanx.errors import EXIT_PREEMPTED, EXIT_USAGE
+from phalanx.launch.failure import Failure
 
 if TYPE_CHECKING:
-    from phalanx.launch.failure import Failure
+    from collections.abc import Sequence
+
+WELL = (0, EXIT_PREEMPTED)
+"""The exit codes of ranks with which nothing is wrong."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +38,24 @@ class Outcome:
     failure: Failure | None = None
     interrupted: bool = False
     """Stopped on request: Ctrl-C, SIGTERM or the like."""
+    before_start: bool = False
+    """Stopped when no rank ran yet: none is there to say goodbye."""
+
+
+def ended_well(codes: Sequence[int | None]) -> bool:
+    """Whether there were ranks and all of them left of their own accord."""
+    return bool(codes) and all(code in WELL for code in codes)
+
+
+def stopped(requested: signal.Signals, codes: Sequence[int | None], activity: str) -> Outcome:
+    """Return the outcome of a stop on request; `activity` is what went on when no rank ran yet, else empty."""
+    if requested != signal.SIGINT and ended_well(codes):
+        return Outcome(EXIT_PREEMPTED, interrupted=True)
+    code = 128 + requested
+    if not activity:
+        return Outcome(code, interrupted=True)
+    failure = Failure(cause=f"stopped by {requested.name} while {activity}; no rank had started.", exit_code=code)
+    return Outcome(code, failure, interrupted=True, before_start=True)
 
 
 def decide(outcome: Outcome, *, attempt: int, max_restarts: int) -> Restart | Stop:

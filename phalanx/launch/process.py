@@ -19,6 +19,11 @@ def die_with(parent: int) -> None:
         os._exit(128 + signal.SIGKILL)
 
 
+def outlive_parent() -> None:
+    """Take back `die_with`."""
+    _libc.prctl(_PR_SET_PDEATHSIG, 0, 0, 0, 0)
+
+
 def set_name(name: str) -> None:
     """Set what `ps` and `top` show for this process (15 bytes of it)."""
     _libc.prctl(_PR_SET_NAME, ctypes.c_char_p(name.encode()), 0, 0, 0)

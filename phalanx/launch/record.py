@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import socket
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from phalanx.launch.wire import Message
 
 _OWN_DIRECTORY = os.path.dirname(os.path.abspath(__file__))
+_PACKAGE = os.path.dirname(_OWN_DIRECTORY) + os.sep
 
 
 def record_path(log_dir: Path, rank: int) -> Path:
@@ -41,7 +43,7 @@ def exit_code_of(error: BaseException) -> int:
 def record_exception(error: BaseException, request: Message) -> None:
     """Write the record for the launcher, then the traceback to stderr as the interpreter would."""
     error.__traceback__ = user_frames(error.__traceback__)
-    lines = [] if isinstance(error, PhalanxError) else "".join(traceback.format_exception(error)).splitlines()
+    lines = [] if isinstance(error, PhalanxError) else users_traceback(error)
     record = {
         "rank": request["rank"],
         "host": socket.gethostname(),
@@ -66,6 +68,31 @@ def user_frames(frames: TracebackType | None) -> TracebackType | None:
     while frames is not None and _is_ours(frames.tb_frame.f_code.co_filename):
         frames = frames.tb_next
     return frames
+
+
+def users_traceback(error: BaseException) -> list[str]:
+    """Return the lines of an exception's traceback from the first frame that is not Phalanx's own.
+
+    Where the trainer calls the user's model, how it got there explains nothing. The log has all of it.
+    """
+    summary = traceback.TracebackException.from_exception(error)
+    _cut_library_frames(summary)
+    return "".join(summary.format()).splitlines()
+
+
+def _cut_library_frames(summary: traceback.TracebackException | None) -> None:
+    """Cut the leading frames of this package, in the exceptions before this one too; if nothing else follows, none."""
+    if summary is None:
+        return
+    kept = list(itertools.dropwhile(lambda frame: _is_librarys(frame.filename), summary.stack))
+    if kept:
+        summary.stack[:] = kept
+    for linked in (summary.__cause__, summary.__context__, *(summary.exceptions or ())):
+        _cut_library_frames(linked)
+
+
+def _is_librarys(filename: str) -> bool:
+    return filename.startswith(_PACKAGE) or _is_ours(filename)
 
 
 def _is_ours(filename: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -142,6 +143,18 @@ def _at_least(name: str, value: int, least: int) -> None:
 DEFAULT_RENDEZVOUS_PORT = 29400
 
 
+def check_endpoint(endpoint: str) -> None:
+    """Refuse an endpoint whose host this machine does not know, instead of trying it for minutes."""
+    host, port = split_endpoint(endpoint)
+    try:
+        socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise UsageError(
+            f"the host '{host}' of rdzv_endpoint '{endpoint}' is not known on this machine ({error.strerror}).",
+            hint=f"Write the name or address of node 0 as `getent hosts` finds it here, such as '10.0.0.5:{port}'.",
+        ) from error
+
+
 def split_endpoint(endpoint: str) -> tuple[str, int]:
     """Split `host:port`, `[v6]:port` or a bare host into host and port."""
     host, separator, port = endpoint.rpartition(":")
@@ -155,7 +168,10 @@ def split_endpoint(endpoint: str) -> tuple[str, int]:
 
 @dataclass(frozen=True)
 class LaunchResult:
-    """How a launch ended. `failure` is None unless a rank failed; `str(failure)` is the report to show."""
+    """How a launch ended. `failure` says what went wrong; `str(failure)` is the report to show.
+
+    It is None when all went well, and when ranks that ran were stopped on request.
+    """
 
     exit_code: int
     attempts: int

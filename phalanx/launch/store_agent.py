@@ -7,6 +7,7 @@ and nothing outside the machine can connect. With several nodes it gathers them 
 from __future__ import annotations
 
 import os
+import signal
 import socket
 from typing import TYPE_CHECKING, NoReturn
 
@@ -22,6 +23,8 @@ _POLL_SECONDS = 0.2
 def serve(request: wire.Message, descriptors: list[int]) -> NoReturn:
     """Be the store agent a supervisor asked for, until it closes its end."""
     line = socket.socket(fileno=descriptors[0])
+    # A scheduler may signal every process of a job: the ranks need the store to take leave of each other.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     _speak_to(request["log"])
     if request["num_nodes"] == 1:
         _serve_one_node(line, descriptors[1])
@@ -78,7 +81,8 @@ def _follow(line: socket.socket, nodes: NodeGroup) -> None:
             return
         request, _ = received
         if "gather" in request:
-            wire.send(line, {"place": nodes.gather(request["gather"])})
+            place = nodes.gather(request["gather"], lambda message: wire.send(line, message))
+            wire.send(line, {"place": place})
         elif "failed" in request:
             nodes.publish_failure(request["failed"])
         elif "finished" in request:

@@ -9,9 +9,9 @@ from phalanx.launch.attempt import Attempt
 from phalanx.launch.console import Console, PlainConsole
 from phalanx.launch.environment import shared_environment
 from phalanx.launch.meeting import Meeting
-from phalanx.launch.policy import Restart, decide
+from phalanx.launch.policy import Outcome, Restart, decide
 from phalanx.launch.signals import SignalInbox
-from phalanx.launch.spec import LaunchResult, LaunchSpec
+from phalanx.launch.spec import LaunchResult, LaunchSpec, check_endpoint
 from phalanx.launch.warm import warm_process
 
 if TYPE_CHECKING:
@@ -27,6 +27,8 @@ def launch(spec: LaunchSpec, console: Console | None = None) -> LaunchResult:
     is not printed: it is `str(result.failure)`, for the caller to show or to raise.
     """
     spec.target.check()
+    if spec.num_nodes > 1:
+        check_endpoint(spec.rdzv_endpoint)
     _make_directory(spec.log_dir)
     console = console or PlainConsole(labelled=spec.console_ranks == "all")
     shared_env = shared_environment(spec)
@@ -46,12 +48,20 @@ def _run_attempts(spec: LaunchSpec, console: Console, session: Session, shared_e
                 outcome = Attempt(spec, console, session, meeting, inbox, number).run(shared_env)
                 decision = decide(outcome, attempt=number, max_restarts=spec.max_restarts)
                 if not isinstance(decision, Restart):
-                    meeting.leave()
+                    _leave(meeting, session, outcome)
                     return LaunchResult(outcome.exit_code, number + 1, outcome.failure)
                 console.notice(f"{outcome.failure}\n{decision.why}")
                 number += 1
         finally:
             meeting.close()
+
+
+def _leave(meeting: Meeting, session: Session, outcome: Outcome) -> None:
+    """Take leave of the agent and the other nodes; where nothing ran yet nobody is owed a goodbye."""
+    if meeting.has_met or not outcome.before_start:
+        meeting.leave()
+    if outcome.before_start:
+        session.abort()
 
 
 def _make_directory(path: Path) -> None:

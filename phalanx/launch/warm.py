@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -16,7 +17,6 @@ from phalanx.launch import wire
 from phalanx.launch.preload import SINGLE_THREADED
 
 if TYPE_CHECKING:
-    import socket
     from collections.abc import Mapping, Sequence
 
 # Read by the interpreter, by torch or by its libraries while they are imported: ranks forked from a process that
@@ -34,11 +34,20 @@ def import_settings(environ: Mapping[str, str]) -> dict[str, str]:
     }
 
 
+_ANSWER_SECONDS = 0.5
+
+
+class WarmProcessDiedError(PhalanxError):
+    """The process that forks the ranks is gone, and every rank with it."""
+
+
 class WarmProcess:
     """A running `phalanx.launch.zygote`. It closes itself after its last session once it is retired."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self.settings = import_settings(environ)
+        self.is_serving = False
+        """Whether it has answered: before that it imports torch, and hears nobody."""
         self._sessions = 0
         self._retired = False
         self._lock = threading.Lock()
@@ -47,7 +56,7 @@ class WarmProcess:
         self._control, far_end = wire.socket_pair()
         with far_end:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "phalanx.launch.zygote", str(far_end.fileno())],
+                [sys.executable, "-m", "phalanx.launch.zygote", str(far_end.fileno()), str(_tied_to())],
                 env={**environ, **SINGLE_THREADED},
                 # The package is importable from here, installed or not.
                 cwd=Path(__file__).resolve().parents[2],
@@ -97,6 +106,14 @@ class WarmProcess:
         if idle:
             self.close()
 
+    def kill_if_idle(self) -> None:
+        """Kill it at once, unless a launch beside the one that asks uses it too."""
+        with self._lock:
+            shared = self._sessions > 1
+        if not shared:
+            self._process.kill()
+            self._process.wait()
+
     def close(self) -> None:
         """End the process and everything it forked, and wait until it is gone."""
         self._control.close()
@@ -117,16 +134,24 @@ class WarmProcess:
             self._words = -1
         self._process.returncode = self._process.returncode or 0
 
-    def death(self) -> PhalanxError:
+    def death(self) -> WarmProcessDiedError:
         """Explain, with its own last words, why the warm process is gone."""
         if (code := self._process.poll()) is not None and code < 0:
-            return PhalanxError(f"the warm process that starts the ranks was killed (signal {-code}).")
+            return WarmProcessDiedError(f"the warm process that starts the ranks was killed (signal {-code}).")
         words = os.pread(self._words, 1 << 20, 0).decode(errors="replace").strip() if self._words >= 0 else ""
         tail = "\n  ".join(words.splitlines()[-12:])
-        return PhalanxError(
+        return WarmProcessDiedError(
             f"the warm process that starts the ranks has died{':' if tail else '.'}\n  {tail}".rstrip(),
             hint="Check that `python -c 'import torch'` works with this interpreter.",
         )
+
+
+def _tied_to() -> int:
+    """Return the process that the warm process dies with while it imports: ours, or 0 for none.
+
+    The kernel ties it to the thread that starts it, and only the main thread is sure to last.
+    """
+    return os.getpid() if threading.current_thread() is threading.main_thread() else 0
 
 
 class Session:
@@ -151,15 +176,43 @@ class Session:
         """Send a signal to a process of this session; SIGKILL takes its whole group along."""
         try:
             wire.send(self._end, {"do": "signal", "key": key, "signal": int(number)})
-        except OSError as error:
-            raise self._process.death() from error
+        except OSError:
+            # Nobody is left to be signalled; `receive` says so.
+            return
 
     def receive(self) -> wire.Message:
         """Return the next "started", "exited" or "refused" message."""
         received = wire.receive(self._end)
         if received is None:
             raise self._process.death()
+        self._process.is_serving = True
         return received[0]
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether the warm process is known to have imported torch."""
+        return self._process.is_serving
+
+    def abort(self) -> None:
+        """Close the line in a hurry: a warm process too busy to see it, that serves nobody else, is killed."""
+        if self._end.fileno() < 0:
+            return
+        if not self._hang_up():
+            self._process.kill_if_idle()
+        self.close()
+
+    def _hang_up(self) -> bool:
+        """Say that no more is coming, and tell whether the warm process has killed all and hung up in turn."""
+        if not self._process.is_serving:
+            return False
+        self._end.shutdown(socket.SHUT_WR)
+        self._end.settimeout(_ANSWER_SECONDS)
+        try:
+            while wire.receive(self._end) is not None:
+                continue
+        except TimeoutError:
+            return False
+        return True
 
     def close(self) -> None:
         """End the line; safe to call twice."""

@@ -1,8 +1,8 @@
 """The warm process: imports torch once, then forks ranks on request in milliseconds.
 
-It runs as `python -m phalanx.launch.zygote <fd>` in a session of its own. One thread polls the control socket, one
-socket a launch, and the pipe on which the kernel tells of ended children. A launch whose socket closes has its ranks
-killed; when the supervisor is gone, however it went, everything is killed and the warm process ends.
+It runs as `python -m phalanx.launch.zygote <fd> <pid>` in a session of its own. One thread polls the control socket,
+one socket a launch, and the pipe on which the kernel tells of ended children. A launch whose socket closes has its
+ranks killed; when the supervisor is gone, however it went, everything is killed and the warm process ends.
 """
 
 from __future__ import annotations
@@ -19,9 +19,13 @@ from typing import NoReturn
 
 from phalanx.launch import wire
 from phalanx.launch.preload import preload, preload_for
-from phalanx.launch.process import die_with, kill_group, send_signal, set_name
+from phalanx.launch.process import die_with, kill_group, outlive_parent, send_signal, set_name
 
 Job = Callable[[], NoReturn]
+
+# Some schedulers signal every process of a job: the ranks and the supervisor know what to do, and must find us alive.
+# SIGQUIT stays ignored in a fresh rank: until it can answer with a stack, it must not die of the question.
+_LEFT_TO_THE_SUPERVISOR = (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT)
 
 
 @dataclass(frozen=True)
@@ -53,10 +57,10 @@ class Zygote:
                     return job  # type: ignore[no-any-return]
 
     def _watch_signals(self) -> None:
-        for number in (signal.SIGCHLD, signal.SIGTERM):
-            # A handler must exist for the wakeup descriptor to be written.
-            signal.signal(number, lambda number, frame: None)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        # A handler must exist for the wakeup descriptor to be written.
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        for number in _LEFT_TO_THE_SUPERVISOR:
+            signal.signal(number, signal.SIG_IGN)
         signal.set_wakeup_fd(self._wakeup_write, warn_on_full_buffer=False)
         self._poll.register(self._wakeup_read, selectors.EVENT_READ, self._take_signals)
 
@@ -70,8 +74,7 @@ class Zygote:
         self._poll.register(self._pidfd, selectors.EVENT_READ, lambda _: self._end())
 
     def _take_signals(self, _: int) -> None:
-        if signal.SIGTERM in os.read(self._wakeup_read, 4096):
-            self._end()
+        os.read(self._wakeup_read, 4096)
         self._reap()
 
     def _take_session(self, _: socket.socket) -> None:
@@ -97,11 +100,18 @@ class Zygote:
 
     def _fork(self, session: socket.socket, request: wire.Message, descriptors: list[int]) -> Job | None:
         parent = os.getpid()
+        # A signal for the fresh child waits until it has put our handlers away: until then it would be lost, or land
+        # in our own pipe.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD, *_LEFT_TO_THE_SUPERVISOR})
         try:
             pid = os.fork()
+            if pid == 0:
+                self._put_handlers_away()
         except OSError as error:
             self._tell(session, {"refused": request["key"], "why": str(error)})
             pid = -1
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         if pid == 0:
             return self._become(parent, request, descriptors)
         for descriptor in descriptors:
@@ -111,15 +121,17 @@ class Zygote:
             self._tell(session, {"started": request["key"], "pid": pid})
         return None
 
+    def _put_handlers_away(self) -> None:
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGCHLD, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
     def _become(self, parent: int, request: wire.Message, descriptors: list[int]) -> Job:
         """Turn this fresh fork into a rank or a store agent: cut every tie to the warm process but its death."""
         os.setpgid(0, 0)
         die_with(parent)
         set_name(f"phalanx-{request['key']}")
-        signal.set_wakeup_fd(-1)
-        for number in (signal.SIGCHLD, signal.SIGTERM):
-            signal.signal(number, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
         self._poll.close()
         for end in self._open:
             end.close()
@@ -182,11 +194,16 @@ class Zygote:
 
 
 def main() -> NoReturn:
-    """Preload, then serve the supervisor at the other end of the descriptor given as the only argument."""
-    control = socket.socket(fileno=int(sys.argv[1]))
+    """Preload, then serve the supervisor: the arguments are the descriptor that leads to it, and its process's id."""
+    descriptor, supervisor = (int(word) for word in sys.argv[1:])
+    control = socket.socket(fileno=descriptor)
     control.set_inheritable(False)
     set_name("phalanx-warm")
+    if supervisor:
+        # Nobody is watched while torch is imported. Later the ranks' own children have to be killed before we go.
+        die_with(supervisor)
     preload()
+    outlive_parent()
     job = Zygote(control).serve()
     job()
 

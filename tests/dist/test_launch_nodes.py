@@ -8,6 +8,9 @@ import threading
 import pytest
 from ranks import run_script
 
+from phalanx.errors import UsageError
+from phalanx.launch import prelude
+
 SUM = """
 import os, torch, torch.distributed as dist
 dist.init_process_group("gloo")
@@ -22,20 +25,19 @@ def _free_endpoint():
         return f"127.0.0.1:{listener.getsockname()[1]}"
 
 
-def _run_nodes(tmp_path, source, *, node_ranks=(0, 1), sizes=(2, 1), **spec):
-    endpoint = _free_endpoint()
+def _run_nodes(tmp_path, source, *, node_ranks=(0, 1), sizes=(2, 1), endpoint=None, **spec):
+    endpoint = endpoint or _free_endpoint()
     runs = [None] * len(node_ranks)
 
     def run(index):
         runs[index] = run_script(
             tmp_path / f"node{index}",
             source,
-            num_nodes=len(node_ranks),
             node_rank=node_ranks[index],
             rdzv_endpoint=endpoint,
             ranks_per_node=sizes[index],
             console_ranks="all",
-            **spec,
+            **{"num_nodes": len(node_ranks), **spec},
         )
 
     threads = [threading.Thread(target=run, args=[index]) for index in range(len(node_ranks))]
@@ -98,3 +100,18 @@ def test_an_endpoint_where_nobody_answers_is_named(launch_script):
 def test_nodes_that_do_not_come_are_waited_for_only_so_long(launch_script):
     run = launch_script(SUM, num_nodes=2, node_rank=0, rdzv_endpoint=_free_endpoint(), join_timeout=1.0)
     assert "not all 2 nodes came" in run.report
+
+
+def test_machines_that_came_are_told_how_many_are_missing(tmp_path, warm_process, monkeypatch):
+    monkeypatch.setattr(prelude, "MACHINES_MOMENTS", (0.3, 30.0))
+    endpoint = _free_endpoint()
+    runs = _run_nodes(tmp_path, SUM, num_nodes=3, endpoint=endpoint, join_timeout=2.0)
+    for run in runs:
+        assert f"waiting for 1 of 3 machines at {endpoint}" in run.console.notices
+    assert any("not all 3 nodes came" in run.report for run in runs)
+
+
+def test_a_host_that_is_not_known_is_refused_before_anything_starts(tmp_path, warm_process):
+    with pytest.raises(UsageError, match=r"the host 'nowhere\.invalid'"):
+        run_script(tmp_path, SUM, num_nodes=2, node_rank=1, rdzv_endpoint="nowhere.invalid:29400")
+    assert not (tmp_path / "logs").exists()

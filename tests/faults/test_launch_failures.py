@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import signal
 
 import psutil
 import pytest
+import torch
 from ranks import RecordingConsole
 
-from phalanx.errors import UsageError
-from phalanx.launch import CallTarget, LaunchSpec, ScriptTarget, launch, warm
+from phalanx import PyTorchDDPTrainer
+from phalanx.errors import RankFailedError, UsageError
+from phalanx.launch import CallTarget, LaunchSpec, ScriptTarget, launch, reminders, start_watch, warm
 
 JOIN = """
 import os, sys, time
@@ -49,6 +53,23 @@ def test_an_exception_is_reported_with_the_users_frames_only(launch_script):
     assert "phalanx" not in run.report
     # The rank that lost its peer has its traceback in its log, not on the console.
     assert "Traceback" not in run.console.text
+
+
+def test_a_trainers_frames_do_not_stand_before_the_models(tmp_path, warm_process):
+    class Broken(torch.nn.Linear):
+        def forward(self, batch):
+            raise ValueError("bad batch")
+
+    data = torch.utils.data.TensorDataset(torch.zeros(8, 4), torch.zeros(8, dtype=torch.long))
+    trainer = PyTorchDDPTrainer(model=Broken(4, 2), num_workers=2, epochs=1, batch_size=2, run_dir=str(tmp_path))
+    with pytest.raises(RankFailedError) as caught:
+        trainer.fit(torch.utils.data.DataLoader(data))
+    head, trace, first, *_ = str(caught.value).splitlines()
+    assert "raised ValueError: bad batch" in head
+    assert trace == "  Traceback (most recent call last):"
+    assert "/phalanx/" not in first
+    log = max(tmp_path.rglob("rank-*.log"), key=lambda path: path.stat().st_size).read_text()
+    assert "/phalanx/loop/" in log
 
 
 def test_the_record_of_an_exception_has_rank_step_and_traceback(launch_script):
@@ -189,6 +210,27 @@ def test_when_nobody_comes_the_start_timeout_ends_it(launch_script):
     run = launch_script("import time\ntime.sleep(60)\n", start_timeout=0.3)
     assert run.result.exit_code == 1
     assert "rank 0 never joined: nothing happened for 0.3 s; it is at train.py:2" in run.report
+
+
+def test_the_warm_processs_own_import_is_on_nobodys_clock(launch_script):
+    warm.shutdown()
+    run = launch_script("import torch.distributed as dist\ndist.init_process_group('gloo')\n", start_timeout=0.5)
+    assert run.result.exit_code == 0, run.report
+
+
+def test_a_slow_start_is_told_with_the_line_and_the_way_to_limit_it(launch_script, monkeypatch):
+    class Patient(RecordingConsole):
+        def notice(self, text):
+            super().notice(text)
+            if len(self.notices) == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(start_watch, "Reminder", lambda now: reminders.Reminder(now, (0.3, 0.7, 9.0)))
+    run = launch_script("import time\ntime.sleep(60)\n", Patient())
+    words = r"no rank has joined the group after [01] s: rank 0 is at train\.py:2 in <module>; --start-timeout SECONDS"
+    first, second, *_ = run.console.notices
+    assert re.match(words, first)
+    assert re.match(words, second)
 
 
 def test_data_loader_workers_die_with_their_rank(launch_script, tmp_path):

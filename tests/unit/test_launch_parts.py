@@ -17,9 +17,8 @@ from phalanx.launch.nodes import order_nodes
 from phalanx.launch.output import OutputPump, log_path, open_log
 from phalanx.launch.policy import Outcome, Restart, Stop, decide
 from phalanx.launch.report import explain
-from phalanx.launch.spec import split_endpoint
+from phalanx.launch.spec import check_endpoint, split_endpoint
 from phalanx.launch.stacks import whereabouts
-from phalanx.launch.start_watch import NOTICE_SECONDS, StartWatch
 
 
 def _spec(tmp_path, **fields):
@@ -53,6 +52,13 @@ def test_endpoints():
     assert split_endpoint("node0:123") == ("node0", 123)
     assert split_endpoint("node0") == ("node0", 29400)
     assert split_endpoint("[::1]:5") == ("::1", 5)
+
+
+def test_a_host_that_nobody_knows_is_refused_at_once():
+    check_endpoint("127.0.0.1:5")
+    with pytest.raises(UsageError, match=r"the host 'nowhere\.invalid' of rdzv_endpoint .* is not known") as caught:
+        check_endpoint("nowhere.invalid:29400")
+    assert ":29400" in caught.value.hint
 
 
 def test_labels_and_threads(tmp_path):
@@ -164,22 +170,3 @@ def test_output_goes_whole_to_the_log_and_in_lines_to_the_console(tmp_path):
     pump.close()
     assert console.lines == [(3, "one"), (3, "two"), (3, "10%\r"), (3, "20%\r"), (3, "last")]
     assert log_path(tmp_path, 3).read_bytes() == b"one\ntwo\r\n10%\r20%\rlast"
-
-
-def test_the_start_watch_names_who_is_missing(tmp_path):
-    watch = StartWatch(_spec(tmp_path, join_timeout=5.0), (0, 1, 2), 3, started=100.0)
-    assert watch.next_deadline() == 100.0 + NOTICE_SECONDS
-    watch.take_event({"event": "joining", "rank": 0}, 110.0)
-    watch.take_event({"event": "joining", "rank": 2}, 111.0)
-    assert watch.next_deadline() == 115.0
-    assert watch.find_hang(114.9) is None
-    assert watch.find_hang(115.0).missing == (1,)
-    for rank in (0, 2):
-        watch.take_event({"event": "joined", "rank": rank}, 116.0)
-    assert watch.find_hang(200.0) is None
-
-
-def test_the_slow_start_is_noticed_once(tmp_path):
-    watch = StartWatch(_spec(tmp_path), (0, 1), 2, started=0.0)
-    assert not watch.wants_notice(NOTICE_SECONDS - 1)
-    assert [watch.wants_notice(NOTICE_SECONDS), watch.wants_notice(NOTICE_SECONDS + 1)] == [True, False]

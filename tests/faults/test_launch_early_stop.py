@@ -1,0 +1,163 @@
+"""Stopped before or just as the ranks start: all is gone at once, with the right code, and nobody else is blamed."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from ranks import RecordingConsole, run_script
+
+from phalanx.launch import LaunchSpec, ScriptTarget, prelude, warm
+from phalanx.launch.environment import Place
+from phalanx.launch.group import RankGroup
+
+ROOT = Path(__file__).resolve().parents[2]
+
+SUPERVISOR = """
+import sys
+from pathlib import Path
+from phalanx.launch import LaunchSpec, ScriptTarget, launch
+spec = LaunchSpec(target=ScriptTarget(sys.argv[1]), ranks_per_node=2, log_dir=Path(sys.argv[2]), console_ranks="all")
+result = launch(spec)
+print(result.failure)
+sys.exit(result.exit_code)
+"""
+
+SLOW_IMPORT = """
+import os, signal
+open(os.environ["IMPORT_BEGAN"], "w").close()
+while True:
+    signal.pause()
+"""
+"""In place of torch, on a disk so slow that its import never ends."""
+
+
+def _start_supervisor(tmp_path, source, **variables):
+    (tmp_path / "train.py").write_text(source)
+    return subprocess.Popen(
+        [sys.executable, "-c", SUPERVISOR, str(tmp_path / "train.py"), str(tmp_path / "logs")],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **variables},
+        start_new_session=True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)]
+)
+def test_a_stop_while_torch_is_imported_ends_everything_at_once(tmp_path, number, code):
+    (tmp_path / "slow" / "torch").mkdir(parents=True)
+    (tmp_path / "slow" / "torch" / "__init__.py").write_text(SLOW_IMPORT)
+    os.mkfifo(began := tmp_path / "began")
+    path = f"{tmp_path / 'slow'}:{ROOT}"
+    with _start_supervisor(tmp_path, "pass", PYTHONPATH=path, IMPORT_BEGAN=str(began)) as supervisor:
+        # Opening one end of a fifo waits for the other.
+        began.open().close()
+        family = psutil.Process(supervisor.pid).children(recursive=True)
+        assert len(family) == 1, family
+        supervisor.send_signal(number)
+        words = supervisor.stdout.read()
+        assert supervisor.wait(5) == code
+        _, alive = psutil.wait_procs(family, timeout=5)
+        assert alive == []
+    if number != signal.SIGKILL:
+        assert words == f"stopped by {number.name} while importing torch; no rank had started.\n"
+
+
+def test_a_signal_for_a_rank_that_was_just_forked_is_neither_lost_nor_ours(tmp_path, warm_process):
+    (tmp_path / "train.py").write_text("import time\ntime.sleep(60)\n")
+    spec = LaunchSpec(target=ScriptTarget(tmp_path / "train.py"), ranks_per_node=1, log_dir=tmp_path)
+    place = Place(0, 1, first_rank=0, world_size=1, master_addr="127.0.0.1", master_port=1)
+    process = warm.warm_process()
+    session = process.open_session()
+    for _ in range(10):
+        group = RankGroup(spec, place, session, RecordingConsole())
+        with selectors.DefaultSelector() as selector:
+            group.start(0, dict(os.environ), selector)
+            # Right behind the request to fork: it arrives before the child has done anything.
+            group.signal(signal.SIGTERM)
+            while group.take_message(session.receive()) is None:
+                continue
+            group.close(selector)
+        assert [state.code for state in group.ranks.values()] == [-signal.SIGTERM]
+    session.close()
+    assert warm.warm_process() is process
+
+
+CHECKPOINTER = """
+import signal, sys
+def leave(number, frame):
+    signal.signal(number, signal.SIG_IGN)  # it comes twice: from the scheduler and from the supervisor
+    print("saved", flush=True)
+    sys.exit(75)
+signal.signal(signal.SIGTERM, leave)
+print("ready", flush=True)
+while True:
+    signal.pause()
+"""
+
+
+def test_a_scheduler_that_signals_every_process_lets_the_ranks_save(tmp_path):
+    with _start_supervisor(tmp_path, CHECKPOINTER) as supervisor:
+        assert [supervisor.stdout.readline()[5:] for _ in range(2)] == ["ready\n"] * 2
+        family = psutil.Process(supervisor.pid).children(recursive=True)
+        warm_first = sorted(family, key=lambda member: member.name() != "phalanx-warm")
+        for member in warm_first:
+            member.send_signal(signal.SIGTERM)
+        supervisor.send_signal(signal.SIGTERM)
+        words = supervisor.stdout.read()
+        assert supervisor.wait(5) == 75, words
+        assert words.count("saved") == 2
+        _, alive = psutil.wait_procs(family, timeout=5)
+        assert alive == []
+
+
+def test_a_warm_process_that_dies_during_a_stop_changes_nothing(tmp_path, warm_process):
+    """The signal and the death arrive together: whichever is seen first, the user asked for a stop."""
+    waiting = iter([None, True])
+
+    def on_line(line):
+        if next(waiting, None):
+            os.kill(warm.current_pid(), signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    console = RecordingConsole(on_line=on_line)
+    run = run_script(tmp_path, "import time\nprint('ready')\ntime.sleep(60)\n", console, console_ranks="all")
+    assert (run.result.exit_code, run.result.failure) == (143, None)
+
+
+def _free_endpoint():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+@pytest.mark.parametrize(("node_rank", "silence"), [(0, ""), (1, " (nobody answers there yet)")])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_machine_alone_says_whom_it_waits_for_and_stops_when_told(
+    launch_script, monkeypatch, node_rank, silence, number, code
+):
+    class Impatient(RecordingConsole):
+        def notice(self, text):
+            super().notice(text)
+            if text.startswith("waiting"):
+                os.kill(os.getpid(), number)
+
+    # Long enough for the store to be opened where this machine hosts it.
+    monkeypatch.setattr(prelude, "MACHINES_MOMENTS", (0.5, 30.0))
+    endpoint = _free_endpoint()
+    began = time.monotonic()
+    run = launch_script("pass", Impatient(), num_nodes=2, node_rank=node_rank, rdzv_endpoint=endpoint)
+    waiting = f"waiting for 1 of 2 machines at {endpoint}{silence}"
+    assert run.console.notices == [waiting, f"{number.name}: stopping"]
+    assert run.result.exit_code == code
+    assert run.report == f"stopped by {number.name} while {waiting}; no rank had started."
+    assert time.monotonic() - began < 5

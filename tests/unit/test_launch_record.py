@@ -1,0 +1,73 @@
+"""What a rank's traceback shows of us: nothing before the user's first frame, all of it where only ours are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import phalanx
+from phalanx.launch.record import users_traceback
+
+LIBRARY = Path(phalanx.__file__).parent / "loop" / "stand_in.py"
+
+
+def _call_from_the_library(function):
+    """Call through a frame whose file lies in the package."""
+    scope = {}
+    exec(compile("def step(function):\n    return function()\n", str(LIBRARY), "exec"), scope)
+    scope["step"](function)
+
+
+def _caught(call):
+    try:
+        call()
+    except ValueError as error:
+        # As a rank sees it: the launcher's frames are gone, the library's come first.
+        error.__traceback__ = error.__traceback__.tb_next.tb_next.tb_next
+        return error
+    raise AssertionError("nothing was raised")
+
+
+def _files(lines):
+    return [Path(line.split('"')[1]).name for line in lines if line.startswith("  File")]
+
+
+def _bad_model():
+    raise ValueError("bad batch")
+
+
+def test_leading_frames_of_the_library_are_cut():
+    error = _caught(lambda: _call_from_the_library(_bad_model))
+    lines = users_traceback(error)
+    assert lines[0] == "Traceback (most recent call last):"
+    assert _files(lines) == ["test_launch_record.py"]
+    assert lines[-1] == "ValueError: bad batch"
+    # The exception itself, which the log shows, is whole.
+    assert error.__traceback__.tb_frame.f_code.co_filename == str(LIBRARY)
+
+
+def test_frames_of_the_library_between_the_users_stay():
+    def users_loop():
+        _call_from_the_library(_bad_model)
+
+    error = _caught(lambda: _call_from_the_library(users_loop))
+    own = "test_launch_record.py"
+    assert _files(users_traceback(error)) == [own, own, "stand_in.py", own]
+
+
+def test_a_mistake_of_our_own_is_shown_whole():
+    error = _caught(lambda: _call_from_the_library(lambda: int("x")))
+    error.__traceback__.tb_next = None
+    assert _files(users_traceback(error)) == ["stand_in.py"]
+
+
+def test_the_exception_before_is_cut_too():
+    def chained():
+        try:
+            _call_from_the_library(_bad_model)
+        except ValueError as first:
+            first.__traceback__ = first.__traceback__.tb_next.tb_next
+            raise ValueError("second") from first
+
+    lines = users_traceback(_caught(lambda: _call_from_the_library(chained)))
+    assert "ValueError: bad batch" in lines
+    assert _files(lines) == ["test_launch_record.py", "test_launch_record.py"]

@@ -1,0 +1,110 @@
+"""The clocks of a start, without waiting for them: reminders, what is waited for, and who never joined."""
+
+from __future__ import annotations
+
+from phalanx.launch import LaunchSpec, ScriptTarget
+from phalanx.launch.prelude import IMPORT_MOMENTS, MACHINES_MOMENTS, Prelude
+from phalanx.launch.reminders import MOMENTS, Reminder, in_words
+from phalanx.launch.start_watch import StartWatch
+
+
+def _spec(tmp_path, **fields):
+    return LaunchSpec(target=ScriptTarget("train.py"), ranks_per_node=2, log_dir=tmp_path, **fields)
+
+
+def _watch(spec, ranks, begun=None):
+    watch = StartWatch(spec, ranks, len(ranks))
+    for rank in ranks if begun is not None else ():
+        watch.take_start(rank, begun)
+    return watch
+
+
+def test_reminders_come_ever_more_rarely():
+    reminder = Reminder(100.0, moments=(30.0, 120.0, 600.0))
+    told = [now for now in range(100, 2600, 10) if reminder.is_due(float(now))]
+    assert told == [130, 220, 700, 1300, 1900, 2500]
+
+
+def test_reminders_missed_together_are_one():
+    reminder = Reminder(0.0, moments=(1.0, 2.0, 10.0))
+    assert reminder.is_due(35.0)
+    assert not reminder.is_due(35.0)
+    assert reminder.next_moment == 40.0
+
+
+def test_durations_in_words():
+    assert [in_words(seconds) for seconds in (30, 120, 600, 5400)] == ["30 s", "2 min", "10 min", "1.5 h"]
+
+
+def test_the_start_watch_names_who_is_missing(tmp_path):
+    watch = _watch(_spec(tmp_path, join_timeout=5.0), (0, 1, 2), begun=100.0)
+    assert watch.next_deadline() == 100.0 + MOMENTS[0]
+    watch.take_event({"event": "joining", "rank": 0}, 110.0)
+    watch.take_event({"event": "joining", "rank": 2}, 111.0)
+    assert watch.next_deadline() == 115.0
+    assert watch.find_hang(114.9) is None
+    assert watch.find_hang(115.0).missing == (1,)
+    for rank in (0, 2):
+        watch.take_event({"event": "joined", "rank": rank}, 116.0)
+    assert watch.find_hang(200.0) is None
+
+
+def test_no_clock_runs_before_the_last_rank_was_forked(tmp_path):
+    watch = _watch(_spec(tmp_path, start_timeout=1.0, join_timeout=1.0), (0, 1))
+    watch.take_start(0, 10.0)
+    assert (watch.next_deadline(), watch.find_hang(1000.0), watch.wants_notice(1000.0)) == (None, None, False)
+    watch.take_start(1, 1000.0)
+    assert watch.find_hang(1000.9) is None
+    assert watch.find_hang(1001.0).nobody_came
+
+
+def test_a_rank_that_came_early_waits_from_the_last_fork_on(tmp_path):
+    watch = _watch(_spec(tmp_path, join_timeout=5.0), (0, 1))
+    watch.take_start(0, 10.0)
+    watch.take_event({"event": "joining", "rank": 0}, 11.0)
+    watch.take_start(1, 100.0)
+    assert watch.next_deadline() == 105.0
+    assert watch.find_hang(104.0) is None
+
+
+def test_a_slow_start_is_noticed_again_and_again_until_somebody_joins(tmp_path):
+    watch = _watch(_spec(tmp_path), (0, 1), begun=0.0)
+    told = [now for now in range(0, 2000, 10) if watch.wants_notice(float(now))]
+    assert told == [30, 120, 600, 1800]
+    assert watch.waited(600.0) == 600.0
+    watch.take_event({"event": "joining", "rank": 1}, 2000.0)
+    assert watch.next_deadline() is None
+    assert not watch.wants_notice(10000.0)
+
+
+def test_a_rank_alone_need_not_join(tmp_path):
+    watch = _watch(_spec(tmp_path), (0,), begun=0.0)
+    assert (watch.next_deadline(), watch.wants_notice(1000.0)) == (None, False)
+
+
+def test_a_slow_import_is_called_by_its_name(tmp_path):
+    prelude = Prelude(_spec(tmp_path), 0.0, serving=False)
+    assert prelude.take_notice(IMPORT_MOMENTS[0] - 1) is None
+    assert prelude.take_notice(IMPORT_MOMENTS[0]) == f"still importing torch after {IMPORT_MOMENTS[0]:.0f} s"
+    assert prelude.next_deadline == IMPORT_MOMENTS[1]
+    prelude.take_serving(20.0)
+    assert prelude.activity == "starting the ranks"
+    assert prelude.next_deadline == 20.0 + MOMENTS[0]
+    prelude.end()
+    assert (prelude.next_deadline, prelude.take_notice(1e6)) == (None, None)
+
+
+def test_missing_machines_are_counted(tmp_path):
+    prelude = Prelude(_spec(tmp_path, num_nodes=4, rdzv_endpoint="a:1"), 0.0, serving=False)
+    assert prelude.activity == "importing torch"
+    prelude.take_serving(10.0)
+    due = 10.0 + MACHINES_MOMENTS[0]
+    assert prelude.take_notice(due - 0.1) is None
+    assert prelude.take_notice(due) == "waiting for 3 of 4 machines at a:1 (nobody answers there yet)"
+    prelude.take_arrived(1, 20.0)
+    assert prelude.activity == "waiting for 3 of 4 machines at a:1"
+    assert prelude.next_deadline == 10.0 + MACHINES_MOMENTS[1]
+    prelude.take_arrived(3, 21.0)
+    assert prelude.take_notice(21.0 + MACHINES_MOMENTS[0]) == "waiting for 1 of 4 machines at a:1"
+    prelude.take_place(30.0)
+    assert prelude.activity == "starting the ranks"
