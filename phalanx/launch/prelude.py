@@ -21,7 +21,8 @@ class Prelude:
     def __init__(self, spec: LaunchSpec, now: float, *, serving: bool) -> None:
         self._endpoint = spec.rdzv_endpoint
         self._machines = spec.num_nodes
-        self._arrived = 0
+        # Node 0 is at the endpoint itself.
+        self._arrived = 1 if spec.node_rank == 0 else 0
         self._serving = False
         self._reminder: Reminder | None = Reminder(now, IMPORT_MOMENTS)
         if serving:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import selectors
 import signal
@@ -40,33 +41,67 @@ while True:
 """In place of torch, on a disk so slow that its import never ends."""
 
 
-def _start_supervisor(tmp_path, source, **variables):
+@contextlib.contextmanager
+def _supervisor(tmp_path, source, **variables):
+    """Run a real supervisor; whatever the test finds, it does not outlive it."""
     (tmp_path / "train.py").write_text(source)
-    return subprocess.Popen(
+    process = subprocess.Popen(
         [sys.executable, "-c", SUPERVISOR, str(tmp_path / "train.py"), str(tmp_path / "logs")],
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT), **variables},
         start_new_session=True,
     )
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def _output(supervisor):
+    """Everything it still says, within the time a stop may take."""
+    return supervisor.communicate(timeout=5)[0]
+
+
+def _slow_import(tmp_path):
+    (tmp_path / "slow" / "torch").mkdir(parents=True)
+    (tmp_path / "slow" / "torch" / "__init__.py").write_text(SLOW_IMPORT)
+    os.mkfifo(tmp_path / "began")
+    return {"PYTHONPATH": f"{tmp_path / 'slow'}:{ROOT}", "IMPORT_BEGAN": str(tmp_path / "began")}
+
+
+def _await_import(variables):
+    """Opening one end of a fifo waits for the other."""
+    open(variables["IMPORT_BEGAN"]).close()
+
+
+def test_an_importing_warm_process_is_killed_with_its_last_session(tmp_path):
+    variables = _slow_import(tmp_path)
+    process = warm.WarmProcess({**os.environ, **variables})
+    try:
+        first, second = process.open_session(), process.open_session()
+        _await_import(variables)
+        first.abort()
+        assert psutil.pid_exists(process.pid)
+        second.abort()
+        assert not psutil.pid_exists(process.pid)
+    finally:
+        process.close()
 
 
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)]
 )
 def test_a_stop_while_torch_is_imported_ends_everything_at_once(tmp_path, number, code):
-    (tmp_path / "slow" / "torch").mkdir(parents=True)
-    (tmp_path / "slow" / "torch" / "__init__.py").write_text(SLOW_IMPORT)
-    os.mkfifo(began := tmp_path / "began")
-    path = f"{tmp_path / 'slow'}:{ROOT}"
-    with _start_supervisor(tmp_path, "pass", PYTHONPATH=path, IMPORT_BEGAN=str(began)) as supervisor:
-        # Opening one end of a fifo waits for the other.
-        began.open().close()
+    variables = _slow_import(tmp_path)
+    with _supervisor(tmp_path, "pass", **variables) as supervisor:
+        _await_import(variables)
         family = psutil.Process(supervisor.pid).children(recursive=True)
         assert len(family) == 1, family
         supervisor.send_signal(number)
-        words = supervisor.stdout.read()
-        assert supervisor.wait(5) == code
+        words = _output(supervisor)
+        assert supervisor.returncode == code
         _, alive = psutil.wait_procs(family, timeout=5)
         assert alive == []
     if number != signal.SIGKILL:
@@ -106,17 +141,24 @@ while True:
 """
 
 
+def _terminate(processes):
+    for process in processes:
+        process.send_signal(signal.SIGTERM)
+
+
 def test_a_scheduler_that_signals_every_process_lets_the_ranks_save(tmp_path):
-    with _start_supervisor(tmp_path, CHECKPOINTER) as supervisor:
+    with _supervisor(tmp_path, CHECKPOINTER) as supervisor:
         assert [supervisor.stdout.readline()[5:] for _ in range(2)] == ["ready\n"] * 2
         family = psutil.Process(supervisor.pid).children(recursive=True)
-        warm_first = sorted(family, key=lambda member: member.name() != "phalanx-warm")
-        for member in warm_first:
-            member.send_signal(signal.SIGTERM)
+        helpers = [member for member in family if member.name() in ("phalanx-warm", "phalanx-store0")]
+        _terminate(helpers)
+        gone, _ = psutil.wait_procs(helpers, timeout=0.2)
+        assert gone == []
+        _terminate(member for member in family if member not in helpers)
+        assert [supervisor.stdout.readline()[5:] for _ in range(2)] == ["saved\n"] * 2
         supervisor.send_signal(signal.SIGTERM)
-        words = supervisor.stdout.read()
-        assert supervisor.wait(5) == 75, words
-        assert words.count("saved") == 2
+        assert _output(supervisor) == "None\n"
+        assert supervisor.returncode == 75
         _, alive = psutil.wait_procs(family, timeout=5)
         assert alive == []
 
@@ -151,8 +193,7 @@ def test_a_machine_alone_says_whom_it_waits_for_and_stops_when_told(
             if text.startswith("waiting"):
                 os.kill(os.getpid(), number)
 
-    # Long enough for the store to be opened where this machine hosts it.
-    monkeypatch.setattr(prelude, "MACHINES_MOMENTS", (0.5, 30.0))
+    monkeypatch.setattr(prelude, "MACHINES_MOMENTS", (0.05, 30.0))
     endpoint = _free_endpoint()
     began = time.monotonic()
     run = launch_script("pass", Impatient(), num_nodes=2, node_rank=node_rank, rdzv_endpoint=endpoint)

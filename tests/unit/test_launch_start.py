@@ -101,6 +101,8 @@ def test_missing_machines_are_counted(tmp_path):
     due = 10.0 + MACHINES_MOMENTS[0]
     assert prelude.take_notice(due - 0.1) is None
     assert prelude.take_notice(due) == "waiting for 3 of 4 machines at a:1 (nobody answers there yet)"
+    host = Prelude(_spec(tmp_path, num_nodes=4, rdzv_endpoint="a:1", node_rank=0), 0.0, serving=True)
+    assert host.activity == "waiting for 3 of 4 machines at a:1"
     prelude.take_arrived(1, 20.0)
     assert prelude.activity == "waiting for 3 of 4 machines at a:1"
     assert prelude.next_deadline == 10.0 + MACHINES_MOMENTS[1]
