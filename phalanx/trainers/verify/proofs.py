@@ -6,7 +6,7 @@ import dataclasses
 import shutil
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from phalanx.config.groups import STRATEGIES
 from phalanx.errors import RankFailedError, UsageError, unknown_name
@@ -29,6 +29,32 @@ if TYPE_CHECKING:
 
 DEFAULTS = {"num_workers": 2, "max_steps": 5}
 """What verify takes where neither a flag nor a file says it."""
+
+_ONE_PROCESS: dict[str, Any] = {
+    "num_workers": 1,
+    "num_gpus": None,
+    "gpus_per_node": None,
+    "gradient_accumulation_steps": 1,
+    "sharding": "full",
+    "shard_size": None,
+}
+"""One process takes a global batch in one piece."""
+
+_UNSEEN: dict[str, Any] = {
+    "epochs": None,
+    "log_every_n_steps": 1,
+    "progress": False,
+    "tensorboard": False,
+    "tensorboard_dir": None,
+    "mlflow_tracking": False,
+    "mlflow_experiment": None,
+    "run_dir": None,
+    "checkpoint_dir": None,
+    "checkpoint_frequency": None,
+    "resume_from_checkpoint": False,
+    "max_restarts": 0,
+}
+"""What surrounds a real run and is no part of the proof."""
 
 FLOAT64 = 1e-10
 FLOAT32 = 1e-5
@@ -53,21 +79,17 @@ class Proof:
 
     def against_one_process(self) -> Verdict:
         """Compare the layout with one process, in float64 and in float32."""
-        alone = self.config.replace(
-            num_workers=1, num_gpus=None, gpus_per_node=None, gradient_accumulation_steps=1, shard_size=None,
-            sharding="full",
-        )  # fmt: skip
-        one = self._launch(alone, [self._run(f"one-{kind}", alone, kind) for kind in ("float64", "float32")])
-        laid = self._launch(
-            self.config, [self._run(f"laid-{kind}", self.config, kind) for kind in ("float64", "float32")]
-        )
+        alone = self.config.replace(**_ONE_PROCESS)
+        precisions = ("float64", "float32")
+        one = self._launch(alone, [self._run(f"one-{kind}", alone, kind) for kind in precisions])
+        laid = self._launch(self.config, [self._run(f"laid-{kind}", self.config, kind) for kind in precisions])
         rounding = compare("rounding", one["one-float64"], one["one-float32"], 0.0).worst
         limits = {measure: max(FLOAT32, _ROUNDINGS * rounding[measure]) for measure in MEASURES}
         comparisons = [
             compare("float64: one process and the layout", one["one-float64"], laid["laid-float64"], FLOAT64),
             compare("float32: one process and the layout", one["one-float32"], laid["laid-float32"], limits),
         ]
-        return self._verdict("gives what one process gives", laid["laid-float64"], comparisons)
+        return self._verdict("give what one process gives", laid["laid-float64"], comparisons)
 
     def against_resumption(self) -> Verdict:
         """Stop after half the steps, resume in new processes, and compare bits with the run that never stopped."""
@@ -80,7 +102,7 @@ class Proof:
         changed = same_bits(straight.after, resumed.after)
         if changed is not None:
             problems.append(f"{changed} is not equal to the last bit after step {self.steps}")
-        return self._verdict("stopped and resumed, it ends with the same bits", straight, [comparison], problems)
+        return self._verdict("end with the same bits when it is stopped and resumed", straight, [comparison], problems)
 
     def against_layout(self, wish: str) -> Verdict:
         """Save on this layout, load on another, and compare what the other goes on to compute."""
@@ -90,9 +112,8 @@ class Proof:
         name = _layout_name(other, plan_layout(other, count_gpus()))
         title = f"float64: this layout, and {name} from step {self._half()} on"
         comparison = compare(title, straight, resumed, FLOAT64, labels=("this layout", "resharded"))
-        return self._verdict(
-            f"its checkpoint goes on the same as {name}", straight, [comparison], _load_problems(stopped, resumed)
-        )
+        claim = f"go on the same when its checkpoint is loaded on {name}"
+        return self._verdict(claim, straight, [comparison], _load_problems(stopped, resumed))
 
     def _half(self) -> int:
         if self.steps < 2:
@@ -131,17 +152,17 @@ class Proof:
 
     def _start(self, config: DistributedConfig, layout: Layout, target: CallTarget) -> None:
         """Launch; the logs of a rank that crashed outlive us, for the report names them."""
-        logs = Path(tempfile.mkdtemp(prefix="phalanx-logs-"))
+        logs, crashed = Path(tempfile.mkdtemp(prefix="phalanx-logs-")), False
         try:
             with open_console(config) as console:
                 result = launch(launch_spec(config, layout, target, logs, env={}), console)
             raise_failure(result, logs)
         except RankFailedError:
+            crashed = True
             raise
-        except BaseException:
-            shutil.rmtree(logs, ignore_errors=True)
-            raise
-        shutil.rmtree(logs, ignore_errors=True)
+        finally:
+            if not crashed:
+                shutil.rmtree(logs, ignore_errors=True)
 
     def _verdict(
         self, claim: str, run: Recording, comparisons: list[Comparison], problems: Sequence[str] = ()
@@ -156,10 +177,7 @@ class Proof:
             raise UsageError(f"--reshard {wish}: not a layout", hint="Write <strategy>:<ranks>, for example ddp:1")
         if strategy not in STRATEGIES:
             raise UsageError(unknown_name("strategy", strategy, STRATEGIES))
-        return self.config.replace(
-            strategy=strategy, num_workers=int(count), num_gpus=None, gpus_per_node=None, sharding="full",
-            shard_size=None, gradient_accumulation_steps=1,
-        )  # fmt: skip
+        return self.config.replace(**{**_ONE_PROCESS, "strategy": strategy, "num_workers": int(count)})
 
 
 def _quiet(config: DistributedConfig) -> DistributedConfig:
@@ -173,11 +191,7 @@ def _quiet(config: DistributedConfig) -> DistributedConfig:
         raise UsageError(
             "verify runs on one machine", hint="Verify the same number of ranks here, with --device cpu if need be."
         )
-    return config.replace(
-        max_steps=config.max_steps or DEFAULTS["max_steps"], epochs=None, log_every_n_steps=1, progress=False,
-        tensorboard=False, tensorboard_dir=None, mlflow_tracking=False, mlflow_experiment=None, run_dir=None,
-        checkpoint_dir=None, checkpoint_frequency=None, resume_from_checkpoint=False, max_restarts=0,
-    )  # fmt: skip
+    return config.replace(max_steps=config.max_steps or DEFAULTS["max_steps"], **_UNSEEN)
 
 
 def _layout_name(config: DistributedConfig, layout: Layout) -> str:

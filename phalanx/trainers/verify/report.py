@@ -26,12 +26,16 @@ _BATCH_NORM = (
 def write_report(verdict: Verdict) -> str:
     """Return the whole report, the verdict last."""
     lines = [f"{verdict.subject} on {verdict.layout}: {verdict.summary}"]
+    parted = False
     for comparison in verdict.comparisons:
-        lines += ["", *_section(comparison)]
+        # Weights that float32 rounds say little by themselves; where runs part is worth showing, once.
+        is_sharp = max(comparison.limits.values()) < _SHARP
+        lines += ["", *_section(comparison, by_module=is_sharp or not (comparison.agrees or parted))]
+        parted = parted or not comparison.agrees
     return "\n".join([*lines, "", *_closing(verdict)])
 
 
-def _section(comparison: Comparison) -> list[str]:
+def _section(comparison: Comparison, *, by_module: bool) -> list[str]:
     mine, theirs = comparison.labels
     runs = f"{mine:<18}{theirs:<18}{'difference':<13}"
     lines = [
@@ -41,10 +45,7 @@ def _section(comparison: Comparison) -> list[str]:
         *(f"  {row.step:<6}{_pair(row, 'loss')}{_pair(row, 'grad_norm')}".rstrip() for row in comparison.steps),
         "",
     ]
-    # Weights that float32 rounds say little by themselves; where the runs part is what one wants to see.
-    if max(comparison.limits.values()) < _SHARP or not comparison.agrees:
-        lines += _modules(comparison)
-    return [*lines, *_largest(comparison)]
+    return [*lines, *(_modules(comparison) if by_module else []), *_largest(comparison)]
 
 
 def _pair(row: StepRow, measure: str) -> str:
@@ -90,19 +91,14 @@ def _largest(comparison: Comparison) -> list[str]:
 
 
 def _closing(verdict: Verdict) -> list[str]:
-    claim = f"{verdict.layout}: {verdict.claim}"
     if verdict.agrees:
         found = ", ".join(f"{_short(each)} to {max(each.worst.values()):.1e}" for each in verdict.comparisons)
-        return [f"AGREES  {claim} ({found})"]
-    lines = [f"DIFFERS  not so: {claim}", *(f"  {problem}" for problem in verdict.problems)]
-    for comparison in verdict.comparisons:
-        if comparison.agrees:
-            continue
-        first = comparison.divergence
-        lines.append(f"  {_short(comparison)}: {first if first is not None else _by_steps(comparison)}")
-        if first is not None and first.kind.startswith("BatchNorm"):
-            lines.append(f"  {_BATCH_NORM}")
-    return lines
+        return [f"AGREES  {verdict.layout}: does {verdict.claim} ({found})"]
+    lines = [f"DIFFERS  {verdict.layout}: does not {verdict.claim}", *(f"  {problem}" for problem in verdict.problems)]
+    parted = [comparison for comparison in verdict.comparisons if not comparison.agrees]
+    lines += [f"  {_short(each)}: {each.divergence or _by_steps(each)}" for each in parted]
+    first = parted[0].divergence if parted else None
+    return [*lines, f"  {_BATCH_NORM}"] if first is not None and first.kind.startswith("BatchNorm") else lines
 
 
 def _short(comparison: Comparison) -> str:
