@@ -36,10 +36,9 @@ def run(arguments: Sequence[str]) -> int:
     resolved = resolve_flags(namespace, _defaults(subject))
     prestart()
     from phalanx.trainers.verify.face import prove
-    from phalanx.trainers.verify.report import write_report
 
     verdict = prove(subject, resolved.config, resume=namespace.resume, reshard=namespace.reshard)
-    print(write_report(verdict))
+    print(verdict)
     if namespace.json:
         _write_json(verdict, namespace.json)
     return 0 if verdict.agrees else 1

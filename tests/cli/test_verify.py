@@ -176,3 +176,13 @@ def test_mistakes_are_told(words, said):
     answer = phalanx("verify", *words, "--device", "cpu")
     assert answer.code == 2, answer.text
     assert said in answer.err
+
+
+def test_ranks_that_another_launcher_started_are_refused(monkeypatch):
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    answer = phalanx("verify", "digits")
+    assert answer.code == 2, answer.text
+    assert "verify starts its own ranks" in answer.err

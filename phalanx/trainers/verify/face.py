@@ -21,7 +21,7 @@ def verify(
     """Prove that a layout trains a model as one process does; the settings are those of `DistributedConfig`.
 
     `model` is a module or a function that makes one, `data` a data set or a DataLoader over one. The verdict is true
-    when they agree; `print(write_report(verdict))` shows the tables. With `resume` a stopped and resumed run is
+    when they agree, and printing it shows the tables. With `resume` a stopped and resumed run is
     compared with one that never stopped, with `reshard="fsdp:4"` the checkpoint is loaded on another layout.
     """
     name = getattr(model, "__name__", type(model).__name__)

@@ -164,6 +164,11 @@ class Verdict:
     def __bool__(self) -> bool:
         return self.agrees
 
+    def __str__(self) -> str:
+        from phalanx.trainers.verify.report import write_report  # words about findings; findings need none
+
+        return write_report(self)
+
     @property
     def first_diverging_module(self) -> str | None:
         """The module where the first comparison that differs begins to."""

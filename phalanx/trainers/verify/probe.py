@@ -14,7 +14,7 @@ from phalanx.loop.hooks import Callback, StepInfo
 from phalanx.strategies.base import whole
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from torch import nn
 
@@ -102,7 +102,7 @@ class Probe(Callback):
         if self._formation.world_size > 1:
             dist.all_reduce(table)
         sums = dict(zip(kinds, table.tolist(), strict=True))
-        order = [*self._order, *(name for name in kinds if name not in self._sums)]
+        order = _with_uncalled(self._order, kinds)
         self.recording.modules = {name: kinds[name] for name in order}
         self.recording.activations = {
             name: (sums[name][0] / sums[name][2], sums[name][1] / sums[name][2]) for name in order if sums[name][2]
@@ -117,6 +117,20 @@ class Probe(Callback):
                 if self._formation.is_main:
                     kept[name] = found.cpu().clone()
         return kept
+
+
+def _with_uncalled(order: list[str], names: Iterable[str]) -> list[str]:
+    """Put modules that were never called themselves (a parent uses their weights) just before their nearest parent."""
+    complete = list(order)
+    for name in names:
+        parent = name
+        while name not in complete and parent:
+            parent = parent.rpartition(".")[0]
+            if parent in complete:
+                complete.insert(complete.index(parent), name)
+        if name not in complete:
+            complete.append(name)
+    return complete
 
 
 def _class_of(module: nn.Module) -> str:

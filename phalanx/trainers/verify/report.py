@@ -92,13 +92,18 @@ def _largest(comparison: Comparison) -> list[str]:
 
 def _closing(verdict: Verdict) -> list[str]:
     if verdict.agrees:
-        found = ", ".join(f"{_short(each)} to {max(each.worst.values()):.1e}" for each in verdict.comparisons)
+        found = ", ".join(_how_close(each) for each in verdict.comparisons)
         return [f"AGREES  {verdict.layout}: does {verdict.claim} ({found})"]
     lines = [f"DIFFERS  {verdict.layout}: does not {verdict.claim}", *(f"  {problem}" for problem in verdict.problems)]
     parted = [comparison for comparison in verdict.comparisons if not comparison.agrees]
     lines += [f"  {_short(each)}: {each.divergence or _by_steps(each)}" for each in parted]
     first = parted[0].divergence if parted else None
     return [*lines, f"  {_BATCH_NORM}"] if first is not None and first.kind.startswith("BatchNorm") else lines
+
+
+def _how_close(comparison: Comparison) -> str:
+    largest = max(comparison.worst.values())
+    return f"{_short(comparison)} to {largest:.1e}" if largest else "no difference at all"
 
 
 def _short(comparison: Comparison) -> str:
