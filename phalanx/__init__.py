@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from phalanx.loop.hooks import Callback, StepInfo
     from phalanx.observe.history import History
     from phalanx.trainers.ddp import PyTorchDDPTrainer
+    from phalanx.trainers.verify.face import verify
 
 _HOMES = {
     "Callback": "phalanx.loop.hooks",
@@ -26,6 +27,7 @@ _HOMES = {
     "PhalanxError": "phalanx.errors",
     "PyTorchDDPTrainer": "phalanx.trainers.ddp",
     "StepInfo": "phalanx.loop.hooks",
+    "verify": "phalanx.trainers.verify.face",
 }
 
 __all__ = [
@@ -37,6 +39,7 @@ __all__ = [
     "PyTorchDDPTrainer",
     "StepInfo",
     "__version__",
+    "verify",
 ]
 
 

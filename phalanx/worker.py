@@ -1,4 +1,4 @@
-"""What each rank executes: a job file from a trainer, or a recipe from the command line."""
+"""What each rank executes: a job file from a trainer, a recipe from the command line, or the runs of a proof."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from phalanx.config import DistributedConfig
 from phalanx.trainers.job import run_job
 from phalanx.trainers.recipe import run_recipe
 from phalanx.trainers.remote import write_result
+from phalanx.trainers.verify.rank import run_request
 from phalanx.world.env import read_rank_env
 
 
@@ -28,3 +29,8 @@ def run_recipe_file(payload: str) -> None:
     """Run a recipe described by a JSON file: its name, the resolved settings, the run's folder."""
     request = json.loads(Path(payload).read_text(encoding="utf-8"))
     run_recipe(request["recipe"], DistributedConfig(**request["config"]), Path(request["run_dir"]))
+
+
+def run_verify_file(payload: str) -> None:
+    """Run the pickled runs of `phalanx verify`."""
+    run_request(payload)

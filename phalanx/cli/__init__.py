@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 VERBS = {
     "train": "train a recipe, a script or a module on N ranks",
     "config": "show every setting, its value and where it comes from",
+    "verify": "prove that a layout gives what one process gives",
     "strategies": "list how ranks can share the work, and when to choose which",
 }
 

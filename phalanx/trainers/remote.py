@@ -34,7 +34,7 @@ def run_on_ranks(job: Job, layout: Layout) -> JobResult:
     log_dir = Path(tempfile.mkdtemp(prefix="phalanx-logs-")) if job.run_dir is None else job.run_dir / "logs"
     try:
         payload = folder / "job.pkl"
-        _write_job(job, payload)
+        write_payload(job, payload)
         with open_console(job.config) as console:
             target = CallTarget("phalanx.worker:run_job_file", str(payload))
             spec = launch_spec(job.config, layout, target, log_dir, env=_tracking_environment())
@@ -60,7 +60,8 @@ def _tracking_environment() -> Mapping[str, str]:
     return {"MLFLOW_RUN_ID": active.info.run_id, "MLFLOW_TRACKING_URI": mlflow.get_tracking_uri()}
 
 
-def _write_job(job: Job, path: Path) -> None:
+def write_payload(job: object, path: Path) -> None:
+    """Write what the ranks are to do where they read it."""
     import cloudpickle  # only a process that starts ranks needs it
 
     try:

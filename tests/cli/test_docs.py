@@ -20,7 +20,7 @@ from phalanx.recipes import recipe_names
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 _BLOCK = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
-_OWN_FLAGS = {"--script", "--module", "--config", "--toml", "--help"}
+_OWN_FLAGS = {"--script", "--module", "--config", "--toml", "--help", "--preset", "--resume", "--reshard", "--json"}
 _UNDER_LAUNCHER = {"raw_ddp.py", "own_loop.py"}
 """Scripts that are ranks themselves; the others start their ranks."""
 
@@ -129,7 +129,7 @@ def test_every_flag_that_the_docs_use_exists():
     known = _OWN_FLAGS | {f"--{no}{name.replace('_', '-')}" for name in FIELDS for no in ("", "no-")}
     for page in PAGES:
         for _, text in blocks(page, "bash"):
-            for command in re.findall(r"phalanx (?:train|config show)([^#|>&\n]*)", text.replace("\\\n", " ")):
+            for command in re.findall(r"phalanx (?:train|verify|config show)([^#|>&\n]*)", text.replace("\\\n", " ")):
                 ours = command.partition(" -- ")[0]
                 unknown = set(re.findall(r"(?<!\S)--[a-z][a-z-]*", ours)) - known
                 assert not unknown, f"{page.name}: phalanx {command}"

@@ -112,7 +112,16 @@ def test_files_stay_small(path):
 
 
 @pytest.mark.parametrize(
-    "words", [["--help"], ["train", "--help"], ["config", "show"], ["--version"], ["train", "no-such-recipe"]]
+    "words",
+    [
+        ["--help"],
+        ["train", "--help"],
+        ["verify", "--help"],
+        ["config", "show"],
+        ["--version"],
+        ["train", "no-such-recipe"],
+        ["verify", "no-such-model"],
+    ],
 )
 def test_the_command_line_imports_neither_torch_nor_numpy(words):
     code = (
