@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,12 +38,14 @@ class TensorAndData(FSDP):
         if not splits_sequence(model):  # equal activations want equal dropout
             seed_everything(self.config.seed, rank=self.world.dp_rank)
         if self.world.mesh.dp_size > 1:
+            # Outputs of a DTensor module always are views: fully_shard would warn in every run.
+            warnings.filterwarnings("ignore", message=".*returned a view tensor", category=UserWarning)
             return super().wrap(model)
         if any(parameter.is_meta for parameter in model.parameters()):
             self._materialise(model)
         for parameter in model.parameters():
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(_complete_gradient)
+                parameter.register_post_accumulate_grad_hook(_complete_gradient)  # type: ignore[no-untyped-call]
         return model
 
     def clip_grad_norm(self, parameters: Sequence[nn.Parameter], max_norm: float) -> torch.Tensor:

@@ -11,7 +11,6 @@ import copy
 import math
 from typing import TYPE_CHECKING
 
-from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -27,6 +26,7 @@ from phalanx.strategies.tensor_styles import GatherFirstInput, TokenEmbedding, W
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
 _SEQUENCE = Shard(1)
@@ -143,8 +143,7 @@ def _tie_again(model: nn.Module, before: Mapping[str, nn.Parameter]) -> None:
         if original == name:
             continue
         kept, copied = model.get_parameter(original), model.get_parameter(name)
-        assert isinstance(kept, DTensor) and isinstance(copied, DTensor), "checked before"
-        if kept.placements != copied.placements:
+        if getattr(kept, "placements", None) != getattr(copied, "placements", None):
             raise UsageError(
                 f"{original} and {name} are tied, but tensor_plan() splits them differently",
                 hint="A token embedding split by 'embedding-rowwise' goes with a head split by 'head-colwise'.",

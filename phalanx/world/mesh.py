@@ -84,6 +84,11 @@ def plan_mesh(config: DistributedConfig, world_size: int, ranks_per_node: int) -
     if world_size % tp:
         raise _indivisible("tensor_parallel", tp, world_size, smallest=1)
     data = world_size // tp
+    if data == 1 < tp and config.offload == "cpu":
+        raise UsageError(
+            f"offload = 'cpu' needs ranks to shard over, but tensor_parallel = {tp} takes all {world_size}",
+            hint=f"Start a multiple of {tp} ranks, lower tensor_parallel, or leave offload out.",
+        )
     if config.resolved_strategy != "fsdp":  # beside tensor the data axis is sharded too: plain ddp knows no DTensor
         return Mesh(dp_replicate=data) if tp == 1 else Mesh(dp_shard=data, tp=tp)
     if config.sharding != "hybrid":
