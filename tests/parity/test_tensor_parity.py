@@ -80,7 +80,8 @@ def assert_same(ours: dict, theirs: dict, tolerance: float) -> None:
 LAYOUTS = {
     "tensor 2": (2, {"tensor_parallel": 2}),
     "tensor 2 x fsdp 2": (4, {"tensor_parallel": 2, "strategy": "fsdp"}),
-    "tensor 2 x ddp 2": (4, {"tensor_parallel": 2, "strategy": "ddp"}),
+    "tensor 2 x ddp 2": (4, {"tensor_parallel": 2, "strategy": "ddp", "activation_checkpointing": True}),
+    "tensor 2 x hybrid 2 x 2": (8, {"tensor_parallel": 2, "strategy": "fsdp", "sharding": "hybrid", "shard_size": 2}),
 }
 CASES = [
     ("gpt", "tensor 2", "tokens", 2),
@@ -89,6 +90,7 @@ CASES = [
     ("llama", "tensor 2 x fsdp 2", "tokens", 1),
     ("llama", "tensor 2 x fsdp 2", "samples", 2),
     ("llama", "tensor 2 x ddp 2", "tokens", 2),
+    ("llama", "tensor 2 x hybrid 2 x 2", "tokens", 1),
 ]
 ONE: dict[tuple, tuple] = {}
 
