@@ -36,6 +36,9 @@ class Parallelism:
 
     backend: str = option("pytorch-ddp", "a launcher and a strategy under one name", choices=tuple(BACKENDS))
     strategy: str = option("auto", "how the ranks share the work (auto: the backend's own)", choices=STRATEGIES)
+    tensor_parallel: int = option(
+        1, "split every layer of the model over this many neighbouring ranks, by the model's tensor_plan()", minimum=1
+    )
     sharding: str = option(
         "full",
         "fsdp: shard parameters too (full), keep them whole between forward and backward (grad-op), or shard within "

@@ -32,6 +32,7 @@ from phalanx.loop.prepared import PreparedLoader
 from phalanx.loop.schedulers import bind_scheduler
 from phalanx.loop.snapshot import restore_snapshot, save_snapshot
 from phalanx.strategies.registry import build_strategy
+from phalanx.world.groups import build_data_group
 from phalanx.world.seed import rng_state, seed_everything, set_rng_state
 from phalanx.world.world import join_world, leave_world
 
@@ -184,9 +185,10 @@ class Formation:
         return loader
 
     def _cpu_group(self) -> dist.ProcessGroup | None:
-        """Return a gloo group for counts that the loop needs on the host; the default group where that is gloo."""
-        if self._host_group is None and self.world.comm_backend not in (None, "gloo"):
-            self._host_group = dist.new_group(backend="gloo")
+        """Return a gloo group of the data ranks for counts that are needed on the host; None: the default will do."""
+        will_do = self.world.comm_backend in (None, "gloo") and self.world.mesh.dp_size == self.world_size
+        if self._host_group is None and self.world.mesh.dp_size > 1 and not will_do:
+            self._host_group = build_data_group(self.world.mesh, self.rank, "gloo")
         return self._host_group
 
     def autocast(self) -> AbstractContextManager[Any]:

@@ -136,7 +136,8 @@ class Gradients:
     def _divide_by_weight(self, weight: torch.Tensor) -> None:
         if self._world.world_size > 1:
             dist.all_reduce(weight)
-        factor = self._world.mesh.dp_size / weight.clamp(min=torch.finfo(torch.float64).tiny)
+        # The sum counts each sample once for every rank that saw it, which leaves the world's size, not dp_size.
+        factor = self._world.world_size / weight.clamp(min=torch.finfo(torch.float64).tiny)
         torch._foreach_mul_([p.grad for p in self._parameters if p.grad is not None], factor)
 
     def _name_unused(self, optimizer: torch.optim.Optimizer) -> None:

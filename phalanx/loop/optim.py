@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from phalanx.errors import UsageError
 
@@ -20,6 +21,8 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Return the config's optimizer over the trainable parameters, in its fastest implementation."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
+    # torch has fused Adam for sharded parameters, but neither fused SGD nor fused Adagrad.
+    sharded = any(isinstance(parameter, DTensor) for parameter in trained)
     settings: dict[str, Any] = {"lr": config.learning_rate, "weight_decay": config.weight_decay}
     match config.optimizer:
         case "adamw":
@@ -27,11 +30,11 @@ def build_optimizer(
         case "adam":
             return torch.optim.Adam(trained, fused=True, **settings)
         case "sgd":
-            return torch.optim.SGD(trained, momentum=config.momentum, fused=True, **settings)
+            return torch.optim.SGD(trained, momentum=config.momentum, fused=not sharded, **settings)
         case "rmsprop":
             return torch.optim.RMSprop(trained, momentum=config.momentum, foreach=True, **settings)
         case "adagrad":
-            return torch.optim.Adagrad(trained, fused=True if device.type == "cpu" else None, **settings)
+            return torch.optim.Adagrad(trained, fused=device.type == "cpu" and not sharded, **settings)
     raise AssertionError(f"the config allowed the optimizer {config.optimizer!r}")
 
 

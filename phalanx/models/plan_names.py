@@ -37,5 +37,10 @@ HEAD_COLWISE = "head-colwise"
 """The output layer, split by vocabulary (dim 0). Its input is gathered along the sequence; the logits may stay split
 for a parallel loss. With tied weights it shares the shards of the token embedding."""
 
-PLAN_NAMES = frozenset({COLWISE, ROWWISE, SEQUENCE, GATHER, EMBEDDING_ROWWISE, EMBEDDING_POSITIONS, HEAD_COLWISE})
+WHOLE = "whole"
+"""A module that every rank keeps whole, and feeds with the same whole inputs."""
+
+PLAN_NAMES = frozenset(
+    {COLWISE, ROWWISE, SEQUENCE, GATHER, EMBEDDING_ROWWISE, EMBEDDING_POSITIONS, HEAD_COLWISE, WHOLE}
+)
 """Every word a plan may use."""

@@ -29,8 +29,15 @@ def start_line(run: RunStarted) -> str:
     replicas = run.global_batch // per_step if per_step else run.world_size
     ranks = "1 rank" if run.world_size == 1 else f"{run.world_size} ranks"
     batch = f"global batch {run.global_batch} = {run.batch_size} x {run.accumulation} x {replicas}"
-    parts = [f"{ranks} on {run.device}", run.strategy, run.precision, batch, f"{run.parameters:,} parameters"]
+    parts = [f"{ranks} on {run.device}", _layout(run), run.precision, batch, f"{run.parameters:,} parameters"]
     return " · ".join(parts)
+
+
+def _layout(run: RunStarted) -> str:
+    """Name the strategy, with the axes where ranks do more than see different samples."""
+    if "tp" not in run.mesh:
+        return run.strategy
+    return f"{run.strategy} ({' x '.join(f'{axis} {size}' for axis, size in run.mesh.items())})"
 
 
 def step_parts(event: StepDone) -> list[str]:

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,12 +23,24 @@ if TYPE_CHECKING:
     from phalanx.world.world import World
 
 
-_COALESCED_BYTES = 250 * 1024 * 1024
+COALESCED_BYTES = 250 * 1024 * 1024
+"""How much is sent at a time where many small tensors go from one rank to all."""
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a tensor: the memory itself, not a copy."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor as every rank can use it: a sharded one gathered from all ranks, any other as it is."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    placements = list(tensor.placements)
+    for axis in range(len(placements)):  # the outer axes cut last: one gather undoes each, where torch warns of several
+        placements[axis] = Replicate()
+        tensor = tensor.redistribute(placements=placements)
+    return tensor.full_tensor()
 
 
 class Strategy:
@@ -58,10 +70,10 @@ class Strategy:
 
         Rank 0's are taken, as DDP itself does before every forward pass; after the last one nobody does.
         """
-        buffers = list(self.unwrap(wrapped).buffers())
+        buffers = [local(buffer) for buffer in self.unwrap(wrapped).buffers()]
         if self.world.world_size > 1 and buffers:
             with torch.no_grad():
-                dist._broadcast_coalesced(dist.distributed_c10d._get_default_group(), buffers, _COALESCED_BYTES, 0)
+                dist._broadcast_coalesced(dist.distributed_c10d._get_default_group(), buffers, COALESCED_BYTES, 0)
 
     def clip_grad_norm(self, parameters: Sequence[nn.Parameter], max_norm: float) -> torch.Tensor:
         """Scale gradients so that their one global norm is at most `max_norm`; return the norm before."""

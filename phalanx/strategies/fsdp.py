@@ -5,14 +5,15 @@ The model's repeated blocks are gathered one at a time: while one computes, the 
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from phalanx.strategies.base import Strategy
 from phalanx.strategies.blocks import blocks_of_class, find_blocks
+from phalanx.world.groups import build_device_mesh
 
 if TYPE_CHECKING:
     from torch import nn
@@ -44,10 +45,15 @@ class FSDP(Strategy):
         if isinstance(wrapped, FSDPModule):
             wrapped.set_requires_gradient_sync(sync)
 
+    @cached_property
+    def device_mesh(self) -> DeviceMesh:
+        """The groups of all axes, made once for all models of the run."""
+        return build_device_mesh(self.world.mesh, self.world.device.type)
+
     def _options(self) -> dict[str, Any]:
         config = self.config
         options: dict[str, Any] = {
-            "mesh": self._device_mesh(),
+            "mesh": self._data_mesh(),
             "reshard_after_forward": config.sharding != "grad-op",
             "mp_policy": self._precision(),
         }
@@ -55,12 +61,10 @@ class FSDP(Strategy):
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=self.world.device.type == "cuda")
         return options
 
-    def _device_mesh(self) -> DeviceMesh:
-        mesh = self.world.mesh
-        if mesh.dp_replicate == 1:
-            return init_device_mesh(self.world.device.type, (mesh.dp_shard,), mesh_dim_names=("dp_shard",))
-        sizes = (mesh.dp_replicate, mesh.dp_shard)
-        return init_device_mesh(self.world.device.type, sizes, mesh_dim_names=("dp_replicate", "dp_shard"))
+    def _data_mesh(self) -> DeviceMesh:
+        if self.world.mesh.dp_replicate == 1:
+            return self.device_mesh["dp_shard"]
+        return self.device_mesh["dp_replicate", "dp_shard"]
 
     def _precision(self) -> MixedPrecisionPolicy:
         """Gather parameters in the low precision that the forward pass uses anyway; add gradients up in fp32."""

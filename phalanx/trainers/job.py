@@ -80,7 +80,8 @@ def _evaluate(formation: Formation, job: Job) -> JobResult:
 def _predict(formation: Formation, job: Job) -> JobResult:
     model = formation.prepare(job.task.model)
     loader = formation.prepare_loader(job.task.val, training=False)
-    mine = predict(formation, model, loader)
+    found = predict(formation, model, loader)
+    mine = found if formation.world.leads_samples else []  # ranks that share samples all have their outputs
     parts: list[Any] = [None] * formation.world_size
     if formation.world_size > 1:
         dist.gather_object(mine, parts if formation.is_main else None, dst=0)

@@ -56,6 +56,19 @@ class Mesh:
         place = self.place(rank)
         return place["dp_replicate"] * self.dp_shard + place["dp_shard"]
 
+    def data_groups(self) -> list[list[int]]:
+        """Return, for each place on the other axes, the ranks there that see different samples, in their order."""
+        groups: dict[tuple[int, int, int], list[int]] = {}
+        for rank in range(self.world_size):
+            place = self.place(rank)
+            groups.setdefault((place["pp"], place["cp"], place["tp"]), []).append(rank)
+        return list(groups.values())
+
+    def leads_samples(self, rank: int) -> bool:
+        """Whether a rank is the first of those that see the same samples, and so the one to speak for them."""
+        place = self.place(rank)
+        return not (place["pp"] or place["cp"] or place["tp"])
+
     def label(self, rank: int) -> str:
         """Return the name a rank has in logs, such as "r3 dp1": only axes larger than one are named."""
         place = self.place(rank)
@@ -67,15 +80,30 @@ class Mesh:
 
 def plan_mesh(config: DistributedConfig, world_size: int, ranks_per_node: int) -> Mesh:
     """Lay the ranks over the axes that the config asks for; what does not divide is refused with what would."""
-    if config.resolved_strategy != "fsdp":
-        return Mesh(dp_replicate=world_size)
-    if config.sharding != "hybrid":
-        return Mesh(dp_shard=world_size)
-    shard = config.shard_size or ranks_per_node
-    if world_size % shard:
-        possible = [size for size in range(2, world_size + 1) if world_size % size == 0]
+    tp = config.tensor_parallel
+    if world_size % tp:
+        raise _indivisible("tensor_parallel", tp, world_size, smallest=1)
+    data = world_size // tp
+    if data == 1 < tp and config.offload == "cpu":
         raise UsageError(
-            f"{world_size} ranks cannot be cut into groups of shard_size = {shard}",
-            hint=f"With {world_size} ranks shard_size can be: {', '.join(map(str, possible))}.",
+            f"offload = 'cpu' needs ranks to shard over, but tensor_parallel = {tp} takes all {world_size}",
+            hint=f"Start a multiple of {tp} ranks, lower tensor_parallel, or leave offload out.",
         )
-    return Mesh(dp_replicate=world_size // shard, dp_shard=shard)
+    if config.resolved_strategy != "fsdp":  # beside tensor the data axis is sharded too: plain ddp knows no DTensor
+        return Mesh(dp_replicate=data) if tp == 1 else Mesh(dp_shard=data, tp=tp)
+    if config.sharding != "hybrid":
+        return Mesh(dp_shard=data, tp=tp)
+    shard = config.shard_size or max(1, ranks_per_node // tp)
+    if data % shard:
+        raise _indivisible("shard_size", shard, data, smallest=2, beside=tp)
+    return Mesh(dp_replicate=data // shard, dp_shard=shard, tp=tp)
+
+
+def _indivisible(setting: str, size: int, ranks: int, *, smallest: int, beside: int = 1) -> UsageError:
+    possible = [str(number) for number in range(smallest, ranks + 1) if ranks % number == 0]
+    have = f"{ranks} rank{'s' * (ranks != 1)}" + (f" (those beside tensor_parallel = {beside})" if beside > 1 else "")
+    choice = f"With {have} {setting} can be: {', '.join(possible)}. " if possible else ""
+    return UsageError(
+        f"{have} cannot be cut into groups of {setting} = {size}",
+        hint=f"{choice}Or start a multiple of {size * beside} ranks: --num-workers {size * beside}.",
+    )

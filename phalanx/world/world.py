@@ -64,6 +64,11 @@ class World:
         return self.mesh.dp_rank(self.rank)
 
     @property
+    def leads_samples(self) -> bool:
+        """Whether this rank speaks for those that see the same samples."""
+        return self.mesh.leads_samples(self.rank)
+
+    @property
     def label(self) -> str:
         """This rank's name in logs."""
         return self.mesh.label(self.rank)

@@ -118,6 +118,14 @@ def test_an_optimizer_made_before_sharding_trains_the_shards(ranks, tmp_path):
     assert_same(ranks(run, world_size=2)[0][0], expected, 1e-10)
 
 
+@pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "rmsprop"])
+def test_optimizers_by_name_train_the_shards(ranks, tmp_path, optimizer):
+    common = {"max_steps": 4, "optimizer": optimizer}
+    expected, _ = ranks(lambda: train(str(tmp_path / "a"), batch_size=16, **common), world_size=1)[0]
+    ours = ranks(lambda: train(str(tmp_path / "b"), batch_size=8, strategy="fsdp", **common), world_size=2)[0][0]
+    assert_same(ours, expected, 1e-10)
+
+
 def test_stop_and_resume_gives_the_same_bits(ranks, tmp_path):
     common = {"batch_size": 4, "strategy": "fsdp", "dropout": 0.2, "samples": 40, "lr_schedule": "inverse-sqrt"}
     place = {"checkpoint_dir": str(tmp_path / "ckpt")}

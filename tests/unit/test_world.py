@@ -12,7 +12,7 @@ from phalanx.config import DistributedConfig
 from phalanx.errors import UsageError
 from phalanx.world.env import expand_hostlist, read_rank_env
 from phalanx.world.layout import plan_layout
-from phalanx.world.mesh import Mesh
+from phalanx.world.mesh import Mesh, plan_mesh
 from phalanx.world.seed import rng_state, seed_everything, set_rng_state
 
 
@@ -108,6 +108,37 @@ def test_mesh_places_and_labels():
     assert Mesh().label(0) == "r0"
     assert Mesh(dp_replicate=2, dp_shard=2).label(3) == "r3 dp_replicate1 dp_shard1"
     assert sorted(mesh.dp_rank(rank) for rank in range(8)) == [0, 0, 0, 0, 1, 1, 1, 1]
+
+
+def test_tensor_parallel_takes_neighbouring_ranks():
+    for strategy in ("ddp", "fsdp"):
+        mesh = plan_mesh(DistributedConfig(strategy=strategy, tensor_parallel=2), 4, 4)
+        assert mesh == Mesh(dp_shard=2, tp=2)
+    assert mesh.label(3) == "r3 dp1 tp1"
+    assert mesh.data_groups() == [[0, 2], [1, 3]]
+    assert [mesh.dp_rank(rank) for rank in range(4)] == [0, 0, 1, 1]
+    assert [mesh.leads_samples(rank) for rank in range(4)] == [True, False, True, False]
+    assert plan_mesh(DistributedConfig(tensor_parallel=2), 2, 2) == Mesh(tp=2)
+    hybrid = DistributedConfig(strategy="fsdp", sharding="hybrid", tensor_parallel=2)
+    assert plan_mesh(hybrid, 8, 4) == Mesh(dp_replicate=2, dp_shard=2, tp=2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "ranks", "words"),
+    [
+        ({"tensor_parallel": 3}, 4, "4 ranks cannot be cut into groups of tensor_parallel = 3\n.*can be: 1, 2, 4"),
+        ({"tensor_parallel": 2}, 1, "1 rank cannot .*\n.*--num-workers 2"),
+        (
+            {"tensor_parallel": 2, "strategy": "fsdp", "sharding": "hybrid", "shard_size": 4},
+            4,
+            "beside tensor_parallel",
+        ),
+        ({"tensor_parallel": 2, "offload": "cpu"}, 2, "takes all 2"),
+    ],
+)
+def test_impossible_meshes_are_refused_by_arithmetic(settings, ranks, words):
+    with pytest.raises(UsageError, match=words):
+        plan_layout(DistributedConfig(num_workers=ranks, device="cpu", **settings), 0)
 
 
 def test_layout_follows_the_machine():

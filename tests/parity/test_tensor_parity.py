@@ -1,0 +1,262 @@
+"""tensor parallelism equals one process: alone and with sharded data axes, and checkpoints across layouts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from phalanx.config import DistributedConfig
+from phalanx.errors import ModelError, UsageError
+from phalanx.loop.formation import Formation
+from phalanx.loop.task import TrainTask
+from phalanx.models.gpt import gpt
+from phalanx.models.llama import llama
+from phalanx.models.plan_names import PLAN_NAMES
+from phalanx.strategies.base import local, whole
+from phalanx.strategies.tensor import STYLES
+from phalanx.trainers.job import Job, run_job
+
+SHAPE = {"layers": 2, "vocab_size": 61, "block_size": 16}  # 61 tokens cannot be cut evenly
+MODELS = {"gpt": gpt, "llama": llama}
+
+
+class Net(nn.Module):
+    """A model of a user's own, with a plan of words and of torch's styles; ranks hold equal activations."""
+
+    def __init__(self, dropout: float = 0.0, plan: dict | None = None) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(61, 12)
+        self.up = nn.Linear(12, 20)
+        self.down = nn.Linear(20, 12)
+        self.dropout = nn.Dropout(dropout)
+        self.head = nn.Linear(12, 61)
+        self.plan = plan
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(tokens)
+        return self.head(hidden + self.dropout(self.down(torch.tanh(self.up(hidden)))))
+
+    def tensor_plan(self) -> dict:
+        styles = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        return self.plan or {"embed": "whole", **styles, "head": "whole"}
+
+
+def make_tokens(samples: int, time: int, *, ignoring: bool) -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(61, (samples, time + 1), generator=generator)
+    targets = tokens[:, 1:].clone()
+    if ignoring:
+        targets[::3, :5] = -100  # samples differ in what they weigh
+    return TensorDataset(tokens[:, :-1].contiguous(), targets)
+
+
+def train(folder: str, name: str = "llama", *, samples: int = 32, dtype: str = "float64", time: int = 8, **settings):
+    """Train on this rank; return the whole weights, the last evaluation, and the steps' gradient norms."""
+    torch.manual_seed(3)
+    built = {**SHAPE, **settings.pop("shape", {})}
+    model = MODELS[name](**built).to(getattr(torch, dtype)) if name in MODELS else settings.pop("model")
+    defaults = {"device": "cpu", "progress": False, "learning_rate": 1e-2, "log_every_n_steps": 1}
+    config = DistributedConfig(**{**defaults, **settings})
+    data = DataLoader(make_tokens(samples, time, ignoring=config.loss_weighting == "tokens"), shuffle=True)
+    result = run_job(Job("fit", TrainTask(model, data, data), config, Path(folder)), in_place=True)
+    weights = {key: whole(value.detach()).clone() for key, value in model.state_dict().items()}
+    assert result.history is not None
+    epoch = result.history.epochs[-1]
+    return weights, epoch.val, [step["grad_norm"] for step in result.history.steps]
+
+
+def assert_same(ours: dict, theirs: dict, tolerance: float) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        difference = (ours[name] - value).abs().max().item() / max(1.0, value.abs().max().item())
+        assert difference <= tolerance, f"{name} differs by {difference}"
+
+
+LAYOUTS = {
+    "tensor 2": (2, {"tensor_parallel": 2}),
+    "tensor 2 x fsdp 2": (4, {"tensor_parallel": 2, "strategy": "fsdp"}),
+    "tensor 2 x ddp 2": (4, {"tensor_parallel": 2, "strategy": "ddp", "activation_checkpointing": True}),
+    "tensor 2 x hybrid 2 x 2": (8, {"tensor_parallel": 2, "strategy": "fsdp", "sharding": "hybrid", "shard_size": 2}),
+}
+CASES = [
+    ("gpt", "tensor 2", "tokens", 2),
+    ("gpt", "tensor 2 x fsdp 2", "samples", 2),
+    ("llama", "tensor 2", "samples", 1),
+    ("llama", "tensor 2 x fsdp 2", "tokens", 1),
+    ("llama", "tensor 2 x fsdp 2", "samples", 2),
+    ("llama", "tensor 2 x ddp 2", "tokens", 2),
+    ("llama", "tensor 2 x hybrid 2 x 2", "tokens", 1),
+]
+ONE: dict[tuple, tuple] = {}
+
+
+@pytest.mark.parametrize(("name", "layout", "weighting", "accumulation"), CASES)
+def test_every_layout_equals_one_process(ranks, tmp_path, name, layout, weighting, accumulation):
+    """37 samples in global batches of 8 are 5 steps with a ragged end; clipping by one norm of all parameters."""
+    common = {"loss_weighting": weighting, "gradient_clipping": 0.5, "epochs": 1, "samples": 37}
+    if (name, weighting) not in ONE:
+        ONE[name, weighting] = ranks(lambda: train(str(tmp_path), name, batch_size=8, **common), world_size=1)[0]
+    weights, metrics, norms = ONE[name, weighting]
+    world_size, settings = LAYOUTS[layout]
+    batch_size = 8 // (accumulation * world_size // 2)
+
+    def run():
+        split = {"batch_size": batch_size, "gradient_accumulation_steps": accumulation, **settings}
+        return train(str(tmp_path / "split"), name, **common, **split)
+
+    assert len(norms) == 5
+    assert min(norms) > 0.5
+    for rank, (ours, measured, our_norms) in enumerate(ranks(run, world_size=world_size)):
+        assert_same(ours, weights, 1e-10)
+        assert measured == pytest.approx(metrics, rel=1e-10)
+        if rank == 0:
+            assert our_norms == pytest.approx(norms, rel=1e-10)
+
+
+def test_a_plan_of_the_users_own_with_torch_styles(ranks, tmp_path):
+    """Ranks hold equal activations here, so dropout must be equal too: then each rank's own `embed` stays equal."""
+    common = {"name": "own", "epochs": 1, "batch_size": 8, "gradient_clipping": 0.5, "optimizer": "sgd"}
+
+    def run(dropout: float, **settings):
+        torch.manual_seed(3)
+        model = Net(dropout).double()
+        weights, _, _ = train(str(tmp_path / "own"), model=model, **common, **settings)
+        return weights, local(model.embed.weight.detach()).clone()
+
+    expected, _ = ranks(lambda: run(0.0), world_size=1)[0]
+    for weights, _ in ranks(lambda: run(0.0, tensor_parallel=2), world_size=2):
+        assert_same(weights, expected, 1e-10)
+    (_, first), (_, second) = ranks(lambda: run(0.2, tensor_parallel=2), world_size=2)
+    assert torch.equal(first, second)
+
+
+def test_stop_and_resume_gives_the_same_bits(ranks, tmp_path):
+    """With dropout, whose slices differ from rank to rank."""
+    common = {"name": "gpt", "tensor_parallel": 2, "batch_size": 4, "shape": {"dropout": 0.2}}
+    place = {"checkpoint_dir": str(tmp_path / "ckpt")}
+    whole_run = ranks(lambda: train(str(tmp_path / "a"), max_steps=4, **common), world_size=4)
+    ranks(lambda: train(str(tmp_path / "b"), max_steps=2, **common, **place), world_size=4)
+    rest = ranks(
+        lambda: train(str(tmp_path / "c"), max_steps=4, resume_from_checkpoint=True, **common, **place), world_size=4
+    )
+    for ours, theirs in zip(rest, whole_run, strict=True):
+        assert_same(ours[0], theirs[0], 0.0)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [((4, 2, "fsdp"), (1, 1, "ddp")), ((4, 2, "fsdp"), (4, 1, "fsdp")), ((1, 1, "ddp"), (2, 2, "ddp"))],
+)
+def test_checkpoints_load_at_another_layout(ranks, tmp_path, first, second):
+    """Saved mid-run on one layout and finished on another: as if it had never moved. The gpt's weights are tied."""
+    place = {"checkpoint_dir": str(tmp_path / "ckpt")}
+
+    def run(layout, **settings):
+        world_size, degree, strategy = layout
+        split = {"strategy": strategy, "tensor_parallel": degree, "batch_size": 8 * degree // world_size}
+        return ranks(lambda: train(str(tmp_path / "run"), "gpt", **split, **settings), world_size=world_size)[0][0]
+
+    expected = run((1, 1, "ddp"), max_steps=4)
+    run(first, max_steps=2, **place)
+    assert_same(run(second, max_steps=4, resume_from_checkpoint=True, **place), expected, 1e-10)
+
+
+def predict_and_stream() -> tuple[list[int], torch.Tensor, list[float]]:
+    """What each sample gives once, and the weights of a stream's batches, which ranks agree on."""
+    torch.manual_seed(3)
+    model = llama(**SHAPE).double()
+    config = DistributedConfig(device="cpu", progress=False, tensor_parallel=2, batch_size=2)
+    tokens = make_tokens(7, 8, ignoring=False).tensors[0]
+    found = run_job(Job("predict", TrainTask(model, None, TensorDataset(tokens)), config), in_place=True).predictions
+    formation = Formation(config)
+    loader = formation.prepare_loader(Stream(tokens))
+    scales = [formation.gradients.current.scale for _ in loader]
+    formation.close()
+    return [] if found is None else list(found.shape), found, scales
+
+
+class Stream(IterableDataset):
+    def __init__(self, tokens: torch.Tensor) -> None:
+        self.tokens = tokens
+
+    def __iter__(self):
+        return iter(self.tokens)
+
+
+def test_samples_shared_by_ranks_count_once(ranks):
+    torch.manual_seed(3)
+    expected = llama(**SHAPE).double()(make_tokens(7, 8, ignoring=False).tensors[0])
+    results = ranks(predict_and_stream, world_size=4)
+    assert results[0][0] == list(expected.shape)
+    assert (results[0][1] - expected).abs().max() < 1e-12
+    # The mean over ranks of a batch's factors is 1, and 7 samples in global batches of 4 make two of them.
+    assert sum(sum(scales) for _, _, scales in results) / 4 == pytest.approx(2.0)
+
+
+def test_a_model_built_on_the_meta_device_gets_its_parts(ranks):
+    def build(**settings):
+        with torch.device("meta"):
+            model = gpt(**SHAPE)
+        with Formation(device="cpu", tensor_parallel=2, **settings) as formation:
+            formation.prepare(model)
+        held = sum(local(parameter).numel() for parameter in model.parameters())
+        return held, all(bool(torch.isfinite(whole(p.detach())).all()) for p in model.parameters())
+
+    total = gpt(**SHAPE).num_parameters()
+    for world_size in (2, 4):
+        parts = ranks(lambda: build(strategy="fsdp"), world_size=world_size)
+        assert all(finite for _, finite in parts)
+        assert max(held for held, _ in parts) < 1.1 * total / world_size
+
+
+def test_frozen_parameters_stay_frozen(ranks):
+    def build():
+        model = llama(**SHAPE)
+        model.norm.requires_grad_(False)
+        model.head.requires_grad_(False)
+        with Formation(device="cpu", tensor_parallel=2) as formation:
+            formation.prepare(model)
+        return [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+
+    assert ranks(build, world_size=2)[0] == ["norm.weight", "head.weight"]
+
+
+def test_the_words_of_a_plan_are_the_models_words():
+    assert set(STYLES) == PLAN_NAMES
+
+
+BAD_PLANS = {
+    "Did you mean 'colwise'": {"up": "colwize"},
+    "names 'upp'": {"upp": "colwise"},
+    "does not say what becomes of embed.weight": {"up": "colwise", "down": "whole", "head": "whole"},
+    "down.in_features = 20": {"embed": "whole", "up": "whole", "down": "rowwise", "head": "whole"},
+}
+
+
+@pytest.mark.parametrize("message", BAD_PLANS)
+def test_bad_plans_are_refused(ranks, message):
+    degree = 3 if "=" in message else 2
+
+    def build():
+        with Formation(device="cpu", tensor_parallel=degree) as formation:
+            formation.prepare(Net(plan=BAD_PLANS[message]))
+
+    with pytest.raises(UsageError, match=message):
+        ranks(build, world_size=degree)
+
+
+def test_bad_degrees_are_refused(ranks, tmp_path):
+    def run(**settings):
+        return train(str(tmp_path), batch_size=4, max_steps=1, **settings)
+
+    with pytest.raises(UsageError, match=r"kv_heads = 2.*\n.*can be: 1, 2"):
+        ranks(lambda: run(tensor_parallel=4), world_size=4)
+    with pytest.raises(UsageError, match="no tensor_plan"):
+        ranks(lambda: run(name="own", model=nn.Linear(2, 2), tensor_parallel=2), world_size=2)
+    with pytest.raises(ModelError, match="9 tokens cannot be cut into tensor_parallel = 2"):
+        ranks(lambda: run(tensor_parallel=2, time=9), world_size=2)
