@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from phalanx.errors import CheckpointError, UsageError
+from phalanx.launch import check_endpoint
 
 if TYPE_CHECKING:
     from phalanx.config import DistributedConfig
@@ -19,6 +20,8 @@ def check_before_start(config: DistributedConfig) -> None:
         raise UsageError(
             "mlflow_tracking needs MLflow, which is not installed", hint="Run: pip install 'phalanx[mlflow]'"
         )
+    if config.num_nodes > 1 and config.rdzv_endpoint:
+        check_endpoint(config.rdzv_endpoint)
     _check_resume(config)
     for name in ("checkpoint_dir", "tensorboard_dir", "run_dir"):
         _check_folder(name, getattr(config, name))
