@@ -172,3 +172,40 @@ def test_a_module_runs_like_a_script(joining, tmp_path):
     )
     assert answer.code == 0, answer.text
     assert json.loads(answer.out.splitlines()[-1])["steps"] == 1
+
+
+def test_a_second_fit_under_the_command_line_has_a_folder_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    script = write_script(
+        tmp_path / "train.py",
+        """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from phalanx import PyTorchDDPTrainer
+data = TensorDataset(torch.randn(8, 4), torch.arange(8) % 2)
+for width in (2, 3):
+    PyTorchDDPTrainer(nn.Linear(4, width), batch_size=4, max_steps=1, checkpoint_frequency=1).fit(data)
+""",
+    )
+    answer = phalanx("train", "--script", script, "--num-workers", 2, "--device", "cpu", "--run-dir", "run")
+    assert answer.code == 0, answer.text
+    for folder in (tmp_path / "run", tmp_path / "run" / "fit-2"):
+        assert (folder / "events.jsonl").read_text().count('"event":"run_started"') == 1
+        assert len(list((folder / "checkpoints").glob("step-*"))) == 1
+
+
+def test_a_refused_evaluation_leaves_no_log_folder(tmp_path, monkeypatch, warm_process):
+    import tempfile
+    from pathlib import Path
+
+    from torch import nn
+
+    from phalanx import PyTorchDDPTrainer
+    from phalanx.errors import PhalanxError
+
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(PhalanxError, match="empty|no "):
+        PyTorchDDPTrainer(nn.Linear(4, 2), num_workers=2, device="cpu", progress=False).evaluate([])
+    assert not list(Path(tempfile.gettempdir()).glob("phalanx-*"))
+    assert not (tmp_path / "runs").exists()

@@ -28,12 +28,6 @@ PUBLISHED = {
 WITH_PRESETS = [name for name in names() if name not in ("mlp", "convnet")]
 
 
-@pytest.fixture(autouse=True)
-def _compiler_cache(monkeypatch, tmp_path):
-    """Tensors on the meta device make torch import its compiler, which sets this variable for good."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-
-
 @pytest.fixture(autouse=True, scope="module")
 def _one_thread():
     """Tiny layers run faster on one thread, above all on a busy machine."""

@@ -12,12 +12,6 @@ from phalanx.errors import ModelError
 from phalanx.models import build
 
 
-@pytest.fixture(autouse=True)
-def _compiler_cache(monkeypatch, tmp_path):
-    """Optimizers make torch import its compiler, which sets this variable for good."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-
-
 @pytest.fixture(autouse=True, scope="module")
 def _one_thread():
     """Tiny layers run faster on one thread, above all on a busy machine."""

@@ -17,12 +17,6 @@ from phalanx.models.gpt import GPT, GPTConfig, gpt
 from phalanx.models.registry import build, names
 
 
-@pytest.fixture(autouse=True)
-def _compiler_cache(monkeypatch, tmp_path):
-    """Optimizers and tensors on the meta device make torch import its compiler, which sets this variable for good."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-
-
 @pytest.fixture(autouse=True, scope="module")
 def _one_thread():
     """Tiny layers run faster on one thread, above all on a busy machine."""
