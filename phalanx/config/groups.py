@@ -10,6 +10,7 @@ BACKENDS: dict[str, tuple[str, str]] = {"pytorch-ddp": ("local", "ddp"), "pytorc
 """A backend is only a name for a pair (launcher, strategy)."""
 
 STRATEGIES = ("auto", "ddp", "fsdp")
+PIPELINE_SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 OPTIMIZERS = ("adamw", "adam", "sgd", "rmsprop", "adagrad")
 LR_SCHEDULES = ("constant", "linear", "cosine", "inverse-sqrt")
 
@@ -38,6 +39,33 @@ class Parallelism:
     strategy: str = option("auto", "how the ranks share the work (auto: the backend's own)", choices=STRATEGIES)
     tensor_parallel: int = option(
         1, "split every layer of the model over this many neighbouring ranks, by the model's tensor_plan()", minimum=1
+    )
+    pipeline_parallel: int = option(
+        1, "cut the model into stages, one after the other, on this many groups of ranks", minimum=1
+    )
+    pipeline_schedule: str = option(
+        "1f1b",
+        "pipeline: the order of forward and backward passes (interleaved and zero-bubble: several stages a rank)",
+        choices=PIPELINE_SCHEDULES,
+    )
+    microbatches: int | None = option(
+        None,
+        "pipeline: parts of a batch that are under way at once (default: as many as keep the bubble small)",
+        minimum=1,
+    )
+    pipeline_cuts: str | None = option(
+        None, "pipeline: names of the modules that begin a stage, with commas (default: a balanced split)"
+    )
+    pipeline_balance: str = option(
+        "parameters",
+        "pipeline: balance the stages by parameters, or by the time that each part takes (measured)",
+        choices=("parameters", "measured"),
+    )
+    context_parallel: int = option(
+        1, "cut every sequence over this many ranks, with ring attention between them", minimum=1
+    )
+    expert_parallel: int = option(
+        1, "spread the experts of a mixture-of-experts model over this many data-parallel ranks", minimum=1
     )
     sharding: str = option(
         "full",

@@ -32,7 +32,7 @@ from phalanx.loop.prepared import PreparedLoader
 from phalanx.loop.schedulers import bind_scheduler
 from phalanx.loop.snapshot import restore_snapshot, save_snapshot
 from phalanx.strategies.registry import build_strategy
-from phalanx.world.groups import build_data_group
+from phalanx.world.groups import build_axis_group
 from phalanx.world.seed import rng_state, seed_everything, set_rng_state
 from phalanx.world.world import join_world, leave_world
 
@@ -188,7 +188,7 @@ class Formation:
         """Return a gloo group of the data ranks for counts that are needed on the host; None: the default will do."""
         will_do = self.world.comm_backend in (None, "gloo") and self.world.mesh.dp_size == self.world_size
         if self._host_group is None and self.world.mesh.dp_size > 1 and not will_do:
-            self._host_group = build_data_group(self.world.mesh, self.rank, "gloo")
+            self._host_group = build_axis_group(self.world.mesh, ("dp_replicate", "dp_shard"), self.rank, "gloo")
         return self._host_group
 
     def autocast(self) -> AbstractContextManager[Any]:

@@ -1,4 +1,4 @@
-"""Strategies together, on one mesh: layers are split over the tensor axis, then sharded over the data axes."""
+"""Strategies together, on one mesh: what a layer is cut into first, then the data axes over what is left."""
 
 from __future__ import annotations
 
@@ -21,23 +21,25 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-class TensorAndData(FSDP):
-    """tensor_parallel > 1: DTensor over the axis tp, and fully_shard over the ranks that see different samples.
+class Composed(FSDP):
+    """Every layout with an axis beside the data axes; those are laid over the rest by `fully_shard`.
 
-    The data axis is sharded under strategy="ddp" too: torch's DDP cannot average DTensors.
+    The data axes are sharded under strategy="ddp" too: torch's DDP cannot average DTensors.
     """
 
-    name = "tensor"
+    name = "composed"
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Split the model in place, then shard it over the data axes, if there are any."""
+        mesh = self.world.mesh
         if is_split(model):
             return model
         self._share_weights(model)
-        split_tensors(model, self.device_mesh["tp"])
-        if not splits_sequence(model):  # equal activations want equal dropout
-            seed_everything(self.config.seed, rank=self.world.dp_rank)
-        if self.world.mesh.dp_size > 1:
+        if mesh.tp > 1:
+            split_tensors(model, self.device_mesh["tp"])
+            if not splits_sequence(model):  # equal activations want equal dropout
+                seed_everything(self.config.seed, rank=self.world.dp_rank)
+        if mesh.dp_size * mesh.cp > 1:
             # Outputs of a DTensor module always are views: fully_shard would warn in every run.
             warnings.filterwarnings("ignore", message=".*returned a view tensor", category=UserWarning)
             return super().wrap(model)

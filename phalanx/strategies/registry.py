@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from phalanx.errors import UsageError, unknown_name
-from phalanx.strategies.compose import TensorAndData
+from phalanx.strategies.compose import Composed
 from phalanx.strategies.ddp import DDP
 from phalanx.strategies.fsdp import FSDP
 
@@ -22,4 +22,6 @@ def build_strategy(config: DistributedConfig, world: World) -> Strategy:
     name = config.resolved_strategy
     if name not in STRATEGIES:
         raise UsageError(unknown_name("strategy", name, STRATEGIES))
-    return TensorAndData(config, world) if world.mesh.tp > 1 else STRATEGIES[name](config, world)
+    mesh = world.mesh
+    composed = max(mesh.pp, mesh.cp, mesh.tp, config.expert_parallel) > 1
+    return Composed(config, world) if composed else STRATEGIES[name](config, world)

@@ -14,18 +14,22 @@ if TYPE_CHECKING:
 
 
 def build_device_mesh(mesh: Mesh, device_type: str) -> DeviceMesh:
-    """Build the groups of all axes larger than one, outermost first; all ranks must call this."""
+    """Build the groups of all axes larger than one, outermost first; all ranks must call this.
+
+    Ranks that hold slices of one sequence (cp) hold the same parameters, so these are sharded over them as over the
+    ranks of dp_shard: the two axes are one here. The groups of cp alone come from `build_axis_group`.
+    """
+    sizes = {"pp": mesh.pp, "dp_replicate": mesh.dp_replicate, "dp_shard": mesh.dp_shard * mesh.cp, "tp": mesh.tp}
     # Replicas of a model that is sharded over one rank only are still a data axis of two dimensions.
-    kept = {
-        axis: size for axis, size in mesh.sizes.items() if size > 1 or (axis == "dp_shard" and mesh.dp_replicate > 1)
-    }
+    kept = {axis: size for axis, size in sizes.items() if size > 1 or (axis == "dp_shard" and mesh.dp_replicate > 1)}
     return init_device_mesh(device_type, tuple(kept.values()), mesh_dim_names=tuple(kept))
 
 
-def build_data_group(mesh: Mesh, rank: int, backend: str) -> dist.ProcessGroup | None:
-    """Build the group of the ranks that see other samples than this one does; all ranks must call this."""
-    mine = None
-    for ranks in mesh.data_groups():
+def build_axis_group(mesh: Mesh, axes: tuple[str, ...], rank: int, backend: str | None = None) -> dist.ProcessGroup:
+    """Build the group of the ranks that differ from this one on these axes only; all ranks must call this."""
+    mine: dist.ProcessGroup | None = None
+    for ranks in mesh.groups(*axes):
         group = dist.new_group(ranks, backend=backend)  # every rank takes part in making every group
         mine = group if rank in ranks else mine
+    assert mine is not None, "every rank is in one group"
     return mine

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from phalanx.errors import UsageError
+from phalanx.world.products import impossible_product
 
 if TYPE_CHECKING:
     from phalanx.config import DistributedConfig
@@ -56,12 +57,12 @@ class Mesh:
         place = self.place(rank)
         return place["dp_replicate"] * self.dp_shard + place["dp_shard"]
 
-    def data_groups(self) -> list[list[int]]:
-        """Return, for each place on the other axes, the ranks there that see different samples, in their order."""
-        groups: dict[tuple[int, int, int], list[int]] = {}
+    def groups(self, *axes: str) -> list[list[int]]:
+        """Return, for each place on the other axes, the ranks that differ on these axes only, in their order."""
+        groups: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world_size):
             place = self.place(rank)
-            groups.setdefault((place["pp"], place["cp"], place["tp"]), []).append(rank)
+            groups.setdefault(tuple(place[axis] for axis in AXES if axis not in axes), []).append(rank)
         return list(groups.values())
 
     def leads_samples(self, rank: int) -> bool:
@@ -80,28 +81,39 @@ class Mesh:
 
 def plan_mesh(config: DistributedConfig, world_size: int, ranks_per_node: int) -> Mesh:
     """Lay the ranks over the axes that the config asks for; what does not divide is refused with what would."""
-    tp = config.tensor_parallel
-    if world_size % tp:
-        raise _indivisible("tensor_parallel", tp, world_size, smallest=1)
-    data = world_size // tp
-    if data == 1 < tp and config.offload == "cpu":
+    pp, cp, tp = config.pipeline_parallel, config.context_parallel, config.tensor_parallel
+    copy = pp * cp * tp
+    if world_size % copy:
+        raise impossible_product({"pipeline_parallel": pp, "context_parallel": cp, "tensor_parallel": tp}, world_size)
+    data = world_size // copy
+    if data * cp == 1 < copy and config.offload == "cpu":
         raise UsageError(
-            f"offload = 'cpu' needs ranks to shard over, but tensor_parallel = {tp} takes all {world_size}",
-            hint=f"Start a multiple of {tp} ranks, lower tensor_parallel, or leave offload out.",
+            f"offload = 'cpu' needs ranks to shard over, but one copy of the model takes all {world_size}",
+            hint=f"Start a multiple of {copy} ranks, lower the other axes, or leave offload out.",
         )
-    if config.resolved_strategy != "fsdp":  # beside tensor the data axis is sharded too: plain ddp knows no DTensor
-        return Mesh(dp_replicate=data) if tp == 1 else Mesh(dp_shard=data, tp=tp)
+    if config.expert_parallel > 1:
+        return _expert_mesh(config, data, pp=pp, cp=cp, tp=tp)
+    if config.resolved_strategy != "fsdp":  # beside other axes data is sharded too: plain ddp knows no DTensor
+        return Mesh(dp_replicate=data) if copy == 1 else Mesh(pp=pp, dp_shard=data, cp=cp, tp=tp)
     if config.sharding != "hybrid":
-        return Mesh(dp_shard=data, tp=tp)
-    shard = config.shard_size or max(1, ranks_per_node // tp)
+        return Mesh(pp=pp, dp_shard=data, cp=cp, tp=tp)
+    shard = config.shard_size or max(1, ranks_per_node // copy)
     if data % shard:
-        raise _indivisible("shard_size", shard, data, smallest=2, beside=tp)
-    return Mesh(dp_replicate=data // shard, dp_shard=shard, tp=tp)
+        raise _indivisible("shard_size", shard, data, smallest=2, beside=copy)
+    return Mesh(pp=pp, dp_replicate=data // shard, dp_shard=shard, cp=cp, tp=tp)
+
+
+def _expert_mesh(config: DistributedConfig, data: int, *, pp: int, cp: int, tp: int) -> Mesh:
+    """The experts lie over the axis dp_shard: what else the model has is sharded within the same ranks."""
+    experts = config.expert_parallel
+    if data % experts:
+        raise _indivisible("expert_parallel", experts, data, smallest=1, beside=pp * cp * tp)
+    return Mesh(pp=pp, dp_replicate=data // experts, dp_shard=experts, cp=cp, tp=tp)
 
 
 def _indivisible(setting: str, size: int, ranks: int, *, smallest: int, beside: int = 1) -> UsageError:
     possible = [str(number) for number in range(smallest, ranks + 1) if ranks % number == 0]
-    have = f"{ranks} rank{'s' * (ranks != 1)}" + (f" (those beside tensor_parallel = {beside})" if beside > 1 else "")
+    have = f"{ranks} rank{'s' * (ranks != 1)}" + (f" (each a copy of {beside} ranks)" if beside > 1 else "")
     choice = f"With {have} {setting} can be: {', '.join(possible)}. " if possible else ""
     return UsageError(
         f"{have} cannot be cut into groups of {setting} = {size}",

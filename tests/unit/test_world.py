@@ -115,10 +115,13 @@ def test_tensor_parallel_takes_neighbouring_ranks():
         mesh = plan_mesh(DistributedConfig(strategy=strategy, tensor_parallel=2), 4, 4)
         assert mesh == Mesh(dp_shard=2, tp=2)
     assert mesh.label(3) == "r3 dp1 tp1"
-    assert mesh.data_groups() == [[0, 2], [1, 3]]
+    assert mesh.groups("dp_replicate", "dp_shard") == [[0, 2], [1, 3]]
     assert [mesh.dp_rank(rank) for rank in range(4)] == [0, 0, 1, 1]
     assert [mesh.leads_samples(rank) for rank in range(4)] == [True, False, True, False]
     assert plan_mesh(DistributedConfig(tensor_parallel=2), 2, 2) == Mesh(tp=2)
+    every = DistributedConfig(pipeline_parallel=2, context_parallel=2, tensor_parallel=2)
+    assert plan_mesh(every, 16, 16) == Mesh(pp=2, dp_shard=2, cp=2, tp=2)
+    assert plan_mesh(DistributedConfig(expert_parallel=2), 4, 4) == Mesh(dp_replicate=2, dp_shard=2)
     hybrid = DistributedConfig(strategy="fsdp", sharding="hybrid", tensor_parallel=2)
     assert plan_mesh(hybrid, 8, 4) == Mesh(dp_replicate=2, dp_shard=2, tp=2)
 
@@ -126,12 +129,18 @@ def test_tensor_parallel_takes_neighbouring_ranks():
 @pytest.mark.parametrize(
     ("settings", "ranks", "words"),
     [
-        ({"tensor_parallel": 3}, 4, "4 ranks cannot be cut into groups of tensor_parallel = 3\n.*can be: 1, 2, 4"),
+        ({"tensor_parallel": 3}, 4, "4 ranks cannot be divided by tensor_parallel = 3\n.*with 4: tensor_parallel = 4;"),
+        (
+            {"tensor_parallel": 3, "pipeline_parallel": 2},
+            8,
+            "= 6 ranks for one copy.*\n.*pipeline_parallel = 2 x tensor_parallel = 4; .*--num-workers 12",
+        ),
+        ({"expert_parallel": 3}, 4, "expert_parallel can be: 1, 2, 4"),
         ({"tensor_parallel": 2}, 1, "1 rank cannot .*\n.*--num-workers 2"),
         (
             {"tensor_parallel": 2, "strategy": "fsdp", "sharding": "hybrid", "shard_size": 4},
             4,
-            "beside tensor_parallel",
+            "each a copy of 2 ranks",
         ),
         ({"tensor_parallel": 2, "offload": "cpu"}, 2, "takes all 2"),
     ],
