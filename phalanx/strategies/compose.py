@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +15,7 @@ from phalanx.strategies.fsdp import FSDP
 from phalanx.strategies.norm import global_norm, scale_to_norm
 from phalanx.strategies.pipeline import Pipeline
 from phalanx.strategies.placing import Placed, place_stages, placed_before, rename_tied
+from phalanx.strategies.schedules import SCHEDULES
 from phalanx.strategies.tensor import is_split, split_tensors, splits_sequence
 from phalanx.world.groups import build_axis_group
 from phalanx.world.seed import seed_everything
@@ -100,6 +101,11 @@ class Composed(FSDP):
         """The ranks that hold the same stages."""
         return build_axis_group(self.world.mesh, ("dp_replicate", "dp_shard", "cp", "tp"), self.world.rank)
 
+    @cached_property
+    def _data_group(self) -> dist.ProcessGroup:
+        """The ranks that hold the same parameters and see other samples, or other slices of them."""
+        return build_axis_group(self.world.mesh, ("dp_replicate", "dp_shard", "cp"), self.world.rank)
+
     def _aliases(self, wrapped: nn.Module) -> dict[str, str]:
         return wrapped.aliases if isinstance(wrapped, Pipeline) else {}
 
@@ -112,9 +118,11 @@ class Composed(FSDP):
 
     def _pipeline(self, model: nn.Module, placed: Placed) -> Pipeline:
         pipeline = Pipeline(model, placed.stages, placed.row, self.world.device, self.config.microbatches)
+        if placed.row.schedule.splits_backward:
+            pipeline.finishing.append(partial(self._average_gradients, list(model.parameters())))
         pipeline.tie(placed.ties)
         self._copies.update({id(tied.parameter): tied.copies for tied in pipeline.tied})
-        _ = self._stage_group  # made here, where all ranks are
+        _ = self._stage_group, self._data_group  # made here, where all ranks are
         return pipeline
 
     def _split(self, model: nn.Module) -> None:
@@ -127,16 +135,34 @@ class Composed(FSDP):
 
     def _lay_over_data(self, model: nn.Module) -> nn.Module:
         mesh = self.world.mesh
-        if mesh.dp_size * mesh.cp > 1:
+        by_hand = mesh.pp > 1 and SCHEDULES[self.config.pipeline_schedule].splits_backward
+        if mesh.dp_size * mesh.cp > 1 and not by_hand:
             # Outputs of a DTensor module always are views: fully_shard would warn in every run.
             warnings.filterwarnings("ignore", message=".*returned a view tensor", category=UserWarning)
             return super().wrap(model)
         if any(parameter.is_meta for parameter in model.parameters()):
             self._materialise(model)
+            if by_hand and self._data_group.size() > 1:  # replicas drew their own weights
+                tensors = [local(tensor.detach()) for tensor in model.parameters()]
+                dist._broadcast_coalesced(self._data_group, tensors, COALESCED_BYTES, 0)
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(_complete_gradient)  # type: ignore[no-untyped-call]
         return model
+
+    def _average_gradients(self, parameters: list[nn.Parameter]) -> None:
+        """Average over the data axes after a schedule that computes gradients of weights past autograd's hooks."""
+        for parameter in parameters:
+            _complete_gradient(parameter)
+        gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+        group = self._data_group
+        if group.size() == 1 or not gradients:
+            return
+        flat = torch.cat([gradient.flatten() for gradient in gradients])
+        dist.all_reduce(flat, group=group)
+        flat /= group.size()
+        parts = flat.split([gradient.numel() for gradient in gradients])  # type: ignore[no-untyped-call]
+        torch._foreach_copy_(gradients, [part.view_as(g) for part, g in zip(parts, gradients, strict=True)])
 
     def _share_weights(self, model: nn.Module) -> None:
         """Start from rank 0's weights: ranks that drew their own would hold parts of different models."""

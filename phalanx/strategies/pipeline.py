@@ -83,6 +83,8 @@ class Pipeline(nn.Module):
         self.row = row
         self.sync = True
         self.tied: list[Tied] = []
+        self.finishing: list[Callable[[], None]] = []
+        """What is left to do with the gradients after the last batch of a step."""
         self.aliases: dict[str, str] = {}
         self._device = device
         self._wanted = microbatches
@@ -101,6 +103,7 @@ class Pipeline(nn.Module):
         """Keep copies of one matrix equal from now on."""
         self.tied = [Tied(self.module.get_parameter(tie.name), tie) for tie in ties]
         self.aliases = {tie.name: tie.first for tie in ties if tie.name != tie.first}
+        self.finishing += [tied.add_up for tied in self.tied]
 
     def describe(self, batch_size: int) -> str:
         """Return one line on the layout; a batch that cannot be cut into microbatches is refused."""
@@ -139,8 +142,8 @@ class Pipeline(nn.Module):
         total = judge.total(self._device)
         dist.broadcast(total, group=self.row.group, group_src=self.row.owner(-1))
         if self.sync:
-            for tied in self.tied:
-                tied.add_up()
+            for finish in self.finishing:
+                finish()
         return total
 
     def forward(self, *inputs: Any) -> Any:
@@ -262,6 +265,8 @@ class Tied:
         self.parameter = parameter
         self.copies = tie.copies
         self._group = tie.group
+        with torch.no_grad():  # stages that drew their own first weights drew different ones
+            dist.broadcast(local(parameter), group=tie.group, group_src=0)
 
     def add_up(self) -> None:
         """Give every copy the gradient of all of them."""

@@ -20,6 +20,8 @@ class Schedule:
     stages_per_rank: int = 1
     folded: bool = False
     """Whether the stages go down the ranks and back up again, so that the first rank holds the last stage too."""
+    splits_backward: bool = False
+    """Whether gradients of weights are computed apart from those of inputs: `fully_shard` cannot follow that."""
 
     def num_stages(self, ranks: int) -> int:
         """Return into how many stages the model is cut."""
@@ -53,35 +55,41 @@ SCHEDULES = {
         Schedule("gpipe", "GPipe"),
         Schedule("1f1b", "1F1B"),
         Schedule("interleaved", "Interleaved1F1B", stages_per_rank=2),
-        Schedule("zero-bubble", "ZBVZeroBubble", stages_per_rank=2, folded=True),
+        Schedule("zero-bubble", "ZBVZeroBubble", stages_per_rank=2, folded=True, splits_backward=True),
     )
 }
 """The schedules by the name that the config gives them."""
 
 
 def choose_microbatches(wanted: int | None, batch_size: int, ranks: int, schedule: Schedule) -> int:
-    """Return into how many microbatches a rank's batch is cut; the default keeps the bubble small.
+    """Return into how many microbatches a rank's batch is cut; what cannot be is refused with what could.
 
-    By default up to four for each rank of the row, as far as the batch divides.
+    By default up to four for each rank of the row, as far as the batch divides: that keeps the bubble small.
     """
     possible = [
         count for count in range(1, batch_size + 1) if batch_size % count == 0 and _fits(count, ranks, schedule)
     ]
-    if wanted is None:
-        return max((count for count in possible if count <= 4 * ranks), default=1)
-    if batch_size % wanted:
+    if not possible:
         raise UsageError(
-            f"a batch of {batch_size} samples cannot be cut into microbatches = {wanted}",
-            hint=f"With batch_size = {batch_size} microbatches can be: {', '.join(map(str, possible))}.",
+            f"a batch of {batch_size} samples is too small for pipeline_schedule = {schedule.name!r} on {ranks} ranks",
+            hint=f"Raise batch_size to a multiple of {ranks}, or write pipeline_schedule = 'gpipe'.",
         )
-    if not _fits(wanted, ranks, schedule):
+    if wanted is None:
+        return max((count for count in possible if count <= 4 * ranks), default=possible[0])
+    if wanted not in possible:
+        cause = (
+            f"a batch of {batch_size} samples cannot be cut into microbatches = {wanted}"
+            if batch_size % wanted
+            else f"pipeline_schedule = {schedule.name!r} on {ranks} ranks cannot run microbatches = {wanted}"
+        )
         raise UsageError(
-            f"pipeline_schedule = 'interleaved' on {ranks} ranks cannot run microbatches = {wanted}",
-            hint=f"With batch_size = {batch_size} microbatches can be: {', '.join(map(str, possible))}.",
+            cause, hint=f"With batch_size = {batch_size} microbatches can be: {', '.join(map(str, possible))}."
         )
     return wanted
 
 
 def _fits(microbatches: int, ranks: int, schedule: Schedule) -> bool:
-    """Interleaved passes go in rounds of about as many microbatches as there are ranks, all equally long."""
+    """1f1b fills the row before its first backward pass; interleaved goes in rounds of equal length."""
+    if schedule.name == "1f1b":
+        return microbatches >= ranks
     return schedule.name != "interleaved" or microbatches % max(1, microbatches // ranks) == 0

@@ -73,23 +73,27 @@ def cut_at(units: Sequence[str], cuts: str, stages: int) -> list[list[str]]:
 
 
 def cut_evenly(units: Sequence[str], costs: Sequence[float], stages: int) -> list[list[str]]:
-    """Cut the row so that the costliest stage is as cheap as it can be; no stage is empty."""
+    """Cut the row so that the costliest stage is as cheap as it can be, and the others as equal; none is empty."""
     sums = [0.0]
     for cost in costs:
         sums.append(sums[-1] + cost)
-    # best[k][n]: the cost of the costliest of k stages over the first n units, at its least, and where the last begins
-    best: list[list[tuple[float, int]]] = [[(0.0, 0)] + [(float("inf"), 0)] * len(units)]
+    # best[k][n], for k stages over the first n units: the costliest stage, the sum of squares, where the last begins.
+    never = (float("inf"), float("inf"), 0)
+    best = [[(0.0, 0.0, 0), *[never] * len(units)]]
     for stage in range(1, stages + 1):
-        row = [(float("inf"), 0)] * (len(units) + 1)
+        row = [never] * (len(units) + 1)
         for end in range(stage, len(units) + 1):
-            row[end] = min(
-                (max(best[stage - 1][start][0], sums[end] - sums[start]), start) for start in range(stage - 1, end)
-            )
+            choices = []
+            for start in range(stage - 1, end):
+                worst, squares, _ = best[stage - 1][start]
+                cost = sums[end] - sums[start]
+                choices.append((max(worst, cost), squares + cost * cost, start))
+            row[end] = min(choices)
         best.append(row)
     parts: list[list[str]] = []
     end = len(units)
     for stage in range(stages, 0, -1):
-        start = best[stage][end][1]
+        start = best[stage][end][2]
         parts.insert(0, list(units[start:end]))
         end = start
     return parts

@@ -86,6 +86,12 @@ def plan_mesh(config: DistributedConfig, world_size: int, ranks_per_node: int) -
     if world_size % copy:
         raise impossible_product({"pipeline_parallel": pp, "context_parallel": cp, "tensor_parallel": tp}, world_size)
     data = world_size // copy
+    if pp > 1 and config.pipeline_schedule == "zero-bubble" and config.resolved_strategy == "fsdp" and data * cp > 1:
+        raise UsageError(
+            "pipeline_schedule = 'zero-bubble' cannot run beside strategy = 'fsdp': it computes gradients of weights "
+            "apart from those of inputs, which fully_shard cannot follow",
+            hint="Write strategy = 'ddp' (whole stages on every data rank), or pipeline_schedule = 'interleaved'.",
+        )
     if data * cp == 1 < copy and config.offload == "cpu":
         raise UsageError(
             f"offload = 'cpu' needs ranks to shard over, but one copy of the model takes all {world_size}",
