@@ -199,7 +199,7 @@ class Formation:
         self._undo.append(sharded.close)
         if training:
             self.loaders.append(loader)
-            self.notes += [m.describe(sharded.layout.batch_size) for m in self.models if isinstance(m, Pipeline)]
+            self.notes += [m.expect(sharded.layout.batch_size) for m in self.models if isinstance(m, Pipeline)]
         return loader
 
     def _cpu_group(self) -> dist.ProcessGroup | None:

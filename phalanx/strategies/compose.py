@@ -15,7 +15,7 @@ from phalanx.strategies.fsdp import FSDP
 from phalanx.strategies.norm import global_norm, scale_to_norm
 from phalanx.strategies.pipeline import Pipeline
 from phalanx.strategies.placing import Placed, place_stages, placed_before, rename_tied
-from phalanx.strategies.schedules import SCHEDULES
+from phalanx.world.schedules import SCHEDULES
 from phalanx.strategies.tensor import is_split, split_tensors, splits_sequence
 from phalanx.world.groups import build_axis_group
 from phalanx.world.seed import seed_everything

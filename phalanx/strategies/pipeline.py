@@ -19,13 +19,13 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 
 from phalanx.errors import ModelError, UsageError
 from phalanx.strategies.base import local
-from phalanx.strategies.schedules import choose_microbatches
+from phalanx.world.schedules import choose_microbatches
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from contextlib import AbstractContextManager
 
-    from phalanx.strategies.schedules import Schedule
+    from phalanx.world.schedules import Schedule
 
 
 class BatchLoss(Protocol):
@@ -105,9 +105,10 @@ class Pipeline(nn.Module):
         self.aliases = {tie.name: tie.first for tie in ties if tie.name != tie.first}
         self.finishing += [tied.add_up for tied in self.tied]
 
-    def describe(self, batch_size: int) -> str:
-        """Return one line on the layout; a batch that cannot be cut into microbatches is refused."""
+    def expect(self, batch_size: int) -> str:
+        """Take batches of up to so many samples, if they can be cut into microbatches; return a line on the layout."""
         row = self.row
+        self._largest = batch_size
         count = self._microbatches(batch_size)
         share = row.schedule.bubble(row.size, count)
         return (

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from phalanx.errors import UsageError
 from phalanx.world.products import impossible_product
+from phalanx.world.schedules import SCHEDULES, choose_microbatches
 
 if TYPE_CHECKING:
     from phalanx.config import DistributedConfig
@@ -85,6 +86,8 @@ def plan_mesh(config: DistributedConfig, world_size: int, ranks_per_node: int) -
     copy = pp * cp * tp
     if world_size % copy:
         raise impossible_product({"pipeline_parallel": pp, "context_parallel": cp, "tensor_parallel": tp}, world_size)
+    if pp > 1 and config.batch_size is not None:
+        choose_microbatches(config.microbatches, config.batch_size, pp, SCHEDULES[config.pipeline_schedule])
     data = world_size // copy
     if pp > 1 and config.pipeline_schedule == "zero-bubble" and config.resolved_strategy == "fsdp" and data * cp > 1:
         raise UsageError(
