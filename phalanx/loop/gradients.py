@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.errors import ModelError, UsageError
+from phalanx.strategies.base import local
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -146,7 +147,7 @@ class Gradients:
             dist.all_reduce(weight)
         # The sum counts each sample once for every rank that saw it, which leaves the world's size, not dp_size.
         factor = self._world.world_size / weight.clamp(min=torch.finfo(torch.float64).tiny)
-        torch._foreach_mul_([p.grad for p in self._parameters if p.grad is not None], factor)
+        torch._foreach_mul_([local(p.grad) for p in self._parameters if p.grad is not None], factor)
 
     def _name_unused(self, optimizer: torch.optim.Optimizer) -> None:
         """At an optimizer's first step, refuse parameters without gradient in the models that it trains."""

@@ -11,13 +11,14 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from phalanx.strategies.base import COALESCED_BYTES, local
+from phalanx.strategies.expert import spread_experts
 from phalanx.strategies.fsdp import FSDP
 from phalanx.strategies.norm import global_norm, scale_to_norm
 from phalanx.strategies.pipeline import Pipeline
 from phalanx.strategies.placing import Placed, place_stages, placed_before, rename_tied
-from phalanx.world.schedules import SCHEDULES
 from phalanx.strategies.tensor import is_split, split_tensors, splits_sequence
 from phalanx.world.groups import build_axis_group
+from phalanx.world.schedules import SCHEDULES
 from phalanx.world.seed import seed_everything
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ class Composed(FSDP):
     """
 
     name = "composed"
+    _syncing = True
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Split the model in place, cut it into stages, then shard what this rank has over the data axes."""
@@ -50,6 +52,7 @@ class Composed(FSDP):
 
     def set_sync(self, wrapped: nn.Module, sync: bool) -> None:
         """Within a batch torch's pipeline decides itself when gradients are reduced."""
+        self._syncing = sync
         if isinstance(wrapped, Pipeline):
             wrapped.sync = sync
         else:
@@ -132,6 +135,11 @@ class Composed(FSDP):
             split_tensors(model, self.device_mesh["tp"])
             if not splits_sequence(model):  # equal activations want equal dropout
                 seed_everything(self.config.seed, rank=self.world.dp_rank)
+        if self.config.expert_parallel > 1:
+            self._apart.update(spread_experts(model, self.device_mesh["dp_shard"]))
+            if self.world.mesh.dp_replicate > 1:
+                for parameter in self._apart:
+                    parameter.register_post_accumulate_grad_hook(self._average_replicas)  # type: ignore[no-untyped-call]
 
     def _lay_over_data(self, model: nn.Module) -> nn.Module:
         mesh = self.world.mesh
@@ -149,6 +157,13 @@ class Composed(FSDP):
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(_complete_gradient)  # type: ignore[no-untyped-call]
         return model
+
+    def _average_replicas(self, parameter: torch.Tensor) -> None:
+        """Average an expert's gradient over the replicas of the group of ranks that it lies on."""
+        if self._syncing and parameter.grad is not None:
+            gradient = local(parameter.grad)
+            dist.all_reduce(gradient, group=self.device_mesh["dp_replicate"].get_group())
+            gradient /= self.world.mesh.dp_replicate
 
     def _average_gradients(self, parameters: list[nn.Parameter]) -> None:
         """Average over the data axes after a schedule that computes gradients of weights past autograd's hooks."""

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from phalanx.strategies.pipeline import Row, Tie
-from phalanx.world.schedules import SCHEDULES
 from phalanx.strategies.stages import check_count, cut_at, cut_evenly, drop_units, part_of, units_of
 from phalanx.strategies.unit_costs import measured_costs, parameter_costs
+from phalanx.world.schedules import SCHEDULES
 
 if TYPE_CHECKING:
     from torch import nn
