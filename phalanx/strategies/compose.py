@@ -15,7 +15,7 @@ from phalanx.strategies.expert import spread_experts
 from phalanx.strategies.fsdp import FSDP
 from phalanx.strategies.norm import global_norm, scale_to_norm
 from phalanx.strategies.pipeline import Pipeline
-from phalanx.strategies.placing import Placed, place_stages, placed_before, rename_tied
+from phalanx.strategies.placing import Placed, list_own, place_stages, placed_before, rename_tied
 from phalanx.strategies.tensor import is_split, split_tensors, splits_sequence
 from phalanx.world.groups import build_axis_group
 from phalanx.world.schedules import SCHEDULES
@@ -92,7 +92,9 @@ class Composed(FSDP):
     ) -> None:
         """Put back what `state` returned."""
         names = {alias: name for name, alias in self._aliases(wrapped).items()}
-        super().load_state(wrapped, optimizers, rename_tied(state, names))
+        if self.world.mesh.pp > 1:
+            state = list_own(rename_tied(state, names), self.unwrap(wrapped), optimizers)
+        super().load_state(wrapped, optimizers, state)
 
     @cached_property
     def _copies(self) -> dict[int, int]:
