@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from phalanx.config.groups import (
     BACKENDS,
     GROUPS,
+    ZERO_SHARDING,
     Checkpointing,
     Communication,
     Elasticity,
@@ -47,6 +48,8 @@ class DistributedConfig(
         wrong = {name: text for name, field in FIELDS.items() if (text := problem(field, getattr(self, name)))}
         if not wrong.keys() & {"num_workers", "num_gpus", "num_nodes", "gpus_per_node", "node_rank"}:
             wrong.update(_rank_arithmetic(self))
+        if not wrong.keys() & {"zero_stage", "strategy", "sharding"}:
+            wrong.update(_zero_contradictions(self))
         if "checkpoint_frequency" not in wrong and not _frequency_is_valid(self.checkpoint_frequency):
             wrong["checkpoint_frequency"] = (
                 f"checkpoint_frequency = {self.checkpoint_frequency!r}: "
@@ -78,7 +81,16 @@ class DistributedConfig(
     @property
     def resolved_strategy(self) -> str:
         """Who keeps the ranks in step."""
-        return BACKENDS[self.backend][1] if self.strategy == "auto" else self.strategy
+        if self.strategy != "auto":
+            return self.strategy
+        return "fsdp" if self.zero_stage is not None else BACKENDS[self.backend][1]
+
+    @property
+    def resolved_sharding(self) -> str:
+        """How fsdp shards."""
+        if self.sharding != "auto":
+            return self.sharding
+        return "full" if self.zero_stage is None else ZERO_SHARDING[self.zero_stage]
 
     @property
     def checkpoint_every(self) -> tuple[int, str] | None:
@@ -144,3 +156,22 @@ def _rank_arithmetic(config: DistributedConfig) -> dict[str, str]:
     if config.node_rank is not None and config.node_rank >= nodes:
         wrong["node_rank"] = f"node_rank = {config.node_rank}: must be below num_nodes = {nodes}."
     return wrong
+
+
+def _zero_contradictions(config: DistributedConfig) -> dict[str, str]:
+    """Check zero_stage against the settings that say the same in other words."""
+    stage = config.zero_stage
+    if stage is None:
+        return {}
+    if config.strategy == "ddp":
+        return {
+            "zero_stage": f"zero_stage = {stage} shards, but strategy = 'ddp' replicates: "
+            "leave strategy out, or write 'fsdp'."
+        }
+    meant = ZERO_SHARDING[stage]
+    if config.sharding not in ("auto", meant):
+        return {
+            "zero_stage": f"zero_stage = {stage} means sharding = {meant!r}, but sharding = {config.sharding!r} was "
+            "given: leave one of them out."
+        }
+    return {}

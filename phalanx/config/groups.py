@@ -9,6 +9,9 @@ from phalanx.config.option import option
 BACKENDS: dict[str, tuple[str, str]] = {"pytorch-ddp": ("local", "ddp"), "pytorch-fsdp": ("local", "fsdp")}
 """A backend is only a name for a pair (launcher, strategy)."""
 
+ZERO_SHARDING = {1: "grad-op", 2: "grad-op", 3: "full"}
+"""What a stage of ZeRO is in fsdp's words."""
+
 STRATEGIES = ("auto", "ddp", "fsdp")
 PIPELINE_SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 OPTIMIZERS = ("adamw", "adam", "sgd", "rmsprop", "adagrad")
@@ -67,11 +70,16 @@ class Parallelism:
     expert_parallel: int = option(
         1, "spread the experts of a mixture-of-experts model over this many data-parallel ranks", minimum=1
     )
+    zero_stage: int | None = option(
+        None,
+        "shard what ddp replicates, by fsdp: optimizer states (1), gradients too (2), parameters too (3)",
+        choices=(None, 1, 2, 3),
+    )
     sharding: str = option(
-        "full",
+        "auto",
         "fsdp: shard parameters too (full), keep them whole between forward and backward (grad-op), or shard within "
-        "groups of shard_size ranks and replicate over the groups (hybrid)",
-        choices=("full", "grad-op", "hybrid"),
+        "groups of shard_size ranks and replicate over the groups (hybrid); auto: as zero_stage says, else full",
+        choices=("auto", "full", "grad-op", "hybrid"),
     )
     shard_size: int | None = option(
         None, "fsdp, hybrid: ranks that together hold one copy (default: those of one machine)", minimum=2

@@ -107,6 +107,8 @@ class Gradients:
 
     def leave(self) -> None:
         """End a backward pass: note whether the gradient is whole."""
+        if self.micro is None:
+            self._set_sync_of_next()
         if not self.boundary:
             self._accumulating.update(self._adopted)
         elif len(self._adopted) == 1:  # the whole gradient is there: it may be thrown away without a step
@@ -117,12 +119,12 @@ class Gradients:
         return id(optimizer) not in self._accumulating
 
     def _count_micro_batch(self) -> None:
-        """Without a prepared loader a boundary comes every `gradient_accumulation_steps` calls of backward.
-
-        DDP reads its flag in forward, so the flag for the next forward pass is set here, one backward ahead.
-        """
+        """Without a prepared loader a boundary comes every `gradient_accumulation_steps` calls of backward."""
         self._counted += 1
         self.boundary = self._counted % self._accumulation == 0
+
+    def _set_sync_of_next(self) -> None:
+        """DDP reads its flag in forward, FSDP in backward: it is set after one and before the other."""
         for wrapped in self._wrapped:
             self._strategy.set_sync(wrapped, (self._counted + 1) % self._accumulation == 0)
 

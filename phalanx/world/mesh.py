@@ -104,7 +104,7 @@ def plan_mesh(config: DistributedConfig, world_size: int, ranks_per_node: int) -
         return _expert_mesh(config, data, pp, cp, tp)
     if config.resolved_strategy != "fsdp":  # beside other axes data is sharded too: plain ddp knows no DTensor
         return Mesh(dp_replicate=data) if copy == 1 else Mesh(pp=pp, dp_shard=data, cp=cp, tp=tp)
-    if config.sharding != "hybrid":
+    if config.resolved_sharding != "hybrid":
         return Mesh(pp=pp, dp_shard=data, cp=cp, tp=tp)
     shard = config.shard_size or max(1, ranks_per_node // copy)
     if data % shard:

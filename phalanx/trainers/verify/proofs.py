@@ -37,7 +37,8 @@ _ONE_PROCESS: dict[str, Any] = {
     "num_gpus": None,
     "gpus_per_node": None,
     "gradient_accumulation_steps": 1,
-    "sharding": "full",
+    "zero_stage": None,
+    "sharding": "auto",
     "shard_size": None,
     "offload": "none",
     "tensor_parallel": 1,
@@ -233,8 +234,10 @@ def _quiet(config: DistributedConfig) -> DistributedConfig:
 
 def _layout_name(config: DistributedConfig, layout: Layout) -> str:
     strategy = config.resolved_strategy
-    if strategy == "fsdp" and config.sharding != "full":
-        strategy += f" ({config.sharding})"
+    if config.zero_stage is not None:
+        strategy += f" (ZeRO {config.zero_stage})"
+    elif strategy == "fsdp" and config.resolved_sharding != "full":
+        strategy += f" ({config.resolved_sharding})"
     axes = {short: getattr(config, name) for short, name in _AXIS_FIELDS.items()}
     strategy += "".join(f" x {short}{size}" for short, size in axes.items() if size > 1)
     ranks = f"{layout.world_size} rank{'s' * (layout.world_size > 1)}"
