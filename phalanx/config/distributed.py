@@ -9,6 +9,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from phalanx.config import deepspeed
 from phalanx.config.groups import (
     BACKENDS,
     GROUPS,
@@ -40,16 +41,32 @@ class DistributedConfig(
             unknown = [unknown_field(name) for name in values if name not in FIELDS]
             for name, field in FIELDS.items():
                 object.__setattr__(self, name, _plain(values.get(name, field.default)))
-            mistakes = unknown + self._mistakes()
+            mistakes = unknown + self._take_over_deepspeed() + self._mistakes()
             if mistakes:
                 raise ConfigError(mistakes)
+
+    def _take_over_deepspeed(self) -> list[str]:
+        """Fill in what DeepSpeed's JSON says, and return where it contradicts us."""
+        if self.deepspeed_config is None:
+            return []
+        defaults = {name: field.default for name, field in FIELDS.items()}
+        try:
+            object.__setattr__(self, "deepspeed_config", deepspeed.as_text(self.deepspeed_config))
+        except ValueError as error:
+            object.__setattr__(self, "deepspeed_config", None)
+            return [f"deepspeed_config: {error}"]
+        changes, mistakes = deepspeed.reconcile(self, defaults)
+        for name, value in changes.items():
+            object.__setattr__(self, name, value)
+        return mistakes
 
     def _mistakes(self) -> list[str]:
         wrong = {name: text for name, field in FIELDS.items() if (text := problem(field, getattr(self, name)))}
         if not wrong.keys() & {"num_workers", "num_gpus", "num_nodes", "gpus_per_node", "node_rank"}:
             wrong.update(_rank_arithmetic(self))
-        if not wrong.keys() & {"zero_stage", "strategy", "sharding"}:
+        if not wrong.keys() & {"zero_stage", "strategy", "backend", "sharding", "offload"}:
             wrong.update(_zero_contradictions(self))
+            wrong.update(deepspeed.contradictions(self, {name: field.default for name, field in FIELDS.items()}))
         if "checkpoint_frequency" not in wrong and not _frequency_is_valid(self.checkpoint_frequency):
             wrong["checkpoint_frequency"] = (
                 f"checkpoint_frequency = {self.checkpoint_frequency!r}: "
@@ -83,7 +100,10 @@ class DistributedConfig(
         """Who keeps the ranks in step."""
         if self.strategy != "auto":
             return self.strategy
-        return "fsdp" if self.zero_stage is not None else BACKENDS[self.backend][1]
+        backends = BACKENDS[self.backend][1]
+        if backends == "ddp" and self.deepspeed_config is not None:
+            return "deepspeed"
+        return "fsdp" if backends == "ddp" and self.zero_stage is not None else backends
 
     @property
     def resolved_sharding(self) -> str:
@@ -161,7 +181,7 @@ def _rank_arithmetic(config: DistributedConfig) -> dict[str, str]:
 def _zero_contradictions(config: DistributedConfig) -> dict[str, str]:
     """Check zero_stage against the settings that say the same in other words."""
     stage = config.zero_stage
-    if stage is None:
+    if stage is None or config.resolved_strategy == "deepspeed":
         return {}
     if config.strategy == "ddp":
         return {

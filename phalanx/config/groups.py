@@ -6,13 +6,17 @@ from dataclasses import dataclass
 
 from phalanx.config.option import option
 
-BACKENDS: dict[str, tuple[str, str]] = {"pytorch-ddp": ("local", "ddp"), "pytorch-fsdp": ("local", "fsdp")}
+BACKENDS: dict[str, tuple[str, str]] = {
+    "pytorch-ddp": ("local", "ddp"),
+    "pytorch-fsdp": ("local", "fsdp"),
+    "deepspeed": ("local", "deepspeed"),
+}
 """A backend is only a name for a pair (launcher, strategy)."""
 
 ZERO_SHARDING = {1: "grad-op", 2: "grad-op", 3: "full"}
 """What a stage of ZeRO is in fsdp's words."""
 
-STRATEGIES = ("auto", "ddp", "fsdp")
+STRATEGIES = ("auto", "ddp", "fsdp", "deepspeed")
 PIPELINE_SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 OPTIMIZERS = ("adamw", "adam", "sgd", "rmsprop", "adagrad")
 LR_SCHEDULES = ("constant", "linear", "cosine", "inverse-sqrt")
@@ -72,7 +76,7 @@ class Parallelism:
     )
     zero_stage: int | None = option(
         None,
-        "shard what ddp replicates, by fsdp: optimizer states (1), gradients too (2), parameters too (3)",
+        "shard what ddp replicates, by fsdp or deepspeed: optimizer states (1), gradients too (2), parameters too (3)",
         choices=(None, 1, 2, 3),
     )
     sharding: str = option(
@@ -88,7 +92,13 @@ class Parallelism:
         None, "fsdp: class of the blocks that are gathered one at a time (default: the model's repeated blocks)"
     )
     offload: str = option(
-        "none", "fsdp: keep parameters, gradients and optimizer states in CPU memory", choices=("none", "cpu")
+        "none",
+        "fsdp, deepspeed: keep parameters, gradients and optimizer states in CPU memory; nvme: deepspeed, on disk",
+        choices=("none", "cpu", "nvme"),
+    )
+    nvme_path: str | None = option(None, "folder on a fast disk (with offload=nvme)")
+    deepspeed_config: str | None = option(
+        None, 'train with DeepSpeed\'s engine by this JSON file (in Python also a dict); "auto" in it: as set here'
     )
 
 

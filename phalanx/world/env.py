@@ -8,13 +8,14 @@ from __future__ import annotations
 import os
 import re
 import zlib
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from phalanx.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
 _DERIVED_PORTS = (29500, 20000)
 """First port and number of ports for starters that name no port; the job's own id picks one, equally on every rank."""
@@ -55,6 +56,21 @@ def export_rank_env(rank_env: RankEnv) -> None:
         MASTER_ADDR=rank_env.master_addr,
         MASTER_PORT=str(rank_env.master_port),
     )
+
+
+@contextmanager
+def rank_environment(rank_env: RankEnv | None, **more: str) -> Iterator[None]:
+    """Show a library the torchrun variables (and others) for as long as it looks, and not to the user's process."""
+    before = dict(os.environ)
+    if rank_env is not None:
+        export_rank_env(rank_env)
+    os.environ.update(more)
+    try:
+        yield
+    finally:
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
 
 
 def _integer(env: Mapping[str, str], name: str, default: int | None = None) -> int:

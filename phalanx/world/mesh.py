@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from phalanx.config.deepspeed import batch_size_for
 from phalanx.errors import UsageError
 from phalanx.world.products import impossible_product
 from phalanx.world.schedules import SCHEDULES, choose_microbatches
@@ -95,6 +96,8 @@ def plan_mesh(config: DistributedConfig, world_size: int, ranks_per_node: int) -
             "apart from those of inputs, which fully_shard cannot follow",
             hint="Write strategy = 'ddp' (whole stages on every data rank), or pipeline_schedule = 'interleaved'.",
         )
+    if config.resolved_strategy == "deepspeed":
+        batch_size_for(config, data)  # refuses what does not divide
     if data * cp == 1 < copy and config.offload == "cpu":
         raise UsageError(
             f"offload = 'cpu' needs ranks to shard over, but one copy of the model takes all {world_size}",
