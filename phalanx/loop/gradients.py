@@ -121,8 +121,11 @@ class Gradients:
             self._accumulating.clear()
 
     def may_zero(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether zero_grad may act: not between the micro-batches of one step, wherever in the loop it is called."""
-        return id(optimizer) not in self._accumulating
+        """Whether zero_grad may act: not between the micro-batches of one step, wherever in the loop it is called.
+
+        An engine empties its own buffers when it has stepped.
+        """
+        return self._engine is None and id(optimizer) not in self._accumulating
 
     def _count_micro_batch(self) -> None:
         """Without a prepared loader a boundary comes every `gradient_accumulation_steps` calls of backward."""
