@@ -87,7 +87,8 @@ def _from_torchrun(env: Mapping[str, str]) -> RankEnv:
     rank, world_size = _integer(env, "RANK"), _integer(env, "WORLD_SIZE")
     if not 0 <= rank < world_size:
         raise UsageError(f"the environment says RANK={rank} of WORLD_SIZE={world_size}: RANK must be below WORLD_SIZE")
-    local_world_size = _integer(env, "LOCAL_WORLD_SIZE", world_size)
+    # DeepSpeed's launcher sets torchrun's variables, but this one under another name.
+    local_world_size = _integer(env, "LOCAL_WORLD_SIZE", _integer(env, "LOCAL_SIZE", world_size))
     return RankEnv(
         rank=rank,
         local_rank=_integer(env, "LOCAL_RANK", rank % local_world_size),

@@ -23,7 +23,7 @@ from phalanx.trainers.job import Job, run_job
 installed = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed: pip install 'phalanx[deepspeed]'"
 )
-# Its embedding and head are one weight. A bias of attention keys has no gradient but rounding, which Adam would blow up.
+# Its embedding and head are one weight. A bias of attention keys has no gradient but rounding, which Adam blows up.
 SHAPE = {"layers": 2, "vocab_size": 61, "block_size": 16, "bias": False}
 
 
@@ -197,7 +197,7 @@ def one_rank_and_bf16(folder: str) -> dict:
 
 @installed
 def test_one_rank_and_bf16(ranks, tmp_path):
-    """One rank has an engine too: offload is for those who have one GPU. bf16 steps on fp32 masters, which are saved."""
+    """One rank has an engine too: offload is for those with one GPU. bf16 steps on fp32 masters, which are saved."""
     found = ranks(one_rank_and_bf16, str(tmp_path), world_size=1)[0]
     assert_same(found["offloaded"], found["plain"], 1e-5)
     for stage in (1, 3):
