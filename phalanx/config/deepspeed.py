@@ -7,6 +7,7 @@ at its default means: as the JSON says.
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -39,6 +40,8 @@ _REFUSED = {
     "tensor_parallel": "ranks that share samples must be known to our data loaders",
     "sequence_parallel_size": "ranks that share samples must be known to our data loaders",
     "data_parallel_size": "ranks that share samples must be known to our data loaders",
+    "amp": "apex is not used: write bf16 or fp16",
+    "bfloat16": 'write it as "bf16"',
     "managed_gradient_accumulation": "the loop tells the engine where a step ends",
     "curriculum_learning": "our data loaders decide the batches",
     "data_efficiency": "our data loaders decide the batches",
@@ -103,6 +106,7 @@ def reconcile(config: DistributedConfig, defaults: Mapping[str, Any]) -> tuple[d
     """Return what the JSON adds to our settings, and every contradiction between the two with both values."""
     settings = engine_settings(config)
     mistakes = [f"deepspeed_config: {name} cannot be used here: {why}." for name, why in _refused(settings)]
+    mistakes += [f"deepspeed_config: unknown '{name}'. Did you mean '{meant}'?" for name, meant in _misspelt(settings)]
     changes: dict[str, Any] = {}
     try:
         said = list(_said(settings, config.mixed_precision))
@@ -128,6 +132,15 @@ def _refused(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         on = value not in (None, 1, True, {}) if name != "managed_gradient_accumulation" else value is False
         if on and not (isinstance(value, Mapping) and value.get("enabled") is False):
             yield name, why
+
+
+def _misspelt(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield keys that are nearly one of those read here: DeepSpeed itself passes over what it does not know."""
+    read = {path.split(".")[0] for path, _ in _SAME} | {"train_batch_size", "bf16", "fp16", "scheduler"}
+    for name in settings.keys() - read:
+        close = difflib.get_close_matches(name, read, n=1, cutoff=0.85)
+        if close:
+            yield name, close[0]
 
 
 def _said(settings: Mapping[str, Any], mixed_precision: bool | str) -> Iterator[tuple[str, str, Any]]:

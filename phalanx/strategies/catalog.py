@@ -33,6 +33,6 @@ CATALOG = (
         "deepspeed",
         "DeepSpeed's own engine, by its JSON: ZeRO's stages 0 to 3, offload to CPU memory or NVMe (extra: deepspeed)",
         "a DeepSpeed configuration is there already, or optimizer states belong in CPU memory or on disk",
-        "accumulation, clipping, bf16 and fp16, activation checkpointing, offload=cpu and nvme",
+        "accumulation, clipping, bf16, activation checkpointing, offload=cpu and nvme",
     ),
 )

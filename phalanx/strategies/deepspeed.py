@@ -80,6 +80,10 @@ class DeepSpeed(Strategy, OwnsStep):
         """Hold the model until its optimizer is known."""
         if self._wrapped is not None:
             raise UsageError("strategy = 'deepspeed' trains one model", hint="Use strategy='fsdp' for several.")
+        if any(parameter.is_meta for parameter in model.parameters()):
+            raise UsageError(
+                "DeepSpeed's engine takes a model with memory", hint="Use strategy='fsdp' for meta models."
+            )
         wide = next((f"{name} is {p.dtype}" for name, p in model.named_parameters() if p.dtype == torch.float64), None)
         if wide:
             raise UsageError(f"DeepSpeed keeps weights in float32, and {wide}", hint="Train float64 with ddp or fsdp.")
@@ -107,12 +111,12 @@ class DeepSpeed(Strategy, OwnsStep):
             _check_same(optimizer, settings["optimizer"]["params"])
         state = EngineState(self._deepspeed, model, optimizer)
         groups = [{**group, "params": list(group["params"])} for group in optimizer.param_groups]
-        with rank_environment(self.world.env):
-            engine, made, _, _ = self._deepspeed.initialize(
-                model=model,
-                config=settings,
-                **({"optimizer": optimizer} if own else {"model_parameters": groups}),
-            )
+        given: dict[str, Any] = {"optimizer": optimizer} if own else {"model_parameters": groups}
+        try:
+            with rank_environment(self.world.env):
+                engine, made, _, _ = self._deepspeed.initialize(model=model, config=settings, **given)
+        except (ValueError, AssertionError, self._deepspeed.DeepSpeedConfigError) as error:
+            raise UsageError(f"DeepSpeed refuses its settings: {error}", hint=f"They were: {settings}") from error
         state.connect(engine)
         self._state = state
         self._wrapped.engine = engine

@@ -71,6 +71,7 @@ CASES = {
     "stage 3, tokens": zero(3, loss_weighting="tokens", accumulate=2),
     "stage 2, offload": zero(2, offload="cpu", accumulate=2),
     "stage 3, offload": zero(3, offload="cpu", loss_weighting="tokens"),
+    "stage 3, recomputed": zero(3, activation_checkpointing=True),
     "stage 2, the JSON's optimizer": {"deepspeed_config": ADAMW, "zero_stage": 2},
     "stage 1, frozen": zero(1, freeze=True, optimizer="adagrad"),
     "stage 3, frozen": zero(3, freeze=True, optimizer="sgd"),
@@ -219,6 +220,9 @@ def refuse(name: str) -> None:
         Formation(config).prepare(model)(torch.ones(1, 2))
         formation = Formation(config)
         formation.backward(formation.prepare(model)(torch.ones(1, 2)).sum())
+    elif name == "an unknown key":
+        bad = DistributedConfig(device="cpu", deepspeed_config={"zero_optimization": {"reduce_bukket_size": 5}})
+        Formation(bad).prepare(model, torch.optim.AdamW(model.parameters()))
     elif name == "two rates":
         both = DistributedConfig(device="cpu", learning_rate=1e-3, deepspeed_config=ADAMW, zero_stage=1)
         Formation(both).prepare(model, torch.optim.AdamW(model.parameters(), lr=0.5))
@@ -228,6 +232,7 @@ REFUSED = {
     "float64": "keeps weights in float32, and weight is torch.float64",
     "two models": "trains one model",
     "no optimizer": "needs the optimizer before the first backward",
+    "an unknown key": r"DeepSpeed refuses its settings: (.|\n)*reduce_bukket_size",
     "two rates": "the optimizer has lr = 0.5, but deepspeed_config says optimizer.params.lr = 0.001",
 }
 
@@ -285,6 +290,7 @@ def test_the_json_fills_our_settings_and_ours_fill_its_autos(tmp_path):
         ({"deepspeed_config": {"scheduler": {"type": "OneCycle"}}}, "scheduler 'OneCycle' is not one of WarmupLR"),
         ({"deepspeed_config": {"scheduler": {"type": "WarmupLR"}}}, 'add "warmup_type": "linear"'),
         ({"deepspeed_config": {"tensor_parallel": {"autotp_size": 2}}}, "tensor_parallel cannot be used here"),
+        ({"deepspeed_config": {"gradient_cliping": 1}}, "unknown 'gradient_cliping'. Did you mean 'gradient_clipping'"),
         ({"deepspeed_config": {"zero_optimization": {"stage": 9}}}, "zero_stage = 9: not one of"),
         ({"deepspeed_config": {}, "offload": "nvme", "zero_stage": 3}, "nvme_path = '<folder"),
         ({"deepspeed_config": None, "offload": "nvme"}, "offload = 'nvme' is DeepSpeed's"),
@@ -306,3 +312,37 @@ def test_a_train_batch_size_is_divided_or_refused():
         plan_mesh(DistributedConfig(deepspeed_config=given), 3, 3)
     with pytest.raises(UsageError, match=r"batch_size = 8 x gradient_accumulation_steps = 2 x 4 ranks = 64"):
         plan_mesh(DistributedConfig(deepspeed_config=given, batch_size=8), 4, 4)
+
+
+@installed
+def test_a_plain_process_gets_the_whole_weights_back(tmp_path, monkeypatch, warm_process):
+    """`fit` starts the ranks; stage 3 leaves each with parts. Then evaluation, which needs no engine, agrees."""
+    from phalanx import PyTorchDDPTrainer
+
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(3)
+    model = gpt(**SHAPE)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    settings = {"device": "cpu", "progress": False, "batch_size": 4, "max_steps": 3, "learning_rate": 5e-4}
+    trainer = PyTorchDDPTrainer(model, num_workers=2, strategy="deepspeed", zero_stage=3, **settings)
+    data = make_tokens(ignoring=False)
+    history = trainer.fit(data, data)
+    after = model.state_dict()
+    assert {name: value.shape for name, value in after.items()} == {n: value.shape for n, value in before.items()}
+    assert any((after[name] - value).abs().max() > 1e-4 for name, value in before.items())
+    with torch.no_grad():
+        outputs = model(data.tensors[0])
+    loss = nn.functional.cross_entropy(outputs.flatten(0, 1), data.tensors[1].flatten()).item()
+    assert loss == pytest.approx(history.epochs[-1].val["loss"], rel=1e-5)
+
+
+def test_the_launchers_variables_and_word_are_understood(capsys):
+    from phalanx.cli import main
+    from phalanx.world.env import read_rank_env
+
+    env = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_SIZE": "2", "CROSS_RANK": "1", "CROSS_SIZE": "2"}
+    found = read_rank_env(env)
+    assert found is not None
+    assert (found.rank, found.local_rank, found.local_world_size, found.node_rank) == (3, 1, 2, 1)
+    assert main(["--local_rank=1", "--version"]) == 0
+    assert capsys.readouterr().out.startswith("phalanx ")

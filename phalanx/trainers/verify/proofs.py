@@ -219,6 +219,11 @@ def _quiet(config: DistributedConfig) -> DistributedConfig:
             f"mixed_precision = {config.mixed_precision!r}: verify compares in float64 and float32",
             hint="Leave mixed_precision out: what it rounds away would hide what a layout gets wrong.",
         )
+    if config.resolved_strategy == "deepspeed":
+        raise UsageError(
+            "verify compares in float64, and DeepSpeed keeps weights in float32",
+            hint="The same stages without DeepSpeed can be verified: leave it out and set zero_stage.",
+        )
     env = read_rank_env()
     if env is not None and env.world_size > 1:
         raise UsageError(
