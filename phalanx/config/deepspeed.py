@@ -51,6 +51,9 @@ _TAKEN_BY_THE_ENGINE = {
     "shard_size": "zero_stage says how DeepSpeed shards",
     "wrap_class": "DeepSpeed gathers by module",
     "tensor_parallel": "use strategy='fsdp' for it",
+    "pipeline_parallel": "use strategy='fsdp' for it",
+    "context_parallel": "use strategy='fsdp' for it",
+    "expert_parallel": "use strategy='fsdp' for it",
     "compile": "it has not been tried with DeepSpeed's engine",
     "on_nonfinite": "DeepSpeed skips steps itself, with fp16",
 }
