@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from phalanx.config import DistributedConfig, read_toml, write_toml
+from phalanx.config import DistributedConfig, read_toml, resolve, write_toml
 from phalanx.errors import ConfigError, UsageError
 from phalanx.loop.formation import Formation
 from phalanx.loop.task import TrainTask
@@ -270,6 +270,9 @@ def test_the_json_fills_our_settings_and_ours_fill_its_autos(tmp_path):
     assert (config.batch_size, config.gradient_clipping, config.mixed_precision) == (4, 1.0, "bf16")
     assert (config.zero_stage, config.offload, config.learning_rate, config.optimizer) == (2, "cpu", 3e-4, "adamw")
     assert (config.lr_schedule, config.warmup) == ("linear", 10)
+    origins = resolve({"deepspeed_config": path, "weight_decay": 0.1}, environ={}).origins
+    assert {name for name, origin in origins.items() if origin == "deepspeed_config"} >= {"batch_size", "zero_stage"}
+    assert (origins["weight_decay"], origins["deepspeed_config"], origins["epochs"]) == ("argument", "argument", "default")
     (tmp_path / "run.toml").write_text(write_toml(config))
     assert DistributedConfig(**read_toml(tmp_path / "run.toml")) == config
 
