@@ -272,7 +272,7 @@ def test_the_json_fills_our_settings_and_ours_fill_its_autos(tmp_path):
     assert (config.lr_schedule, config.warmup) == ("linear", 10)
     origins = resolve({"deepspeed_config": path, "weight_decay": 0.1}, environ={}).origins
     assert {name for name, origin in origins.items() if origin == "deepspeed_config"} >= {"batch_size", "zero_stage"}
-    assert (origins["weight_decay"], origins["deepspeed_config"], origins["epochs"]) == ("argument", "argument", "default")
+    assert [origins[name] for name in ("weight_decay", "deepspeed_config", "epochs")] == ["argument"] * 2 + ["default"]
     (tmp_path / "run.toml").write_text(write_toml(config))
     assert DistributedConfig(**read_toml(tmp_path / "run.toml")) == config
 
