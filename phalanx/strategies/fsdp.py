@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from phalanx.strategies.base import Strategy
+from phalanx.strategies.base import Strategy, share_weights
 from phalanx.strategies.blocks import blocks_of_class, find_blocks
 from phalanx.world.groups import build_device_mesh
 
@@ -32,6 +32,10 @@ class FSDP(Strategy):
         """Shard the model in place: its blocks first, then what is left. One rank has nothing to share."""
         if self.world.world_size == 1 or isinstance(model, FSDPModule):
             return model
+        share_weights(model)
+        return self._shard(model)
+
+    def _shard(self, model: nn.Module) -> nn.Module:
         options = self._options()
         for block in self._blocks(model).values():
             fully_shard(block, **options)
