@@ -10,9 +10,11 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from phalanx.strategies.base import COALESCED_BYTES
+from phalanx.strategies.context import split_context
 from phalanx.strategies.fsdp import FSDP
 from phalanx.strategies.norm import global_norm, scale_to_norm
 from phalanx.strategies.tensor import is_split, split_tensors, splits_sequence
+from phalanx.world.groups import build_axis_group
 from phalanx.world.seed import seed_everything
 
 if TYPE_CHECKING:
@@ -38,7 +40,10 @@ class Composed(FSDP):
         if mesh.tp > 1:
             split_tensors(model, self.device_mesh["tp"])
             if not splits_sequence(model):  # equal activations want equal dropout
-                seed_everything(self.config.seed, rank=self.world.dp_rank)
+                place = mesh.place(self.world.rank)["cp"]
+                seed_everything(self.config.seed, rank=self.world.dp_rank * mesh.cp + place)
+        if mesh.cp > 1:
+            split_context(model, build_axis_group(mesh, ("cp",), self.world.rank))
         if mesh.dp_size * mesh.cp > 1:
             # Outputs of a DTensor module always are views: fully_shard would warn in every run.
             warnings.filterwarnings("ignore", message=".*returned a view tensor", category=UserWarning)
