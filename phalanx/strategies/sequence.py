@@ -43,9 +43,9 @@ class SequenceSlices:
 
     def gather(self, part: Tensor) -> Tensor:
         """Return the slices of all ranks in the sequence's order."""
-        parts = [torch.empty_like(part) for _ in range(self.size)]
-        dist.all_gather(parts, part.contiguous(), group=self.group)
-        firsts, seconds = zip(*(piece.chunk(2, dim=1) for piece in parts), strict=True)
+        gathered = part.new_empty(self.size * part.shape[0], *part.shape[1:])
+        dist.all_gather_into_tensor(gathered, part.contiguous(), group=self.group)
+        firsts, seconds = zip(*(piece.chunk(2, dim=1) for piece in gathered.chunk(self.size)), strict=True)
         return torch.cat([*firsts, *reversed(seconds)], dim=1)
 
     def _chunks(self, rank: int) -> tuple[int, int]:

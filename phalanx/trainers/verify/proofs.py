@@ -38,6 +38,10 @@ _ONE_PROCESS: dict[str, Any] = {
     "gradient_accumulation_steps": 1,
     "sharding": "full",
     "shard_size": None,
+    "tensor_parallel": 1,
+    "pipeline_parallel": 1,
+    "context_parallel": 1,
+    "expert_parallel": 1,
 }
 """One process takes a global batch in one piece."""
 
