@@ -54,11 +54,10 @@ class CPUFlash:
 
 
 class CUDAFlash:
-    """torch's flash attention for half precision on CUDA."""
+    """torch's flash attention for half precision on CUDA; it knows groups of query heads, too."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
         """See `Kernel`."""
-        key, value = _repeat(key, query), _repeat(value, query)
         found = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal)
         return found[0], found[1]
 
@@ -66,10 +65,8 @@ class CUDAFlash:
         self, gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, *, causal: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `Kernel`."""
-        heads = key.shape[1]
-        key, value = _repeat(key, query), _repeat(value, query)
         unused = torch.empty(0, dtype=torch.int64, device=query.device)  # generator state: there is no dropout
-        for_query, for_key, for_value = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+        found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_backward(
             *(tensor.contiguous() for tensor in (gradient, query, key, value, out, lse)),
             None,
             None,
@@ -80,7 +77,7 @@ class CUDAFlash:
             unused,
             unused,
         )
-        return for_query, _fold(for_key, heads), _fold(for_value, heads)
+        return found
 
 
 class ByHand:
