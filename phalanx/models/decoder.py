@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from phalanx.errors import ModelError
-from phalanx.models.output import LMOutput, token_loss
+from phalanx.models.output import LMOutput, token_loss, visible_logits
 
 
 class DecoderConfig(Protocol):
@@ -39,6 +39,8 @@ class Decoder(nn.Module):
     norm: nn.Module | None
     head: nn.Linear | None
     config: DecoderConfig
+    takes_split_logits: ClassVar[bool] = True
+    """Whether `head` may give logits that are split by vocabulary (DTensors): `finish` copes with them."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -60,7 +62,8 @@ class Decoder(nn.Module):
         if self.head is None:
             return hidden
         logits: Tensor = self.head(hidden)
-        return logits if targets is None else LMOutput(token_loss(logits, targets), logits)
+        seen = visible_logits(logits, beside_loss=targets is not None)
+        return seen if targets is None else LMOutput(token_loss(logits, targets), seen)
 
     def token_embedding(self) -> nn.Embedding | None:
         """Return the embedding whose matrix the head shares when weights are tied."""

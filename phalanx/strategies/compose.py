@@ -38,7 +38,7 @@ class Composed(FSDP):
             return model
         self._share_weights(model)
         if mesh.tp > 1:
-            split_tensors(model, self.device_mesh["tp"])
+            split_tensors(model, self.device_mesh["tp"], loss_parallel=self.config.loss_parallel)
             if not splits_sequence(model):  # equal activations want equal dropout
                 place = mesh.place(self.world.rank)["cp"]
                 seed_everything(self.config.seed, rank=self.world.dp_rank * mesh.cp + place)

@@ -49,13 +49,22 @@ def is_split(model: nn.Module) -> bool:
     return any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
-def split_tensors(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Split the model in place over a mesh of one axis. Its weights must be equal on all ranks, or on "meta"."""
+def split_tensors(model: nn.Module, mesh: DeviceMesh, *, loss_parallel: bool = False) -> None:
+    """Split the model in place over a mesh of one axis. Its weights must be equal on all ranks, or on "meta".
+
+    With `loss_parallel` a model that says `takes_split_logits` computes its loss on logits that stay split.
+    """
+    split_logits = loss_parallel and bool(getattr(model, "takes_split_logits", False))
     styles = _styles_by_module(model)
     _check_degree(model, styles, mesh.size())
     before = dict(model.named_parameters(remove_duplicate=False))
     for name, style in styles.items():
-        made = STYLES[style]() if isinstance(style, str) else copy.copy(style)
+        if split_logits and style == "head-colwise":
+            made: ParallelStyle = ColwiseParallel(
+                input_layouts=_SEQUENCE, output_layouts=Shard(-1), use_local_output=False
+            )
+        else:
+            made = STYLES[style]() if isinstance(style, str) else copy.copy(style)
         parallelize_module(model.get_submodule(name), mesh, made, src_data_rank=None)
     _refuse_unsplit(model)
     _tie_again(model, before)
