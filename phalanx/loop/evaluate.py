@@ -30,7 +30,7 @@ def evaluate(
 ) -> dict[str, float]:
     """Return the mean loss and metrics over all samples; equal on all ranks, which must all call this."""
     formation.strategy.settle(model)
-    bare = formation.unwrap(model)
+    bare = model if formation.strategy.shards else formation.unwrap(model)
     was_training = bare.training
     bare.eval()
     sums = MetricSums(metrics, formation.device)
@@ -52,7 +52,7 @@ def evaluate(
 @torch.no_grad()
 def predict(formation: Formation, model: nn.Module, loader: PreparedLoader) -> list[tuple[int, Any]]:
     """Return this rank's outputs as (position of the batch's first sample, output on the CPU)."""
-    bare = formation.unwrap(model)
+    bare = model if formation.strategy.shards else formation.unwrap(model)
     was_training = bare.training
     bare.eval()
     outputs: list[tuple[int, Any]] = []

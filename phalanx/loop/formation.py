@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import uuid
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,12 +26,15 @@ from phalanx.config import DistributedConfig, resolve
 from phalanx.data.loader import shard_loader
 from phalanx.errors import UsageError
 from phalanx.loop.activation import checkpoint_activations
+from phalanx.loop.batch import train_batch
 from phalanx.loop.compiling import compile_in_place
+from phalanx.loop.forward import decide_forward
 from phalanx.loop.gradients import Gradients
 from phalanx.loop.precision import Precision
 from phalanx.loop.prepared import PreparedLoader
 from phalanx.loop.schedulers import bind_scheduler
 from phalanx.loop.snapshot import restore_snapshot, save_snapshot
+from phalanx.strategies.pipeline import Pipeline
 from phalanx.strategies.registry import build_strategy
 from phalanx.world.groups import build_axis_group
 from phalanx.world.seed import rng_state, seed_everything, set_rng_state
@@ -43,6 +47,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from phalanx.checkpoint import SavedCheckpoint
+    from phalanx.loop.forward import LossFn
 
 
 def _restored_process() -> Callable[[], None]:
@@ -83,7 +88,7 @@ class Formation:
         self.schedulers: list[Any] = []
         self.loaders: list[PreparedLoader] = []
         self.notes: list[str] = []
-        self._replaced: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+        self._replaced: dict[int, tuple[weakref.ref[nn.Parameter], nn.Parameter | None]] = {}
         self._host_group: dist.ProcessGroup | None = None
 
     @property
@@ -136,32 +141,44 @@ class Formation:
         )
 
     def _prepare_model(self, model: nn.Module) -> nn.Module:
-        before = dict(model.named_parameters())
+        before = dict(model.named_parameters(remove_duplicate=False))
         if not any(parameter.is_meta for parameter in before.values()):
             model.to(self.device)
         if self.config.activation_checkpointing:
             self._undo.append(checkpoint_activations(model))
         wrapped = self.strategy.wrap(model)
-        after = dict(model.named_parameters())
-        self._replaced.update({id(old): (old, after[name]) for name, old in before.items() if after[name] is not old})
+        self._note_replaced(before, dict(model.named_parameters(remove_duplicate=False)))
         if self.config.compile:
-            self._undo.append(compile_in_place(model))
+            for part in wrapped.stages.values() if isinstance(wrapped, Pipeline) else [model]:
+                self._undo.append(compile_in_place(part))
         self.models.append(wrapped)
         self.gradients.watch(wrapped)
         return wrapped
 
+    def _note_replaced(self, before: dict[str, nn.Parameter], after: dict[str, nn.Parameter]) -> None:
+        """Remember what took each parameter's place, under any of its names; None: it is on another rank."""
+        still_here = {id(parameter) for parameter in after.values()}
+        for name, old in before.items():
+            if id(old) not in still_here and (name in after or id(old) not in self._replaced):
+                self._replaced[id(old)] = (weakref.ref(old), after.get(name))
+
     def _follow(self, optimizer: torch.optim.Optimizer) -> None:
         """Give an optimizer that was made before its model was sharded the parameters that took the old ones' place."""
         for group in optimizer.param_groups:
-            for place, parameter in enumerate(group["params"]):
-                if id(parameter) not in self._replaced:
-                    continue
-                if parameter in optimizer.state:
-                    raise UsageError(
-                        f"the optimizer has taken steps already, and {self.strategy.name} shards its parameters now",
-                        hint="Prepare the model and the optimizer together, before the first step.",
-                    )
-                group["params"][place] = self._replaced[id(parameter)][1]
+            moved = [self._follow_one(optimizer, parameter) for parameter in group["params"]]
+            group["params"] = [parameter for parameter in moved if parameter is not None]
+
+    def _follow_one(self, optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> nn.Parameter | None:
+        """Return what took a parameter's place; None: it is on another rank's stage."""
+        old, new = self._replaced.get(id(parameter), (None, parameter))
+        if old is None or old() is not parameter:
+            return parameter
+        if parameter in optimizer.state:
+            raise UsageError(
+                f"the optimizer has taken steps already, and {self.strategy.name} shards its parameters now",
+                hint="Prepare the model and the optimizer together, before the first step.",
+            )
+        return new
 
     def prepare_loader(self, source: Any, *, training: bool = True) -> PreparedLoader:
         """Return this rank's share of a DataLoader, a data set or any re-iterable of batches."""
@@ -182,6 +199,7 @@ class Formation:
         self._undo.append(sharded.close)
         if training:
             self.loaders.append(loader)
+            self.notes += [m.expect(sharded.layout.batch_size) for m in self.models if isinstance(m, Pipeline)]
         return loader
 
     def _cpu_group(self) -> dist.ProcessGroup | None:
@@ -198,6 +216,10 @@ class Formation:
     def backward(self, loss: torch.Tensor, weight: float | torch.Tensor | None = None) -> None:
         """Add the gradient of a micro-batch's mean loss; `weight` counts what it is a mean of (tokens, say)."""
         self.gradients.backward(loss, weight)
+
+    def train_batch(self, model: nn.Module, batch: Any, loss_fn: LossFn | None = None) -> torch.Tensor:
+        """Run forward and backward of a batch and return its mean loss; the one way to train a pipeline."""
+        return train_batch(self, model, batch, decide_forward(self.unwrap(model), loss_fn, batch))
 
     def clip_grad_norm(self, max_norm: float) -> torch.Tensor | None:
         """Clip all gradients to one global norm; return the norm before, or None between step boundaries."""

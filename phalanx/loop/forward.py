@@ -32,6 +32,8 @@ class Forward:
     run: Callable[[nn.Module, Any], tuple[torch.Tensor | None, Any]]
     target: Callable[[Any], Any]
     says: str = ""
+    judge: LossFn | None = None
+    """The loss of (output, target), where it can be had without calling the model."""
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
         """Return the batch's mean loss."""
@@ -60,9 +62,10 @@ def decide_forward(model: nn.Module, loss_fn: LossFn | None, batch: Any) -> Forw
         return _from_mapping(loss_fn)
     if isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)) and len(batch) >= 2:
         if loss_fn is not None:
-            return Forward(lambda model, batch: _with_loss(model, batch, loss_fn), _last)
+            return Forward(lambda model, batch: _with_loss(model, batch, loss_fn), _last, judge=loss_fn)
         if _takes_targets(model, len(batch)):
-            return Forward(lambda model, batch: _loss_and_output(model(*batch)), _last)
+            judge = getattr(model, "judge", None)
+            return Forward(lambda model, batch: _loss_and_output(model(*batch)), _last, judge=judge)
         return _implied(model)
     if loss_fn is not None:
         return Forward(lambda model, batch: _self_target(model, batch, loss_fn), _whole)
@@ -108,7 +111,8 @@ def _implied(model: nn.Module) -> Forward:
         found, value = _find_loss(output)
         return (found, value) if found is not None else (implied_loss(output, batch[-1]), output)
 
-    return Forward(run, _last, "no loss_fn given: the loss follows the targets (labels: cross entropy, numbers: MSE)")
+    says = "no loss_fn given: the loss follows the targets (labels: cross entropy, numbers: MSE)"
+    return Forward(run, _last, says, judge=implied_loss)
 
 
 def implied_loss(output: Any, target: Any) -> torch.Tensor:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.errors import ModelError, UsageError
+from phalanx.strategies.base import local
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -85,19 +86,27 @@ class Gradients:
 
     def backward(self, loss: torch.Tensor, weight: float | torch.Tensor | None = None) -> None:
         """Add this micro-batch's gradient; `weight`: how many units (tokens, say) the loss is the mean of."""
+        factor = self.enter(weight)
+        torch.autograd.backward(loss if isinstance(factor, float) and factor == 1.0 else loss * factor)
+        self.leave()
+
+    def enter(self, weight: float | torch.Tensor | None = None) -> float | torch.Tensor:
+        """Begin a backward pass; return the factor on its loss. Whoever runs the pass itself calls `leave` after."""
         self._ready = False
         if self.micro is None:  # a loader of the user's own: count the micro-batches ourselves
             self._count_micro_batch()
+        factor: float | torch.Tensor
         if weight is not None:
-            loss = loss * self._add_weight(weight)
+            factor = self._add_weight(weight)
         else:
-            scale = 1.0 / self._accumulation if self.micro is None else self.micro.scale
-            if scale != 1.0:
-                loss = loss * scale
+            factor = 1.0 / self._accumulation if self.micro is None else self.micro.scale
         if self._scaler is not None:
             self.update_scale()
-            loss = self._scaler.scale(loss)
-        torch.autograd.backward(loss)
+            factor = self._scaler.scale(torch.ones((), device=self._world.device)) * factor
+        return factor
+
+    def leave(self) -> None:
+        """End a backward pass: note whether the gradient is whole."""
         if not self.boundary:
             self._accumulating.update(self._adopted)
         elif len(self._adopted) == 1:  # the whole gradient is there: it may be thrown away without a step
@@ -138,7 +147,7 @@ class Gradients:
             dist.all_reduce(weight)
         # The sum counts each sample once for every rank that saw it, which leaves the world's size, not dp_size.
         factor = self._world.world_size / weight.clamp(min=torch.finfo(torch.float64).tiny)
-        torch._foreach_mul_([p.grad for p in self._parameters if p.grad is not None], factor)
+        torch._foreach_mul_([local(p.grad) for p in self._parameters if p.grad is not None], factor)
 
     def _name_unused(self, optimizer: torch.optim.Optimizer) -> None:
         """At an optimizer's first step, refuse parameters without gradient in the models that it trains."""
@@ -166,6 +175,13 @@ class Gradients:
         if self._scaler is not None and self.boundary and id(optimizer) not in self._unscaled:
             self._unscaled.add(id(optimizer))
             self._scaler.unscale_(optimizer)
+            if self._strategy.shards and self._world.world_size > 1:
+                self._agree_on_overflow(self._scaler, optimizer)
+
+    def _agree_on_overflow(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
+        """Ranks that hold parts of the model see an overflow in their own parts only, but all must skip the step."""
+        for found in scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
+            dist.all_reduce(found, op=dist.ReduceOp.MAX)
 
     def update_scale(self) -> None:
         """Let fp16's scale grow or shrink after a step: once all optimizers have stepped, before the next backward."""

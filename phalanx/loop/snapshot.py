@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
+
 from phalanx import checkpoint
 from phalanx.loop.schedulers import load_scheduler_state, scheduler_state
 from phalanx.world.seed import rng_state, set_rng_state
@@ -46,9 +48,7 @@ def restore_snapshot(formation: Formation, directory: str | Path, *, required: b
     formation.notes += choice.notes
     if choice.checkpoint is None:
         return None
-    checkpoint.compare_model(
-        choice.checkpoint.manifest, {name: (tensor.shape, tensor.dtype) for name, tensor in formation.named_tensors()}
-    )
+    checkpoint.compare_model(choice.checkpoint.manifest, _described(formation))
     template = _tensors(formation)
     loaded = checkpoint.load(choice.checkpoint, template)
     _put_back(formation, template)
@@ -66,6 +66,16 @@ def restore_snapshot(formation: Formation, directory: str | Path, *, required: b
     if loaded.rank_state is not None:
         set_rng_state(loaded.rank_state)
     return {**shared, "path": str(choice.checkpoint.path)}
+
+
+def _described(formation: Formation) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """Return shape and dtype of every model tensor by name, those of all pipeline stages together."""
+    here = {name: (tensor.shape, tensor.dtype) for name, tensor in formation.named_tensors()}
+    if formation.world.mesh.pp == 1:
+        return here
+    parts: list[Any] = [None] * formation.world_size
+    dist.all_gather_object(parts, here)
+    return {name: info for part in parts for name, info in part.items()}
 
 
 def _tensors(formation: Formation) -> dict[str, Any]:

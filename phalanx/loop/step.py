@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from phalanx.loop.batch import train_batch
 from phalanx.loop.forward import count_labels
 
 if TYPE_CHECKING:
@@ -40,14 +41,10 @@ def train_step(
     step = formation.step + 1
     gradients = formation.gradients
     for batch in batches:
-        with formation.autocast():
-            loss = forward.loss(model, batch)
+        share: float | torch.Tensor = gradients.current.scale
         if by_tokens:
-            share: float | torch.Tensor = count_labels(forward.target(batch)) if gradients.current.samples else 0.0
-            formation.backward(loss, weight=share)
-        else:
-            share = gradients.current.scale
-            formation.backward(loss)
+            share = count_labels(forward.target(batch)) if gradients.current.samples else 0.0
+        loss = train_batch(formation, model, batch, forward, share if by_tokens else None)
         ledger.add(step, loss, share)
         if formation.at_boundary:
             break

@@ -63,7 +63,19 @@ class Decoder(nn.Module):
             return hidden
         logits: Tensor = self.head(hidden)
         seen = visible_logits(logits, beside_loss=targets is not None)
-        return seen if targets is None else LMOutput(token_loss(logits, targets), seen)
+        return seen if targets is None else LMOutput(self.judge(logits, targets), seen)
+
+    def judge(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean cross-entropy; targets of -100 do not count."""
+        return token_loss(logits, targets)
+
+    def pipeline_units(self) -> list[str]:
+        """Return the modules that run one after the other: any run of them is a pipeline stage."""
+        return ["embed", *(f"layers.{number}" for number in range(len(self.layers))), "norm", "head"]
+
+    def example_inputs(self) -> tuple[Tensor]:
+        """Return the longest sequence there can be, to measure what each unit costs."""
+        return (torch.zeros(1, self.config.block_size, dtype=torch.long),)
 
     def token_embedding(self) -> nn.Embedding | None:
         """Return the embedding whose matrix the head shares when weights are tied."""

@@ -112,7 +112,7 @@ class Experts(nn.Module):
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Apply each expert to its rows, which lie together: `counts` [experts] says how many they are.
 
-        An expert-parallel strategy may put a module in this one's place that exchanges the rows before and after.
+        Under expert parallelism the rows of all ranks for this rank's experts come here.
         """
         parts = rows.split(counts.tolist())  # type: ignore[no-untyped-call]
         outputs = [
@@ -210,6 +210,10 @@ class MoE(Decoder):
         if self.training and isinstance(output, LMOutput):
             return LMOutput(output.loss + config.balance * torch.stack(balances).mean(), output.logits)
         return output
+
+    def expert_modules(self) -> list[str]:
+        """Return the modules whose experts may lie on different ranks."""
+        return [f"layers.{number}.feed.experts" for number in range(len(self.layers))]
 
     def num_parameters(self, *, embeddings: bool = True, active: bool = False) -> int:
         """Count the parameters; `active`: of the experts only the `top_k` that a token meets."""

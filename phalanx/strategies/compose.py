@@ -1,20 +1,25 @@
-"""Strategies together, on one mesh: what a layer is cut into first, then the data axes over what is left."""
+"""Strategies together, on one mesh. From the outside in: stages, then what a layer is cut into, then the data axes."""
 
 from __future__ import annotations
 
 import warnings
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from phalanx.strategies.base import COALESCED_BYTES
+from phalanx.strategies.base import COALESCED_BYTES, local
 from phalanx.strategies.context import split_context
+from phalanx.strategies.expert import spread_experts
 from phalanx.strategies.fsdp import FSDP
 from phalanx.strategies.norm import global_norm, scale_to_norm
+from phalanx.strategies.pipeline import Pipeline
+from phalanx.strategies.placing import Placed, list_own, place_stages, placed_before, rename_tied
 from phalanx.strategies.tensor import is_split, split_tensors, splits_sequence
 from phalanx.world.groups import build_axis_group
+from phalanx.world.schedules import SCHEDULES
 from phalanx.world.seed import seed_everything
 
 if TYPE_CHECKING:
@@ -30,12 +35,105 @@ class Composed(FSDP):
     """
 
     name = "composed"
+    _syncing = True
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """Split the model in place, then shard it over the data axes, if there are any."""
+        """Split the model in place, cut it into stages, then shard what this rank has over the data axes."""
         mesh = self.world.mesh
+        if mesh.pp > 1:
+            return self._pipeline(model, placed_before(model) or self._placed(model))
         if is_split(model):
             return model
+        self._split(model)
+        return self._lay_over_data(model)
+
+    def unwrap(self, wrapped: nn.Module) -> nn.Module:
+        """Return the user's model; in a pipeline it has this rank's units only."""
+        return wrapped.module if isinstance(wrapped, Pipeline) else wrapped
+
+    def set_sync(self, wrapped: nn.Module, sync: bool) -> None:
+        """Within a batch torch's pipeline decides itself when gradients are reduced."""
+        self._syncing = sync
+        if isinstance(wrapped, Pipeline):
+            wrapped.sync = sync
+        else:
+            super().set_sync(wrapped, sync)
+
+    def settle(self, wrapped: nn.Module) -> None:
+        """Make buffers equal among the ranks that hold the same stage."""
+        if self.world.mesh.pp == 1:
+            super().settle(wrapped)
+            return
+        buffers = [local(buffer) for buffer in self.unwrap(wrapped).buffers()]
+        if self._stage_group.size() > 1 and buffers:
+            with torch.no_grad():
+                dist._broadcast_coalesced(self._stage_group, buffers, COALESCED_BYTES, 0)
+
+    def clip_grad_norm(self, parameters: Sequence[nn.Parameter], max_norm: float) -> torch.Tensor:
+        """Scale gradients to the one norm over all axes."""
+        norm = self.grad_norm(parameters)
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        scale_to_norm(gradients, norm, max_norm)
+        return norm
+
+    def grad_norm(self, parameters: Sequence[nn.Parameter]) -> torch.Tensor:
+        """Return the one norm over all axes."""
+        mesh = self.world.mesh
+        used = [parameter for parameter in parameters if parameter.grad is not None]
+        holders = [mesh.world_size // mesh.pp * self._copies.get(id(parameter), 1) for parameter in used]
+        return global_norm([parameter.grad for parameter in used if parameter.grad is not None], holders)
+
+    def state(self, wrapped: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
+        """Return this rank's stages under the names of the whole model."""
+        state = super().state(wrapped, optimizers)
+        return rename_tied(state, self._aliases(wrapped))
+
+    def load_state(
+        self, wrapped: nn.Module, optimizers: Sequence[torch.optim.Optimizer], state: dict[str, Any]
+    ) -> None:
+        """Put back what `state` returned."""
+        names = {alias: name for name, alias in self._aliases(wrapped).items()}
+        if self.world.mesh.pp > 1:
+            state = list_own(rename_tied(state, names), self.unwrap(wrapped), optimizers)
+        super().load_state(wrapped, optimizers, state)
+
+    @cached_property
+    def _copies(self) -> dict[int, int]:
+        """How many stages hold a copy of a parameter (by its id)."""
+        return {}
+
+    @cached_property
+    def _stage_group(self) -> dist.ProcessGroup:
+        """The ranks that hold the same stages."""
+        return build_axis_group(self.world.mesh, ("dp_replicate", "dp_shard", "cp", "tp"), self.world.rank)
+
+    @cached_property
+    def _data_group(self) -> dist.ProcessGroup:
+        """The ranks that hold the same parameters and see other samples, or other slices of them."""
+        return build_axis_group(self.world.mesh, ("dp_replicate", "dp_shard", "cp"), self.world.rank)
+
+    def _aliases(self, wrapped: nn.Module) -> dict[str, str]:
+        return wrapped.aliases if isinstance(wrapped, Pipeline) else {}
+
+    def _placed(self, model: nn.Module) -> Placed:
+        self._split(model)
+        placed = place_stages(model, self.config, self.world, self.device_mesh["pp"])
+        for stage in placed.stages.values():
+            self._lay_over_data(stage)
+        return placed
+
+    def _pipeline(self, model: nn.Module, placed: Placed) -> Pipeline:
+        pipeline = Pipeline(model, placed.stages, placed.row, self.world.device, self.config.microbatches)
+        if placed.row.schedule.splits_backward:
+            pipeline.finishing.append(partial(self._average_gradients, list(model.parameters())))
+        pipeline.tie(placed.ties)
+        self._copies.update({id(tied.parameter): tied.copies for tied in pipeline.tied})
+        _ = self._stage_group, self._data_group  # made here, where all ranks are
+        return pipeline
+
+    def _split(self, model: nn.Module) -> None:
+        """Give every rank the same weights, and its slice of every layer and sequence."""
+        mesh = self.world.mesh
         self._share_weights(model)
         if mesh.tp > 1:
             split_tensors(model, self.device_mesh["tp"], loss_parallel=self.config.loss_parallel)
@@ -44,27 +142,49 @@ class Composed(FSDP):
                 seed_everything(self.config.seed, rank=self.world.dp_rank * mesh.cp + place)
         if mesh.cp > 1:
             split_context(model, build_axis_group(mesh, ("cp",), self.world.rank))
-        if mesh.dp_size * mesh.cp > 1:
+        if self.config.expert_parallel > 1:
+            self._apart.update(spread_experts(model, self.device_mesh["dp_shard"]))
+            if self.world.mesh.dp_replicate > 1:
+                for parameter in self._apart:
+                    parameter.register_post_accumulate_grad_hook(self._average_replicas)  # type: ignore[no-untyped-call]
+
+    def _lay_over_data(self, model: nn.Module) -> nn.Module:
+        mesh = self.world.mesh
+        by_hand = mesh.pp > 1 and SCHEDULES[self.config.pipeline_schedule].splits_backward
+        if mesh.dp_size * mesh.cp > 1 and not by_hand:
             # Outputs of a DTensor module always are views: fully_shard would warn in every run.
             warnings.filterwarnings("ignore", message=".*returned a view tensor", category=UserWarning)
             return super().wrap(model)
         if any(parameter.is_meta for parameter in model.parameters()):
             self._materialise(model)
+            if by_hand and self._data_group.size() > 1:  # replicas drew their own weights
+                tensors = [local(tensor.detach()) for tensor in model.parameters()]
+                dist._broadcast_coalesced(self._data_group, tensors, COALESCED_BYTES, 0)
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(_complete_gradient)  # type: ignore[no-untyped-call]
         return model
 
-    def clip_grad_norm(self, parameters: Sequence[nn.Parameter], max_norm: float) -> torch.Tensor:
-        """Scale gradients to the one norm over all axes."""
-        gradients = _gradients(parameters)
-        norm = global_norm(gradients, self.world.world_size)
-        scale_to_norm(gradients, norm, max_norm)
-        return norm
+    def _average_replicas(self, parameter: torch.Tensor) -> None:
+        """Average an expert's gradient over the replicas of the group of ranks that it lies on."""
+        if self._syncing and parameter.grad is not None:
+            gradient = local(parameter.grad)
+            dist.all_reduce(gradient, group=self.device_mesh["dp_replicate"].get_group())
+            gradient /= self.world.mesh.dp_replicate
 
-    def grad_norm(self, parameters: Sequence[nn.Parameter]) -> torch.Tensor:
-        """Return the one norm over all axes."""
-        return global_norm(_gradients(parameters), self.world.world_size)
+    def _average_gradients(self, parameters: list[nn.Parameter]) -> None:
+        """Average over the data axes after a schedule that computes gradients of weights past autograd's hooks."""
+        for parameter in parameters:
+            _complete_gradient(parameter)
+        gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+        group = self._data_group
+        if group.size() == 1 or not gradients:
+            return
+        flat = torch.cat([gradient.flatten() for gradient in gradients])
+        dist.all_reduce(flat, group=group)
+        flat /= group.size()
+        parts = flat.split([gradient.numel() for gradient in gradients])  # type: ignore[no-untyped-call]
+        torch._foreach_copy_(gradients, [part.view_as(g) for part, g in zip(parts, gradients, strict=True)])
 
     def _share_weights(self, model: nn.Module) -> None:
         """Start from rank 0's weights: ranks that drew their own would hold parts of different models."""
@@ -72,10 +192,6 @@ class Composed(FSDP):
         if tensors:
             group: Any = dist.distributed_c10d._get_default_group()
             dist._broadcast_coalesced(group, tensors, COALESCED_BYTES, 0)
-
-
-def _gradients(parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
-    return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 
 def _complete_gradient(parameter: torch.Tensor) -> None:

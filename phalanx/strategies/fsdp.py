@@ -46,6 +46,11 @@ class FSDP(Strategy):
             wrapped.set_requires_gradient_sync(sync)
 
     @cached_property
+    def _apart(self) -> set[nn.Parameter]:
+        """Parameters that lie over the data axes in another way (experts)."""
+        return set()
+
+    @cached_property
     def device_mesh(self) -> DeviceMesh:
         """The groups of all axes, made once for all models of the run."""
         return build_device_mesh(self.world.mesh, self.world.device.type)
@@ -56,6 +61,7 @@ class FSDP(Strategy):
             "mesh": self._data_mesh(),
             "reshard_after_forward": config.sharding != "grad-op",
             "mp_policy": self._precision(),
+            "ignored_params": self._apart,
         }
         if config.offload == "cpu":
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=self.world.device.type == "cuda")

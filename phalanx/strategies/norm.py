@@ -15,14 +15,18 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-def global_norm(gradients: Sequence[torch.Tensor], world_size: int) -> torch.Tensor:
+def global_norm(gradients: Sequence[torch.Tensor], holders: Sequence[int]) -> torch.Tensor:
     """Return the norm of all gradients with one all-reduce over the world, whatever their meshes.
 
-    An element that several ranks hold counts on each of them by its share, so that it counts once in all.
+    `holders`: over how many ranks each gradient lies, cut or copied. An element that several ranks hold counts on each
+    of them by its share, so that it counts once in all.
     """
-    norms = torch.stack([norm.double() for norm in torch._foreach_norm([local(gradient) for gradient in gradients])])
-    shares = torch.tensor([_parts(gradient) / world_size for gradient in gradients], dtype=torch.float64)
-    total = (norms.square() * shares.to(norms.device)).sum()
+    total = torch.zeros((), dtype=torch.float64)
+    if gradients:
+        parts = [local(gradient) for gradient in gradients]
+        norms = torch.stack([norm.double() for norm in torch._foreach_norm(parts)])
+        shares = [_parts(gradient) / ranks for gradient, ranks in zip(gradients, holders, strict=True)]
+        total = (norms.square() * torch.tensor(shares, dtype=torch.float64).to(norms.device)).sum()
     dist.all_reduce(total)
     return total.sqrt()
 

@@ -15,7 +15,7 @@ from phalanx.loop.trainer import TrainLoop
 from phalanx.trainers.folders import make_run_dir
 from phalanx.trainers.preflight import check_before_start
 from phalanx.trainers.session import agree_run_dir, open_events, save_config
-from phalanx.trainers.weights import to_cpu
+from phalanx.trainers.weights import to_cpu, whole_weights
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -52,8 +52,9 @@ def run_job(job: Job, *, in_place: bool) -> JobResult:
         result = {"fit": _fit, "evaluate": _evaluate, "predict": _predict}[job.action](formation, job)
         if job.action == "fit" and not in_place:  # all ranks, for sharded tensors are gathered from all of them
             keep = formation.world.env.local_rank == 0
-            result.weights = to_cpu(job.task.model.state_dict(), keep=keep)
-            result.optimizer_state = to_cpu(formation.optimizers[0].state_dict(), keep=keep)
+            result.weights = whole_weights(job.task.model, keep=keep)
+            if formation.world.mesh.pp == 1:  # stages have optimizers of their own, which no single one can load
+                result.optimizer_state = to_cpu(formation.optimizers[0].state_dict(), keep=keep)
     return result
 
 

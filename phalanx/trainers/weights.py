@@ -10,6 +10,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from phalanx import checkpoint
 from phalanx.errors import CheckpointError, nearest
 from phalanx.strategies.base import whole
+from phalanx.strategies.placing import join_stages
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -32,13 +33,23 @@ def to_cpu(value: Any, *, keep: bool = True) -> Any:
     return value
 
 
+def whole_weights(model: nn.Module, *, keep: bool = True) -> dict[str, torch.Tensor] | None:
+    """Return all weights of a model on the CPU, gathered from every rank that holds a part of them.
+
+    Every rank calls this; those that do not `keep` them get None.
+    """
+    here = {name: to_cpu(value, keep=True) for name, value in model.state_dict().items()}
+    found = join_stages(model, here)
+    return found if keep else None
+
+
 def save_weights(model: nn.Module, path: Path, *, here: bool = True) -> None:
     """Write the weights whole or not at all: safetensors, or torch's own format for .pt and .pth.
 
     Every rank calls this, for sharded weights are gathered from all of them; only the one that is `here` writes.
     """
-    state = to_cpu(dict(model.state_dict()), keep=here)
-    if not here:
+    state = whole_weights(model, keep=here)
+    if state is None:
         return
     temporary = path.with_name(f".{path.name}.writing")
     try:

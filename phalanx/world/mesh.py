@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from phalanx.errors import UsageError
 from phalanx.world.products import impossible_product
+from phalanx.world.schedules import SCHEDULES, choose_microbatches
 
 if TYPE_CHECKING:
     from phalanx.config import DistributedConfig
@@ -85,14 +86,22 @@ def plan_mesh(config: DistributedConfig, world_size: int, ranks_per_node: int) -
     copy = pp * cp * tp
     if world_size % copy:
         raise impossible_product({"pipeline_parallel": pp, "context_parallel": cp, "tensor_parallel": tp}, world_size)
+    if pp > 1 and config.batch_size is not None:
+        choose_microbatches(config.microbatches, config.batch_size, pp, SCHEDULES[config.pipeline_schedule])
     data = world_size // copy
+    if pp > 1 and config.pipeline_schedule == "zero-bubble" and config.resolved_strategy == "fsdp" and data * cp > 1:
+        raise UsageError(
+            "pipeline_schedule = 'zero-bubble' cannot run beside strategy = 'fsdp': it computes gradients of weights "
+            "apart from those of inputs, which fully_shard cannot follow",
+            hint="Write strategy = 'ddp' (whole stages on every data rank), or pipeline_schedule = 'interleaved'.",
+        )
     if data * cp == 1 < copy and config.offload == "cpu":
         raise UsageError(
             f"offload = 'cpu' needs ranks to shard over, but one copy of the model takes all {world_size}",
             hint=f"Start a multiple of {copy} ranks, lower the other axes, or leave offload out.",
         )
     if config.expert_parallel > 1:
-        return _expert_mesh(config, data, pp=pp, cp=cp, tp=tp)
+        return _expert_mesh(config, data, pp, cp, tp)
     if config.resolved_strategy != "fsdp":  # beside other axes data is sharded too: plain ddp knows no DTensor
         return Mesh(dp_replicate=data) if copy == 1 else Mesh(pp=pp, dp_shard=data, cp=cp, tp=tp)
     if config.sharding != "hybrid":
@@ -103,12 +112,18 @@ def plan_mesh(config: DistributedConfig, world_size: int, ranks_per_node: int) -
     return Mesh(pp=pp, dp_replicate=data // shard, dp_shard=shard, cp=cp, tp=tp)
 
 
-def _expert_mesh(config: DistributedConfig, data: int, *, pp: int, cp: int, tp: int) -> Mesh:
+def _expert_mesh(config: DistributedConfig, data: int, pp: int, cp: int, tp: int) -> Mesh:
     """The experts lie over the axis dp_shard: what else the model has is sharded within the same ranks."""
     experts = config.expert_parallel
+    if pp * cp * tp > 1:
+        raise UsageError(
+            f"expert_parallel = {experts} runs beside the data axes only, not with pipeline_parallel = {pp}, "
+            f"context_parallel = {cp}, tensor_parallel = {tp}",
+            hint="Leave those at 1 for a mixture of experts, or expert_parallel at 1.",
+        )
     if data % experts:
-        raise _indivisible("expert_parallel", experts, data, smallest=1, beside=pp * cp * tp)
-    return Mesh(pp=pp, dp_replicate=data // experts, dp_shard=experts, cp=cp, tp=tp)
+        raise _indivisible("expert_parallel", experts, data, smallest=1)
+    return Mesh(dp_replicate=data // experts, dp_shard=experts)
 
 
 def _indivisible(setting: str, size: int, ranks: int, *, smallest: int, beside: int = 1) -> UsageError:

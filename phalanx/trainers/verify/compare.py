@@ -58,8 +58,10 @@ def _steps(reference: Recording, other: Recording) -> list[StepRow]:
 
 
 def _modules(reference: Recording, other: Recording) -> list[ModuleRow]:
+    # A layout that cuts layers or batches further than over data ranks has no outputs that could be compared.
+    comparable = reference.activations if other.activations else {}
     activations = {
-        name: _fingerprint_difference(mine, other.activations.get(name)) for name, mine in reference.activations.items()
+        name: _fingerprint_difference(mine, other.activations.get(name)) for name, mine in comparable.items()
     }
     gradients = _by_module(_differences(reference.gradients, other.gradients))
     weights = _by_module(_differences(reference.after, other.after))

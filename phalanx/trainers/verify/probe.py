@@ -12,6 +12,8 @@ from torch.utils._pytree import tree_leaves
 
 from phalanx.loop.hooks import Callback, StepInfo
 from phalanx.strategies.base import whole
+from phalanx.strategies.pipeline import Pipeline
+from phalanx.strategies.placing import join_stages
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -50,15 +52,20 @@ class Probe(Callback):
         self._remove: list[Callable[[], None]] = []
         self._formation: Formation
         self._model: nn.Module
+        self._aliases: dict[str, str] = {}
+        self._looks_inside = True
 
     def on_fit_start(self, trainer: Any) -> None:
         """Hang the hooks on the model and the optimizer."""
         self._formation = trainer.formation
         self._model = self._formation.unwrap(trainer.model)
+        self._aliases = trainer.model.aliases if isinstance(trainer.model, Pipeline) else {}
         self.recording.before = self._gathered(self._model.state_dict())
         self.recording.global_batch = trainer.global_batch
-        self.recording.parameters = sum(p.numel() for p in self._model.parameters())
-        if not trainer.config.compile:  # hooks would break the compiled graph into pieces
+        self.recording.parameters = self._count_parameters()
+        mesh = self._formation.world.mesh
+        self._looks_inside = not trainer.config.compile and mesh.pp == mesh.tp == 1
+        if self._looks_inside:  # hooks would break a compiled graph into pieces
             for name, module in self._model.named_modules():
                 self._remove.append(module.register_forward_hook(self._watcher(name)).remove)
         self._remove.append(trainer.optimizer.register_step_pre_hook(self._before_first_update).remove)
@@ -92,7 +99,8 @@ class Probe(Callback):
         self._remove.clear()
         gradients = {name: p.grad for name, p in self._model.named_parameters() if p.grad is not None}
         self.recording.gradients = self._gathered(gradients)
-        self._keep_activations()
+        if self._looks_inside:
+            self._keep_activations()
 
     def _keep_activations(self) -> None:
         """Add up over the ranks. In the order of the model's own names: ranks may call modules differently."""
@@ -110,13 +118,17 @@ class Probe(Callback):
 
     def _gathered(self, tensors: dict[str, Any]) -> Tensors:
         """Gather on all ranks; keep on the main one."""
-        kept: Tensors = {}
+        found: Tensors = {}
         for name, tensor in tensors.items():
             if isinstance(tensor, torch.Tensor) and (tensor.is_floating_point() or tensor.is_complex()):
-                found = whole(tensor.detach())
-                if self._formation.is_main:
-                    kept[name] = found.cpu().clone()
-        return kept
+                found[name] = whole(tensor.detach()).cpu().clone()
+        joined = join_stages(self._model, found)
+        return joined if self._formation.is_main else {}
+
+    def _count_parameters(self) -> int:
+        """Count those of all pipeline stages; a matrix that two stages share counts once, as in the whole model."""
+        here = {name: p.numel() for name, p in self._model.named_parameters() if name not in self._aliases}
+        return sum(join_stages(self._model, here).values())
 
 
 def _with_uncalled(order: list[str], names: Iterable[str]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -38,12 +39,23 @@ _ONE_PROCESS: dict[str, Any] = {
     "gradient_accumulation_steps": 1,
     "sharding": "full",
     "shard_size": None,
+    "offload": "none",
     "tensor_parallel": 1,
     "pipeline_parallel": 1,
+    "pipeline_cuts": None,
+    "microbatches": None,
     "context_parallel": 1,
     "expert_parallel": 1,
 }
 """One process takes a global batch in one piece."""
+
+_AXIS_FIELDS = {
+    "pp": "pipeline_parallel",
+    "cp": "context_parallel",
+    "tp": "tensor_parallel",
+    "ep": "expert_parallel",
+}
+_AXIS = re.compile(r"(pp|cp|tp|ep)([1-9]\d*)")
 
 _UNSEEN: dict[str, Any] = {
     "epochs": None,
@@ -174,12 +186,18 @@ class Proof:
         return Verdict(self.subject.name, name, claim, f"{self.steps} steps, {size}", comparisons, list(problems))
 
     def _other_layout(self, wish: str) -> DistributedConfig:
-        strategy, _, count = wish.partition(":")
-        if not count.isdigit() or int(count) < 1:
-            raise UsageError(f"--reshard {wish}: not a layout", hint="Write <strategy>:<ranks>, for example ddp:1")
+        strategy, _, rest = wish.partition(":")
+        count, *axes = rest.split(":")
+        sizes = [_AXIS.fullmatch(axis) for axis in axes]
+        if not count.isdigit() or int(count) < 1 or None in sizes:
+            raise UsageError(
+                f"--reshard {wish}: not a layout",
+                hint="Write <strategy>:<ranks>, for example ddp:1, and other axes after it: fsdp:8:pp2:tp2",
+            )
         if strategy not in STRATEGIES:
             raise UsageError(unknown_name("strategy", strategy, STRATEGIES))
-        return self.config.replace(**{**_ONE_PROCESS, "strategy": strategy, "num_workers": int(count)})
+        degrees = {_AXIS_FIELDS[size[1]]: int(size[2]) for size in sizes if size is not None}
+        return self.config.replace(**{**_ONE_PROCESS, **degrees, "strategy": strategy, "num_workers": int(count)})
 
 
 def _limits(exact: Recording, rounded: Recording) -> tuple[dict[str, float], dict[str, float]]:
@@ -217,6 +235,8 @@ def _layout_name(config: DistributedConfig, layout: Layout) -> str:
     strategy = config.resolved_strategy
     if strategy == "fsdp" and config.sharding != "full":
         strategy += f" ({config.sharding})"
+    axes = {short: getattr(config, name) for short, name in _AXIS_FIELDS.items()}
+    strategy += "".join(f" x {short}{size}" for short, size in axes.items() if size > 1)
     ranks = f"{layout.world_size} rank{'s' * (layout.world_size > 1)}"
     accumulation = config.gradient_accumulation_steps
     return f"{strategy}, {ranks} on {layout.device}" + (f", accumulation {accumulation}" if accumulation > 1 else "")

@@ -57,7 +57,8 @@ class RecipeSubject:
         model = {**recipe.model, **({"preset": self.preset} if self.preset else {})}
         if recipe.needs_data_dir and hasattr(data, "classes"):
             model["classes"] = len(data.classes)
-        return Parts(models.build(model.pop("name"), **model), data, implied_loss)
+        made = models.build(model.pop("name"), **model)
+        return Parts(made, data, None if hasattr(made, "judge") else implied_loss)
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class ModelSubject:
         config: Any = getattr(model, "config", None)
         if hasattr(config, "vocab_size"):
             size = min(config.block_size, _LONGEST_TEXT)
-            return Parts(model, load("text", block_size=size, max_bytes=500_000), implied_loss)
+            return Parts(model, load("text", block_size=size, max_bytes=500_000))
         return Parts(model, load("synthetic", **_made_up(config, self.name)), implied_loss)
 
 

@@ -1,0 +1,122 @@
+"""expert: the experts of a mixture lie on different ranks; rows travel to them and back by all-to-all.
+
+A model lists its modules of experts in `expert_modules()`. In such a module dim 0 of every parameter counts the
+experts, and `forward(rows, counts)` applies each expert to its rows, which lie together.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+from phalanx.errors import UsageError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+def spread_experts(model: nn.Module, mesh: DeviceMesh) -> list[nn.Parameter]:
+    """Keep this rank's experts only, and exchange rows around them; return their parameters."""
+    kept: list[nn.Parameter] = []
+    for name in _names(model):
+        module = model.get_submodule(name)
+        for key, parameter in list(module.named_parameters(recurse=False)):
+            _check_divides(name, parameter.shape[0], mesh.size())
+            part = parameter.detach().chunk(mesh.size())[mesh.get_local_rank()].clone()
+            spread = DTensor.from_local(part, mesh, [Shard(0)], run_check=False)
+            setattr(module, key, nn.Parameter(spread, requires_grad=parameter.requires_grad))
+            kept.append(getattr(module, key))
+        module.forward = partial(_exchanged, module, mesh.get_group())
+    return kept
+
+
+def _names(model: nn.Module) -> list[str]:
+    if not callable(getattr(model, "expert_modules", None)):
+        raise UsageError(
+            f"expert_parallel spreads the experts of a mixture, and {type(model).__name__} has no expert_modules()",
+            hint="Train a mixture of experts (the model 'moe'), give the class a method expert_modules() that returns "
+            "the names of its modules of experts, or leave expert_parallel out.",
+        )
+    names: list[str] = model.expert_modules()  # type: ignore[operator]
+    return names
+
+
+def _check_divides(name: str, experts: int, ranks: int) -> None:
+    if experts % ranks:
+        possible = [str(number) for number in range(1, experts + 1) if experts % number == 0]
+        raise UsageError(
+            f"expert_parallel = {ranks} cannot spread the {experts} experts of {name} evenly",
+            hint=f"With {experts} experts it can be: {', '.join(possible)}.",
+        )
+
+
+def _exchanged(module: nn.Module, group: dist.ProcessGroup, rows: Tensor, counts: Tensor) -> Tensor:
+    """Send rows to the ranks of their experts, let these work, and bring the rows back in their order."""
+    ranks = group.size()
+    sent = counts.view(ranks, -1)  # [rank, its experts]: how many rows go there
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent.contiguous(), group=group)
+    outward, inward = sent.sum(1).tolist(), received.sum(1).tolist()
+    arrived = _AllToAll.apply(rows, outward, inward, group)  # type: ignore[no-untyped-call]
+    # Rows lie by the rank that sent them; experts want theirs together, whoever sent them.
+    expert = torch.arange(received.numel(), device=rows.device).remainder(received.shape[1])
+    order = expert.repeat_interleave(received.flatten()).argsort(stable=True)
+    worked = torch.func.functional_call(_Plain(module), _weights(module, ranks), (arrived[order], received.sum(0)))
+    home = torch.empty_like(worked).index_copy(0, order, worked)
+    back: Tensor = _AllToAll.apply(home, inward, outward, group)  # type: ignore[no-untyped-call]
+    return back
+
+
+class _Plain(nn.Module):
+    """A module called by its class's own forward, past the one that exchanges rows."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, rows: Tensor, counts: Tensor) -> Any:
+        return type(self.module).forward(self.module, rows, counts)
+
+
+def _weights(module: nn.Module, ranks: int) -> dict[str, Tensor]:
+    """Return this rank's experts as plain tensors, by their names in `_Plain`."""
+    return {
+        f"module.{name}": _Shared.apply(parameter.to_local(), ranks)  # type: ignore[no-untyped-call]
+        for name, parameter in module.named_parameters()
+        if isinstance(parameter, DTensor)
+    }
+
+
+class _AllToAll(torch.autograd.Function):
+    """Rows to other ranks; in backward their gradients come back."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, outward: list[int], inward: list[int], group: dist.ProcessGroup) -> Tensor:
+        ctx.way = outward, inward, group
+        received = rows.new_empty(sum(inward), *rows.shape[1:])
+        dist.all_to_all_single(received, rows.contiguous(), inward, outward, group=group)
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        outward, inward, group = ctx.way
+        back: Tensor = _AllToAll.apply(gradients[0], inward, outward, group)  # type: ignore[no-untyped-call]
+        return back, None, None, None
+
+
+class _Shared(torch.autograd.Function):
+    """An expert's weights: their gradient comes from the rows of all ranks, where others have the mean over ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, ranks: int) -> Tensor:
+        ctx.ranks = ranks
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0] / ctx.ranks, None

@@ -1,0 +1,293 @@
+"""pipeline: the model is cut into stages that lie on different ranks; parts of a batch go through them one by one.
+
+The passes and their order are torch's (`torch.distributed.pipelining`). Here: a batch of any size in microbatches of
+one size, a loss that is that of the whole batch, tied weights, and a way through all stages for evaluation.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+import torch.utils._pytree as pytree
+from torch import nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import get_schedule_class
+
+from phalanx.errors import ModelError, UsageError
+from phalanx.strategies.base import local
+from phalanx.world.schedules import choose_microbatches
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from contextlib import AbstractContextManager
+
+    from phalanx.world.schedules import Schedule
+
+
+class BatchLoss(Protocol):
+    """How a batch is judged: by the last stage, a part at a time."""
+
+    def __call__(self, output: Any, batch: Any) -> torch.Tensor:
+        """Return the mean loss of a part of the batch."""
+
+    def weigh(self, batch: Any) -> float | torch.Tensor:
+        """Return how much a part of the batch counts in the mean over the whole."""
+
+
+class Row(NamedTuple):
+    """The ranks that hold the stages of one copy of the model."""
+
+    group: dist.ProcessGroup
+    place: int
+    size: int
+    schedule: Schedule
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the whole model."""
+        return self.schedule.num_stages(self.size)
+
+    def owner(self, stage: int) -> int:
+        """Return the place of the rank that holds a stage; -1 is the last stage."""
+        return self.schedule.owner(stage % self.num_stages, self.size)
+
+
+class Tie(NamedTuple):
+    """A matrix with several names, of which this rank's stages have one, and those of other ranks have the rest."""
+
+    name: str
+    first: str
+    """The name that it has in checkpoints: the first in the whole model."""
+    copies: int
+    group: dist.ProcessGroup
+
+
+class Pipeline(nn.Module):
+    """This rank's stages as one model: trained by `train_batch`, called like any other for evaluation."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        stages: Mapping[int, nn.Module],
+        row: Row,
+        device: torch.device,
+        microbatches: int | None,
+    ) -> None:
+        super().__init__()
+        self.module = model
+        self.stages = dict(stages)  # a dict is not registered: the parameters are those of `module`
+        self.row = row
+        self.sync = True
+        self.tied: list[Tied] = []
+        self.finishing: list[Callable[[], None]] = []
+        """What is left to do with the gradients after the last batch of a step."""
+        self.aliases: dict[str, str] = {}
+        self._device = device
+        self._wanted = microbatches
+        self._largest = 0
+        self._runners: dict[Any, _Runner] = {}
+        self._autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
+        for stage in self.stages.values():
+            stage.forward = partial(self._call, type(stage).forward, stage)
+
+    def _call(self, forward: Any, *inputs: Any) -> Any:
+        """Mixed precision belongs to the forward passes alone; a schedule has backward passes between them."""
+        with self._autocast():
+            return forward(*inputs)
+
+    def tie(self, ties: Sequence[Tie]) -> None:
+        """Keep copies of one matrix equal from now on."""
+        self.tied = [Tied(self.module.get_parameter(tie.name), tie) for tie in ties]
+        self.aliases = {tie.name: tie.first for tie in ties if tie.name != tie.first}
+        self.finishing += [tied.add_up for tied in self.tied]
+
+    def expect(self, batch_size: int) -> str:
+        """Take batches of up to so many samples, if they can be cut into microbatches; return a line on the layout."""
+        row = self.row
+        self._largest = batch_size
+        count = self._microbatches(batch_size)
+        share = row.schedule.bubble(row.size, count)
+        return (
+            f"pipeline: {row.num_stages} stages on {row.size} ranks, {row.schedule.name}, {count} microbatches of "
+            f"{batch_size // count}: ranks are idle for {share:.0%} of a step when all stages take equally long"
+        )
+
+    def train_batch(
+        self,
+        batch: Any,
+        loss: BatchLoss,
+        factor: float | torch.Tensor,
+        autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> torch.Tensor:
+        """Run forward and backward for a batch (inputs..., targets); return its mean loss, on every rank of the row.
+
+        Gradients are those of `factor` times that loss.
+        """
+        if not isinstance(batch, (tuple, list)) or len(batch) < 2:
+            raise ModelError("a pipeline takes batches of (inputs, ..., targets)", hint="Let the loader yield tuples.")
+        rows = _rows(batch)
+        self._largest = max(rows, self._largest)  # shorter batches are filled up, so that shapes stay the same
+        count = self._microbatches(self._largest)
+        size = self._largest // count
+        padded = tuple(batch) if rows == self._largest else _padded(batch, rows, self._largest)
+        judge = _Judge(loss, padded, rows, size, factor, autocast)
+        self._autocast = autocast
+        try:
+            self._runner(padded, size, count).run(padded, judge)
+        finally:
+            self._autocast = nullcontext
+        total = judge.total(self._device)
+        dist.broadcast(total, group=self.row.group, group_src=self.row.owner(-1))
+        if self.sync:
+            for finish in self.finishing:
+                finish()
+        return total
+
+    def forward(self, *inputs: Any) -> Any:
+        """Send inputs through all stages, one after the other; every rank of the row gets the output.
+
+        Only without gradients: a training step has its microbatches under way at once (`train_batch`).
+        """
+        if torch.is_grad_enabled():
+            raise UsageError(
+                "a pipeline cannot be called like a model in training: its stages lie on different ranks",
+                hint="Write loss = f.train_batch(model, batch, loss_fn) in place of model(...) and f.backward(loss).",
+            )
+        own_loss = getattr(self.module, "judge", None)
+        targets = inputs[-1] if own_loss is not None and len(inputs) > 1 else None
+        hidden: Any = inputs if targets is None else inputs[:-1]
+        for stage in range(self.row.num_stages):
+            if stage in self.stages:
+                hidden = self.stages[stage](*(hidden if isinstance(hidden, tuple) else (hidden,)))
+            hidden = self._passed_on(hidden, self.row.owner(stage))
+        return hidden if own_loss is None or targets is None else own_loss(hidden, targets)
+
+    def _passed_on(self, hidden: Any, source: int) -> torch.Tensor:
+        """Give a stage's output to all ranks of the row."""
+        mine = self.row.place == source
+        shape: list[Any] = [(hidden.shape, hidden.dtype) if mine else None]
+        dist.broadcast_object_list(shape, group=self.row.group, group_src=source)
+        tensor: torch.Tensor = (
+            hidden.contiguous() if mine else torch.empty(shape[0][0], dtype=shape[0][1], device=self._device)
+        )
+        dist.broadcast(tensor, group=self.row.group, group_src=source)
+        return tensor
+
+    def _microbatches(self, batch_size: int) -> int:
+        return choose_microbatches(self._wanted, batch_size, self.row.size, self.row.schedule)
+
+    def _runner(self, batch: Any, size: int, count: int) -> _Runner:
+        """Return the runner for inputs of this shape: torch fixes the shapes between stages when it first runs."""
+        key = (size, count, *((leaf.shape[1:], leaf.dtype) for leaf in pytree.tree_leaves(batch[:-1])))
+        if key not in self._runners:
+            self._runners[key] = _Runner(self.stages, self.row, self._device, count)
+        return self._runners[key]
+
+
+class _Runner:
+    """torch's stages and schedule for inputs of one shape."""
+
+    def __init__(self, stages: Mapping[int, nn.Module], row: Row, device: torch.device, count: int) -> None:
+        self._stages = stages
+        self._count = count
+        self._judge: _Judge | None = None
+        made = [
+            PipelineStage(module, number, row.num_stages, device, group=row.group) for number, module in stages.items()
+        ]
+        kind = get_schedule_class(row.schedule.torch_name)
+        several: Any = made if row.schedule.stages_per_rank > 1 else made[0]
+        self._schedule = kind(several, n_microbatches=count, loss_fn=self._loss, scale_grads=False)
+
+    def run(self, batch: tuple[Any, ...], judge: _Judge) -> None:
+        """Run one schedule: all microbatches forward and backward."""
+        self._judge = judge
+        inputs = batch[:-1] if 0 in self._stages else ()
+        try:
+            # The numbers of the microbatches stand for the targets: torch would know how to cut tensors only.
+            self._schedule.step(*inputs, target=torch.arange(self._count), return_outputs=False)
+        finally:
+            self._judge = None
+
+    def _loss(self, output: Any, number: torch.Tensor) -> torch.Tensor:
+        assert self._judge is not None, "only while a schedule runs"
+        return self._judge(output, int(number))
+
+
+class _Judge:
+    """The loss of each microbatch, weighed so that their sum is the mean over the batch's real samples."""
+
+    def __init__(
+        self,
+        loss: BatchLoss,
+        batch: Any,
+        rows: int,
+        size: int,
+        factor: float | torch.Tensor,
+        autocast: Callable[[], AbstractContextManager[Any]],
+    ) -> None:
+        self._loss = loss
+        self._batch = batch
+        self._rows = rows
+        self._size = size
+        self._factor = factor
+        self._autocast = autocast
+        self._total = loss.weigh(_cut(batch, 0, rows))
+        self._found: dict[int, torch.Tensor] = {}
+
+    def __call__(self, output: Any, number: int) -> torch.Tensor:
+        start = number * self._size
+        real = min(self._size, self._rows - start)
+        if real <= 0:  # the batch was short: these rows are stand-ins
+            return torch.stack([leaf.sum() * 0.0 for leaf in pytree.tree_leaves(output)]).sum()
+        part = _cut(self._batch, start, start + real)
+        seen = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor[:real], output)
+        with self._autocast():
+            loss = self._loss(seen, part)
+        share = self._loss.weigh(part) / self._total
+        self._found[number] = loss.detach() * share
+        return loss * (share * self._factor)
+
+    def total(self, device: torch.device) -> torch.Tensor:
+        """Return the mean loss of the batch, where this rank has seen it."""
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        for value in self._found.values():
+            total += value
+        return total
+
+
+class Tied:
+    """One matrix that stages on several ranks use: each has a copy, and their gradients are added up."""
+
+    def __init__(self, parameter: nn.Parameter, tie: Tie) -> None:
+        self.parameter = parameter
+        self.copies = tie.copies
+        self._group = tie.group
+        with torch.no_grad():  # stages that drew their own first weights drew different ones
+            dist.broadcast(local(parameter), group=tie.group, group_src=0)
+
+    def add_up(self) -> None:
+        """Give every copy the gradient of all of them."""
+        if self.parameter.grad is None:
+            self.parameter.grad = torch.zeros_like(self.parameter)
+        dist.all_reduce(local(self.parameter.grad), group=self._group)
+
+
+def _rows(batch: Any) -> int:
+    return next(leaf.shape[0] for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor))
+
+
+def _cut(batch: Any, start: int, end: int) -> Any:
+    return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor[start:end], batch)
+
+
+def _padded(batch: Any, rows: int, wanted: int) -> Any:
+    """Fill a short batch up with its last row."""
+
+    def fill(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.cat([tensor, tensor[-1:].expand(wanted - rows, *tensor.shape[1:])])
+
+    return tuple(pytree.tree_map_only(torch.Tensor, fill, item) for item in batch)

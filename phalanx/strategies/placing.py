@@ -1,0 +1,126 @@
+"""Which stage goes where: the model is cut, this rank keeps its units, and matrices used by two stages are noted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from phalanx.strategies.pipeline import Row, Tie
+from phalanx.strategies.stages import check_count, cut_at, cut_evenly, drop_units, part_of, units_of
+from phalanx.strategies.unit_costs import measured_costs, parameter_costs
+from phalanx.world.schedules import SCHEDULES
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from phalanx.config import DistributedConfig
+    from phalanx.world.world import World
+
+_MARK = "_phalanx_placed"
+
+
+@dataclass(frozen=True)
+class Placed:
+    """What became of a model on this rank."""
+
+    row: Row
+    stages: dict[int, nn.Module]
+    ties: list[Tie]
+
+
+def placed_before(model: nn.Module) -> Placed | None:
+    """Return how an earlier run laid this model over the ranks."""
+    placed: Placed | None = model.__dict__.get(_MARK)
+    return placed
+
+
+def place_stages(model: nn.Module, config: DistributedConfig, world: World, mesh: DeviceMesh) -> Placed:
+    """Cut the model; this rank keeps the units of its stages. All ranks must call this."""
+    row = Row(mesh.get_group(), mesh.get_local_rank(), mesh.size(), SCHEDULES[config.pipeline_schedule])
+    units = units_of(model)
+    check_count(model, units, row.num_stages)
+    parts = _cut(model, units, config, row.num_stages)
+    ties = _find_ties(model, parts, row, world)
+    mine = {stage: parts[stage] for stage in row.schedule.stages_of(row.place, row.size)}
+    drop_units(model, units, [unit for kept in mine.values() for unit in kept])
+    placed = Placed(row, {stage: part_of(model, units, kept) for stage, kept in mine.items()}, ties)
+    for part in placed.stages.values():
+        if hasattr(part, "sequence_shards"):  # hidden states between stages are slices of the sequence
+            setattr(part, "sequence_shards", world.mesh.tp)  # noqa: B010 - an attribute that only some models have
+    model.__dict__[_MARK] = placed  # past nn.Module: the stages are not submodules, their units are
+    return placed
+
+
+def join_stages(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+    """Return the state of all stages from that of this rank's; the same for a model that is not cut."""
+    placed = placed_before(model)
+    if placed is None:
+        return state
+    parts: list[Any] = [None] * placed.row.size
+    dist.all_gather_object(parts, state, group=placed.row.group)
+    return {name: value for part in parts for name, value in part.items()}
+
+
+def _cut(model: nn.Module, units: list[str], config: DistributedConfig, stages: int) -> list[list[str]]:
+    if config.pipeline_cuts is not None:
+        return cut_at(units, config.pipeline_cuts, stages)
+    measure = measured_costs if config.pipeline_balance == "measured" else parameter_costs
+    return cut_evenly(units, measure(model, units), stages)
+
+
+def _find_ties(model: nn.Module, parts: list[list[str]], row: Row, world: World) -> list[Tie]:
+    """Find parameters that units on different ranks share, and make the groups of those ranks."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    ties = []
+    for shared in names.values():
+        owners = {name: row.owner(_stage_of(name, parts)) for name in shared}
+        places = sorted(set(owners.values()))
+        if len(places) == 1:
+            continue
+        for ranks in world.mesh.groups("pp"):
+            group = dist.new_group([ranks[place] for place in places])
+            if world.rank in ranks and row.place in places:
+                mine = next(name for name, place in owners.items() if place == row.place)
+                ties.append(Tie(mine, shared[0], len(places), group))
+    return ties
+
+
+def _stage_of(parameter: str, parts: list[list[str]]) -> int:
+    return next(stage for stage, units in enumerate(parts) if any(parameter.startswith(f"{unit}.") for unit in units))
+
+
+def rename_tied(state: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
+    """Give optimizer states of tied matrices another name: in checkpoints both copies are the one that they are."""
+    if not names:
+        return state
+    renamed = dict(state)
+    for key, part in state.items():
+        if key.startswith("optimizer"):
+            renamed[key] = {
+                "state": {names.get(name, name): value for name, value in part["state"].items()},
+                "param_groups": [
+                    {**group, "params": [names.get(name, name) for name in group["params"]]}
+                    for group in part["param_groups"]
+                ],
+            }
+    return renamed
+
+
+def list_own(state: dict[str, Any], model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
+    """Let each optimizer's groups name this rank's parameters: a checkpoint keeps the names that one stage has."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    listed = dict(state)
+    for number, optimizer in enumerate(optimizers):
+        key = f"optimizer{number or ''}"
+        groups = zip(state[key]["param_groups"], optimizer.param_groups, strict=True)
+        own = [{**saved, "params": [names[id(parameter)] for parameter in group["params"]]} for saved, group in groups]
+        listed[key] = {**state[key], "param_groups": own}
+    return listed

@@ -1,0 +1,95 @@
+"""Pipeline schedules as arithmetic: who holds which stage, and which share of the time ranks stand idle.
+
+p ranks in a row, m microbatches, v stages a rank; a forward pass of a rank's share takes one unit of time, its backward
+pass two: one for the gradient of its input, one for that of its weights. No torch here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from phalanx.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One way to order the passes."""
+
+    name: str
+    torch_name: str
+    stages_per_rank: int = 1
+    folded: bool = False
+    """Whether the stages go down the ranks and back up again, so that the first rank holds the last stage too."""
+    splits_backward: bool = False
+    """Whether gradients of weights are computed apart from those of inputs: `fully_shard` cannot follow that."""
+
+    def num_stages(self, ranks: int) -> int:
+        """Return into how many stages the model is cut."""
+        return ranks * self.stages_per_rank
+
+    def owner(self, stage: int, ranks: int) -> int:
+        """Return which of the ranks in a row holds a stage."""
+        turn, place = divmod(stage, ranks)
+        return ranks - 1 - place if self.folded and turn % 2 else place
+
+    def stages_of(self, place: int, ranks: int) -> list[int]:
+        """Return the stages of a rank, in their order."""
+        return [stage for stage in range(self.num_stages(ranks)) if self.owner(stage, ranks) == place]
+
+    def bubble(self, ranks: int, microbatches: int) -> float:
+        """Return the share of a step in which a rank waits for others, when all stages take equally long.
+
+        gpipe and 1f1b wait (p-1) times for a forward and a backward pass: (p-1)/(m+p-1). With v stages a rank these are
+        v times shorter: (p-1)/(v m+p-1). A zero-bubble schedule fills the wait with gradients of weights: none is left
+        as soon as there are enough microbatches (m >= 2p-1), and before that what m passes cannot fill.
+        """
+        if self.folded:
+            missing = max(0, 2 * ranks - 1 - microbatches)
+            return missing / (6 * microbatches + missing)
+        return (ranks - 1) / (self.stages_per_rank * microbatches + ranks - 1)
+
+
+SCHEDULES = {
+    schedule.name: schedule
+    for schedule in (
+        Schedule("gpipe", "GPipe"),
+        Schedule("1f1b", "1F1B"),
+        Schedule("interleaved", "Interleaved1F1B", stages_per_rank=2),
+        Schedule("zero-bubble", "ZBVZeroBubble", stages_per_rank=2, folded=True, splits_backward=True),
+    )
+}
+"""The schedules by the name that the config gives them."""
+
+
+def choose_microbatches(wanted: int | None, batch_size: int, ranks: int, schedule: Schedule) -> int:
+    """Return into how many microbatches a rank's batch is cut; what cannot be is refused with what could.
+
+    By default up to four for each rank of the row, as far as the batch divides: that keeps the bubble small.
+    """
+    possible = [
+        count for count in range(1, batch_size + 1) if batch_size % count == 0 and _fits(count, ranks, schedule)
+    ]
+    if not possible:
+        raise UsageError(
+            f"a batch of {batch_size} samples is too small for pipeline_schedule = {schedule.name!r} on {ranks} ranks",
+            hint=f"Raise batch_size to a multiple of {ranks}, or write pipeline_schedule = 'gpipe'.",
+        )
+    if wanted is None:
+        return max((count for count in possible if count <= 4 * ranks), default=possible[0])
+    if wanted not in possible:
+        cause = (
+            f"a batch of {batch_size} samples cannot be cut into microbatches = {wanted}"
+            if batch_size % wanted
+            else f"pipeline_schedule = {schedule.name!r} on {ranks} ranks cannot run microbatches = {wanted}"
+        )
+        raise UsageError(
+            cause, hint=f"With batch_size = {batch_size} microbatches can be: {', '.join(map(str, possible))}."
+        )
+    return wanted
+
+
+def _fits(microbatches: int, ranks: int, schedule: Schedule) -> bool:
+    """1f1b fills the row before its first backward pass; interleaved goes in rounds of equal length."""
+    if schedule.name == "1f1b":
+        return microbatches >= ranks
+    return schedule.name != "interleaved" or microbatches % max(1, microbatches // ranks) == 0
