@@ -7,7 +7,7 @@ forward pass cut the inputs and put the outputs together. Whoever calls it gives
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +18,6 @@ from phalanx.strategies.ring import Ring
 from phalanx.strategies.ring_attention import RingAttention
 from phalanx.strategies.sequence import SequenceSlices, whole_mean
 
-if TYPE_CHECKING:
-    import torch.distributed as dist
-
 IGNORED_LABEL = -100
 _TARGETS = ("targets", "target", "labels", "label", "y")
 _USAGE = (
@@ -29,8 +26,16 @@ _USAGE = (
 )
 
 
-def split_context(model: nn.Module, group: dist.ProcessGroup) -> None:
+def split_context(model: nn.Module, slices: SequenceSlices) -> None:
     """Cut the model's sequences over the ranks of a group, in place; call it before the parameters are sharded."""
+    install_ring(model, slices)
+    calls = _Calls(inspect.signature(model.forward), slices)
+    model.register_forward_pre_hook(calls.enter, with_kwargs=True)
+    model.register_forward_hook(calls.leave)
+
+
+def install_ring(model: nn.Module, slices: SequenceSlices) -> None:
+    """Replace the model's inner attention; whoever calls it cuts its inputs. A model that cannot be cut is refused."""
     signature = inspect.signature(model.forward)
     name = type(model).__name__
     if "positions" not in signature.parameters:
@@ -39,17 +44,14 @@ def split_context(model: nn.Module, group: dist.ProcessGroup) -> None:
             "which",
             hint=_USAGE,
         )
-    if not _install_ring(model, Ring(group)):
+    if not _replace_attention(model, Ring(slices.group)):
         raise UsageError(
             f"context_parallel replaces the attention of {name} by ring attention, and found none that it knows",
             hint=_USAGE,
         )
-    calls = _Calls(signature, SequenceSlices(group))
-    model.register_forward_pre_hook(calls.enter, with_kwargs=True)
-    model.register_forward_hook(calls.leave)
 
 
-def _install_ring(model: nn.Module, ring: Ring) -> int:
+def _replace_attention(model: nn.Module, ring: Ring) -> int:
     """Replace every module that says `ring_ready`; return how many there were."""
     found = [(path, module) for path, module in model.named_modules() if getattr(module, "ring_ready", False)]
     for path, module in found:
@@ -74,17 +76,11 @@ class _Calls:
         """Cut what is as long as the first argument, and say where in the sequence the slice lies."""
         bound = self._signature.bind(*args, **kwargs)
         given = bound.arguments
-        tokens = next(iter(given.values()))
-        batch, time = tokens.shape[:2]
-        own = self._slices.positions(time, tokens.device)
         positions = given.pop("positions", None)
-
-        def cut(tensor: Tensor) -> Tensor:
-            return self._slices.cut(tensor) if tensor.shape[:2] == (batch, time) else tensor
-
-        given.update({name: pytree.tree_map_only(Tensor, cut, value) for name, value in given.items()})
+        cut, own = self._slices.cut_all(dict(given))
+        given.update(cut)
         given["positions"] = own if positions is None else positions[own]
-        self._shape = (batch, len(own))
+        self._shape = (next(iter(cut.values())).shape[0], len(own))
         self._targets = next((given[name] for name in _TARGETS if isinstance(given.get(name), Tensor)), None)
         return bound.args, bound.kwargs
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from phalanx.errors import ModelError
 
@@ -36,6 +37,16 @@ class SequenceSlices:
         chunks = whole.chunk(2 * self.size, dim=1)
         return torch.cat([chunks[number] for number in self._chunks(self.rank)], dim=1)
 
+    def cut_all(self, inputs: Any) -> tuple[Any, Tensor]:
+        """Return inputs with every tensor cut that is as long as the first, and the places of this rank's slice."""
+        first = next(leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor))
+        own = self.positions(first.shape[1], first.device)
+
+        def cut(tensor: Tensor) -> Tensor:
+            return self.cut(tensor) if tensor.shape[:2] == first.shape[:2] else tensor
+
+        return pytree.tree_map_only(Tensor, cut, inputs), own
+
     def join(self, part: Tensor) -> Tensor:
         """Return the whole of which every rank has a slice; ranks must go on alike from it to their losses."""
         whole: Tensor = _Joined.apply(part, self)  # type: ignore[no-untyped-call]
@@ -47,6 +58,12 @@ class SequenceSlices:
         dist.all_gather_into_tensor(gathered, part.contiguous(), group=self.group)
         firsts, seconds = zip(*(piece.chunk(2, dim=1) for piece in gathered.chunk(self.size)), strict=True)
         return torch.cat([*firsts, *reversed(seconds)], dim=1)
+
+    def mean(self, value: float | Tensor, device: torch.device) -> Tensor:
+        """Return the mean of a number over the ranks of the group, without gradient."""
+        total = torch.as_tensor(value, dtype=torch.float64, device=device).clone()
+        dist.all_reduce(total, group=self.group)
+        return total / self.size
 
     def _chunks(self, rank: int) -> tuple[int, int]:
         return rank, 2 * self.size - 1 - rank
