@@ -57,9 +57,9 @@ def _parse() -> argparse.Namespace:
 
 
 def _chosen(options: argparse.Namespace, model: str) -> list[str]:
-    names = options.only or (_HEAVY if model == "gpt2" else list(CONTESTANTS))
+    names = options.only or (_HEAVY if model.startswith("gpt2") else [n for n in CONTESTANTS if "fsdp" not in n])
     if options.ranks > 1:  # there raw is in DDP already
-        names = [name for name in names if name != "raw-ddp"]
+        names = [name for name in names if name not in ("raw-ddp", "raw-fsdp")]
     return ["raw", *(name for name in names if name != "raw")]
 
 

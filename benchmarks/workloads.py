@@ -38,6 +38,8 @@ WORKLOADS = {
     "gpt": Workload(batch_size=8, warmup=3, steps=15, time=128, model_options={"layers": 4, "width": 256, "heads": 4}),
     # GPT-2's 124 million parameters as they are trained: compiled, bf16. For GPUs.
     "gpt2": Workload(batch_size=32, warmup=15, steps=60, time=1024, bf16=True, compile=True),
+    # Its largest sister, 1558 million parameters.
+    "gpt2-xl": Workload(batch_size=8, warmup=8, steps=20, time=1024, bf16=True, compile=True),
 }
 
 
@@ -96,7 +98,7 @@ def build_task(name: str, *, device: str, world_size: int, steps: int | None = N
     torch.manual_seed(0)
     clock = StepClock(workload.warmup, steps or workload.steps)
     options = {"block_size": workload.time, **(workload.model_options or {})}
-    model = MlpWithLoss() if name == "mlp" else GptWithLoss("gpt2" if name == "gpt2" else "debug", **options)
+    model = MlpWithLoss() if name == "mlp" else GptWithLoss("debug" if name == "gpt" else name, **options)
     # Two steps more than needed: a loop that looks one batch ahead must not meet the end of the epoch.
     samples = workload.batch_size * world_size * (clock.total_steps + 2)
     return Task(workload, model, _dataset(workload, samples), clock, device, world_size)

@@ -24,7 +24,9 @@ class Contestant:
 CONTESTANTS = {
     "raw": Contestant("raw PyTorch loop", "contestants.raw", ("torch",)),
     "raw-ddp": Contestant("raw loop, DDP of one rank", "contestants.raw", ("torch",), "run_in_ddp"),
+    "raw-fsdp": Contestant("raw loop, fully_shard of one rank", "contestants.raw", ("torch",), "run_in_fsdp"),
     "phalanx": Contestant("Phalanx", "contestants.phalanx_trainer", ("phalanx",)),
+    "phalanx-fsdp": Contestant("Phalanx, fsdp", "contestants.phalanx_trainer", ("phalanx",), "run_fsdp"),
     "accelerate": Contestant("Accelerate", "contestants.accelerate_loop", ("accelerate",)),
     "fabric": Contestant("Lightning Fabric", "contestants.fabric_loop", ("lightning", "lightning_fabric")),
     "lightning": Contestant("Lightning Trainer", "contestants.lightning_trainer", ("lightning", "pytorch_lightning")),

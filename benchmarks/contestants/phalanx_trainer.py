@@ -15,11 +15,21 @@ if TYPE_CHECKING:
 
 def run(task: Task) -> None:
     """Train with the trainer that joins the ranks which are started already."""
+    _train(task, strategy="ddp")
+
+
+def run_fsdp(task: Task) -> None:
+    """Train the same with parameters, gradients and optimizer states sharded."""
+    _train(task, strategy="fsdp")
+
+
+def _train(task: Task, strategy: str) -> None:
     workload = task.workload
     trainer = PyTorchDDPTrainer(
         task.model,
         optimizer=task.optimizer,
         device=task.device,
+        strategy=strategy,
         max_steps=task.steps,
         mixed_precision="bf16" if workload.bf16 else False,
         compile=workload.compile,

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -31,6 +33,20 @@ def run_in_ddp(task: Task) -> None:
     )
     _train(task, model, DistributedSampler(task.dataset))
     del model  # before its group, or the reducer may hang in tear-down
+    dist.destroy_process_group()
+
+
+def run_in_fsdp(task: Task) -> None:
+    """Train with `fully_shard` around every block, as its tutorial does."""
+    on_gpu = task.device == "cuda"
+    dist.init_process_group("nccl" if on_gpu else "gloo")
+    model = task.model.to(task.device)
+    mesh = init_device_mesh(task.device, (dist.get_world_size(),))
+    precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if task.workload.bf16 else None)
+    for layer in model.gpt.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=precision)
+    fully_shard(model, mesh=mesh, mp_policy=precision)
+    _train(task, model, DistributedSampler(task.dataset))
     dist.destroy_process_group()
 
 

@@ -40,12 +40,12 @@ class Schedule:
         """Return the share of a step in which a rank waits for others, when all stages take equally long.
 
         gpipe and 1f1b wait (p-1) times for a forward and a backward pass: (p-1)/(m+p-1). With v stages a rank these are
-        v times shorter: (p-1)/(v m+p-1). A zero-bubble schedule fills the wait with gradients of weights: none is left
-        as soon as there are enough microbatches (m >= 2p-1), and before that what m passes cannot fill.
+        v times shorter: (p-1)/(v m+p-1). The zero-bubble schedule fills the wait with gradients of weights: it is left
+        with p-1 waits beside 6m passes of one stage, as soon as there are enough microbatches to fill it with.
         """
-        if self.folded:
-            missing = max(0, 2 * ranks - 1 - microbatches)
-            return missing / (6 * microbatches + missing)
+        if self.splits_backward:
+            waits = max(ranks - 1, 4 * (ranks - 1) - 2 * (microbatches - 1))
+            return waits / (6 * microbatches + waits)
         return (ranks - 1) / (self.stages_per_rank * microbatches + ranks - 1)
 
 
