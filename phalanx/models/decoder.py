@@ -51,9 +51,13 @@ class Decoder(nn.Module):
     def positions(self, inputs: Tensor) -> Tensor:
         """Return 0, 1, ... for a whole sequence of tokens, or of hidden states where there is no embedding."""
         time = inputs.shape[1] * (1 if self.embed is not None else self.sequence_shards)
+        self.check_length(time)
+        return torch.arange(time, device=inputs.device)
+
+    def check_length(self, time: int) -> None:
+        """Refuse sequences that the model has no positions for; who gives `positions` of slices asks for the whole."""
         if time > self.config.block_size:
             raise ModelError(f"a sequence of {time} tokens is longer than block_size={self.config.block_size}.")
-        return torch.arange(time, device=inputs.device)
 
     def finish(self, hidden: Tensor, targets: Tensor | None) -> Tensor | LMOutput:
         """Turn the last hidden states into logits, and with targets into a loss, as far as this stage has the parts."""

@@ -71,13 +71,13 @@ class _Calls:
         self._targets: Tensor | None = None
 
     def enter(
-        self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Cut what is as long as the first argument, and say where in the sequence the slice lies."""
         bound = self._signature.bind(*args, **kwargs)
         given = bound.arguments
         positions = given.pop("positions", None)
-        cut, own = self._slices.cut_all(dict(given))
+        cut, own = self._slices.cut_all(dict(given), model)
         given.update(cut)
         given["positions"] = own if positions is None else positions[own]
         self._shape = (next(iter(cut.values())).shape[0], len(own))

@@ -182,7 +182,7 @@ class Pipeline(nn.Module):
         """Take this rank's slice of every sequence, where sequences are cut; stages are told where it lies."""
         if self.slices is None:
             return inputs
-        cut, self._places["positions"] = self.slices.cut_all(inputs)
+        cut, self._places["positions"] = self.slices.cut_all(inputs, self.module)
         return tuple(cut)
 
     def _passed_on(self, hidden: Any, source: int) -> torch.Tensor:

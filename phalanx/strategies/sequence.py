@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -10,6 +10,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from phalanx.errors import ModelError
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 class SequenceSlices:
@@ -37,9 +40,14 @@ class SequenceSlices:
         chunks = whole.chunk(2 * self.size, dim=1)
         return torch.cat([chunks[number] for number in self._chunks(self.rank)], dim=1)
 
-    def cut_all(self, inputs: Any) -> tuple[Any, Tensor]:
-        """Return inputs with every tensor cut that is as long as the first, and the places of this rank's slice."""
+    def cut_all(self, inputs: Any, model: nn.Module) -> tuple[Any, Tensor]:
+        """Return inputs with every tensor cut that is as long as the first, and the places of this rank's slice.
+
+        A model that has `check_length` is asked about the whole length, since it only ever sees slices.
+        """
         first = next(leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor))
+        if hasattr(model, "check_length"):
+            model.check_length(first.shape[1])  # type: ignore[operator]
         own = self.positions(first.shape[1], first.device)
 
         def cut(tensor: Tensor) -> Tensor:

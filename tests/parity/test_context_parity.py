@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from layouts import assert_same
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -70,13 +71,6 @@ def train(folder: str, name: str = "llama", *, samples: int = 32, dtype: str = "
     assert result.history is not None
     steps = result.history.steps
     return weights, result.history.epochs[-1].val, [step["grad_norm"] for step in steps], [s["loss"] for s in steps]
-
-
-def assert_same(ours: dict, theirs: dict, tolerance: float) -> None:
-    assert ours.keys() == theirs.keys()
-    for name, value in theirs.items():
-        difference = (ours[name] - value).abs().max().item() / max(1.0, value.abs().max().item())
-        assert difference <= tolerance, f"{name} differs by {difference}"
 
 
 LAYOUTS = {
@@ -225,6 +219,7 @@ REFUSED = {
     "neither one number": (ModelError, Pooling, torch.zeros(2, 8, dtype=torch.int64)),
     r"10 tokens.*= 4 equal chunks\n.*of 8 tokens.*to 12": (ModelError, Net, torch.zeros(2, 10, dtype=torch.int64)),
     r"2 tokens.*\n.*Pad them to 4": (ModelError, Net, torch.zeros(2, 2, dtype=torch.int64)),
+    "32 tokens is longer than block_size=16": (ModelError, lambda: gpt(**SHAPE), torch.zeros(2, 32, dtype=torch.int64)),
     r"dropout = 0\.2": (ModelError, lambda: gpt(**SHAPE, dropout=0.2), torch.zeros(2, 8, dtype=torch.int64)),
 }
 
