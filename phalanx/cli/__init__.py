@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -23,6 +24,8 @@ VERBS = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb and return the exit code; a user's mistake is told without a traceback."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    if words and re.fullmatch(r"--local[-_]rank=\d+", words[0]):  # DeepSpeed's launcher puts it first
+        words = words[1:]
     try:
         return _dispatch(words)
     except PhalanxError as error:

@@ -18,7 +18,7 @@ from phalanx.launch import CallTarget, ModuleTarget, ScriptTarget, count_gpus, l
 from phalanx.recipes import Recipe, load_recipe, recipe_names
 from phalanx.trainers.folders import discard_unused, make_run_dir
 from phalanx.trainers.launching import launch_spec, raise_failure
-from phalanx.trainers.preflight import check_before_start
+from phalanx.trainers.preflight import check_before_start, check_packages
 from phalanx.trainers.terminal import open_console
 from phalanx.world.env import RankEnv, export_rank_env, read_rank_env
 from phalanx.world.layout import Layout, plan_layout
@@ -104,6 +104,7 @@ def _launch(
 ) -> int:
     """Start the ranks, show them, and return how it ended."""
     config = resolved.config.replace(device=layout.device)
+    check_packages(config)
     if recipe is not None:  # a script may bring settings of its own
         check_before_start(config)
     run_dir = make_run_dir(config, _name(recipe, script))

@@ -9,9 +9,11 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from phalanx.config import deepspeed
 from phalanx.config.groups import (
     BACKENDS,
     GROUPS,
+    ZERO_SHARDING,
     Checkpointing,
     Communication,
     Elasticity,
@@ -39,14 +41,32 @@ class DistributedConfig(
             unknown = [unknown_field(name) for name in values if name not in FIELDS]
             for name, field in FIELDS.items():
                 object.__setattr__(self, name, _plain(values.get(name, field.default)))
-            mistakes = unknown + self._mistakes()
+            mistakes = unknown + self._take_over_deepspeed() + self._mistakes()
             if mistakes:
                 raise ConfigError(mistakes)
+
+    def _take_over_deepspeed(self) -> list[str]:
+        """Fill in what DeepSpeed's JSON says, and return where it contradicts us."""
+        if self.deepspeed_config is None:
+            return []
+        defaults = {name: field.default for name, field in FIELDS.items()}
+        try:
+            object.__setattr__(self, "deepspeed_config", deepspeed.as_text(self.deepspeed_config))
+        except ValueError as error:
+            object.__setattr__(self, "deepspeed_config", None)
+            return [f"deepspeed_config: {error}"]
+        changes, mistakes = deepspeed.reconcile(self, defaults)
+        for name, value in changes.items():
+            object.__setattr__(self, name, value)
+        return mistakes
 
     def _mistakes(self) -> list[str]:
         wrong = {name: text for name, field in FIELDS.items() if (text := problem(field, getattr(self, name)))}
         if not wrong.keys() & {"num_workers", "num_gpus", "num_nodes", "gpus_per_node", "node_rank"}:
             wrong.update(_rank_arithmetic(self))
+        if not wrong.keys() & {"zero_stage", "strategy", "backend", "sharding", "offload"}:
+            wrong.update(_zero_contradictions(self))
+            wrong.update(deepspeed.contradictions(self, {name: field.default for name, field in FIELDS.items()}))
         if "checkpoint_frequency" not in wrong and not _frequency_is_valid(self.checkpoint_frequency):
             wrong["checkpoint_frequency"] = (
                 f"checkpoint_frequency = {self.checkpoint_frequency!r}: "
@@ -78,7 +98,19 @@ class DistributedConfig(
     @property
     def resolved_strategy(self) -> str:
         """Who keeps the ranks in step."""
-        return BACKENDS[self.backend][1] if self.strategy == "auto" else self.strategy
+        if self.strategy != "auto":
+            return self.strategy
+        backends = BACKENDS[self.backend][1]
+        if backends == "ddp" and self.deepspeed_config is not None:
+            return "deepspeed"
+        return "fsdp" if backends == "ddp" and self.zero_stage is not None else backends
+
+    @property
+    def resolved_sharding(self) -> str:
+        """How fsdp shards."""
+        if self.sharding != "auto":
+            return self.sharding
+        return "full" if self.zero_stage is None else ZERO_SHARDING[self.zero_stage]
 
     @property
     def checkpoint_every(self) -> tuple[int, str] | None:
@@ -144,3 +176,22 @@ def _rank_arithmetic(config: DistributedConfig) -> dict[str, str]:
     if config.node_rank is not None and config.node_rank >= nodes:
         wrong["node_rank"] = f"node_rank = {config.node_rank}: must be below num_nodes = {nodes}."
     return wrong
+
+
+def _zero_contradictions(config: DistributedConfig) -> dict[str, str]:
+    """Check zero_stage against the settings that say the same in other words."""
+    stage = config.zero_stage
+    if stage is None or config.resolved_strategy == "deepspeed":
+        return {}
+    if config.strategy == "ddp":
+        return {
+            "zero_stage": f"zero_stage = {stage} shards, but strategy = 'ddp' replicates: "
+            "leave strategy out, or write 'fsdp'."
+        }
+    meant = ZERO_SHARDING[stage]
+    if config.sharding not in ("auto", meant):
+        return {
+            "zero_stage": f"zero_stage = {stage} means sharding = {meant!r}, but sharding = {config.sharding!r} was "
+            "given: leave one of them out."
+        }
+    return {}

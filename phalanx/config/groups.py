@@ -6,10 +6,17 @@ from dataclasses import dataclass
 
 from phalanx.config.option import option
 
-BACKENDS: dict[str, tuple[str, str]] = {"pytorch-ddp": ("local", "ddp"), "pytorch-fsdp": ("local", "fsdp")}
+BACKENDS: dict[str, tuple[str, str]] = {
+    "pytorch-ddp": ("local", "ddp"),
+    "pytorch-fsdp": ("local", "fsdp"),
+    "deepspeed": ("local", "deepspeed"),
+}
 """A backend is only a name for a pair (launcher, strategy)."""
 
-STRATEGIES = ("auto", "ddp", "fsdp")
+ZERO_SHARDING = {1: "grad-op", 2: "grad-op", 3: "full"}
+"""What a stage of ZeRO is in fsdp's words."""
+
+STRATEGIES = ("auto", "ddp", "fsdp", "deepspeed")
 PIPELINE_SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 OPTIMIZERS = ("adamw", "adam", "sgd", "rmsprop", "adagrad")
 LR_SCHEDULES = ("constant", "linear", "cosine", "inverse-sqrt")
@@ -70,11 +77,16 @@ class Parallelism:
     expert_parallel: int = option(
         1, "spread the experts of a mixture-of-experts model over this many data-parallel ranks", minimum=1
     )
+    zero_stage: int | None = option(
+        None,
+        "shard what ddp replicates, by fsdp or deepspeed: optimizer states (1), gradients too (2), parameters too (3)",
+        choices=(None, 1, 2, 3),
+    )
     sharding: str = option(
-        "full",
+        "auto",
         "fsdp: shard parameters too (full), keep them whole between forward and backward (grad-op), or shard within "
-        "groups of shard_size ranks and replicate over the groups (hybrid)",
-        choices=("full", "grad-op", "hybrid"),
+        "groups of shard_size ranks and replicate over the groups (hybrid); auto: as zero_stage says, else full",
+        choices=("auto", "full", "grad-op", "hybrid"),
     )
     shard_size: int | None = option(
         None, "fsdp, hybrid: ranks that together hold one copy (default: those of one machine)", minimum=2
@@ -83,7 +95,13 @@ class Parallelism:
         None, "fsdp: class of the blocks that are gathered one at a time (default: the model's repeated blocks)"
     )
     offload: str = option(
-        "none", "fsdp: keep parameters, gradients and optimizer states in CPU memory", choices=("none", "cpu")
+        "none",
+        "fsdp, deepspeed: keep parameters, gradients and optimizer states in CPU memory; nvme: deepspeed, on disk",
+        choices=("none", "cpu", "nvme"),
+    )
+    nvme_path: str | None = option(None, "folder on a fast disk (with offload=nvme)")
+    deepspeed_config: str | None = option(
+        None, 'train with DeepSpeed\'s engine by this JSON file (in Python also a dict); "auto" in it: as set here'
     )
 
 

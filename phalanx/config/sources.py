@@ -61,6 +61,8 @@ def resolve(
         mistakes += [_with_origin(text, origins) for text in error.problems]
     if mistakes:
         raise ConfigError(mistakes)
+    filled = {name for name, field in FIELDS.items() if getattr(config, name) != values.get(name, field.default)}
+    origins |= dict.fromkeys(filled - {"deepspeed_config"}, "deepspeed_config")
     return Resolved(config, origins)
 
 

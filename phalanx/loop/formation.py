@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from phalanx.config import DistributedConfig, resolve
 from phalanx.data.loader import shard_loader
@@ -34,6 +33,8 @@ from phalanx.loop.precision import Precision
 from phalanx.loop.prepared import PreparedLoader
 from phalanx.loop.schedulers import bind_scheduler
 from phalanx.loop.snapshot import restore_snapshot, save_snapshot
+from phalanx.strategies.base import local
+from phalanx.strategies.engine import OwnsStep
 from phalanx.strategies.pipeline import Pipeline
 from phalanx.strategies.registry import build_strategy
 from phalanx.world.groups import build_axis_group
@@ -80,7 +81,9 @@ class Formation:
         if self.config.deterministic:
             torch.use_deterministic_algorithms(True)
         self.strategy = build_strategy(self.config, self.world)
-        self.precision = Precision(self.config, self.device)
+        self.config = self.strategy.config
+        engine = self._engine = self.strategy if isinstance(self.strategy, OwnsStep) else None
+        self.precision = Precision(self.config, self.device, by_engine=engine is not None)
         self.gradients = Gradients(self.config, self.world, self.strategy, self.precision)
         self.run_id = uuid.uuid4().hex
         self.models: list[nn.Module] = []
@@ -126,6 +129,8 @@ class Formation:
             return self._prepare_model(item)
         if isinstance(item, torch.optim.Optimizer):
             self._follow(item)
+            if self._engine is not None:
+                item = self._engine.attach(item)
             self.optimizers.append(item)
             self._undo.append(self.gradients.adopt(item))
             return item
@@ -231,8 +236,7 @@ class Formation:
 
     def weights_are_finite(self) -> bool:
         """Whether no trained parameter holds a NaN or an infinity; waits for the device."""
-        trained = [p.detach() for model in self.models for p in model.parameters() if p.requires_grad]
-        parts = [p.to_local() if isinstance(p, DTensor) else p for p in trained]
+        parts = [local(p).detach() for model in self.models for p in model.parameters() if p.requires_grad]
         parts = [part for part in parts if part.numel()]
         finite = (
             torch.isfinite(nn.utils.get_total_norm(parts, norm_type=math.inf)).all() if parts else torch.tensor(True)
@@ -278,6 +282,9 @@ class Formation:
 
     def close(self) -> None:
         """Let go of everything and leave the process group, in the order that cannot deadlock."""
+        if self._engine is not None:
+            for wrapped in self.models:
+                self._engine.hand_back(wrapped)
         self.release()
         if not self.strategy.shards:  # a sharded model lives on the group, and the user may save or train it again
             leave_world(self.world)
@@ -287,6 +294,8 @@ class Formation:
         for undo in reversed(self._undo):
             undo()
         self._undo.clear()
+        if self._engine is not None:
+            self._engine.detach()
         self.models.clear()
         self.optimizers.clear()
         self.schedulers.clear()
@@ -308,6 +317,6 @@ class Formation:
         """Yield the model tensors a checkpoint holds, by canonical name."""
         for number, wrapped in enumerate(self.models):
             prefix = f"model{number}." if number else ""
-            for name, tensor in self.unwrap(wrapped).state_dict().items():
+            for name, tensor in self.strategy.state(wrapped, [])["model"].items():
                 if isinstance(tensor, torch.Tensor):
                     yield prefix + name, tensor

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from phalanx.errors import ModelError, UsageError
 from phalanx.strategies.base import local
+from phalanx.strategies.engine import OwnsStep
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -39,6 +40,7 @@ class Gradients:
         self._config = config
         self._world = world
         self._strategy = strategy
+        self._engine = strategy if isinstance(strategy, OwnsStep) else None
         self._scaler = precision.scaler
         self._skip_nonfinite = config.on_nonfinite == "skip"
         self._accumulation = config.gradient_accumulation_steps
@@ -87,7 +89,11 @@ class Gradients:
     def backward(self, loss: torch.Tensor, weight: float | torch.Tensor | None = None) -> None:
         """Add this micro-batch's gradient; `weight`: how many units (tokens, say) the loss is the mean of."""
         factor = self.enter(weight)
-        torch.autograd.backward(loss if isinstance(factor, float) and factor == 1.0 else loss * factor)
+        scaled = loss if isinstance(factor, float) and factor == 1.0 else loss * factor
+        if self._engine is not None:
+            self._engine.backward(scaled)
+        else:
+            torch.autograd.backward(scaled)
         self.leave()
 
     def enter(self, weight: float | torch.Tensor | None = None) -> float | torch.Tensor:
@@ -107,22 +113,27 @@ class Gradients:
 
     def leave(self) -> None:
         """End a backward pass: note whether the gradient is whole."""
+        if self.micro is None:
+            self._set_sync_of_next()
         if not self.boundary:
             self._accumulating.update(self._adopted)
         elif len(self._adopted) == 1:  # the whole gradient is there: it may be thrown away without a step
             self._accumulating.clear()
 
     def may_zero(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether zero_grad may act: not between the micro-batches of one step, wherever in the loop it is called."""
-        return id(optimizer) not in self._accumulating
+        """Whether zero_grad may act: not between the micro-batches of one step, wherever in the loop it is called.
+
+        An engine empties its own buffers when it has stepped.
+        """
+        return self._engine is None and id(optimizer) not in self._accumulating
 
     def _count_micro_batch(self) -> None:
-        """Without a prepared loader a boundary comes every `gradient_accumulation_steps` calls of backward.
-
-        DDP reads its flag in forward, so the flag for the next forward pass is set here, one backward ahead.
-        """
+        """Without a prepared loader a boundary comes every `gradient_accumulation_steps` calls of backward."""
         self._counted += 1
         self.boundary = self._counted % self._accumulation == 0
+
+    def _set_sync_of_next(self) -> None:
+        """DDP reads its flag in forward, FSDP in backward: it is set after one and before the other."""
         for wrapped in self._wrapped:
             self._strategy.set_sync(wrapped, (self._counted + 1) % self._accumulation == 0)
 
@@ -147,11 +158,14 @@ class Gradients:
             dist.all_reduce(weight)
         # The sum counts each sample once for every rank that saw it, which leaves the world's size, not dp_size.
         factor = self._world.world_size / weight.clamp(min=torch.finfo(torch.float64).tiny)
+        if self._engine is not None:
+            self._engine.divide_gradients(1.0 / factor)
+            return
         torch._foreach_mul_([local(p.grad) for p in self._parameters if p.grad is not None], factor)
 
     def _name_unused(self, optimizer: torch.optim.Optimizer) -> None:
         """At an optimizer's first step, refuse parameters without gradient in the models that it trains."""
-        if self._unused_allowed or id(optimizer) in self._unused_checked:
+        if self._unused_allowed or self._engine is not None or id(optimizer) in self._unused_checked:
             return
         self._unused_checked.add(id(optimizer))
         trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -239,11 +253,14 @@ class Gradients:
             self.skipped_steps += 1
             return
         self.last_step_taken = True
-        if self._scaler is None:
+        if self._scaler is None and self._engine is None:
             inner()
             return
         with self.direct():
-            self._scaler.step(optimizer)
+            if self._engine is not None:
+                self._engine.step()
+            elif self._scaler is not None:
+                self._scaler.step(optimizer)
 
 
 def bind_optimizer(optimizer: torch.optim.Optimizer, gradients: Gradients) -> Callable[[], None]:

@@ -16,12 +16,12 @@ _NO_AUTOCAST: AbstractContextManager[None] = nullcontext()
 class Precision:
     """The forward pass's dtype, its autocast context and, for fp16, its gradient scaler."""
 
-    def __init__(self, config: DistributedConfig, device: torch.device) -> None:
+    def __init__(self, config: DistributedConfig, device: torch.device, *, by_engine: bool = False) -> None:
         self.name = _resolve(config.mixed_precision, device)
         self.device_type = device.type
-        self.dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.name)
+        self.dtype = None if by_engine else {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.name)
         self.scaler: torch.amp.GradScaler | None = None
-        if self.name == "fp16":
+        if self.dtype is torch.float16:
             self.scaler = torch.amp.GradScaler(
                 device.type,
                 init_scale=config.scaler_init_scale,

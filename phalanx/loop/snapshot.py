@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from phalanx import checkpoint
 from phalanx.loop.schedulers import load_scheduler_state, scheduler_state
+from phalanx.strategies.engine import OwnsStep
 from phalanx.world.seed import rng_state, set_rng_state
 
 if TYPE_CHECKING:
@@ -101,7 +102,9 @@ def _put_back(formation: Formation, state: dict[str, Any]) -> None:
 
 
 def _optimizers_of(formation: Formation, wrapped: nn.Module) -> list[torch.optim.Optimizer]:
-    """Return the optimizers that train this model's parameters."""
+    """Return the optimizers that train this model's parameters; an engine's trains partitions of them."""
+    if isinstance(formation.strategy, OwnsStep):
+        return formation.optimizers
     mine = {id(parameter) for parameter in wrapped.parameters()}
     return [
         optimizer

@@ -29,7 +29,11 @@ COALESCED_BYTES = 250 * 1024 * 1024
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a tensor: the memory itself, not a copy."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if isinstance(tensor, DTensor):
+        return tensor.to_local()
+    # DeepSpeed's stage 3 leaves the parameter itself empty, and a rank's part beside it.
+    part: torch.Tensor = getattr(tensor, "ds_tensor", tensor)
+    return part
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -29,4 +29,10 @@ CATALOG = (
         "tensor_parallel, accumulation, clipping, mixed precision, offload=cpu, activation checkpointing; "
         "one rank runs the bare model",
     ),
+    Entry(
+        "deepspeed",
+        "DeepSpeed's own engine, by its JSON: ZeRO's stages 0 to 3, offload to CPU memory or NVMe (extra: deepspeed)",
+        "a DeepSpeed configuration is there already, or optimizer states belong in CPU memory or on disk",
+        "accumulation, clipping, bf16, activation checkpointing, offload=cpu and nvme",
+    ),
 )

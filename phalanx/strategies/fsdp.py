@@ -41,9 +41,14 @@ class FSDP(Strategy):
         return model
 
     def set_sync(self, wrapped: nn.Module, sync: bool) -> None:
-        """Between step boundaries gradients stay whole and unreduced on each rank."""
+        """Between boundaries gradients stay whole and unreduced on each rank; from ZeRO's stage 2 on shards add up.
+
+        Parameters that are whole in forward and backward stay so until the boundary: they are gathered once a step.
+        """
         if isinstance(wrapped, FSDPModule):
-            wrapped.set_requires_gradient_sync(sync)
+            wrapped.set_requires_gradient_sync(sync or (self.config.zero_stage or 0) >= 2)
+            if self.config.resolved_sharding == "grad-op":
+                wrapped.set_reshard_after_backward(sync)
 
     @cached_property
     def _apart(self) -> set[nn.Parameter]:
@@ -59,7 +64,7 @@ class FSDP(Strategy):
         config = self.config
         options: dict[str, Any] = {
             "mesh": self._data_mesh(),
-            "reshard_after_forward": config.sharding != "grad-op",
+            "reshard_after_forward": config.resolved_sharding != "grad-op",
             "mp_policy": self._precision(),
             "ignored_params": self._apart,
         }

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from phalanx.errors import UsageError, unknown_name
 from phalanx.strategies.compose import Composed
 from phalanx.strategies.ddp import DDP
+from phalanx.strategies.deepspeed import DeepSpeed
 from phalanx.strategies.fsdp import FSDP
 
 if TYPE_CHECKING:
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from phalanx.strategies.base import Strategy
     from phalanx.world.world import World
 
-STRATEGIES: dict[str, type[Strategy]] = {strategy.name: strategy for strategy in (DDP, FSDP)}
+STRATEGIES: dict[str, type[Strategy]] = {strategy.name: strategy for strategy in (DDP, FSDP, DeepSpeed)}
 
 
 def build_strategy(config: DistributedConfig, world: World) -> Strategy:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from phalanx.loop.evaluate import evaluate, predict
 from phalanx.loop.formation import Formation
 from phalanx.loop.trainer import TrainLoop
+from phalanx.strategies.engine import OwnsStep
 from phalanx.trainers.folders import make_run_dir
 from phalanx.trainers.preflight import check_before_start
 from phalanx.trainers.session import agree_run_dir, open_events, save_config
@@ -50,11 +51,15 @@ def run_job(job: Job, *, in_place: bool) -> JobResult:
     """Run a job on this rank. `in_place`: the caller holds the model itself, so no weights are handed back."""
     with Formation(job.config) as formation:
         result = {"fit": _fit, "evaluate": _evaluate, "predict": _predict}[job.action](formation, job)
-        if job.action == "fit" and not in_place:  # all ranks, for sharded tensors are gathered from all of them
-            keep = formation.world.env.local_rank == 0
+        hand_over = job.action == "fit" and not in_place
+        by_engine = isinstance(formation.strategy, OwnsStep)
+        keep = formation.world.env.local_rank == 0
+        if hand_over and not by_engine:  # all ranks, for sharded tensors are gathered from all of them
             result.weights = whole_weights(job.task.model, keep=keep)
             if formation.world.mesh.pp == 1:  # stages have optimizers of their own, which no single one can load
                 result.optimizer_state = to_cpu(formation.optimizers[0].state_dict(), keep=keep)
+    if hand_over and by_engine:  # an engine gives the model its weights back when the formation closes
+        result.weights = whole_weights(job.task.model, keep=keep)
     return result
 
 

@@ -16,15 +16,25 @@ if TYPE_CHECKING:
 
 def check_before_start(config: DistributedConfig) -> None:
     """Raise for settings that the files and packages of this machine cannot serve."""
-    if (config.mlflow_tracking or config.mlflow_experiment) and importlib.util.find_spec("mlflow") is None:
-        raise UsageError(
-            "mlflow_tracking needs MLflow, which is not installed", hint="Run: pip install 'phalanx[mlflow]'"
-        )
+    check_packages(config)
     if config.num_nodes > 1 and config.rdzv_endpoint:
         check_endpoint(config.rdzv_endpoint)
     _check_resume(config)
     for name in ("checkpoint_dir", "tensorboard_dir", "run_dir"):
         _check_folder(name, getattr(config, name))
+
+
+def check_packages(config: DistributedConfig) -> None:
+    """Refuse settings whose package is not installed, and name the extra that brings it."""
+    if (config.mlflow_tracking or config.mlflow_experiment) and importlib.util.find_spec("mlflow") is None:
+        raise UsageError(
+            "mlflow_tracking needs MLflow, which is not installed", hint="Run: pip install 'phalanx[mlflow]'"
+        )
+    if config.resolved_strategy == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
+        raise UsageError(
+            "strategy = 'deepspeed' needs DeepSpeed, which is not installed",
+            hint="Run: pip install 'phalanx[deepspeed]' (with DS_BUILD_OPS=0, and DS_ACCELERATOR=cpu without a GPU).",
+        )
 
 
 def _check_resume(config: DistributedConfig) -> None:

@@ -8,13 +8,14 @@ from __future__ import annotations
 import os
 import re
 import zlib
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from phalanx.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
 _DERIVED_PORTS = (29500, 20000)
 """First port and number of ports for starters that name no port; the job's own id picks one, equally on every rank."""
@@ -57,6 +58,21 @@ def export_rank_env(rank_env: RankEnv) -> None:
     )
 
 
+@contextmanager
+def rank_environment(rank_env: RankEnv | None, **more: str) -> Iterator[None]:
+    """Show a library the torchrun variables (and others) for as long as it looks, and not to the user's process."""
+    before = dict(os.environ)
+    if rank_env is not None:
+        export_rank_env(rank_env)
+    os.environ.update(more)
+    try:
+        yield
+    finally:
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
+
+
 def _integer(env: Mapping[str, str], name: str, default: int | None = None) -> int:
     text = env.get(name)
     if text is None and default is not None:
@@ -71,7 +87,8 @@ def _from_torchrun(env: Mapping[str, str]) -> RankEnv:
     rank, world_size = _integer(env, "RANK"), _integer(env, "WORLD_SIZE")
     if not 0 <= rank < world_size:
         raise UsageError(f"the environment says RANK={rank} of WORLD_SIZE={world_size}: RANK must be below WORLD_SIZE")
-    local_world_size = _integer(env, "LOCAL_WORLD_SIZE", world_size)
+    # DeepSpeed's launcher sets torchrun's variables, but this one under another name.
+    local_world_size = _integer(env, "LOCAL_WORLD_SIZE", _integer(env, "LOCAL_SIZE", world_size))
     return RankEnv(
         rank=rank,
         local_rank=_integer(env, "LOCAL_RANK", rank % local_world_size),

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 if TYPE_CHECKING:
+    import torch
     from torch.distributed.device_mesh import DeviceMesh
 
     from phalanx.world.mesh import Mesh
@@ -33,3 +34,10 @@ def build_axis_group(mesh: Mesh, axes: tuple[str, ...], rank: int, backend: str 
         mine = group if rank in ranks else mine
     assert mine is not None, "every rank is in one group"
     return mine
+
+
+def join_alone(device: torch.device) -> None:
+    """Make the group of a single rank, for a library that needs one and keeps it; if there is one, it will do."""
+    if not dist.is_initialized():
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)

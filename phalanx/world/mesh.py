@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from phalanx.config.deepspeed import batch_size_for
 from phalanx.errors import UsageError
 from phalanx.world.products import impossible_product
 from phalanx.world.schedules import SCHEDULES, choose_microbatches
@@ -95,6 +96,8 @@ def plan_mesh(config: DistributedConfig, world_size: int, ranks_per_node: int) -
             "apart from those of inputs, which fully_shard cannot follow",
             hint="Write strategy = 'ddp' (whole stages on every data rank), or pipeline_schedule = 'interleaved'.",
         )
+    if config.resolved_strategy == "deepspeed":
+        batch_size_for(config, data)  # refuses what does not divide
     if data * cp == 1 < copy and config.offload == "cpu":
         raise UsageError(
             f"offload = 'cpu' needs ranks to shard over, but one copy of the model takes all {world_size}",
@@ -104,7 +107,7 @@ def plan_mesh(config: DistributedConfig, world_size: int, ranks_per_node: int) -
         return _expert_mesh(config, data, pp, cp, tp)
     if config.resolved_strategy != "fsdp":  # beside other axes data is sharded too: plain ddp knows no DTensor
         return Mesh(dp_replicate=data) if copy == 1 else Mesh(pp=pp, dp_shard=data, cp=cp, tp=tp)
-    if config.sharding != "hybrid":
+    if config.resolved_sharding != "hybrid":
         return Mesh(pp=pp, dp_shard=data, cp=cp, tp=tp)
     shard = config.shard_size or max(1, ranks_per_node // copy)
     if data % shard:

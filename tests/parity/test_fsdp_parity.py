@@ -11,8 +11,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from phalanx.config import DistributedConfig
 from phalanx.errors import UsageError
+from phalanx.loop.formation import Formation
 from phalanx.loop.task import TrainTask
-from phalanx.strategies.base import whole
+from phalanx.strategies.base import local, whole
 from phalanx.trainers.job import Job, run_job
 
 
@@ -77,6 +78,9 @@ SPLITS = {
     "hybrid": {"sharding": "hybrid", "shard_size": 2},
     "offload": {"sharding": "full", "offload": "cpu"},
     "by class": {"wrap_class": "Block"},
+    "zero 1": {"zero_stage": 1},
+    "zero 2": {"zero_stage": 2},
+    "zero 3": {"zero_stage": 3},
 }
 
 
@@ -96,7 +100,7 @@ def test_every_sharding_equals_one_process(ranks, tmp_path, split, accumulation,
     def run():
         return train(
             str(tmp_path / "split"),
-            strategy="fsdp",
+            strategy="auto" if "zero_stage" in SPLITS[split] else "fsdp",
             batch_size=batch_size,
             gradient_accumulation_steps=accumulation,
             epochs=2,
@@ -107,6 +111,43 @@ def test_every_sharding_equals_one_process(ranks, tmp_path, split, accumulation,
     for weights, measured in ranks(run, world_size=4):
         assert_same(weights, expected, tolerance)
         assert measured == pytest.approx(metrics, rel=tolerance * 10)
+
+
+def elements(tensors) -> int:
+    return sum(local(tensor).numel() for tensor in tensors if tensor is not None)
+
+
+def accumulate_by_hand(**settings) -> tuple[dict, dict]:
+    """Two steps of two micro-batches in a loop of the user's own; how much a rank holds after the first micro-batch."""
+    torch.manual_seed(3)
+    model = Net().double()
+    held = {}
+    with Formation(device="cpu", gradient_accumulation_steps=2, **settings) as formation:
+        prepared, optimizer = formation.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+        x, y = make_data(32, torch.float64).tensors
+        mine = torch.arange(32) % formation.world_size == formation.rank
+        for micro, (inputs, targets) in enumerate(zip(x[mine].chunk(4), y[mine].chunk(4), strict=True)):
+            formation.backward(nn.functional.cross_entropy(prepared(inputs), targets))
+            if micro == 0:
+                trained = optimizer.param_groups[0]["params"]
+                gradients = {id(p.grad): p.grad for p in (*model.parameters(), *trained)}
+                held |= {"parameters": elements(model.parameters()), "gradients": elements(gradients.values())}
+            optimizer.step()
+            optimizer.zero_grad()
+        held["states"] = elements(state["exp_avg"] for state in optimizer.state.values())
+    return {name: whole(value.detach()).clone() for name, value in model.state_dict().items()}, held
+
+
+@pytest.mark.parametrize("settings", [{"zero_stage": 1}, {"zero_stage": 2}, {"zero_stage": 3}, {"strategy": "ddp"}])
+def test_a_loop_of_ones_own_accumulates(ranks, settings):
+    """Each stage shards what it says, between the micro-batches of one step too."""
+    expected, _ = ranks(accumulate_by_hand, world_size=1)[0]
+    results = ranks(lambda: accumulate_by_hand(**settings), world_size=2)
+    for weights, _ in results:
+        assert_same(weights, expected, 1e-10)
+    total, stage = elements(Net().parameters()), settings.get("zero_stage", 0)
+    sharded = {name for name, count in results[0][1].items() if count < 0.7 * total}
+    assert sharded == [set(), {"states"}, {"states", "gradients"}, {"states", "gradients", "parameters"}][stage]
 
 
 def test_an_optimizer_made_before_sharding_trains_the_shards(ranks, tmp_path):

@@ -49,6 +49,23 @@ def test_rank_arithmetic_is_checked():
         DistributedConfig(num_nodes=2, node_rank=2)
 
 
+@pytest.mark.parametrize(("stage", "sharding"), [(1, "grad-op"), (2, "grad-op"), (3, "full"), (None, "full")])
+def test_a_stage_of_zero_is_a_way_of_sharding(stage, sharding):
+    config = DistributedConfig(zero_stage=stage)
+    assert config.resolved_sharding == sharding
+    assert config.resolved_strategy == ("ddp" if stage is None else "fsdp")
+    assert DistributedConfig(zero_stage=stage, sharding=sharding).resolved_sharding == sharding
+
+
+def test_what_contradicts_a_stage_of_zero_is_shown_with_it():
+    with pytest.raises(ConfigError, match=r"zero_stage = 2 .*strategy = 'ddp'"):
+        DistributedConfig(zero_stage=2, strategy="ddp")
+    with pytest.raises(ConfigError, match=r"zero_stage = 1 means sharding = 'grad-op', but sharding = 'full'"):
+        DistributedConfig(zero_stage=1, sharding="full")
+    with pytest.raises(ConfigError, match=r"zero_stage = 4: not one of"):
+        DistributedConfig(zero_stage=4)
+
+
 @pytest.mark.parametrize(
     ("given", "expected"),
     [(10, (10, "epochs")), ("500 steps", (500, "steps")), ("2epochs", (2, "epochs")), (None, None)],

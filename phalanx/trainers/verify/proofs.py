@@ -37,7 +37,8 @@ _ONE_PROCESS: dict[str, Any] = {
     "num_gpus": None,
     "gpus_per_node": None,
     "gradient_accumulation_steps": 1,
-    "sharding": "full",
+    "zero_stage": None,
+    "sharding": "auto",
     "shard_size": None,
     "offload": "none",
     "tensor_parallel": 1,
@@ -218,6 +219,11 @@ def _quiet(config: DistributedConfig) -> DistributedConfig:
             f"mixed_precision = {config.mixed_precision!r}: verify compares in float64 and float32",
             hint="Leave mixed_precision out: what it rounds away would hide what a layout gets wrong.",
         )
+    if config.resolved_strategy == "deepspeed":
+        raise UsageError(
+            "verify compares in float64, and DeepSpeed keeps weights in float32",
+            hint="The same stages without DeepSpeed can be verified: leave it out and set zero_stage.",
+        )
     env = read_rank_env()
     if env is not None and env.world_size > 1:
         raise UsageError(
@@ -233,8 +239,10 @@ def _quiet(config: DistributedConfig) -> DistributedConfig:
 
 def _layout_name(config: DistributedConfig, layout: Layout) -> str:
     strategy = config.resolved_strategy
-    if strategy == "fsdp" and config.sharding != "full":
-        strategy += f" ({config.sharding})"
+    if config.zero_stage is not None:
+        strategy += f" (ZeRO {config.zero_stage})"
+    elif strategy == "fsdp" and config.resolved_sharding != "full":
+        strategy += f" ({config.resolved_sharding})"
     axes = {short: getattr(config, name) for short, name in _AXIS_FIELDS.items()}
     strategy += "".join(f" x {short}{size}" for short, size in axes.items() if size > 1)
     ranks = f"{layout.world_size} rank{'s' * (layout.world_size > 1)}"

@@ -1,0 +1,90 @@
+"""The settings that DeepSpeed's engine is built with: the JSON, with every "auto" filled from the config."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from phalanx.config.deepspeed import AUTO, engine_settings, optimizer_name
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import nn
+
+    from phalanx.config import DistributedConfig
+    from phalanx.world.world import World
+
+_BY_WIDTH: dict[str, Callable[[int], int]] = {
+    "reduce_bucket_size": lambda width: width * width,
+    "stage3_prefetch_bucket_size": lambda width: int(0.9 * width * width),
+    "stage3_param_persistence_threshold": lambda width: 10 * width,
+}
+"""Sizes that follow the model's width, by the rule that users of "auto" know from Hugging Face."""
+
+
+def build_settings(config: DistributedConfig, world: World, model: nn.Module) -> dict[str, Any]:
+    """Return what `deepspeed.initialize` is given; the config has taken over what the JSON says outright."""
+    settings = engine_settings(config)
+    batch_size = config.batch_size or 1  # a DataLoader's own, perhaps; the engine only reports with it
+    accumulation = config.gradient_accumulation_steps
+    settings["train_micro_batch_size_per_gpu"] = batch_size
+    settings["gradient_accumulation_steps"] = accumulation
+    settings["train_batch_size"] = batch_size * accumulation * world.mesh.dp_size
+    settings["gradient_clipping"] = 0.0  # the loop says before each step; left out, it would be DeepSpeed's own 1.0
+    settings.setdefault("steps_per_print", 2**31)  # the loop reports
+    settings.pop("scheduler", None)  # taken over as lr_schedule, warmup and learning_rate
+    _set_precision(settings, config, world)
+    _set_zero(settings, config, model)
+    _set_optimizer(settings, config, world)
+    return _without_auto(settings)
+
+
+def _set_precision(settings: dict[str, Any], config: DistributedConfig, world: World) -> None:
+    wanted = config.mixed_precision
+    if wanted is True:
+        wanted = "fp16" if world.device.type == "cuda" else "bf16"
+    for name in ("bf16", "fp16"):
+        if name in settings or name == wanted:
+            settings[name] = {**settings.get(name, {}), "enabled": name == wanted}
+
+
+def _set_zero(settings: dict[str, Any], config: DistributedConfig, model: nn.Module) -> None:
+    zero: dict[str, Any] = {**settings.get("zero_optimization", {}), "stage": config.zero_stage or 0}
+    if config.offload != "none":
+        device: dict[str, Any] = {"device": config.offload}
+        if config.offload == "nvme":
+            device["nvme_path"] = config.nvme_path
+        zero["offload_optimizer"] = {**zero.get("offload_optimizer", {}), **device}
+        if config.zero_stage == 3:
+            zero["offload_param"] = {**device, **zero.get("offload_param", {})}
+    width = getattr(getattr(model, "config", None), "hidden_size", None)
+    for name, size in _BY_WIDTH.items():
+        if zero.get(name) == AUTO and width is not None:
+            zero[name] = size(width)  # else DeepSpeed's own default
+    settings["zero_optimization"] = zero
+    settings.setdefault("zero_allow_untested_optimizer", True)  # any torch optimizer steps on flat fp32 partitions
+
+
+def _set_optimizer(settings: dict[str, Any], config: DistributedConfig, world: World) -> None:
+    """Fill the JSON's optimizer, where it names one; without one DeepSpeed steps with ours."""
+    section = settings.get("optimizer")
+    if section is None or section.get("type", AUTO) == AUTO:
+        settings.pop("optimizer", None)
+        settings.setdefault("zero_force_ds_cpu_optimizer", False)  # offload steps with ours, too
+        return
+    params = {"lr": config.learning_rate, "weight_decay": config.weight_decay, **section.get("params", {})}
+    params |= {name: getattr(config, ours) for name, ours in _OURS.items() if params.get(name) == AUTO}
+    if optimizer_name(settings) in ("adam", "adamw") and world.device.type == "cpu":
+        params.setdefault("torch_adam", True)  # DeepSpeed's own would be compiled first, for minutes
+    if params.get("torch_adam"):
+        settings.setdefault("zero_force_ds_cpu_optimizer", False)
+    settings["optimizer"] = {**section, "params": params}
+
+
+_OURS = {"lr": "learning_rate", "weight_decay": "weight_decay", "momentum": "momentum"}
+
+
+def _without_auto(settings: dict[str, Any]) -> dict[str, Any]:
+    """Drop every "auto" that is left: then DeepSpeed's own default holds."""
+    kept = {name: value for name, value in settings.items() if value != AUTO}
+    return {name: _without_auto(value) if isinstance(value, dict) else value for name, value in kept.items()}
