@@ -47,6 +47,9 @@ class Parallelism:
     tensor_parallel: int = option(
         1, "split every layer of the model over this many neighbouring ranks, by the model's tensor_plan()", minimum=1
     )
+    loss_parallel: bool = option(
+        True, "tensor_parallel: compute the built-in models' loss on logits that stay split by vocabulary"
+    )
     pipeline_parallel: int = option(
         1, "cut the model into stages, one after the other, on this many groups of ranks", minimum=1
     )
