@@ -7,7 +7,7 @@ import numbers
 import os
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from phalanx.config.groups import (
     BACKENDS,
@@ -24,7 +24,16 @@ from phalanx.config.groups import (
 from phalanx.config.option import problem
 from phalanx.errors import ConfigError, nearest
 
+_RECOMPUTE_WORDS = ("full", "selective", "every 2")
+_EVERY = re.compile(r"^\s*every[\s-]+(\d+)\s*$")
 _FREQUENCY = re.compile(r"^\s*(\d+)\s*(epochs?|steps?)?\s*$")
+
+
+class Recompute(NamedTuple):
+    """What activation_checkpointing asks for: every n-th block, whole or all but its expensive operations."""
+
+    every: int = 1
+    selective: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +61,8 @@ class DistributedConfig(
                 f"checkpoint_frequency = {self.checkpoint_frequency!r}: "
                 "expected a number of epochs (10), or '500 steps'."
             )
+        if "activation_checkpointing" not in wrong and _recompute(self.activation_checkpointing) is None:
+            wrong["activation_checkpointing"] = _unknown_recompute(self.activation_checkpointing)
         if (
             "warmup" not in wrong
             and isinstance(self.warmup, float)
@@ -89,6 +100,11 @@ class DistributedConfig(
         assert match is not None, "checked when the config was built"
         return int(match[1]), "steps" if (match[2] or "").startswith("step") else "epochs"
 
+    @property
+    def recompute(self) -> Recompute | None:
+        """What is recomputed in backward, or None when all activations are kept."""
+        return None if self.activation_checkpointing is False else _recompute(self.activation_checkpointing)
+
     def replace(self, **changes: Any) -> DistributedConfig:
         """Return a copy with some values changed, checked anew."""
         return DistributedConfig(**{**self.to_dict(), **changes})
@@ -125,6 +141,22 @@ def _frequency_is_valid(value: int | str | None) -> bool:
         return True
     match = _FREQUENCY.match(str(value))
     return match is not None and int(match[1]) > 0
+
+
+def _recompute(value: bool | str) -> Recompute | None:
+    """Read activation_checkpointing; None for a word that means nothing."""
+    if isinstance(value, bool) or value == "full":
+        return Recompute()
+    if value == "selective":
+        return Recompute(selective=True)
+    match = _EVERY.match(value)
+    return Recompute(every=int(match[1])) if match is not None and int(match[1]) > 0 else None
+
+
+def _unknown_recompute(value: bool | str) -> str:
+    close = nearest(str(value), _RECOMPUTE_WORDS)
+    guess = f" Did you mean {close!r}?" if close else ""
+    return f"activation_checkpointing = {value!r}: not one of false, true, 'full', 'selective', 'every <n>'.{guess}"
 
 
 def _rank_arithmetic(config: DistributedConfig) -> dict[str, str]:

@@ -94,9 +94,12 @@ class Optimization:
     gradient_accumulation_steps: int = option(1, "micro-batches added up for one optimizer step", minimum=1)
     gradient_clipping: float | None = option(None, "largest global gradient norm", above=0)
     compile: bool = option(False, "compile the model with torch.compile")
-    activation_checkpointing: bool = option(
-        False, "recompute each repeated block in backward instead of keeping its activations"
+    activation_checkpointing: bool | str = option(
+        False,
+        "recompute in backward instead of keeping activations: full (or true: every repeated block), 'every 2' (every "
+        "second block), selective (all but matrix products, attention and what other ranks sent)",
     )
+    activation_offload: bool = option(False, "keep what backward needs of the repeated blocks in CPU memory")
     on_nonfinite: str = option("stop", "a NaN or infinite loss: stop, or skip that step", choices=("stop", "skip"))
     loss_weighting: str = option(
         "samples",

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from phalanx.config import DistributedConfig, resolve
 from phalanx.data.loader import shard_loader
 from phalanx.errors import UsageError
-from phalanx.loop.activation import checkpoint_activations
+from phalanx.loop.activation import spare_activations
 from phalanx.loop.compiling import compile_in_place
 from phalanx.loop.gradients import Gradients
 from phalanx.loop.precision import Precision
@@ -139,8 +139,7 @@ class Formation:
         before = dict(model.named_parameters())
         if not any(parameter.is_meta for parameter in before.values()):
             model.to(self.device)
-        if self.config.activation_checkpointing:
-            self._undo.append(checkpoint_activations(model))
+        self._undo.append(spare_activations(model, self.config))
         wrapped = self.strategy.wrap(model)
         after = dict(model.named_parameters())
         self._replaced.update({id(old): (old, after[name]) for name, old in before.items() if after[name] is not old})
