@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from phalanx import Callback, Formation, PyTorchDDPTrainer
-from phalanx.errors import ModelError, NonFiniteLossError
+from phalanx.errors import NonFiniteLossError
 from phalanx.models import build
 
 
