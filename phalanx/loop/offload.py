@@ -22,9 +22,16 @@ if TYPE_CHECKING:
 SMALLEST_BYTES = 64 * 1024
 """What is smaller stays: a copy has its price, too."""
 
+LARGEST_SHARE = 16
+"""A tensor that is a smaller part of its memory than one in so many stays: all of the memory would move."""
+
 
 class HostMemory:
-    """Moves what blocks save for backward. When a block's backward begins, the block before it is fetched."""
+    """Moves what blocks save for backward.
+
+    A block's tensors leave while the next block computes, and come back while that one is in backward. The two blocks
+    that ran last are still there when backward begins, and are used as they are.
+    """
 
     def __init__(self) -> None:
         self._last: weakref.ref[_Block] | None = None
@@ -35,7 +42,10 @@ class HostMemory:
         if not torch.is_grad_enabled():
             yield
             return
-        block = _Block(None if self._last is None else self._last())
+        below = None if self._last is None else self._last()
+        if below is not None and below.below is not None:
+            below.below.release()
+        block = _Block(below)
         self._last = weakref.ref(block)
         with saved_tensors_hooks(block.pack, block.unpack):
             yield
@@ -45,31 +55,38 @@ class _Block:
     """The saved tensors of one block's forward pass."""
 
     def __init__(self, below: _Block | None) -> None:
-        self._below = below
-        self._moved: dict[tuple[Any, ...], _Moved] = {}
+        self.below = below
+        self._moved: dict[tuple[Any, int], _Moved] = {}
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """Send a tensor to the host, unless it should stay."""
-        if not tensor.is_cuda or tensor.nbytes < SMALLEST_BYTES or _is_weight(tensor):
+        if not tensor.is_cuda or _is_weight(tensor):
             return tensor
         piece = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        memory = piece.untyped_storage()
+        if piece.nbytes < SMALLEST_BYTES or memory.nbytes() > LARGEST_SHARE * piece.nbytes:
+            return tensor
         # The weak reference keeps the key from being reused by another storage at the same address.
-        storage = StorageWeakRef(piece.untyped_storage())  # type: ignore[no-untyped-call]
-        key = (storage, piece.storage_offset(), piece.shape, piece.stride(), piece.dtype, piece._version)
+        key = (StorageWeakRef(memory), piece._version)  # type: ignore[no-untyped-call]
         if key not in self._moved:
-            self._moved[key] = _Moved(piece)
-        return self._moved[key].saved_once_more(), _Layout(tensor)
+            self._moved[key] = _Moved(memory)
+        return self._moved[key].saved_once_more(), _View(tensor, piece)
 
     def unpack(self, packed: Any) -> torch.Tensor:
         """Give a tensor back; meanwhile those of the block below, whose backward is next, are on their way."""
         if isinstance(packed, torch.Tensor):
             return packed
-        moved, layout = packed
-        if self._below is not None:
-            self._below.fetch()
-            self._below = None
-        tensor: torch.Tensor = layout.restore(moved.take())
+        moved, view = packed
+        if self.below is not None:
+            self.below.fetch()
+            self.below = None
+        tensor: torch.Tensor = view.of(moved.take())
         return tensor
+
+    def release(self) -> None:
+        """Give the device's memory to others; the copies on the host are what is left."""
+        for moved in self._moved.values():
+            moved.release()
 
     def fetch(self) -> None:
         """Start bringing every tensor back."""
@@ -78,59 +95,83 @@ class _Block:
 
 
 class _Moved:
-    """One tensor on the host, and on the device again from when it is fetched until its last use."""
+    """A tensor's memory on the host, and on the device until it is released and again from when it is fetched.
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._device = tensor.device
-        self._stream = _copy_stream(tensor.device)
-        self._host = torch.empty_like(tensor, device="cpu", pin_memory=True)
-        self._back: torch.Tensor | None = None
+    All of the memory, not the tensor alone: its other views need not move, and each keeps its strides, which compiled
+    code insists on. Memory changes hands only after the computing stream was told to wait for the copy: the host never
+    waits, and what is freed can be used at once.
+    """
+
+    def __init__(self, memory: torch.UntypedStorage) -> None:
+        self._device = memory.device
+        self._stream = _copy_stream(memory.device)
         self._uses = 0
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            self._host.copy_(tensor, non_blocking=True)
-        tensor.record_stream(self._stream)  # its memory is not given away before the copy is done
+        self._here: torch.Tensor | None = _bytes(memory)
+        self._host = torch.empty_like(self._here, device="cpu", pin_memory=True)
+        self._copying: torch.cuda.Event | None = self._copy(self._here, self._host)
 
     def saved_once_more(self) -> _Moved:
-        """Count an operation that will ask for the tensor in backward."""
+        """Count an operation that will ask for the memory in backward."""
         self._uses += 1
         return self
 
-    def fetch(self) -> None:
-        """Start bringing the tensor back, unless it is there or on its way."""
-        if self._back is None:
-            with torch.cuda.stream(self._stream):
-                self._back = self._host.to(self._device, non_blocking=True)
+    def release(self) -> None:
+        """Keep the copy on the host only."""
+        self._settle()
+        self._here = None
 
-    def take(self) -> torch.Tensor:
-        """Return the tensor on the device, in the order of the work that uses it."""
+    def fetch(self) -> None:
+        """Start bringing the memory back, unless it is there."""
+        if self._here is None:
+            self._here = torch.empty_like(self._host, device=self._device)
+            self._copying = self._copy(self._host, self._here)
+
+    def take(self) -> torch.UntypedStorage:
+        """Return the memory on the device, for one of the operations that asked for it."""
         self.fetch()
-        tensor, here = self._back, torch.cuda.current_stream(self._device)
-        assert tensor is not None, "fetched above"
-        here.wait_stream(self._stream)
-        tensor.record_stream(here)
+        self._settle()
+        assert self._here is not None, "fetched above"
+        memory = self._here.untyped_storage()
         self._uses -= 1
         if self._uses <= 0:
-            self._back = None
-        return tensor
+            self._here = None
+        return memory
+
+    def _copy(self, source: torch.Tensor, target: torch.Tensor) -> torch.cuda.Event:
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+            return self._stream.record_event()
+
+    def _settle(self) -> None:
+        """Let the computing stream wait for a copy under way."""
+        if self._copying is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._copying)
+            self._copying = None
+
+    def __del__(self) -> None:
+        self._settle()  # a graph that is dropped before its backward gives memory back as well
 
 
-class _Layout:
-    """How a tensor lies on the ranks: nothing to say of a plain one."""
+class _View:
+    """How a tensor lies in its memory, and on the ranks."""
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._placed: dict[str, Any] | None = None
+    def __init__(self, tensor: torch.Tensor, piece: torch.Tensor) -> None:
+        self._kind: dict[str, Any] = {"dtype": piece.dtype, "device": piece.device}
+        self._place = (piece.storage_offset(), piece.shape, piece.stride())
+        self._ranks: dict[str, Any] | None = None
         if isinstance(tensor, DTensor):
-            self._placed = {
-                "device_mesh": tensor.device_mesh,
-                "placements": tensor.placements,
-                "shape": tensor.shape,
-                "stride": tensor.stride(),
-            }
+            ranks = {"device_mesh": tensor.device_mesh, "placements": tensor.placements}
+            self._ranks = {**ranks, "shape": tensor.shape, "stride": tensor.stride()}
 
-    def restore(self, piece: torch.Tensor) -> torch.Tensor:
-        """Return the tensor whose piece this is."""
-        return piece if self._placed is None else DTensor.from_local(piece, run_check=False, **self._placed)
+    def of(self, memory: torch.UntypedStorage) -> torch.Tensor:
+        """Return the tensor in its memory."""
+        piece = torch.empty(0, **self._kind).set_(memory, *self._place)
+        return piece if self._ranks is None else DTensor.from_local(piece, run_check=False, **self._ranks)
+
+
+def _bytes(memory: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=memory.device).set_(memory)
 
 
 _STREAMS: dict[torch.device, torch.cuda.Stream] = {}
