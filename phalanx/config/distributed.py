@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from phalanx.config.groups import (
     BACKENDS,
     GROUPS,
+    Adapters,
     Checkpointing,
     Communication,
     Elasticity,
@@ -23,6 +24,9 @@ from phalanx.config.groups import (
 )
 from phalanx.config.option import problem
 from phalanx.errors import ConfigError, nearest
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
 
 _RECOMPUTE_WORDS = ("full", "selective", "every 2")
 _EVERY = re.compile(r"^\s*every[\s-]+(\d+)\s*$")
@@ -38,7 +42,7 @@ class Recompute(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class DistributedConfig(
-    Resources, Parallelism, Training, Optimization, Communication, Checkpointing, Monitoring, Elasticity
+    Resources, Parallelism, Training, Optimization, Adapters, Communication, Checkpointing, Monitoring, Elasticity
 ):
     """All settings of a run. Building one checks every value and reports all mistakes at once."""
 
@@ -61,6 +65,7 @@ class DistributedConfig(
                 f"checkpoint_frequency = {self.checkpoint_frequency!r}: "
                 "expected a number of epochs (10), or '500 steps'."
             )
+        wrong.update(_adapter_mistakes(self, wrong.keys()))
         if "activation_checkpointing" not in wrong and _recompute(self.activation_checkpointing) is None:
             wrong["activation_checkpointing"] = _unknown_recompute(self.activation_checkpointing)
         if (
@@ -141,6 +146,26 @@ def _frequency_is_valid(value: int | str | None) -> bool:
         return True
     match = _FREQUENCY.match(str(value))
     return match is not None and int(match[1]) > 0
+
+
+def _adapter_mistakes(config: DistributedConfig, known: Collection[str]) -> dict[str, str]:
+    """Check the settings of LoRA that are well-formed by themselves against each other."""
+    wrong: dict[str, str] = {}
+    for name in ("lora_alpha", "lora_dropout", "lora_targets"):
+        if config.lora_rank is None and name not in known and getattr(config, name) != FIELDS[name].default:
+            wrong[name] = f"{name} = {getattr(config, name)!r} without lora_rank: give the adapters a rank, such as 8."
+    if "lora_dropout" not in known and config.lora_dropout >= 1:
+        wrong["lora_dropout"] = f"lora_dropout = {config.lora_dropout}: must be below 1."
+    if (
+        not {"lora_rank", "tensor_parallel"} & set(known)
+        and config.lora_rank is not None
+        and config.tensor_parallel > 1
+    ):
+        wrong["lora_rank"] = (
+            f"lora_rank = {config.lora_rank} with tensor_parallel = {config.tensor_parallel}: adapters are not split "
+            "over ranks. Use strategy = 'fsdp', which shards the frozen model."
+        )
+    return wrong
 
 
 def _recompute(value: bool | str) -> Recompute | None:

@@ -109,6 +109,22 @@ class Optimization:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Adapters:
+    """Training a few new weights beside a frozen model (LoRA)."""
+
+    lora_rank: int | None = option(None, "freeze the model and train adapters of this rank", minimum=1)
+    lora_alpha: float | None = option(
+        None, "lora_alpha / lora_rank scales what adapters add (default: 2 x lora_rank)", above=0
+    )
+    lora_dropout: float = option(0.0, "dropout before the adapters", minimum=0)
+    lora_targets: str | None = option(
+        None,
+        "layers that get adapters, by last parts of names (query,value) or patterns ('layers.*.feed.*'), with commas "
+        "between (default: the linear layers of attention)",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Communication:
     """How gradients travel."""
 
@@ -160,4 +176,14 @@ class Elasticity:
     stop_grace: float = option(4.5, "seconds between asking ranks to stop and killing them", above=0)
 
 
-GROUPS = (Resources, Parallelism, Training, Optimization, Communication, Checkpointing, Monitoring, Elasticity)
+GROUPS = (
+    Resources,
+    Parallelism,
+    Training,
+    Optimization,
+    Adapters,
+    Communication,
+    Checkpointing,
+    Monitoring,
+    Elasticity,
+)

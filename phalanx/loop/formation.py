@@ -25,6 +25,7 @@ from phalanx.config import DistributedConfig, resolve
 from phalanx.data.loader import shard_loader
 from phalanx.errors import UsageError
 from phalanx.loop.activation import spare_activations
+from phalanx.loop.adapters import adapt, check_trains_adapters
 from phalanx.loop.compiling import compile_in_place
 from phalanx.loop.gradients import Gradients
 from phalanx.loop.precision import Precision
@@ -121,6 +122,7 @@ class Formation:
             return self._prepare_model(item)
         if isinstance(item, torch.optim.Optimizer):
             self._follow(item)
+            check_trains_adapters(self.models, item, self.config)
             self.optimizers.append(item)
             self._undo.append(self.gradients.adopt(item))
             return item
@@ -136,6 +138,7 @@ class Formation:
         )
 
     def _prepare_model(self, model: nn.Module) -> nn.Module:
+        adapt(model, self.config)
         before = dict(model.named_parameters())
         if not any(parameter.is_meta for parameter in before.values()):
             model.to(self.device)

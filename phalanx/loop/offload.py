@@ -141,7 +141,8 @@ class _Moved:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
-            return self._stream.record_event()
+            event: torch.cuda.Event = self._stream.record_event()
+        return event
 
     def _settle(self) -> None:
         """Let the computing stream wait for a copy under way."""
