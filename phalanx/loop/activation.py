@@ -40,9 +40,13 @@ def spare_activations(model: nn.Module, config: DistributedConfig) -> Callable[[
         for block in blocks[:: recompute.every]:
             block.forward = partial(_recomputed, block.forward, context)
     if config.activation_offload:  # outside: of a block that is recomputed only the input is left to move
-        memory = HostMemory()
+        memory = HostMemory(beside_compiler=config.compile)
+        # With compile each block is a graph of its own, between copies that are not compiled.
+        offloaded: Callable[..., Any] = _offloaded
+        if config.compile:
+            offloaded = torch.compiler.disable(_offloaded, recursive=False)  # type: ignore[no-untyped-call]
         for block in blocks:
-            block.forward = partial(_offloaded, block.forward, memory)
+            block.forward = partial(offloaded, block.forward, memory)
 
     def undo() -> None:
         for block, forward in zip(blocks, before, strict=True):

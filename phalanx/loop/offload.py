@@ -7,7 +7,7 @@ that saves it. Here copies run on a stream of their own, weights stay, and each 
 from __future__ import annotations
 
 import weakref
-from contextlib import contextmanager
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
 
 SMALLEST_BYTES = 64 * 1024
 """What is smaller stays: a copy has its price, too."""
@@ -33,22 +34,22 @@ class HostMemory:
     that ran last are still there when backward begins, and are used as they are.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, beside_compiler: bool = False) -> None:
         self._last: weakref.ref[_Block] | None = None
+        # torch.compile traces whatever Python it meets, and must not meet these copies. Its import takes seconds.
+        self._untraced: Callable[[Any], Any] = torch.compiler.disable if beside_compiler else lambda function: function
+        self.block: Callable[[], AbstractContextManager[Any]] = self._untraced(self._block)
+        """Returns the context in which what is saved for backward is moved."""
 
-    @contextmanager
-    def block(self) -> Iterator[None]:
-        """Move what is saved for backward inside this context."""
+    def _block(self) -> AbstractContextManager[Any]:
         if not torch.is_grad_enabled():
-            yield
-            return
+            return nullcontext()
         below = None if self._last is None else self._last()
         if below is not None and below.below is not None:
             below.below.release()
         block = _Block(below)
         self._last = weakref.ref(block)
-        with saved_tensors_hooks(block.pack, block.unpack):
-            yield
+        return saved_tensors_hooks(self._untraced(block.pack), self._untraced(block.unpack))
 
 
 class _Block:
