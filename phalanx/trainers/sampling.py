@@ -1,0 +1,48 @@
+"""What a language model has learned, in its own words: a recipe's last line."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from phalanx.loop.hooks import Callback
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from phalanx.loop.trainer import TrainLoop
+
+_BYTES = 256
+
+
+class SampleText(Callback):
+    """After training, continues a prompt byte by byte. All ranks take part, for each may hold a part of the model."""
+
+    def __init__(self, prompt: str, count: int, *, temperature: float = 0.8) -> None:
+        self.prompt = prompt
+        self.count = count
+        self.temperature = temperature
+
+    def on_fit_end(self, trainer: TrainLoop) -> None:
+        """Draw the text, the same on all ranks, and let the main rank tell it."""
+        formation = trainer.formation
+        model: Any = formation.unwrap(trainer.model)
+        tokens = torch.tensor([list(self.prompt.encode())], device=formation.device)
+        generator = torch.Generator(formation.device).manual_seed(trainer.config.seed)
+        with _uncompiled(trainer.config.compile), formation.autocast():
+            drawn = model.generate(
+                tokens,
+                self.count,
+                temperature=self.temperature,
+                generator=generator,
+                multiple=formation.world.mesh.tp,
+            )
+        text = bytes(token for token in drawn[0].tolist() if token < _BYTES).decode("utf-8", errors="replace")
+        trainer.report.say(f"sample:\n{text}")
+
+
+def _uncompiled(compiled: bool) -> AbstractContextManager[Any]:
+    """A text grows by one token a call: compiling each length would take longer than training."""
+    return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
