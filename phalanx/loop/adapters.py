@@ -37,7 +37,11 @@ def adapt(model: nn.Module, config: DistributedConfig) -> None:
 
 
 def check_trains_adapters(models: list[nn.Module], optimizer: torch.optim.Optimizer, config: DistributedConfig) -> None:
-    """Refuse an optimizer that was made before the adapters, and would train nothing."""
+    """Refuse an optimizer that would train nothing: made before the adapters, or for merged ones."""
+    from phalanx.models.lora import adapters
+
+    if any(adapter.merged for model in models for adapter in adapters(model).values()):
+        raise UsageError("merged adapters take no part in training", hint="Call phalanx.unmerge_lora(model) first.")
     if config.lora_rank is None:
         return
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}

@@ -20,13 +20,13 @@ CATALOG = (
         "ddp",
         "every rank holds the whole model; gradients are averaged during backward",
         "the model, its gradients and optimizer states fit on one device",
-        "tensor_parallel, accumulation, clipping, mixed precision, compile, activation checkpointing",
+        "tensor_parallel, accumulation, clipping, mixed precision, compile, activation checkpointing, LoRA",
     ),
     Entry(
         "fsdp",
         "parameters, gradients and optimizer states are sharded; blocks are gathered one at a time",
         "they do not fit; sharding=grad-op trades memory for less traffic, hybrid shards within a machine only",
-        "tensor_parallel, accumulation, clipping, mixed precision, offload=cpu, activation checkpointing; "
+        "tensor_parallel, accumulation, clipping, mixed precision, offload=cpu, activation checkpointing, LoRA; "
         "one rank runs the bare model",
     ),
 )

@@ -39,8 +39,13 @@ class SampleText(Callback):
                 generator=generator,
                 multiple=formation.world.mesh.tp,
             )
-        text = bytes(token for token in drawn[0].tolist() if token < _BYTES).decode("utf-8", errors="replace")
-        trainer.report.say(f"sample:\n{text}")
+        trainer.report.say(f"sample:\n{as_text(drawn[0].tolist())}")
+
+
+def as_text(tokens: list[int]) -> str:
+    """Return bytes as text that a terminal can show: a young model writes control characters as well."""
+    text = bytes(token for token in tokens if token < _BYTES).decode("utf-8", errors="replace")
+    return "".join(sign if sign.isprintable() or sign in "\n\t" else "\N{REPLACEMENT CHARACTER}" for sign in text)
 
 
 def _uncompiled(compiled: bool) -> AbstractContextManager[Any]:

@@ -13,7 +13,7 @@ from phalanx.loop.hooks import Callback
 from phalanx.loop.task import TrainTask
 from phalanx.models import build
 from phalanx.trainers.job import Job, run_job
-from phalanx.trainers.sampling import SampleText
+from phalanx.trainers.sampling import SampleText, as_text
 
 
 class Overheard(SampleText):
@@ -46,3 +46,7 @@ def test_every_layout_draws_the_text_of_one_process(ranks, tmp_path, layout):
     assert len(expected) >= len("sample:\ndef ") + 15
     batch_size = 4 if "tensor_parallel" in layout else 2
     assert set(ranks(lambda: sample(str(tmp_path), batch_size=batch_size, **layout), world_size=2)) == {expected}
+
+
+def test_control_characters_do_not_reach_the_terminal():
+    assert as_text([*b"a\x1b[31m\n\tb\xff", 300]) == "a\N{REPLACEMENT CHARACTER}[31m\n\tb\N{REPLACEMENT CHARACTER}"

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from phalanx import Formation
+from phalanx.loop.offload import _View
 from phalanx.models import build
 from phalanx.strategies.base import whole
 
@@ -50,3 +53,16 @@ def test_weights_are_equal_to_the_last_bit(ranks, layout):
 
     for found in ranks(compare, world_size=2):
         assert found == dict.fromkeys(KINDS, True)
+
+
+def moved_and_back() -> bool:
+    mesh = init_device_mesh("cpu", (2,))
+    tensor = DTensor.from_local(torch.randn(3, 4), mesh, [Shard(1)]).t()
+    piece = tensor.to_local()
+    back = _View(tensor, piece).of(piece.untyped_storage())
+    same = isinstance(back, DTensor) and (back.placements, back.shape) == (tensor.placements, tensor.shape)
+    return same and back.stride() == tensor.stride() and torch.equal(back.to_local(), piece)
+
+
+def test_a_moved_tensor_lies_on_the_ranks_as_it_did(ranks):
+    assert ranks(moved_and_back, world_size=2) == [True, True]

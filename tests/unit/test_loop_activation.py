@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from phalanx import DistributedConfig, Formation
 from phalanx.errors import ConfigError, ModelError
-from phalanx.loop.offload import _is_weight
+from phalanx.loop.offload import _is_weight, _View
 from phalanx.models import build
 
 
@@ -100,6 +100,15 @@ def test_weights_are_told_from_activations():
         with torch.autocast("cpu", torch.bfloat16):
             layer(inputs)
     assert sorted(seen) == [(False, 4), (False, 4), (True, 8), (True, 8)]
+
+
+def test_a_tensor_that_was_moved_comes_back_with_its_strides():
+    """Compiled code insists on them: attention saves three views of one product."""
+    product = torch.randn(2, 8, 3, 4)
+    for view in product.permute(2, 0, 1, 3).unbind(0):
+        back = _View(view, view).of(product.clone().untyped_storage())
+        assert torch.equal(back, view)
+        assert (back.stride(), back.storage_offset()) == (view.stride(), view.storage_offset())
 
 
 @pytest.mark.parametrize(

@@ -157,6 +157,13 @@ def test_an_optimizer_without_adapters_is_refused(tmp_path):
         Formation(device="cpu", lora_rank=3).prepare(model)
 
 
+def test_merged_adapters_are_not_trained():
+    model = phalanx.merge_lora(adapted())
+    optimizer = torch.optim.SGD([parameter for parameter in model.parameters() if parameter.requires_grad], lr=0.1)
+    with Formation(device="cpu") as formation, pytest.raises(UsageError, match=r"merged(.|\n)*unmerge_lora"):
+        formation.prepare(model, optimizer)
+
+
 def test_saved_adapters_come_back(tmp_path):
     model = adapted("gpt", targets="qkv,expand", dropout=0.1)
     phalanx.save_adapter(model, tmp_path / "a")
