@@ -13,7 +13,9 @@ if TYPE_CHECKING:
 
 def run(arguments: Sequence[str]) -> int:
     """Run the verb."""
-    parser = FlagParser(prog="phalanx strategies", description="How ranks can share the work, and when to choose which.")
+    parser = FlagParser(
+        prog="phalanx strategies", description="How ranks can share the work, and when to choose which."
+    )
     parser.parse_all(arguments)
     for entry in CATALOG:
         print(f"{entry.name}\n  how       {entry.flag}\n  what      {entry.summary}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import ClassVar, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.errors import ModelError
@@ -117,13 +118,19 @@ class Decoder(nn.Module):
         temperature: float = 1.0,
         top_k: int | None = None,
         generator: torch.Generator | None = None,
+        multiple: int = 1,
     ) -> Tensor:
-        """Continue `tokens` [batch, time] by `count` tokens; temperature 0 takes the likeliest one each time."""
+        """Continue `tokens` [batch, time] by `count` tokens; temperature 0 takes the likeliest one each time.
+
+        Ranks that share a sequence can only cut one whose length is a multiple of their number.
+        """
         was_training = self.training
         self.eval()
         try:
             for _ in range(count):
-                logits = self(tokens[:, -self.config.block_size :])[:, -1].float()
+                window = tokens[:, -self.config.block_size :]
+                time = window.shape[1]  # what is padded on the right, none of these tokens can see
+                logits = self(F.pad(window, (0, -time % multiple)))[:, time - 1].float()
                 tokens = torch.cat([tokens, _choose(logits, temperature, top_k, generator)], dim=1)
         finally:
             self.train(was_training)

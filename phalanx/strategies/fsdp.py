@@ -99,3 +99,6 @@ class FSDP(Strategy):
         """Give a model that was built without memory its shards, and its first weights in them."""
         model.to_empty(device="cpu" if self.config.offload == "cpu" else self.world.device)
         model.init_weights()  # type: ignore[operator]
+        for module in model.modules():
+            if hasattr(module, "reset_adapter"):  # a LoRA adapter, of which the model itself knows nothing
+                module.reset_adapter()  # type: ignore[operator]
