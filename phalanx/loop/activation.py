@@ -5,6 +5,7 @@ Blocks are changed before a strategy wraps them, and only in the instance's `for
 
 from __future__ import annotations
 
+import weakref
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +34,8 @@ def spare_activations(model: nn.Module, config: DistributedConfig) -> Callable[[
     if recompute is None and not config.activation_offload:
         return lambda: None
     blocks = _blocks(model, "activation_offload" if recompute is None else "activation_checkpointing")
-    before = [block.__dict__.get("forward") for block in blocks]
+    # Weakly: in a pipeline most blocks are on other ranks, and must not be kept here to be undone.
+    before = [(weakref.ref(block), block.__dict__.get("forward")) for block in blocks]
     if recompute is not None:
         _check_interval(model, recompute.every, len(blocks))
         context = _SELECTIVE if recompute.selective else {}
@@ -49,11 +51,15 @@ def spare_activations(model: nn.Module, config: DistributedConfig) -> Callable[[
             block.forward = partial(offloaded, block.forward, memory)
 
     def undo() -> None:
-        for block, forward in zip(blocks, before, strict=True):
+        for held, forward in before:
+            block = held()
+            if block is None:
+                continue
             block.__dict__.pop("forward", None)
             if forward is not None:
                 block.forward = forward
 
+    del blocks
     return undo
 
 

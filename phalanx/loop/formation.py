@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 import uuid
-import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,6 +31,7 @@ from phalanx.loop.forward import decide_forward
 from phalanx.loop.gradients import Gradients
 from phalanx.loop.precision import Precision
 from phalanx.loop.prepared import PreparedLoader
+from phalanx.loop.replaced import Replaced
 from phalanx.loop.schedulers import bind_scheduler
 from phalanx.loop.snapshot import restore_snapshot, save_snapshot
 from phalanx.strategies.base import local
@@ -92,7 +92,7 @@ class Formation:
         self.schedulers: list[Any] = []
         self.loaders: list[PreparedLoader] = []
         self.notes: list[str] = []
-        self._replaced: dict[int, tuple[weakref.ref[nn.Parameter], nn.Parameter | None]] = {}
+        self._replaced = Replaced()
         self._host_group: dist.ProcessGroup | None = None
 
     @property
@@ -129,7 +129,7 @@ class Formation:
         if isinstance(item, nn.Module):
             return self._prepare_model(item)
         if isinstance(item, torch.optim.Optimizer):
-            self._follow(item)
+            self._replaced.follow(item)
             check_trains_adapters(self.models, item, self.config)
             if self._engine is not None:
                 item = self._engine.attach(item)
@@ -154,38 +154,13 @@ class Formation:
             model.to(self.device)
         self._undo.append(spare_activations(model, self.config))
         wrapped = self.strategy.wrap(model)
-        self._note_replaced(before, dict(model.named_parameters(remove_duplicate=False)))
+        self._replaced.note(before, dict(model.named_parameters(remove_duplicate=False)))
         if self.config.compile:
             for part in wrapped.stages.values() if isinstance(wrapped, Pipeline) else [model]:
                 self._undo.append(compile_in_place(part))
         self.models.append(wrapped)
         self.gradients.watch(wrapped)
         return wrapped
-
-    def _note_replaced(self, before: dict[str, nn.Parameter], after: dict[str, nn.Parameter]) -> None:
-        """Remember what took each parameter's place, under any of its names; None: it is on another rank."""
-        still_here = {id(parameter) for parameter in after.values()}
-        for name, old in before.items():
-            if id(old) not in still_here and (name in after or id(old) not in self._replaced):
-                self._replaced[id(old)] = (weakref.ref(old), after.get(name))
-
-    def _follow(self, optimizer: torch.optim.Optimizer) -> None:
-        """Give an optimizer that was made before its model was sharded the parameters that took the old ones' place."""
-        for group in optimizer.param_groups:
-            moved = [self._follow_one(optimizer, parameter) for parameter in group["params"]]
-            group["params"] = [parameter for parameter in moved if parameter is not None]
-
-    def _follow_one(self, optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> nn.Parameter | None:
-        """Return what took a parameter's place; None: it is on another rank's stage."""
-        old, new = self._replaced.get(id(parameter), (None, parameter))
-        if old is None or old() is not parameter:
-            return parameter
-        if parameter in optimizer.state:
-            raise UsageError(
-                f"the optimizer has taken steps already, and {self.strategy.name} shards its parameters now",
-                hint="Prepare the model and the optimizer together, before the first step.",
-            )
-        return new
 
     def prepare_loader(self, source: Any, *, training: bool = True) -> PreparedLoader:
         """Return this rank's share of a DataLoader, a data set or any re-iterable of batches."""
