@@ -45,7 +45,8 @@ def check_trains_adapters(models: list[nn.Module], optimizer: torch.optim.Optimi
     if config.lora_rank is None:
         return
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    if any(id(p) in held for model in models for p in model.parameters() if p.requires_grad):
+    trained = [parameter for model in models for parameter in model.parameters() if parameter.requires_grad]
+    if not trained or any(id(parameter) in held for parameter in trained):  # a pipeline stage may have no adapter
         return
     raise UsageError(
         "the optimizer was made before the adapters, and holds frozen parameters only",

@@ -8,6 +8,7 @@ import torch
 
 from phalanx.errors import UsageError
 from phalanx.loop.forward import count_labels
+from phalanx.strategies.batch_rows import count_rows
 from phalanx.strategies.pipeline import Pipeline
 
 if TYPE_CHECKING:
@@ -52,4 +53,4 @@ class _Loss:
         target = self._forward.target(batch)
         if isinstance(target, torch.Tensor) and not target.is_floating_point():
             return count_labels(target).double()  # shares of it must not be rounded to single precision
-        return float(len(target))
+        return float(count_rows(target))

@@ -38,7 +38,7 @@ def evaluate(
     forward = None
     try:
         for batch in loader:
-            forward = forward or decide_forward(bare, loss_fn, batch)
+            forward = forward or decide_forward(formation.unwrap(model), loss_fn, batch)
             with formation.autocast():
                 loss, output = forward.run(bare, batch)
             target = forward.target(batch)

@@ -141,7 +141,7 @@ class Gradients:
         if self.micro is not None and self.micro.samples == 0:
             weight = 0.0
         weight = torch.as_tensor(weight, dtype=torch.float64, device=self._world.device)
-        self._weight = weight if self._weight is None else self._weight + weight
+        self._weight = weight.clone() if self._weight is None else self._weight + weight
         return weight
 
     def finish(self) -> None:
@@ -161,7 +161,9 @@ class Gradients:
         if self._engine is not None:
             self._engine.divide_gradients(1.0 / factor)
             return
-        torch._foreach_mul_([local(p.grad) for p in self._parameters if p.grad is not None], factor)
+        gradients = [local(p.grad) for p in self._parameters if p.grad is not None]
+        if gradients:  # a pipeline stage may be frozen
+            torch._foreach_mul_(gradients, factor)
 
     def _name_unused(self, optimizer: torch.optim.Optimizer) -> None:
         """At an optimizer's first step, refuse parameters without gradient in the models that it trains."""

@@ -20,9 +20,10 @@ def build_optimizer(
     config: DistributedConfig, parameters: Iterable[torch.nn.Parameter], device: torch.device
 ) -> torch.optim.Optimizer:
     """Return the config's optimizer over the trainable parameters, in its fastest implementation."""
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    found = [parameter for parameter in parameters if parameter.requires_grad]
     # torch has fused Adam for sharded parameters, but neither fused SGD nor fused Adagrad.
-    sharded = any(isinstance(parameter, DTensor) for parameter in trained)
+    sharded = any(isinstance(parameter, DTensor) for parameter in found)
+    trained: list[Any] = [{"params": found}]  # so that there may be none: a pipeline stage may be frozen
     settings: dict[str, Any] = {"lr": config.learning_rate, "weight_decay": config.weight_decay}
     match config.optimizer:
         case "adamw":

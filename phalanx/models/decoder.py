@@ -131,10 +131,11 @@ class Decoder(nn.Module):
         """
         was_training = self.training
         call = through or self
+        longest = self.config.block_size - self.config.block_size % multiple
         self.eval()
         try:
             for _ in range(count):
-                window = tokens[:, -self.config.block_size :]
+                window = tokens[:, -longest:]
                 time = window.shape[1]  # what is padded on the right, none of these tokens can see
                 logits = call(F.pad(window, (0, -time % multiple)))[:, time - 1].float()
                 tokens = torch.cat([tokens, _choose(logits, temperature, top_k, generator)], dim=1)

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor, Replicate
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from phalanx.config import DistributedConfig
     from phalanx.world.world import World
@@ -52,6 +52,13 @@ def share_weights(model: nn.Module) -> None:
     tensors = [tensor.detach() for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta]
     if tensors:
         dist._broadcast_coalesced(dist.distributed_c10d._get_default_group(), tensors, COALESCED_BYTES, 0)
+
+
+def equalise(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
+    """Give the ranks of a group what the first of them holds of these parameters."""
+    parts = [local(parameter.detach()) for parameter in parameters]
+    if parts:
+        dist._broadcast_coalesced(group, parts, COALESCED_BYTES, 0)
 
 
 class Strategy:

@@ -10,13 +10,21 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from phalanx.strategies.base import COALESCED_BYTES, local, share_weights
+from phalanx.strategies.base import COALESCED_BYTES, equalise, local, share_weights
 from phalanx.strategies.context import install_ring, split_context
 from phalanx.strategies.expert import spread_experts
 from phalanx.strategies.fsdp import FSDP
 from phalanx.strategies.norm import global_norm, scale_to_norm
 from phalanx.strategies.pipeline import Pipeline
-from phalanx.strategies.placing import Placed, list_own, place_stages, placed_before, rename_tied
+from phalanx.strategies.placing import (
+    Placed,
+    list_own,
+    place_stages,
+    placed_before,
+    plan_stages,
+    rename_tied,
+    share_buffers,
+)
 from phalanx.strategies.sequence import SequenceSlices
 from phalanx.strategies.tensor import is_split, split_tensors, splits_sequence
 from phalanx.world.groups import build_axis_group
@@ -37,6 +45,7 @@ class Composed(FSDP):
 
     name = "composed"
     _syncing = True
+    _equal_activations = False
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Split the model in place, cut it into stages, then shard what this rank has over the data axes."""
@@ -82,7 +91,8 @@ class Composed(FSDP):
         mesh = self.world.mesh
         used = [parameter for parameter in parameters if parameter.grad is not None]
         holders = [mesh.world_size // mesh.pp * self._copies.get(id(parameter), 1) for parameter in used]
-        return global_norm([parameter.grad for parameter in used if parameter.grad is not None], holders)
+        gradients = [parameter.grad for parameter in used if parameter.grad is not None]
+        return global_norm(gradients, holders, self.world.device)
 
     def state(self, wrapped: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
         """Return this rank's stages under the names of the whole model."""
@@ -123,10 +133,12 @@ class Composed(FSDP):
         return wrapped.aliases if isinstance(wrapped, Pipeline) else {}
 
     def _placed(self, model: nn.Module) -> Placed:
+        plan = plan_stages(model, self.config, self.device_mesh["pp"])  # before a layer needs other ranks to run
         self._split(model)
-        placed = place_stages(model, self.config, self.world, self.device_mesh["pp"])
+        placed = place_stages(model, plan, self.world)
         for stage in placed.stages.values():
             self._lay_over_data(stage)
+        share_buffers(model, placed.stages)
         return placed
 
     def _pipeline(self, model: nn.Module, placed: Placed) -> Pipeline:
@@ -145,9 +157,7 @@ class Composed(FSDP):
         share_weights(model)
         if mesh.tp > 1:
             split_tensors(model, self.device_mesh["tp"], loss_parallel=self.config.loss_parallel)
-            if not splits_sequence(model):  # equal activations want equal dropout
-                place = mesh.place(self.world.rank)["cp"]
-                seed_everything(self.config.seed, rank=self.world.dp_rank * mesh.cp + place)
+            self._equal_activations = not splits_sequence(model)
         if self._slices is not None:
             (split_context if mesh.pp == 1 else install_ring)(model, self._slices)  # a pipeline cuts its batches itself
         if self.config.expert_parallel > 1:
@@ -166,12 +176,24 @@ class Composed(FSDP):
         if any(parameter.is_meta for parameter in model.parameters()):
             self._materialise(model)
             if by_hand and self._data_group.size() > 1:  # replicas drew their own weights
-                tensors = [local(tensor.detach()) for tensor in model.parameters()]
-                dist._broadcast_coalesced(self._data_group, tensors, COALESCED_BYTES, 0)
+                equalise(model.parameters(), self._data_group)
+        self._seed()
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(_complete_gradient)  # type: ignore[no-untyped-call]
         return model
+
+    def _materialise(self, model: nn.Module) -> None:
+        """Draw first weights; what every rank of a tensor-parallel group holds whole must be equal there."""
+        super()._materialise(model)
+        if self.world.mesh.tp > 1:
+            equalise((p for p in model.parameters() if not _is_cut(p, "tp")), self.device_mesh["tp"].get_group())
+
+    def _seed(self) -> None:
+        """Ranks that hold equal activations want equal dropout, all others dropout of their own."""
+        mesh, place = self.world.mesh, self.world.mesh.place(self.world.rank)
+        own = self.world.dp_rank * mesh.cp + place["cp"] if self._equal_activations else self.world.rank
+        seed_everything(self.config.seed, rank=own)
 
     def _average_replicas(self, parameter: torch.Tensor) -> None:
         """Average an expert's gradient over the replicas of the group of ranks that it lies on."""
@@ -193,6 +215,14 @@ class Composed(FSDP):
         flat /= group.size()
         parts = flat.split([gradient.numel() for gradient in gradients])  # type: ignore[no-untyped-call]
         torch._foreach_copy_(gradients, [part.view_as(g) for part, g in zip(parts, gradients, strict=True)])
+
+
+def _is_cut(parameter: torch.Tensor, axis: str) -> bool:
+    """Whether ranks of an axis hold different parts of a parameter."""
+    if not isinstance(parameter, DTensor):
+        return False
+    names = parameter.device_mesh.mesh_dim_names or ()
+    return axis in names and not parameter.placements[names.index(axis)].is_replicate()
 
 
 def _complete_gradient(parameter: torch.Tensor) -> None:

@@ -38,6 +38,12 @@ def install_ring(model: nn.Module, slices: SequenceSlices) -> None:
     """Replace the model's inner attention; whoever calls it cuts its inputs. A model that cannot be cut is refused."""
     signature = inspect.signature(model.forward)
     name = type(model).__name__
+    if callable(getattr(model, "expert_modules", None)):
+        raise UsageError(
+            f"context_parallel cannot cut the sequences of {name}, a mixture of experts: its balance loss is a mean "
+            "over whole sequences",
+            hint="Use expert_parallel, strategy='fsdp', or a dense model.",
+        )
     if "positions" not in signature.parameters:
         raise UsageError(
             f"context_parallel gives each rank a slice of a sequence, and {name}.forward takes no `positions` to know "

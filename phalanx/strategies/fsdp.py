@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from phalanx.strategies.base import Strategy, share_weights
+from phalanx.strategies.base import Strategy, equalise, share_weights
 from phalanx.strategies.blocks import blocks_of_class, find_blocks
 from phalanx.world.groups import build_device_mesh
+from phalanx.world.seed import seed_everything
 
 if TYPE_CHECKING:
     from torch import nn
@@ -35,6 +36,10 @@ class FSDP(Strategy):
         share_weights(model)
         return self._shard(model)
 
+    def _seed(self) -> None:
+        """Draw other random numbers (dropout) on every rank, also where first weights were drawn in common."""
+        seed_everything(self.config.seed, rank=self.world.rank)
+
     def _shard(self, model: nn.Module) -> nn.Module:
         options = self._options()
         for block in self._blocks(model).values():
@@ -42,6 +47,7 @@ class FSDP(Strategy):
         fully_shard(model, **options)
         if any(parameter.is_meta for parameter in model.parameters()):
             self._materialise(model)
+        self._seed()
         return model
 
     def set_sync(self, wrapped: nn.Module, sync: bool) -> None:
@@ -102,3 +108,5 @@ class FSDP(Strategy):
         for module in model.modules():
             if hasattr(module, "reset_adapter"):  # a LoRA adapter, of which the model itself knows nothing
                 module.reset_adapter()  # type: ignore[operator]
+        if self.world.mesh.dp_replicate > 1:  # replicas drew their own weights
+            equalise(model.parameters(), self.device_mesh["dp_replicate"].get_group())

@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-def global_norm(gradients: Sequence[torch.Tensor], holders: Sequence[int]) -> torch.Tensor:
+def global_norm(gradients: Sequence[torch.Tensor], holders: Sequence[int], device: torch.device) -> torch.Tensor:
     """Return the norm of all gradients with one all-reduce over the world, whatever their meshes.
 
     `holders`: over how many ranks each gradient lies, cut or copied. An element that several ranks hold counts on each
     of them by its share, so that it counts once in all.
     """
-    total = torch.zeros((), dtype=torch.float64)
+    total = torch.zeros((), dtype=torch.float64, device=device)
     if gradients:
         parts = [local(gradient) for gradient in gradients]
         norms = torch.stack([norm.double() for norm in torch._foreach_norm(parts)])
@@ -33,6 +33,8 @@ def global_norm(gradients: Sequence[torch.Tensor], holders: Sequence[int]) -> to
 
 def scale_to_norm(gradients: Sequence[torch.Tensor], norm: torch.Tensor, max_norm: float) -> None:
     """Scale gradients of this norm down to `max_norm`, without asking the device whether it is needed."""
+    if not gradients:
+        return
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     torch._foreach_mul_([local(gradient) for gradient in gradients], factor)
 

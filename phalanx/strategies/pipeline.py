@@ -6,6 +6,7 @@ one size, a loss that is that of the whole batch, tied weights, and a way throug
 
 from __future__ import annotations
 
+import inspect
 from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -28,6 +29,10 @@ if TYPE_CHECKING:
 
     from phalanx.strategies.sequence import SequenceSlices
     from phalanx.world.schedules import Schedule
+
+
+_KEPT_RUNNERS = 8
+_TARGETS = ("targets", "target", "labels", "label", "y")
 
 
 class BatchLoss(Protocol):
@@ -115,7 +120,7 @@ class Pipeline(nn.Module):
         """Keep copies of one matrix equal from now on."""
         self.tied = [Tied(self.module.get_parameter(tie.name), tie) for tie in ties]
         self.aliases = {tie.name: tie.first for tie in ties if tie.name != tie.first}
-        self.finishing += [tied.add_up for tied in self.tied]
+        self.finishing += [tied.add_up for tied in self.tied if tied.parameter.requires_grad]
 
     def expect(self, batch_size: int) -> str:
         """Take batches of up to so many samples, if they can be cut into microbatches; return a line on the layout."""
@@ -175,7 +180,7 @@ class Pipeline(nn.Module):
                 hint="Write loss = f.train_batch(model, batch, loss_fn) in place of model(...) and f.backward(loss).",
             )
         own_loss = getattr(self.module, "judge", None)
-        targets = inputs[-1] if own_loss is not None and len(inputs) > 1 else None
+        targets = inputs[-1] if own_loss is not None and self._takes_targets(len(inputs)) else None
         hidden: Any = self._cut(inputs if targets is None else inputs[:-1])
         for stage in range(self.row.num_stages):
             if stage in self.stages:
@@ -185,6 +190,11 @@ class Pipeline(nn.Module):
             hidden = self.slices.gather(hidden)
         return hidden if own_loss is None or targets is None else own_loss(hidden, targets)
 
+    def _takes_targets(self, count: int) -> bool:
+        """Whether the last of so many arguments are targets, by the name that the model's forward gives them."""
+        names = list(inspect.signature(self.module.forward).parameters)
+        return count > 1 and names[min(count, len(names)) - 1] in _TARGETS
+
     def _cut(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         """Take this rank's slice of every sequence, where sequences are cut; stages are told where it lies."""
         if self.slices is None:
@@ -192,16 +202,16 @@ class Pipeline(nn.Module):
         cut, self._places["positions"] = self.slices.cut_all(inputs, self.module)
         return tuple(cut)
 
-    def _passed_on(self, hidden: Any, source: int) -> torch.Tensor:
-        """Give a stage's output to all ranks of the row."""
+    def _passed_on(self, hidden: Any, source: int) -> Any:
+        """Give a stage's output, a tensor or several, to all ranks of the row."""
         mine = self.row.place == source
-        shape: list[Any] = [(hidden.shape, hidden.dtype) if mine else None]
-        dist.broadcast_object_list(shape, group=self.row.group, group_src=source)
-        tensor: torch.Tensor = (
-            hidden.contiguous() if mine else torch.empty(shape[0][0], dtype=shape[0][1], device=self._device)
-        )
-        dist.broadcast(tensor, group=self.row.group, group_src=source)
-        return tensor
+        told: list[Any] = [pytree.tree_map(lambda leaf: leaf.new_empty(leaf.shape, device="meta"), hidden)]
+        dist.broadcast_object_list(told if mine else (told := [None]), group=self.row.group, group_src=source)
+        if not mine:
+            hidden = pytree.tree_map(lambda leaf: torch.empty_like(leaf, device=self._device), told[0])
+        for leaf in pytree.tree_leaves(hidden := pytree.tree_map(torch.Tensor.contiguous, hidden)):
+            dist.broadcast(leaf, group=self.row.group, group_src=source)
+        return hidden
 
     def _microbatches(self, batch_size: int) -> int:
         return choose_microbatches(self._wanted, batch_size, self.row.size, self.row.schedule)
@@ -210,6 +220,8 @@ class Pipeline(nn.Module):
         """Return the runner for inputs of this shape: torch fixes the shapes between stages when it first runs."""
         key = (size, count, *((leaf.shape[1:], leaf.dtype) for leaf in pytree.tree_leaves(batch[:-1])))
         if key not in self._runners:
+            if len(self._runners) == _KEPT_RUNNERS:  # the oldest goes, with its buffers
+                del self._runners[next(iter(self._runners))]
             self._runners[key] = _Runner(self.stages, self.row, self._device, count)
         return self._runners[key]
 

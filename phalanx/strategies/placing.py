@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,7 @@ from phalanx.strategies.unit_costs import measured_costs, parameter_costs
 from phalanx.world.schedules import SCHEDULES
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
@@ -40,12 +40,25 @@ def placed_before(model: nn.Module) -> Placed | None:
     return placed
 
 
-def place_stages(model: nn.Module, config: DistributedConfig, world: World, mesh: DeviceMesh) -> Placed:
-    """Cut the model; this rank keeps the units of its stages. All ranks must call this."""
+class StagePlan(NamedTuple):
+    """Which units make which stage, and who holds it."""
+
+    row: Row
+    units: list[str]
+    parts: list[list[str]]
+
+
+def plan_stages(model: nn.Module, config: DistributedConfig, mesh: DeviceMesh) -> StagePlan:
+    """Cut the whole model's units into stages. All ranks must call this."""
     row = Row(mesh.get_group(), mesh.get_local_rank(), mesh.size(), SCHEDULES[config.pipeline_schedule])
     units = units_of(model)
     check_count(model, units, row.num_stages)
-    parts = _cut(model, units, config, row.num_stages)
+    return StagePlan(row, units, _cut(model, units, config, row.num_stages))
+
+
+def place_stages(model: nn.Module, plan: StagePlan, world: World) -> Placed:
+    """Let this rank keep the units of its stages. All ranks must call this."""
+    row, units, parts = plan
     ties = _find_ties(model, parts, row, world)
     mine = {stage: parts[stage] for stage in row.schedule.stages_of(row.place, row.size)}
     drop_units(model, units, [unit for kept in mine.values() for unit in kept])
@@ -55,6 +68,15 @@ def place_stages(model: nn.Module, config: DistributedConfig, world: World, mesh
             setattr(part, "sequence_shards", world.mesh.tp)  # noqa: B010 - an attribute that only some models have
     model.__dict__[_MARK] = placed  # past nn.Module: the stages are not submodules, their units are
     return placed
+
+
+def share_buffers(model: nn.Module, stages: Mapping[int, nn.Module]) -> None:
+    """Give the model the buffers that lie outside of units and got their memory in the stages' copies of its root."""
+    for name, buffer in list(model.named_buffers()):
+        found = [stage.get_buffer(name) for stage in stages.values() if name in dict(stage.named_buffers())]
+        if buffer.is_meta and found:
+            holder, _, key = name.rpartition(".")
+            model.get_submodule(holder)._buffers[key] = found[0]
 
 
 def join_stages(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -14,6 +14,15 @@ if TYPE_CHECKING:
     from phalanx.world.mesh import Mesh
 
 
+_MADE: dict[Any, Any] = {}
+"""Groups and meshes of this process by what they are made of: every fit would make its own, and torch keeps them all."""
+
+
+def forget_groups() -> None:
+    """Let go of all groups; before the process group is left."""
+    _MADE.clear()
+
+
 def build_device_mesh(mesh: Mesh, device_type: str) -> DeviceMesh:
     """Build the groups of all axes larger than one, outermost first; all ranks must call this.
 
@@ -23,17 +32,31 @@ def build_device_mesh(mesh: Mesh, device_type: str) -> DeviceMesh:
     sizes = {"pp": mesh.pp, "dp_replicate": mesh.dp_replicate, "dp_shard": mesh.dp_shard * mesh.cp, "tp": mesh.tp}
     # Replicas of a model that is sharded over one rank only are still a data axis of two dimensions.
     kept = {axis: size for axis, size in sizes.items() if size > 1 or (axis == "dp_shard" and mesh.dp_replicate > 1)}
-    return init_device_mesh(device_type, tuple(kept.values()), mesh_dim_names=tuple(kept))
+    key = (device_type, *kept.items())
+    if not _is_alive(_MADE.get(key)):
+        _MADE[key] = init_device_mesh(device_type, tuple(kept.values()), mesh_dim_names=tuple(kept))
+    made: DeviceMesh = _MADE[key]
+    return made
 
 
 def build_axis_group(mesh: Mesh, axes: tuple[str, ...], rank: int, backend: str | None = None) -> dist.ProcessGroup:
     """Build the group of the ranks that differ from this one on these axes only; all ranks must call this."""
-    mine: dist.ProcessGroup | None = None
-    for ranks in mesh.groups(*axes):
-        group = dist.new_group(ranks, backend=backend)  # every rank takes part in making every group
-        mine = group if rank in ranks else mine
-    assert mine is not None, "every rank is in one group"
+    key = (mesh, axes, backend)
+    if not _is_alive(_MADE.get(key)):
+        for ranks in mesh.groups(*axes):
+            group = dist.new_group(ranks, backend=backend)  # every rank takes part in making every group
+            if rank in ranks:
+                _MADE[key] = group
+    mine: dist.ProcessGroup = _MADE[key]
     return mine
+
+
+def _is_alive(made: Any) -> bool:
+    """Whether torch still knows a group: a script may have left the process group and joined another."""
+    if made is None:
+        return False
+    groups = made.get_all_groups() if hasattr(made, "get_all_groups") else [made]
+    return all(group in dist.distributed_c10d._world.pg_map for group in groups)
 
 
 def join_alone(device: torch.device) -> None:

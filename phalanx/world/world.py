@@ -16,6 +16,7 @@ import torch.distributed as dist
 from phalanx.errors import UsageError
 from phalanx.launch.interfaces import network_environment
 from phalanx.world.env import RankEnv, export_rank_env, read_rank_env
+from phalanx.world.groups import forget_groups
 from phalanx.world.layout import check_device
 from phalanx.world.mesh import Mesh, plan_mesh
 
@@ -120,6 +121,7 @@ def leave_world(world: World) -> None:
     """
     if not world.owns_group or not dist.is_initialized():
         return
+    forget_groups()
     gc.collect()
     dist.barrier()
     dist.destroy_process_group()
