@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from phalanx.strategies.base import COALESCED_BYTES, local
 from phalanx.strategies.expert import spread_experts
 from phalanx.strategies.fsdp import FSDP
+from phalanx.strategies.materialise import is_meta
 from phalanx.strategies.norm import global_norm, scale_to_norm
 from phalanx.strategies.pipeline import Pipeline
 from phalanx.strategies.placing import Placed, list_own, place_stages, placed_before, rename_tied
@@ -150,7 +151,7 @@ class Composed(FSDP):
             # Outputs of a DTensor module always are views: fully_shard would warn in every run.
             warnings.filterwarnings("ignore", message=".*returned a view tensor", category=UserWarning)
             return super().wrap(model)
-        if any(parameter.is_meta for parameter in model.parameters()):
+        if is_meta(model):
             self._materialise(model)
             if by_hand and self._data_group.size() > 1:  # replicas drew their own weights
                 tensors = [local(tensor.detach()) for tensor in model.parameters()]

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from phalanx.strategies.base import Strategy
 from phalanx.strategies.blocks import blocks_of_class, find_blocks
+from phalanx.strategies.materialise import is_meta, materialise
 from phalanx.world.groups import build_device_mesh
 
 if TYPE_CHECKING:
@@ -30,13 +31,17 @@ class FSDP(Strategy):
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Shard the model in place: its blocks first, then what is left. One rank has nothing to share."""
-        if self.world.world_size == 1 or isinstance(model, FSDPModule):
+        if isinstance(model, FSDPModule):
+            return model
+        if self.world.world_size == 1:
+            if is_meta(model):
+                self._materialise(model)
             return model
         options = self._options()
         for block in self._blocks(model).values():
             fully_shard(block, **options)
         fully_shard(model, **options)
-        if any(parameter.is_meta for parameter in model.parameters()):
+        if is_meta(model):
             self._materialise(model)
         return model
 
@@ -93,5 +98,4 @@ class FSDP(Strategy):
 
     def _materialise(self, model: nn.Module) -> None:
         """Give a model that was built without memory its shards, and its first weights in them."""
-        model.to_empty(device="cpu" if self.config.offload == "cpu" else self.world.device)
-        model.init_weights()  # type: ignore[operator]
+        materialise(model, "cpu" if self.config.offload == "cpu" else self.world.device)
