@@ -47,6 +47,13 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor()
 
 
+def share_weights(model: nn.Module) -> None:
+    """Start from rank 0's weights: ranks that drew their own would hold parts of different models."""
+    tensors = [tensor.detach() for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta]
+    if tensors:
+        dist._broadcast_coalesced(dist.distributed_c10d._get_default_group(), tensors, COALESCED_BYTES, 0)
+
+
 class Strategy:
     """Lays a model over the ranks. Subclasses override only what their way of sharing changes."""
 

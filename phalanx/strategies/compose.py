@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from phalanx.strategies.base import COALESCED_BYTES, local
+from phalanx.strategies.base import COALESCED_BYTES, local, share_weights
 from phalanx.strategies.expert import spread_experts
 from phalanx.strategies.fsdp import FSDP
 from phalanx.strategies.materialise import is_meta
@@ -133,7 +133,7 @@ class Composed(FSDP):
 
     def _split(self, model: nn.Module) -> None:
         """Give every rank the same weights, and its slice of every layer."""
-        self._share_weights(model)
+        share_weights(model)
         if self.world.mesh.tp > 1:
             split_tensors(model, self.device_mesh["tp"])
             if not splits_sequence(model):  # equal activations want equal dropout
@@ -150,7 +150,7 @@ class Composed(FSDP):
         if mesh.dp_size * mesh.cp > 1 and not by_hand:
             # Outputs of a DTensor module always are views: fully_shard would warn in every run.
             warnings.filterwarnings("ignore", message=".*returned a view tensor", category=UserWarning)
-            return super().wrap(model)
+            return self._shard(model)
         if is_meta(model):
             self._materialise(model)
             if by_hand and self._data_group.size() > 1:  # replicas drew their own weights
@@ -181,13 +181,6 @@ class Composed(FSDP):
         flat /= group.size()
         parts = flat.split([gradient.numel() for gradient in gradients])  # type: ignore[no-untyped-call]
         torch._foreach_copy_(gradients, [part.view_as(g) for part, g in zip(parts, gradients, strict=True)])
-
-    def _share_weights(self, model: nn.Module) -> None:
-        """Start from rank 0's weights: ranks that drew their own would hold parts of different models."""
-        tensors = [tensor.detach() for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta]
-        if tensors:
-            group: Any = dist.distributed_c10d._get_default_group()
-            dist._broadcast_coalesced(group, tensors, COALESCED_BYTES, 0)
 
 
 def _complete_gradient(parameter: torch.Tensor) -> None:

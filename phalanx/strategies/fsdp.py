@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from phalanx.strategies.base import Strategy
+from phalanx.strategies.base import Strategy, share_weights
 from phalanx.strategies.blocks import blocks_of_class, find_blocks
 from phalanx.strategies.materialise import is_meta, materialise
 from phalanx.world.groups import build_device_mesh
@@ -37,6 +37,10 @@ class FSDP(Strategy):
             if is_meta(model):
                 self._materialise(model)
             return model
+        share_weights(model)
+        return self._shard(model)
+
+    def _shard(self, model: nn.Module) -> nn.Module:
         options = self._options()
         for block in self._blocks(model).values():
             fully_shard(block, **options)

@@ -150,6 +150,22 @@ def test_a_loop_of_ones_own_accumulates(ranks, settings):
     assert sharded == [set(), {"states"}, {"states", "gradients"}, {"states", "gradients", "parameters"}][stage]
 
 
+def test_ranks_that_drew_other_weights_start_from_rank_zeros(ranks):
+    """A script without a seed: each rank would shard a model of its own."""
+
+    def build():
+        torch.manual_seed(torch.distributed.get_rank())
+        model = Net()
+        drawn = {name: value.clone() for name, value in model.state_dict().items()}
+        with Formation(device="cpu", strategy="fsdp") as formation:
+            formation.prepare(model)
+        return drawn, {name: whole(value).clone() for name, value in model.state_dict().items()}
+
+    (first, ours), (_, theirs) = ranks(build, world_size=2)
+    assert_same(ours, first, 0.0)
+    assert_same(theirs, first, 0.0)
+
+
 def test_an_optimizer_made_before_sharding_trains_the_shards(ranks, tmp_path):
     expected, _ = ranks(lambda: train(str(tmp_path / "a"), batch_size=16, max_steps=4, given=True), world_size=1)[0]
 
