@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from phalanx.errors import PhalanxError
     from phalanx.loop.formation import Formation
     from phalanx.loop.hooks import Callback, StepInfo
+    from phalanx.models.lora import lora, merge_lora, remove_lora, unmerge_lora
+    from phalanx.models.lora_files import load_adapter, save_adapter
     from phalanx.observe.history import History
     from phalanx.trainers.ddp import PyTorchDDPTrainer
     from phalanx.trainers.verify.face import verify
@@ -27,6 +29,12 @@ _HOMES = {
     "PhalanxError": "phalanx.errors",
     "PyTorchDDPTrainer": "phalanx.trainers.ddp",
     "StepInfo": "phalanx.loop.hooks",
+    "load_adapter": "phalanx.models.lora_files",
+    "lora": "phalanx.models.lora",
+    "merge_lora": "phalanx.models.lora",
+    "remove_lora": "phalanx.models.lora",
+    "save_adapter": "phalanx.models.lora_files",
+    "unmerge_lora": "phalanx.models.lora",
     "verify": "phalanx.trainers.verify.face",
 }
 
@@ -39,6 +47,12 @@ __all__ = [
     "PyTorchDDPTrainer",
     "StepInfo",
     "__version__",
+    "load_adapter",
+    "lora",
+    "merge_lora",
+    "remove_lora",
+    "save_adapter",
+    "unmerge_lora",
     "verify",
 ]
 

@@ -28,7 +28,7 @@ def run_job_file(payload: str) -> None:
 def run_recipe_file(payload: str) -> None:
     """Run a recipe described by a JSON file: its name, the resolved settings, the run's folder."""
     request = json.loads(Path(payload).read_text(encoding="utf-8"))
-    run_recipe(request["recipe"], DistributedConfig(**request["config"]), Path(request["run_dir"]))
+    run_recipe(request["recipe"], DistributedConfig(**request["config"]), Path(request["run_dir"]), request["preset"])
 
 
 def run_verify_file(payload: str) -> None:

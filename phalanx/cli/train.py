@@ -68,6 +68,7 @@ def _parser() -> FlagParser:
         epilog=f"recipes:\n{recipes}",
     )
     parser.add_argument("recipe", nargs="?", help=f"a built-in recipe: {', '.join(recipe_names())}")
+    parser.add_argument("--preset", metavar="NAME", help="which size of the recipe's model: debug, small, ...")
     parser.add_argument("--script", metavar="FILE", help="a Python script that runs under torchrun")
     parser.add_argument("-m", "--module", metavar="MODULE", help="a module, as in python -m MODULE")
     add_config_flags(parser)
@@ -84,7 +85,9 @@ def _check_target(namespace: argparse.Namespace, own: list[str]) -> Recipe | Non
         )
     if namespace.recipe and own:
         raise UsageError(f"a recipe takes no arguments of its own; got: {shlex.join(own)}")
-    return load_recipe(namespace.recipe) if namespace.recipe else None
+    if namespace.preset and not namespace.recipe:
+        raise UsageError("--preset is for recipes; a script builds its own model")
+    return load_recipe(namespace.recipe).with_preset(namespace.preset) if namespace.recipe else None
 
 
 def _target(namespace: argparse.Namespace, own: list[str]) -> ScriptTarget | ModuleTarget | None:
@@ -130,7 +133,12 @@ def _launch(
 
 def _recipe_target(recipe: Recipe | None, config: DistributedConfig, run_dir: Path, folder: Path) -> CallTarget:
     assert recipe is not None, "either a recipe or a script was named"
-    request = {"recipe": recipe.name, "config": config.to_dict(), "run_dir": str(run_dir)}
+    request = {
+        "recipe": recipe.name,
+        "preset": recipe.model.get("preset") if recipe.presets else None,
+        "config": config.to_dict(),
+        "run_dir": str(run_dir),
+    }
     payload = folder / "recipe.json"
     payload.write_text(json.dumps(request), encoding="utf-8")
     return CallTarget("phalanx.worker:run_recipe_file", str(payload))
@@ -175,5 +183,5 @@ def _be_the_rank(
         return 0
     from phalanx.trainers.recipe import run_recipe
 
-    run_recipe(recipe.name, resolved.config, None)
+    run_recipe(recipe.name, resolved.config, None, recipe.model.get("preset") if recipe.presets else None)
     return 0

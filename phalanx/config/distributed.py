@@ -7,13 +7,14 @@ import numbers
 import os
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from phalanx.config import deepspeed
 from phalanx.config.groups import (
     BACKENDS,
     GROUPS,
     ZERO_SHARDING,
+    Adapters,
     Checkpointing,
     Communication,
     Elasticity,
@@ -26,12 +27,24 @@ from phalanx.config.groups import (
 from phalanx.config.option import problem
 from phalanx.errors import ConfigError, nearest
 
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+_RECOMPUTE_WORDS = ("full", "selective", "every 2")
+_EVERY = re.compile(r"^\s*every[\s-]+(\d+)\s*$")
 _FREQUENCY = re.compile(r"^\s*(\d+)\s*(epochs?|steps?)?\s*$")
+
+
+class Recompute(NamedTuple):
+    """What activation_checkpointing asks for: every n-th block, whole or all but its expensive operations."""
+
+    every: int = 1
+    selective: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class DistributedConfig(
-    Resources, Parallelism, Training, Optimization, Communication, Checkpointing, Monitoring, Elasticity
+    Resources, Parallelism, Training, Optimization, Adapters, Communication, Checkpointing, Monitoring, Elasticity
 ):
     """All settings of a run. Building one checks every value and reports all mistakes at once."""
 
@@ -72,6 +85,9 @@ class DistributedConfig(
                 f"checkpoint_frequency = {self.checkpoint_frequency!r}: "
                 "expected a number of epochs (10), or '500 steps'."
             )
+        wrong.update(_adapter_mistakes(self, wrong.keys()))
+        if "activation_checkpointing" not in wrong and _recompute(self.activation_checkpointing) is None:
+            wrong["activation_checkpointing"] = _unknown_recompute(self.activation_checkpointing)
         if (
             "warmup" not in wrong
             and isinstance(self.warmup, float)
@@ -121,6 +137,11 @@ class DistributedConfig(
         assert match is not None, "checked when the config was built"
         return int(match[1]), "steps" if (match[2] or "").startswith("step") else "epochs"
 
+    @property
+    def recompute(self) -> Recompute | None:
+        """What is recomputed in backward, or None when all activations are kept."""
+        return None if self.activation_checkpointing is False else _recompute(self.activation_checkpointing)
+
     def replace(self, **changes: Any) -> DistributedConfig:
         """Return a copy with some values changed, checked anew."""
         return DistributedConfig(**{**self.to_dict(), **changes})
@@ -157,6 +178,42 @@ def _frequency_is_valid(value: int | str | None) -> bool:
         return True
     match = _FREQUENCY.match(str(value))
     return match is not None and int(match[1]) > 0
+
+
+def _adapter_mistakes(config: DistributedConfig, known: Collection[str]) -> dict[str, str]:
+    """Check the settings of LoRA that are well-formed by themselves against each other."""
+    wrong: dict[str, str] = {}
+    for name in ("lora_alpha", "lora_dropout", "lora_targets"):
+        if config.lora_rank is None and name not in known and getattr(config, name) != FIELDS[name].default:
+            wrong[name] = f"{name} = {getattr(config, name)!r} without lora_rank: give the adapters a rank, such as 8."
+    if "lora_dropout" not in known and config.lora_dropout >= 1:
+        wrong["lora_dropout"] = f"lora_dropout = {config.lora_dropout}: must be below 1."
+    if (
+        not {"lora_rank", "tensor_parallel"} & set(known)
+        and config.lora_rank is not None
+        and config.tensor_parallel > 1
+    ):
+        wrong["lora_rank"] = (
+            f"lora_rank = {config.lora_rank} with tensor_parallel = {config.tensor_parallel}: adapters are not split "
+            "over ranks. Use strategy = 'fsdp', which shards the frozen model."
+        )
+    return wrong
+
+
+def _recompute(value: bool | str) -> Recompute | None:
+    """Read activation_checkpointing; None for a word that means nothing."""
+    if isinstance(value, bool) or value == "full":
+        return Recompute()
+    if value == "selective":
+        return Recompute(selective=True)
+    match = _EVERY.match(value)
+    return Recompute(every=int(match[1])) if match is not None and int(match[1]) > 0 else None
+
+
+def _unknown_recompute(value: bool | str) -> str:
+    close = nearest(str(value), _RECOMPUTE_WORDS)
+    guess = f" Did you mean {close!r}?" if close else ""
+    return f"activation_checkpointing = {value!r}: not one of false, true, 'full', 'selective', 'every <n>'.{guess}"
 
 
 def _rank_arithmetic(config: DistributedConfig) -> dict[str, str]:

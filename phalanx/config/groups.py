@@ -47,6 +47,9 @@ class Parallelism:
     tensor_parallel: int = option(
         1, "split every layer of the model over this many neighbouring ranks, by the model's tensor_plan()", minimum=1
     )
+    loss_parallel: bool = option(
+        True, "tensor_parallel: compute the built-in models' loss on logits that stay split by vocabulary"
+    )
     pipeline_parallel: int = option(
         1, "cut the model into stages, one after the other, on this many groups of ranks", minimum=1
     )
@@ -140,14 +143,33 @@ class Optimization:
     gradient_accumulation_steps: int = option(1, "micro-batches added up for one optimizer step", minimum=1)
     gradient_clipping: float | None = option(None, "largest global gradient norm", above=0)
     compile: bool = option(False, "compile the model with torch.compile")
-    activation_checkpointing: bool = option(
-        False, "recompute each repeated block in backward instead of keeping its activations"
+    activation_checkpointing: bool | str = option(
+        False,
+        "recompute in backward instead of keeping activations: full (or true: every repeated block), 'every 2' (every "
+        "second block), selective (all but matrix products, attention and what other ranks sent)",
     )
+    activation_offload: bool = option(False, "keep what backward needs of the repeated blocks in CPU memory")
     on_nonfinite: str = option("stop", "a NaN or infinite loss: stop, or skip that step", choices=("stop", "skip"))
     loss_weighting: str = option(
         "samples",
         "how micro-batches of unequal size are weighed: by samples, or by label tokens",
         choices=("samples", "tokens"),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adapters:
+    """Training a few new weights beside a frozen model (LoRA)."""
+
+    lora_rank: int | None = option(None, "freeze the model and train adapters of this rank", minimum=1)
+    lora_alpha: float | None = option(
+        None, "lora_alpha / lora_rank scales what adapters add (default: 2 x lora_rank)", above=0
+    )
+    lora_dropout: float = option(0.0, "dropout before the adapters", minimum=0)
+    lora_targets: str | None = option(
+        None,
+        "layers that get adapters, by last parts of names (query,value) or patterns ('layers.*.feed.*'), with commas "
+        "between (default: the linear layers of attention)",
     )
 
 
@@ -203,4 +225,14 @@ class Elasticity:
     stop_grace: float = option(4.5, "seconds between asking ranks to stop and killing them", above=0)
 
 
-GROUPS = (Resources, Parallelism, Training, Optimization, Communication, Checkpointing, Monitoring, Elasticity)
+GROUPS = (
+    Resources,
+    Parallelism,
+    Training,
+    Optimization,
+    Adapters,
+    Communication,
+    Checkpointing,
+    Monitoring,
+    Elasticity,
+)

@@ -1,13 +1,22 @@
-"""Activation checkpointing: repeated blocks are recomputed in backward instead of keeping their activations."""
+"""What backward needs from the repeated blocks: recomputed instead of kept, or kept in CPU memory.
+
+Blocks are changed before a strategy wraps them, and only in the instance's `forward`: names of parameters stay.
+"""
 
 from __future__ import annotations
 
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from torch.utils.checkpoint import checkpoint
+import torch
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from phalanx.errors import ModelError
+from phalanx.loop.offload import HostMemory
 from phalanx.strategies.blocks import find_blocks
 
 if TYPE_CHECKING:
@@ -15,24 +24,105 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from phalanx.config import DistributedConfig
 
-def checkpoint_activations(model: nn.Module) -> Callable[[], None]:
-    """Recompute each repeated block of the model in backward; return what undoes it."""
-    blocks = find_blocks(model)
-    if not blocks:
-        raise ModelError(
-            f"activation_checkpointing: {type(model).__name__} has no repeated blocks to recompute",
-            hint="It looks for an nn.ModuleList or nn.Sequential with several blocks of one class.",
-        )
-    for block in blocks.values():
-        block.forward = partial(_recomputed, block.forward)
+
+def spare_activations(model: nn.Module, config: DistributedConfig) -> Callable[[], None]:
+    """Do to the model's blocks what the config asks for; return what undoes it."""
+    recompute = config.recompute
+    if recompute is None and not config.activation_offload:
+        return lambda: None
+    blocks = _blocks(model, "activation_offload" if recompute is None else "activation_checkpointing")
+    before = [block.__dict__.get("forward") for block in blocks]
+    if recompute is not None:
+        _check_interval(model, recompute.every, len(blocks))
+        context = _SELECTIVE if recompute.selective else {}
+        for block in blocks[:: recompute.every]:
+            block.forward = partial(_recomputed, block.forward, context)
+    if config.activation_offload:  # outside: of a block that is recomputed only the input is left to move
+        memory = HostMemory(beside_compiler=config.compile)
+        # With compile each block is a graph of its own, between copies that are not compiled.
+        offloaded: Callable[..., Any] = _offloaded
+        if config.compile:
+            offloaded = torch.compiler.disable(_offloaded, recursive=False)  # type: ignore[no-untyped-call]
+        for block in blocks:
+            block.forward = partial(offloaded, block.forward, memory)
 
     def undo() -> None:
-        for block in blocks.values():
+        for block, forward in zip(blocks, before, strict=True):
             block.__dict__.pop("forward", None)
+            if forward is not None:
+                block.forward = forward
 
     return undo
 
 
-def _recomputed(forward: Any, *arguments: Any, **options: Any) -> Any:
-    return checkpoint(forward, *arguments, use_reentrant=False, **options)
+def _blocks(model: nn.Module, setting: str) -> list[nn.Module]:
+    blocks = list(find_blocks(model).values())
+    if not blocks:
+        raise ModelError(
+            f"{setting}: {type(model).__name__} has no repeated blocks",
+            hint="It looks for an nn.ModuleList or nn.Sequential with several blocks of one class.",
+        )
+    return blocks
+
+
+def _check_interval(model: nn.Module, every: int, blocks: int) -> None:
+    if every > blocks:
+        raise ModelError(
+            f"activation_checkpointing = 'every {every}': {type(model).__name__} has {blocks} blocks only",
+            hint=f"Write a number from 1 (every block) to {blocks} (the first alone).",
+        )
+
+
+def _recomputed(forward: Any, context: dict[str, Any], *arguments: Any, **options: Any) -> Any:
+    return checkpoint(forward, *arguments, use_reentrant=False, **context, **options)
+
+
+def _offloaded(forward: Any, memory: HostMemory, *arguments: Any, **options: Any) -> Any:
+    with memory.block():
+        return forward(*arguments, **options)
+
+
+def _found(library: Any, names: str) -> list[Any]:
+    """Return the default overloads of the operations that this torch has: not every build has every kernel."""
+    return [getattr(library, name).default for name in names.split() if hasattr(library, name)]
+
+
+_EXPENSIVE = {
+    *_found(torch.ops.aten, "mm addmm bmm baddbmm convolution _scaled_mm _grouped_mm"),
+    *_found(
+        torch.ops.aten,
+        "_scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu "
+        "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention "
+        "_scaled_dot_product_fused_attention_overrideable",
+    ),
+    *_found(
+        torch.ops._c10d_functional,
+        "all_gather_into_tensor reduce_scatter_tensor all_reduce all_to_all_single wait_tensor",
+    ),
+}
+"""What selective checkpointing keeps: matrix products, attention, and what came over the wire."""
+
+_DROPOUT_PLACE = {
+    operation: place
+    for operation in _EXPENSIVE
+    for place, argument in enumerate(operation._schema.arguments)
+    if argument.name == "dropout_p"
+}
+
+
+def _keep_or_recompute(_: Any, operation: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
+    """Keep expensive outputs, unless they drew random numbers.
+
+    A kept output is not drawn again in backward, and every mask after it would then come out different.
+    """
+    if operation not in _EXPENSIVE:
+        return CheckpointPolicy.PREFER_RECOMPUTE
+    place = _DROPOUT_PLACE.get(operation)
+    if place is not None and (arguments[place] if place < len(arguments) else options.get("dropout_p", 0.0)):
+        return CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE
+
+
+_SELECTIVE: dict[str, Any] = {"context_fn": partial(create_selective_checkpoint_contexts, _keep_or_recompute)}

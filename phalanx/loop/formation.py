@@ -24,7 +24,8 @@ from torch import nn
 from phalanx.config import DistributedConfig, resolve
 from phalanx.data.loader import shard_loader
 from phalanx.errors import UsageError
-from phalanx.loop.activation import checkpoint_activations
+from phalanx.loop.activation import spare_activations
+from phalanx.loop.adapters import adapt, check_trains_adapters
 from phalanx.loop.batch import train_batch
 from phalanx.loop.compiling import compile_in_place
 from phalanx.loop.forward import decide_forward
@@ -129,6 +130,7 @@ class Formation:
             return self._prepare_model(item)
         if isinstance(item, torch.optim.Optimizer):
             self._follow(item)
+            check_trains_adapters(self.models, item, self.config)
             if self._engine is not None:
                 item = self._engine.attach(item)
             self.optimizers.append(item)
@@ -146,11 +148,11 @@ class Formation:
         )
 
     def _prepare_model(self, model: nn.Module) -> nn.Module:
+        adapt(model, self.config)
         before = dict(model.named_parameters(remove_duplicate=False))
         if not any(parameter.is_meta for parameter in before.values()):
             model.to(self.device)
-        if self.config.activation_checkpointing:
-            self._undo.append(checkpoint_activations(model))
+        self._undo.append(spare_activations(model, self.config))
         wrapped = self.strategy.wrap(model)
         self._note_replaced(before, dict(model.named_parameters(remove_duplicate=False)))
         if self.config.compile:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from phalanx.loop.speed import TokenRate, token_rate
 from phalanx.observe.events import (
     CheckpointSaved,
     EpochDone,
@@ -56,6 +57,7 @@ class Reporter:
         self._loss_sum = 0.0
         self._loss_count = 0
         self._said: set[str] = set()
+        self._token_rate = TokenRate()
         self._resumed_from: str | None = None
 
     def resumed(self, state: dict[str, Any]) -> None:
@@ -101,6 +103,10 @@ class Reporter:
         if loop.total_steps is not None and loop.step >= loop.total_steps:
             left = f"the checkpoint is at step {loop.step}, and the run ends at step {loop.total_steps}"
             self.say(f"nothing is left to train: {left}. Raise epochs or max_steps to go on.", "warning")
+
+    def first_batch(self, batch: Any) -> None:
+        """Learn from the first batch how many tokens a sample has."""
+        self._token_rate = token_rate(self._loop.task.model, batch, self._loop.formation)
 
     def to_keep(self) -> dict[str, Any]:
         """Return what a checkpoint holds of this: the history (of steps the latest: events.jsonl has them all)."""
@@ -148,6 +154,8 @@ class Reporter:
             step_seconds=seconds,
             memory_bytes=_memory(loop.formation.device),
             samples=self.samples,
+            tokens_per_second=self._token_rate.tokens(rate),
+            mfu=self._token_rate.mfu(rate),
         )
         self.history.steps.append(
             {key: value for key, value in event.to_dict().items() if key not in {"event", "time", "rank"}}
@@ -206,6 +214,8 @@ class Reporter:
                 best={name: value for name, value in best.items() if value is not None},
                 checkpoint=self._loop.saving.last_path,
                 next_commands=self._next_commands(),
+                tokens_per_second=self.history.tokens_per_second,
+                mfu=self.history.mfu,
             )
         )
 
@@ -216,6 +226,8 @@ class Reporter:
     def _update_totals(self) -> None:
         self.history.total_time = self._time_before + time.monotonic() - self._began
         self.history.throughput = self._speed.average
+        self.history.tokens_per_second = self._token_rate.tokens(self._speed.average)
+        self.history.mfu = self._token_rate.mfu(self._speed.average)
 
     def _next_commands(self) -> list[str]:
         board = tensorboard_dir(self._loop.config, self._run_dir)

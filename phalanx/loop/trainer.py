@@ -149,6 +149,7 @@ class TrainLoop:
             for first in batches:
                 self._forward = decide_forward(self.task.model, self.task.loss_fn, first)
                 self.report.say(self._forward.says)
+                self.report.first_batch(first)
                 return _chained(first, batches)
         return batches
 

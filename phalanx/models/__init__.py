@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from phalanx.models.attention import InnerAttention
     from phalanx.models.convnet import ConvNet
     from phalanx.models.gpt import GPT, GPTConfig
     from phalanx.models.hf import load_pretrained, save_pretrained
@@ -21,6 +22,7 @@ _HOMES = {
     "ConvNet": "convnet",
     "GPT": "gpt",
     "GPTConfig": "gpt",
+    "InnerAttention": "attention",
     "LMOutput": "output",
     "Llama": "llama",
     "LlamaConfig": "llama",
@@ -42,6 +44,7 @@ __all__ = [
     "MLP",
     "ConvNet",
     "GPTConfig",
+    "InnerAttention",
     "LMOutput",
     "Llama",
     "LlamaConfig",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +14,9 @@ class InnerAttention(nn.Module):
 
     It is a module of its own, named `inner` in every model, so that ring attention can take its place.
     """
+
+    ring_ready: ClassVar[bool] = True
+    """Context parallelism replaces modules that say so, and reads their `causal` and `dropout`."""
 
     def __init__(self, *, causal: bool, dropout: float = 0.0) -> None:
         super().__init__()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.errors import ModelError
-from phalanx.models.output import LMOutput, token_loss
+from phalanx.models.output import LMOutput, token_loss, visible_logits
 
 
 class DecoderConfig(Protocol):
@@ -39,6 +40,8 @@ class Decoder(nn.Module):
     norm: nn.Module | None
     head: nn.Linear | None
     config: DecoderConfig
+    takes_split_logits: ClassVar[bool] = True
+    """Whether `head` may give logits that are split by vocabulary (DTensors): `finish` copes with them."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -49,9 +52,13 @@ class Decoder(nn.Module):
     def positions(self, inputs: Tensor) -> Tensor:
         """Return 0, 1, ... for a whole sequence of tokens, or of hidden states where there is no embedding."""
         time = inputs.shape[1] * (1 if self.embed is not None else self.sequence_shards)
+        self.check_length(time)
+        return torch.arange(time, device=inputs.device)
+
+    def check_length(self, time: int) -> None:
+        """Refuse sequences that the model has no positions for; who gives `positions` of slices asks for the whole."""
         if time > self.config.block_size:
             raise ModelError(f"a sequence of {time} tokens is longer than block_size={self.config.block_size}.")
-        return torch.arange(time, device=inputs.device)
 
     def finish(self, hidden: Tensor, targets: Tensor | None) -> Tensor | LMOutput:
         """Turn the last hidden states into logits, and with targets into a loss, as far as this stage has the parts."""
@@ -60,7 +67,8 @@ class Decoder(nn.Module):
         if self.head is None:
             return hidden
         logits: Tensor = self.head(hidden)
-        return logits if targets is None else LMOutput(self.judge(logits, targets), logits)
+        seen = visible_logits(logits, beside_loss=targets is not None)
+        return seen if targets is None else LMOutput(self.judge(logits, targets), seen)
 
     def judge(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Return the mean cross-entropy; targets of -100 do not count."""
@@ -110,13 +118,19 @@ class Decoder(nn.Module):
         temperature: float = 1.0,
         top_k: int | None = None,
         generator: torch.Generator | None = None,
+        multiple: int = 1,
     ) -> Tensor:
-        """Continue `tokens` [batch, time] by `count` tokens; temperature 0 takes the likeliest one each time."""
+        """Continue `tokens` [batch, time] by `count` tokens; temperature 0 takes the likeliest one each time.
+
+        Ranks that share a sequence can only cut one whose length is a multiple of their number.
+        """
         was_training = self.training
         self.eval()
         try:
             for _ in range(count):
-                logits = self(tokens[:, -self.config.block_size :])[:, -1].float()
+                window = tokens[:, -self.config.block_size :]
+                time = window.shape[1]  # what is padded on the right, none of these tokens can see
+                logits = self(F.pad(window, (0, -time % multiple)))[:, time - 1].float()
                 tokens = torch.cat([tokens, _choose(logits, temperature, top_k, generator)], dim=1)
         finally:
             self.train(was_training)

@@ -11,6 +11,7 @@ import torch
 from phalanx.errors import ModelError, UsageError, unknown_name
 from phalanx.models.decoder import Decoder
 from phalanx.models.hf_files import CONFIG, find_tensors, read_json, read_shapes, read_tensors, write_folder
+from phalanx.models.lora import adapters
 
 if TYPE_CHECKING:
     import os
@@ -35,6 +36,11 @@ def save_pretrained(
     `state_dict` stands in for a model whose parameters are spread over ranks: gather it whole, save it on one rank.
     """
     layout, config = _layout_of(model), model.config
+    if any(not adapter.merged for adapter in adapters(model).values()):
+        raise ModelError(
+            f"this {type(model).__name__} has adapters, which have no place in the layout of a whole model.",
+            hint="merge_lora(model) adds them to its weights first; save_adapter(model, folder) writes them alone.",
+        )
     document = {
         "architectures": [layout.architecture],
         "model_type": layout.model_type,

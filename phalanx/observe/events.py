@@ -81,6 +81,8 @@ class StepDone(Event):
     step_seconds: float = 0.0
     memory_bytes: int = 0
     samples: int = 0
+    tokens_per_second: float | None = None
+    mfu: float | None = None
 
     def scalars(self) -> dict[str, float]:
         """Return the curves that this step is a point of, by the names that dashboards show."""
@@ -91,7 +93,12 @@ class StepDone(Event):
             "throughput/step_seconds": self.step_seconds,
             "memory/bytes": float(self.memory_bytes),
         }
-        return values if self.grad_norm is None else {**values, "grad_norm": self.grad_norm}
+        rest = {
+            "grad_norm": self.grad_norm,
+            "throughput/tokens_per_second": self.tokens_per_second,
+            "throughput/mfu": self.mfu,
+        }
+        return values | {name: value for name, value in rest.items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -189,6 +196,8 @@ class RunEnded(Event):
     best: dict[str, float] = field(default_factory=dict)
     checkpoint: str | None = None
     next_commands: list[str] = field(default_factory=list)
+    tokens_per_second: float | None = None
+    mfu: float | None = None
 
 
 def from_dict(data: Mapping[str, Any]) -> Event:

@@ -37,6 +37,10 @@ class History:
     """Seconds of the whole run, evaluation and checkpoints included."""
     throughput: float = 0.0
     """Samples per second of training time, over all ranks."""
+    tokens_per_second: float | None = None
+    """The same in tokens, for language models that know their operations a token."""
+    mfu: float | None = None
+    """The share of the devices' peak that the model's operations were; None where the peak is not known."""
     checkpoint: str | None = None
     """The path of the last checkpoint."""
 

@@ -45,7 +45,12 @@ def step_parts(event: StepDone) -> list[str]:
     parts = [f"loss {event.loss:.4f}", f"lr {event.learning_rate:.1e}"]
     if event.grad_norm is not None:
         parts.append(f"grad {event.grad_norm:.2f}")
-    parts.append(f"{rate(event.samples_per_second)} samples/s")
+    if event.tokens_per_second is None:
+        parts.append(f"{rate(event.samples_per_second)} samples/s")
+    else:
+        parts.append(f"{rate(event.tokens_per_second)} tokens/s")
+    if event.mfu is not None:
+        parts.append(f"MFU {event.mfu:.1%}")
     if event.memory_bytes:
         parts.append(f"mem {size(event.memory_bytes)}")
     return parts
@@ -91,7 +96,12 @@ def summary_title(end: RunEnded) -> str:
 def summary_rows(end: RunEnded, run: RunStarted | None) -> list[tuple[str, str]]:
     """Return the rows of the summary; what is unknown has no row."""
     steps = f"{end.step:,}" + (f" of {run.total_steps:,}" if run and run.total_steps else "")
-    rows = [("time", duration(end.total_time)), ("steps", steps), ("throughput", f"{rate(end.throughput)} samples/s")]
+    speed = f"{rate(end.throughput)} samples/s"
+    if end.tokens_per_second is not None:
+        speed += f", {rate(end.tokens_per_second)} tokens/s"
+    rows = [("time", duration(end.total_time)), ("steps", steps), ("throughput", speed)]
+    if end.mfu is not None:
+        rows.append(("MFU", f"{end.mfu:.1%}"))
     rows += [(f"best {name}", f"{value:.4f}") for name, value in end.best.items()]
     places = [
         ("last checkpoint", end.checkpoint),

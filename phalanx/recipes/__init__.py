@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,18 @@ class Recipe:
     model: dict[str, Any]
     settings: dict[str, Any] = field(default_factory=dict)
     needs_data_dir: bool = False
+    presets: tuple[str, ...] = ()
+    sample: dict[str, Any] = field(default_factory=dict)
+
+    def with_preset(self, preset: str | None) -> Recipe:
+        """Return the recipe with another size of its model; an unknown one is refused with the nearest."""
+        if preset is None:
+            return self
+        if not self.presets:
+            raise UsageError(f"the recipe '{self.name}' has one model, so --preset has nothing to choose from")
+        if preset not in self.presets:
+            raise UsageError(unknown_name(f"preset of the recipe '{self.name}'", preset, self.presets))
+        return replace(self, model={**self.model, "preset": preset})
 
 
 def recipe_names() -> list[str]:
@@ -42,4 +54,6 @@ def load_recipe(name: str) -> Recipe:
         document["model"],
         document.get("settings", {}),
         document.get("needs_data_dir", False),
+        tuple(document.get("presets", ())),
+        document.get("sample", {}),
     )

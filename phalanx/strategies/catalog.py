@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Entry:
-    """One strategy: what it does, when to choose it, what it goes together with."""
+    """One strategy: how it is asked for, what it does, when to choose it, what it goes together with."""
 
     name: str
+    flag: str
     summary: str
     choose: str
     combines: str
@@ -18,21 +19,58 @@ class Entry:
 CATALOG = (
     Entry(
         "ddp",
+        "--strategy ddp (the default)",
         "every rank holds the whole model; gradients are averaged during backward",
         "the model, its gradients and optimizer states fit on one device",
-        "tensor_parallel, accumulation, clipping, mixed precision, compile, activation checkpointing",
+        "everything below but fsdp and zero; beside another axis the data axis is sharded",
     ),
     Entry(
         "fsdp",
+        "--strategy fsdp [--sharding full|grad-op|hybrid] [--offload cpu]",
         "parameters, gradients and optimizer states are sharded; blocks are gathered one at a time",
-        "they do not fit; sharding=grad-op trades memory for less traffic, hybrid shards within a machine only",
-        "tensor_parallel, accumulation, clipping, mixed precision, offload=cpu, activation checkpointing; "
-        "one rank runs the bare model",
+        "they do not fit; grad-op trades memory for less traffic, hybrid shards within a machine only",
+        "tensor, pipeline (not zero-bubble), context, expert, lora; one rank runs the bare model",
+    ),
+    Entry(
+        "zero",
+        "--zero-stage 1|2|3",
+        "ZeRO in fsdp's means: optimizer states sharded (1), gradients too (2), parameters too (3)",
+        "you think in ZeRO's stages",
+        "what fsdp combines with",
     ),
     Entry(
         "deepspeed",
-        "DeepSpeed's own engine, by its JSON: ZeRO's stages 0 to 3, offload to CPU memory or NVMe (extra: deepspeed)",
+        "--strategy deepspeed, --deepspeed-config ds.json (extra: deepspeed)",
+        "DeepSpeed's own engine, by its JSON: ZeRO's stages 0 to 3, offload to CPU memory or NVMe",
         "a DeepSpeed configuration is there already, or optimizer states belong in CPU memory or on disk",
-        "accumulation, clipping, bf16, activation checkpointing, offload=cpu and nvme",
+        "accumulation, clipping, bf16, activation checkpointing, offload; no other axis",
+    ),
+    Entry(
+        "tensor",
+        "--tensor-parallel N",
+        "every layer is split over N neighbouring ranks, by the model's plan; sequence and loss parallel",
+        "a layer or its activations do not fit, and N ranks share fast links",
+        "ddp, fsdp, pipeline, context",
+    ),
+    Entry(
+        "pipeline",
+        "--pipeline-parallel N [--pipeline-schedule gpipe|1f1b|interleaved|zero-bubble] [--microbatches M]",
+        "the model is cut into stages on different ranks; parts of a batch go through them one by one",
+        "the model does not fit, and links between machines are slow",
+        "ddp, fsdp, tensor, context",
+    ),
+    Entry(
+        "context",
+        "--context-parallel N",
+        "every sequence is cut over N ranks, with ring attention between them",
+        "sequences are so long that their activations do not fit",
+        "ddp, fsdp, tensor, pipeline",
+    ),
+    Entry(
+        "expert",
+        "--expert-parallel N",
+        "the experts of a mixture lie on N data-parallel ranks; tokens travel to them",
+        "the model is a mixture of experts that does not fit, or whose experts are many",
+        "ddp, fsdp (the rest of the model is sharded over the same ranks)",
     ),
 )

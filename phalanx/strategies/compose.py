@@ -11,12 +11,14 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from phalanx.strategies.base import COALESCED_BYTES, local, share_weights
+from phalanx.strategies.context import install_ring, split_context
 from phalanx.strategies.expert import spread_experts
 from phalanx.strategies.fsdp import FSDP
 from phalanx.strategies.materialise import is_meta
 from phalanx.strategies.norm import global_norm, scale_to_norm
 from phalanx.strategies.pipeline import Pipeline
 from phalanx.strategies.placing import Placed, list_own, place_stages, placed_before, rename_tied
+from phalanx.strategies.sequence import SequenceSlices
 from phalanx.strategies.tensor import is_split, split_tensors, splits_sequence
 from phalanx.world.groups import build_axis_group
 from phalanx.world.schedules import SCHEDULES
@@ -112,6 +114,12 @@ class Composed(FSDP):
         """The ranks that hold the same parameters and see other samples, or other slices of them."""
         return build_axis_group(self.world.mesh, ("dp_replicate", "dp_shard", "cp"), self.world.rank)
 
+    @cached_property
+    def _slices(self) -> SequenceSlices | None:
+        """This rank's slice of the sequences; all ranks must ask for it together."""
+        mesh = self.world.mesh
+        return SequenceSlices(build_axis_group(mesh, ("cp",), self.world.rank)) if mesh.cp > 1 else None
+
     def _aliases(self, wrapped: nn.Module) -> dict[str, str]:
         return wrapped.aliases if isinstance(wrapped, Pipeline) else {}
 
@@ -124,6 +132,7 @@ class Composed(FSDP):
 
     def _pipeline(self, model: nn.Module, placed: Placed) -> Pipeline:
         pipeline = Pipeline(model, placed.stages, placed.row, self.world.device, self.config.microbatches)
+        pipeline.slices = self._slices
         if placed.row.schedule.splits_backward:
             pipeline.finishing.append(partial(self._average_gradients, list(model.parameters())))
         pipeline.tie(placed.ties)
@@ -132,12 +141,16 @@ class Composed(FSDP):
         return pipeline
 
     def _split(self, model: nn.Module) -> None:
-        """Give every rank the same weights, and its slice of every layer."""
+        """Give every rank the same weights, and its slice of every layer and sequence."""
+        mesh = self.world.mesh
         share_weights(model)
-        if self.world.mesh.tp > 1:
-            split_tensors(model, self.device_mesh["tp"])
+        if mesh.tp > 1:
+            split_tensors(model, self.device_mesh["tp"], loss_parallel=self.config.loss_parallel)
             if not splits_sequence(model):  # equal activations want equal dropout
-                seed_everything(self.config.seed, rank=self.world.dp_rank)
+                place = mesh.place(self.world.rank)["cp"]
+                seed_everything(self.config.seed, rank=self.world.dp_rank * mesh.cp + place)
+        if self._slices is not None:
+            (split_context if mesh.pp == 1 else install_ring)(model, self._slices)  # a pipeline cuts its batches itself
         if self.config.expert_parallel > 1:
             self._apart.update(spread_experts(model, self.device_mesh["dp_shard"]))
             if self.world.mesh.dp_replicate > 1:

@@ -34,6 +34,9 @@ def materialise(model: nn.Module, device: torch.device | str) -> None:
         # On the CPU torch cannot draw the whole tensor's numbers; each rank draws those of its own part.
         warnings.filterwarnings("ignore", message="DTensor random operators", category=UserWarning)
         initialise()
+        for module in model.modules():
+            if hasattr(module, "reset_adapter"):  # a LoRA adapter, of which the model itself knows nothing
+                module.reset_adapter()  # type: ignore[operator]
     _share_replicas(model)
 
 

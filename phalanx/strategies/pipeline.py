@@ -19,12 +19,14 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 
 from phalanx.errors import ModelError, UsageError
 from phalanx.strategies.base import local
+from phalanx.strategies.batch_rows import count_rows, cut_rows, fill_rows
 from phalanx.world.schedules import choose_microbatches
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from contextlib import AbstractContextManager
 
+    from phalanx.strategies.sequence import SequenceSlices
     from phalanx.world.schedules import Schedule
 
 
@@ -86,6 +88,9 @@ class Pipeline(nn.Module):
         self.finishing: list[Callable[[], None]] = []
         """What is left to do with the gradients after the last batch of a step."""
         self.aliases: dict[str, str] = {}
+        self.slices: SequenceSlices | None = None
+        """How sequences are cut over ranks of a context-parallel axis, if they are."""
+        self._places: dict[str, torch.Tensor] = {}
         self._device = device
         self._wanted = microbatches
         self._largest = 0
@@ -97,7 +102,7 @@ class Pipeline(nn.Module):
     def _call(self, forward: Any, *inputs: Any) -> Any:
         """Mixed precision belongs to the forward passes alone; a schedule has backward passes between them."""
         with self._autocast():
-            return forward(*inputs)
+            return forward(*inputs, **self._places)
 
     def tie(self, ties: Sequence[Tie]) -> None:
         """Keep copies of one matrix equal from now on."""
@@ -129,12 +134,15 @@ class Pipeline(nn.Module):
         """
         if not isinstance(batch, (tuple, list)) or len(batch) < 2:
             raise ModelError("a pipeline takes batches of (inputs, ..., targets)", hint="Let the loader yield tuples.")
-        rows = _rows(batch)
+        rows = count_rows(batch)
         self._largest = max(rows, self._largest)  # shorter batches are filled up, so that shapes stay the same
         count = self._microbatches(self._largest)
         size = self._largest // count
-        padded = tuple(batch) if rows == self._largest else _padded(batch, rows, self._largest)
-        judge = _Judge(loss, padded, rows, size, factor, autocast)
+        padded = self._cut(tuple(batch) if rows == self._largest else fill_rows(batch, rows, self._largest))
+        weight = loss.weigh(cut_rows(padded, 0, rows))
+        if self.slices is not None:
+            weight = self.slices.mean(weight, self._device)
+        judge = _Judge(loss, padded, rows, size, factor, autocast, weight)
         self._autocast = autocast
         try:
             self._runner(padded, size, count).run(padded, judge)
@@ -142,6 +150,8 @@ class Pipeline(nn.Module):
             self._autocast = nullcontext
         total = judge.total(self._device)
         dist.broadcast(total, group=self.row.group, group_src=self.row.owner(-1))
+        if self.slices is not None:
+            total = self.slices.mean(total, self._device)
         if self.sync:
             for finish in self.finishing:
                 finish()
@@ -159,12 +169,21 @@ class Pipeline(nn.Module):
             )
         own_loss = getattr(self.module, "judge", None)
         targets = inputs[-1] if own_loss is not None and len(inputs) > 1 else None
-        hidden: Any = inputs if targets is None else inputs[:-1]
+        hidden: Any = self._cut(inputs if targets is None else inputs[:-1])
         for stage in range(self.row.num_stages):
             if stage in self.stages:
                 hidden = self.stages[stage](*(hidden if isinstance(hidden, tuple) else (hidden,)))
             hidden = self._passed_on(hidden, self.row.owner(stage))
+        if self.slices is not None:
+            hidden = self.slices.gather(hidden)
         return hidden if own_loss is None or targets is None else own_loss(hidden, targets)
+
+    def _cut(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Take this rank's slice of every sequence, where sequences are cut; stages are told where it lies."""
+        if self.slices is None:
+            return inputs
+        cut, self._places["positions"] = self.slices.cut_all(inputs, self.module)
+        return tuple(cut)
 
     def _passed_on(self, hidden: Any, source: int) -> torch.Tensor:
         """Give a stage's output to all ranks of the row."""
@@ -228,6 +247,7 @@ class _Judge:
         size: int,
         factor: float | torch.Tensor,
         autocast: Callable[[], AbstractContextManager[Any]],
+        weight: float | torch.Tensor,
     ) -> None:
         self._loss = loss
         self._batch = batch
@@ -235,7 +255,7 @@ class _Judge:
         self._size = size
         self._factor = factor
         self._autocast = autocast
-        self._total = loss.weigh(_cut(batch, 0, rows))
+        self._weight = weight
         self._found: dict[int, torch.Tensor] = {}
 
     def __call__(self, output: Any, number: int) -> torch.Tensor:
@@ -243,11 +263,13 @@ class _Judge:
         real = min(self._size, self._rows - start)
         if real <= 0:  # the batch was short: these rows are stand-ins
             return torch.stack([leaf.sum() * 0.0 for leaf in pytree.tree_leaves(output)]).sum()
-        part = _cut(self._batch, start, start + real)
+        part = cut_rows(self._batch, start, start + real)
         seen = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor[:real], output)
         with self._autocast():
             loss = self._loss(seen, part)
-        share = self._loss.weigh(part) / self._total
+        share = self._loss.weigh(part) / self._weight
+        if isinstance(share, torch.Tensor):  # without a label that counts there is no mean, and nothing to add
+            loss = torch.where(share > 0, loss, 0.0)
         self._found[number] = loss.detach() * share
         return loss * (share * self._factor)
 
@@ -274,20 +296,3 @@ class Tied:
         if self.parameter.grad is None:
             self.parameter.grad = torch.zeros_like(self.parameter)
         dist.all_reduce(local(self.parameter.grad), group=self._group)
-
-
-def _rows(batch: Any) -> int:
-    return next(leaf.shape[0] for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor))
-
-
-def _cut(batch: Any, start: int, end: int) -> Any:
-    return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor[start:end], batch)
-
-
-def _padded(batch: Any, rows: int, wanted: int) -> Any:
-    """Fill a short batch up with its last row."""
-
-    def fill(tensor: torch.Tensor) -> torch.Tensor:
-        return torch.cat([tensor, tensor[-1:].expand(wanted - rows, *tensor.shape[1:])])
-
-    return tuple(pytree.tree_map_only(torch.Tensor, fill, item) for item in batch)

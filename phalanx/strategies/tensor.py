@@ -1,4 +1,4 @@
-"""tensor: every layer is split over neighbouring ranks, by the plan that the model itself carries.
+"""tensor: every layer is split over neighbouring ranks, by the plan that the model itself carries, or by known names.
 
 A model's `tensor_plan()` maps names of modules ("*" stands for one part of a dotted name) to words, or to torch's own
 `ParallelStyle` objects. Between layers each rank holds its slice of the sequence, inside them its slice of the heads or
@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from phalanx.errors import UsageError, nearest, unknown_name
+from phalanx.strategies.tensor_patterns import known_divides, known_plan
 from phalanx.strategies.tensor_styles import GatherFirstInput, TokenEmbedding, WholeOnEveryRank
 
 if TYPE_CHECKING:
@@ -48,13 +49,22 @@ def is_split(model: nn.Module) -> bool:
     return any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
-def split_tensors(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Split the model in place over a mesh of one axis. Its weights must be equal on all ranks, or on "meta"."""
+def split_tensors(model: nn.Module, mesh: DeviceMesh, *, loss_parallel: bool = False) -> None:
+    """Split the model in place over a mesh of one axis. Its weights must be equal on all ranks, or on "meta".
+
+    With `loss_parallel` a model that says `takes_split_logits` computes its loss on logits that stay split.
+    """
+    split_logits = loss_parallel and bool(getattr(model, "takes_split_logits", False))
     styles = _styles_by_module(model)
     _check_degree(model, styles, mesh.size())
     before = dict(model.named_parameters(remove_duplicate=False))
     for name, style in styles.items():
-        made = STYLES[style]() if isinstance(style, str) else copy.copy(style)
+        if split_logits and style == "head-colwise":
+            made: ParallelStyle = ColwiseParallel(
+                input_layouts=_SEQUENCE, output_layouts=Shard(-1), use_local_output=False
+            )
+        else:
+            made = STYLES[style]() if isinstance(style, str) else copy.copy(style)
         parallelize_module(model.get_submodule(name), mesh, made, src_data_rank=None)
     _refuse_unsplit(model)
     _tie_again(model, before)
@@ -69,6 +79,9 @@ def splits_sequence(model: nn.Module) -> bool:
 
 def _plan_of(model: nn.Module) -> Mapping[str, str | ParallelStyle]:
     if not callable(getattr(model, "tensor_plan", None)):
+        known = known_plan(model)
+        if known is not None:
+            return known
         raise UsageError(
             f"tensor_parallel needs to know how {type(model).__name__} is split, and it has no tensor_plan()",
             hint="Give the class a method tensor_plan() that returns {'layers.*.feed.up': 'colwise', ...} "
@@ -103,7 +116,8 @@ def _matches(pattern: str, name: str) -> bool:
 
 def _check_degree(model: nn.Module, styles: Mapping[str, str | ParallelStyle], degree: int) -> None:
     """Refuse a degree that leaves some ranks more heads or features than others."""
-    sizes: dict[str, int] = dict(model.tensor_divides()) if hasattr(model, "tensor_divides") else {}  # type: ignore[operator]
+    given = model.tensor_divides() if hasattr(model, "tensor_divides") else known_divides(model)  # type: ignore[operator]
+    sizes: dict[str, int] = dict(given)
     for name, style in styles.items():
         side = {"colwise": "out_features", "rowwise": "in_features"}.get(style) if isinstance(style, str) else None
         size = getattr(model.get_submodule(name), side, None) if side else None

@@ -11,6 +11,7 @@ import torch
 from phalanx.config import DistributedConfig, resolve
 from phalanx.errors import PhalanxError, PreemptedError, UsageError
 from phalanx.launch import count_gpus
+from phalanx.loop.adapters import adapt, check_trains_adapters
 from phalanx.loop.task import TrainTask
 from phalanx.loop.trainer import check_task
 from phalanx.trainers.folders import discard_unused, make_run_dir
@@ -82,6 +83,9 @@ class PyTorchDDPTrainer:
     def fit(self, train: Any, val: Any = None, **settings: Any) -> History:
         """Train on a DataLoader, data set or iterable of batches; settings given here win over the constructor's."""
         config = self.config.replace(**settings) if settings else self.config
+        adapt(self.model, config)  # here, not in the ranks only: the trained adapters come back into this model
+        if isinstance(self.optimizer, torch.optim.Optimizer):
+            check_trains_adapters([self.model], self.optimizer, config)
         task = self._task(train=train, val=val)
         check_task(task)
         result = self._run("fit", task, config)

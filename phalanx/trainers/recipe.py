@@ -10,24 +10,50 @@ from phalanx.loop.task import TrainTask
 from phalanx.models.registry import build
 from phalanx.recipes import load_recipe
 from phalanx.trainers.job import Job, JobResult, run_job
+from phalanx.trainers.sampling import SampleText
 from phalanx.world.seed import seed_everything
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from torch import nn
+
     from phalanx.config import DistributedConfig
+    from phalanx.recipes import Recipe
 
 
-def run_recipe(name: str, config: DistributedConfig, run_dir: Path | None) -> JobResult:
+_LONGEST_TEXT = 1024
+"""Longer windows of a corpus of some megabytes would be few."""
+
+
+def run_recipe(name: str, config: DistributedConfig, run_dir: Path | None, preset: str | None = None) -> JobResult:
     """Build a recipe's parts (equal weights on all ranks, by the seed) and train."""
-    recipe = load_recipe(name)
+    recipe = load_recipe(name).with_preset(preset)
     seed_everything(config.seed)
-    data = dict(recipe.data)
-    dataset = data.pop("name")
-    options: dict[str, Any] = {**data, **({"root": config.data_dir} if config.data_dir is not None else {})}
-    train, val = load(dataset, split="train", **options), load(dataset, split="val", **options)
-    model = dict(recipe.model)
-    if recipe.needs_data_dir and hasattr(train, "classes"):
-        model["classes"] = len(train.classes)  # only the user's folder tells how many there are
-    task = TrainTask(build(model.pop("name"), **model), train, val, loss_fn=implied_loss, name=config.name or name)
+    model, train, val = recipe_parts(recipe, config.data_dir)
+    callbacks: list[Any] = [SampleText(**recipe.sample)] if recipe.sample else []
+    # A language model computes its loss itself, and a mixture of experts adds a term of its own.
+    loss_fn = None if recipe.sample else implied_loss
+    task = TrainTask(model, train, val, loss_fn=loss_fn, callbacks=callbacks, name=config.name or name)
     return run_job(Job("fit", task, config, run_dir), in_place=True)
+
+
+def recipe_parts(recipe: Recipe, data_dir: str | None) -> tuple[nn.Module, Any, Any]:
+    """Return a recipe's model and its data for training and validation."""
+    options = {**recipe.data, **({"root": data_dir} if data_dir is not None else {})}
+    model = dict(recipe.model)
+    if recipe.needs_data_dir:
+        train, val = _both_splits(options)
+        if hasattr(train, "classes"):
+            model["classes"] = len(train.classes)  # only the user's folder tells how many there are
+        return build(model.pop("name"), **model), train, val
+    built: Any = build(model.pop("name"), **model)
+    if options.get("block_size") == "model":
+        options["block_size"] = min(built.config.block_size, _LONGEST_TEXT)
+    return built, *_both_splits(options)
+
+
+def _both_splits(options: dict[str, Any]) -> tuple[Any, Any]:
+    rest = {key: value for key, value in options.items() if key != "name"}
+    train, val = (load(options["name"], split=split, **rest) for split in ("train", "val"))
+    return train, val

@@ -48,17 +48,11 @@ class RecipeSubject:
 
     def build(self, data_dir: str | None) -> Parts:
         """Build what `phalanx train` would train."""
-        from phalanx.data.registry import load
         from phalanx.loop.forward import implied_loss
+        from phalanx.trainers.recipe import recipe_parts
 
-        recipe = load_recipe(self.name)
-        options = {**recipe.data, **({"root": data_dir} if data_dir is not None else {})}
-        data = load(options.pop("name"), split="train", **options)
-        model = {**recipe.model, **({"preset": self.preset} if self.preset else {})}
-        if recipe.needs_data_dir and hasattr(data, "classes"):
-            model["classes"] = len(data.classes)
-        made = models.build(model.pop("name"), **model)
-        return Parts(made, data, None if hasattr(made, "judge") else implied_loss)
+        model, train, _ = recipe_parts(load_recipe(self.name).with_preset(self.preset), data_dir)
+        return Parts(model, train, None if hasattr(model, "judge") else implied_loss)
 
 
 @dataclass(frozen=True)
@@ -150,8 +144,8 @@ def find_subject(name: str | None, script: str | None, preset: str | None) -> Su
             raise UsageError(f"no script at {script}")
         return ScriptSubject(script)
     assert name is not None, "one of the two was given"
+    if name in models.names():  # also the recipes of that name, on shorter texts
+        return ModelSubject(name, preset)
     if name in recipe_names():
         return RecipeSubject(name, preset)
-    if name in models.names():
-        return ModelSubject(name, preset)
     raise UsageError(unknown_name("recipe or model", name, {*recipe_names(), *models.names()}))

@@ -1,0 +1,197 @@
+"""Activations in CPU memory: they leave the device while forward goes on, and are back before backward needs them.
+
+torch's own `save_on_cpu` waits for every copy, moves the weights as well, and moves a tensor once for each operation
+that saves it. Here copies run on a stream of their own, weights stay, and each tensor moves once.
+"""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
+
+SMALLEST_BYTES = 64 * 1024
+"""What is smaller stays: a copy has its price, too."""
+
+LARGEST_SHARE = 16
+"""A tensor that is a smaller part of its memory than one in so many stays: all of the memory would move."""
+
+
+class HostMemory:
+    """Moves what blocks save for backward.
+
+    A block's tensors leave while the next block computes, and come back while that one is in backward. The two blocks
+    that ran last are still there when backward begins, and are used as they are.
+    """
+
+    def __init__(self, *, beside_compiler: bool = False) -> None:
+        self._last: weakref.ref[_Block] | None = None
+        # torch.compile traces whatever Python it meets, and must not meet these copies. Its import takes seconds.
+        self._untraced: Callable[[Any], Any] = torch.compiler.disable if beside_compiler else lambda function: function
+        self.block: Callable[[], AbstractContextManager[Any]] = self._untraced(self._block)
+        """Returns the context in which what is saved for backward is moved."""
+
+    def _block(self) -> AbstractContextManager[Any]:
+        if not torch.is_grad_enabled():
+            return nullcontext()
+        below = None if self._last is None else self._last()
+        if below is not None and below.below is not None:
+            below.below.release()
+        block = _Block(below)
+        self._last = weakref.ref(block)
+        return saved_tensors_hooks(self._untraced(block.pack), self._untraced(block.unpack))
+
+
+class _Block:
+    """The saved tensors of one block's forward pass."""
+
+    def __init__(self, below: _Block | None) -> None:
+        self.below = below
+        self._moved: dict[tuple[Any, int], _Moved] = {}
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """Send a tensor to the host, unless it should stay."""
+        if not tensor.is_cuda or _is_weight(tensor):
+            return tensor
+        piece = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        memory = piece.untyped_storage()
+        if piece.nbytes < SMALLEST_BYTES or memory.nbytes() > LARGEST_SHARE * piece.nbytes:
+            return tensor
+        # The weak reference keeps the key from being reused by another storage at the same address.
+        key = (StorageWeakRef(memory), piece._version)  # type: ignore[no-untyped-call]
+        if key not in self._moved:
+            self._moved[key] = _Moved(memory)
+        return self._moved[key].saved_once_more(), _View(tensor, piece)
+
+    def unpack(self, packed: Any) -> torch.Tensor:
+        """Give a tensor back; meanwhile those of the block below, whose backward is next, are on their way."""
+        if isinstance(packed, torch.Tensor):
+            return packed
+        moved, view = packed
+        if self.below is not None:
+            self.below.fetch()
+            self.below = None
+        tensor: torch.Tensor = view.of(moved.take())
+        return tensor
+
+    def release(self) -> None:
+        """Give the device's memory to others; the copies on the host are what is left."""
+        for moved in self._moved.values():
+            moved.release()
+
+    def fetch(self) -> None:
+        """Start bringing every tensor back."""
+        for moved in self._moved.values():
+            moved.fetch()
+
+
+class _Moved:
+    """A tensor's memory on the host, and on the device until it is released and again from when it is fetched.
+
+    All of the memory, not the tensor alone: its other views need not move, and each keeps its strides, which compiled
+    code insists on. Memory changes hands only after the computing stream was told to wait for the copy: the host never
+    waits, and what is freed can be used at once.
+    """
+
+    def __init__(self, memory: torch.UntypedStorage) -> None:
+        self._device = memory.device
+        self._stream = _copy_stream(memory.device)
+        self._uses = 0
+        self._here: torch.Tensor | None = _bytes(memory)
+        self._host = torch.empty_like(self._here, device="cpu", pin_memory=True)
+        self._copying: torch.cuda.Event | None = self._copy(self._here, self._host)
+
+    def saved_once_more(self) -> _Moved:
+        """Count an operation that will ask for the memory in backward."""
+        self._uses += 1
+        return self
+
+    def release(self) -> None:
+        """Keep the copy on the host only."""
+        self._settle()
+        self._here = None
+
+    def fetch(self) -> None:
+        """Start bringing the memory back, unless it is there."""
+        if self._here is None:
+            self._here = torch.empty_like(self._host, device=self._device)
+            self._copying = self._copy(self._host, self._here)
+
+    def take(self) -> torch.UntypedStorage:
+        """Return the memory on the device, for one of the operations that asked for it."""
+        self.fetch()
+        self._settle()
+        assert self._here is not None, "fetched above"
+        memory = self._here.untyped_storage()
+        self._uses -= 1
+        if self._uses <= 0:
+            self._here = None
+        return memory
+
+    def _copy(self, source: torch.Tensor, target: torch.Tensor) -> torch.cuda.Event:
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+            event: torch.cuda.Event = self._stream.record_event()
+        return event
+
+    def _settle(self) -> None:
+        """Let the computing stream wait for a copy under way."""
+        if self._copying is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._copying)
+            self._copying = None
+
+    def __del__(self) -> None:
+        self._settle()  # a graph that is dropped before its backward gives memory back as well
+
+
+class _View:
+    """How a tensor lies in its memory, and on the ranks."""
+
+    def __init__(self, tensor: torch.Tensor, piece: torch.Tensor) -> None:
+        self._kind: dict[str, Any] = {"dtype": piece.dtype, "device": piece.device}
+        self._place = (piece.storage_offset(), piece.shape, piece.stride())
+        self._ranks: dict[str, Any] | None = None
+        if isinstance(tensor, DTensor):
+            ranks = {"device_mesh": tensor.device_mesh, "placements": tensor.placements}
+            self._ranks = {**ranks, "shape": tensor.shape, "stride": tensor.stride()}
+
+    def of(self, memory: torch.UntypedStorage) -> torch.Tensor:
+        """Return the tensor in its memory."""
+        piece = torch.empty(0, **self._kind).set_(memory, *self._place)
+        return piece if self._ranks is None else DTensor.from_local(piece, run_check=False, **self._ranks)
+
+
+def _bytes(memory: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=memory.device).set_(memory)
+
+
+_STREAMS: dict[torch.device, torch.cuda.Stream] = {}
+
+
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    if device not in _STREAMS:
+        _STREAMS[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return _STREAMS[device]
+
+
+def _is_weight(tensor: torch.Tensor) -> bool:
+    """Whether a saved tensor is a parameter, a view of one, or autocast's copy of one, which is there anyway."""
+    base = tensor if tensor._base is None else tensor._base
+    if isinstance(base, nn.Parameter):
+        return True
+    origin = base.grad_fn
+    if origin is None or origin.name() != "ToCopyBackward0":
+        return False
+    source = origin.next_functions[0][0]
+    return source is not None and source.name() == "torch::autograd::AccumulateGrad"

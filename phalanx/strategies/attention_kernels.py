@@ -1,0 +1,143 @@
+"""Attention over one block of keys, with the log-sum-exp that lets blocks be merged: torch's flash kernels, or by hand.
+
+Backward takes the output and the log-sum-exp of *all* blocks: then a block's part of the gradient is exact.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+ROWS = 1024
+"""How many queries the kernel by hand scores at a time: it stores no more than this many rows of scores."""
+
+
+class Kernel(Protocol):
+    """Attention over a block of keys: all tensors are [batch, heads, time, head width], keys may have fewer heads."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
+        """Return the output and the log-sum-exp [batch, heads, time] of the scores."""
+
+    def backward(
+        self, gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, *, causal: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return this block's part of the gradients of query, key and value."""
+
+
+def choose_kernel(query: Tensor) -> Kernel:
+    """Return the fastest kernel for tensors like this one."""
+    if query.device.type == "cpu":
+        return CPUFlash()
+    fits = query.shape[-1] % 8 == 0 and query.shape[-1] <= 256
+    if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and fits:
+        return CUDAFlash()
+    return ByHand()
+
+
+class CPUFlash:
+    """torch's flash attention for CPUs: every floating dtype, and groups of query heads."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
+        """See `Kernel`."""
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal)
+        return out, lse
+
+    def backward(
+        self, gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, *, causal: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Kernel`."""
+        operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        found: tuple[Tensor, Tensor, Tensor] = operator(gradient, query, key, value, out, lse, 0.0, causal)
+        return found
+
+
+class CUDAFlash:
+    """torch's flash attention for half precision on CUDA; it knows groups of query heads, too."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
+        """See `Kernel`."""
+        found = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal)
+        return found[0], found[1]
+
+    def backward(
+        self, gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, *, causal: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Kernel`."""
+        unused = torch.empty(0, dtype=torch.int64, device=query.device)  # generator state: there is no dropout
+        found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+            *(tensor.contiguous() for tensor in (gradient, query, key, value, out, lse)),
+            None,
+            None,
+            query.shape[2],
+            key.shape[2],
+            0.0,
+            causal,
+            unused,
+            unused,
+        )
+        return found
+
+
+class ByHand:
+    """The formula itself, some rows of queries at a time: any device, any dtype."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
+        """See `Kernel`."""
+        key, value = _precise(_repeat(key, query)), _precise(_repeat(value, query))
+        outs, sums = [], []
+        for start, rows in _pieces(query):
+            scores = _scores(rows, key, start if causal else None)
+            sums.append(scores.logsumexp(-1))
+            outs.append((scores - sums[-1][..., None]).exp() @ value)
+        return torch.cat(outs, 2).to(query.dtype), torch.cat(sums, 2)
+
+    def backward(
+        self, gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, *, causal: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Kernel`."""
+        heads, scale = key.shape[1], query.shape[-1] ** -0.5
+        key, value = _precise(_repeat(key, query)), _precise(_repeat(value, query))
+        for_query, for_key, for_value = [], torch.zeros_like(key), torch.zeros_like(value)
+        for start, rows in _pieces(query):
+            these = slice(start, start + rows.shape[2])
+            into, mixed = _precise(gradient[:, :, these]), _precise(out[:, :, these])
+            shares = (_scores(rows, key, start if causal else None) - lse[:, :, these, None]).exp()
+            towards = into @ value.mT - (into * mixed).sum(-1, keepdim=True)
+            for_scores = shares * towards * scale
+            for_query.append(for_scores @ key)
+            for_key += for_scores.mT @ rows
+            for_value += shares.mT @ into
+        return torch.cat(for_query, 2), _fold(for_key, heads), _fold(for_value, heads)
+
+
+def _pieces(query: Tensor) -> list[tuple[int, Tensor]]:
+    return [(start, _precise(query[:, :, start : start + ROWS])) for start in range(0, query.shape[2], ROWS)]
+
+
+def _scores(rows: Tensor, key: Tensor, start: int | None) -> Tensor:
+    """Return the scaled scores; with `start`, keys after a row's own position are hidden."""
+    scores: Tensor = rows @ key.mT * rows.shape[-1] ** -0.5
+    if start is None:
+        return scores
+    seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=rows.device).tril(start)
+    return scores.masked_fill(~seen, -torch.inf)
+
+
+def _precise(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def _repeat(shared: Tensor, query: Tensor) -> Tensor:
+    """Give every query head a key (or value) head of its own."""
+    groups = query.shape[1] // shared.shape[1]
+    return shared if groups == 1 else shared.repeat_interleave(groups, 1)
+
+
+def _fold(gradient: Tensor, heads: int) -> Tensor:
+    """Add up the gradients of a key (or value) head over the query heads that it served."""
+    if gradient.shape[1] == heads:
+        return gradient
+    batch, _, time, width = gradient.shape
+    return gradient.view(batch, heads, -1, time, width).sum(2)

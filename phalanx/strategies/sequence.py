@@ -1,0 +1,115 @@
+"""Slices of a sequence: how tensors are cut over the ranks of a group, joined again, and averaged."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from phalanx.errors import ModelError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+class SequenceSlices:
+    """Dim 1 of tensors in 2N chunks over N ranks: rank i holds the chunks i and 2N-1-i (see `ring_attention`)."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+
+    def positions(self, time: int, device: torch.device | None = None) -> Tensor:
+        """Return the places in the whole sequence of this rank's slice; a length that cannot be cut is refused."""
+        chunk, rest = divmod(time, 2 * self.size)
+        if rest or not chunk:
+            below, above = time - rest, time - rest + 2 * self.size
+            raise ModelError(
+                f"a sequence of {time} tokens cannot be cut into 2 x context_parallel = {2 * self.size} equal chunks",
+                hint=(f"Use sequences of {below} tokens, or pad" if below else "Pad")
+                + f" them to {above} (label -100 does not count).",
+            )
+        return torch.cat([torch.arange(i * chunk, (i + 1) * chunk, device=device) for i in self._chunks(self.rank)])
+
+    def cut(self, whole: Tensor) -> Tensor:
+        """Return this rank's slice of dim 1."""
+        chunks = whole.chunk(2 * self.size, dim=1)
+        return torch.cat([chunks[number] for number in self._chunks(self.rank)], dim=1)
+
+    def cut_all(self, inputs: Any, model: nn.Module) -> tuple[Any, Tensor]:
+        """Return inputs with every tensor cut that is as long as the first, and the places of this rank's slice.
+
+        A model that has `check_length` is asked about the whole length, since it only ever sees slices.
+        """
+        first = next(leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor))
+        if hasattr(model, "check_length"):
+            model.check_length(first.shape[1])  # type: ignore[operator]
+        own = self.positions(first.shape[1], first.device)
+
+        def cut(tensor: Tensor) -> Tensor:
+            return self.cut(tensor) if tensor.shape[:2] == first.shape[:2] else tensor
+
+        return pytree.tree_map_only(Tensor, cut, inputs), own
+
+    def join(self, part: Tensor) -> Tensor:
+        """Return the whole of which every rank has a slice; ranks must go on alike from it to their losses."""
+        whole: Tensor = _Joined.apply(part, self)  # type: ignore[no-untyped-call]
+        return whole
+
+    def gather(self, part: Tensor) -> Tensor:
+        """Return the slices of all ranks in the sequence's order."""
+        gathered = part.new_empty(self.size * part.shape[0], *part.shape[1:])
+        dist.all_gather_into_tensor(gathered, part.contiguous(), group=self.group)
+        firsts, seconds = zip(*(piece.chunk(2, dim=1) for piece in gathered.chunk(self.size)), strict=True)
+        return torch.cat([*firsts, *reversed(seconds)], dim=1)
+
+    def mean(self, value: float | Tensor, device: torch.device) -> Tensor:
+        """Return the mean of a number over the ranks of the group, without gradient."""
+        total = torch.as_tensor(value, dtype=torch.float64, device=device).clone()
+        dist.all_reduce(total, group=self.group)
+        return total / self.size
+
+    def _chunks(self, rank: int) -> tuple[int, int]:
+        return rank, 2 * self.size - 1 - rank
+
+
+class _Joined(torch.autograd.Function):
+    """Slices to whole. Each rank sends back the gradient of its slice; N times, since ranks are averaged, not added."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, slices: SequenceSlices) -> Tensor:
+        ctx.slices = slices
+        return slices.gather(part)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        slices: SequenceSlices = ctx.slices
+        return slices.cut(gradient) * slices.size, None
+
+
+def whole_mean(mean: Tensor, count: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the mean over all ranks' counts, equal on all ranks, from each rank's mean over its own.
+
+    Its gradient is such that the average over the ranks is that of the whole.
+    """
+    found: Tensor = _WholeMean.apply(mean, count, group)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _WholeMean(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, mean: Tensor, count: Tensor, group: dist.ProcessGroup) -> Tensor:
+        # A slice without a label that counts has no mean: its NaN must not become everyone's.
+        weighted = torch.where(count > 0, mean.double() * count, 0.0)
+        sums = torch.stack([weighted, count.double()])
+        dist.all_reduce(sums, group=group)
+        ctx.share = dist.get_world_size(group) * count / sums[1]
+        return (sums[0] / sums[1]).to(mean.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return (gradient * ctx.share).to(gradient.dtype), None, None

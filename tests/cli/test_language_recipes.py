@@ -1,0 +1,59 @@
+"""`phalanx train gpt|llama|moe --preset NAME`: tokens a second, a sample at the end, and presets that do not exist."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from command import phalanx
+
+from phalanx.models import presets
+from phalanx.recipes import load_recipe
+
+SHORT = ("--preset", "debug", "--device", "cpu", "--max-steps", 2, "--batch-size", 64, "--run-dir", "run")
+
+
+@pytest.fixture(autouse=True)
+def _in_own_folder(tmp_path, monkeypatch, warm_process):
+    monkeypatch.chdir(tmp_path)
+
+
+def events(kind: str) -> list[dict]:
+    lines = Path("run/events.jsonl").read_text().splitlines()
+    return [event for event in map(json.loads, lines) if event["event"] == kind]
+
+
+@pytest.mark.parametrize(("name", "more"), [("gpt", ["--strategy", "fsdp"]), ("moe", ["--num-workers", 1])])
+def test_a_recipe_tells_tokens_a_second_and_samples_text(name, more):
+    answer = phalanx("train", name, *SHORT, *more)
+    assert answer.code == 0, answer.text
+    assert "tokens/s" in answer.out
+    assert "MFU" not in answer.out  # a CPU's peak is not known
+    (step, *_), (ended,) = events("step"), events("run_ended")
+    assert step["tokens_per_second"] == pytest.approx(64 * step["samples_per_second"])
+    assert ended["tokens_per_second"] > 0
+    assert ended["mfu"] is None
+    (said,) = [event["text"] for event in events("message") if event["text"].startswith("sample:")]
+    assert said.startswith("sample:\ndef ")
+    assert said.splitlines()[1] in answer.out
+
+
+@pytest.mark.parametrize("name", ["gpt", "llama", "moe"])
+def test_the_recipes_know_every_preset_of_their_model(name):
+    assert list(load_recipe(name).presets) == list(presets(name))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["gpt", "--preset", "smal"], "unknown preset of the recipe 'gpt' 'smal'. Did you mean 'small'?"),
+        (["digits", "--preset", "small"], "the recipe 'digits' has one model"),
+        (["--script", "train.py", "--preset", "small"], "--preset is for recipes"),
+    ],
+)
+def test_presets_that_do_not_exist_are_refused_before_anything_starts(words, message):
+    answer = phalanx("train", *words)
+    assert answer.code == 2
+    assert message in answer.text
+    assert not list(Path().iterdir())

@@ -1,0 +1,52 @@
+"""Sampling after training: every rank takes part, whatever part of the model it holds, and one text comes out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+from phalanx.config import DistributedConfig
+from phalanx.loop.hooks import Callback
+from phalanx.loop.task import TrainTask
+from phalanx.models import build
+from phalanx.trainers.job import Job, run_job
+from phalanx.trainers.sampling import SampleText, as_text
+
+
+class Overheard(SampleText):
+    """Remembers what would be told."""
+
+    text = ""
+
+    def on_fit_end(self, trainer) -> None:
+        trainer.report.say = lambda text: setattr(self, "text", text)
+        super().on_fit_end(trainer)
+
+
+def sample(folder: str, **settings) -> str:
+    torch.manual_seed(3)
+    model = build("llama", layers=2, block_size=16).double()
+    tokens = torch.randint(32, 126, (8, 17), generator=torch.Generator().manual_seed(1))
+    data = TensorDataset(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+    told: Callback = Overheard("def ", 20)
+    config = DistributedConfig(device="cpu", progress=False, max_steps=2, learning_rate=1e-2, **settings)
+    run_job(Job("fit", TrainTask(model, data, callbacks=[told]), config, Path(folder)), in_place=True)
+    assert model.training
+    return told.text
+
+
+@pytest.mark.parametrize("layout", [{"strategy": "ddp"}, {"strategy": "fsdp"}, {"tensor_parallel": 2}])
+def test_every_layout_draws_the_text_of_one_process(ranks, tmp_path, layout):
+    """The text outgrows block_size, and passes through lengths that two ranks cannot share."""
+    expected = ranks(lambda: sample(str(tmp_path), batch_size=4), world_size=1)[0]
+    assert expected.startswith("sample:\ndef ")
+    assert len(expected) >= len("sample:\ndef ") + 15
+    batch_size = 4 if "tensor_parallel" in layout else 2
+    assert set(ranks(lambda: sample(str(tmp_path), batch_size=batch_size, **layout), world_size=2)) == {expected}
+
+
+def test_control_characters_do_not_reach_the_terminal():
+    assert as_text([*b"a\x1b[31m\n\tb\xff", 300]) == "a\N{REPLACEMENT CHARACTER}[31m\n\tb\N{REPLACEMENT CHARACTER}"

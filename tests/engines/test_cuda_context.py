@@ -1,0 +1,86 @@
+"""On a GPU: ring attention by the flash kernel and by hand, and context parallelism on ranks that share the GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from phalanx.config import DistributedConfig
+from phalanx.loop.task import TrainTask
+from phalanx.models.llama import llama
+from phalanx.strategies.attention_kernels import ByHand, CUDAFlash, choose_kernel
+from phalanx.strategies.base import whole
+from phalanx.strategies.ring import Ring
+from phalanx.strategies.ring_attention import RingAttention
+from phalanx.strategies.sequence import SequenceSlices
+from phalanx.trainers.job import Job, run_job
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+def make_heads(dtype: torch.dtype) -> list[torch.Tensor]:
+    """Query, key, value with half as many heads, and the gradient of what they give."""
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randn(2, heads, 256, 64, generator=generator).to("cuda", dtype) for heads in (4, 2, 2, 4)]
+
+
+def whole_attention(dtype: torch.dtype, *, causal: bool) -> list[torch.Tensor]:
+    query, key, value, gradient = make_heads(dtype)
+    leaves = [tensor.requires_grad_() for tensor in (query, key, value)]
+    out = F.scaled_dot_product_attention(*leaves, is_causal=causal, enable_gqa=True)
+    return [found.detach().double().cpu() for found in (out, *torch.autograd.grad(out, leaves, gradient))]
+
+
+def ring_attention(dtype: torch.dtype, *, causal: bool) -> list[torch.Tensor]:
+    slices, ring = SequenceSlices(dist.group.WORLD), Ring(dist.group.WORLD)
+    parts = [slices.cut(heads.transpose(1, 2)).transpose(1, 2) for heads in make_heads(dtype)]
+    leaves = [tensor.requires_grad_() for tensor in parts[:3]]
+    out = RingAttention(ring, causal=causal, dropout=0.0)(*leaves)
+    found = [out.detach(), *torch.autograd.grad(out, leaves, parts[3])]
+    return [slices.gather(heads.transpose(1, 2)).transpose(1, 2).double().cpu() for heads in found]
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_equals_attention_over_the_whole_sequence(ranks, dtype, causal):
+    """Half precision by the flash kernel, as near to float64 as torch's own attention is; the rest by hand."""
+    expected = ByHand if dtype in (torch.float32, torch.float64) else CUDAFlash
+    assert isinstance(choose_kernel(make_heads(dtype)[0]), expected)
+    exact, theirs = whole_attention(torch.float64, causal=causal), whole_attention(dtype, causal=causal)
+    for found in ranks(lambda: ring_attention(dtype, causal=causal), world_size=2):
+        for ours, other, right in zip(found, theirs, exact, strict=True):
+            allowed = max(1.5 * (other - right).norm(), 1e-12 * right.norm())
+            assert (ours - right).norm() <= allowed
+
+
+def train(folder: str, precision: bool | str, degree: int) -> dict[str, torch.Tensor]:
+    torch.manual_seed(3)
+    model = llama(layers=2, block_size=64)
+    tokens = torch.randint(256, (32, 65), generator=torch.Generator().manual_seed(1))
+    config = DistributedConfig(
+        device="cuda",
+        communication_backend="gloo",
+        context_parallel=degree,
+        batch_size=8,
+        max_steps=4,
+        optimizer="sgd",
+        learning_rate=0.1,
+        mixed_precision=precision,
+        progress=False,
+    )
+    data = DataLoader(TensorDataset(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()))
+    run_job(Job("fit", TrainTask(model, data), config, Path(folder)), in_place=True)
+    return {name: whole(value.detach()).cpu().clone() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [(False, 1e-4), ("bf16", 2e-3)])
+def test_training_equals_one_process(ranks, tmp_path, precision, tolerance):
+    expected = ranks(lambda: train(str(tmp_path / "one"), precision, 1), world_size=1)[0]
+    for weights in ranks(lambda: train(str(tmp_path / "two"), precision, 2), world_size=2):
+        for name, value in expected.items():
+            assert (weights[name] - value).abs().max() <= tolerance, name

@@ -1,0 +1,53 @@
+"""Tokens a second and MFU: known for models that count their operations, on devices whose peak is known."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import phalanx
+from phalanx.loop.speed import token_rate
+from phalanx.models import build
+from phalanx.observe.peaks import peak_flops
+
+TOKENS = torch.zeros(2, 32, dtype=torch.long)
+
+
+def on_device(name: str, monkeypatch) -> SimpleNamespace:
+    """Return what `token_rate` asks of a formation, as four ranks of such a device would have it."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
+    return SimpleNamespace(device=torch.device("cuda"), precision=SimpleNamespace(name="bf16"), world_size=4)
+
+
+def test_mfu_is_operations_over_the_peak_of_all_devices(monkeypatch):
+    model = build("gpt")
+    rate = token_rate(model, (TOKENS, TOKENS), on_device("NVIDIA H200", monkeypatch))
+    assert rate.tokens(10.0) == 320.0
+    assert rate.mfu(10.0) == pytest.approx(320 * model.flops_per_token(32) / (4 * 989.4e12))
+
+
+def test_what_is_not_known_is_not_told(monkeypatch):
+    unknown = token_rate(build("gpt"), (TOKENS, TOKENS), on_device("NVIDIA GeForce 9", monkeypatch))
+    assert (unknown.tokens(1.0), unknown.mfu(1.0)) == (32.0, None)
+    adapted = token_rate(phalanx.lora(build("gpt"), 2), (TOKENS,), on_device("NVIDIA H200", monkeypatch))
+    assert adapted.mfu(1.0) is None  # frozen weights cost fewer operations than the model counts
+    images = token_rate(build("mlp"), (torch.zeros(2, 64), TOKENS), on_device("NVIDIA H200", monkeypatch))
+    assert (images.tokens(1.0), images.mfu(1.0)) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "teraflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", "bf16", 989.4),
+        ("NVIDIA H100 PCIe", "fp16", 756.0),
+        ("NVIDIA A100-SXM4-80GB", "bf16", 312.0),
+        ("NVIDIA A10G", "bf16", None),
+        ("NVIDIA L4", "bf16", 121.0),
+        ("NVIDIA L40S", "bf16", 362.0),
+        ("NVIDIA H200", "fp32", None),
+    ],
+)
+def test_peaks_by_the_names_of_drivers(name, precision, teraflops):
+    assert peak_flops(name, precision) == (None if teraflops is None else teraflops * 1e12)
