@@ -12,7 +12,6 @@ gathers a block's parameters just before the block computes.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable
 
 import torch
 import torch.nn.functional as F
@@ -74,7 +73,7 @@ def main() -> None:
             formation.backward(loss)
             formation.clip_grad_norm(1.0)  # one norm over all shards, equal on all ranks
             optimizer.step()
-            gradients = held(parameter.grad for parameter in model.parameters())
+            gradients = held([parameter.grad for parameter in model.parameters()])
             optimizer.zero_grad()
         formation.print(f"epoch {epoch + 1}/{args.epochs} accuracy {evaluate(formation, model, val):.4f}")
 
@@ -93,14 +92,14 @@ def show_memory(
     formation: phalanx.Formation, model: nn.Module, optimizer: torch.optim.Optimizer, gradients: int
 ) -> None:
     whole = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    moments = (value for state in optimizer.state.values() for name, value in state.items() if name != "step")
-    parts = {"parameters": held(model.parameters()), "gradients": gradients, "optimizer states": held(moments)}
+    moments = [value for state in optimizer.state.values() for name, value in state.items() if name != "step"]
+    parts = {"parameters": held(list(model.parameters())), "gradients": gradients, "optimizer states": held(moments)}
     for name, size in parts.items():
         total = whole * (2 if name == "optimizer states" else 1)  # Adam has two moments
         formation.print(f"{name:<16} {size / 2**20:6.2f} MiB on this rank, {size / total:.0%} of them all")
 
 
-def held(tensors: Iterable[torch.Tensor | None]) -> int:
+def held(tensors: list[torch.Tensor | None]) -> int:
     """Return the bytes of these tensors that lie on this rank."""
     return sum(here(tensor).numel() * tensor.element_size() for tensor in tensors if tensor is not None)
 

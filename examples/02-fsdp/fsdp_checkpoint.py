@@ -87,8 +87,8 @@ def save_shards(run: Run, directory: Path) -> None:
 def save_while_training(run: Run, directory: Path, steps: int) -> None:
     """3. Copy the shards to CPU memory, go on, and let torch write the copy meanwhile.
 
-    Phalanx's own checkpoints are synchronous; this is `torch.distributed.checkpoint.async_save` on what Phalanx sharded.
-    It is complete when `result()` returns and `.metadata` is there; never write over the only one that is.
+    Phalanx's own checkpoints are synchronous; this is torch.distributed.checkpoint on what Phalanx sharded. It is
+    complete when `result()` returns and `.metadata` is there; never write over the only one that is.
     """
     before = run.evaluate()
     start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""How much of the gradients' all-reduce hides behind backward: timed with and without overlap, for several bucket sizes.
+"""How much of the gradients' all-reduce hides behind backward: timed with and without overlap, by bucket size.
 
     phalanx train --script communication_overlap.py --num-workers 2
     torchrun --standalone --nproc-per-node 2 communication_overlap.py
@@ -18,8 +18,8 @@ import argparse
 import os
 import statistics
 import time
-from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -59,18 +59,20 @@ class Measured:
         for gradient, part in zip(gradients, parts, strict=True):
             gradient.copy_(part.view_as(gradient))
 
-    def time(self, step: Callable[[], None], repeats: int) -> float:
-        """Return the median milliseconds of a step on the slowest rank."""
-        seconds = []
+    def time(self, steps: dict[str, Any], repeats: int) -> dict[str, float]:
+        """Return each step's median milliseconds on the slowest rank; they take turns, and share disturbances."""
+        seconds: dict[str, list[float]] = {name: [] for name in steps}
         for repeat in range(repeats + 2):  # the first ones warm up: DDP makes its buckets anew after its first step
-            self.model.zero_grad()
-            self.wait()
-            start = time.perf_counter()
-            step()
-            self.wait()
-            if repeat >= 2:
-                seconds.append(time.perf_counter() - start)
-        return self.formation.reduce(statistics.median(seconds), "max").item() * 1e3
+            for name, step in steps.items():
+                self.model.zero_grad()
+                self.wait()
+                start = time.perf_counter()
+                step()
+                self.wait()
+                if repeat >= 2:
+                    seconds[name].append(time.perf_counter() - start)
+        medians = {name: statistics.median(taken) * 1e3 for name, taken in seconds.items()}
+        return {name: self.formation.reduce(median, "max").item() for name, median in medians.items()}
 
     def wait(self) -> None:
         """Wait for the device, then for the other ranks: work that was only enqueued has not been done."""
@@ -91,11 +93,12 @@ def measure(args: argparse.Namespace, bucket_cap_mb: float) -> dict[str, float]:
         measured.backward(synchronised=False)
         measured.all_reduce()
 
-    found = {
-        "compute": measured.time(lambda: measured.backward(synchronised=False), args.repeats),
-        "apart": measured.time(apart, args.repeats),
-        "overlapped": measured.time(lambda: measured.backward(synchronised=True), args.repeats),
+    steps = {
+        "compute": lambda: measured.backward(synchronised=False),
+        "apart": apart,
+        "overlapped": lambda: measured.backward(synchronised=True),
     }
+    found = measured.time(steps, args.repeats)
     measured.close()
     # What the all-reduce costs when nothing hides it, and how much of that is gone when DDP does it meanwhile.
     found["all-reduce"] = found["apart"] - found["compute"]
@@ -126,9 +129,8 @@ def main() -> None:
         print(f"{size:.1f} MB of gradients, {args.layers} layers; milliseconds of a forward and backward pass")
         print("bucket MB   without all-reduce   all-reduce after it   overlapped   hidden")
         for bucket, row in rows.items():
-            print(
-                f"{bucket:9g} {row['compute']:20.1f} {row['apart']:21.1f} {row['overlapped']:12.1f} {row['hidden']:8.0%}"
-            )
+            times = f"{row['compute']:20.1f} {row['apart']:21.1f} {row['overlapped']:12.1f}"
+            print(f"{bucket:9g} {times} {row['hidden']:8.0%}")
     if args.trace:
         write_trace(args)
 

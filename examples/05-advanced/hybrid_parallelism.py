@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import Dataset
 
 import phalanx
 from phalanx.data import load
@@ -44,7 +43,7 @@ def build_model(args: argparse.Namespace) -> nn.Module:
     return build("llama", preset=args.preset, layers=args.layers)
 
 
-def build_data(args: argparse.Namespace) -> Dataset:
+def build_data(args: argparse.Namespace) -> Any:
     return load("text", block_size=args.window, max_bytes=50_000)
 
 
