@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -141,6 +142,16 @@ def test_a_model_built_on_the_meta_device_gets_its_stages(ranks):
         parts = ranks(lambda: build(strategy="fsdp"), world_size=world_size)
         assert all(finite and tied for _, finite, tied in parts)
         assert max(held for held, _, _ in parts) < 0.7 * total * 2 / world_size
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+def test_the_whole_model_is_announced(ranks, tmp_path, schedule):
+    """Not one rank's stages; and a matrix that two stages share is counted once."""
+    settings = {"pipeline_parallel": 2, "pipeline_schedule": schedule, "batch_size": 8, "max_steps": 1}
+    ranks(lambda: train(str(tmp_path), "gpt", shape={"layers": 4}, **settings), world_size=2)
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    announced = next(event["parameters"] for event in events if event["event"] == "run_started")
+    assert announced == gpt(**{**SHAPE, "layers": 4}).num_parameters()
 
 
 def test_stages_are_balanced_by_what_they_cost():
