@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 _ROOT = Path(__file__).resolve().parents[1]
 _SHARED_MEMORY = Path("/dev/shm")
-_SET_BY_OTHERS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
-"""pytest names the test; torch names its cache when the first optimizer step imports its compiler."""
+_SET_BY_OTHERS = {"PYTORCH_NVML_BASED_CUDA_CHECK", "PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
+"""pytest names the test, torch its cache when its compiler is imported; DeepSpeed says how it looks for GPUs."""
 _CACHES = "torchinductor_"
 """torch makes its cache directory once, when its compiler is imported."""
 _PATIENCE_SECONDS = 1.0

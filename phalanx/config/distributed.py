@@ -188,15 +188,12 @@ def _adapter_mistakes(config: DistributedConfig, known: Collection[str]) -> dict
             wrong[name] = f"{name} = {getattr(config, name)!r} without lora_rank: give the adapters a rank, such as 8."
     if "lora_dropout" not in known and config.lora_dropout >= 1:
         wrong["lora_dropout"] = f"lora_dropout = {config.lora_dropout}: must be below 1."
-    if (
-        not {"lora_rank", "tensor_parallel"} & set(known)
-        and config.lora_rank is not None
-        and config.tensor_parallel > 1
-    ):
-        wrong["lora_rank"] = (
-            f"lora_rank = {config.lora_rank} with tensor_parallel = {config.tensor_parallel}: adapters are not split "
-            "over ranks. Use strategy = 'fsdp', which shards the frozen model."
-        )
+    for axis in ("tensor_parallel", "pipeline_parallel"):
+        if not {"lora_rank", axis} & set(known) and config.lora_rank is not None and getattr(config, axis) > 1:
+            wrong["lora_rank"] = (
+                f"lora_rank = {config.lora_rank} with {axis} = {getattr(config, axis)}: adapters are not split over "
+                "ranks. Use strategy = 'fsdp', which shards the frozen model."
+            )
     return wrong
 
 

@@ -102,7 +102,7 @@ class TrainLoop:
 
     def _epoch(self) -> Iterator[StepInfo]:
         config, epoch, heartbeat = self.config, self.epoch, board.current()
-        self.formation.unwrap(self.model).train()
+        self.model.train()
         batches = self._first_batch_seen(iter(self.train_loader))
         while self._forward is not None and not self._finished(within_epoch=True):
             step = self.step + 1

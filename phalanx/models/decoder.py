@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -10,6 +10,9 @@ from torch import Tensor, nn
 
 from phalanx.errors import ModelError
 from phalanx.models.output import LMOutput, token_loss, visible_logits
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 class DecoderConfig(Protocol):
@@ -119,18 +122,21 @@ class Decoder(nn.Module):
         top_k: int | None = None,
         generator: torch.Generator | None = None,
         multiple: int = 1,
+        through: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:
         """Continue `tokens` [batch, time] by `count` tokens; temperature 0 takes the likeliest one each time.
 
-        Ranks that share a sequence can only cut one whose length is a multiple of their number.
+        Ranks that share a sequence can only cut one whose length is a `multiple` of their number. `through` is called
+        in place of the model itself where that has a part of its layers only.
         """
         was_training = self.training
+        call = through or self
         self.eval()
         try:
             for _ in range(count):
                 window = tokens[:, -self.config.block_size :]
                 time = window.shape[1]  # what is padded on the right, none of these tokens can see
-                logits = self(F.pad(window, (0, -time % multiple)))[:, time - 1].float()
+                logits = call(F.pad(window, (0, -time % multiple)))[:, time - 1].float()
                 tokens = torch.cat([tokens, _choose(logits, temperature, top_k, generator)], dim=1)
         finally:
             self.train(was_training)

@@ -104,6 +104,13 @@ class Pipeline(nn.Module):
         with self._autocast():
             return forward(*inputs, **self._places)
 
+    def train(self, mode: bool = True) -> Pipeline:
+        """Set the mode of the stages too: what holds their units is a copy."""
+        for stage in self.stages.values():
+            stage.train(mode)
+        super().train(mode)
+        return self
+
     def tie(self, ties: Sequence[Tie]) -> None:
         """Keep copies of one matrix equal from now on."""
         self.tied = [Tied(self.module.get_parameter(tie.name), tie) for tie in ties]

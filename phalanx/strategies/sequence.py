@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from torch import nn
 
 
+_gather_into: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""torch 2.13 calls it by another name, and warns of the old one."""
+
+
 class SequenceSlices:
     """Dim 1 of tensors in 2N chunks over N ranks: rank i holds the chunks i and 2N-1-i (see `ring_attention`)."""
 
@@ -63,7 +67,7 @@ class SequenceSlices:
     def gather(self, part: Tensor) -> Tensor:
         """Return the slices of all ranks in the sequence's order."""
         gathered = part.new_empty(self.size * part.shape[0], *part.shape[1:])
-        dist.all_gather_into_tensor(gathered, part.contiguous(), group=self.group)
+        _gather_into(gathered, part.contiguous(), group=self.group)
         firsts, seconds = zip(*(piece.chunk(2, dim=1) for piece in gathered.chunk(self.size)), strict=True)
         return torch.cat([*firsts, *reversed(seconds)], dim=1)
 

@@ -29,6 +29,7 @@ class SampleText(Callback):
         """Draw the text, the same on all ranks, and let the main rank tell it."""
         formation = trainer.formation
         model: Any = formation.unwrap(trainer.model)
+        mesh = formation.world.mesh
         tokens = torch.tensor([list(self.prompt.encode())], device=formation.device)
         generator = torch.Generator(formation.device).manual_seed(trainer.config.seed)
         with _uncompiled(trainer.config.compile), formation.autocast():
@@ -37,7 +38,8 @@ class SampleText(Callback):
                 self.count,
                 temperature=self.temperature,
                 generator=generator,
-                multiple=formation.world.mesh.tp,
+                multiple=mesh.tp * (2 * mesh.cp if mesh.cp > 1 else 1),
+                through=trainer.model if formation.strategy.shards else None,
             )
         trainer.report.say(f"sample:\n{as_text(drawn[0].tolist())}")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -74,9 +75,9 @@ def run_together(commands: list[list[str]], folder: Path, environments: list[dic
 
 
 def results(*outputs: str) -> list[dict]:
-    """The JSON lines that the ranks printed, by rank; starters may put a tag in front of them."""
-    lines = [line[line.index("{") :] for output in outputs for line in output.splitlines() if '{"rank"' in line]
-    return sorted((json.loads(line) for line in lines), key=lambda told: told["rank"])
+    """What the ranks printed, by rank; starters put tags in front of lines, and may put two ranks' on one line."""
+    found = [text for output in outputs for text in re.findall(r'\{"rank".*?\}', output)]
+    return sorted((json.loads(text) for text in found), key=lambda told: told["rank"])
 
 
 EXPECTED = [{"rank": rank, "world": 2, "steps": 6, "samples": 18} for rank in range(2)]
