@@ -5,8 +5,9 @@
     phalanx train --script communication_overlap.py --num-workers 2 -- --buckets 1 25 --trace trace.json
 
 DDP puts gradients into buckets and sends a bucket as soon as backward has filled it, while backward goes on with the
-layers before. Small buckets start early but pay the cost of a message often; one large bucket starts when backward is
-over and hides nothing. What is best depends on the model and the network: measure.
+layers before. Small buckets start early but pay the cost of a message often; one bucket for everything starts when
+backward is over. What is best depends on the model and the network: measure. A share that is negative, or that the one
+large bucket shows as well, is not overlap but noise, or the cost of something else: run it again on an idle machine.
 
 On a CPU the ranks' own cores carry the messages, so communication takes time away from backward even where the two
 overlap. On GPUs it runs beside the computation. The trace opens in chrome://tracing or ui.perfetto.dev.
@@ -15,11 +16,10 @@ overlap. On GPUs it runs beside the computation. The trace opens in chrome://tra
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import statistics
 import time
-from contextlib import nullcontext
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,36 +35,43 @@ def build_model(width: int, layers: int) -> nn.Module:
 
 
 class Measured:
-    """One model in formation, whose step can be run in parts."""
+    """The same model twice: by itself, and in formation."""
 
     def __init__(self, args: argparse.Namespace, bucket_cap_mb: float) -> None:
         self.formation = phalanx.Formation(bucket_cap_mb=bucket_cap_mb)
         if self.formation.world_size == 1:
             raise SystemExit("one rank has nobody to talk to: start two, as the first lines of this file say")
-        self.model = self.formation.prepare(build_model(args.width, args.layers))  # torch's DDP
+        self.ddp = self.formation.prepare(build_model(args.width, args.layers))
+        self.plain = build_model(args.width, args.layers).to(self.formation.device)
+        # Its gradients lie in one piece of memory, as DDP's lie in its buckets: nothing has to be copied to be sent.
+        self.gradients = torch.zeros(sum(p.numel() for p in self.plain.parameters()), device=self.formation.device)
+        parts = self.gradients.split([p.numel() for p in self.plain.parameters()])
+        for parameter, part in zip(self.plain.parameters(), parts, strict=True):
+            parameter.grad = part.view_as(parameter)
         self.inputs = torch.randn(args.batch_size, args.width, device=self.formation.device)
 
-    def backward(self, *, synchronised: bool) -> None:
-        """Forward and backward; `synchronised`: DDP sends each bucket as soon as it is full."""
-        with nullcontext() if synchronised else self.model.no_sync():
-            self.model(self.inputs).square().mean().backward()
+    def compute(self) -> None:
+        """Forward and backward, and nothing is sent."""
+        self.plain(self.inputs).square().mean().backward()
 
-    def all_reduce(self) -> None:
-        """Average all gradients in one message, after backward: as a loop without buckets would."""
-        gradients = [parameter.grad for parameter in self.model.parameters()]
-        flat = torch.cat([gradient.flatten() for gradient in gradients])
-        dist.all_reduce(flat)
-        flat /= self.formation.world_size
-        parts = flat.split([gradient.numel() for gradient in gradients])
-        for gradient, part in zip(gradients, parts, strict=True):
-            gradient.copy_(part.view_as(gradient))
+    def one_after_the_other(self) -> None:
+        """Forward and backward, then one all-reduce of all gradients."""
+        self.compute()
+        dist.all_reduce(self.gradients)
+        self.gradients /= self.formation.world_size
 
-    def time(self, steps: dict[str, Any], repeats: int) -> dict[str, float]:
+    def overlapped(self) -> None:
+        """Forward and backward, in which DDP sends each bucket as soon as it is full."""
+        self.ddp(self.inputs).square().mean().backward()
+
+    def time(self, repeats: int) -> dict[str, float]:
         """Return each step's median milliseconds on the slowest rank; they take turns, and share disturbances."""
+        steps = {"compute": self.compute, "apart": self.one_after_the_other, "overlapped": self.overlapped}
         seconds: dict[str, list[float]] = {name: [] for name in steps}
         for repeat in range(repeats + 2):  # the first ones warm up: DDP makes its buckets anew after its first step
             for name, step in steps.items():
-                self.model.zero_grad()
+                self.ddp.zero_grad()
+                self.gradients.zero_()
                 self.wait()
                 start = time.perf_counter()
                 step()
@@ -81,39 +88,28 @@ class Measured:
         dist.barrier()
 
     def close(self) -> None:
-        del self.model
+        del self.ddp
         self.formation.close()
 
 
 def measure(args: argparse.Namespace, bucket_cap_mb: float) -> dict[str, float]:
-    """Return milliseconds of each part, and of the whole with and without overlap."""
+    """Return milliseconds without an all-reduce, with one after backward and with one meanwhile; and what is hidden."""
     measured = Measured(args, bucket_cap_mb)
-
-    def apart() -> None:
-        measured.backward(synchronised=False)
-        measured.all_reduce()
-
-    steps = {
-        "compute": lambda: measured.backward(synchronised=False),
-        "apart": apart,
-        "overlapped": lambda: measured.backward(synchronised=True),
-    }
-    found = measured.time(steps, args.repeats)
+    found = measured.time(args.repeats)
     measured.close()
     # What the all-reduce costs when nothing hides it, and how much of that is gone when DDP does it meanwhile.
-    found["all-reduce"] = found["apart"] - found["compute"]
-    found["hidden"] = (found["apart"] - found["overlapped"]) / found["all-reduce"] if found["all-reduce"] > 0 else 0.0
-    return found
+    all_reduce = found["apart"] - found["compute"]
+    return {**found, "hidden": (found["apart"] - found["overlapped"]) / all_reduce if all_reduce > 0 else math.nan}
 
 
 def write_trace(args: argparse.Namespace) -> None:
     """Record one synchronised step of rank 0, with the bucket size that was named first."""
     measured = Measured(args, args.buckets[0])
     for _ in range(2):
-        measured.backward(synchronised=True)
+        measured.overlapped()
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
     with profile(activities=activities) as profiler:
-        measured.backward(synchronised=True)
+        measured.overlapped()
         measured.wait()
     if measured.formation.is_main:
         profiler.export_chrome_trace(args.trace)
