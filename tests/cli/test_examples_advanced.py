@@ -114,7 +114,7 @@ def test_smaller_layouts_by_flags(run_example, tmp_path):
     text = run_python(
         ADVANCED / "hybrid_parallelism.py", "--data", 1, "--tensor", 1, "--schedule", "zero-bubble", cwd=tmp_path
     )
-    assert "AGREES  ddp x pp2, 2 ranks" in text or "AGREES  fsdp x pp2, 2 ranks" in text
+    assert re.search(r"^AGREES .*pp2, 2 ranks", text, flags=re.MULTILINE)
     ours = run_example(ADVANCED / "hybrid_parallelism.py", "--data", "1", "--tensor", "1", "--schedule", "zero-bubble")
     losses = [re.findall(r"^losses (.*)$", found, flags=re.MULTILINE)[-1].split() for found in (text, ours)]
     assert [float(loss) for loss in losses[0]] == pytest.approx([float(loss) for loss in losses[1]], rel=1e-5)
