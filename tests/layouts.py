@@ -30,7 +30,14 @@ def make_tokens(samples: int, time: int, *, ignoring: bool) -> TensorDataset:
 
 
 def train(
-    folder: str, name: str = "llama", *, samples: int = 32, dtype: str = "float64", time: int = 8, **settings: Any
+    folder: str,
+    name: str = "llama",
+    *,
+    samples: int = 32,
+    val_samples: int | None = None,
+    dtype: str = "float64",
+    time: int = 8,
+    **settings: Any,
 ) -> tuple[dict[str, torch.Tensor], dict[str, float], list[float]]:
     """Train on this rank; return the whole weights, the last evaluation, and the steps' gradient norms."""
     torch.manual_seed(3)
@@ -39,8 +46,10 @@ def train(
         model = MODELS[name](**{**SHAPE, **settings.pop("shape", {})}).to(getattr(torch, dtype))
     defaults = {"device": "cpu", "progress": False, "learning_rate": 1e-2, "log_every_n_steps": 1}
     config = DistributedConfig(**{**defaults, **settings})
-    data = DataLoader(make_tokens(samples, time, ignoring=config.loss_weighting == "tokens"), shuffle=True)
-    result = run_job(Job("fit", TrainTask(model, data, data), config, Path(folder)), in_place=True)
+    ignoring = config.loss_weighting == "tokens"
+    data = DataLoader(make_tokens(samples, time, ignoring=ignoring), shuffle=True)
+    val = data if val_samples is None else DataLoader(make_tokens(val_samples, time, ignoring=ignoring))
+    result = run_job(Job("fit", TrainTask(model, data, val), config, Path(folder)), in_place=True)
     weights = whole_weights(model)
     assert weights is not None
     assert result.history is not None
@@ -51,9 +60,11 @@ def train(
     )
 
 
-def assert_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], tolerance: float) -> None:
-    """Compare all weights, relative to the largest of each tensor."""
+def assert_same(
+    ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], tolerance: float, where: str = ""
+) -> None:
+    """Compare all weights, relative to the largest of each tensor; `where` tells an error which run it was."""
     assert ours.keys() == theirs.keys()
     for name, value in theirs.items():
         difference = (ours[name] - value).abs().max().item() / max(1.0, value.abs().max().item())
-        assert difference <= tolerance, f"{name} differs by {difference}"
+        assert difference <= tolerance, f"{where} {name} differs by {difference}".lstrip()

@@ -26,6 +26,7 @@ from phalanx.observe.events import (
 )
 from phalanx.observe.history import EpochRecord, History
 from phalanx.observe.timing import Throughput
+from phalanx.strategies.pipeline import Pipeline
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -85,7 +86,7 @@ class Reporter:
                 device=world.device.type,
                 strategy=loop.formation.strategy.name,
                 precision=loop.formation.precision.name,
-                parameters=sum(p.numel() for p in loop.task.model.parameters()),
+                parameters=_count_parameters(loop),
                 batch_size=loop.train_loader.sharded.layout.batch_size,
                 accumulation=config.gradient_accumulation_steps,
                 global_batch=loop.global_batch,
@@ -254,3 +255,14 @@ def _memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _count_parameters(loop: TrainLoop) -> int:
+    """Count those of the whole model: a rank of a pipeline has its stages only, and tied ones lie on several."""
+    if not isinstance(loop.model, Pipeline):
+        return sum(parameter.numel() for parameter in loop.task.model.parameters())
+    copies = {id(tied.parameter): tied.copies for tied in loop.model.tied}
+    here = sum(parameter.numel() / copies.get(id(parameter), 1) for parameter in loop.task.model.parameters())
+    world = loop.formation.world
+    everywhere = loop.formation.reduce(torch.tensor(here, dtype=torch.float64), "sum").item()
+    return round(everywhere * world.mesh.pp / world.world_size)

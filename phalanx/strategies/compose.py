@@ -12,8 +12,9 @@ from torch.distributed.tensor import DTensor
 
 from phalanx.strategies.base import COALESCED_BYTES, equalise, local, share_weights
 from phalanx.strategies.context import install_ring, split_context
-from phalanx.strategies.expert import spread_experts
+from phalanx.strategies.expert import expert_parameters, spread_experts
 from phalanx.strategies.fsdp import FSDP
+from phalanx.strategies.materialise import is_meta
 from phalanx.strategies.norm import global_norm, scale_to_norm
 from phalanx.strategies.pipeline import Pipeline
 from phalanx.strategies.placing import (
@@ -162,9 +163,6 @@ class Composed(FSDP):
             (split_context if mesh.pp == 1 else install_ring)(model, self._slices)  # a pipeline cuts its batches itself
         if self.config.expert_parallel > 1:
             self._apart.update(spread_experts(model, self.device_mesh["dp_shard"]))
-            if self.world.mesh.dp_replicate > 1:
-                for parameter in self._apart:
-                    parameter.register_post_accumulate_grad_hook(self._average_replicas)  # type: ignore[no-untyped-call]
 
     def _lay_over_data(self, model: nn.Module) -> nn.Module:
         mesh = self.world.mesh
@@ -172,8 +170,12 @@ class Composed(FSDP):
         if mesh.dp_size * mesh.cp > 1 and not by_hand:
             # Outputs of a DTensor module always are views: fully_shard would warn in every run.
             warnings.filterwarnings("ignore", message=".*returned a view tensor", category=UserWarning)
-            return self._shard(model)
-        if any(parameter.is_meta for parameter in model.parameters()):
+            self._shard(model)
+            if self.config.expert_parallel > 1 and mesh.dp_replicate > 1:
+                for parameter in expert_parameters(model):
+                    parameter.register_post_accumulate_grad_hook(self._average_replicas)  # type: ignore[no-untyped-call]
+            return model
+        if is_meta(model):
             self._materialise(model)
             if by_hand and self._data_group.size() > 1:  # replicas drew their own weights
                 equalise(model.parameters(), self._data_group)
@@ -184,10 +186,10 @@ class Composed(FSDP):
         return model
 
     def _materialise(self, model: nn.Module) -> None:
-        """Draw first weights; what every rank of a tensor-parallel group holds whole must be equal there."""
+        """Draw first weights; replicas of experts know nothing of each other, and drew their own."""
         super()._materialise(model)
-        if self.world.mesh.tp > 1:
-            equalise((p for p in model.parameters() if not _is_cut(p, "tp")), self.device_mesh["tp"].get_group())
+        if self.config.expert_parallel > 1 and self.world.mesh.dp_replicate > 1:
+            equalise(model.parameters(), self.device_mesh["dp_replicate"].get_group())
 
     def _seed(self) -> None:
         """Ranks that hold equal activations want equal dropout, all others dropout of their own."""
@@ -215,14 +217,6 @@ class Composed(FSDP):
         flat /= group.size()
         parts = flat.split([gradient.numel() for gradient in gradients])  # type: ignore[no-untyped-call]
         torch._foreach_copy_(gradients, [part.view_as(g) for part, g in zip(parts, gradients, strict=True)])
-
-
-def _is_cut(parameter: torch.Tensor, axis: str) -> bool:
-    """Whether ranks of an axis hold different parts of a parameter."""
-    if not isinstance(parameter, DTensor):
-        return False
-    names = parameter.device_mesh.mesh_dim_names or ()
-    return axis in names and not parameter.placements[names.index(axis)].is_replicate()
 
 
 def _complete_gradient(parameter: torch.Tensor) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from torch.nn.parallel import DistributedDataParallel
 
 from phalanx.strategies.base import Strategy
+from phalanx.strategies.materialise import is_meta, materialise
 
 if TYPE_CHECKING:
     from torch import nn
@@ -19,6 +20,8 @@ class DDP(Strategy):
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Wrap the model in torch's DDP. One rank, or nothing to train, needs no wrapper."""
+        if is_meta(model):
+            materialise(model, self.world.device)
         if self.world.world_size == 1 or not any(p.requires_grad for p in model.parameters()):
             return model
         device = self.world.device

@@ -20,9 +20,13 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
+def expert_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters of all experts."""
+    return [parameter for name in _names(model) for parameter in model.get_submodule(name).parameters(recurse=False)]
+
+
 def spread_experts(model: nn.Module, mesh: DeviceMesh) -> list[nn.Parameter]:
     """Keep this rank's experts only, and exchange rows around them; return their parameters."""
-    kept: list[nn.Parameter] = []
     for name in _names(model):
         module = model.get_submodule(name)
         for key, parameter in list(module.named_parameters(recurse=False)):
@@ -30,9 +34,8 @@ def spread_experts(model: nn.Module, mesh: DeviceMesh) -> list[nn.Parameter]:
             part = parameter.detach().chunk(mesh.size())[mesh.get_local_rank()].clone()
             spread = DTensor.from_local(part, mesh, [Shard(0)], run_check=False)
             setattr(module, key, nn.Parameter(spread, requires_grad=parameter.requires_grad))
-            kept.append(getattr(module, key))
         module.forward = partial(_exchanged, module, mesh.get_group())
-    return kept
+    return expert_parameters(model)
 
 
 def _names(model: nn.Module) -> list[str]:

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from phalanx.strategies.base import Strategy, equalise, share_weights
+from phalanx.strategies.base import Strategy, share_weights
 from phalanx.strategies.blocks import blocks_of_class, find_blocks
+from phalanx.strategies.materialise import is_meta, materialise
 from phalanx.world.groups import build_device_mesh
 from phalanx.world.seed import seed_everything
 
@@ -31,7 +32,11 @@ class FSDP(Strategy):
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Shard the model in place: its blocks first, then what is left. One rank has nothing to share."""
-        if self.world.world_size == 1 or isinstance(model, FSDPModule):
+        if isinstance(model, FSDPModule):
+            return model
+        if self.world.world_size == 1:
+            if is_meta(model):
+                self._materialise(model)
             return model
         share_weights(model)
         return self._shard(model)
@@ -45,7 +50,7 @@ class FSDP(Strategy):
         for block in self._blocks(model).values():
             fully_shard(block, **options)
         fully_shard(model, **options)
-        if any(parameter.is_meta for parameter in model.parameters()):
+        if is_meta(model):
             self._materialise(model)
         self._seed()
         return model
@@ -103,10 +108,4 @@ class FSDP(Strategy):
 
     def _materialise(self, model: nn.Module) -> None:
         """Give a model that was built without memory its shards, and its first weights in them."""
-        model.to_empty(device="cpu" if self.config.offload == "cpu" else self.world.device)
-        model.init_weights()  # type: ignore[operator]
-        for module in model.modules():
-            if hasattr(module, "reset_adapter"):  # a LoRA adapter, of which the model itself knows nothing
-                module.reset_adapter()  # type: ignore[operator]
-        if self.world.mesh.dp_replicate > 1:  # replicas drew their own weights
-            equalise(model.parameters(), self.device_mesh["dp_replicate"].get_group())
+        materialise(model, "cpu" if self.config.offload == "cpu" else self.world.device)

@@ -18,7 +18,7 @@ from phalanx.trainers.folders import discard_unused, make_run_dir
 from phalanx.trainers.job import Job, JobResult, run_job
 from phalanx.trainers.preflight import check_before_start
 from phalanx.trainers.remote import run_on_ranks
-from phalanx.trainers.weights import load_weights, save_weights
+from phalanx.trainers.weights import hand_back, load_weights, save_weights
 from phalanx.world.env import read_rank_env
 from phalanx.world.layout import plan_layout
 
@@ -147,7 +147,7 @@ class PyTorchDDPTrainer:
                 discard_unused(config, run_dir)
             raise
         if result.weights is not None:
-            self.model.load_state_dict(result.weights)
+            hand_back(self.model, result.weights)
         if isinstance(self.optimizer, torch.optim.Optimizer) and result.optimizer_state is not None:
             self.optimizer.load_state_dict(result.optimizer_state)
         return result

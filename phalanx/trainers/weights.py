@@ -10,6 +10,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from phalanx import checkpoint
 from phalanx.errors import CheckpointError, nearest
 from phalanx.strategies.base import whole
+from phalanx.strategies.materialise import is_meta, materialise
 from phalanx.strategies.placing import join_stages
 
 if TYPE_CHECKING:
@@ -61,6 +62,14 @@ def save_weights(model: nn.Module, path: Path, *, here: bool = True) -> None:
             temporary.unlink(missing_ok=True)
     except Exception as error:  # torch and safetensors each tell a full disk in errors of their own
         raise CheckpointError(f"the weights cannot be written to {path}: {error}") from error
+
+
+def hand_back(model: nn.Module, weights: Mapping[str, Any]) -> None:
+    """Put weights that ranks trained into the user's own model; one on the meta device gets memory for them first."""
+    if is_meta(model):
+        with torch.random.fork_rng(devices=[]):  # what it draws is overwritten
+            materialise(model, "cpu")
+    model.load_state_dict(weights)
 
 
 def _write(state: dict[str, torch.Tensor], path: Path, *, torch_format: bool) -> None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 _MADE: dict[Any, Any] = {}
-"""Groups and meshes of this process by what they are made of: every fit would make its own, and torch keeps them all."""
+"""Groups and meshes of this process by what they are made of: each fit would make its own, and torch keeps them all."""
 
 
 def forget_groups() -> None:

@@ -1,4 +1,4 @@
-"""context parallelism equals one process: alone and with other axes, by samples and tokens, and across layouts."""
+"""context parallelism beyond the matrix: weighting by samples, models of a user's own, checkpoints, bad input."""
 
 from __future__ import annotations
 
@@ -75,24 +75,15 @@ def train(folder: str, name: str = "llama", *, samples: int = 32, dtype: str = "
 
 LAYOUTS = {
     "context 2": (2, {"context_parallel": 2}),
-    "context 4": (4, {"context_parallel": 4}),
     "context 2 x fsdp 2": (4, {"context_parallel": 2, "strategy": "fsdp"}),
     "context 2 x pipeline 2": (4, {"context_parallel": 2, "pipeline_parallel": 2}),
-    "context 2 x pipeline 2 x tensor 2": (8, {"context_parallel": 2, "pipeline_parallel": 2, "tensor_parallel": 2}),
     "context 2 x tensor 2": (4, {"context_parallel": 2, "tensor_parallel": 2, "activation_checkpointing": True}),
 }
 CASES = [
-    ("gpt", "context 2", "tokens", 4, "float64"),
     ("gpt", "context 2 x tensor 2", "samples", 1, "float64"),
     ("llama", "context 2", "samples", 1, "float64"),
-    ("llama", "context 4", "tokens", 1, "float64"),
-    ("llama", "context 2 x fsdp 2", "tokens", 4, "float64"),
     ("llama", "context 2 x fsdp 2", "samples", 1, "float64"),
-    ("llama", "context 2 x tensor 2", "tokens", 2, "float64"),
     ("gpt", "context 2 x pipeline 2", "samples", 1, "float64"),
-    ("llama", "context 2 x pipeline 2", "tokens", 2, "float64"),
-    ("llama", "context 2 x pipeline 2 x tensor 2", "tokens", 1, "float64"),
-    ("llama", "context 2", "tokens", 1, "float32"),
     ("own", "context 2 x fsdp 2", "tokens", 2, "float64"),
 ]
 ONE: dict[tuple, tuple] = {}
