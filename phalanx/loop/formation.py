@@ -34,7 +34,7 @@ from phalanx.loop.prepared import PreparedLoader
 from phalanx.loop.replaced import Replaced
 from phalanx.loop.schedulers import bind_scheduler
 from phalanx.loop.snapshot import restore_snapshot, save_snapshot
-from phalanx.strategies.base import local
+from phalanx.strategies.base import claim_layout, local
 from phalanx.strategies.engine import OwnsStep
 from phalanx.strategies.pipeline import Pipeline
 from phalanx.strategies.registry import build_strategy
@@ -148,6 +148,7 @@ class Formation:
         )
 
     def _prepare_model(self, model: nn.Module) -> nn.Module:
+        claim_layout(model, self.strategy.layout)
         adapt(model, self.config)
         before = dict(model.named_parameters(remove_duplicate=False))
         if not any(parameter.is_meta for parameter in before.values()):
@@ -155,6 +156,8 @@ class Formation:
         self._undo.append(spare_activations(model, self.config))
         wrapped = self.strategy.wrap(model)
         self._replaced.note(before, dict(model.named_parameters(remove_duplicate=False)))
+        for optimizer in self.optimizers:  # prepared before the model
+            self._replaced.follow(optimizer)
         if self.config.compile:
             for part in wrapped.stages.values() if isinstance(wrapped, Pipeline) else [model]:
                 self._undo.append(compile_in_place(part))

@@ -211,6 +211,13 @@ class MoE(Decoder):
             return LMOutput(output.loss + config.balance * torch.stack(balances).mean(), output.logits)
         return output
 
+    def pipeline_units(self) -> list[str]:
+        """A mixture is no row of units: its balance loss is collected from all layers."""
+        raise ModelError(
+            "a mixture of experts cannot be cut into pipeline stages: its balance loss is collected from all layers",
+            hint="Use expert_parallel, or strategy='fsdp'.",
+        )
+
     def expert_modules(self) -> list[str]:
         """Return the modules whose experts may lie on different ranks."""
         return [f"layers.{number}.feed.experts" for number in range(len(self.layers))]

@@ -16,6 +16,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor, Replicate
 
+from phalanx.errors import UsageError
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from phalanx.world.world import World
 
 
+_LAYOUT = "_phalanx_layout"
 COALESCED_BYTES = 250 * 1024 * 1024
 """How much is sent at a time where many small tensors go from one rank to all."""
 
@@ -61,6 +64,18 @@ def equalise(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> No
         dist._broadcast_coalesced(group, parts, COALESCED_BYTES, 0)
 
 
+def claim_layout(model: nn.Module, layout: str | None) -> None:
+    """Refuse a model that an earlier run in this process laid over the ranks in another way; mark it with this one."""
+    before = model.__dict__.get(_LAYOUT)
+    if before is not None and before != layout:
+        raise UsageError(
+            f"this model lies over the ranks already as {before}, and cannot be laid out as {layout or 'whole copies'}",
+            hint="Build a fresh model: weights move with trainer.save() and load(), or in checkpoints.",
+        )
+    if layout is not None:
+        model.__dict__[_LAYOUT] = layout
+
+
 class Strategy:
     """Lays a model over the ranks. Subclasses override only what their way of sharing changes."""
 
@@ -71,6 +86,11 @@ class Strategy:
     def __init__(self, config: DistributedConfig, world: World) -> None:
         self.config = config
         self.world = world
+
+    @property
+    def layout(self) -> str | None:
+        """How this strategy changes a model for good, in words; None: it leaves it whole."""
+        return None
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Return the model that the loop calls; its parameters stay those of `model`."""

@@ -48,6 +48,17 @@ class Composed(FSDP):
     _syncing = True
     _equal_activations = False
 
+    @property
+    def layout(self) -> str | None:
+        """The axes, and how the stages are cut."""
+        config = self.config
+        parts = [super().layout]
+        if self.world.mesh.pp > 1:
+            parts += [config.pipeline_schedule, config.pipeline_cuts and f"cut at {config.pipeline_cuts}"]
+        if config.expert_parallel > 1:
+            parts.append("experts apart")
+        return ", ".join(part for part in parts if part)
+
     def wrap(self, model: nn.Module) -> nn.Module:
         """Split the model in place, cut it into stages, then shard what this rank has over the data axes."""
         mesh = self.world.mesh
@@ -143,7 +154,8 @@ class Composed(FSDP):
         return placed
 
     def _pipeline(self, model: nn.Module, placed: Placed) -> Pipeline:
-        pipeline = Pipeline(model, placed.stages, placed.row, self.world.device, self.config.microbatches)
+        count = self.config.microbatches
+        pipeline = Pipeline(model, placed.stages, placed.row, self.world.device, count, placed.smallest)
         pipeline.slices = self._slices
         if placed.row.schedule.splits_backward:
             pipeline.finishing.append(partial(self._average_gradients, list(model.parameters())))

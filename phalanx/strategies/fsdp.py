@@ -30,6 +30,13 @@ class FSDP(Strategy):
     name = "fsdp"
     shards = True
 
+    @property
+    def layout(self) -> str | None:
+        """The axes and the sharding; one rank has nothing to share."""
+        mesh = self.world.mesh
+        axes = " x ".join(f"{axis} {size}" for axis, size in mesh.sizes.items() if size > 1)
+        return f"{axes} ({self.config.resolved_sharding})" if mesh.world_size > 1 else None
+
     def wrap(self, model: nn.Module) -> nn.Module:
         """Shard the model in place: its blocks first, then what is left. One rank has nothing to share."""
         if isinstance(model, FSDPModule):

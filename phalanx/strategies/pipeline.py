@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from contextlib import nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,28 +21,20 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from phalanx.errors import ModelError, UsageError
 from phalanx.strategies.base import local
 from phalanx.strategies.batch_rows import count_rows, cut_rows, fill_rows
+from phalanx.strategies.judge import Judge
 from phalanx.world.schedules import choose_microbatches
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from contextlib import AbstractContextManager
 
+    from phalanx.strategies.judge import BatchLoss
     from phalanx.strategies.sequence import SequenceSlices
     from phalanx.world.schedules import Schedule
 
 
 _KEPT_RUNNERS = 8
 _TARGETS = ("targets", "target", "labels", "label", "y")
-
-
-class BatchLoss(Protocol):
-    """How a batch is judged: by the last stage, a part at a time."""
-
-    def __call__(self, output: Any, batch: Any) -> torch.Tensor:
-        """Return the mean loss of a part of the batch."""
-
-    def weigh(self, batch: Any) -> float | torch.Tensor:
-        """Return how much a part of the batch counts in the mean over the whole."""
 
 
 class Row(NamedTuple):
@@ -83,6 +75,7 @@ class Pipeline(nn.Module):
         row: Row,
         device: torch.device,
         microbatches: int | None,
+        smallest: int = 1,
     ) -> None:
         super().__init__()
         self.module = model
@@ -98,16 +91,22 @@ class Pipeline(nn.Module):
         self._places: dict[str, torch.Tensor] = {}
         self._device = device
         self._wanted = microbatches
+        self._smallest = smallest
         self._largest = 0
         self._runners: dict[Any, _Runner] = {}
         self._autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
         for stage in self.stages.values():
-            stage.forward = partial(self._call, type(stage).forward, stage)
+            stage.forward = partial(self._call, stage)
 
-    def _call(self, forward: Any, *inputs: Any) -> Any:
+    def _call(self, stage: nn.Module, *inputs: Any) -> Any:
         """Mixed precision belongs to the forward passes alone; a schedule has backward passes between them."""
+        if isinstance(stage, nn.Sequential) and type(stage).forward is nn.Sequential.forward and len(inputs) > 1:
+            raise ModelError(
+                f"a stage of an nn.Sequential got {len(inputs)} tensors, and it takes one",
+                hint="Let every unit return one tensor, and the batches be (inputs, targets).",
+            )
         with self._autocast():
-            return forward(*inputs, **self._places)
+            return type(stage).forward(stage, *inputs, **self._places)
 
     def train(self, mode: bool = True) -> Pipeline:
         """Set the mode of the stages too: what holds their units is a copy."""
@@ -154,7 +153,7 @@ class Pipeline(nn.Module):
         weight = loss.weigh(cut_rows(padded, 0, rows))
         if self.slices is not None:
             weight = self.slices.mean(weight, self._device)
-        judge = _Judge(loss, padded, rows, size, factor, autocast, weight)
+        judge = Judge(loss, padded, rows, size, factor, autocast, weight)
         self._autocast = autocast
         try:
             self._runner(padded, size, count).run(padded, judge)
@@ -214,7 +213,8 @@ class Pipeline(nn.Module):
         return hidden
 
     def _microbatches(self, batch_size: int) -> int:
-        return choose_microbatches(self._wanted, batch_size, self.row.size, self.row.schedule)
+        row = self.row
+        return choose_microbatches(self._wanted, batch_size, row.size, row.schedule, smallest=self._smallest)
 
     def _runner(self, batch: Any, size: int, count: int) -> _Runner:
         """Return the runner for inputs of this shape: torch fixes the shapes between stages when it first runs."""
@@ -232,7 +232,7 @@ class _Runner:
     def __init__(self, stages: Mapping[int, nn.Module], row: Row, device: torch.device, count: int) -> None:
         self._stages = stages
         self._count = count
-        self._judge: _Judge | None = None
+        self._judge: Judge | None = None
         made = [
             PipelineStage(module, number, row.num_stages, device, group=row.group) for number, module in stages.items()
         ]
@@ -240,7 +240,7 @@ class _Runner:
         several: Any = made if row.schedule.stages_per_rank > 1 else made[0]
         self._schedule = kind(several, n_microbatches=count, loss_fn=self._loss, scale_grads=False)
 
-    def run(self, batch: tuple[Any, ...], judge: _Judge) -> None:
+    def run(self, batch: tuple[Any, ...], judge: Judge) -> None:
         """Run one schedule: all microbatches forward and backward."""
         self._judge = judge
         inputs = batch[:-1] if 0 in self._stages else ()
@@ -253,51 +253,6 @@ class _Runner:
     def _loss(self, output: Any, number: torch.Tensor) -> torch.Tensor:
         assert self._judge is not None, "only while a schedule runs"
         return self._judge(output, int(number))
-
-
-class _Judge:
-    """The loss of each microbatch, weighed so that their sum is the mean over the batch's real samples."""
-
-    def __init__(
-        self,
-        loss: BatchLoss,
-        batch: Any,
-        rows: int,
-        size: int,
-        factor: float | torch.Tensor,
-        autocast: Callable[[], AbstractContextManager[Any]],
-        weight: float | torch.Tensor,
-    ) -> None:
-        self._loss = loss
-        self._batch = batch
-        self._rows = rows
-        self._size = size
-        self._factor = factor
-        self._autocast = autocast
-        self._weight = weight
-        self._found: dict[int, torch.Tensor] = {}
-
-    def __call__(self, output: Any, number: int) -> torch.Tensor:
-        start = number * self._size
-        real = min(self._size, self._rows - start)
-        if real <= 0:  # the batch was short: these rows are stand-ins
-            return torch.stack([leaf.sum() * 0.0 for leaf in pytree.tree_leaves(output)]).sum()
-        part = cut_rows(self._batch, start, start + real)
-        seen = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor[:real], output)
-        with self._autocast():
-            loss = self._loss(seen, part)
-        share = self._loss.weigh(part) / self._weight
-        if isinstance(share, torch.Tensor):  # without a label that counts there is no mean, and nothing to add
-            loss = torch.where(share > 0, loss, 0.0)
-        self._found[number] = loss.detach() * share
-        return loss * (share * self._factor)
-
-    def total(self, device: torch.device) -> torch.Tensor:
-        """Return the mean loss of the batch, where this rank has seen it."""
-        total = torch.zeros((), dtype=torch.float64, device=device)
-        for value in self._found.values():
-            total += value
-        return total
 
 
 class Tied:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from phalanx.strategies.pipeline import Row, Tie
 from phalanx.strategies.stages import check_count, cut_at, cut_evenly, drop_units, part_of, units_of
@@ -16,7 +17,6 @@ from phalanx.world.schedules import SCHEDULES
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
     from phalanx.config import DistributedConfig
@@ -32,6 +32,8 @@ class Placed:
     row: Row
     stages: dict[int, nn.Module]
     ties: list[Tie]
+    smallest: int
+    """The least samples of a microbatch: a norm over the batch needs two."""
 
 
 def placed_before(model: nn.Module) -> Placed | None:
@@ -46,6 +48,7 @@ class StagePlan(NamedTuple):
     row: Row
     units: list[str]
     parts: list[list[str]]
+    has_batch_norm: bool
 
 
 def plan_stages(model: nn.Module, config: DistributedConfig, mesh: DeviceMesh) -> StagePlan:
@@ -53,16 +56,18 @@ def plan_stages(model: nn.Module, config: DistributedConfig, mesh: DeviceMesh) -
     row = Row(mesh.get_group(), mesh.get_local_rank(), mesh.size(), SCHEDULES[config.pipeline_schedule])
     units = units_of(model)
     check_count(model, units, row.num_stages)
-    return StagePlan(row, units, _cut(model, units, config, row.num_stages))
+    has_batch_norm = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
+    return StagePlan(row, units, _cut(model, units, config, row.num_stages), has_batch_norm)
 
 
 def place_stages(model: nn.Module, plan: StagePlan, world: World) -> Placed:
     """Let this rank keep the units of its stages. All ranks must call this."""
-    row, units, parts = plan
+    row, units, parts = plan.row, plan.units, plan.parts
     ties = _find_ties(model, parts, row, world)
     mine = {stage: parts[stage] for stage in row.schedule.stages_of(row.place, row.size)}
     drop_units(model, units, [unit for kept in mine.values() for unit in kept])
-    placed = Placed(row, {stage: part_of(model, units, kept) for stage, kept in mine.items()}, ties)
+    stages = {stage: part_of(model, units, kept) for stage, kept in mine.items()}
+    placed = Placed(row, stages, ties, 2 if plan.has_batch_norm else 1)
     for part in placed.stages.values():
         if hasattr(part, "sequence_shards"):  # hidden states between stages are slices of the sequence
             setattr(part, "sequence_shards", world.mesh.tp)  # noqa: B010 - an attribute that only some models have

@@ -61,27 +61,29 @@ SCHEDULES = {
 """The schedules by the name that the config gives them."""
 
 
-def choose_microbatches(wanted: int | None, batch_size: int, ranks: int, schedule: Schedule) -> int:
+def choose_microbatches(
+    wanted: int | None, batch_size: int, ranks: int, schedule: Schedule, *, smallest: int = 1
+) -> int:
     """Return into how many microbatches a rank's batch is cut; what cannot be is refused with what could.
 
     By default up to four for each rank of the row, as far as the batch divides: that keeps the bubble small.
+    `smallest`: the least samples that a microbatch may have.
     """
-    possible = [
-        count for count in range(1, batch_size + 1) if batch_size % count == 0 and _fits(count, ranks, schedule)
-    ]
+    most = batch_size // smallest
+    possible = [count for count in range(1, most + 1) if batch_size % count == 0 and _fits(count, ranks, schedule)]
     if not possible:
         raise UsageError(
             f"a batch of {batch_size} samples is too small for pipeline_schedule = {schedule.name!r} on {ranks} ranks",
-            hint=f"Raise batch_size to a multiple of {ranks}, or write pipeline_schedule = 'gpipe'.",
+            hint=f"Raise batch_size to a multiple of {ranks * smallest}, or write pipeline_schedule = 'gpipe'.",
         )
     if wanted is None:
         return max((count for count in possible if count <= 4 * ranks), default=possible[0])
     if wanted not in possible:
-        cause = (
-            f"a batch of {batch_size} samples cannot be cut into microbatches = {wanted}"
-            if batch_size % wanted
-            else f"pipeline_schedule = {schedule.name!r} on {ranks} ranks cannot run microbatches = {wanted}"
-        )
+        cause = f"pipeline_schedule = {schedule.name!r} on {ranks} ranks cannot run microbatches = {wanted}"
+        if batch_size % wanted:
+            cause = f"a batch of {batch_size} samples cannot be cut into microbatches = {wanted}"
+        elif wanted > most:
+            cause = f"microbatches = {wanted} leave less than {smallest} samples for each, and batch norms need them"
         raise UsageError(
             cause, hint=f"With batch_size = {batch_size} microbatches can be: {', '.join(map(str, possible))}."
         )
