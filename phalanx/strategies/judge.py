@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 import torch.utils._pytree as pytree
@@ -22,6 +22,13 @@ class BatchLoss(Protocol):
 
     def weigh(self, batch: Any) -> float | torch.Tensor:
         """Return how much a part of the batch counts in the mean over the whole."""
+
+
+class Judged(NamedTuple):
+    """An output and its loss, as models that judge themselves return them."""
+
+    loss: torch.Tensor
+    logits: Any
 
 
 class Judge:

@@ -21,7 +21,7 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from phalanx.errors import ModelError, UsageError
 from phalanx.strategies.base import local
 from phalanx.strategies.batch_rows import count_rows, cut_rows, fill_rows
-from phalanx.strategies.judge import Judge
+from phalanx.strategies.judge import Judge, Judged
 from phalanx.world.schedules import choose_microbatches
 
 if TYPE_CHECKING:
@@ -187,7 +187,7 @@ class Pipeline(nn.Module):
             hidden = self._passed_on(hidden, self.row.owner(stage))
         if self.slices is not None:
             hidden = self.slices.gather(hidden)
-        return hidden if own_loss is None or targets is None else own_loss(hidden, targets)
+        return hidden if own_loss is None or targets is None else Judged(own_loss(hidden, targets), hidden)
 
     def _takes_targets(self, count: int) -> bool:
         """Whether the last of so many arguments are targets, by the name that the model's forward gives them."""
