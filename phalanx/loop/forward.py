@@ -15,10 +15,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from phalanx.config.labels import IGNORED_LABEL
 from phalanx.errors import ModelError
-
-IGNORED_LABEL = -100
-"""The label that torch's cross entropy and Hugging Face models leave out of the mean."""
 
 _TARGET_NAMES = {"label", "labels", "target", "targets", "y"}
 

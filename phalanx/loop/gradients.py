@@ -191,13 +191,21 @@ class Gradients:
         if self._scaler is not None and self.boundary and id(optimizer) not in self._unscaled:
             self._unscaled.add(id(optimizer))
             self._scaler.unscale_(optimizer)
+            found = self._scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+            if not found:  # no gradient here: nothing overflowed, where torch would ask what it has looked at
+                found[self._world.device] = torch.zeros((), device=self._world.device)
             if self._strategy.shards and self._world.world_size > 1:
-                self._agree_on_overflow(self._scaler, optimizer)
+                self._agree_on_overflow(list(found.values()))
 
-    def _agree_on_overflow(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
-        """Ranks that hold parts of the model see an overflow in their own parts only, but all must skip the step."""
-        for found in scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
-            dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    def _agree_on_overflow(self, found: list[torch.Tensor]) -> None:
+        """Ranks that hold parts of the model see an overflow in their own parts only, but all must skip the step.
+
+        One reduction on every rank: a pipeline stage may hold none of an optimizer's parameters.
+        """
+        anywhere = torch.stack([flag.to(self._world.device) for flag in found]).amax()
+        dist.all_reduce(anywhere, op=dist.ReduceOp.MAX)
+        for flag in found:
+            flag.copy_(anywhere)
 
     def update_scale(self) -> None:
         """Let fp16's scale grow or shrink after a step: once all optimizers have stepped, before the next backward."""

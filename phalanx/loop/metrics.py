@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from phalanx.config.labels import IGNORED_LABEL
 from phalanx.errors import ModelError
-from phalanx.loop.forward import IGNORED_LABEL
 
 Metric = Callable[[Any, Any], Any]
 """metric(output, target) -> one value per sample, the mean over the batch, or (total, number of what was counted)."""

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from phalanx.config.precision import precision_name
+
 if TYPE_CHECKING:
     from phalanx.config import DistributedConfig
 
@@ -17,7 +19,7 @@ class Precision:
     """The forward pass's dtype, its autocast context and, for fp16, its gradient scaler."""
 
     def __init__(self, config: DistributedConfig, device: torch.device, *, by_engine: bool = False) -> None:
-        self.name = _resolve(config.mixed_precision, device)
+        self.name = precision_name(config.mixed_precision, device.type)
         self.device_type = device.type
         self.dtype = None if by_engine else {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.name)
         self.scaler: torch.amp.GradScaler | None = None
@@ -33,11 +35,3 @@ class Precision:
         if self.dtype is None:
             return _NO_AUTOCAST
         return torch.autocast(self.device_type, dtype=self.dtype)
-
-
-def _resolve(wanted: bool | str, device: torch.device) -> str:
-    if wanted is False:
-        return "fp32"
-    if wanted is True:
-        return "fp16" if device.type == "cuda" else "bf16"
-    return str(wanted)

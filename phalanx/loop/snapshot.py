@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from itertools import compress
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 
 from phalanx import checkpoint
@@ -14,7 +16,6 @@ from phalanx.world.seed import rng_state, set_rng_state
 if TYPE_CHECKING:
     from pathlib import Path
 
-    import torch
     from torch import nn
 
     from phalanx.loop.formation import Formation
@@ -83,14 +84,16 @@ def _tensors(formation: Formation) -> dict[str, Any]:
     """Return the nested state dict of all models and their optimizers, under canonical names."""
     with formation.gradients.direct():  # torch takes an empty step to give a fresh optimizer its state
         state: dict[str, Any] = {}
+        trained = _optimizers_of_models(formation)
         for number, wrapped in enumerate(formation.models):
-            for key, value in formation.strategy.state(wrapped, _optimizers_of(formation, wrapped)).items():
+            for key, value in formation.strategy.state(wrapped, trained[number]).items():
                 state[f"{key}{number or ''}" if key == "model" else f"{key}@{number}" if number else key] = value
         return state
 
 
 def _put_back(formation: Formation, state: dict[str, Any]) -> None:
     with formation.gradients.direct():
+        trained = _optimizers_of_models(formation)
         for number, wrapped in enumerate(formation.models):
             own = {
                 key.removesuffix(f"@{number}"): value
@@ -98,16 +101,23 @@ def _put_back(formation: Formation, state: dict[str, Any]) -> None:
                 if (key.endswith(f"@{number}") if number else "@" not in key and not key.startswith("model"))
             }
             own["model"] = state[f"model{number or ''}"]
-            formation.strategy.load_state(wrapped, _optimizers_of(formation, wrapped), own)
+            formation.strategy.load_state(wrapped, trained[number], own)
 
 
-def _optimizers_of(formation: Formation, wrapped: nn.Module) -> list[torch.optim.Optimizer]:
-    """Return the optimizers that train this model's parameters; an engine's trains partitions of them."""
+def _optimizers_of_models(formation: Formation) -> list[list[torch.optim.Optimizer]]:
+    """Return, for each model, the optimizers that train its parameters, on any rank; an engine's trains partitions.
+
+    Their place in the list is their name in a checkpoint. So all ranks must have the same list, also a pipeline stage
+    that holds none of an optimizer's parameters.
+    """
     if isinstance(formation.strategy, OwnsStep):
-        return formation.optimizers
-    mine = {id(parameter) for parameter in wrapped.parameters()}
-    return [
-        optimizer
-        for optimizer in formation.optimizers
-        if any(id(parameter) in mine for group in optimizer.param_groups for parameter in group["params"])
-    ]
+        return [formation.optimizers for _ in formation.models]
+    trains = [[_trains(optimizer, wrapped) for optimizer in formation.optimizers] for wrapped in formation.models]
+    if formation.world.mesh.pp > 1 and formation.models and formation.optimizers:
+        trains = formation.reduce(torch.tensor(trains).int(), "max").bool().tolist()
+    return [list(compress(formation.optimizers, chosen)) for chosen in trains]
+
+
+def _trains(optimizer: torch.optim.Optimizer, wrapped: nn.Module) -> bool:
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    return any(id(parameter) in held for parameter in wrapped.parameters())

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-IGNORED_LABEL = -100
+from phalanx.config.labels import IGNORED_LABEL
 
 
 def is_split(logits: Tensor) -> TypeGuard[DTensor]:

@@ -12,11 +12,11 @@ from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
-    set_optimizer_state_dict,
 )
 from torch.distributed.tensor import DTensor, Replicate
 
 from phalanx.errors import UsageError
+from phalanx.strategies.optimizer_state import load_optimizer_state
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -48,6 +48,19 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
         placements[axis] = Replicate()
         tensor = tensor.redistribute(placements=placements)
     return tensor.full_tensor()
+
+
+def part_like(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that all ranks have whole as `like` is laid over them: what `whole` does, backwards."""
+    if not isinstance(like, DTensor):
+        return tensor
+    mesh = like.device_mesh
+    placements: list[Any] = [Replicate()] * mesh.ndim
+    part = DTensor.from_local(tensor.to(like.device), mesh, placements, run_check=False)
+    for axis in reversed(range(mesh.ndim)):  # each cut is made by the rank itself: nothing is sent
+        placements[axis] = like.placements[axis]
+        part = part.redistribute(placements=placements)
+    return part
 
 
 def share_weights(model: nn.Module) -> None:
@@ -136,4 +149,4 @@ class Strategy:
         model = self.unwrap(wrapped)
         set_model_state_dict(model, state["model"], options=StateDictOptions(strict=True))
         for number, optimizer in enumerate(optimizers):
-            set_optimizer_state_dict(model, optimizer, state[f"optimizer{number or ''}"])
+            load_optimizer_state(model, optimizer, state[f"optimizer{number or ''}"])

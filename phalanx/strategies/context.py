@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from phalanx.config.labels import IGNORED_LABEL
 from phalanx.errors import ModelError, UsageError
 from phalanx.strategies.ring import Ring
 from phalanx.strategies.ring_attention import RingAttention
 from phalanx.strategies.sequence import SequenceSlices, whole_mean
 
-IGNORED_LABEL = -100
 _TARGETS = ("targets", "target", "labels", "label", "y")
 _USAGE = (
     "The built-in gpt and llama can. In a model of your own, let phalanx.models.InnerAttention mix the positions, and "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from phalanx.config.deepspeed import AUTO, engine_settings, optimizer_name
+from phalanx.config.precision import precision_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,9 +41,7 @@ def build_settings(config: DistributedConfig, world: World, model: nn.Module) ->
 
 
 def _set_precision(settings: dict[str, Any], config: DistributedConfig, world: World) -> None:
-    wanted = config.mixed_precision
-    if wanted is True:
-        wanted = "fp16" if world.device.type == "cuda" else "bf16"
+    wanted = precision_name(config.mixed_precision, world.device.type)
     for name in ("bf16", "fp16"):
         if name in settings or name == wanted:
             settings[name] = {**settings.get(name, {}), "enabled": name == wanted}

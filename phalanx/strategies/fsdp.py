@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from phalanx.config.precision import precision_name
 from phalanx.strategies.base import Strategy, share_weights
 from phalanx.strategies.blocks import blocks_of_class, find_blocks
 from phalanx.strategies.materialise import is_meta, materialise
@@ -101,12 +102,10 @@ class FSDP(Strategy):
 
     def _precision(self) -> MixedPrecisionPolicy:
         """Gather parameters in the low precision that the forward pass uses anyway; add gradients up in fp32."""
-        wanted = self.config.mixed_precision
-        if wanted is True:
-            wanted = "fp16" if self.world.device.type == "cuda" else "bf16"
-        if wanted is False:
+        name = precision_name(self.config.mixed_precision, self.world.device.type)
+        if name == "fp32":
             return MixedPrecisionPolicy()
-        return MixedPrecisionPolicy(param_dtype=_DTYPES[str(wanted)], reduce_dtype=torch.float32)
+        return MixedPrecisionPolicy(param_dtype=_DTYPES[name], reduce_dtype=torch.float32)
 
     def _blocks(self, model: nn.Module) -> dict[str, nn.Module]:
         if self.config.wrap_class is not None:

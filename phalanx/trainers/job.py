@@ -14,9 +14,9 @@ from phalanx.loop.formation import Formation
 from phalanx.loop.trainer import TrainLoop
 from phalanx.strategies.engine import OwnsStep
 from phalanx.trainers.folders import make_run_dir
+from phalanx.trainers.gathering import whole_state, whole_weights
 from phalanx.trainers.preflight import check_before_start
 from phalanx.trainers.session import agree_run_dir, open_events, save_config
-from phalanx.trainers.weights import to_cpu, whole_weights
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -56,8 +56,9 @@ def run_job(job: Job, *, in_place: bool) -> JobResult:
         keep = formation.world.env.local_rank == 0
         if hand_over and not by_engine:  # all ranks, for sharded tensors are gathered from all of them
             result.weights = whole_weights(job.task.model, keep=keep)
-            if formation.world.mesh.pp == 1:  # stages have optimizers of their own, which no single one can load
-                result.optimizer_state = to_cpu(formation.optimizers[0].state_dict(), keep=keep)
+            # Stages have optimizers of their own, which no single one can load; one that we made nobody asks for.
+            if formation.world.mesh.pp == 1 and isinstance(job.task.optimizer, torch.optim.Optimizer):
+                result.optimizer_state = whole_state(formation.optimizers[0].state_dict(), keep=keep)
     if hand_over and by_engine:  # an engine gives the model its weights back when the formation closes
         result.weights = whole_weights(job.task.model, keep=keep)
     return result

@@ -9,9 +9,10 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 
 from phalanx import checkpoint
 from phalanx.errors import CheckpointError, nearest
-from phalanx.strategies.base import whole
+from phalanx.strategies.base import part_like
 from phalanx.strategies.materialise import is_meta, materialise
 from phalanx.strategies.placing import join_stages
+from phalanx.trainers.gathering import whole_weights
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -20,28 +21,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 _TORCH_SUFFIXES = {".pt", ".pth"}
-
-
-def to_cpu(value: Any, *, keep: bool = True) -> Any:
-    """Return a state with every tensor whole and on the CPU; ranks that do not `keep` it only help to gather."""
-    if isinstance(value, torch.Tensor):
-        gathered = whole(value.detach())
-        return gathered.cpu().contiguous() if keep else None
-    if isinstance(value, dict):
-        return {key: to_cpu(item, keep=keep) for key, item in value.items()}
-    if isinstance(value, list):
-        return [to_cpu(item, keep=keep) for item in value]
-    return value
-
-
-def whole_weights(model: nn.Module, *, keep: bool = True) -> dict[str, torch.Tensor] | None:
-    """Return all weights of a model on the CPU, gathered from every rank that holds a part of them.
-
-    Every rank calls this; those that do not `keep` them get None.
-    """
-    here = {name: to_cpu(value, keep=True) for name, value in model.state_dict().items()}
-    found = join_stages(model, here)
-    return found if keep else None
+_Info = tuple[torch.Size, torch.dtype]
 
 
 def save_weights(model: nn.Module, path: Path, *, here: bool = True) -> None:
@@ -82,15 +62,19 @@ def _write(state: dict[str, torch.Tensor], path: Path, *, torch_format: bool) ->
 
 
 def load_weights(model: nn.Module, path: Path) -> None:
-    """Read weights from a file, or from the newest complete checkpoint of a directory (or the one given)."""
+    """Read weights from a file, or from the newest complete checkpoint of a directory (or the one given).
+
+    Every rank that holds a part of the model calls this, and takes its part.
+    """
     if path.is_dir():
         _load_from_checkpoint(model, path)
         return
     if not path.is_file():
         raise CheckpointError(f"no weights at {path}: neither a file nor a checkpoint directory")
-    state = _read(path)
-    _compare(path, state, model.state_dict())
-    model.load_state_dict(state)
+    saved = _read(path)
+    here = model.state_dict()
+    _compare(path, saved, _described(model, here))
+    model.load_state_dict({name: part_like(saved[name], value) for name, value in here.items()})
 
 
 def _read(path: Path) -> Mapping[str, Any]:
@@ -108,15 +92,22 @@ def _read(path: Path) -> Mapping[str, Any]:
     return state
 
 
-def _compare(path: Path, saved: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+def _described(model: nn.Module, state: Mapping[str, Any]) -> dict[str, _Info | None]:
+    """Return whole shape and dtype of every entry by name, those of all pipeline stages; None: not a tensor."""
+    return join_stages(
+        model, {n: (v.shape, v.dtype) if isinstance(v, torch.Tensor) else None for n, v in state.items()}
+    )
+
+
+def _compare(path: Path, saved: Mapping[str, Any], here: Mapping[str, _Info | None]) -> None:
     """Name the first parameter in which a file and the model differ."""
-    for name, value in here.items():
+    for name, info in here.items():
         if name not in saved:
             close = nearest(name, saved)
             raise CheckpointError(f"{path} has no {name}{f' (it has {close})' if close else ''}, which the model has")
         found = saved[name]
-        if isinstance(found, torch.Tensor) and isinstance(value, torch.Tensor) and found.shape != value.shape:
-            then, now = list(found.shape), list(value.shape)
+        if info is not None and isinstance(found, torch.Tensor) and found.shape != info[0]:
+            then, now = list(found.shape), list(info[0])
             raise CheckpointError(f"{path} belongs to another model: {name} is {then} in it and {now} in the model")
     extra = next((name for name in saved if name not in here), None)
     if extra is not None:
@@ -127,8 +118,8 @@ def _load_from_checkpoint(model: nn.Module, path: Path) -> None:
     choice = checkpoint.choose(path, required=True)
     assert choice.checkpoint is not None, "required"
     state = get_model_state_dict(model)
-    shapes = {name: (value.shape, value.dtype) for name, value in state.items() if isinstance(value, torch.Tensor)}
-    checkpoint.compare_model(choice.checkpoint.manifest, shapes)
+    tensors = {name: info for name, info in _described(model, state).items() if info is not None}
+    checkpoint.compare_model(choice.checkpoint.manifest, tensors)
     checkpoint.read_tensors(choice.checkpoint, {"model": state})
     set_model_state_dict(model, state)
 

@@ -14,6 +14,7 @@ from phalanx.loop.hooks import Callback, StepInfo
 from phalanx.strategies.base import whole
 from phalanx.strategies.pipeline import Pipeline
 from phalanx.strategies.placing import join_stages
+from phalanx.trainers.gathering import whole_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -118,12 +119,13 @@ class Probe(Callback):
 
     def _gathered(self, tensors: dict[str, Any]) -> Tensors:
         """Gather on all ranks; keep on the main one."""
-        found: Tensors = {}
-        for name, tensor in tensors.items():
-            if isinstance(tensor, torch.Tensor) and (tensor.is_floating_point() or tensor.is_complex()):
-                found[name] = whole(tensor.detach()).cpu().clone()
-        joined = join_stages(self._model, found)
-        return joined if self._formation.is_main else {}
+        compared = {
+            name: tensor
+            for name, tensor in tensors.items()
+            if isinstance(tensor, torch.Tensor) and (tensor.is_floating_point() or tensor.is_complex())
+        }
+        found = whole_tensors(self._model, compared, keep=self._formation.is_main) or {}
+        return {name: tensor.clone() for name, tensor in found.items()}
 
     def _count_parameters(self) -> int:
         """Count those of all pipeline stages; a matrix that two stages share counts once, as in the whole model."""
