@@ -71,7 +71,7 @@ def _check_compiler() -> None:
     tried = subprocess.run(words, input=_PROGRAM, capture_output=True, text=True, timeout=_COMPILE_LIMIT, check=False)
     if tried.returncode != 0:
         raise UsageError(
-            "offload = 'nvme' makes DeepSpeed compile its reader, and libaio cannot be compiled with",
+            "offload = 'nvme' makes DeepSpeed compile its reader, and what uses libaio does not compile here",
             hint="Install libaio's headers: apt install libaio-dev (dnf install libaio-devel); or say where they are "
             "by CFLAGS=-I... and LDFLAGS=-L...",
         )

@@ -7,6 +7,8 @@ import pytest
 from phalanx import DistributedConfig
 from phalanx.cli import main
 from phalanx.errors import ConfigError
+from phalanx.trainers.verify.proofs import _ONE_PROCESS
+from phalanx.world.mesh import Mesh, plan_mesh
 
 PIPELINE = [
     ("microbatches", 4),
@@ -74,6 +76,20 @@ def test_a_group_size_needs_groups(sharding):
 def test_experts_bring_groups_of_their_own():
     with pytest.raises(ConfigError, match="sharding = 'hybrid' with expert_parallel = 2"):
         DistributedConfig(expert_parallel=2, sharding="hybrid")
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {name: value for name, value in PIPELINE if name != "pipeline_schedule"}
+        | {"pipeline_parallel": 2, "pipeline_schedule": "gpipe", "wrap_class": "Block", "offload": "cpu"},
+        {"pipeline_parallel": 2, "pipeline_schedule": "zero-bubble"},
+        {"strategy": "ddp", "tensor_parallel": 2, "sharding": "hybrid", "shard_size": 2},
+    ],
+)
+def test_verify_has_one_process_for_every_layout(layout):
+    alone = DistributedConfig(**layout).replace(**_ONE_PROCESS)
+    assert plan_mesh(alone, 1, 1) == Mesh()
 
 
 def test_the_command_line_refuses_before_anything_starts(capsys):
