@@ -18,6 +18,7 @@ from phalanx.launch import CallTarget, ModuleTarget, ScriptTarget, count_gpus, l
 from phalanx.recipes import Recipe, load_recipe, recipe_names
 from phalanx.trainers.folders import discard_unused, make_run_dir
 from phalanx.trainers.launching import launch_spec, raise_failure
+from phalanx.trainers.nvme import warn_of_slow_start
 from phalanx.trainers.preflight import check_before_start, check_packages
 from phalanx.trainers.terminal import open_console
 from phalanx.world.env import RankEnv, export_rank_env, read_rank_env
@@ -119,6 +120,7 @@ def _launch(
         with open_console(config) as console:
             if recipe is not None:  # a script's output stays its own
                 console.notice(f"starting {layout.world_size} rank{'s' * (layout.world_size > 1)} on {layout.device}")
+            warn_of_slow_start(config, console)
             result = launch(spec, console)
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -8,15 +8,19 @@ at its default means: as the JSON says.
 from __future__ import annotations
 
 import difflib
+import importlib.util
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 from phalanx.config.deepspeed_schedule import schedule_settings
+from phalanx.config.option import problem
 from phalanx.errors import UsageError
 
 if TYPE_CHECKING:
+    import dataclasses
     from collections.abc import Iterator
 
     from phalanx.config.distributed import DistributedConfig
@@ -34,6 +38,7 @@ _SAME = (
 )
 """Where the JSON and our config say the same thing."""
 
+_SECTIONS = ("zero_optimization", "optimizer", "scheduler", "bf16", "fp16")
 _ZERO_MEANS_UNSET = {"gradient_clipping", "zero_stage"}
 _REFUSED = {
     "pipeline": "DeepSpeed's pipeline needs a loop of its own",
@@ -57,6 +62,24 @@ _TAKEN_BY_THE_ENGINE = {
     "compile": "it has not been tried with DeepSpeed's engine",
     "on_nonfinite": "DeepSpeed skips steps itself, with fp16",
 }
+
+
+MISSING = "strategy = 'deepspeed' needs DeepSpeed, which is not installed"
+INSTALL = "Run: pip install 'phalanx[deepspeed]' (with DS_BUILD_OPS=0, and DS_ACCELERATOR=cpu without a GPU)."
+
+
+def is_missing(values: Mapping[str, Any]) -> bool:
+    """Whether these settings, checked or not, ask for a DeepSpeed that is not installed."""
+    strategy = values.get("strategy", AUTO)
+    by_others = values.get("backend") == "deepspeed" or values.get("deepspeed_config") is not None
+    wanted = strategy == "deepspeed" or (strategy == AUTO and by_others)
+    return wanted and importlib.util.find_spec("deepspeed") is None
+
+
+def source_of(given: Any) -> str:
+    """Return what a mistake in the JSON begins with: the setting, and the file that holds it."""
+    is_file = isinstance(given, str) and not given.strip().startswith("{")
+    return f"deepspeed_config ({given})" if is_file else "deepspeed_config"
 
 
 def as_text(given: Any) -> str | None:
@@ -105,21 +128,25 @@ def look_up(settings: Mapping[str, Any], path: str) -> Any:
     return None if found == AUTO else found
 
 
-def reconcile(config: DistributedConfig, defaults: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def reconcile(
+    config: DistributedConfig, fields: Mapping[str, dataclasses.Field[Any]], source: str
+) -> tuple[dict[str, Any], list[str]]:
     """Return what the JSON adds to our settings, and every contradiction between the two with both values."""
     settings = engine_settings(config)
-    mistakes = [f"deepspeed_config: {name} cannot be used here: {why}." for name, why in _refused(settings)]
-    mistakes += [f"deepspeed_config: unknown '{name}'. Did you mean '{meant}'?" for name, meant in _misspelt(settings)]
+    mistakes = [f"{source}: {text}" for text in _own_mistakes(settings)]
     changes: dict[str, Any] = {}
     try:
         said = list(_said(settings, config.mixed_precision))
     except ValueError as error:
-        return {}, [*mistakes, f"deepspeed_config: {error}"]
+        return {}, [*mistakes, f"{source}: {error}"]
     for path, name, value in said:
         ours = changes.get(name, getattr(config, name))  # two places of the JSON may speak of one setting
-        if ours == value or (ours is True and value in ("bf16", "fp16")):  # true means either, by the device
+        wrong = problem(fields[name], value)
+        if wrong is not None:
+            mistakes.append(f"{source}: {path} = {_shown(settings, path)} becomes {wrong}")
+        elif ours == value or (ours is True and value in ("bf16", "fp16")):  # true means either, by the device
             continue
-        if name not in changes and ours == defaults[name]:
+        elif name not in changes and ours == fields[name].default:
             changes[name] = value
         else:
             mistakes.append(
@@ -127,6 +154,30 @@ def reconcile(config: DistributedConfig, defaults: Mapping[str, Any]) -> tuple[d
                 'change one of them, or write "auto" there.'
             )
     return changes, mistakes
+
+
+def settled(given: Any, mixed_precision: Any) -> set[str]:
+    """Return our settings that the JSON decides, where it can be read; `DistributedConfig` tells where it cannot."""
+    try:
+        settings = json.loads(as_text(given) or "{}")
+        names = {name for _, name, _ in _said(settings, mixed_precision)}
+    except ValueError:
+        return set()
+    return names | ({"batch_size"} if look_up(settings, "train_batch_size") is not None else set())
+
+
+def _own_mistakes(settings: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what is wrong with the JSON by itself."""
+    for name, why in _refused(settings):
+        yield f"{name} cannot be used here: {why}."
+    for name, meant in _misspelt(settings):
+        yield f"unknown '{name}'. Did you mean '{meant}'?"
+    for name in _SECTIONS:
+        if not isinstance(settings.get(name, {}), (Mapping, NoneType)):
+            yield f"{name} = {json.dumps(settings[name])}: expected an object."
+    total = look_up(settings, "train_batch_size")
+    if total is not None and (not isinstance(total, int) or isinstance(total, bool) or total < 1):
+        yield f"train_batch_size = {json.dumps(total)}: expected a whole number, 1 or more."
 
 
 def _refused(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -192,19 +243,23 @@ def contradictions(config: DistributedConfig, defaults: Mapping[str, Any]) -> di
         for name, why in _TAKEN_BY_THE_ENGINE.items()
         if getattr(config, name) != defaults[name]
     }
-    if config.offload != "none" and config.zero_stage is None:
-        wrong["offload"] = f"offload = {config.offload!r} needs DeepSpeed's ZeRO: write zero_stage = 2, or 3."
-    elif config.offload == "nvme" and (config.zero_stage != 3 or config.nvme_path is None):
+    if config.offload == "nvme" and (config.zero_stage != 3 or config.nvme_path is None):
         wrong["offload"] = (
             f"offload = 'nvme' needs zero_stage = 3 and nvme_path = '<folder on a fast disk>'; "
-            f"they are {config.zero_stage!r} and {config.nvme_path!r}."
+            f"they are {_unset(config.zero_stage)} and {_unset(config.nvme_path)}."
         )
+    elif config.offload == "cpu" and config.zero_stage is None:
+        wrong["offload"] = "offload = 'cpu' needs DeepSpeed's ZeRO: write zero_stage = 2, or 3."
     if config.mixed_precision is not False and config.zero_stage is None:
         wrong["mixed_precision"] = (
             f"mixed_precision = {config.mixed_precision!r} with DeepSpeed needs one of ZeRO's stages, which keep fp32 "
             "weights to step on: write zero_stage = 1."
         )
     return wrong
+
+
+def _unset(value: Any) -> str:
+    return "unset" if value is None else repr(value)
 
 
 def batch_size_for(config: DistributedConfig, dp_size: int) -> int | None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
 
 _SHAPES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 
@@ -13,9 +14,11 @@ _SHAPES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": 
 def schedule_settings(settings: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
     """Yield (path in the JSON, our setting, its value) for a scheduler that ours can be; ValueError for another."""
     section = settings.get("scheduler")
-    if section is None:
+    if not isinstance(section, Mapping):  # what else it is, is told with the other sections
         return
     kind, params = section.get("type"), section.get("params", {})
+    if not isinstance(params, Mapping):
+        raise ValueError(f"scheduler.params = {params!r}: expected an object.")
     if kind not in _SHAPES:
         raise ValueError(f"the scheduler {kind!r} is not one of {', '.join(_SHAPES)}. Use lr_schedule and warmup.")
     _check_shape(kind, params)

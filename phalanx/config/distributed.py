@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from phalanx.config import deepspeed
+from phalanx.config.beside import pipeline_mistakes, sharding_mistakes
 from phalanx.config.groups import (
     BACKENDS,
     GROUPS,
@@ -62,13 +63,13 @@ class DistributedConfig(
         """Fill in what DeepSpeed's JSON says, and return where it contradicts us."""
         if self.deepspeed_config is None:
             return []
-        defaults = {name: field.default for name, field in FIELDS.items()}
+        source = deepspeed.source_of(self.deepspeed_config)
         try:
             object.__setattr__(self, "deepspeed_config", deepspeed.as_text(self.deepspeed_config))
         except ValueError as error:
             object.__setattr__(self, "deepspeed_config", None)
             return [f"deepspeed_config: {error}"]
-        changes, mistakes = deepspeed.reconcile(self, defaults)
+        changes, mistakes = deepspeed.reconcile(self, FIELDS, source)
         for name, value in changes.items():
             object.__setattr__(self, name, value)
         return mistakes
@@ -77,9 +78,12 @@ class DistributedConfig(
         wrong = {name: text for name, field in FIELDS.items() if (text := problem(field, getattr(self, name)))}
         if not wrong.keys() & {"num_workers", "num_gpus", "num_nodes", "gpus_per_node", "node_rank"}:
             wrong.update(_rank_arithmetic(self))
+        defaults = {name: field.default for name, field in FIELDS.items()}
         if not wrong.keys() & {"zero_stage", "strategy", "backend", "sharding", "offload"}:
             wrong.update(_zero_contradictions(self))
-            wrong.update(deepspeed.contradictions(self, {name: field.default for name, field in FIELDS.items()}))
+            wrong.update(deepspeed.contradictions(self, defaults))
+            wrong.update(sharding_mistakes(self, defaults, wrong.keys()))
+        wrong.update(pipeline_mistakes(self, defaults, wrong.keys()))
         if "checkpoint_frequency" not in wrong and not _frequency_is_valid(self.checkpoint_frequency):
             wrong["checkpoint_frequency"] = (
                 f"checkpoint_frequency = {self.checkpoint_frequency!r}: "

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from phalanx.config import deepspeed
 from phalanx.config.distributed import FIELDS, DistributedConfig, unknown_field
 from phalanx.config.option import kinds, parse_text
 from phalanx.errors import ConfigError, UsageError
@@ -55,15 +56,25 @@ def resolve(
                 continue
             values[name] = value
             origins[name] = f"environment {ENV_PREFIX}{name.upper()}" if origin == "environment" else origin
+    _let_json_win_over_recipe(values, origins)
     try:
         config = DistributedConfig(**values)
     except ConfigError as error:
         mistakes += [_with_origin(text, origins) for text in error.problems]
     if mistakes:
-        raise ConfigError(mistakes)
+        missing = [f"{deepspeed.MISSING}. {deepspeed.INSTALL}"] if deepspeed.is_missing(values) else []
+        raise ConfigError(missing + mistakes)
     filled = {name for name, field in FIELDS.items() if getattr(config, name) != values.get(name, field.default)}
     origins |= dict.fromkeys(filled - {"deepspeed_config"}, "deepspeed_config")
     return Resolved(config, origins)
+
+
+def _let_json_win_over_recipe(values: dict[str, Any], origins: dict[str, str]) -> None:
+    """Drop a recipe's values for what DeepSpeed's JSON says: nobody asked for them against it."""
+    for name in deepspeed.settled(values.get("deepspeed_config"), values.get("mixed_precision", False)):
+        if origins[name].startswith("recipe "):
+            del values[name]
+            origins[name] = "default"
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:

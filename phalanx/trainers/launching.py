@@ -36,7 +36,7 @@ def launch_spec(
         rdzv_endpoint=config.rdzv_endpoint or "",
         env=env,
         log_dir=log_dir,
-        labels=layout.labels,
+        labels=_labels(layout, target),
         console_ranks="all" if config.console_ranks == "all" else "0",
         max_restarts=config.max_restarts,
         grace_seconds=config.stop_grace,
@@ -44,6 +44,16 @@ def launch_spec(
         start_timeout=start_timeout,
         threads_per_rank=config.threads_per_rank,
     )
+
+
+def _labels(layout: Layout, target: Target) -> tuple[str, ...]:
+    """Name the ranks by their places; a script lays out its ranks itself, unless the flags here say more than how many.
+
+    Without names of ours the launcher calls them r0, r1, ...
+    """
+    mesh = layout.mesh
+    is_told = sum(size > 1 for size in mesh.sizes.values()) > 1 or mesh.dp_size < mesh.world_size
+    return layout.labels if isinstance(target, CallTarget) or is_told else ()
 
 
 def raise_failure(result: LaunchResult, log_dir: Path) -> None:

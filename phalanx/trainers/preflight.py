@@ -7,8 +7,10 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from phalanx.config import deepspeed
 from phalanx.errors import CheckpointError, UsageError
 from phalanx.launch import check_endpoint
+from phalanx.trainers.nvme import check_nvme
 
 if TYPE_CHECKING:
     from phalanx.config import DistributedConfig
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
 def check_before_start(config: DistributedConfig) -> None:
     """Raise for settings that the files and packages of this machine cannot serve."""
     check_packages(config)
+    check_nvme(config)
     if config.num_nodes > 1 and config.rdzv_endpoint:
         check_endpoint(config.rdzv_endpoint)
     _check_resume(config)
@@ -30,11 +33,8 @@ def check_packages(config: DistributedConfig) -> None:
         raise UsageError(
             "mlflow_tracking needs MLflow, which is not installed", hint="Run: pip install 'phalanx[mlflow]'"
         )
-    if config.resolved_strategy == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
-        raise UsageError(
-            "strategy = 'deepspeed' needs DeepSpeed, which is not installed",
-            hint="Run: pip install 'phalanx[deepspeed]' (with DS_BUILD_OPS=0, and DS_ACCELERATOR=cpu without a GPU).",
-        )
+    if deepspeed.is_missing(config.to_dict()):
+        raise UsageError(deepspeed.MISSING, hint=deepspeed.INSTALL)
 
 
 def _check_resume(config: DistributedConfig) -> None:

@@ -17,6 +17,7 @@ import torch
 from phalanx.errors import CheckpointError, DataError, ModelError, UsageError
 from phalanx.launch import CallTarget, launch
 from phalanx.trainers.launching import launch_spec, raise_failure
+from phalanx.trainers.nvme import warn_of_slow_start
 from phalanx.trainers.terminal import open_console
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ def run_on_ranks(job: Job, layout: Layout) -> JobResult:
         with open_console(job.config) as console:
             target = CallTarget("phalanx.worker:run_job_file", str(payload))
             spec = launch_spec(job.config, layout, target, log_dir, env=_tracking_environment())
+            warn_of_slow_start(job.config, console)
             result = launch(spec, console)
         raise_failure(result, log_dir)
         if job.run_dir is None:

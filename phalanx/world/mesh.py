@@ -105,9 +105,9 @@ def plan_mesh(config: DistributedConfig, world_size: int, ranks_per_node: int) -
         )
     if config.expert_parallel > 1:
         return _expert_mesh(config, data, pp, cp, tp)
-    if config.resolved_strategy != "fsdp":  # beside other axes data is sharded too: plain ddp knows no DTensor
-        return Mesh(dp_replicate=data) if copy == 1 else Mesh(pp=pp, dp_shard=data, cp=cp, tp=tp)
-    if config.resolved_sharding != "hybrid":
+    if config.resolved_strategy != "fsdp" and copy == 1:
+        return Mesh(dp_replicate=data)
+    if config.resolved_sharding != "hybrid":  # beside other axes ddp shards data too: torch's DDP knows no DTensor
         return Mesh(pp=pp, dp_shard=data, cp=cp, tp=tp)
     shard = config.shard_size or max(1, ranks_per_node // copy)
     if data % shard:
@@ -119,10 +119,11 @@ def _expert_mesh(config: DistributedConfig, data: int, pp: int, cp: int, tp: int
     """The experts lie over the axis dp_shard: what else the model has is sharded within the same ranks."""
     experts = config.expert_parallel
     if pp * cp * tp > 1:
+        sizes = {"pipeline_parallel": pp, "context_parallel": cp, "tensor_parallel": tp}
+        others = [f"{axis} = {size}" for axis, size in sizes.items() if size > 1]
         raise UsageError(
-            f"expert_parallel = {experts} runs beside the data axes only, not with pipeline_parallel = {pp}, "
-            f"context_parallel = {cp}, tensor_parallel = {tp}",
-            hint="Leave those at 1 for a mixture of experts, or expert_parallel at 1.",
+            f"expert_parallel = {experts} runs beside the data axes only, not with {' and '.join(others)}",
+            hint="Leave the other axes at 1 for a mixture of experts, or expert_parallel at 1.",
         )
     if data % experts:
         raise _indivisible("expert_parallel", experts, data, smallest=1)

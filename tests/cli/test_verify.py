@@ -186,3 +186,22 @@ def test_ranks_that_another_launcher_started_are_refused(monkeypatch):
     answer = phalanx("verify", "digits")
     assert answer.code == 2, answer.text
     assert "verify starts its own ranks" in answer.err
+
+
+def test_a_model_that_the_layout_cannot_take_is_told_before_one_process_runs():
+    built = "open('built-' + os.environ['WORLD_SIZE'], 'w').close()"
+    write_script(Path("model.py"), MODEL.format(output=RIGHT, extra=built))
+    answer = phalanx("verify", "--script", "model.py", *SMALL, "--tensor-parallel", 2)
+    assert answer.code == 2
+    assert "tensor_plan()" in answer.err
+    assert [path.name for path in Path().glob("built-*")] == ["built-2"]
+
+
+def test_a_proof_that_is_stopped_asks_for_no_checkpoint_dir():
+    stopping = "x + self.inner(x) * (RANK == 0 and os.kill(os.getpid(), 15) is None)"
+    write_script(Path("model.py"), MODEL.format(output=stopping, extra="pass"))
+    answer = phalanx("verify", "--script", "model.py", *SMALL)
+    assert answer.code == 75, answer.text
+    assert "verify was stopped before it could compare" in answer.err
+    assert "run the same command again" in answer.err
+    assert "checkpoint" not in answer.err

@@ -295,8 +295,17 @@ def test_the_json_fills_our_settings_and_ours_fill_its_autos(tmp_path):
         ({"deepspeed_config": {"tensor_parallel": {"autotp_size": 2}}}, "tensor_parallel cannot be used here"),
         ({"deepspeed_config": {"gradient_cliping": 1}}, "unknown 'gradient_cliping'. Did you mean 'gradient_clipping'"),
         ({"deepspeed_config": {"zero_optimization": {"stage": 9}}}, "zero_stage = 9: not one of"),
+        (
+            {"deepspeed_config": {"zero_optimization": {"stage": "x"}}},
+            "deepspeed_config: zero_optimization.stage = \"x\" becomes zero_stage = 'x': expected one of",
+        ),
+        ({"deepspeed_config": {"optimizer": "Adam"}}, 'deepspeed_config: optimizer = "Adam": expected an object'),
+        ({"deepspeed_config": {"scheduler": "WarmupLR"}}, "scheduler = .*: expected an object"),
+        ({"deepspeed_config": {"scheduler": {"type": "WarmupLR", "params": 3}}}, "params = 3: expected an object"),
+        ({"deepspeed_config": {"train_batch_size": "x"}}, 'train_batch_size = "x": expected a whole number'),
         ({"deepspeed_config": {}, "offload": "nvme", "zero_stage": 3}, "nvme_path = '<folder"),
         ({"deepspeed_config": None, "offload": "nvme"}, "offload = 'nvme' is DeepSpeed's"),
+        ({"deepspeed_config": {}, "offload": "nvme"}, "zero_stage = 3 and nvme_path = .*; they are unset and unset"),
         ({"deepspeed_config": {}, "offload": "cpu"}, "offload = 'cpu' needs DeepSpeed's ZeRO"),
         ({"deepspeed_config": {"bf16": {"enabled": False}}, "mixed_precision": "bf16"}, "bf16.enabled = false"),
     ],
@@ -304,6 +313,49 @@ def test_the_json_fills_our_settings_and_ours_fill_its_autos(tmp_path):
 def test_contradictions_are_shown_with_both_values(settings, message):
     with pytest.raises(ConfigError, match=message):
         DistributedConfig(**{"deepspeed_config": JSON, **settings})
+
+
+def test_a_mistake_in_the_json_names_its_file(tmp_path):
+    path = tmp_path / "ds.json"
+    path.write_text('{"zero_optimization": {"stage": "x"}}')
+    with pytest.raises(ConfigError) as caught:
+        DistributedConfig(deepspeed_config=path)
+    [problem] = caught.value.problems
+    assert problem.startswith(f'deepspeed_config ({path}): zero_optimization.stage = "x"')
+
+
+RECIPE = {"batch_size": 16, "gradient_clipping": 2.0, "lr_schedule": "cosine", "warmup": 20, "max_steps": 7}
+
+
+def test_the_json_wins_over_a_recipe_but_not_over_the_user():
+    resolved = resolve({"deepspeed_config": JSON}, recipe=RECIPE, recipe_name="r", environ={})
+    config, origins = resolved.config, resolved.origins
+    assert (config.batch_size, config.gradient_clipping, config.lr_schedule, config.warmup) == (4, 1.0, "linear", 10)
+    assert (config.max_steps, origins["max_steps"], origins["warmup"]) == (7, "recipe r", "deepspeed_config")
+    with pytest.raises(ConfigError, match=r"gradient_clipping = 2.0, but deepspeed_config says"):
+        resolve({"deepspeed_config": JSON, "gradient_clipping": 2.0}, recipe=RECIPE, recipe_name="r", environ={})
+    with pytest.raises(ConfigError, match="batch_size = 16, but deepspeed_config says"):
+        resolve({"deepspeed_config": JSON}, recipe=RECIPE, environ={"PHALANX_BATCH_SIZE": "16"})
+
+
+def test_a_train_batch_size_wins_over_a_recipes_batch_size():
+    from phalanx.world.mesh import plan_mesh
+
+    config = resolve({"deepspeed_config": {"train_batch_size": 24}}, recipe=RECIPE, environ={}).config
+    assert config.batch_size is None
+    plan_mesh(config, 2, 2)
+
+
+@pytest.mark.parametrize("wish", [{"strategy": "deepspeed"}, {"backend": "deepspeed"}, {"deepspeed_config": {}}])
+def test_a_missing_deepspeed_is_told_before_what_contradicts_it(monkeypatch, wish):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError) as caught:
+        resolve({**wish, "tensor_parallel": 2}, environ={})
+    missing, contradiction = caught.value.problems
+    assert "not installed. Run: pip install 'phalanx[deepspeed]'" in missing
+    assert contradiction.startswith("tensor_parallel = 2 does not go")
+    with pytest.raises(ConfigError, match="1 mistake:\n  - epochs"):
+        resolve({"epochs": 0}, environ={})
 
 
 def test_a_train_batch_size_is_divided_or_refused():

@@ -55,7 +55,7 @@ def test_a_stage_of_zero_is_a_way_of_sharding(stage, sharding):
     config = DistributedConfig(zero_stage=stage)
     assert config.resolved_sharding == sharding
     assert config.resolved_strategy == ("ddp" if stage is None else "fsdp")
-    assert DistributedConfig(zero_stage=stage, sharding=sharding).resolved_sharding == sharding
+    assert DistributedConfig(strategy="fsdp", zero_stage=stage, sharding=sharding).resolved_sharding == sharding
 
 
 def test_what_contradicts_a_stage_of_zero_is_shown_with_it():

@@ -122,8 +122,9 @@ def test_tensor_parallel_takes_neighbouring_ranks():
     every = DistributedConfig(pipeline_parallel=2, context_parallel=2, tensor_parallel=2)
     assert plan_mesh(every, 16, 16) == Mesh(pp=2, dp_shard=2, cp=2, tp=2)
     assert plan_mesh(DistributedConfig(expert_parallel=2), 4, 4) == Mesh(dp_replicate=2, dp_shard=2)
-    hybrid = DistributedConfig(strategy="fsdp", sharding="hybrid", tensor_parallel=2)
-    assert plan_mesh(hybrid, 8, 4) == Mesh(dp_replicate=2, dp_shard=2, tp=2)
+    for strategy in ("ddp", "fsdp"):
+        hybrid = DistributedConfig(strategy=strategy, sharding="hybrid", tensor_parallel=2)
+        assert plan_mesh(hybrid, 8, 4) == Mesh(dp_replicate=2, dp_shard=2, tp=2)
 
 
 @pytest.mark.parametrize(
@@ -143,11 +144,27 @@ def test_tensor_parallel_takes_neighbouring_ranks():
             "each a copy of 2 ranks",
         ),
         ({"tensor_parallel": 2, "offload": "cpu"}, 2, "takes all 2"),
+        ({"expert_parallel": 2, "tensor_parallel": 2}, 4, "axes only, not with tensor_parallel = 2\n"),
+        (
+            {"expert_parallel": 2, "tensor_parallel": 2, "pipeline_parallel": 2},
+            8,
+            "not with pipeline_parallel = 2 and tensor_parallel = 2\n",
+        ),
+        (
+            {"pipeline_parallel": 2, "pipeline_schedule": "zero-bubble", "strategy": "fsdp"},
+            4,
+            "'zero-bubble' cannot run beside strategy = 'fsdp'.*\n.*strategy = 'ddp'",
+        ),
     ],
 )
 def test_impossible_meshes_are_refused_by_arithmetic(settings, ranks, words):
     with pytest.raises(UsageError, match=words):
         plan_layout(DistributedConfig(num_workers=ranks, device="cpu", **settings), 0)
+
+
+def test_zero_bubble_beside_fsdp_is_harmless_where_there_is_nothing_to_shard():
+    config = DistributedConfig(pipeline_parallel=2, pipeline_schedule="zero-bubble", strategy="fsdp")
+    assert plan_mesh(config, 2, 2) == Mesh(pp=2)
 
 
 def test_layout_follows_the_machine():

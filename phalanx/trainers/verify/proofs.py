@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from phalanx.config.groups import STRATEGIES
-from phalanx.errors import RankFailedError, UsageError, unknown_name
+from phalanx.errors import PreemptedError, RankFailedError, UsageError, unknown_name
 from phalanx.launch import CallTarget, count_gpus, launch
 from phalanx.trainers.launching import launch_spec, raise_failure
 from phalanx.trainers.remote import write_payload
@@ -40,10 +40,13 @@ _ONE_PROCESS: dict[str, Any] = {
     "zero_stage": None,
     "sharding": "auto",
     "shard_size": None,
+    "wrap_class": None,
     "offload": "none",
     "tensor_parallel": 1,
     "pipeline_parallel": 1,
+    "pipeline_schedule": "1f1b",
     "pipeline_cuts": None,
+    "pipeline_balance": "parameters",
     "microbatches": None,
     "context_parallel": 1,
     "expert_parallel": 1,
@@ -101,8 +104,9 @@ class Proof:
         """Compare the layout with one process, in float64 and in float32."""
         alone = self.config.replace(**_ONE_PROCESS)
         precisions = ("float64", "float32")
-        one = self._launch(alone, [self._run(f"one-{kind}", alone, kind) for kind in precisions])
+        # The layout first: a model that it does not fit is told before a whole run of one process.
         laid = self._launch(self.config, [self._run(f"laid-{kind}", self.config, kind) for kind in precisions])
+        one = self._launch(alone, [self._run(f"one-{kind}", alone, kind) for kind in precisions])
         exact, rounded = one["one-float64"], one["one-float32"]
         fine, coarse = _limits(exact, rounded)
         comparisons = [
@@ -175,6 +179,10 @@ class Proof:
         except RankFailedError:
             crashed = True
             raise
+        except PreemptedError:  # the ranks would advise a checkpoint_dir, which a proof has no use for
+            raise PreemptedError(
+                "verify was stopped before it could compare", hint="It keeps nothing: run the same command again."
+            ) from None
         finally:
             if not crashed:
                 shutil.rmtree(logs, ignore_errors=True)

@@ -1,0 +1,72 @@
+"""Settings that do something only beside another one: alone they would be passed over in silence."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator, Mapping
+
+    from phalanx.config.distributed import DistributedConfig
+
+_OF_THE_PIPELINE = ("pipeline_schedule", "microbatches", "pipeline_cuts", "pipeline_balance")
+_OF_SHARDING = ("sharding", "shard_size", "wrap_class", "offload")
+_OTHER_AXES = ("tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel")
+
+
+def pipeline_mistakes(
+    config: DistributedConfig, defaults: Mapping[str, Any], known: Collection[str]
+) -> Iterator[tuple[str, str]]:
+    """Yield what is wrong with the settings of a pipeline, apart from the mistakes that are known already."""
+    given = [name for name in _OF_THE_PIPELINE if name not in known and getattr(config, name) != defaults[name]]
+    if "pipeline_cuts" in given and not all(name.strip() for name in str(config.pipeline_cuts).split(",")):
+        yield (
+            "pipeline_cuts",
+            f"pipeline_cuts = {config.pipeline_cuts!r}: expected names of modules with commas between, such as "
+            "'layers.4,layers.8', and one of them is empty.",
+        )
+        given.remove("pipeline_cuts")
+    if "pipeline_parallel" in known or config.pipeline_parallel > 1:
+        return
+    for name in given:
+        yield (
+            name,
+            f"{name} = {getattr(config, name)!r} without pipeline_parallel: write pipeline_parallel = 2 or more, or "
+            f"leave {name} out.",
+        )
+
+
+def sharding_mistakes(
+    config: DistributedConfig, defaults: Mapping[str, Any], known: Collection[str]
+) -> Iterator[tuple[str, str]]:
+    """Yield the settings of sharding that nothing is there to follow."""
+    if config.resolved_strategy == "deepspeed" or {*_OTHER_AXES, "pipeline_schedule"} & set(known):
+        return
+    given = [name for name in _OF_SHARDING if name not in known and getattr(config, name) != defaults[name]]
+    unused = _why_nothing_is_sharded(config)
+    for name in given:
+        if unused is not None:
+            yield name, f"{name} = {getattr(config, name)!r} is for what is sharded, but {unused}"
+        elif name == "shard_size" and config.sharding != "hybrid":
+            yield (
+                name,
+                f"shard_size = {config.shard_size} with sharding = {config.sharding!r}: only sharding = 'hybrid' has "
+                "groups.",
+            )
+        elif name == "sharding" and config.sharding == "hybrid" and config.expert_parallel > 1:
+            yield (
+                name,
+                f"sharding = 'hybrid' with expert_parallel = {config.expert_parallel}: the ranks that share the "
+                "experts are the groups already: leave sharding and shard_size out.",
+            )
+
+
+def _why_nothing_is_sharded(config: DistributedConfig) -> str | None:
+    """Plain ddp replicates; beside another axis it shards the data axis, unless the schedule keeps stages whole."""
+    if config.resolved_strategy == "fsdp":
+        return None
+    if config.pipeline_parallel > 1 and config.pipeline_schedule == "zero-bubble":
+        return "pipeline_schedule = 'zero-bubble' keeps whole stages: leave one of them out."
+    if any(getattr(config, axis) > 1 for axis in _OTHER_AXES):
+        return None
+    return "strategy = 'ddp' replicates: write strategy = 'fsdp'."

@@ -1,0 +1,94 @@
+"""What DeepSpeed's offload to NVMe needs of this machine: a folder, libaio, and minutes to compile its reader once.
+
+DeepSpeed finds out in the ranks, after minutes of compiling what comes before. No torch here.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from phalanx.errors import UsageError
+
+if TYPE_CHECKING:
+    from phalanx.config import DistributedConfig
+    from phalanx.launch.console import Console
+
+_EXTENSIONS = ("pin_memory", "async_io")
+"""What DeepSpeed compiles for NVMe, in its order."""
+_PROGRAM = "#include <libaio.h>\nint main() { io_context_t context = 0; return io_submit(context, 0, 0); }\n"
+_COMPILE_LIMIT = 60.0
+
+
+def check_nvme(config: DistributedConfig) -> None:
+    """Refuse offload='nvme' where its folder or what it is compiled with is missing."""
+    if config.offload != "nvme" or config.nvme_path is None:
+        return
+    folder = Path(config.nvme_path)
+    if not folder.is_dir():
+        raise UsageError(
+            f"nvme_path = {config.nvme_path!r}: there is no such folder", hint=f"Create it: mkdir -p {folder}"
+        )
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise UsageError(f"nvme_path = {config.nvme_path!r}: not writable", hint="Give a folder you may write to.")
+    if not _installed("async_io"):  # DeepSpeed looks for libaio also where it finds what it compiled before
+        _check_compiler()
+
+
+def slow_start(config: DistributedConfig) -> str | None:
+    """Return what to tell a user before ranks that will first compile for minutes, or None when they will not."""
+    if config.offload != "nvme" or _installed("async_io") or _built("async_io", "async_io.so"):
+        return None
+    text = "DeepSpeed compiles its reader of NVMe first, which takes minutes, once for this machine"
+    locks = [str(lock) for name in _EXTENSIONS for lock in _built(name, "lock")]
+    if locks:  # torch waits for the holder of a lock for ever, also for one that was killed
+        text += f"; if no other run is compiling, delete what a killed one left, or it waits: {' '.join(locks)}"
+    return text
+
+
+def warn_of_slow_start(config: DistributedConfig, console: Console) -> None:
+    """Say so before the silence."""
+    text = slow_start(config)
+    if text is not None:
+        console.notice(text)
+
+
+def _check_compiler() -> None:
+    compiler = shutil.which(os.environ.get("CXX", "c++"))
+    if compiler is None:
+        raise UsageError(
+            "offload = 'nvme' makes DeepSpeed compile its reader, and there is no C++ compiler",
+            hint="Install one: apt install g++ libaio-dev (dnf install gcc-c++ libaio-devel).",
+        )
+    flags = [shlex.split(os.environ.get(name, "")) for name in ("CFLAGS", "LDFLAGS")]
+    words = [compiler, *flags[0], "-x", "c++", "-", "-o", os.devnull, *flags[1], "-laio"]
+    tried = subprocess.run(words, input=_PROGRAM, capture_output=True, text=True, timeout=_COMPILE_LIMIT, check=False)
+    if tried.returncode != 0:
+        raise UsageError(
+            "offload = 'nvme' makes DeepSpeed compile its reader, and what uses libaio does not compile here",
+            hint="Install libaio's headers: apt install libaio-dev (dnf install libaio-devel); or say where they are "
+            "by CFLAGS=-I... and LDFLAGS=-L...",
+        )
+
+
+def _installed(name: str) -> list[Path]:
+    """Return the extension that DeepSpeed was installed with, if it was."""
+    package = importlib.util.find_spec("deepspeed")
+    places = (package.submodule_search_locations or []) if package is not None else []
+    return [found for place in places for found in Path(place).glob(f"ops/*/{name}_op*.so")]
+
+
+def _built(name: str, file: str) -> list[Path]:
+    """Return this file of an extension in the folder where torch builds them."""
+    given = os.environ.get("TORCH_EXTENSIONS_DIR")
+    if given is not None:
+        return list(Path(given).glob(f"{name}/{file}"))
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    python = f"py{sys.version_info.major}{sys.version_info.minor}"
+    return list(cache.glob(f"torch_extensions/{python}*/{name}/{file}"))

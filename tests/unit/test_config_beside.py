@@ -1,0 +1,100 @@
+"""Settings that would be passed over in silence without another one are refused, and allowed beside it."""
+
+from __future__ import annotations
+
+import pytest
+
+from phalanx import DistributedConfig
+from phalanx.cli import main
+from phalanx.errors import ConfigError
+from phalanx.trainers.verify.proofs import _ONE_PROCESS
+from phalanx.world.mesh import Mesh, plan_mesh
+
+PIPELINE = [
+    ("microbatches", 4),
+    ("pipeline_schedule", "zero-bubble"),
+    ("pipeline_cuts", "layers.1"),
+    ("pipeline_balance", "measured"),
+]
+SHARDING = [
+    {"sharding": "full"},
+    {"sharding": "hybrid", "shard_size": 2},
+    {"offload": "cpu"},
+    {"wrap_class": "Block"},
+]
+
+
+@pytest.mark.parametrize(("name", "value"), PIPELINE)
+def test_settings_of_a_pipeline_need_one(name, value):
+    with pytest.raises(ConfigError, match=f"1 mistake:\n  - {name} = {value!r} without pipeline_parallel"):
+        DistributedConfig(**{name: value})
+    assert getattr(DistributedConfig(**{name: value}, pipeline_parallel=2), name) == value
+
+
+def test_default_values_of_a_pipeline_need_none():
+    DistributedConfig(pipeline_schedule="1f1b", pipeline_balance="parameters", microbatches=None)
+
+
+def test_a_wrong_number_of_stages_is_told_alone():
+    with pytest.raises(ConfigError, match="1 mistake:\n  - pipeline_parallel = 0"):
+        DistributedConfig(pipeline_parallel=0, microbatches=4)
+
+
+@pytest.mark.parametrize("cuts", [" ", ",", "layers.1,,layers.2", "layers.1,"])
+@pytest.mark.parametrize("stages", [1, 2])
+def test_empty_names_of_cuts_are_refused(cuts, stages):
+    with pytest.raises(ConfigError, match=r"1 mistake:\n  - pipeline_cuts = .*one of them is empty"):
+        DistributedConfig(pipeline_cuts=cuts, pipeline_parallel=stages)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "auto"])
+@pytest.mark.parametrize("settings", SHARDING)
+def test_settings_of_sharding_need_something_sharded(strategy, settings):
+    with pytest.raises(ConfigError) as caught:
+        DistributedConfig(strategy=strategy, **settings)
+    assert [problem.split()[0] for problem in caught.value.problems] == list(settings)
+    assert "strategy = 'ddp' replicates: write strategy = 'fsdp'" in str(caught.value)
+
+
+@pytest.mark.parametrize("settings", SHARDING)
+@pytest.mark.parametrize("beside", [{"strategy": "fsdp"}, {"strategy": "ddp", "tensor_parallel": 2}])
+def test_settings_of_sharding_beside_what_shards(settings, beside):
+    DistributedConfig(**settings, **beside)
+
+
+def test_whole_stages_are_not_sharded():
+    with pytest.raises(ConfigError, match=r"offload = 'cpu' .* 'zero-bubble' keeps whole stages"):
+        DistributedConfig(offload="cpu", pipeline_parallel=2, pipeline_schedule="zero-bubble")
+
+
+@pytest.mark.parametrize("sharding", ["auto", "full", "grad-op"])
+def test_a_group_size_needs_groups(sharding):
+    with pytest.raises(ConfigError, match=f"shard_size = 2 with sharding = '{sharding}': only sharding = 'hybrid'"):
+        DistributedConfig(strategy="fsdp", sharding=sharding, shard_size=2)
+
+
+def test_experts_bring_groups_of_their_own():
+    with pytest.raises(ConfigError, match="sharding = 'hybrid' with expert_parallel = 2"):
+        DistributedConfig(expert_parallel=2, sharding="hybrid")
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {name: value for name, value in PIPELINE if name != "pipeline_schedule"}
+        | {"pipeline_parallel": 2, "pipeline_schedule": "gpipe", "wrap_class": "Block", "offload": "cpu"},
+        {"pipeline_parallel": 2, "pipeline_schedule": "zero-bubble"},
+        {"strategy": "ddp", "tensor_parallel": 2, "sharding": "hybrid", "shard_size": 2},
+    ],
+)
+def test_verify_has_one_process_for_every_layout(layout):
+    alone = DistributedConfig(**layout).replace(**_ONE_PROCESS)
+    assert plan_mesh(alone, 1, 1) == Mesh()
+
+
+def test_the_command_line_refuses_before_anything_starts(capsys):
+    assert main(["train", "gpt", "--microbatches", "4", "--shard-size", "2"]) == 2
+    shown = capsys.readouterr().err
+    assert "2 mistakes" in shown
+    assert "microbatches = 4 without pipeline_parallel" in shown
+    assert "(flag)" in shown
