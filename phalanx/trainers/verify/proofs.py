@@ -249,7 +249,7 @@ def _layout_name(config: DistributedConfig, layout: Layout) -> str:
     strategy = config.resolved_strategy
     if config.zero_stage is not None:
         strategy += f" (ZeRO {config.zero_stage})"
-    elif strategy == "fsdp" and config.resolved_sharding != "full":
+    elif config.resolved_sharding != "full":  # beside other axes ddp shards the data axis too
         strategy += f" ({config.resolved_sharding})"
     axes = {short: getattr(config, name) for short, name in _AXIS_FIELDS.items()}
     strategy += "".join(f" x {short}{size}" for short, size in axes.items() if size > 1)
