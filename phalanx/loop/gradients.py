@@ -171,13 +171,11 @@ class Gradients:
             return
         self._unused_checked.add(id(optimizer))
         trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        models = [self._strategy.unwrap(wrapped) for wrapped in self._wrapped]
         unused = [
             name
-            for model in models
-            if any(id(p) in trained for p in model.parameters())
-            for name, p in model.named_parameters()
-            if p.requires_grad and p.grad is None
+            for wrapped in self._wrapped
+            for name, p in self._strategy.unwrap(wrapped).named_parameters()
+            if p.requires_grad and p.grad is None and id(p) in trained
         ]
         if unused:
             shown = ", ".join(unused[:5]) + (f" and {len(unused) - 5} more" if len(unused) > 5 else "")

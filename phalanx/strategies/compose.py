@@ -19,7 +19,6 @@ from phalanx.strategies.norm import global_norm, scale_to_norm
 from phalanx.strategies.pipeline import Pipeline
 from phalanx.strategies.placing import (
     Placed,
-    list_own,
     place_stages,
     placed_before,
     plan_stages,
@@ -116,9 +115,7 @@ class Composed(FSDP):
     ) -> None:
         """Put back what `state` returned."""
         names = {alias: name for name, alias in self._aliases(wrapped).items()}
-        if self.world.mesh.pp > 1:
-            state = list_own(rename_tied(state, names), self.unwrap(wrapped), optimizers)
-        super().load_state(wrapped, optimizers, state)
+        super().load_state(wrapped, optimizers, rename_tied(state, names))
 
     @cached_property
     def _copies(self) -> dict[int, int]:

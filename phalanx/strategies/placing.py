@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -15,7 +14,7 @@ from phalanx.strategies.unit_costs import measured_costs, parameter_costs
 from phalanx.world.schedules import SCHEDULES
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -139,15 +138,3 @@ def rename_tied(state: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
                 ],
             }
     return renamed
-
-
-def list_own(state: dict[str, Any], model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
-    """Let each optimizer's groups name this rank's parameters: a checkpoint keeps the names that one stage has."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    listed = dict(state)
-    for number, optimizer in enumerate(optimizers):
-        key = f"optimizer{number or ''}"
-        groups = zip(state[key]["param_groups"], optimizer.param_groups, strict=True)
-        own = [{**saved, "params": [names[id(parameter)] for parameter in group["params"]]} for saved, group in groups]
-        listed[key] = {**state[key], "param_groups": own}
-    return listed
