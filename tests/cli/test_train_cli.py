@@ -156,7 +156,7 @@ def test_a_script_gets_its_own_arguments_and_the_torchrun_environment():
     words = ("--num-workers", 2, "--device", "cpu", "--console-ranks", "all", "--run-dir", "run")
     answer = trained("train", "--script", script, *words, "--", "--lr", "3", "--", "x")
     said = [line for line in answer.out.splitlines() if "mine.py" in line]
-    assert sorted(said) == [f"[r{rank} dp{rank}] {rank} 2 ['mine.py', '--lr', '3', '--', 'x']" for rank in range(2)]
+    assert sorted(said) == [f"[r{rank}] {rank} 2 ['mine.py', '--lr', '3', '--', 'x']" for rank in range(2)]
     assert "0 2 ['mine.py'" in Path("run/logs/rank-0.log").read_text()
 
 
