@@ -23,6 +23,7 @@ from phalanx.config.groups import (
     Optimization,
     Parallelism,
     Resources,
+    Synchronisation,
     Training,
 )
 from phalanx.config.option import problem
@@ -45,7 +46,16 @@ class Recompute(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class DistributedConfig(
-    Resources, Parallelism, Training, Optimization, Adapters, Communication, Checkpointing, Monitoring, Elasticity
+    Resources,
+    Parallelism,
+    Training,
+    Optimization,
+    Adapters,
+    Communication,
+    Synchronisation,
+    Checkpointing,
+    Monitoring,
+    Elasticity,
 ):
     """All settings of a run. Building one checks every value and reports all mistakes at once."""
 

@@ -16,7 +16,8 @@ BACKENDS: dict[str, tuple[str, str]] = {
 ZERO_SHARDING = {1: "grad-op", 2: "grad-op", 3: "full"}
 """What a stage of ZeRO is in fsdp's words."""
 
-STRATEGIES = ("auto", "ddp", "fsdp", "deepspeed")
+STRATEGIES = ("auto", "ddp", "fsdp", "deepspeed", "ring", "local-sgd", "diloco", "parameter-server")
+COMPRESSORS = ("none", "fp16", "bf16", "int8", "sign", "topk", "randomk", "powersgd")
 PIPELINE_SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 OPTIMIZERS = ("adamw", "adam", "sgd", "rmsprop", "adagrad")
 LR_SCHEDULES = ("constant", "linear", "cosine", "inverse-sqrt")
@@ -178,13 +179,42 @@ class Communication:
     """How gradients travel."""
 
     communication_backend: str | None = option(
-        None, "nccl, gloo or mpi (default: nccl on CUDA, gloo on CPU)", choices=(None, "nccl", "gloo", "mpi")
+        None,
+        "nccl, gloo, mpi or phalanx (ours: shared memory within a machine; default: nccl on CUDA, gloo on CPU)",
+        choices=(None, "nccl", "gloo", "mpi", "phalanx"),
     )
     find_unused_parameters: bool = option(False, "let parameters be unused in a step (costs a graph walk each step)")
     bucket_cap_mb: float = option(25.0, "size of a gradient bucket in MB", above=0)
     timeout: float = option(600.0, "seconds a rank waits for the others before it gives up", above=0)
     start_timeout: float | None = option(
         None, "seconds until every rank must have started (default: no limit for scripts)", above=0
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Synchronisation:
+    """How and how often gradients or weights are brought together, beyond a plain average every step."""
+
+    fixed_order: bool = option(
+        False,
+        "ring: add up gradients in one order over micro-batches and ranks, so that 1, 2, 4 and 8 ranks give equal bits",
+    )
+    compression: str = option("none", "ddp, ring: make gradients smaller before they travel", choices=COMPRESSORS)
+    compression_ratio: float = option(0.01, "topk, randomk: the share of the gradient that is sent, up to 1", above=0)
+    powersgd_rank: int = option(4, "powersgd: rank of the two thin matrices that stand for a gradient", minimum=1)
+    compression_warmup: int = option(0, "steps before compression begins", minimum=0)
+    sync_every: int = option(16, "local-sgd, diloco: steps that each rank takes alone between averages", minimum=1)
+    outer_learning_rate: float = option(0.7, "diloco: rate of the outer Nesterov step", above=0)
+    outer_momentum: float = option(0.9, "diloco: momentum of the outer Nesterov step", minimum=0)
+    num_servers: int = option(1, "parameter-server: shards that hold the parameters, processes of their own", minimum=1)
+    server_mode: str = option(
+        "auto",
+        "parameter-server: all workers step together (sync), each at its own pace (async), or none more than "
+        "`staleness` steps ahead (bounded); auto: bounded where staleness is given, else sync",
+        choices=("auto", "sync", "async", "bounded"),
+    )
+    staleness: int | None = option(
+        None, "parameter-server: how many steps a worker may be ahead of the slowest", minimum=0
     )
 
 
@@ -232,6 +262,7 @@ GROUPS = (
     Optimization,
     Adapters,
     Communication,
+    Synchronisation,
     Checkpointing,
     Monitoring,
     Elasticity,

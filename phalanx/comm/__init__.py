@@ -1,0 +1,1 @@
+"""How bytes move between ranks: collectives written out, shared memory, buckets, compression, a parameter server."""

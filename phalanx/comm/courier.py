@@ -1,0 +1,71 @@
+"""The courier: one thread that carries messages while the rank computes, in the order in which they were handed over.
+
+One thread and one order on every rank: collectives that are matched by order can never meet the wrong partner. How long
+the courier was busy, and how long the rank waited for it, say what the overlap hid and what it could not.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class Courier:
+    """Runs what it is given, one after the other, in a thread of its own."""
+
+    def __init__(self, name: str = "phalanx-courier") -> None:
+        self.busy_s = 0.0
+        self.waited_s = 0.0
+        self._name = name
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], torch.futures.Future[Any]] | None] = queue.SimpleQueue()
+        self._open: list[torch.futures.Future[Any]] = []
+        self._thread: threading.Thread | None = None
+
+    def submit(self, job: Callable[[], Any]) -> torch.futures.Future[Any]:
+        """Hand over a job; its result, or its error, arrives in the future."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+            self._thread.start()
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        self._open.append(future)
+        self._jobs.put((job, future))
+        return future
+
+    def drain(self) -> None:
+        """Wait until everything handed over is done; raise the first error."""
+        if not self._open:
+            return
+        begin = time.perf_counter()
+        try:
+            for future in self._open:
+                future.wait()
+        finally:
+            self._open.clear()
+            self.waited_s += time.perf_counter() - begin
+
+    def close(self) -> None:
+        """End the thread, after what it has in hand."""
+        if self._thread is not None:
+            self._jobs.put(None)
+            self._thread.join()
+            self._thread = None
+
+    def _work(self) -> None:
+        while (item := self._jobs.get()) is not None:
+            job, future = item
+            begin = time.perf_counter()
+            try:
+                result = job()
+            except BaseException as error:  # noqa: BLE001 - it is raised where the future is waited for
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+            finally:
+                self.busy_s += time.perf_counter() - begin

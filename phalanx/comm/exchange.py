@@ -1,0 +1,55 @@
+"""What gradient synchronisation and compression ask of a group of ranks; whoever moves bytes can stand behind it."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+
+class Exchange(Protocol):
+    """A group of ranks that can add up, collect and swap tensors. Every call is made by all ranks, in one order."""
+
+    rank: int
+    size: int
+    sent_bytes: int
+    """What this rank has sent so far, by the algorithm's own count."""
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """Add up a tensor over the ranks, in place."""
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the tensors of all ranks, stacked by rank; all have one shape."""
+
+    def all_to_all(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Send row r to rank r; return the rows that were sent here, by rank."""
+
+
+class TorchExchange:
+    """An `Exchange` over a process group of torch.distributed: gloo, nccl, or ours."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+        self.sent_bytes = 0
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """Add up a tensor over the ranks, in place."""
+        self.sent_bytes += 2 * (self.size - 1) * tensor.nbytes // self.size
+        dist.all_reduce(tensor, group=self.group)
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the tensors of all ranks, stacked by rank."""
+        self.sent_bytes += (self.size - 1) * tensor.nbytes
+        gathered = tensor.new_empty((self.size, *tensor.shape))
+        dist.all_gather_into_tensor(gathered, tensor.contiguous(), group=self.group)
+        return gathered
+
+    def all_to_all(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Send row r to rank r; return the rows that were sent here."""
+        self.sent_bytes += (self.size - 1) * tensor.nbytes // self.size
+        received = torch.empty_like(tensor)
+        dist.all_to_all_single(received, tensor.contiguous(), group=self.group)
+        return received
