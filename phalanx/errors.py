@@ -75,6 +75,10 @@ class ModelError(PhalanxError):
     """A model that cannot be trained as given: no loss, parameters without gradient, mismatching shapes."""
 
 
+class CommunicationError(PhalanxError):
+    """Ranks that cannot or do not talk to each other: one died, one is late, or they disagree on what is sent."""
+
+
 class NonFiniteLossError(PhalanxError):
     """The loss became NaN or infinite."""
 
