@@ -42,7 +42,7 @@ class Lane:
 
 
 class CompressesGradients:
-    """What a strategy adds: it calls `open_lane` when it wraps a model, and the loop saves, restores and reports."""
+    """What a strategy adds: it puts a lane here for each model that it wraps; the loop saves, restores and reports."""
 
     config: DistributedConfig
 

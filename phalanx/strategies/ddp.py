@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -43,9 +44,9 @@ class DDP(CompressesGradients, Strategy):
 
         compressor = self.compressor_for(model)
         wrapped = FixedBuckets(model, **options)
-        exchange = open_exchange(dist.new_group())
+        exchange = open_exchange(dist.new_group(timeout=timedelta(seconds=self.config.timeout)))
         hook = CompressionHook(compressor, exchange, model.named_parameters(), self.world.device)
-        wrapped.register_comm_hook(None, hook)
+        wrapped.register_comm_hook(None, hook.take)
         self.lanes.append(Lane(compressor, exchange, hook.courier))
         return wrapped
 

@@ -58,7 +58,7 @@ class CompressionHook:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._expected = False
 
-    def __call__(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def take(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Hand a bucket to the courier. (Torch insists on the name `bucket`.)"""
         names = tuple(self._names[id(parameter)] for parameter in bucket.parameters())
         ours = Bucket(bucket.index(), bucket.buffer(), names, tuple(bucket.gradients()))
@@ -98,3 +98,7 @@ class CompressionHook:
     def _raise_errors(self) -> None:
         self._expected = False
         self.courier.drain()
+
+
+# Torch compares the annotations of a hook with its own types, and with postponed evaluation they are strings.
+CompressionHook.take.__annotations__.clear()
