@@ -51,10 +51,14 @@ class Courier:
             self.waited_s += time.perf_counter() - begin
 
     def close(self) -> None:
-        """End the thread, after what it has in hand."""
+        """End the thread, after what it has in hand.
+
+        That is waited for only where nothing is: after an error a job may wait for ranks that are gone.
+        """
         if self._thread is not None:
             self._jobs.put(None)
-            self._thread.join()
+            if all(future.done() for future in self._open):
+                self._thread.join()
             self._thread = None
 
     def _work(self) -> None:

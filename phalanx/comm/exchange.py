@@ -44,7 +44,7 @@ class TorchExchange:
         """Return the tensors of all ranks, stacked by rank."""
         self.sent_bytes += (self.size - 1) * tensor.nbytes
         gathered = tensor.new_empty((self.size, *tensor.shape))
-        dist.all_gather_into_tensor(gathered, tensor.contiguous(), group=self.group)
+        dist.all_gather_into_tensor(gathered.view(-1), tensor.reshape(-1), group=self.group)
         return gathered
 
     def all_to_all(self, tensor: torch.Tensor) -> torch.Tensor:

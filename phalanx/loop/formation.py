@@ -36,6 +36,7 @@ from phalanx.loop.replaced import Replaced
 from phalanx.loop.schedulers import bind_scheduler
 from phalanx.loop.snapshot import restore_snapshot, save_snapshot
 from phalanx.strategies.base import claim_layout, local
+from phalanx.strategies.compressing import CompressesGradients
 from phalanx.strategies.engine import OwnsStep
 from phalanx.strategies.pipeline import Pipeline
 from phalanx.strategies.registry import build_strategy
@@ -278,6 +279,8 @@ class Formation:
         self._undo.clear()
         if self._engine is not None:
             self._engine.detach()
+        if isinstance(self.strategy, CompressesGradients):
+            self.strategy.close_lanes()
         self.models.clear()
         self.optimizers.clear()
         self.schedulers.clear()
