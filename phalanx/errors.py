@@ -97,6 +97,15 @@ class PreemptedError(PhalanxError):
     exit_code = EXIT_PREEMPTED
 
 
+def unused_parameters(names: Sequence[str]) -> ModelError:
+    """Return the error that names parameters without a gradient."""
+    shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    return ModelError(
+        f"{len(names)} parameter{'s' * (len(names) > 1)} got no gradient in the first step: {shown}",
+        hint="Use them in forward, freeze them with requires_grad_(False), or set find_unused_parameters=True.",
+    )
+
+
 def nearest(name: str, allowed: Iterable[str]) -> str | None:
     """Return the allowed name closest to `name`, or None when nothing is close."""
     matches = difflib.get_close_matches(name, list(allowed), n=1, cutoff=0.6)

@@ -28,9 +28,10 @@ class ThreadExchange:
         self._barrier.wait(timeout=20)
         return found
 
-    def all_reduce(self, tensor: torch.Tensor) -> None:
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> None:
         self.sent_bytes += 2 * (self.size - 1) * tensor.nbytes // self.size
-        tensor.copy_(torch.stack(self._all(tensor)).sum(0))
+        everyone = torch.stack(self._all(tensor))
+        tensor.copy_(everyone.mean(0) if op == "mean" else everyone.sum(0))
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         self.sent_bytes += (self.size - 1) * tensor.nbytes

@@ -7,7 +7,6 @@ through a gloo group that every group of ours carries with it, so that whatever 
 
 from __future__ import annotations
 
-import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,11 +15,12 @@ from torch._C._distributed_c10d import AllgatherOptions, _create_work_from_futur
 from torch.distributed import ProcessGroup, ProcessGroupGloo
 
 from phalanx.comm.register import NAME
-from phalanx.comm.shared import SharedGroup, SharedMemoryUnavailable
-from phalanx.comm.shared.machine import on_one_machine
+from phalanx.comm.shared.opening import share_memory
 
 if TYPE_CHECKING:
     from datetime import timedelta
+
+    from phalanx.comm.shared import SharedGroup
 
 _OPERATIONS = {
     dist.ReduceOp.SUM: "sum",
@@ -194,15 +194,3 @@ def _done(tensors: list[torch.Tensor]) -> Any:
     future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
     future.set_result(tensors)
     return _create_work_from_future(future)
-
-
-def share_memory(store: dist.Store, rank: int, size: int, *, timeout: float) -> SharedGroup | None:
-    """Return the shared memory of a group whose ranks are all on this machine; None, with a warning, if it fails."""
-    if not on_one_machine(store, rank, size):
-        return None
-    try:
-        return SharedGroup(dist.PrefixStore("shared", store), rank, size, timeout=timeout)
-    except SharedMemoryUnavailable as error:
-        if rank == 0:
-            warnings.warn(f"no shared memory between these ranks, gloo is used instead: {error}", stacklevel=2)
-        return None

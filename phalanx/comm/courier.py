@@ -38,6 +38,16 @@ class Courier:
         self._jobs.put((job, future))
         return future
 
+    def run(self, job: Callable[[], Any]) -> Any:
+        """Do a job here and now, in the caller's thread: all of its time is waited for."""
+        begin = time.perf_counter()
+        try:
+            return job()
+        finally:
+            seconds = time.perf_counter() - begin
+            self.busy_s += seconds
+            self.waited_s += seconds
+
     def drain(self) -> None:
         """Wait until everything handed over is done; raise the first error."""
         if not self._open:

@@ -37,10 +37,10 @@ class ThrottledExchange:
         """What this rank has sent so far."""
         return self._inner.sent_bytes
 
-    def all_reduce(self, tensor: torch.Tensor) -> None:
-        """Add up a tensor over the ranks, in place."""
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> None:
+        """Combine a tensor over the ranks, in place."""
         with self._at_rate():
-            self._inner.all_reduce(tensor)
+            self._inner.all_reduce(tensor, op)
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the tensors of all ranks, stacked by rank."""

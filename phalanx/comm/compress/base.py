@@ -69,8 +69,7 @@ class Uncompressed(Compressor):
 
 def average(tensor: torch.Tensor, exchange: Exchange) -> None:
     """Average a tensor in place, as it is."""
-    exchange.all_reduce(tensor)
-    tensor.div_(exchange.size)
+    exchange.all_reduce(tensor, "mean")
 
 
 def ring_bytes(nbytes: int, ranks: int) -> int:

@@ -19,12 +19,8 @@ class SharedExchange:
         self.sent_bytes = 0
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return memory for a bucket."""
+        """Return memory in the shared pages."""
         return self._group.empty(numel, dtype)
-
-    def release(self, tensor: torch.Tensor) -> None:
-        """Give up memory that `empty` made."""
-        self._group.release(tensor)
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> None:
         """Combine a tensor over the ranks, in place."""

@@ -55,10 +55,6 @@ class SharedGroup:
         self._meet("empty", "", dtype, numel)
         return self._symmetric.empty(numel, dtype)
 
-    def release(self, tensor: torch.Tensor) -> None:
-        """Give up a tensor that `empty` made."""
-        self._symmetric.release(tensor)
-
     def barrier(self) -> None:
         """Wait for all ranks."""
         self._meet("barrier", "", torch.uint8, 0)

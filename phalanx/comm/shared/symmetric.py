@@ -13,11 +13,12 @@ if TYPE_CHECKING:
 
 
 class SymmetricTensors:
-    """Makes tensors in shared pages, and finds the peers of one of them by its address."""
+    """Makes tensors in shared pages, and finds the peers of what lies in them by its address."""
 
     def __init__(self, tell: Tell, rank: int, size: int) -> None:
         self._tell, self._rank, self._size = tell, rank, size
-        self._by_address: dict[int, tuple[SharedPages, list[torch.Tensor]]] = {}
+        self._made: list[tuple[SharedPages, list[torch.Tensor]]] = []
+        self._found: dict[tuple[int, int, torch.dtype], list[torch.Tensor]] = {}
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return this rank's tensor; all ranks call this, with the same size."""
@@ -25,27 +26,28 @@ class SymmetricTensors:
             return torch.empty(0, dtype=dtype)
         room = round_up(numel * dtype.itemsize)
         pages = SharedPages(self._tell, self._rank, self._size, self._size * room)
-        tensors = [
-            torch.frombuffer(pages.memory, dtype=dtype, offset=rank * room, count=numel) for rank in range(self._size)
+        everyones = [
+            torch.frombuffer(pages.memory, dtype=torch.uint8, offset=rank * room, count=numel * dtype.itemsize)
+            for rank in range(self._size)
         ]
-        self._by_address[tensors[self._rank].data_ptr()] = (pages, tensors)
-        return tensors[self._rank]
+        self._made.append((pages, everyones))
+        return everyones[self._rank].view(dtype)
 
-    def find(self, tensor: torch.Tensor) -> list[torch.Tensor] | None:
-        """Return the ranks' tensors if this is one of them (whole), else None."""
-        _, tensors = self._by_address.get(tensor.data_ptr(), (None, None))
-        if tensors is None or tensors[0].numel() != tensor.numel() or tensors[0].dtype != tensor.dtype:
-            return None
-        return tensors
-
-    def release(self, tensor: torch.Tensor) -> None:
-        """Forget a tensor: its pages go when nobody uses it any more."""
-        pages, _ = self._by_address.pop(tensor.data_ptr(), (None, None))
-        if pages is not None:
-            pages.close()
+    def find(self, flat: torch.Tensor) -> list[torch.Tensor] | None:
+        """Return what lies at the same place on each rank, if this flat tensor lies in shared pages."""
+        key = (flat.data_ptr(), flat.numel(), flat.dtype)
+        found = self._found.get(key)
+        if found is None:
+            for _, everyones in self._made:
+                offset = flat.data_ptr() - everyones[self._rank].data_ptr()
+                if offset >= 0 and offset + flat.nbytes <= everyones[self._rank].nbytes:
+                    found = [one[offset : offset + flat.nbytes].view(flat.dtype) for one in everyones]
+                    self._found[key] = found
+        return found
 
     def close(self) -> None:
-        """Let go of the files; the memory stays as long as the tensors live."""
-        for pages, _ in self._by_address.values():
+        """Let go of the files; the memory stays as long as tensors live in it."""
+        for pages, _ in self._made:
             pages.close()
-        self._by_address.clear()
+        self._made.clear()
+        self._found.clear()
