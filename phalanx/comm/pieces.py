@@ -1,0 +1,60 @@
+"""Cutting tensors into the parts that travel: a block for each rank, chunks of a block that follow each other."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from phalanx.comm.signature import agree, describe
+from phalanx.comm.wire import CHUNK_BYTES, Wire
+
+if TYPE_CHECKING:
+    import torch
+
+
+def begin(collective: str, tensor: torch.Tensor, wire: Wire, op: str | None = None) -> torch.Tensor:
+    """Make sure that all ranks mean the same, and return the tensor as it can travel: see `flatten`."""
+    agree(wire, describe(collective, tensor, op))
+    return flatten(tensor, wire)
+
+
+def flatten(tensor: torch.Tensor, wire: Wire) -> torch.Tensor:
+    """Return the values in one run of memory that the wire can read: the tensor's own where it is such, else a copy."""
+    plain = tensor.detach().resolve_conj().resolve_neg().to(wire.device)
+    return plain.contiguous().view(-1)
+
+
+def write_back(flat: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Put the values where they belong, unless `flat` is the tensor's own memory."""
+    if flat.numel() and flat.data_ptr() != tensor.data_ptr():
+        tensor.detach().copy_(flat.view(tensor.shape))
+
+
+def bounds(length: int, parts: int) -> list[int]:
+    """Return where `parts` nearly equal parts begin, and the end: the first `length % parts` are longer by one."""
+    base, longer = divmod(length, parts)
+    return [part * base + min(part, longer) for part in range(parts + 1)]
+
+
+def split(flat: torch.Tensor, parts: int) -> list[torch.Tensor]:
+    """Cut a tensor into nearly equal views."""
+    return [flat[low:high] for low, high in pairwise(bounds(flat.numel(), parts))]
+
+
+def chunk_count(nbytes: int, wire: Wire) -> int:
+    """Return in how many chunks to send so many bytes. nccl cuts messages up by itself."""
+    return 1 if wire.is_batched else max(1, -(-nbytes // CHUNK_BYTES))
+
+
+def chunks(flat: torch.Tensor, wire: Wire) -> list[torch.Tensor]:
+    """Cut a tensor into the chunks in which it travels; never none, so that loops over peers keep step."""
+    return split(flat, chunk_count(flat.nbytes, wire))
+
+
+def swap(out: torch.Tensor, into: torch.Tensor, to: int, source: int, wire: Wire) -> None:
+    """Send one tensor while another arrives."""
+    incoming, outgoing = chunks(into, wire), chunks(out, wire)
+    arrivals = [wire.receive(chunk, source) for chunk in incoming]
+    departures = [wire.send(chunk, to) for chunk in outgoing]
+    for handle in [*arrivals, *departures]:
+        handle.wait()

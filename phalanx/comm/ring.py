@@ -1,0 +1,155 @@
+"""The ring: every rank sends to its right neighbour and receives from its left one, and all links carry the same.
+
+The tensor is cut into a block for each rank. In n - 1 steps of *reduce-scatter* each block travels once around, and
+every rank adds its own values to it; the last to add holds the total of that block. In n - 1 steps of *all-gather* the
+totals travel around once more, straight into place. With 4 ranks, rank 0 sends:
+
+    step           0   1   2 | 3   4   5
+    sends block    3   2   1 | 0   3   2
+    receives       2   1   0 | 3   2   1
+                   added     | stored
+
+So a rank sends every block but its own, then every block but its right neighbour's: 2 (n-1)/n of the data when n
+divides it, and 2 S - |block r| - |block r+1| always. No rank can send less in an all-reduce whose additions are spread
+evenly. Blocks travel as chunks, and a chunk goes on as soon as it was added: the wire does not wait for arithmetic.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import torch
+
+from phalanx.comm.pieces import begin, bounds, chunk_count, split, write_back
+from phalanx.comm.reduction import OPS, Reduction, find_reduction
+
+if TYPE_CHECKING:
+    from phalanx.comm.wire import Handle, Wire
+
+
+def all_reduce(tensor: torch.Tensor, wire: Wire, op: str = "sum") -> None:
+    """Combine a tensor over all ranks, in place."""
+    flat = begin("ring all_reduce", tensor, wire, op)
+    reduction = find_reduction(op, tensor.dtype)
+    reduce_among(flat, wire, reduction, ranks=wire.size)
+    write_back(flat, tensor)
+
+
+def reduce_among(flat: torch.Tensor, wire: Wire, reduction: Reduction, *, ranks: int) -> None:
+    """Combine a flat tensor in place; `ranks` is how many stand behind those of the wire (for a mean)."""
+    _go_round(split(flat, wire.size), wire, reduction, first=0, last=2 * (wire.size - 1), ranks=ranks)
+
+
+def reduce_scatter(tensor: torch.Tensor, wire: Wire, op: str = "sum") -> torch.Tensor:
+    """Combine a tensor over all ranks and return this rank's rows of it; the first ranks have one more if need be."""
+    flat = begin("ring reduce_scatter", tensor, wire, op)
+    reduction = find_reduction(op, tensor.dtype)
+    edges = bounds(tensor.shape[0] if tensor.dim() else 1, wire.size)
+    width = flat.numel() // max(edges[-1], 1)
+    flat = flat.clone()  # partial sums pass through it, and the input is the caller's
+    blocks = [flat[low * width : high * width] for low, high in pairwise(edges)]
+    _go_round(blocks, wire, reduction, first=0, last=wire.size - 1, ranks=wire.size)
+    rows = edges[wire.rank + 1] - edges[wire.rank]
+    return blocks[wire.rank].clone().view(rows, *tensor.shape[1:]).to(tensor.device)
+
+
+def all_gather(tensor: torch.Tensor, wire: Wire) -> torch.Tensor:
+    """Return the tensors of all ranks, stacked by rank; all have one shape."""
+    own = begin("ring all_gather", tensor, wire)
+    gathered = own.new_empty(wire.size * own.numel())
+    blocks = split(gathered, wire.size)
+    blocks[wire.rank].copy_(own)
+    pass_round(blocks, wire)
+    return gathered.view(wire.size, *tensor.shape).to(tensor.device)
+
+
+def pass_round(blocks: list[torch.Tensor], wire: Wire) -> None:
+    """Give every rank all blocks, each rank holding its own, in place."""
+    _go_round(blocks, wire, OPS["sum"], first=wire.size - 1, last=2 * (wire.size - 1), ranks=wire.size)
+
+
+def _go_round(
+    blocks: list[torch.Tensor], wire: Wire, reduction: Reduction, *, first: int, last: int, ranks: int
+) -> None:
+    """Take the steps `first` to `last` of the table above; those before n - 1 add, the others store."""
+    if wire.size == 1:
+        reduction.finish(blocks[0], ranks)
+    else:
+        _Lap(blocks, wire, reduction, first, last, ranks).run()
+
+
+class _Lap:
+    """Some steps of the ring. A step moves one block, as `pieces` chunks; a move is one chunk of one step.
+
+    What arrives in move i is sent on in move i + pieces: that is all that a move ever waits for.
+    """
+
+    def __init__(
+        self, blocks: list[torch.Tensor], wire: Wire, reduction: Reduction, first: int, last: int, ranks: int
+    ) -> None:
+        largest = max(blocks, key=torch.Tensor.numel)
+        self.pieces = chunk_count(largest.nbytes, wire)
+        self.chunks = [split(block, self.pieces) for block in blocks]
+        self.wire, self.reduction, self.ranks = wire, reduction, ranks
+        self.moves = range(first * self.pieces, last * self.pieces)
+        self.left, self.right = (wire.rank - 1) % wire.size, (wire.rank + 1) % wire.size
+        self.slots = self._scratch(largest) if first < wire.size - 1 else []
+        self.arrivals: dict[int, Handle] = {}
+        self.departures: list[Handle] = []
+
+    def run(self) -> None:
+        """Send what is here, then take in and pass on move after move."""
+        ahead = self.wire.depth
+        for move in self.moves[:ahead]:
+            self._expect(move)
+        for move in self.moves[: self.pieces]:
+            self._depart(move)
+        for move in self.moves:
+            self._take_in(move)
+            if move + ahead in self.moves:
+                self._expect(move + ahead)
+            if move + self.pieces in self.moves:
+                self._depart(move + self.pieces)
+        for departure in self.departures:
+            departure.wait()
+
+    def _scratch(self, largest: torch.Tensor) -> list[torch.Tensor]:
+        longest = -(-largest.numel() // self.pieces)
+        memory = self.wire.scratch(longest * self.wire.depth, largest)
+        return [memory[slot * longest : (slot + 1) * longest] for slot in range(self.wire.depth)]
+
+    def _adds(self, move: int) -> bool:
+        return move // self.pieces < self.wire.size - 1
+
+    def _outgoing(self, move: int) -> torch.Tensor:
+        step, piece = divmod(move, self.pieces)
+        return self.chunks[(self.wire.rank - 1 - step) % self.wire.size][piece]
+
+    def _target(self, move: int) -> torch.Tensor:
+        step, piece = divmod(move, self.pieces)
+        return self.chunks[(self.wire.rank - 2 - step) % self.wire.size][piece]
+
+    def _landing(self, move: int) -> torch.Tensor:
+        """Where a chunk arrives: beside its target if it is added to it, else in its place.
+
+        A place that this rank still sends from is not overwritten early: the total that arrives there contains what was
+        sent.
+        """
+        target = self._target(move)
+        return self.slots[move % len(self.slots)][: target.numel()] if self._adds(move) else target
+
+    def _expect(self, move: int) -> None:
+        self.arrivals[move] = self.wire.receive(self._landing(move), self.left)
+
+    def _depart(self, move: int) -> None:
+        self.departures.append(self.wire.send(self._outgoing(move), self.right))
+
+    def _take_in(self, move: int) -> None:
+        self.arrivals.pop(move).wait()
+        if not self._adds(move):
+            return
+        target = self._target(move)
+        self.reduction.combine(target, self._landing(move))
+        if move // self.pieces == self.wire.size - 2:  # the last step that adds: this is the total of the own block
+            self.reduction.finish(target, self.ranks)

@@ -1,0 +1,183 @@
+"""The wire: point-to-point messages between the ranks of a group, and a count of what was sent.
+
+Every collective of ours is written on these two verbs, `send` and `receive`, so that reading one of them shows every
+byte it moves. Messages between two ranks arrive in the order in which they were sent; a wire belongs to one thread.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from phalanx.errors import CommunicationError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+CHUNK_BYTES = 4 << 20
+"""Large tensors travel in pieces of this size. Smaller ones overlap better but pay for every message: gloo wakes two
+threads for each."""
+
+DEPTH = 8
+"""Receives that are posted ahead on gloo: data then flows as soon as it is sent, without asking first."""
+
+
+class Handle(Protocol):
+    """A message under way."""
+
+    def wait(self) -> object:
+        """Return when the tensor may be read (received) or written again (sent)."""
+
+
+class _Done:
+    def wait(self) -> None:
+        """Return at once: there was nothing to move."""
+
+
+_DONE = _Done()
+
+
+@dataclass
+class Tally:
+    """What a rank has sent, and the memory its wires receive into before they add up."""
+
+    sent_bytes: int = 0
+    control_bytes: int = 0
+    scratch: dict[torch.device, torch.Tensor] = field(default_factory=dict)
+    places: dict[tuple[int, ...], Any] = field(default_factory=dict)
+    """Where the ranks are, by wire, once `topology` has found out."""
+
+
+class Wire:
+    """Point-to-point between the ranks of a group. Use one wire for all collectives of a group: it keeps its scratch.
+
+    `checked` makes every collective compare what the ranks mean to do before the first byte of data (`signature`).
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None, *, checked: bool = True) -> None:
+        self.group = group
+        self.checked = checked
+        self.peers: tuple[int, ...] = tuple(range(dist.get_world_size(group)))
+        self.rank = dist.get_rank(group)
+        self.tally = Tally()
+        # nccl moves a tensor when both sides have asked for it in one batch; gloo at any time.
+        self.is_batched = "nccl" in dist.get_backend(group)
+        self._asked: list[_BatchedReceive] = []
+
+    @property
+    def size(self) -> int:
+        """How many ranks this wire connects."""
+        return len(self.peers)
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes of data that this rank has sent."""
+        return self.tally.sent_bytes
+
+    @property
+    def control_bytes(self) -> int:
+        """Bytes that this rank has sent beside the data: the headers by which ranks find out that they agree."""
+        return self.tally.control_bytes
+
+    @property
+    def depth(self) -> int:
+        """How many receives to post ahead of the one that is waited for."""
+        return 1 if self.is_batched else DEPTH
+
+    @property
+    def device(self) -> torch.device:
+        """Where tensors must live to travel: gloo sends from host memory, nccl from the GPU."""
+        return torch.device("cuda", torch.cuda.current_device()) if self.is_batched else torch.device("cpu")
+
+    def among(self, ranks: Sequence[int]) -> Wire:
+        """Return this wire as some of its ranks see it, this one among them: numbered anew, counted together."""
+        part = object.__new__(Wire)
+        part.__dict__.update(self.__dict__)
+        part.peers = tuple(self.peers[rank] for rank in ranks)
+        part.rank = list(ranks).index(self.rank)
+        return part
+
+    def send(self, tensor: torch.Tensor, to: int, *, is_control: bool = False) -> Handle:
+        """Begin to send a contiguous tensor; it must stay as it is until the handle was waited for."""
+        if tensor.numel() == 0:
+            return _DONE
+        if is_control:
+            self.tally.control_bytes += tensor.nbytes
+        else:
+            self.tally.sent_bytes += tensor.nbytes
+        flat, peer = _as_bytes(tensor), self.peers[to]
+        if self.is_batched:
+            return _Message(self._start_batch(dist.P2POp(dist.isend, flat, group=self.group, group_peer=peer)), peer)
+        return _Message(dist.isend(flat, group=self.group, group_dst=peer), peer)
+
+    def receive(self, tensor: torch.Tensor, source: int) -> Handle:
+        """Begin to receive into a contiguous tensor; it is whole when the handle was waited for."""
+        if tensor.numel() == 0:
+            return _DONE
+        flat, peer = _as_bytes(tensor), self.peers[source]
+        if self.is_batched:
+            asked = _BatchedReceive(self, dist.P2POp(dist.irecv, flat, group=self.group, group_peer=peer))
+            self._asked.append(asked)
+            return asked
+        return _Message(dist.irecv(flat, group=self.group, group_src=peer), peer)
+
+    def scratch(self, count: int, like: torch.Tensor) -> torch.Tensor:
+        """Return memory for `count` elements such as those of `like`; the next call may return the same."""
+        needed = count * like.element_size()
+        held = self.tally.scratch.get(like.device)
+        if held is None or held.numel() < needed:
+            held = self.tally.scratch[like.device] = torch.empty(needed, dtype=torch.uint8, device=like.device)
+        return held[:needed].view(like.dtype)
+
+    def _start_batch(self, *more: dist.P2POp) -> dist.Work | None:
+        """Hand nccl what was asked for so far, as one batch: alone, a send and a receive could wait for each other."""
+        asked = list(self._asked)
+        self._asked.clear()
+        works = dist.batch_isend_irecv([*(receive.operation for receive in asked), *more])
+        for receive in asked:
+            receive.work = works[0]
+        return works[-1] if works else None
+
+
+@dataclass
+class _Message:
+    """A message whose peer is known when it fails."""
+
+    work: dist.Work | None
+    peer: int
+
+    def wait(self) -> None:
+        """Wait, and say whose message it was when it does not come."""
+        try:
+            if self.work is not None:
+                self.work.wait()
+        except RuntimeError as error:
+            reason = str(error).strip().splitlines()[0]
+            raise CommunicationError(
+                f"the exchange with rank {self.peer} broke off: {reason}",
+                hint=f"Look at what rank {self.peer} said last: it has ended, or it waits elsewhere.",
+            ) from error
+
+
+@dataclass
+class _BatchedReceive:
+    """A receive that starts with the next send, or when it is waited for."""
+
+    wire: Wire
+    operation: dist.P2POp
+    work: dist.Work | None = None
+
+    def wait(self) -> None:
+        """Start it if nothing was sent since, and wait."""
+        if self.work is None:
+            self.wire._start_batch()
+        if self.work is not None:
+            self.work.wait()
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """View any dtype as bytes: the backends know only some of them."""
+    return tensor.view(-1).view(torch.uint8)
