@@ -181,6 +181,7 @@ class Formation:
             training=training,
             drop_last=self.config.drop_last if training else None,
             group=self._cpu_group(),
+            whole_blocks=self.config.fixed_order,
         )
         self.notes += [note for note in sharded.notes if note not in self.notes]
         loader = PreparedLoader(sharded, self.gradients if training else None)
