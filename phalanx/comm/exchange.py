@@ -7,7 +7,6 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-
 _gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 renamed it
 
 
