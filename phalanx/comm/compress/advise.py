@@ -108,7 +108,7 @@ def _reason(plain: Prediction, own_s: float, send_s: float, exposed: float) -> s
     if plain.exposed_s == 0:
         return f"sending was hidden already, and compressing takes {_ms(own_s)}"
     saved = plain.exposed_s - exposed
-    return f"waits {_ms(saved)} less, compresses for {_ms(own_s)}"
+    return f"waits {_ms(abs(saved))} {'less' if saved >= 0 else 'more'}, compresses for {_ms(own_s)}"
 
 
 def _ms(seconds: float) -> str:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 _ROUNDS = 3
+_SETTINGS_OF = {"topk": ("compression_ratio",), "randomk": ("compression_ratio",), "powersgd": ("powersgd_rank",)}
+"""Which settings a compressor has of its own; all have the warm-up."""
 
 
 class EchoExchange:
@@ -50,6 +52,12 @@ class EchoExchange:
         self.messages += messages
 
 
+def settings_of(name: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings that a compressor would follow: the config refuses the others."""
+    own = () if name == "none" else (*_SETTINGS_OF.get(name, ()), "compression_warmup")
+    return {key: value for key, value in settings.items() if key in own}
+
+
 def measure_costs(
     names: Iterable[str], shapes: Sequence[tuple[int, ...]], ranks: int, device: str = "cpu", **settings: Any
 ) -> list[Cost]:
@@ -60,8 +68,7 @@ def measure_costs(
 def _measure(
     name: str, shapes: Sequence[tuple[int, ...]], ranks: int, device: torch.device, settings: dict[str, Any]
 ) -> Cost:
-    own = {key: value for key, value in settings.items() if key in _SETTINGS_OF.get(name, ())}
-    config = DistributedConfig(compression=name, **own)
+    config = DistributedConfig(compression=name, **settings_of(name, settings))
     named = [(str(number), torch.zeros(shape, requires_grad=True)) for number, shape in enumerate(shapes)]
     compressor = build_compressor(config, named)
     gradient = torch.randn(sum(parameter.numel() for _, parameter in named), device=device)
@@ -77,9 +84,6 @@ def _measure(
         times.append(time.perf_counter() - begin)
     nbytes = gradient.nbytes
     return Cost(name, exchange.sent_bytes / nbytes, nbytes / sorted(times[1:])[_ROUNDS // 2], exchange.messages)
-
-
-_SETTINGS_OF = {"topk": ("compression_ratio",), "randomk": ("compression_ratio",), "powersgd": ("powersgd_rank",)}
 
 
 def _views(flat: torch.Tensor, shapes: Sequence[tuple[int, ...]]) -> tuple[torch.Tensor, ...]:
