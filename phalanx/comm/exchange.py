@@ -7,6 +7,8 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 renamed it
+
 
 class Exchange(Protocol):
     """A group of ranks that can add up, collect and swap tensors. Every call is made by all ranks, in one order."""
@@ -46,7 +48,7 @@ class TorchExchange:
         """Return the tensors of all ranks, stacked by rank."""
         self.sent_bytes += (self.size - 1) * tensor.nbytes
         gathered = tensor.new_empty((self.size, *tensor.shape))
-        dist.all_gather_into_tensor(gathered.view(-1), tensor.reshape(-1), group=self.group)
+        _gather_flat(gathered.view(-1), tensor.reshape(-1), group=self.group)
         return gathered
 
     def all_to_all(self, tensor: torch.Tensor) -> torch.Tensor:

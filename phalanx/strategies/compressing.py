@@ -1,17 +1,17 @@
-"""An ability of the strategies that average gradients themselves: compressors, whose residuals are part of a checkpoint."""
+"""An ability of strategies that average gradients themselves: compressors, whose residuals are in the checkpoint."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
-
 from phalanx.comm.compress import build_compressor, merged_states
 from phalanx.errors import ModelError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    from torch import nn
 
     from phalanx.comm.compress import Compressor
     from phalanx.comm.courier import Courier
