@@ -75,6 +75,10 @@ class ModelError(PhalanxError):
     """A model that cannot be trained as given: no loss, parameters without gradient, mismatching shapes."""
 
 
+class CommunicationError(PhalanxError):
+    """Ranks that cannot or do not talk to each other: one died, one is late, or they disagree on what is sent."""
+
+
 class NonFiniteLossError(PhalanxError):
     """The loss became NaN or infinite."""
 
@@ -95,6 +99,15 @@ class PreemptedError(PhalanxError):
     """Training stopped at a step boundary because the scheduler asked; the checkpoint is complete."""
 
     exit_code = EXIT_PREEMPTED
+
+
+def unused_parameters(names: Sequence[str]) -> ModelError:
+    """Return the error that names parameters without a gradient."""
+    shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    return ModelError(
+        f"{len(names)} parameter{'s' * (len(names) > 1)} got no gradient in the first step: {shown}",
+        hint="Use them in forward, freeze them with requires_grad_(False), or set find_unused_parameters=True.",
+    )
 
 
 def nearest(name: str, allowed: Iterable[str]) -> str | None:

@@ -76,9 +76,14 @@ def read_rank_state(checkpoint: Checkpoint) -> tuple[Any, list[str]]:
     if then != now:
         note = f"saved by {then} ranks and resumed by {now}: each rank's random state starts afresh"
         return None, [note]
-    path = checkpoint.path / rank_file_name(group.rank())
+    return read_state_of(checkpoint, group.rank()), []
+
+
+def read_state_of(checkpoint: Checkpoint, rank: int) -> Any:
+    """Return what one of the ranks that saved a checkpoint kept for itself."""
+    path = checkpoint.path / rank_file_name(rank)
     try:
-        return from_plain(torch.load(path, map_location="cpu", weights_only=True)), []
+        return from_plain(torch.load(path, map_location="cpu", weights_only=True))
     except (OSError, RuntimeError, pickle.UnpicklingError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
 

@@ -38,6 +38,16 @@ class Courier:
         self._jobs.put((job, future))
         return future
 
+    def run(self, job: Callable[[], Any]) -> Any:
+        """Do a job here and now, in the caller's thread: all of its time is waited for."""
+        begin = time.perf_counter()
+        try:
+            return job()
+        finally:
+            seconds = time.perf_counter() - begin
+            self.busy_s += seconds
+            self.waited_s += seconds
+
     def drain(self) -> None:
         """Wait until everything handed over is done; raise the first error."""
         if not self._open:
@@ -51,10 +61,14 @@ class Courier:
             self.waited_s += time.perf_counter() - begin
 
     def close(self) -> None:
-        """End the thread, after what it has in hand."""
+        """End the thread, after what it has in hand.
+
+        That is waited for only where nothing is: after an error a job may wait for ranks that are gone.
+        """
         if self._thread is not None:
             self._jobs.put(None)
-            self._thread.join()
+            if all(future.done() for future in self._open):
+                self._thread.join()
             self._thread = None
 
     def _work(self) -> None:

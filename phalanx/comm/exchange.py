@@ -16,8 +16,8 @@ class Exchange(Protocol):
     sent_bytes: int
     """What this rank has sent so far, by the algorithm's own count."""
 
-    def all_reduce(self, tensor: torch.Tensor) -> None:
-        """Add up a tensor over the ranks, in place."""
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> None:
+        """Add up a tensor over the ranks, in place, or combine it by another operation (mean, max)."""
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the tensors of all ranks, stacked by rank; all have one shape."""
@@ -35,16 +35,18 @@ class TorchExchange:
         self.size = dist.get_world_size(group)
         self.sent_bytes = 0
 
-    def all_reduce(self, tensor: torch.Tensor) -> None:
-        """Add up a tensor over the ranks, in place."""
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> None:
+        """Combine a tensor over the ranks, in place."""
         self.sent_bytes += 2 * (self.size - 1) * tensor.nbytes // self.size
-        dist.all_reduce(tensor, group=self.group)
+        if op == "mean":  # divided first, as torch's DDP does: the same bits, and fp16 does not overflow
+            tensor.mul_(1.0 / self.size)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM, group=self.group)
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the tensors of all ranks, stacked by rank."""
         self.sent_bytes += (self.size - 1) * tensor.nbytes
         gathered = tensor.new_empty((self.size, *tensor.shape))
-        dist.all_gather_into_tensor(gathered, tensor.contiguous(), group=self.group)
+        dist.all_gather_into_tensor(gathered.view(-1), tensor.reshape(-1), group=self.group)
         return gathered
 
     def all_to_all(self, tensor: torch.Tensor) -> torch.Tensor:

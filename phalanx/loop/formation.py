@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from phalanx.comm.register import register as register_backend
 from phalanx.config import DistributedConfig, resolve
 from phalanx.data.loader import shard_loader
 from phalanx.errors import UsageError
@@ -35,6 +36,7 @@ from phalanx.loop.replaced import Replaced
 from phalanx.loop.schedulers import bind_scheduler
 from phalanx.loop.snapshot import restore_snapshot, save_snapshot
 from phalanx.strategies.base import claim_layout, local
+from phalanx.strategies.compressing import CompressesGradients
 from phalanx.strategies.engine import OwnsStep
 from phalanx.strategies.pipeline import Pipeline
 from phalanx.strategies.registry import build_strategy
@@ -73,6 +75,7 @@ class Formation:
             self.config = config.replace(**settings) if settings else config
         else:
             self.config = resolve(settings).config
+        register_backend()
         self.world = join_world(self.config)
         self.device = self.world.device
         self._undo: list[Callable[[], object]] = [] if self.world.is_launched else [_restored_process()]
@@ -189,7 +192,7 @@ class Formation:
 
     def _cpu_group(self) -> dist.ProcessGroup | None:
         """Return a gloo group of the data ranks for counts that are needed on the host; None: the default will do."""
-        will_do = self.world.comm_backend in (None, "gloo") and self.world.mesh.dp_size == self.world_size
+        will_do = self.world.comm_backend in (None, "gloo", "phalanx") and self.world.mesh.dp_size == self.world_size
         if self._host_group is None and self.world.mesh.dp_size > 1 and not will_do:
             self._host_group = build_axis_group(self.world.mesh, ("dp_replicate", "dp_shard"), self.rank, "gloo")
         return self._host_group
@@ -276,6 +279,8 @@ class Formation:
         self._undo.clear()
         if self._engine is not None:
             self._engine.detach()
+        if isinstance(self.strategy, CompressesGradients):
+            self.strategy.close_lanes()
         self.models.clear()
         self.optimizers.clear()
         self.schedulers.clear()

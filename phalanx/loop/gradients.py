@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from phalanx.errors import ModelError, UsageError
+from phalanx.errors import UsageError, unused_parameters
 from phalanx.strategies.base import local
 from phalanx.strategies.engine import OwnsStep
 
@@ -178,11 +178,7 @@ class Gradients:
             if p.requires_grad and p.grad is None and id(p) in trained
         ]
         if unused:
-            shown = ", ".join(unused[:5]) + (f" and {len(unused) - 5} more" if len(unused) > 5 else "")
-            raise ModelError(
-                f"{len(unused)} parameter{'s' * (len(unused) > 1)} got no gradient in the first step: {shown}",
-                hint="Use them in forward, freeze them with requires_grad_(False), or set find_unused_parameters=True.",
-            )
+            raise unused_parameters(unused)
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Take fp16's loss scale out of an optimizer's gradients, once a step."""

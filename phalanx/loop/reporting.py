@@ -26,6 +26,7 @@ from phalanx.observe.events import (
 )
 from phalanx.observe.history import EpochRecord, History
 from phalanx.observe.timing import Throughput
+from phalanx.strategies.compressing import CompressesGradients
 from phalanx.strategies.pipeline import Pipeline
 
 if TYPE_CHECKING:
@@ -217,6 +218,8 @@ class Reporter:
                 next_commands=self._next_commands(),
                 tokens_per_second=self.history.tokens_per_second,
                 mfu=self.history.mfu,
+                sent_bytes=self.history.sent_bytes,
+                plain_bytes=self.history.plain_bytes,
             )
         )
 
@@ -229,6 +232,10 @@ class Reporter:
         self.history.throughput = self._speed.average
         self.history.tokens_per_second = self._token_rate.tokens(self._speed.average)
         self.history.mfu = self._token_rate.mfu(self._speed.average)
+        strategy = self._loop.formation.strategy
+        traffic = strategy.traffic() if isinstance(strategy, CompressesGradients) else None
+        if traffic is not None:
+            self.history.sent_bytes, self.history.plain_bytes = traffic.sent_bytes, traffic.plain_bytes
 
     def _next_commands(self) -> list[str]:
         board = tensorboard_dir(self._loop.config, self._run_dir)

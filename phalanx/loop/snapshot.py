@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 
 from phalanx import checkpoint
+from phalanx.loop.residuals import rank_state, restore_residuals
 from phalanx.loop.schedulers import load_scheduler_state, scheduler_state
 from phalanx.strategies.engine import OwnsStep
-from phalanx.world.seed import rng_state, set_rng_state
+from phalanx.world.seed import set_rng_state
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -36,7 +37,7 @@ def save_snapshot(formation: Formation, directory: str | Path, shared: dict[str,
     epoch = formation.loaders[0].epoch if formation.loaders else 0
     return checkpoint.save(
         directory,
-        checkpoint.Snapshot(formation.step, epoch, _tensors(formation), rng_state(), state),
+        checkpoint.Snapshot(formation.step, epoch, _tensors(formation), rank_state(formation), state),
         run_id=formation.run_id,
         keep_last=formation.config.keep_last,
         mesh=formation.world.mesh.sizes,
@@ -67,6 +68,7 @@ def restore_snapshot(formation: Formation, directory: str | Path, *, required: b
         formation.precision.scaler.load_state_dict(scaler_state)
     if loaded.rank_state is not None:
         set_rng_state(loaded.rank_state)
+    restore_residuals(formation, choice.checkpoint, loaded.rank_state)
     return {**shared, "path": str(choice.checkpoint.path)}
 
 

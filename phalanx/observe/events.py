@@ -198,6 +198,10 @@ class RunEnded(Event):
     next_commands: list[str] = field(default_factory=list)
     tokens_per_second: float | None = None
     mfu: float | None = None
+    sent_bytes: int | None = None
+    """What rank 0 sent of its gradients, where that is counted."""
+    plain_bytes: int | None = None
+    """What it would have sent without compression."""
 
 
 def from_dict(data: Mapping[str, Any]) -> Event:

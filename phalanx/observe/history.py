@@ -43,6 +43,10 @@ class History:
     """The share of the devices' peak that the model's operations were; None where the peak is not known."""
     checkpoint: str | None = None
     """The path of the last checkpoint."""
+    sent_bytes: int | None = None
+    """What rank 0 sent of its gradients since this run or its resumption began; None where that is not counted."""
+    plain_bytes: int | None = None
+    """What it would have sent without compression."""
 
     @property
     def best_accuracy(self) -> float | None:

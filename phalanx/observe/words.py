@@ -102,6 +102,8 @@ def summary_rows(end: RunEnded, run: RunStarted | None) -> list[tuple[str, str]]
     rows = [("time", duration(end.total_time)), ("steps", steps), ("throughput", speed)]
     if end.mfu is not None:
         rows.append(("MFU", f"{end.mfu:.1%}"))
+    if end.sent_bytes is not None:
+        rows.append(("gradients sent", sent_words(end.sent_bytes, end.plain_bytes)))
     rows += [(f"best {name}", f"{value:.4f}") for name, value in end.best.items()]
     places = [
         ("last checkpoint", end.checkpoint),
@@ -109,6 +111,12 @@ def summary_rows(end: RunEnded, run: RunStarted | None) -> list[tuple[str, str]]
         ("logs", (run.log_dir or run.run_dir) if run else None),
     ]
     return rows + [(label, place) for label, place in places if place]
+
+
+def sent_words(sent: int, plain: int | None) -> str:
+    """Say how many bytes a rank sent, and how many they would have been: `1.2 MB a rank, 2.0% of 60 MB`."""
+    words = f"{size(sent)} a rank"
+    return f"{words}, {sent / plain:.1%} of {size(plain)} uncompressed" if plain else words
 
 
 def of_total(value: int, total: int | None) -> str:

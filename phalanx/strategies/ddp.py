@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from phalanx.comm.link import is_emulated, open_exchange
 from phalanx.strategies.base import Strategy
+from phalanx.strategies.compressing import CompressesGradients, Lane
 from phalanx.strategies.materialise import is_meta, materialise
 
 if TYPE_CHECKING:
     from torch import nn
 
 
-class DDP(Strategy):
+class DDP(CompressesGradients, Strategy):
     """torch.nn.parallel.DistributedDataParallel; with one rank, the bare model."""
 
     name = "ddp"
@@ -25,13 +29,26 @@ class DDP(Strategy):
         if self.world.world_size == 1 or not any(p.requires_grad for p in model.parameters()):
             return model
         device = self.world.device
-        return DistributedDataParallel(
-            model,
-            device_ids=[device.index] if device.type == "cuda" else None,
-            bucket_cap_mb=self.config.bucket_cap_mb,
-            find_unused_parameters=self.config.find_unused_parameters,
-            gradient_as_bucket_view=True,  # gradients live in the buckets: no copy in, no copy out
-        )
+        options = {
+            "device_ids": [device.index] if device.type == "cuda" else None,
+            "bucket_cap_mb": self.config.bucket_cap_mb,
+            "find_unused_parameters": self.config.find_unused_parameters,
+            "gradient_as_bucket_view": True,  # gradients live in the buckets: no copy in, no copy out
+        }
+        if self.config.compression == "none" and not is_emulated():
+            return DistributedDataParallel(model, **options)
+        return self._wrap_compressed(model, options)
+
+    def _wrap_compressed(self, model: nn.Module, options: dict[str, Any]) -> nn.Module:
+        from phalanx.comm.compress.hook import CompressionHook, FixedBuckets
+
+        compressor = self.compressor_for(model)
+        wrapped = FixedBuckets(model, **options)
+        exchange = open_exchange(dist.new_group(timeout=timedelta(seconds=self.config.timeout)))
+        hook = CompressionHook(compressor, exchange, model.named_parameters(), self.world.device)
+        wrapped.register_comm_hook(None, hook.take)
+        self.lanes.append(Lane(compressor, exchange, hook.courier))
+        return wrapped
 
     def unwrap(self, wrapped: nn.Module) -> nn.Module:
         """Return the module inside DDP."""

@@ -9,13 +9,14 @@ from phalanx.strategies.compose import Composed
 from phalanx.strategies.ddp import DDP
 from phalanx.strategies.deepspeed import DeepSpeed
 from phalanx.strategies.fsdp import FSDP
+from phalanx.strategies.ring_ddp import RingDDP
 
 if TYPE_CHECKING:
     from phalanx.config import DistributedConfig
     from phalanx.strategies.base import Strategy
     from phalanx.world.world import World
 
-STRATEGIES: dict[str, type[Strategy]] = {strategy.name: strategy for strategy in (DDP, FSDP, DeepSpeed)}
+STRATEGIES: dict[str, type[Strategy]] = {strategy.name: strategy for strategy in (DDP, FSDP, DeepSpeed, RingDDP)}
 
 
 def build_strategy(config: DistributedConfig, world: World) -> Strategy:

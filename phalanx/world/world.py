@@ -151,6 +151,11 @@ def _comm_backend(config: DistributedConfig, device: torch.device, env: RankEnv)
             "communication_backend = 'mpi': this torch was built without MPI",
             hint="Use 'gloo' (CPU) or 'nccl' (GPU); mpirun can start the ranks with either.",
         )
+    if wanted == "phalanx" and device.type != "cpu":
+        raise UsageError(
+            "communication_backend = 'phalanx' is for ranks that compute on the CPU",
+            hint="Leave communication_backend out for nccl, or run on the CPU with --device cpu.",
+        )
     if config.offload == "cpu" and wanted == "nccl":
         return "cpu:gloo,cuda:nccl"  # gradients that live in CPU memory need a group that can add them up there
     return wanted

@@ -1,0 +1,196 @@
+"""Our collectives as a backend of torch.distributed: `init_process_group("phalanx")`.
+
+Ranks of one machine meet in shared memory. What
+shared memory does not do (point-to-point messages, odd operations, ranks on several machines, a full /dev/shm) goes
+through a gloo group that every group of ours carries with it, so that whatever runs on gloo runs here.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import AllgatherOptions, _create_work_from_future  # type: ignore[attr-defined]
+from torch.distributed import ProcessGroup, ProcessGroupGloo
+
+from phalanx.comm.register import NAME
+from phalanx.comm.shared.opening import share_memory
+
+if TYPE_CHECKING:
+    from datetime import timedelta
+
+    from phalanx.comm.shared import SharedGroup
+
+_OPERATIONS = {
+    dist.ReduceOp.SUM: "sum",
+    dist.ReduceOp.AVG: "mean",
+    dist.ReduceOp.MIN: "min",
+    dist.ReduceOp.MAX: "max",
+    dist.ReduceOp.PRODUCT: "prod",
+    dist.ReduceOp.BAND: "band",
+    dist.ReduceOp.BOR: "bor",
+    dist.ReduceOp.BXOR: "bxor",
+}
+
+
+_Base: Any = ProcessGroup
+"""torch's stubs of this class follow neither its versions nor what it lets Python override."""
+
+
+class PhalanxGroup(_Base):  # type: ignore[misc]
+    """A process group of ours. Calls return when they are done: the work they hand back is finished."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(rank, size)
+        self._place = (dist.PrefixStore("phalanx", store), rank, size)
+        self._timeout = timeout
+        self._gloo: Any = ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout)
+        self._gloo._set_sequence_number_for_group()
+        self._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, self._gloo)
+        self._shared: SharedGroup | None = None
+        self._undecided = True
+
+    def getBackendName(self) -> str:
+        """Return the name under which this backend is registered."""
+        return NAME
+
+    def _path(self, tensor: torch.Tensor) -> SharedGroup | None:
+        """Return the shared memory that can carry a tensor; None: gloo must."""
+        if self._undecided:  # at the first collective: a group that only sends and receives needs no pages
+            self._undecided = False
+            self._shared = share_memory(*self._place, timeout=self._timeout.total_seconds())
+        return self._shared if tensor.layout is torch.strided and tensor.device.type == "cpu" else None
+
+    def allreduce(self, tensors: list[torch.Tensor] | torch.Tensor, opts: Any = None) -> Any:
+        """Combine a tensor over the ranks."""
+        opts = opts or dist.AllreduceOptions()
+        tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
+        op, path = _OPERATIONS.get(_kind(opts)), self._path(tensors[0])
+        if path is None or op is None or not _can(op, tensors[0].dtype):
+            return self._gloo.allreduce(tensors, opts)
+        for tensor in tensors:
+            path.all_reduce(tensor, op)
+        return _done(tensors)
+
+    def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
+        """Combine several tensors over the ranks."""
+        return self.allreduce(tensors, opts)
+
+    def broadcast(self, tensors: list[torch.Tensor] | torch.Tensor, opts: Any = None) -> Any:
+        """Give all ranks what the root holds."""
+        opts = opts or dist.BroadcastOptions()
+        tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
+        path = self._path(tensors[0])
+        if path is None:
+            return self._gloo.broadcast(tensors, opts)
+        for tensor in tensors:
+            path.broadcast(tensor, opts.rootRank)
+        return _done(tensors)
+
+    def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> Any:
+        """Collect the ranks' tensors in a list on every rank."""
+        path = self._path(inputs[0])
+        if path is None or any(part.shape != inputs[0].shape for part in outputs[0]):
+            return self._gloo.allgather(outputs, inputs, opts or AllgatherOptions())
+        for parts, tensor in zip(outputs, inputs, strict=True):
+            gathered = tensor.new_empty((len(parts), *tensor.shape))
+            path.all_gather(gathered, tensor)
+            for part, row in zip(parts, gathered, strict=True):
+                part.copy_(row)
+        return _done([part for parts in outputs for part in parts])
+
+    def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
+        """Collect the ranks' tensors in one."""
+        path = self._path(tensor)
+        if path is None:
+            return self._gloo._allgather_base(output, tensor, opts or AllgatherOptions())
+        path.all_gather(output, tensor)
+        return _done([output])
+
+    def all_gather_single_coalesced(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
+    ) -> Any:
+        """Collect several tensors of the ranks, each in one."""
+        for output, tensor in zip(outputs, inputs, strict=True):
+            self.all_gather_single(output, tensor, opts).wait()
+        return _done(outputs)
+
+    def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
+        """Combine a tensor over the ranks; each gets its part."""
+        opts = opts or dist.ReduceScatterOptions()
+        op, path = _OPERATIONS.get(_kind(opts)), self._path(tensor)
+        if path is None or op is None or not _can(op, tensor.dtype):
+            return self._gloo._reduce_scatter_base(output, tensor, opts)
+        path.reduce_scatter(output, tensor, op)
+        return _done([output])
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
+    ) -> Any:
+        """Combine several tensors over the ranks; each gets its parts."""
+        for output, tensor in zip(outputs, inputs, strict=True):
+            self.reduce_scatter_single(output, tensor, opts).wait()
+        return _done(outputs)
+
+    def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any = None) -> Any:
+        """Combine lists of tensors over the ranks; each rank gets its one."""
+        if any(part.shape != outputs[0].shape for part in inputs[0]):
+            return self._gloo.reduce_scatter(outputs, inputs, opts or dist.ReduceScatterOptions())
+        for output, parts in zip(outputs, inputs, strict=True):
+            self.reduce_scatter_single(output, torch.stack(parts), opts).wait()
+        return _done(outputs)
+
+    def all_to_all_single(
+        self, output: torch.Tensor, tensor: torch.Tensor, outputs: list[int], inputs: list[int], opts: Any = None
+    ) -> Any:
+        """Swap parts: the r-th goes to rank r."""
+        path = self._path(tensor)
+        if path is None or outputs or inputs:  # parts of different sizes
+            return self._gloo.alltoall_base(output, tensor, outputs, inputs, opts or dist.AllToAllOptions())
+        path.all_to_all(output, tensor)
+        return _done([output])
+
+    def barrier(self, opts: Any = None) -> Any:
+        """Wait for all ranks."""
+        path = self._path(_NOTHING)
+        if path is None:
+            return self._gloo.barrier(opts or dist.BarrierOptions())
+        path.barrier()
+        return _done([])
+
+    def shutdown(self) -> None:
+        """Let go of the shared memory."""
+        if self._shared is not None:
+            self._shared.close()
+            self._shared = None
+
+    # What torch before 2.13 calls the same.
+    _allgather_base = all_gather_single
+    _reduce_scatter_base = reduce_scatter_single
+    alltoall_base = all_to_all_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+
+_NOTHING = torch.empty(0)
+
+
+def _kind(opts: Any) -> Any:
+    """Return the plain operation of an options object; torch has it once wrapped and once bare."""
+    return getattr(opts.reduceOp, "op", opts.reduceOp)
+
+
+def _can(op: str, dtype: torch.dtype) -> bool:
+    """Whether our operations are defined for a dtype; for the rest gloo says what it thinks of it."""
+    if op == "mean":
+        return dtype.is_floating_point or dtype.is_complex
+    if op in ("min", "max"):
+        return not dtype.is_complex
+    return op not in ("band", "bor", "bxor") or not (dtype.is_floating_point or dtype.is_complex)
+
+
+def _done(tensors: list[torch.Tensor]) -> Any:
+    future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+    future.set_result(tensors)
+    return _create_work_from_future(future)

@@ -1,0 +1,104 @@
+"""Compression under torch's DDP: a comm hook that hands each bucket to a courier, with ranks of a group of its own.
+
+The courier's collectives and those of the main thread run at the same time. In one group they could meet each other's
+partners; so the courier has a group of its own.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from phalanx.comm.bucket import Bucket
+from phalanx.comm.courier import Courier
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    import torch.distributed as dist
+
+    from phalanx.comm.compress.base import Compressor
+    from phalanx.comm.exchange import Exchange
+
+
+class FixedBuckets(DistributedDataParallel):
+    """torch's DDP with buckets that never change: last parameters first, from the first step on.
+
+    Torch begins with a guess and lays its buckets out anew after one step, in the order in which gradients came. What a
+    compressor selects depends on what lies in a bucket, and a resumed run must select what it would have selected.
+    """
+
+    def __init__(self, module: torch.nn.Module, **options: Any) -> None:
+        super().__init__(module, **options)
+        self.reducer._push_all_rebuilt_params()
+        self.reducer._rebuild_buckets()
+
+    def _build_params_for_reducer(self) -> tuple[list[torch.nn.Parameter], list[bool]]:
+        parameters, sparse = super()._build_params_for_reducer()  # type: ignore[no-untyped-call]
+        return parameters[::-1], sparse[::-1]
+
+
+class CompressionHook:
+    """What DDP calls for each bucket whose gradients are there; it returns a future of their average."""
+
+    def __init__(
+        self,
+        compressor: Compressor,
+        exchange: Exchange,
+        named_parameters: Iterable[tuple[str, torch.nn.Parameter]],
+        device: torch.device,
+    ) -> None:
+        self.compressor = compressor
+        self.exchange = exchange
+        self.courier = Courier("phalanx-compression")
+        self._names = {id(parameter): name for name, parameter in named_parameters}
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._expected = False
+
+    def take(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Hand a bucket to the courier. (Torch insists on the name `bucket`.)"""
+        names = tuple(self._names[id(parameter)] for parameter in bucket.parameters())
+        ours = Bucket(bucket.index(), bucket.buffer(), names, tuple(bucket.gradients()))
+        self._expect_errors()
+        future: torch.futures.Future[torch.Tensor]
+        if self._stream is None:
+            future = torch.futures.Future()
+            self.courier.submit(lambda: self._reduce(ours, future))
+            return future
+        future = torch.futures.Future(devices=[self._device])
+        computed = torch.cuda.current_stream(self._device).record_event()
+        self.courier.submit(lambda: self._reduce_on_device(ours, future, computed))
+        return future
+
+    def _reduce(self, bucket: Bucket, future: torch.futures.Future[torch.Tensor]) -> None:
+        try:
+            self.compressor.reduce(bucket, self.exchange)
+        finally:
+            # DDP cannot read an error out of a Python future: it gets the bucket, and `_raise_errors` the error.
+            future.set_result(bucket.flat)
+
+    def _reduce_on_device(
+        self, bucket: Bucket, future: torch.futures.Future[torch.Tensor], computed: torch.cuda.Event
+    ) -> None:
+        """Compress on a stream of the courier's own, after what computed the gradients; the future carries the order on."""
+        torch.cuda.set_device(self._device)  # a thread begins with device 0
+        with torch.cuda.stream(self._stream):
+            computed.wait(self._stream)
+            self._reduce(bucket, future)
+
+    def _expect_errors(self) -> None:
+        """Once a backward pass, have the courier's errors raised at its end, in the thread that called backward."""
+        if not self._expected:
+            self._expected = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._raise_errors)  # type: ignore[attr-defined]
+
+    def _raise_errors(self) -> None:
+        self._expected = False
+        self.courier.drain()
+
+
+# Torch compares the annotations of a hook with its own types, and with postponed evaluation they are strings.
+CompressionHook.take.__annotations__.clear()

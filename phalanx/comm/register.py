@@ -1,0 +1,30 @@
+"""Makes the name "phalanx" known to torch.distributed, at no cost until it is used.
+
+torch calls `register` by itself when it is imported and Phalanx is installed (entry point "torch.backends"), so that
+`init_process_group("phalanx")` works in a script that imports nothing of ours.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from datetime import timedelta
+
+    import torch.distributed as dist
+
+NAME = "phalanx"
+
+
+def register() -> None:
+    """Register the backend, unless it is."""
+    import torch.distributed as dist
+
+    if dist.is_available() and NAME not in dist.Backend.backend_list:
+        dist.Backend.register_backend(NAME, _create, devices=["cpu"])
+
+
+def _create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
+    from phalanx.comm.backend import PhalanxGroup
+
+    return PhalanxGroup(store, rank, size, timeout)

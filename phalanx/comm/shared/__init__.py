@@ -1,0 +1,8 @@
+"""Shared memory between the ranks of one machine."""
+
+from __future__ import annotations
+
+from phalanx.comm.shared.group import SharedGroup
+from phalanx.comm.shared.pages import SharedMemoryUnavailable
+
+__all__ = ["SharedGroup", "SharedMemoryUnavailable"]

@@ -1,0 +1,213 @@
+"""Collectives of the ranks of one machine, over pages that all of them see.
+
+A tensor that lives in the pages (`SharedGroup.empty`) is reduced where it lies: rank r adds up part r of all ranks'
+tensors and writes the sum back to each. Any other tensor goes through a small staging area, a round at a time: a rank
+lays down what the others need of it, they meet, each takes what it needs. The staging area has two halves that take
+turns, so that nobody overwrites what a slower rank still reads.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from phalanx.comm.operations import combine_in_order
+from phalanx.comm.shared.meeting import SLOT, Meeting
+from phalanx.comm.shared.pages import SharedPages, round_up, tell_through
+from phalanx.comm.shared.symmetric import SymmetricTensors
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+HALF = 2 << 20
+"""Bytes of one half of a rank's staging area: small enough to stay in the cache from one rank's write to the next's
+read, large enough that a meeting costs little beside it."""
+ONE_SHOT = 64 << 10
+"""Up to this many bytes every rank adds up everything itself: one meeting instead of two."""
+ONE_SHOT_IN_PLACE = 16 << 10
+"""The same for tensors that live in the pages, which would be copied for it."""
+_TEXT = 256
+"""Bytes of the texts that ranks tell each other."""
+BLOCK = 512 << 10
+"""Bytes that are added up and written back at a time, while they are in the cache."""
+
+
+class SharedGroup:
+    """The ranks of one machine. Every call is made by all of them, in one order, by one thread."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, *, timeout: float = 600.0, half: int = HALF) -> None:
+        self.rank, self.size = rank, size
+        self._half = half
+        slots = round_up(size * SLOT)
+        self._pages = SharedPages(tell_through(store, rank, size), rank, size, slots + 2 * size * half)
+        self.meeting = Meeting(self._pages, timeout)
+        staging = torch.frombuffer(self._pages.memory, dtype=torch.uint8, offset=slots, count=2 * size * half)
+        self._staging = staging.view(2, size, half)
+        self._views: dict[tuple[torch.dtype, int], list[torch.Tensor]] = {}
+        self._turn = 0
+        self._signatures: dict[tuple[object, ...], bytes] = {}
+        self._others = [peer for peer in range(size) if peer != rank]
+        self._symmetric = SymmetricTensors(self._tell, rank, size)
+
+    def empty(self, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Return a flat tensor in shared pages; all ranks call this, with the same size."""
+        self._meet("empty", "", dtype, numel)
+        return self._symmetric.empty(numel, dtype)
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        self._meet("barrier", "", torch.uint8, 0)
+
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> None:
+        """Combine a tensor over the ranks, in place; the same bits everywhere."""
+        flat = _flat(tensor)
+        peers = self._symmetric.find(flat)
+        if flat.nbytes <= min(ONE_SHOT if peers is None else ONE_SHOT_IN_PLACE, self._half):
+            self._reduce_at_once(flat, op)
+        elif peers is not None:
+            self._reduce_in_place(peers, op)
+        else:
+            self._reduce_staged(flat, op)
+        _back(tensor, flat)
+
+    def _reduce_at_once(self, flat: torch.Tensor, op: str) -> None:
+        stage, count = self._next_half(flat.dtype), flat.numel()
+        if count:
+            stage[self.rank][:count].copy_(flat)
+        self._meet("all_reduce", op, flat.dtype, count)
+        if count:
+            combine_in_order([part[:count] for part in stage], flat, op)
+
+    def _reduce_in_place(self, peers: list[torch.Tensor], op: str) -> None:
+        mine = peers[self.rank]
+        self._meet("all_reduce in place", op, mine.dtype, mine.numel())
+        begin, end = self._segment(mine.numel(), self.rank)
+        block = BLOCK // mine.element_size()
+        for start in range(begin, end, block):
+            parts = [peer[start : min(start + block, end)] for peer in peers]
+            combine_in_order(parts, parts[self.rank], op)
+            for peer in self._others:
+                parts[peer].copy_(parts[self.rank])
+        self.meeting.meet()
+
+    def _reduce_staged(self, flat: torch.Tensor, op: str) -> None:
+        self._meet("all_reduce", op, flat.dtype, flat.numel())
+        for begin, end in self._rounds(flat.numel(), flat.element_size()):
+            part = flat[begin:end]
+            stage = self._next_half(part.dtype)
+            for peer in self._others:
+                begin, end = self._segment(part.numel(), peer)
+                stage[self.rank][begin:end].copy_(part[begin:end])
+            self.meeting.meet()
+            begin, end = self._segment(part.numel(), self.rank)
+            mine = part[begin:end]
+            combine_in_order([mine if r == self.rank else stage[r][begin:end] for r in range(self.size)], mine, op)
+            stage[self.rank][begin:end].copy_(mine)
+            self.meeting.meet()
+            for peer in self._others:
+                begin, end = self._segment(part.numel(), peer)
+                part[begin:end].copy_(stage[peer][begin:end])
+
+    def reduce_scatter(self, out: torch.Tensor, tensor: torch.Tensor, op: str = "sum") -> None:
+        """Combine a tensor over the ranks; rank r gets the r-th of its equal parts."""
+        rows, out_flat = tensor.reshape(self.size, -1), _flat(out)
+        self._meet("reduce_scatter", op, rows.dtype, rows.numel())
+        for begin, end in self._rounds(rows.shape[1], rows.element_size(), parts=self.size):
+            stage, width = self._next_half(rows.dtype), end - begin
+            for peer in self._others:
+                stage[self.rank][peer * width : (peer + 1) * width].copy_(rows[peer, begin:end])
+            self.meeting.meet()
+            mine = slice(self.rank * width, (self.rank + 1) * width)
+            parts = [rows[self.rank, begin:end] if r == self.rank else stage[r][mine] for r in range(self.size)]
+            combine_in_order(parts, out_flat[begin:end], op)
+        _back(out, out_flat)
+
+    def all_gather(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
+        """Collect the ranks' tensors, one after the other, in `out`."""
+        rows, flat = _flat(out), tensor.reshape(-1)
+        by_rank = rows.view(self.size, -1)
+        self._meet("all_gather", "", flat.dtype, flat.numel())
+        for begin, end in self._rounds(flat.numel(), flat.element_size()):
+            stage = self._next_half(flat.dtype)
+            stage[self.rank][: end - begin].copy_(flat[begin:end])
+            self.meeting.meet()
+            for peer in range(self.size):
+                by_rank[peer, begin:end].copy_(stage[peer][: end - begin])
+        _back(out, rows)
+
+    def all_to_all(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
+        """Send the r-th of a tensor's equal parts to rank r; `out` gets what the ranks sent here, in their order."""
+        rows, received = tensor.reshape(self.size, -1), _flat(out)
+        by_rank = received.view(self.size, -1)
+        self._meet("all_to_all", "", rows.dtype, rows.numel())
+        for begin, end in self._rounds(rows.shape[1], rows.element_size(), parts=self.size):
+            stage, width = self._next_half(rows.dtype), end - begin
+            stage[self.rank][: self.size * width].view(self.size, width).copy_(rows[:, begin:end])
+            self.meeting.meet()
+            for peer in range(self.size):
+                by_rank[peer, begin:end].copy_(stage[peer][self.rank * width : (self.rank + 1) * width])
+        _back(out, received)
+
+    def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:
+        """Give all ranks what `root` holds, in place."""
+        flat = _flat(tensor)
+        self._meet(f"broadcast from {root}", "", flat.dtype, flat.numel())
+        for begin, end in self._rounds(flat.numel(), flat.element_size()):
+            stage = self._next_half(flat.dtype)[root]
+            if self.rank == root:
+                stage[: end - begin].copy_(flat[begin:end])
+            self.meeting.meet()
+            if self.rank != root:
+                flat[begin:end].copy_(stage[: end - begin])
+        _back(tensor, flat)
+
+    def close(self) -> None:
+        """Let go of the pages."""
+        self._symmetric.close()
+        self._pages.close()
+
+    def _tell(self, text: str) -> list[str]:
+        """Tell all ranks a short text, and return what each of them told."""
+        room = torch.tensor(list(text.encode()[:_TEXT].ljust(_TEXT)), dtype=torch.uint8)
+        heard = torch.empty(self.size, _TEXT, dtype=torch.uint8)
+        self.all_gather(heard, room)
+        return [bytes(row.tolist()).decode(errors="replace").rstrip() for row in heard]
+
+    def _meet(self, kind: str, op: str, dtype: torch.dtype, numel: int) -> None:
+        """Meet, and check that everyone came for the same collective."""
+        key = (kind, op, dtype, numel)
+        signature = self._signatures.get(key)
+        if signature is None:
+            text = f"{kind} {op} of {numel} {str(dtype).removeprefix('torch.')}".replace("  ", " ")
+            signature = self._signatures[key] = text.encode()
+        self.meeting.meet(signature)
+
+    def _segment(self, numel: int, rank: int) -> tuple[int, int]:
+        """Return the part of `numel` elements that a rank combines: equal parts, the last may be shorter."""
+        share = -(-numel // self.size)
+        return min(rank * share, numel), min((rank + 1) * share, numel)
+
+    def _rounds(self, numel: int, element_size: int, parts: int = 1) -> list[tuple[int, int]]:
+        """Cut what each rank lays down (`parts` times as much) into rounds that fit into half a staging area."""
+        share = self._half // element_size // parts
+        return [(begin, min(begin + share, numel)) for begin in range(0, numel, share)]
+
+    def _next_half(self, dtype: torch.dtype) -> list[torch.Tensor]:
+        """Return the ranks' staging areas of this turn, as tensors of a dtype."""
+        self._turn ^= 1
+        views = self._views.get((dtype, self._turn))
+        if views is None:
+            views = [self._staging[self._turn, peer].view(dtype) for peer in range(self.size)]
+            self._views[dtype, self._turn] = views
+        return views
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a flat tensor to work in: a view where that is possible, else a copy for `_back`."""
+    return tensor.view(-1) if tensor.is_contiguous() else tensor.reshape(-1)
+
+
+def _back(tensor: torch.Tensor, flat: torch.Tensor) -> None:
+    if not tensor.is_contiguous():
+        tensor.copy_(flat.view(tensor.shape))

@@ -1,0 +1,100 @@
+"""Where the ranks of one machine meet: a barrier on shared words, at which each says what it is about to do.
+
+Every rank owns one word, the number of meetings it has come to, and wakes whoever waits for it. Beside the word it
+leaves its signature (collective, operation, dtype, size): ranks that disagree are named instead of adding up memory
+that means different things. A rank that died is found by its lock, one that is late by the clock.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from typing import TYPE_CHECKING
+
+from phalanx.comm.shared import futex
+from phalanx.errors import CommunicationError
+
+if TYPE_CHECKING:
+    from phalanx.comm.shared.pages import SharedPages
+
+SLOT = 128
+"""Bytes of each rank's slot: a word, and two signatures in turn. Two cache lines, so that ranks do not share one."""
+SIGNATURE = 48
+_FIRST_LOOK_S = 50e-6
+_LOOK_AGAIN_S = 0.5
+_WRAP = 2**32
+
+
+class Meeting:
+    """A barrier for the ranks that share `pages`, of which it takes the first `size` slots."""
+
+    def __init__(self, pages: SharedPages, timeout: float) -> None:
+        self.pages = pages
+        self.timeout = timeout
+        self.count = 0
+        self._rank, self._size = pages.rank, pages.size
+        self._bytes = memoryview(pages.memory)[: self._size * SLOT]
+        self._words = self._bytes.cast("I")
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(pages.memory))
+        self._others = [rank for rank in range(self._size) if rank != self._rank]
+        # Looking at the word costs a core. It is worth it for a moment, and only where every rank has a core.
+        self._look_s = _FIRST_LOOK_S if self._size <= len(os.sched_getaffinity(0)) else 0.0
+
+    def meet(self, signature: bytes = b"") -> None:
+        """Wait until all ranks are here, and check that all came for the same."""
+        self.count = (self.count + 1) % _WRAP
+        own = self._signature_at(self._rank)
+        self._bytes[own : own + SIGNATURE] = signature = signature.ljust(SIGNATURE, b"\0")
+        self._words[self._rank * SLOT // 4] = self.count
+        futex.wake(self._address + self._rank * SLOT)
+        for rank in self._others:
+            self._await(rank)
+        for rank in self._others:
+            at = self._signature_at(rank)
+            if self._bytes[at : at + SIGNATURE] != signature:
+                self._name_disagreement()
+
+    def _signature_at(self, rank: int) -> int:
+        """Signatures take turns: a quick rank that has come to the next meeting must not overwrite this one's."""
+        return rank * SLOT + 16 + SIGNATURE * (self.count & 1)
+
+    def _await(self, rank: int) -> None:
+        word = rank * SLOT // 4
+        words, count = self._words, self.count
+        if (words[word] - count) % _WRAP < _WRAP // 2:
+            return
+        begin = time.perf_counter()
+        while time.perf_counter() - begin < self._look_s:
+            if (words[word] - count) % _WRAP < _WRAP // 2:
+                return
+        while True:
+            seen = words[word]
+            if (seen - count) % _WRAP < _WRAP // 2:
+                return
+            futex.wait(self._address + rank * SLOT, seen, _LOOK_AGAIN_S)
+            if words[word] == seen:
+                self._check_peer(rank, time.perf_counter() - begin)
+
+    def _check_peer(self, rank: int, waited: float) -> None:
+        if not self.pages.is_alive(rank):
+            raise CommunicationError(f"rank {rank} has died: rank {self._rank} waited for it in shared memory")
+        if waited > self.timeout:
+            late = [str(peer) for peer in self._others if (self._words[peer * SLOT // 4] - self.count) % _WRAP >> 31]
+            raise CommunicationError(
+                f"rank {self._rank} waited {waited:.0f} s in shared memory for rank{'s' * (len(late) > 1)} "
+                f"{', '.join(late)}",
+                hint="That rank hangs, or does not take part in this collective; `timeout` sets how long we wait.",
+            )
+
+    def _name_disagreement(self) -> None:
+        said: dict[str, list[str]] = {}
+        for rank in range(self._size):
+            at = self._signature_at(rank)
+            text = bytes(self._bytes[at : at + SIGNATURE]).rstrip(b"\0").decode(errors="replace")
+            said.setdefault(text, []).append(str(rank))
+        parts = [f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}: {text}" for text, ranks in said.items()]
+        raise CommunicationError(
+            f"ranks came to one collective with different things: {'; '.join(parts)}",
+            hint="Every rank must call the same collectives in one order, with equal shapes, dtypes and operations.",
+        )

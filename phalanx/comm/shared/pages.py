@@ -1,0 +1,121 @@
+"""Memory that all ranks of one machine see: a file of /dev/shm that never has a name.
+
+The first rank makes the file without a name and the others open it through /proc, so that nothing is left in /dev/shm
+whenever and however a rank ends. All pages are reserved at once: were they taken one by one, a full /dev/shm would kill
+the process in the middle of a step. While a rank lives it holds a lock on its own byte of the file; the kernel drops
+the lock with the process, and the others can see that.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import mmap
+import os
+import secrets
+import struct
+from typing import TYPE_CHECKING
+
+from phalanx.errors import CommunicationError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch.distributed as dist
+
+    Tell = Callable[[str], list[str]]
+    """Tells all ranks a short text, and returns what each of them told, by rank."""
+
+SHM = "/dev/shm"
+PAGE = mmap.PAGESIZE
+_TOKEN_BYTES = 16
+_FLOCK = struct.Struct("hhqqi4x")
+"""C's `struct flock` where long and off_t have 64 bits: type, whence, start, length, pid."""
+
+
+class SharedMemoryUnavailable(CommunicationError):
+    """These ranks cannot share memory; says why."""
+
+
+def round_up(nbytes: int, unit: int = PAGE) -> int:
+    """Return the next multiple of `unit`."""
+    return -(-nbytes // unit) * unit
+
+
+def tell_through(store: dist.Store, rank: int, size: int) -> Tell:
+    """Return the way to talk to the other ranks before there is memory to share; the store must be fresh."""
+    turns = itertools.count()
+
+    def tell(text: str) -> list[str]:
+        turn = next(turns)
+        store.set(f"{turn}/{rank}", text)
+        return [heard.decode() for heard in store.multi_get([f"{turn}/{peer}" for peer in range(size)])]
+
+    return tell
+
+
+class SharedPages:
+    """`nbytes` of memory, the same on every rank of a group that lives on one machine."""
+
+    def __init__(self, tell: Tell, rank: int, size: int, nbytes: int) -> None:
+        """Make or open the memory; all ranks call this, and all succeed or all raise."""
+        self.rank, self.size, self.nbytes = rank, size, nbytes
+        self._fd = -1
+        made = problem = ""
+        try:
+            made = self._create() if rank == 0 else ""
+        except OSError as error:
+            problem = error.strerror or str(error)
+        made = tell(made)[0]
+        if made and rank != 0:
+            problem = self._open(made)
+        problems = [text for text in tell(problem) if text]
+        if problems:
+            self.close()
+            raise SharedMemoryUnavailable(problems[0])
+
+    def _create(self) -> str:
+        needed = self.nbytes + PAGE
+        disk = os.statvfs(SHM)
+        free = disk.f_bavail * disk.f_frsize
+        if free < needed:
+            raise OSError(0, f"{SHM} has {free / 2**20:.1f} MB free and {needed / 2**20:.1f} MB are needed")
+        self._fd = os.open(SHM, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        os.posix_fallocate(self._fd, 0, needed)
+        token = secrets.token_bytes(_TOKEN_BYTES)
+        self._attach()
+        self.memory[self.nbytes : self.nbytes + _TOKEN_BYTES] = token
+        return f"{os.getpid()} {self._fd} {token.hex()}"
+
+    def _open(self, where: str) -> str:
+        """Open what rank 0 made; return what is wrong with it, or nothing."""
+        pid, fd, token = where.split()
+        try:
+            self._fd = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            return f"rank {self.rank} cannot open the memory of rank 0 (process {pid}): {error.strerror}"
+        if os.fstat(self._fd).st_size != self.nbytes + PAGE:
+            return f"rank {self.rank} found another file than the memory of rank 0"
+        self._attach()
+        if self.memory[self.nbytes : self.nbytes + _TOKEN_BYTES] != bytes.fromhex(token):
+            return f"rank {self.rank} found other memory than that of rank 0"
+        return ""
+
+    def _attach(self) -> None:
+        self.memory = mmap.mmap(self._fd, self.nbytes + PAGE)
+        fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, self.rank)
+
+    def is_alive(self, rank: int) -> bool:
+        """Whether the process of a rank still holds its lock."""
+        question = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, rank, 1, 0)
+        answer = _FLOCK.unpack(fcntl.fcntl(self._fd, fcntl.F_GETLK, question))
+        return rank == self.rank or answer[0] != fcntl.F_UNLCK
+
+    def close(self) -> None:
+        """Let go of the file; the memory itself stays as long as tensors live in it."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def __del__(self) -> None:
+        self.close()

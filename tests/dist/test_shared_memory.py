@@ -1,0 +1,225 @@
+"""Shared memory: every collective on real ranks, ranks that disagree, are late or die, and a /dev/shm that is full."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from phalanx.comm.shared import SharedGroup
+from phalanx.errors import CommunicationError
+
+SIZES = (0, 1, 7, 1000, 20_000, 33_333)
+"""Elements: nothing, odd ones, one shot, and more than one round of the staging area that the tests use."""
+
+
+def make_group(name: str = "shared", *, half: int = 8 << 10, timeout: float = 20.0) -> SharedGroup:
+    store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
+    return SharedGroup(store, dist.get_rank(), dist.get_world_size(), timeout=timeout, half=half)
+
+
+def values(rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randint(1, 4, (count,), generator=generator).to(dtype)
+
+
+def reduce_everything() -> None:
+    group, rank, size = make_group(), dist.get_rank(), dist.get_world_size()
+    expected = {"sum": lambda x: x.sum(0), "min": lambda x: x.amin(0), "max": lambda x: x.amax(0)}
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8):
+        for count in SIZES:
+            everyone = torch.stack([values(peer, count, dtype) for peer in range(size)])
+            for op, reference in expected.items():
+                want = reference(everyone).to(dtype)
+                for tensor in (values(rank, count, dtype), group.empty(count, dtype).copy_(values(rank, count, dtype))):
+                    group.all_reduce(tensor, op)
+                    assert torch.equal(tensor, want), (dtype, count, op)
+    half = torch.full((5000,), float(rank))
+    group.all_reduce(half, "mean")
+    assert torch.equal(half, torch.full((5000,), (size - 1) / 2))
+    strided = torch.zeros(100, 60)[:, ::2].add_(rank)
+    group.all_reduce(strided)
+    assert torch.equal(strided, torch.full((100, 30), float(sum(range(size)))))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_all_reduce_gives_what_one_process_gives(ranks, size):
+    ranks(reduce_everything, world_size=size)
+
+
+def move_everything() -> None:
+    group, rank, size = make_group(), dist.get_rank(), dist.get_world_size()
+    for count in SIZES:
+        mine = values(rank, count, torch.float32)
+        gathered = torch.empty(size, count)
+        group.all_gather(gathered, mine)
+        everyone = torch.stack([values(peer, count, torch.float32) for peer in range(size)])
+        assert torch.equal(gathered, everyone)
+        root = size - 1
+        group.broadcast(mine, root)
+        assert torch.equal(mine, everyone[root])
+        rows = everyone[rank].repeat(size, 1) * torch.arange(1, size + 1).unsqueeze(1)
+        received = torch.empty(size, count)
+        group.all_to_all(received, rows)
+        assert torch.equal(received, everyone * (rank + 1))
+        part = torch.empty(count)
+        group.reduce_scatter(part, rows)
+        assert torch.equal(part, everyone.sum(0) * (rank + 1))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_what_moves_arrives(ranks, size):
+    ranks(move_everything, world_size=size)
+
+
+def disagree(kind: str) -> str:
+    group, rank = make_group(timeout=5.0), dist.get_rank()
+    with pytest.raises(CommunicationError) as caught:
+        if kind == "shape":
+            group.all_reduce(torch.zeros(10 + rank))
+        elif kind == "dtype":
+            group.all_reduce(torch.zeros(10, dtype=torch.float64 if rank else torch.float32))
+        elif kind == "op":
+            group.all_reduce(torch.zeros(10), "sum" if rank else "max")
+        else:
+            group.broadcast(torch.zeros(10)) if rank else group.all_reduce(torch.zeros(10))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("shape", "rank 0: all_reduce sum of 10 float32; rank 1: all_reduce sum of 11 float32"),
+        ("dtype", "rank 0: all_reduce sum of 10 float32; rank 1: all_reduce sum of 10 float64"),
+        ("op", "rank 0: all_reduce max of 10 float32; rank 1: all_reduce sum of 10 float32"),
+        ("collective", "rank 0: all_reduce sum of 10 float32; rank 1: broadcast from 0 of 10 float32"),
+    ],
+)
+def test_ranks_that_disagree_are_named(ranks, kind, words):
+    for message in ranks(disagree, kind, world_size=2):
+        assert words in message
+
+
+def lose_a_rank() -> tuple[str, float]:
+    group = make_group()
+    group.all_reduce(torch.zeros(10))
+    if dist.get_rank() == 1:
+        pid = os.fork()  # a child that outlives the rank, as a DataLoader's worker may, must not hide its death
+        if pid == 0:
+            time.sleep(3)
+            os._exit(0)
+        group.close()
+        return "", 0.0
+    begin = time.perf_counter()
+    with pytest.raises(CommunicationError) as caught:
+        group.all_reduce(torch.zeros(10))
+    return str(caught.value), time.perf_counter() - begin
+
+
+def test_a_rank_that_is_gone_is_named_in_seconds(ranks):
+    message, seconds = ranks(lose_a_rank, world_size=2)[0]
+    assert "rank 1 has died" in message
+    assert seconds < 2.5
+
+
+def be_late() -> str:
+    group = make_group(timeout=0.6)
+    if dist.get_rank() == 1:
+        dist.barrier()
+        return ""
+    with pytest.raises(CommunicationError) as caught:
+        group.barrier()
+    dist.barrier()
+    return str(caught.value)
+
+
+def test_a_rank_that_is_late_is_named(ranks):
+    assert re.search(r"rank 0 waited \d s in shared memory for rank 1", ranks(be_late, world_size=2)[0])
+
+
+KILLED = """
+import os, signal, sys
+import torch
+import torch.distributed as dist
+dist.init_process_group("phalanx")
+tensor = torch.ones(1000)
+for step in range(1000):
+    if step == 5 and dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(tensor.fill_(1.0))
+"""
+
+
+def test_a_killed_rank_ends_the_job_and_leaves_nothing(launch_script):
+    before = set(Path("/dev/shm").iterdir())
+    begin = time.perf_counter()
+    run = launch_script(KILLED, ranks_per_node=2)
+    assert run.result.failure is not None
+    assert run.result.failure.rank == 1
+    assert "SIGKILL" in str(run.result.failure) or str(int(signal.SIGKILL)) in str(run.result.failure)
+    assert time.perf_counter() - begin < 15
+    assert set(Path("/dev/shm").iterdir()) == before
+
+
+def fall_back() -> tuple[list[str], list[float]]:
+    from phalanx.comm.shared import group as group_module
+
+    group_module.SharedGroup.__init__.__kwdefaults__["half"] = 1 << 44  # more than any /dev/shm has
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        group = dist.new_group(backend="phalanx")
+        results = []
+        for _ in range(2):
+            tensor = torch.ones(3)
+            dist.all_reduce(tensor, group=group)
+            results.append(float(tensor.sum()))
+    return [str(warning.message) for warning in caught if "shared memory" in str(warning.message)], results
+
+
+def test_a_small_shm_falls_back_to_gloo_with_one_warning(ranks):
+    (warned, results), (silent, _) = ranks(fall_back, world_size=2)
+    assert results == [6.0, 6.0]
+    assert silent == []
+    assert len(warned) == 1
+    assert re.search(r"/dev/shm has [\d.]+ MB free and 67108864.0 MB are needed", warned[0]), warned
+
+
+def train_on(backend: str) -> tuple[list[Any], list[Any]]:
+    from torch.distributed.fsdp import fully_shard
+
+    group = dist.new_group(backend=backend)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(20, 300), torch.nn.Tanh(), torch.nn.Linear(300, 5))
+    twin = torch.nn.Sequential(torch.nn.Linear(20, 300), torch.nn.Tanh(), torch.nn.Linear(300, 5))
+    twin.load_state_dict(model.state_dict())
+    inputs = torch.randn(8, 20, generator=torch.Generator().manual_seed(dist.get_rank()))
+    wrapped = torch.nn.parallel.DistributedDataParallel(model, process_group=group)
+    mesh = dist.device_mesh.DeviceMesh.from_group(group, "cpu")
+    fully_shard(twin[0], mesh=mesh)
+    fully_shard(twin, mesh=mesh)
+    for trained in (wrapped, twin):
+        optimizer = torch.optim.SGD(trained.parameters(), 0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            trained(inputs).square().mean().backward()
+            optimizer.step()
+    sharded = [parameter.full_tensor().tolist() for parameter in twin.parameters()]  # type: ignore[attr-defined]
+    return [parameter.tolist() for parameter in model.parameters()], sharded
+
+
+def test_plain_ddp_and_fsdp_run_on_it_bit_for_bit(ranks):
+    assert ranks(train_on, "phalanx", world_size=2) == ranks(train_on, "gloo", world_size=2)
+
+
+def test_plain_fsdp_runs_on_four_ranks(ranks):
+    replicated, sharded = ranks(train_on, "phalanx", world_size=4)[0]
+    for left, right in zip(replicated, sharded, strict=True):
+        torch.testing.assert_close(torch.tensor(left), torch.tensor(right))
