@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from phalanx.comm.pieces import begin, chunks, flatten, split, swap, write_back
-from phalanx.comm.signature import agree, ask
+from phalanx.comm.signature import ask
 from phalanx.errors import CommunicationError, UsageError
 
 if TYPE_CHECKING:
@@ -77,8 +77,8 @@ def all_to_all(tensor: torch.Tensor, wire: Wire) -> torch.Tensor:
 
 def barrier(wire: Wire) -> None:
     """Return when every rank has called it: in log2(n) rounds each rank has heard of all others."""
+    ask(wire, "barrier", always=True)
     wire.settle()
-    agree(wire, "barrier")
 
 
 def _mistake(source: torch.Tensor | None, tensor: torch.Tensor, wire: Wire) -> str:

@@ -55,25 +55,20 @@ def describe(collective: str, tensor: torch.Tensor | None, op: str | None = None
     return " ".join(words)
 
 
-def ask(wire: Wire, description: str) -> None:
+def ask(wire: Wire, description: str, *, always: bool = False) -> None:
     """Begin to find out whether every rank means to do this; whoever first waits for data has the answer before.
 
-    A wire that is not `checked` asks nothing.
+    A wire that is not `checked` asks nothing, unless `always`. The tag counts the calls too, so that what a failed call
+    left behind meets nobody later.
     """
     wire.settle()  # an earlier collective that never waited, because it failed on this rank
-    if wire.size == 1 or not wire.checked:
+    if wire.size == 1 or not (wire.checked or always):
         return
     wire.calls += 1
     wire.tag = zlib.crc32(f"{wire.calls} {wire.peers} {description}".encode()) >> 1
     wire.tally.question = Enquiry(wire, description)
     if wire.is_batched:
         wire.settle()
-
-
-def agree(wire: Wire, description: str) -> None:
-    """Return when every rank of the wire means to do this; raise on all of them when one does not."""
-    if wire.size > 1:
-        Enquiry(wire, description).settle()
 
 
 class Enquiry:

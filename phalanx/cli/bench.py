@@ -1,0 +1,26 @@
+"""`phalanx bench`: measure, one thin file a subject."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from phalanx.errors import UsageError, unknown_name
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+SUBJECTS = {"comm": "collectives by algorithm and size, links between ranks"}
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run the verb."""
+    if not arguments or arguments[0] in ("-h", "--help"):
+        lines = "\n".join(f"  {name:<12} {text}" for name, text in SUBJECTS.items())
+        print(f"usage: phalanx bench <subject> [options]\n\nsubjects:\n{lines}")
+        return 0
+    subject = arguments[0]
+    if subject not in SUBJECTS:
+        raise UsageError(unknown_name("subject of bench", subject, SUBJECTS))
+    result: int = import_module(f"phalanx.cli.bench_{subject}").run(arguments[1:])
+    return result
