@@ -91,10 +91,6 @@ class RankFailedError(PhalanxError):
         self.exit_code = exit_code
 
 
-class CommunicationError(PhalanxError):
-    """Ranks that cannot exchange what they meant to: they disagree on a collective, or a peer has gone."""
-
-
 class PreemptedError(PhalanxError):
     """Training stopped at a step boundary because the scheduler asked; the checkpoint is complete."""
 

@@ -1,4 +1,4 @@
-"""`phalanx bench`: measurements, one file each."""
+"""`phalanx bench`: measure, one thin file a subject."""
 
 from __future__ import annotations
 
@@ -10,21 +10,20 @@ from phalanx.errors import UsageError, unknown_name
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-BENCHES = {"comm": "phalanx.cli.bench_comm", "compression": "phalanx.cli.bench_compression"}
-
-_HELP = """usage: phalanx bench <what> [options]
-
-  comm          collectives: time and bandwidth by algorithm and size
-  compression   training under each gradient compressor over slow links; --advise: which of them pays here"""
+SUBJECTS = {
+    "comm": "collectives by algorithm and size, links between ranks",
+    "compression": "training under each compressor over slow links; which one pays on yours",
+}
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run the bench that the first word names."""
-    words = list(arguments)
-    if not words or words[0] in {"-h", "--help"}:
-        print(_HELP)
+    """Hand over to the subject's own file."""
+    if not arguments or arguments[0] in {"-h", "--help"}:
+        subjects = "\n".join(f"  {name:<12} {text}" for name, text in SUBJECTS.items())
+        print(f"usage: phalanx bench <subject> [options]\n\nsubjects:\n{subjects}\n\nphalanx bench <subject> --help")
         return 0
-    if words[0] not in BENCHES:
-        raise UsageError(unknown_name("bench", words[0], BENCHES))
-    result: int = import_module(BENCHES[words[0]]).run(words[1:])
+    subject = arguments[0]
+    if subject not in SUBJECTS:
+        raise UsageError(unknown_name("subject of bench", subject, SUBJECTS))
+    result: int = import_module(f"phalanx.cli.bench_{subject}").run(arguments[1:])
     return result

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from phalanx.comm.pieces import begin, chunks, flatten, split, swap, write_back
-from phalanx.comm.signature import agree
+from phalanx.comm.signature import ask
 from phalanx.errors import CommunicationError, UsageError
 
 if TYPE_CHECKING:
@@ -35,7 +35,8 @@ def gather(tensor: torch.Tensor, wire: Wire, root: int = 0) -> torch.Tensor | No
 def scatter(tensor: torch.Tensor, wire: Wire, source: torch.Tensor | None = None, root: int = 0) -> None:
     """Fill each rank's tensor with its row of `source`, which the root gives: row r for rank r. It sends (n-1) S."""
     if wire.rank == root and (mistake := _mistake(source, tensor, wire)):
-        agree(wire, f"scatter from {root} of {mistake}")  # the others do not say this, so all ranks raise
+        ask(wire, f"scatter from {root} of {mistake}")  # the others do not say this, so all ranks raise
+        wire.settle()
         raise CommunicationError(f"scatter from {root} of {mistake}", hint="Stack one tensor a rank on the root.")
     own = begin(f"scatter from {root}", tensor, wire)
     if wire.rank != root:
@@ -60,6 +61,7 @@ def all_to_all(tensor: torch.Tensor, wire: Wire) -> torch.Tensor:
     """
     own = begin("all_to_all", tensor, wire)
     if tensor.dim() == 0 or tensor.shape[0] != wire.size:
+        wire.settle()
         raise UsageError(
             f"all_to_all of a tensor of shape {tuple(tensor.shape)} on {wire.size} ranks",
             hint=f"Give one row for each rank: a first dimension of {wire.size}.",
@@ -75,7 +77,8 @@ def all_to_all(tensor: torch.Tensor, wire: Wire) -> torch.Tensor:
 
 def barrier(wire: Wire) -> None:
     """Return when every rank has called it: in log2(n) rounds each rank has heard of all others."""
-    agree(wire, "barrier", always=True)
+    ask(wire, "barrier", always=True)
+    wire.settle()
 
 
 def _mistake(source: torch.Tensor | None, tensor: torch.Tensor, wire: Wire) -> str:

@@ -15,8 +15,10 @@ class Exchange(Protocol):
 
     rank: int
     size: int
-    sent_bytes: int
-    """What this rank has sent so far, by the algorithm's own count."""
+
+    @property
+    def sent_bytes(self) -> int:
+        """What this rank has sent so far, by the algorithm's own count."""
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> None:
         """Add up a tensor over the ranks, in place, or combine it by another operation (mean, max)."""

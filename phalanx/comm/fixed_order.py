@@ -15,8 +15,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from phalanx.comm.halving import halve_and_double
-from phalanx.comm.pieces import begin, write_back
-from phalanx.comm.reduction import find_reduction
+from phalanx.comm.pieces import begin_reduction, write_back
 from phalanx.errors import UsageError
 
 if TYPE_CHECKING:
@@ -40,8 +39,8 @@ def check_ranks(ranks: int) -> None:
 def all_reduce(tensor: torch.Tensor, wire: Wire, op: str = "sum") -> None:
     """Combine the ranks' branches in the order of the tree, in place."""
     check_ranks(wire.size)
-    flat = begin("fixed-order all_reduce", tensor, wire, op)
-    halve_and_double(flat, wire, find_reduction(op, tensor.dtype), ranks=wire.size)
+    flat, reduction = begin_reduction("fixed-order all_reduce", tensor, wire, op)
+    halve_and_double(flat, wire, reduction, ranks=wire.size)
     write_back(flat, tensor)
 
 

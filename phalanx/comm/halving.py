@@ -18,20 +18,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from phalanx.comm.landing import Landing
-from phalanx.comm.pieces import begin, bounds, chunks, swap, write_back
-from phalanx.comm.reduction import Reduction, find_reduction
+from phalanx.comm.pieces import begin_reduction, bounds, chunks, swap, write_back
 from phalanx.comm.tree import climb, descend
 
 if TYPE_CHECKING:
     import torch
 
+    from phalanx.comm.reduction import Reduction
     from phalanx.comm.wire import Wire
 
 
 def all_reduce(tensor: torch.Tensor, wire: Wire, op: str = "sum") -> None:
     """Combine a tensor over all ranks, in place."""
-    flat = begin("halving-doubling all_reduce", tensor, wire, op)
-    reduction = find_reduction(op, tensor.dtype)
+    flat, reduction = begin_reduction("halving-doubling all_reduce", tensor, wire, op)
     power = 1 << (wire.size.bit_length() - 1)
     folded = wire.size - power
     pair = _pair(wire, power, folded)

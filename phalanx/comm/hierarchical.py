@@ -10,8 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from phalanx.comm import ring
-from phalanx.comm.pieces import begin, write_back
-from phalanx.comm.reduction import find_reduction
+from phalanx.comm.pieces import begin_reduction, write_back
 from phalanx.comm.topology import find_places, hosts
 from phalanx.comm.tree import climb, descend
 from phalanx.errors import UsageError
@@ -29,8 +28,7 @@ def all_reduce(
 ) -> None:
     """Combine a tensor over all ranks, in place. `groups`: the ranks of each host, as `topology` finds them if None."""
     groups = groups if groups is not None else hosts(find_places(wire))
-    flat = begin(f"hierarchical all_reduce over {len(groups)} hosts", tensor, wire, op)
-    reduction = find_reduction(op, tensor.dtype)
+    flat, reduction = begin_reduction(f"hierarchical all_reduce over {len(groups)} hosts", tensor, wire, op)
     mine = _group_of(wire, groups)
     within = wire.among(mine)
     climb(flat, within, reduction)

@@ -67,9 +67,9 @@ def _one_way(tensor: torch.Tensor, peer: int, wire: Wire, rounds: int) -> float:
         begin = time.perf_counter()
         if wire.rank < peer:
             wire.send(tensor, peer, is_control=True).wait()
-            wire.receive(tensor, peer).wait()
+            wire.receive(tensor, peer, is_control=True).wait()
         else:
-            wire.receive(tensor, peer).wait()
+            wire.receive(tensor, peer, is_control=True).wait()
             wire.send(tensor, peer, is_control=True).wait()
         _settle(tensor)
         trips.append(time.perf_counter() - begin)

@@ -5,17 +5,31 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from phalanx.comm.signature import agree, describe
+from phalanx.comm.reduction import Reduction, find_reduction
+from phalanx.comm.signature import ask, describe
 from phalanx.comm.wire import CHUNK_BYTES, Wire
+from phalanx.errors import UsageError
 
 if TYPE_CHECKING:
     import torch
 
 
 def begin(collective: str, tensor: torch.Tensor, wire: Wire, op: str | None = None) -> torch.Tensor:
-    """Make sure that all ranks mean the same, and return the tensor as it can travel: see `flatten`."""
-    agree(wire, describe(collective, tensor, op))
+    """Ask whether all ranks mean the same, and return the tensor as it can travel: see `flatten`."""
+    ask(wire, describe(collective, tensor, op))
+    if tensor.numel() == 0:
+        wire.settle()  # no data will be waited for
     return flatten(tensor, wire)
+
+
+def begin_reduction(collective: str, tensor: torch.Tensor, wire: Wire, op: str) -> tuple[torch.Tensor, Reduction]:
+    """Begin a collective that combines values; an operation that such values do not have is refused."""
+    flat = begin(collective, tensor, wire, op)
+    try:
+        return flat, find_reduction(op, tensor.dtype)
+    except UsageError:
+        wire.settle()  # the others may mean something else: that is the error to tell, and to tell to all
+        raise
 
 
 def flatten(tensor: torch.Tensor, wire: Wire) -> torch.Tensor:

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from phalanx.comm.pieces import begin, bounds, chunk_count, split, write_back
-from phalanx.comm.reduction import OPS, Reduction, find_reduction
+from phalanx.comm.pieces import begin, begin_reduction, bounds, chunk_count, split, write_back
+from phalanx.comm.reduction import OPS, Reduction
 
 if TYPE_CHECKING:
     from phalanx.comm.wire import Handle, Wire
@@ -30,8 +30,7 @@ if TYPE_CHECKING:
 
 def all_reduce(tensor: torch.Tensor, wire: Wire, op: str = "sum") -> None:
     """Combine a tensor over all ranks, in place."""
-    flat = begin("ring all_reduce", tensor, wire, op)
-    reduction = find_reduction(op, tensor.dtype)
+    flat, reduction = begin_reduction("ring all_reduce", tensor, wire, op)
     reduce_among(flat, wire, reduction, ranks=wire.size)
     write_back(flat, tensor)
 
@@ -43,8 +42,7 @@ def reduce_among(flat: torch.Tensor, wire: Wire, reduction: Reduction, *, ranks:
 
 def reduce_scatter(tensor: torch.Tensor, wire: Wire, op: str = "sum") -> torch.Tensor:
     """Combine a tensor over all ranks and return this rank's rows of it; the first ranks have one more if need be."""
-    flat = begin("ring reduce_scatter", tensor, wire, op)
-    reduction = find_reduction(op, tensor.dtype)
+    flat, reduction = begin_reduction("ring reduce_scatter", tensor, wire, op)
     edges = bounds(tensor.shape[0] if tensor.dim() else 1, wire.size)
     width = flat.numel() // max(edges[-1], 1)
     flat = flat.clone()  # partial sums pass through it, and the input is the caller's

@@ -1,12 +1,14 @@
 """Ranks tell each other what they mean to do before they do it, so that a disagreement is an error and not a hang.
 
 In round k every rank passes on to the rank 2^k further what it has heard so far. After log2(n) rounds everybody has
-heard of everybody, and so either all ranks raise or none does: the wire is left clean in both cases.
+heard of everybody, and so either all ranks raise or none does, and the wire can be used again. What was to be written
+is undefined after a disagreement.
 """
 
 from __future__ import annotations
 
 import struct
+import zlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -53,33 +55,56 @@ def describe(collective: str, tensor: torch.Tensor | None, op: str | None = None
     return " ".join(words)
 
 
-def agree(wire: Wire, description: str, *, always: bool = False) -> None:
-    """Return when every rank of the wire means to do this; raise on all of them when one does not.
+def ask(wire: Wire, description: str, *, always: bool = False) -> None:
+    """Begin to find out whether every rank means to do this; whoever first waits for data has the answer before.
 
-    A wire that is not `checked` skips this, unless `always`.
+    A wire that is not `checked` asks nothing, unless `always`. The tag counts the calls too, so that what a failed call
+    left behind meets nobody later.
     """
+    wire.settle()  # an earlier collective that never waited, because it failed on this rank
     if wire.size == 1 or not (wire.checked or always):
         return
-    heard = Heard(wire.peers[wire.rank], description.encode()[:_TEXT_BYTES])
-    distance = 1
-    while distance < wire.size:
-        heard = heard.and_also(_pass_on(heard, wire, distance))
-        distance *= 2
-    if heard.other != _NOBODY:
-        raise _disagreement(heard)
+    wire.calls += 1
+    wire.tag = zlib.crc32(f"{wire.calls} {wire.peers} {description}".encode()) >> 1
+    wire.tally.question = Enquiry(wire, description)
+    if wire.is_batched:
+        wire.settle()
 
 
-def _pass_on(heard: Heard, wire: Wire, distance: int) -> Heard:
-    """Tell the rank `distance` further what was heard, and hear from the one as far behind."""
-    header = bytearray(_LAYOUT.pack(heard.rank, heard.other, heard.text, heard.other_text))
-    outgoing = torch.frombuffer(header, dtype=torch.uint8).to(wire.device)
-    incoming = torch.empty(HEADER_BYTES, dtype=torch.uint8, device=wire.device)
-    arrival = wire.receive(incoming, (wire.rank - distance) % wire.size)
-    departure = wire.send(outgoing, (wire.rank + distance) % wire.size, is_control=True)
-    arrival.wait()
-    departure.wait()
-    rank, other, text, other_text = _LAYOUT.unpack(bytes(incoming.cpu().numpy()))
-    return Heard(rank, text.rstrip(b"\0"), other, other_text.rstrip(b"\0"))
+class Enquiry:
+    """The rounds in which ranks hear of each other. The first one is under way when it is made."""
+
+    def __init__(self, wire: Wire, description: str) -> None:
+        self._wire = wire
+        self._heard = Heard(wire.peers[wire.rank], description.encode()[:_TEXT_BYTES])
+        self._distance = 1
+        self._pass_on()
+
+    def settle(self) -> None:
+        """Take part in all rounds; raise when somebody means something else."""
+        while True:
+            self._listen()
+            self._distance *= 2
+            if self._distance >= self._wire.size:
+                break
+            self._pass_on()
+        if self._heard.other != _NOBODY:
+            raise _disagreement(self._heard)
+
+    def _pass_on(self) -> None:
+        """Tell the rank `distance` further what was heard, and ask to hear from the one as far behind."""
+        wire, heard = self._wire, self._heard
+        header = bytearray(_LAYOUT.pack(heard.rank, heard.other, heard.text, heard.other_text))
+        self._outgoing = torch.frombuffer(header, dtype=torch.uint8).to(wire.device)
+        self._incoming = torch.empty(HEADER_BYTES, dtype=torch.uint8, device=wire.device)
+        self._arrival = wire.receive(self._incoming, (wire.rank - self._distance) % wire.size, is_control=True)
+        self._departure = wire.send(self._outgoing, (wire.rank + self._distance) % wire.size, is_control=True)
+
+    def _listen(self) -> None:
+        self._arrival.wait()
+        self._departure.wait()
+        rank, other, text, other_text = _LAYOUT.unpack(bytes(self._incoming.cpu().numpy()))
+        self._heard = self._heard.and_also(Heard(rank, text.rstrip(b"\0"), other, other_text.rstrip(b"\0")))
 
 
 def _disagreement(heard: Heard) -> CommunicationError:

@@ -13,19 +13,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from phalanx.comm.landing import Landing
-from phalanx.comm.pieces import begin, chunks, write_back
-from phalanx.comm.reduction import Reduction, find_reduction
+from phalanx.comm.pieces import begin, begin_reduction, chunks, write_back
 
 if TYPE_CHECKING:
     import torch
 
+    from phalanx.comm.reduction import Reduction
     from phalanx.comm.wire import Handle, Wire
 
 
 def all_reduce(tensor: torch.Tensor, wire: Wire, op: str = "sum") -> None:
     """Combine a tensor over all ranks, in place."""
-    flat = begin("tree all_reduce", tensor, wire, op)
-    reduction = find_reduction(op, tensor.dtype)
+    flat, reduction = begin_reduction("tree all_reduce", tensor, wire, op)
     climb(flat, wire, reduction)
     if wire.rank == 0:
         reduction.finish(flat, wire.size)
@@ -35,8 +34,7 @@ def all_reduce(tensor: torch.Tensor, wire: Wire, op: str = "sum") -> None:
 
 def reduce(tensor: torch.Tensor, wire: Wire, op: str = "sum", root: int = 0) -> None:
     """Combine a tensor over all ranks, in place on `root`; on the others it stays as it is."""
-    flat = begin(f"reduce to {root}", tensor, wire, op)
-    reduction = find_reduction(op, tensor.dtype)
+    flat, reduction = begin_reduction(f"reduce to {root}", tensor, wire, op)
     if wire.rank != root:
         climb(flat.clone(), wire, reduction, root)
         return

@@ -2,6 +2,10 @@
 
 Every collective of ours is written on these two verbs, `send` and `receive`, so that reading one of them shows every
 byte it moves. Messages between two ranks arrive in the order in which they were sent; a wire belongs to one thread.
+
+Before data, ranks tell each other what they mean to do (`signature`). On gloo nobody waits for the answer: data carries
+a tag made of the meaning, so that it reaches only a rank that means the same, and the answer is read when data is first
+waited for.
 """
 
 from __future__ import annotations
@@ -32,6 +36,13 @@ class Handle(Protocol):
         """Return when the tensor may be read (received) or written again (sent)."""
 
 
+class Question(Protocol):
+    """What was asked of the other ranks and not yet answered by all."""
+
+    def settle(self) -> None:
+        """Return when all ranks mean the same; raise on all of them when they do not."""
+
+
 class _Done:
     def wait(self) -> None:
         """Return at once: there was nothing to move."""
@@ -42,11 +53,14 @@ _DONE = _Done()
 
 @dataclass
 class Tally:
-    """What a rank has sent, and the memory its wires receive into before they add up."""
+    """What a rank has sent, the memory its wires receive into before they add up, and what is still open."""
 
     sent_bytes: int = 0
     control_bytes: int = 0
     scratch: dict[torch.device, torch.Tensor] = field(default_factory=dict)
+    question: Question | None = None
+    unanswered: list[_Message] = field(default_factory=list)
+    """Messages under way before the question is answered; after a "no" they are kept, for gloo may still read them."""
     places: dict[tuple[int, ...], Any] = field(default_factory=dict)
     """Where the ranks are, by wire, once `topology` has found out."""
 
@@ -65,6 +79,8 @@ class Wire:
         self.tally = Tally()
         # nccl moves a tensor when both sides have asked for it in one batch; gloo at any time.
         self.is_batched = "nccl" in dist.get_backend(group)
+        self.tag = 0
+        self.calls = 0
         self._asked: list[_BatchedReceive] = []
 
     @property
@@ -98,7 +114,15 @@ class Wire:
         part.__dict__.update(self.__dict__)
         part.peers = tuple(self.peers[rank] for rank in ranks)
         part.rank = list(ranks).index(self.rank)
+        part.calls = 0
         return part
+
+    def settle(self) -> None:
+        """Wait until the other ranks have said that they mean the same, if that is still open."""
+        question, self.tally.question = self.tally.question, None
+        if question is not None:
+            question.settle()
+            self.tally.unanswered.clear()
 
     def send(self, tensor: torch.Tensor, to: int, *, is_control: bool = False) -> Handle:
         """Begin to send a contiguous tensor; it must stay as it is until the handle was waited for."""
@@ -110,10 +134,12 @@ class Wire:
             self.tally.sent_bytes += tensor.nbytes
         flat, peer = _as_bytes(tensor), self.peers[to]
         if self.is_batched:
-            return _Message(self._start_batch(dist.P2POp(dist.isend, flat, group=self.group, group_peer=peer)), peer)
-        return _Message(dist.isend(flat, group=self.group, group_dst=peer), peer)
+            work = self._start_batch(dist.P2POp(dist.isend, flat, group=self.group, group_peer=peer))
+        else:
+            work = dist.isend(flat, group=self.group, group_dst=peer, tag=0 if is_control else self.tag)
+        return self._under_way(_Message(self, work, peer, flat, is_control))
 
-    def receive(self, tensor: torch.Tensor, source: int) -> Handle:
+    def receive(self, tensor: torch.Tensor, source: int, *, is_control: bool = False) -> Handle:
         """Begin to receive into a contiguous tensor; it is whole when the handle was waited for."""
         if tensor.numel() == 0:
             return _DONE
@@ -122,7 +148,8 @@ class Wire:
             asked = _BatchedReceive(self, dist.P2POp(dist.irecv, flat, group=self.group, group_peer=peer))
             self._asked.append(asked)
             return asked
-        return _Message(dist.irecv(flat, group=self.group, group_src=peer), peer)
+        work = dist.irecv(flat, group=self.group, group_src=peer, tag=0 if is_control else self.tag)
+        return self._under_way(_Message(self, work, peer, flat, is_control))
 
     def scratch(self, count: int, like: torch.Tensor) -> torch.Tensor:
         """Return memory for `count` elements such as those of `like`; the next call may return the same."""
@@ -131,6 +158,11 @@ class Wire:
         if held is None or held.numel() < needed:
             held = self.tally.scratch[like.device] = torch.empty(needed, dtype=torch.uint8, device=like.device)
         return held[:needed].view(like.dtype)
+
+    def _under_way(self, message: _Message) -> _Message:
+        if self.tally.question is not None and not message.is_control:
+            self.tally.unanswered.append(message)
+        return message
 
     def _start_batch(self, *more: dist.P2POp) -> dist.Work | None:
         """Hand nccl what was asked for so far, as one batch: alone, a send and a receive could wait for each other."""
@@ -144,13 +176,18 @@ class Wire:
 
 @dataclass
 class _Message:
-    """A message whose peer is known when it fails."""
+    """A message that holds on to its memory, and knows its peer when it fails."""
 
+    wire: Wire
     work: dist.Work | None
     peer: int
+    tensor: torch.Tensor
+    is_control: bool
 
     def wait(self) -> None:
-        """Wait, and say whose message it was when it does not come."""
+        """Wait, and say whose message it was when it does not come. Data waits for the answer to the question first."""
+        if not self.is_control:
+            self.wire.settle()
         try:
             if self.work is not None:
                 self.work.wait()

@@ -51,8 +51,8 @@ class Layout:
     dp_size: int = 1
     accumulation: int = 1
     whole_blocks: bool = False
-    """Deal the ragged end of an epoch in blocks of `batch_size` too, the same at any number of ranks; some ranks may get
-    nothing of it. Else it is dealt evenly."""
+    """Deal the ragged end of an epoch in blocks of `batch_size` too, the same at any number of ranks; some ranks may
+    get nothing of it. Else it is dealt evenly."""
 
     @property
     def micro_step(self) -> int:

@@ -6,20 +6,16 @@ travel around a ring. Same weights as torch's DDP, to the last bit where additio
 
 from __future__ import annotations
 
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from phalanx.comm.exchange import Alone
 from phalanx.comm.fixed_reducer import FixedOrderReducer
-from phalanx.comm.link import is_emulated, open_exchange
 from phalanx.comm.reducer import GradientReducer, bytes_for
-from phalanx.comm.shared.opening import share_gradients
-from phalanx.comm.wire_exchange import WireExchange
 from phalanx.strategies.base import Strategy, share_weights
 from phalanx.strategies.compressing import CompressesGradients, Lane
+from phalanx.strategies.exchanging import open_exchange_for
 from phalanx.strategies.materialise import is_meta, materialise
 
 if TYPE_CHECKING:
@@ -49,8 +45,7 @@ class RingDDP(CompressesGradients, Strategy):
             return model
         if not alone:
             share_weights(model)
-        nbytes = bytes_for(parameter for _, parameter in named)
-        exchange, memory = self._open_alone(nbytes) if alone else self._open_exchange(nbytes)
+        exchange, memory = self._open_exchange(bytes_for(parameter for _, parameter in named))
         settings: dict[str, Any] = {
             "compressor": self.compressor_for(model),
             "cap_bytes": self.config.bucket_cap_mb * 2**20,
@@ -78,21 +73,7 @@ class RingDDP(CompressesGradients, Strategy):
         super().close_lanes()
 
     def _open_exchange(self, nbytes: int) -> tuple[Exchange, torch.Tensor]:
-        """Return how gradients travel, and the memory that they lie in meanwhile."""
-        world, fixed = self.world, self.config.fixed_order
-        assert world.store is not None, "several ranks have met"
-        if world.device.type == "cpu" and not is_emulated():
-            store = dist.PrefixStore(f"ring/{len(self._reducers)}", world.store)
-            shared = share_gradients(store, world.rank, world.world_size, nbytes, timeout=self.config.timeout)
-            if shared is not None:
-                return shared
-        # A group of its own: the courier's collectives must not meet those of the main thread.
-        group = dist.new_group(timeout=timedelta(seconds=self.config.timeout))
-        memory = torch.empty(nbytes, dtype=torch.uint8, device=world.device)
-        if fixed or (world.device.type == "cpu" and not is_emulated()):
-            return WireExchange(group, in_fixed_order=fixed), memory
-        return open_exchange(group), memory
-
-    def _open_alone(self, nbytes: int) -> tuple[Exchange, torch.Tensor]:
-        """One rank in a fixed order: nothing travels, but micro-batches are added up as they are on many ranks."""
+        if self.world.world_size > 1:
+            return open_exchange_for(self.config, self.world, f"ring/{len(self._reducers)}", nbytes)
+        # One rank in a fixed order: nothing travels, but micro-batches are added up as they are on many ranks.
         return Alone(), torch.empty(nbytes, dtype=torch.uint8, device=self.world.device)

@@ -1,0 +1,130 @@
+"""`phalanx bench comm`: how fast each algorithm moves bytes here, in nccl-tests' columns."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from phalanx.cli.flags import FlagParser
+from phalanx.comm.bench.plan import ALGORITHMS_OF, DTYPE_BYTES, OPS, BenchPlan, parse_algorithms, parse_sizes
+from phalanx.comm.bench.report import make_row, matrix_table, side_by_side
+from phalanx.errors import UsageError
+from phalanx.launch import PlainConsole, prestart
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Sequence
+
+_HELP = """Measure collectives by algorithm and size, or the links between ranks.
+
+Columns are those of nccl-tests: algbw is the tensor's bytes a second, busbw what an ideal link would have carried, so
+that it can be compared between numbers of ranks. The time is the median of the iterations, on the slowest rank; #wrong
+counts elements that did not come out right. An algorithm that cannot run here is left out, with the reason."""
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run the subject."""
+    asked = _parser().parse_all(arguments)
+    plan = _plan(asked)
+    if asked.plot:
+        from phalanx.comm.bench.plot import check_plotting
+
+        check_plotting(asked.plot)
+    prestart()
+    from phalanx.trainers.bench_comm import run_bench
+
+    quiet = asked.json == "-"
+    console = PlainConsole(out=sys.stderr if quiet else None)
+    found = run_bench(plan, asked.num_workers, console, threads=asked.threads_per_rank)
+    if not quiet:
+        print(_summary(found, link_report=asked.link_report), end="")
+    if asked.json:
+        _write_json(found, asked.json)
+    if asked.plot:
+        _plot(found, asked.plot)
+    return 1 if any(row["wrong"] for row in found.get("rows", ())) else 0
+
+
+def _parser() -> FlagParser:
+    parser = FlagParser(
+        prog="phalanx bench comm",
+        usage="phalanx bench comm [--op NAME] [--algo A,B] [--sizes 1K:64M] [--p2p] [--link-report] [options]",
+        description=_HELP,
+    )
+    add = parser.add_argument
+    add("--op", default="all_reduce", metavar="NAME", help=f"{', '.join(ALGORITHMS_OF)} [all_reduce]")
+    algos = ", ".join(dict.fromkeys(algo for known in ALGORITHMS_OF.values() for algo in known))
+    add("--algo", metavar="A,B", help=f"which of {algos} (default: those that run anywhere)")
+    add("--sizes", metavar="FIRST:LAST", help="1K:256M, 1K:256M:4 (each four times the last), or 1K,64K,4M [1K:64M:4]")
+    add("--num-workers", type=int, default=2, metavar="N", help="ranks on this machine [2]")
+    add("--dtype", default="float32", metavar="NAME", help=f"{', '.join(DTYPE_BYTES)} [float32]")
+    add("--redop", default="sum", metavar="NAME", help=f"{', '.join(OPS)} [sum]")
+    add("--iters", type=int, metavar="N", help="timed iterations (default: 20 for small sizes, 5 for large ones)")
+    add("--warmup", type=int, default=2, metavar="N", help="iterations before the timed ones [2]")
+    add("--threads-per-rank", type=int, metavar="N", help="compute threads a rank (default: the cores, shared evenly)")
+    add(
+        "--ranks-per-host",
+        type=int,
+        metavar="N",
+        help="hierarchical: every N ranks stand for a host (default: real hosts)",
+    )
+    add("--p2p", action="store_true", help="measure latency and bandwidth between every pair of ranks instead")
+    add("--link-report", action="store_true", help="set the bandwidth that the links should have beside the measured")
+    add("--json", metavar="FILE", help="write what was measured (- for standard output)")
+    add("--plot", metavar="FILE", help="draw it; with --p2p as heat maps (needs the extra 'bench')")
+    return parser
+
+
+def _plan(asked: argparse.Namespace) -> BenchPlan:
+    only_links = (asked.p2p or asked.link_report) and asked.sizes is None and asked.algo is None
+    if asked.ranks_per_host is not None and asked.ranks_per_host < 1:
+        raise UsageError(f"--ranks-per-host is {asked.ranks_per_host}", hint="It must be 1 or more.")
+    return BenchPlan(
+        op=asked.op,
+        algos=parse_algorithms(asked.algo, asked.op),
+        sizes=() if only_links else parse_sizes(asked.sizes or "1K:64M:4"),
+        dtype=asked.dtype,
+        redop=asked.redop,
+        iters=asked.iters,
+        warmup=asked.warmup,
+        ranks_per_host=asked.ranks_per_host,
+        p2p=asked.p2p or asked.link_report,
+    )
+
+
+def _summary(found: dict[str, Any], *, link_report: bool) -> str:
+    """Return what is shown under the rows that the ranks printed as they had them."""
+    parts = [side_by_side([make_row(row) for row in found.get("rows", ())])]
+    if "latency_us" in found:
+        parts.append(matrix_table("latency, one way", found["latency_us"], "us"))
+        parts.append(matrix_table("bandwidth", found["bandwidth_gbs"], "GB/s"))
+    if link_report:
+        from phalanx.comm.bench import expected
+
+        best = max((value for row in found["bandwidth_gbs"] for value in row), default=0.0)
+        links = [*expected.network_links(), *expected.gpu_links()]
+        parts.append(expected.link_report(best, found["copy_gbs"], one_host=True, links=links))
+    return "".join(f"\n{part}\n" for part in parts if part)
+
+
+def _write_json(found: dict[str, Any], path: str) -> None:
+    rows = found.get("rows")
+    text = json.dumps(rows if rows is not None else found, indent=2) + "\n"
+    if path == "-":
+        sys.stdout.write(text)
+        return
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"--json {path}: {error.strerror}") from None
+
+
+def _plot(found: dict[str, Any], path: str) -> None:
+    from phalanx.comm.bench import plot
+
+    if found.get("rows"):
+        plot.plot_rows([make_row(row) for row in found["rows"]], path)
+    elif "latency_us" in found:
+        plot.plot_links(found["latency_us"], found["bandwidth_gbs"], path)

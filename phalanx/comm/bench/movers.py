@@ -1,0 +1,197 @@
+"""What is measured, by name: each algorithm as a function from a rank's input to its result."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from phalanx.comm.bench.plan import DTYPE_BYTES
+from phalanx.comm.collectives import ALGORITHMS
+from phalanx.comm.fixed_order import check_ranks
+from phalanx.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from phalanx.comm.bench.plan import BenchPlan
+    from phalanx.comm.wire import Wire
+
+_TORCH_OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.AVG, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
+_TORCH_OPS["prod"] = dist.ReduceOp.PRODUCT
+_IN_PLACE = ("all_reduce", "broadcast", "reduce")
+
+
+class CannotRunHere(Exception):
+    """Why an algorithm is left out; the others are measured all the same."""
+
+
+def _fresh(count: int, dtype: torch.dtype, device: str = "cpu") -> torch.Tensor:
+    return torch.empty(count, dtype=dtype, device=device)
+
+
+@dataclass(frozen=True)
+class Mover:
+    """One algorithm. `move` takes the input and returns this rank's result, or None where a rank has none."""
+
+    move: Callable[[torch.Tensor], torch.Tensor | None]
+    allocate: Callable[[int, torch.dtype], torch.Tensor] = _fresh
+
+
+def make_mover(algo: str, plan: BenchPlan, wire: Wire) -> Mover:
+    """Return an algorithm ready to run, or raise `CannotRunHere`, on all ranks alike."""
+    if algo in ALGORITHMS[plan.op]:
+        return _ours(algo, plan, wire)
+    if algo in ("shm", "shm-copy"):
+        return _shared_memory(plan, wire, in_place=algo == "shm" and plan.op == "all_reduce")
+    return _torch_backend(algo, plan, wire)
+
+
+def _ours(algo: str, plan: BenchPlan, wire: Wire) -> Mover:
+    function = ALGORITHMS[plan.op][algo]
+    if algo == "fixed-order":
+        try:
+            check_ranks(wire.size)
+        except UsageError as error:
+            raise CannotRunHere(error.message) from None
+    if algo == "hierarchical" and plan.ranks_per_host is not None:
+        ranks = range(wire.size)
+        groups = [list(ranks[first : first + plan.ranks_per_host]) for first in ranks[:: plan.ranks_per_host]]
+        function = partial(function, groups=groups)
+    return Mover(partial(_move_ours, function, plan, wire))
+
+
+def _move_ours(function: Callable[..., Any], plan: BenchPlan, wire: Wire, given: torch.Tensor) -> torch.Tensor | None:
+    if plan.op == "scatter":
+        own = given.new_empty(given.numel() // wire.size)
+        function(own, wire, given.view(wire.size, -1) if wire.rank == 0 else None)
+        return own
+    if plan.op == "all_to_all":
+        given = given.view(wire.size, -1)
+    extra = (plan.redop,) if plan.op in ("all_reduce", "reduce_scatter", "reduce") else ()
+    result: torch.Tensor | None = function(given, wire, *extra)
+    if plan.op in _IN_PLACE:
+        return given if plan.op != "reduce" or wire.rank == 0 else None
+    return result
+
+
+def _shared_memory(plan: BenchPlan, wire: Wire, *, in_place: bool) -> Mover:
+    from phalanx.comm.shared.opening import share_memory
+
+    name = f"bench-{plan.op}-{in_place}"
+    store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
+    group = share_memory(store, wire.rank, wire.size, timeout=60.0)
+    if group is None:
+        raise CannotRunHere("the ranks are not on one machine, or /dev/shm has no room")
+    if in_place:
+        room = group.empty(max(plan.sizes), torch.uint8)
+        return Mover(
+            partial(_move_shared, group, plan), lambda count, dtype: room[: count * dtype.itemsize].view(dtype)
+        )
+    return Mover(partial(_move_shared, group, plan))
+
+
+def _move_shared(group: Any, plan: BenchPlan, given: torch.Tensor) -> torch.Tensor:
+    if plan.op == "all_reduce":
+        group.all_reduce(given, plan.redop)
+        return given
+    if plan.op == "broadcast":
+        group.broadcast(given)
+        return given
+    if plan.op == "reduce_scatter":
+        out = given.new_empty(given.numel() // group.size)
+        group.reduce_scatter(out, given, plan.redop)
+        return out
+    out = given.new_empty(given.numel() * (group.size if plan.op == "all_gather" else 1))
+    getattr(group, plan.op)(out, given)
+    return out
+
+
+def _torch_backend(name: str, plan: BenchPlan, wire: Wire) -> Mover:
+    group = dist.group.WORLD
+    device = "cpu"
+    if name == "nccl":
+        _check_nccl(wire)
+        device = f"cuda:{wire.rank % torch.cuda.device_count()}"
+        torch.cuda.set_device(device)
+        group = dist.new_group(backend="nccl")
+    mover = Mover(partial(_move_by_torch, plan, wire, group), partial(_fresh, device=device))
+    dtype = getattr(torch, plan.dtype)
+    try:  # what a backend cannot do it says at the first call, on every rank
+        mover.move(torch.ones(wire.size, dtype=dtype, device=device))
+    except RuntimeError as error:
+        raise CannotRunHere(str(error).strip().splitlines()[0]) from error
+    return mover
+
+
+def _check_nccl(wire: Wire) -> None:
+    if not dist.is_nccl_available():
+        raise CannotRunHere("this torch was built without nccl")
+    if not torch.cuda.is_available():
+        raise CannotRunHere("torch sees no GPU here")
+    if torch.cuda.device_count() < wire.size:
+        raise CannotRunHere(f"nccl needs a GPU for each rank: {torch.cuda.device_count()} for {wire.size} ranks")
+
+
+def _move_by_torch(plan: BenchPlan, wire: Wire, group: Any, given: torch.Tensor) -> torch.Tensor | None:
+    op, size, root = _TORCH_OPS[plan.redop], wire.size, wire.rank == 0
+    if plan.op == "all_reduce":
+        dist.all_reduce(given, op, group=group)
+        return given
+    if plan.op == "broadcast":
+        dist.broadcast(given, 0, group=group)
+        return given
+    if plan.op == "reduce":
+        dist.reduce(given, 0, op, group=group)
+        return given if root else None
+    if plan.op == "gather":
+        parts = [torch.empty_like(given) for _ in range(size)] if root else None
+        dist.gather(given, parts, 0, group=group)
+        return torch.cat(parts) if parts is not None else None
+    share = given.numel() // size
+    counts = {"reduce_scatter": share, "scatter": share, "all_gather": given.numel() * size}
+    out = given.new_empty(counts.get(plan.op, given.numel()))
+    if plan.op == "reduce_scatter":
+        dist.reduce_scatter_tensor(out, given, op, group=group)
+    elif plan.op == "scatter":
+        dist.scatter(out, list(torch.tensor_split(given, size)) if root else None, 0, group=group)
+    elif plan.op == "all_gather":
+        dist.all_gather_into_tensor(out, given, group=group)
+    else:
+        dist.all_to_all_single(out, given, group=group)
+    return out
+
+
+def input_count(op: str, count: int, ranks: int) -> int:
+    """Return the elements that a rank gives: its share where the result is put together of them."""
+    return count // ranks if op in ("all_gather", "gather") else count
+
+
+def sample(rank: int, count: int, dtype: str) -> torch.Tensor:
+    """Return what a rank gives when the result is checked: small whole numbers, which every rank can work out."""
+    assert dtype in DTYPE_BYTES
+    return ((torch.arange(count) * 7 + rank) % 3 + 1).to(getattr(torch, dtype))
+
+
+def expected_result(plan: BenchPlan, count: int, rank: int, ranks: int) -> torch.Tensor | None:
+    """Return what a rank must have got from everybody's `sample`."""
+    given = [sample(peer, input_count(plan.op, count, ranks), plan.dtype) for peer in range(ranks)]
+    mine = slice(rank * count // ranks, (rank + 1) * count // ranks)
+    if plan.op in ("all_reduce", "reduce", "reduce_scatter"):
+        total = _reduced(given, plan.redop)
+        return {"all_reduce": total, "reduce": total if rank == 0 else None}.get(plan.op, total[mine])
+    if plan.op in ("all_gather", "gather"):
+        return torch.cat(given) if plan.op == "all_gather" or rank == 0 else None
+    if plan.op == "all_to_all":
+        return torch.cat([one[mine] for one in given])
+    return given[0] if plan.op == "broadcast" else given[0][mine]
+
+
+def _reduced(given: list[torch.Tensor], redop: str) -> torch.Tensor:
+    total = given[0].clone()
+    for other in given[1:]:
+        total = {"min": torch.minimum, "max": torch.maximum, "prod": torch.mul}.get(redop, torch.add)(total, other)
+    return total / len(given) if redop == "mean" else total

@@ -1,0 +1,111 @@
+"""Measuring, as a rank executes it: the first rank prints each row as it is there, and leaves all of them in a file."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from phalanx.comm.basic import barrier
+from phalanx.comm.bench.movers import CannotRunHere, Mover, expected_result, input_count, make_mover, sample
+from phalanx.comm.bench.plan import DTYPE_BYTES, BenchPlan, element_count
+from phalanx.comm.bench.report import HEADER, Row
+from phalanx.comm.links import measure_links
+from phalanx.comm.wire import Wire
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+PLAN_NAME = "plan.json"
+RESULT_NAME = "result.json"
+_PATIENCE = timedelta(minutes=5)
+
+
+def run_plan(payload: str) -> None:
+    """Measure what the plan in this folder asks for."""
+    folder = Path(payload)
+    plan = BenchPlan.from_json((folder / PLAN_NAME).read_text())
+    dist.init_process_group("gloo", timeout=_PATIENCE)
+    wire = Wire()
+    found: dict[str, object] = {"copy_gbs": measure_copy()}
+    if plan.p2p:
+        matrix = measure_links(wire)
+        found["latency_us"] = [[seconds * 1e6 for seconds in row] for row in matrix.latency_s]
+        found["bandwidth_gbs"] = [[rate / 1e9 for rate in row] for row in matrix.bandwidth]
+    if plan.sizes:
+        _say(wire, f"{plan.op} on {wire.size} ranks\n{HEADER}")
+        found["rows"] = [row.to_dict() for row in measure_rows(plan, wire)]
+    if wire.rank == 0:
+        (folder / RESULT_NAME).write_text(json.dumps(found))
+    barrier(wire)  # nobody leaves while another rank still receives from it
+
+
+def measure_rows(plan: BenchPlan, wire: Wire) -> Iterator[Row]:
+    """Measure one algorithm after the other; what cannot run here is said in a line."""
+    for algo in plan.algos:
+        try:
+            mover = make_mover(algo, plan, wire)
+        except CannotRunHere as reason:
+            _say(wire, f"{algo:<17}left out: {reason}")
+            continue
+        for size in plan.sizes:
+            row = _measure(algo, mover, plan, size, wire)
+            _say(wire, str(row))
+            yield row
+
+
+def _measure(algo: str, mover: Mover, plan: BenchPlan, size: int, wire: Wire) -> Row:
+    count = element_count(plan.op, size, plan.dtype, wire.size)
+    given = mover.allocate(input_count(plan.op, count, wire.size), getattr(torch, plan.dtype))
+    given.fill_(1)
+    for _ in range(plan.warmup):
+        mover.move(given)
+    barrier(wire)
+    seconds = [_timed(mover, given) for _ in range(plan.iterations(size))]
+    slowest = torch.tensor(statistics.median(seconds), dtype=torch.float64)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    wrong = torch.tensor(_count_wrong(mover, given, plan, count, wire))
+    dist.all_reduce(wrong)
+    nbytes = count * DTYPE_BYTES[plan.dtype]
+    return Row(plan.op, algo, wire.size, nbytes, count, plan.dtype, plan.redop, slowest.item() * 1e6, int(wrong))
+
+
+def _timed(mover: Mover, given: torch.Tensor) -> float:
+    begin = time.perf_counter()
+    mover.move(given)
+    if given.is_cuda:
+        torch.cuda.synchronize(given.device)
+    return time.perf_counter() - begin
+
+
+def _count_wrong(mover: Mover, given: torch.Tensor, plan: BenchPlan, count: int, wire: Wire) -> int:
+    """Move known values once, and count the elements that did not come out right."""
+    given.copy_(sample(wire.rank, given.numel(), plan.dtype))
+    result = mover.move(given)
+    expected = expected_result(plan, count, wire.rank, wire.size)
+    if result is None or expected is None:
+        return 0 if result is expected else count
+    close = torch.isclose(result.cpu().view(-1), expected, rtol=1e-2 if "16" in plan.dtype else 1e-5)
+    return int(close.logical_not().sum())
+
+
+def measure_copy(nbytes: int = 64 << 20) -> float:
+    """Return GB/s at which one core copies memory: what no message within a machine can beat."""
+    source, target = torch.ones(nbytes, dtype=torch.uint8), torch.ones(nbytes, dtype=torch.uint8)
+    times = []
+    for _ in range(5):
+        begin = time.perf_counter()
+        target.copy_(source)
+        times.append(time.perf_counter() - begin)
+    return nbytes / min(times) / 1e9
+
+
+def _say(wire: Wire, text: str) -> None:
+    if wire.rank == 0:
+        print(text, flush=True)

@@ -1,0 +1,35 @@
+"""`phalanx bench comm` on the parent's side: start the ranks, and bring back what they measured. No torch here."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from phalanx.errors import UsageError
+from phalanx.launch import CallTarget, LaunchSpec, launch
+from phalanx.trainers.launching import raise_failure
+
+if TYPE_CHECKING:
+    from phalanx.comm.bench.plan import BenchPlan
+    from phalanx.launch import Console
+
+_PLAN, _RESULT = "plan.json", "result.json"
+
+
+def run_bench(plan: BenchPlan, ranks: int, console: Console, *, threads: int | None = None) -> dict[str, Any]:
+    """Measure on so many ranks of this machine, and return what the first one left."""
+    if ranks < 1:
+        raise UsageError(f"--num-workers is {ranks}", hint="It must be 1 or more.")
+    folder = Path(tempfile.mkdtemp(prefix="phalanx-bench-"))
+    try:
+        (folder / _PLAN).write_text(plan.to_json())
+        target = CallTarget("phalanx.comm.bench.rank:run_plan", str(folder))
+        spec = LaunchSpec(target=target, ranks_per_node=ranks, log_dir=folder / "logs", threads_per_rank=threads)
+        raise_failure(launch(spec, console), folder / "logs")
+        found: dict[str, Any] = json.loads((folder / _RESULT).read_text())
+        return found
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
