@@ -76,7 +76,7 @@ class OuterRound(Round):
     def average(self) -> None:
         """Take an outer step along the average of how far the ranks have come."""
         super().average()
-        parameters = list(self.parameters.values())
+        parameters = [parameter.detach() for parameter in self.parameters.values()]
         movement = torch._foreach_sub(self._start, parameters)  # a gradient points backwards
         torch._foreach_mul_(self._momentum, self._decay)
         torch._foreach_add_(self._momentum, movement)
