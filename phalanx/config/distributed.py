@@ -27,6 +27,7 @@ from phalanx.config.groups import (
     Training,
 )
 from phalanx.config.option import problem
+from phalanx.config.synchronisation import synchronisation_mistakes
 from phalanx.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
@@ -95,6 +96,7 @@ class DistributedConfig(
             wrong.update(sharding_mistakes(self, defaults, wrong.keys()))
         wrong.update(pipeline_mistakes(self, defaults, wrong.keys()))
         wrong.update(compression_mistakes(self, defaults, wrong.keys()))
+        wrong.update(synchronisation_mistakes(self, defaults, wrong.keys()))
         if "checkpoint_frequency" not in wrong and not _frequency_is_valid(self.checkpoint_frequency):
             wrong["checkpoint_frequency"] = (
                 f"checkpoint_frequency = {self.checkpoint_frequency!r}: "

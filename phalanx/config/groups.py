@@ -185,6 +185,11 @@ class Communication:
     )
     find_unused_parameters: bool = option(False, "let parameters be unused in a step (costs a graph walk each step)")
     bucket_cap_mb: float = option(25.0, "size of a gradient bucket in MB", above=0)
+    nccl_env: str | None = option(
+        None,
+        "tell NCCL what it cannot know about this kind of cluster (`phalanx nccl-env` shows it); what is set stays",
+        choices=(None, "gcp", "aws-efa", "infiniband", "ethernet"),
+    )
     timeout: float = option(600.0, "seconds a rank waits for the others before it gives up", above=0)
     start_timeout: float | None = option(
         None, "seconds until every rank must have started (default: no limit for scripts)", above=0
