@@ -118,9 +118,8 @@ def summary_rows(end: RunEnded, run: RunStarted | None) -> list[tuple[str, str]]
 def sent_words(sent: int, plain: int | None) -> str:
     """Say how many bytes a rank sent, and how many they would have been: `1.2 MB a rank, 2.0% of 60 MB`."""
     words = f"{size(sent)} a rank"
-    return (
-        f"{words}, {sent / plain:.1%} of {size(plain)} plain" if plain and abs(sent - plain) > 0.001 * plain else words
-    )
+    is_less = plain is not None and sent < 0.999 * plain
+    return f"{words}, {sent / plain:.1%} of {size(plain)} uncompressed" if plain and is_less else words
 
 
 def of_total(value: int, total: int | None) -> str:
