@@ -7,6 +7,8 @@ import pickle
 from pathlib import Path
 
 from phalanx.config import DistributedConfig
+from phalanx.trainers.compression_bench.probe import run_probe
+from phalanx.trainers.compression_bench.rank import run_cases
 from phalanx.trainers.job import run_job
 from phalanx.trainers.recipe import run_recipe
 from phalanx.trainers.remote import write_result
@@ -34,3 +36,13 @@ def run_recipe_file(payload: str) -> None:
 def run_verify_file(payload: str) -> None:
     """Run the pickled runs of `phalanx verify`."""
     run_request(payload)
+
+
+def run_compression_bench_file(payload: str) -> None:
+    """Run the cases of `phalanx bench compression`."""
+    run_cases(payload)
+
+
+def run_compression_probe_file(payload: str) -> None:
+    """Measure what `phalanx bench compression --advise` asks for."""
+    run_probe(payload)

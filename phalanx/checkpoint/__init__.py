@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from phalanx.checkpoint.find import Checkpoint, Choice, choose, list_checkpoints, newest_complete
 from phalanx.checkpoint.manifest import Manifest, TensorInfo, read_manifest
-from phalanx.checkpoint.read import Loaded, compare_model, load, read_rank_state, read_state_of, read_tensors
+from phalanx.checkpoint.read import Loaded, compare_model, entries, load, read_rank_state, read_state_of, read_tensors
 from phalanx.checkpoint.snapshot import SavedCheckpoint, Snapshot
 from phalanx.checkpoint.verify import verify
 from phalanx.checkpoint.write import check_writable, save
@@ -32,6 +32,7 @@ __all__ = [
     "check_writable",
     "choose",
     "compare_model",
+    "entries",
     "list_checkpoints",
     "load",
     "newest_complete",

@@ -70,6 +70,12 @@ def read_tensors(checkpoint: Checkpoint, template: dict[str, Any]) -> None:
         ) from failure
 
 
+def entries(checkpoint: Checkpoint) -> set[str]:
+    """Return the top-level entries of a checkpoint's state: the model, its optimizers, what else was saved."""
+    saved = ShardReader(checkpoint.path).read_metadata().state_dict_metadata
+    return {name.split(".", 1)[0] for name in saved}
+
+
 def read_rank_state(checkpoint: Checkpoint) -> tuple[Any, list[str]]:
     """Return this rank's own state, or None and a note when the number of ranks has changed."""
     then, now = checkpoint.manifest.world_size, group.world_size()

@@ -17,7 +17,7 @@ VERBS = {
     "train": "train a recipe, a script or a module on N ranks",
     "config": "show every setting, its value and where it comes from",
     "verify": "prove that a layout gives what one process gives",
-    "bench": "measure how fast ranks exchange data, and their links",
+    "bench": "measure collectives, links, and training under gradient compression",
     "strategies": "list how ranks can share the work, and when to choose which",
 }
 

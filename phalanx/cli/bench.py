@@ -10,14 +10,17 @@ from phalanx.errors import UsageError, unknown_name
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-SUBJECTS = {"comm": "collectives by algorithm and size, links between ranks"}
+SUBJECTS = {
+    "comm": "collectives by algorithm and size, links between ranks",
+    "compression": "training under each compressor over slow links; which one pays on yours",
+}
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run the verb."""
-    if not arguments or arguments[0] in ("-h", "--help"):
-        lines = "\n".join(f"  {name:<12} {text}" for name, text in SUBJECTS.items())
-        print(f"usage: phalanx bench <subject> [options]\n\nsubjects:\n{lines}")
+    """Hand over to the subject's own file."""
+    if not arguments or arguments[0] in {"-h", "--help"}:
+        subjects = "\n".join(f"  {name:<12} {text}" for name, text in SUBJECTS.items())
+        print(f"usage: phalanx bench <subject> [options]\n\nsubjects:\n{subjects}\n\nphalanx bench <subject> --help")
         return 0
     subject = arguments[0]
     if subject not in SUBJECTS:

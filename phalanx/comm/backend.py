@@ -7,6 +7,7 @@ through a gloo group that every group of ours carries with it, so that whatever 
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,8 +15,10 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, _create_work_from_future  # type: ignore[attr-defined]
 from torch.distributed import ProcessGroup, ProcessGroupGloo
 
+from phalanx.comm.reduction import find_reduction
 from phalanx.comm.register import NAME
 from phalanx.comm.shared.opening import share_memory
+from phalanx.errors import UsageError
 
 if TYPE_CHECKING:
     from datetime import timedelta
@@ -181,13 +184,14 @@ def _kind(opts: Any) -> Any:
     return getattr(opts.reduceOp, "op", opts.reduceOp)
 
 
+@functools.cache
 def _can(op: str, dtype: torch.dtype) -> bool:
     """Whether our operations are defined for a dtype; for the rest gloo says what it thinks of it."""
-    if op == "mean":
-        return dtype.is_floating_point or dtype.is_complex
-    if op in ("min", "max"):
-        return not dtype.is_complex
-    return op not in ("band", "bor", "bxor") or not (dtype.is_floating_point or dtype.is_complex)
+    try:
+        find_reduction(op, dtype)
+    except UsageError:
+        return False
+    return True
 
 
 def _done(tensors: list[torch.Tensor]) -> Any:

@@ -7,14 +7,18 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 renamed it
+
 
 class Exchange(Protocol):
     """A group of ranks that can add up, collect and swap tensors. Every call is made by all ranks, in one order."""
 
     rank: int
     size: int
-    sent_bytes: int
-    """What this rank has sent so far, by the algorithm's own count."""
+
+    @property
+    def sent_bytes(self) -> int:
+        """What this rank has sent so far, by the algorithm's own count."""
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> None:
         """Add up a tensor over the ranks, in place, or combine it by another operation (mean, max)."""
@@ -46,7 +50,7 @@ class TorchExchange:
         """Return the tensors of all ranks, stacked by rank."""
         self.sent_bytes += (self.size - 1) * tensor.nbytes
         gathered = tensor.new_empty((self.size, *tensor.shape))
-        dist.all_gather_into_tensor(gathered.view(-1), tensor.reshape(-1), group=self.group)
+        _gather_flat(gathered.view(-1), tensor.reshape(-1), group=self.group)
         return gathered
 
     def all_to_all(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -55,3 +59,20 @@ class TorchExchange:
         received = torch.empty_like(tensor)
         dist.all_to_all_single(received, tensor.contiguous(), group=self.group)
         return received
+
+
+class Alone:
+    """An `Exchange` of one rank: everything is there already."""
+
+    rank, size, sent_bytes = 0, 1, 0
+
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> None:
+        """Leave the tensor as it is."""
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the tensor as the only row."""
+        return tensor.unsqueeze(0)
+
+    def all_to_all(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the tensor: its one row is for this rank."""
+        return tensor

@@ -45,7 +45,7 @@ def all_reduce(tensor: torch.Tensor, wire: Wire, op: str = "sum") -> None:
 
 
 class TreeAccumulator:
-    """Adds up one rank's micro-batches in the order of the tree, as they come.
+    """Adds up one rank's micro-batches in the order of the tree, as they come; `count` of them at most.
 
     Micro-batch a is first added to a + P/2, where P is the power of two that holds them all: so the first P/2 are held
     back until their partners come. That is half of the micro-batches when their number is a power of two and at most
@@ -72,12 +72,15 @@ class TreeAccumulator:
         self._fed += 1
 
     def take(self) -> list[torch.Tensor]:
-        """Return the rank's branch of the tree, and begin anew."""
-        if self._fed < self.count:
-            raise UsageError(f"only {self._fed} of {self.count} micro-batches were fed", hint="Feed them all first.")
+        """Return the rank's branch of the tree, and begin anew.
+
+        Shards that never came, at the end of an epoch, are the last ones: the tree without them is the tree of zeros.
+        """
+        if self._fed == 0:
+            raise UsageError("no micro-batch was fed", hint="Feed one or more first.")
         stride = self._half // 2
         while stride:
-            for first in range(stride):
+            for first in range(min(stride, len(self._held) - stride)):
                 self._add(first, self._release(first + stride))
             stride //= 2
         total = self._release(0)

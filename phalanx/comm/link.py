@@ -1,7 +1,7 @@
 """A slow link, emulated: an exchange that sleeps for as long as its bytes would take on a link of a given rate.
 
-For machines where the kernel cannot shape traffic (`phalanx bench compression` says which of the two it used). The clock
-is real: the courier sleeps while the rank computes, as it would wait for a network card.
+For machines where the kernel cannot shape traffic (`phalanx bench compression` says which of the two it used). The
+clock is real: the courier sleeps while the rank computes, as it would wait for a network card.
 """
 
 from __future__ import annotations
@@ -31,11 +31,7 @@ class ThrottledExchange:
         self._rate = bytes_per_second
         self.rank = inner.rank
         self.size = inner.size
-
-    @property
-    def sent_bytes(self) -> int:
-        """What this rank has sent so far."""
-        return self._inner.sent_bytes
+        self.sent_bytes = inner.sent_bytes
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> None:
         """Combine a tensor over the ranks, in place."""
@@ -56,6 +52,7 @@ class ThrottledExchange:
     def _at_rate(self) -> Iterator[None]:
         begin, before = time.perf_counter(), self.sent_bytes
         yield
+        self.sent_bytes = self._inner.sent_bytes
         due = begin + (self.sent_bytes - before) / self._rate
         time.sleep(max(0.0, due - time.perf_counter()))
 

@@ -34,6 +34,9 @@ _ALIGNMENT = 64
 class GradientReducer:
     """Averages the gradients of some parameters over the ranks of an exchange, at the end of each backward pass."""
 
+    _takes_every_pass = False
+    """Whether gradients are taken between the micro-batches of a step too, where they are not averaged yet."""
+
     def __init__(
         self,
         named_parameters: Sequence[tuple[str, torch.nn.Parameter]],
@@ -103,7 +106,7 @@ class GradientReducer:
 
     def _hook(self, number: int) -> Callable[[torch.nn.Parameter], None]:
         def gradient_is_there(parameter: torch.nn.Parameter) -> None:
-            if self.sync:
+            if self.sync or self._takes_every_pass:
                 self._take(number)
 
         return gradient_is_there

@@ -10,15 +10,19 @@ import torch
 from phalanx.errors import UsageError, unknown_name
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 
 @dataclass(frozen=True)
 class Reduction:
-    """How two values become one, in place of the first; a mean is a sum that is divided once, at the end."""
+    """How two values become one; a mean is a sum that is divided once, at the end."""
 
     name: str
-    combine: Callable[[torch.Tensor, torch.Tensor], object]
+    function: Callable[..., torch.Tensor]
+
+    def combine(self, into: torch.Tensor, other: torch.Tensor) -> None:
+        """Combine two values in place of the first."""
+        self.function(into, other, out=into)
 
     def finish(self, total: torch.Tensor, ranks: int) -> None:
         """Make the result of what all ranks' values have become. Called once for each element, by one rank."""
@@ -26,20 +30,15 @@ class Reduction:
             total.div_(ranks)
 
 
-def _minimum(into: torch.Tensor, other: torch.Tensor) -> None:
-    torch.minimum(into, other, out=into)
-
-
-def _maximum(into: torch.Tensor, other: torch.Tensor) -> None:
-    torch.maximum(into, other, out=into)
-
-
 OPS = {
-    "sum": Reduction("sum", torch.Tensor.add_),
-    "mean": Reduction("mean", torch.Tensor.add_),
-    "min": Reduction("min", _minimum),
-    "max": Reduction("max", _maximum),
-    "prod": Reduction("prod", torch.Tensor.mul_),
+    "sum": Reduction("sum", torch.add),
+    "mean": Reduction("mean", torch.add),
+    "min": Reduction("min", torch.minimum),
+    "max": Reduction("max", torch.maximum),
+    "prod": Reduction("prod", torch.mul),
+    "band": Reduction("band", torch.bitwise_and),
+    "bor": Reduction("bor", torch.bitwise_or),
+    "bxor": Reduction("bxor", torch.bitwise_xor),
 }
 """The reductions by name. On booleans, sum and max mean "any", prod and min mean "all"."""
 
@@ -55,4 +54,27 @@ def find_reduction(op: str, dtype: torch.dtype) -> Reduction:
         )
     if op in ("min", "max") and dtype.is_complex:
         raise UsageError(f"{shown} numbers have no order, so no {op}", hint="Reduce their abs() or real part.")
+    if op in ("band", "bor", "bxor") and (dtype.is_floating_point or dtype.is_complex):
+        raise UsageError(f"{shown} numbers have no bits to combine by {op}", hint="Use whole numbers or booleans.")
     return OPS[op]
+
+
+def combine_in_order(parts: Sequence[torch.Tensor], out: torch.Tensor, op: str) -> None:
+    """Combine all ranks' values, which lie in one place, in the order of `fixed_order`: the tree T(0, 1) over ranks.
+
+    T(a, s) = T(a, 2s) + T(a + s, 2s), so that ranks far from each other come first: what halving and doubling gives,
+    and what fewer ranks would get from the same values.
+    """
+    reduction = OPS[op]
+
+    def branch(first: int, stride: int, into: torch.Tensor | None) -> torch.Tensor:
+        if first + stride >= len(parts):
+            return parts[first]
+        left, right = branch(first, 2 * stride, None), branch(first + stride, 2 * stride, None)
+        return reduction.function(left, right) if into is None else reduction.function(left, right, out=into)
+
+    if len(parts) == 1:
+        out.copy_(parts[0])
+    else:
+        branch(0, 1, out)
+    reduction.finish(out, len(parts))

@@ -11,6 +11,9 @@ if TYPE_CHECKING:
 
 _OF_THE_PIPELINE = ("pipeline_schedule", "microbatches", "pipeline_cuts", "pipeline_balance")
 _OF_SHARDING = ("sharding", "shard_size", "wrap_class", "offload")
+_OF_COMPRESSORS = {"compression_ratio": ("topk", "randomk"), "powersgd_rank": ("powersgd",), "compression_warmup": ()}
+"""Which compressors follow a setting; none named: all but 'none'."""
+_TAKE_COMPRESSION = ("ddp", "ring")
 _OTHER_AXES = ("tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel")
 
 
@@ -59,6 +62,48 @@ def sharding_mistakes(
                 f"sharding = 'hybrid' with expert_parallel = {config.expert_parallel}: the ranks that share the "
                 "experts are the groups already: leave sharding and shard_size out.",
             )
+
+
+def compression_mistakes(
+    config: DistributedConfig, defaults: Mapping[str, Any], known: Collection[str]
+) -> Iterator[tuple[str, str]]:
+    """Yield what is wrong with the settings of compression."""
+    if "compression_ratio" not in known and config.compression_ratio > 1:
+        ratio = config.compression_ratio
+        yield "compression_ratio", f"compression_ratio = {ratio}: a share of the gradient, above 0 and up to 1."
+    if "compression" in known:
+        return
+    for name, owners in _OF_COMPRESSORS.items():
+        given = getattr(config, name)
+        if (
+            name in known
+            or given == defaults[name]
+            or (config.compression in owners if owners else _compresses(config))
+        ):
+            continue
+        wanted = " or ".join(repr(owner) for owner in owners) if owners else "another one than 'none'"
+        yield name, f"{name} = {given} with compression = {config.compression!r}: it is for compression = {wanted}."
+    if _compresses(config) and not {*_OTHER_AXES, "strategy", "backend", "zero_stage"} & set(known):
+        obstacle = _why_nothing_is_compressed(config)
+        if obstacle is not None:
+            yield "compression", f"compression = {config.compression!r} with {obstacle}"
+
+
+def _compresses(config: DistributedConfig) -> bool:
+    return config.compression != "none"
+
+
+def _why_nothing_is_compressed(config: DistributedConfig) -> str | None:
+    """Compressors average whole gradients; only two strategies leave that to them."""
+    for axis in _OTHER_AXES:
+        if getattr(config, axis) > 1:
+            return (
+                f"{axis} = {getattr(config, axis)}: the data axis is sharded there, and whole gradients never meet. "
+                f"Leave one of them out; strategy = 'ddp' and 'ring' take compression."
+            )
+    if config.resolved_strategy in _TAKE_COMPRESSION:
+        return None
+    return f"strategy = {config.resolved_strategy!r}: only strategy = 'ddp' and 'ring' average gradients through it."
 
 
 def _why_nothing_is_sharded(config: DistributedConfig) -> str | None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from phalanx.config import deepspeed
-from phalanx.config.beside import pipeline_mistakes, sharding_mistakes
+from phalanx.config.beside import compression_mistakes, pipeline_mistakes, sharding_mistakes
 from phalanx.config.groups import (
     BACKENDS,
     GROUPS,
@@ -94,6 +94,7 @@ class DistributedConfig(
             wrong.update(deepspeed.contradictions(self, defaults))
             wrong.update(sharding_mistakes(self, defaults, wrong.keys()))
         wrong.update(pipeline_mistakes(self, defaults, wrong.keys()))
+        wrong.update(compression_mistakes(self, defaults, wrong.keys()))
         if "checkpoint_frequency" not in wrong and not _frequency_is_valid(self.checkpoint_frequency):
             wrong["checkpoint_frequency"] = (
                 f"checkpoint_frequency = {self.checkpoint_frequency!r}: "

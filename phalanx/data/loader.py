@@ -145,12 +145,13 @@ def shard_loader(
     training: bool = True,
     drop_last: bool | None = None,
     group: dist.ProcessGroup | None = None,
+    whole_blocks: bool = False,
 ) -> ShardedLoader:
     """Build the loader of one data-parallel rank from a DataLoader, a Dataset or any re-iterable of batches.
 
     `batch_size` is per rank and wins over the DataLoader's own. A plain Dataset is shuffled when training. Evaluation
     (`training=False`) shuffles nothing, drops nothing and counts every sample once. `group` carries the sample counts
-    of iterable data; give a CPU (gloo) group of the data-parallel ranks.
+    of iterable data; give a CPU (gloo) group of the data-parallel ranks. `whole_blocks`: see `Layout`.
     """
     if isinstance(source, ShardedLoader):
         raise UsageError("this loader is sharded already.", hint="Give the DataLoader or data set it was made from.")
@@ -158,7 +159,7 @@ def shard_loader(
     device = torch.device(device)
     read = read_source(source, pin_memory=device.type == "cuda", notes=notes)
     size = settle_batch_size(read, batch_size, notes)
-    layout = checked(Layout(size, dp_rank, dp_size, accumulation if training else 1))
+    layout = checked(Layout(size, dp_rank, dp_size, accumulation if training else 1, whole_blocks))
     drop = training and (read.drop_last if drop_last is None else drop_last)
     batches = open_source(read, layout, seed=seed, training=training, drop_last=drop, group=group, notes=notes)
     pin_first = read.workers.pin_memory and read.workers.num_workers == 0

@@ -50,6 +50,9 @@ class Layout:
     dp_rank: int = 0
     dp_size: int = 1
     accumulation: int = 1
+    whole_blocks: bool = False
+    """Deal the ragged end of an epoch in blocks of `batch_size` too, the same at any number of ranks; some ranks may
+    get nothing of it. Else it is dealt evenly."""
 
     @property
     def micro_step(self) -> int:
@@ -145,13 +148,22 @@ class SamplePlan:
         """Cut what is left of the epoch: every rank takes part in every micro-step, if need be with a stand-in."""
         layout, end = self._layout, len(self._order)
         for first in range(start, end, layout.micro_step):
-            count = min(layout.micro_step, end - first)
-            share, extra = divmod(count, layout.dp_size)
-            samples = share + (layout.dp_rank < extra)
-            at = first + layout.dp_rank * share + min(layout.dp_rank, extra) if samples else first
+            at, samples = self._ragged_share(first, min(layout.micro_step, end - first))
             boundary = first + layout.micro_step >= end
             info = layout.info(samples, end - start, boundary=boundary, offset=at)
             yield Cut(self._order[at : at + max(samples, 1)], info)
+
+    def _ragged_share(self, first: int, count: int) -> tuple[int, int]:
+        """Return where this rank's share of `count` samples begins, and how many they are."""
+        layout = self._layout
+        if layout.whole_blocks:
+            before = min(layout.dp_rank * layout.batch_size, count)
+            samples = min(layout.batch_size, count - before)
+        else:
+            share, extra = divmod(count, layout.dp_size)
+            samples = share + (layout.dp_rank < extra)
+            before = layout.dp_rank * share + min(layout.dp_rank, extra)
+        return (first + before, samples) if samples else (first, 0)
 
 
 class BatchPlan:

@@ -40,6 +40,7 @@ from phalanx.strategies.compressing import CompressesGradients
 from phalanx.strategies.engine import OwnsStep
 from phalanx.strategies.pipeline import Pipeline
 from phalanx.strategies.registry import build_strategy
+from phalanx.strategies.stepping import StepsAlone
 from phalanx.world.groups import build_axis_group
 from phalanx.world.seed import rng_state, seed_everything, set_rng_state
 from phalanx.world.world import join_world, leave_world
@@ -181,6 +182,7 @@ class Formation:
             training=training,
             drop_last=self.config.drop_last if training else None,
             group=self._cpu_group(),
+            whole_blocks=self.config.fixed_order,
         )
         self.notes += [note for note in sharded.notes if note not in self.notes]
         loader = PreparedLoader(sharded, self.gradients if training else None)
@@ -268,6 +270,9 @@ class Formation:
         if self._engine is not None:
             for wrapped in self.models:
                 self._engine.hand_back(wrapped)
+        if isinstance(self.strategy, StepsAlone):  # the ranks hold different weights since they last met
+            for wrapped in self.models:
+                self.strategy.settle(wrapped)
         self.release()
         if not self.strategy.shards:  # a sharded model lives on the group, and the user may save or train it again
             leave_world(self.world)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from phalanx.errors import UsageError, unused_parameters
 from phalanx.strategies.base import local
 from phalanx.strategies.engine import OwnsStep
+from phalanx.strategies.stepping import StepsAlone
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -41,6 +42,7 @@ class Gradients:
         self._world = world
         self._strategy = strategy
         self._engine = strategy if isinstance(strategy, OwnsStep) else None
+        self._alone = strategy if isinstance(strategy, StepsAlone) else None
         self._scaler = precision.scaler
         self._skip_nonfinite = config.on_nonfinite == "skip"
         self._accumulation = config.gradient_accumulation_steps
@@ -154,10 +156,11 @@ class Gradients:
             self._weight = None
 
     def _divide_by_weight(self, weight: torch.Tensor) -> None:
-        if self._world.world_size > 1:
+        ranks = 1 if self._alone is not None else self._world.world_size
+        if ranks > 1:
             dist.all_reduce(weight)
         # The sum counts each sample once for every rank that saw it, which leaves the world's size, not dp_size.
-        factor = self._world.world_size / weight.clamp(min=torch.finfo(torch.float64).tiny)
+        factor = ranks / weight.clamp(min=torch.finfo(torch.float64).tiny)
         if self._engine is not None:
             self._engine.divide_gradients(1.0 / factor)
             return
@@ -253,6 +256,11 @@ class Gradients:
         self._name_unused(optimizer)
         self.finish()
         self.unscale(optimizer)
+        self._apply(optimizer, inner)
+        if self._alone is not None and optimizer is self._primary:
+            self._alone.after_step(optimizer)
+
+    def _apply(self, optimizer: torch.optim.Optimizer, inner: Callable[[], object]) -> None:
         if self._skip_nonfinite and not bool(torch.isfinite(self.norm())):
             self.skipped_steps += 1
             return

@@ -26,8 +26,8 @@ from phalanx.observe.events import (
 )
 from phalanx.observe.history import EpochRecord, History
 from phalanx.observe.timing import Throughput
-from phalanx.strategies.compressing import CompressesGradients
 from phalanx.strategies.pipeline import Pipeline
+from phalanx.strategies.traffic import SendsGradients
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -220,6 +220,8 @@ class Reporter:
                 mfu=self.history.mfu,
                 sent_bytes=self.history.sent_bytes,
                 plain_bytes=self.history.plain_bytes,
+                exchange_hidden=self.history.exchange_hidden,
+                exchange_waited=self.history.exchange_waited,
             )
         )
 
@@ -233,9 +235,10 @@ class Reporter:
         self.history.tokens_per_second = self._token_rate.tokens(self._speed.average)
         self.history.mfu = self._token_rate.mfu(self._speed.average)
         strategy = self._loop.formation.strategy
-        traffic = strategy.traffic() if isinstance(strategy, CompressesGradients) else None
+        traffic = strategy.traffic() if isinstance(strategy, SendsGradients) else None
         if traffic is not None:
             self.history.sent_bytes, self.history.plain_bytes = traffic.sent_bytes, traffic.plain_bytes
+            self.history.exchange_hidden, self.history.exchange_waited = traffic.hidden_s, traffic.waited_s
 
     def _next_commands(self) -> list[str]:
         board = tensorboard_dir(self._loop.config, self._run_dir)

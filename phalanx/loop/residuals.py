@@ -1,4 +1,4 @@
-"""What each rank keeps for itself in a checkpoint: its random state, and what its compressors kept back of gradients."""
+"""What each rank keeps for itself in a checkpoint: its random state, and what its compressors kept back."""
 
 from __future__ import annotations
 

@@ -53,6 +53,7 @@ def restore_snapshot(formation: Formation, directory: str | Path, *, required: b
         return None
     checkpoint.compare_model(choice.checkpoint.manifest, _described(formation))
     template = _tensors(formation)
+    _drop_what_was_not_saved(formation, choice.checkpoint, template)
     loaded = checkpoint.load(choice.checkpoint, template)
     _put_back(formation, template)
     formation.gradients.steps = loaded.step
@@ -91,6 +92,18 @@ def _tensors(formation: Formation) -> dict[str, Any]:
             for key, value in formation.strategy.state(wrapped, trained[number]).items():
                 state[f"{key}{number or ''}" if key == "model" else f"{key}@{number}" if number else key] = value
         return state
+
+
+def _drop_what_was_not_saved(formation: Formation, saved: checkpoint.Checkpoint, template: dict[str, Any]) -> None:
+    """A checkpoint of another strategy lacks what only this one keeps: it stays as it is, from the start."""
+    optional = [name for name in template if name.split("@")[0] in formation.strategy.optional_state]
+    if not optional:
+        return
+    missing = sorted(set(optional) - checkpoint.entries(saved))
+    for name in missing:
+        del template[name]
+    if missing:
+        formation.notes.append(f"the checkpoint was saved by another strategy: {', '.join(missing)} starts afresh")
 
 
 def _put_back(formation: Formation, state: dict[str, Any]) -> None:

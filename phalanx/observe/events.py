@@ -201,7 +201,11 @@ class RunEnded(Event):
     sent_bytes: int | None = None
     """What rank 0 sent of its gradients, where that is counted."""
     plain_bytes: int | None = None
-    """What it would have sent without compression."""
+    """What ddp would have sent, without compression."""
+    exchange_hidden: float | None = None
+    """Seconds in which gradients travelled while rank 0 computed."""
+    exchange_waited: float | None = None
+    """Seconds in which rank 0 waited for gradients to travel."""
 
 
 def from_dict(data: Mapping[str, Any]) -> Event:

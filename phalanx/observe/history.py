@@ -46,7 +46,11 @@ class History:
     sent_bytes: int | None = None
     """What rank 0 sent of its gradients since this run or its resumption began; None where that is not counted."""
     plain_bytes: int | None = None
-    """What it would have sent without compression."""
+    """What ddp would have sent, without compression."""
+    exchange_hidden: float | None = None
+    """Seconds in which gradients travelled while rank 0 computed."""
+    exchange_waited: float | None = None
+    """Seconds in which rank 0 waited for gradients to travel."""
 
     @property
     def best_accuracy(self) -> float | None:

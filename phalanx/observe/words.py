@@ -104,6 +104,8 @@ def summary_rows(end: RunEnded, run: RunStarted | None) -> list[tuple[str, str]]
         rows.append(("MFU", f"{end.mfu:.1%}"))
     if end.sent_bytes is not None:
         rows.append(("gradients sent", sent_words(end.sent_bytes, end.plain_bytes)))
+    if end.exchange_hidden is not None and end.exchange_waited is not None:
+        rows.append(("on the way", f"{end.exchange_hidden:.2f} s hidden, {end.exchange_waited:.2f} s waited for"))
     rows += [(f"best {name}", f"{value:.4f}") for name, value in end.best.items()]
     places = [
         ("last checkpoint", end.checkpoint),

@@ -96,6 +96,9 @@ class Strategy:
     shards: ClassVar[bool] = False
     """Whether ranks hold parts of the model: then whole weights have to be gathered, and the group outlives a fit."""
 
+    optional_state: ClassVar[tuple[str, ...]] = ()
+    """What `state` holds that a checkpoint of another strategy lacks: it then starts afresh."""
+
     def __init__(self, config: DistributedConfig, world: World) -> None:
         self.config = config
         self.world = world

@@ -1,17 +1,18 @@
-"""An ability of the strategies that average gradients themselves: compressors, whose residuals are part of a checkpoint."""
+"""An ability of strategies that average gradients themselves: compressors, whose residuals are in the checkpoint."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
-
 from phalanx.comm.compress import build_compressor, merged_states
 from phalanx.errors import ModelError
+from phalanx.strategies.traffic import SendsGradients, Traffic
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    from torch import nn
 
     from phalanx.comm.compress import Compressor
     from phalanx.comm.courier import Courier
@@ -23,16 +24,6 @@ RANK_STATE = "compression"
 
 
 @dataclass(frozen=True)
-class Traffic:
-    """What this rank has sent of its gradients, what it would have sent uncompressed, and how long it waited for it."""
-
-    sent_bytes: int
-    plain_bytes: int
-    busy_s: float
-    waited_s: float
-
-
-@dataclass(frozen=True)
 class Lane:
     """How one model's gradients travel."""
 
@@ -41,7 +32,7 @@ class Lane:
     courier: Courier
 
 
-class CompressesGradients:
+class CompressesGradients(SendsGradients):
     """What a strategy adds: it puts a lane here for each model that it wraps; the loop saves, restores and reports."""
 
     config: DistributedConfig

@@ -29,7 +29,7 @@ class DDP(CompressesGradients, Strategy):
         if self.world.world_size == 1 or not any(p.requires_grad for p in model.parameters()):
             return model
         device = self.world.device
-        options = {
+        options: dict[str, Any] = {
             "device_ids": [device.index] if device.type == "cuda" else None,
             "bucket_cap_mb": self.config.bucket_cap_mb,
             "find_unused_parameters": self.config.find_unused_parameters,

@@ -8,7 +8,9 @@ from phalanx.errors import UsageError, unknown_name
 from phalanx.strategies.compose import Composed
 from phalanx.strategies.ddp import DDP
 from phalanx.strategies.deepspeed import DeepSpeed
+from phalanx.strategies.diloco import DiLoCo
 from phalanx.strategies.fsdp import FSDP
+from phalanx.strategies.local_sgd import LocalSGD
 from phalanx.strategies.ring_ddp import RingDDP
 
 if TYPE_CHECKING:
@@ -16,7 +18,9 @@ if TYPE_CHECKING:
     from phalanx.strategies.base import Strategy
     from phalanx.world.world import World
 
-STRATEGIES: dict[str, type[Strategy]] = {strategy.name: strategy for strategy in (DDP, FSDP, DeepSpeed, RingDDP)}
+STRATEGIES: dict[str, type[Strategy]] = {
+    strategy.name: strategy for strategy in (DDP, FSDP, DeepSpeed, RingDDP, LocalSGD, DiLoCo)
+}
 
 
 def build_strategy(config: DistributedConfig, world: World) -> Strategy:

@@ -6,17 +6,16 @@ travel around a ring. Same weights as torch's DDP, to the last bit where additio
 
 from __future__ import annotations
 
-from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
-from phalanx.comm.link import is_emulated, open_exchange
+from phalanx.comm.exchange import Alone
+from phalanx.comm.fixed_reducer import FixedOrderReducer
 from phalanx.comm.reducer import GradientReducer, bytes_for
-from phalanx.comm.shared.opening import share_gradients
 from phalanx.strategies.base import Strategy, share_weights
 from phalanx.strategies.compressing import CompressesGradients, Lane
+from phalanx.strategies.exchanging import open_exchange_for
 from phalanx.strategies.materialise import is_meta, materialise
 
 if TYPE_CHECKING:
@@ -41,20 +40,23 @@ class RingDDP(CompressesGradients, Strategy):
         if is_meta(model):
             materialise(model, self.world.device)
         named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-        if self.world.world_size == 1 or not named:
+        alone = self.world.world_size == 1
+        if not named or (alone and not self.config.fixed_order):
             return model
-        share_weights(model)
-        compressor = self.compressor_for(model)
+        if not alone:
+            share_weights(model)
         exchange, memory = self._open_exchange(bytes_for(parameter for _, parameter in named))
-        reducer = self._reducers[id(model)] = GradientReducer(
-            named,
-            exchange,
-            compressor,
-            cap_bytes=self.config.bucket_cap_mb * 2**20,
-            memory=memory,
-            allow_unused=self.config.find_unused_parameters,
-        )
-        self.lanes.append(Lane(compressor, exchange, reducer.courier))
+        settings: dict[str, Any] = {
+            "compressor": self.compressor_for(model),
+            "cap_bytes": self.config.bucket_cap_mb * 2**20,
+            "memory": memory,
+            "allow_unused": self.config.find_unused_parameters,
+        }
+        if self.config.fixed_order:
+            settings["micro_batches"] = self.config.gradient_accumulation_steps
+        kind = FixedOrderReducer if self.config.fixed_order else GradientReducer
+        reducer = self._reducers[id(model)] = kind(named, exchange, **settings)
+        self.lanes.append(Lane(settings["compressor"], exchange, reducer.courier))
         return model
 
     def set_sync(self, wrapped: nn.Module, sync: bool) -> None:
@@ -71,14 +73,7 @@ class RingDDP(CompressesGradients, Strategy):
         super().close_lanes()
 
     def _open_exchange(self, nbytes: int) -> tuple[Exchange, torch.Tensor]:
-        """Return how gradients travel, and the memory that they lie in meanwhile."""
-        world = self.world
-        if world.device.type == "cpu" and not is_emulated():
-            assert world.store is not None, "several ranks have met"
-            store = dist.PrefixStore(f"ring/{len(self._reducers)}", world.store)
-            shared = share_gradients(store, world.rank, world.world_size, nbytes, timeout=self.config.timeout)
-            if shared is not None:
-                return shared
-        # A group of its own: the courier's collectives must not meet those of the main thread.
-        group = dist.new_group(timeout=timedelta(seconds=self.config.timeout))
-        return open_exchange(group), torch.empty(nbytes, dtype=torch.uint8, device=world.device)
+        if self.world.world_size > 1:
+            return open_exchange_for(self.config, self.world, f"ring/{len(self._reducers)}", nbytes)
+        # One rank in a fixed order: nothing travels, but micro-batches are added up as they are on many ranks.
+        return Alone(), torch.empty(nbytes, dtype=torch.uint8, device=self.world.device)

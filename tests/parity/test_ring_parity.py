@@ -88,3 +88,49 @@ def test_unused_parameters_are_named(ranks):
     first, second = ranks(name_unused, world_size=2)
     assert "4 parameters got no gradient in the first step: second.weight, second.bias, third.weight" in first
     assert "2 parameters got no gradient in the first step: third.weight, third.bias" in second
+
+
+def train_in_fixed_order(folder: str, accumulation: int) -> Any:
+    # 29 samples: the last global batch is ragged, and its last shards are missing on some splits only.
+    weights, _, norms = train(
+        folder,
+        strategy="ring",
+        fixed_order=True,
+        batch_size=2,
+        gradient_accumulation_steps=accumulation,
+        gradient_clipping=0.5,
+        samples=29,
+        epochs=2,
+        dtype="float32",
+        bucket_cap_mb=0.02,
+        threads_per_rank=1,  # a matrix product on two threads adds up in another order than on one
+    )
+    return {name: value.tolist() for name, value in weights.items()}, norms
+
+
+def test_a_fixed_order_gives_equal_bits_at_1_2_4_and_8_ranks(ranks, tmp_path):
+    one, *others = [
+        ranks(train_in_fixed_order, str(tmp_path / str(size)), 8 // size, world_size=size)[0] for size in (1, 2, 4, 8)
+    ]
+    for other in others:
+        assert other == one
+
+
+def test_without_it_bits_differ(ranks, tmp_path):
+    """The test above can fail: a plain sum over eight ranks is another one than over one."""
+    plain = ranks(train_plainly, str(tmp_path / "8"), 1, world_size=8)[0]
+    assert plain != ranks(train_plainly, str(tmp_path / "1"), 8, world_size=1)[0]
+
+
+def train_plainly(folder: str, accumulation: int) -> Any:
+    weights, *_ = train(
+        folder, strategy="ring", batch_size=2, gradient_accumulation_steps=accumulation, samples=29, dtype="float32"
+    )
+    return {name: value.tolist() for name, value in weights.items()}
+
+
+def test_a_fixed_order_needs_a_power_of_two(ranks, tmp_path):
+    from phalanx.errors import UsageError
+
+    with pytest.raises(UsageError, match=r"needs 1, 2, 4, 8, \.\.\. ranks, and there are 3"):
+        ranks(train_in_fixed_order, str(tmp_path), 2, world_size=3)

@@ -92,6 +92,36 @@ def test_verify_has_one_process_for_every_layout(layout):
     assert plan_mesh(alone, 1, 1) == Mesh()
 
 
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"compression": "topk", "compression_ratio": 1.5}, "compression_ratio = 1.5: a share of the gradient"),
+        ({"compression": "topk", "compression_ratio": 0.0}, "compression_ratio = 0.0: must be greater than 0"),
+        ({"compression_ratio": 0.1}, "compression_ratio = 0.1 with compression = 'none': .* 'topk' or 'randomk'"),
+        ({"compression": "sign", "compression_ratio": 0.1}, "compression_ratio = 0.1 with compression = 'sign'"),
+        ({"compression": "topk", "powersgd_rank": 2}, "powersgd_rank = 2 .* for compression = 'powersgd'"),
+        ({"compression_warmup": 5}, "compression_warmup = 5 with compression = 'none'"),
+        ({"compression": "topk", "strategy": "fsdp"}, "with strategy = 'fsdp': only strategy = 'ddp' and 'ring'"),
+        ({"compression": "topk", "zero_stage": 2}, "with strategy = 'fsdp': only strategy = 'ddp' and 'ring'"),
+        ({"compression": "int8", "strategy": "local-sgd"}, "with strategy = 'local-sgd': only"),
+        ({"compression": "int8", "strategy": "parameter-server"}, "with strategy = 'parameter-server': only"),
+        ({"compression": "topk", "tensor_parallel": 2}, "with tensor_parallel = 2: .* 'ddp' and 'ring'"),
+        ({"compression": "topk", "pipeline_parallel": 2}, "with pipeline_parallel = 2: .* 'ddp' and 'ring'"),
+        ({"compression": "tpok"}, "Did you mean 'topk'"),
+    ],
+)
+def test_settings_of_compression(settings, told):
+    with pytest.raises(ConfigError, match=f"1 mistake:\n  - .*{told}"):
+        DistributedConfig(**settings)
+
+
+@pytest.mark.parametrize("strategy", ["auto", "ddp", "ring"])
+def test_compression_beside_what_takes_it(strategy):
+    config = DistributedConfig(strategy=strategy, compression="topk", compression_ratio=1.0, compression_warmup=10)
+    assert config.compression_warmup == 10
+    assert DistributedConfig(strategy=strategy, compression="powersgd", powersgd_rank=8).powersgd_rank == 8
+
+
 def test_the_command_line_refuses_before_anything_starts(capsys):
     assert main(["train", "gpt", "--microbatches", "4", "--shard-size", "2"]) == 2
     shown = capsys.readouterr().err

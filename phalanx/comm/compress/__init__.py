@@ -9,8 +9,8 @@
 | randomk | ratio | places that all ranks draw alike, error feedback |
 | powersgd | rank (rows + columns) / (rows columns) | two thin matrices, error feedback, warm start |
 
-`Compressor.reduce(bucket, exchange)` leaves the average in the bucket; whoever owns buckets can use it. `hook.py` brings it
-to torch's DDP, `advise.py` says whether it pays.
+`Compressor.reduce(bucket, exchange)` leaves the average in the bucket; whoever owns buckets can use it. `hook.py`
+brings it to torch's DDP, `advise.py` says whether it pays.
 """
 
 from __future__ import annotations

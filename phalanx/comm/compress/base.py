@@ -1,4 +1,4 @@
-"""What a compressor is: it leaves the average gradient of all ranks in a bucket, and sends fewer bytes than a sum would.
+"""What a compressor is: it leaves the average over all ranks in a bucket, and sends fewer bytes than a plain sum.
 
 All ranks must end with equal bits, or their weights drift apart: what one rank computed for others travels to itself in
 the same coarse form, and every rank adds up in the same order.

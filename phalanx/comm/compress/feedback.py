@@ -1,4 +1,4 @@
-"""Error feedback: what compression kept back of a gradient is added to the next one, so that nothing is lost for good."""
+"""Error feedback: what compression kept back of a gradient is added to the next one, so that nothing is lost."""
 
 from __future__ import annotations
 

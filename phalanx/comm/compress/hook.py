@@ -55,7 +55,7 @@ class CompressionHook:
         self.courier = Courier("phalanx-compression")
         self._names = {id(parameter): name for name, parameter in named_parameters}
         self._device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._expected = False
 
     def take(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -83,7 +83,7 @@ class CompressionHook:
     def _reduce_on_device(
         self, bucket: Bucket, future: torch.futures.Future[torch.Tensor], computed: torch.cuda.Event
     ) -> None:
-        """Compress on a stream of the courier's own, after what computed the gradients; the future carries the order on."""
+        """Compress on a stream of the courier's own, after what computed the gradients; the future keeps the order."""
         torch.cuda.set_device(self._device)  # a thread begins with device 0
         with torch.cuda.stream(self._stream):
             computed.wait(self._stream)
@@ -93,7 +93,7 @@ class CompressionHook:
         """Once a backward pass, have the courier's errors raised at its end, in the thread that called backward."""
         if not self._expected:
             self._expected = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._raise_errors)  # type: ignore[attr-defined]
+            torch.autograd.Variable._execution_engine.queue_callback(self._raise_errors)
 
     def _raise_errors(self) -> None:
         self._expected = False

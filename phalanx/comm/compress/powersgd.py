@@ -96,7 +96,8 @@ def _average_together(tensors: list[torch.Tensor], exchange: Exchange) -> None:
         return
     message = torch.cat([tensor.flatten() for tensor in tensors])
     average(message, exchange)
-    for tensor, values in zip(tensors, message.split([tensor.numel() for tensor in tensors]), strict=True):
+    pieces = torch.split(message, [tensor.numel() for tensor in tensors])
+    for tensor, values in zip(tensors, pieces, strict=True):
         tensor.copy_(values.view_as(tensor))
 
 

@@ -1,4 +1,4 @@
-"""An average in two phases, for codes that cannot be added up: each rank sums a share of the gradient and tells the rest.
+"""An average in two phases, for codes that cannot be added up: each rank sums a share of it and tells the others.
 
     1. the gradient is cut into one chunk a rank; every rank sends chunk r, encoded, to rank r (all-to-all)
     2. rank r decodes what it got, averages it, and sends the average, encoded again, to all (all-gather)

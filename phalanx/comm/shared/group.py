@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from phalanx.comm.operations import combine_in_order
+from phalanx.comm.reduction import combine_in_order
 from phalanx.comm.shared.meeting import SLOT, Meeting
 from phalanx.comm.shared.pages import SharedPages, round_up, tell_through
 from phalanx.comm.shared.symmetric import SymmetricTensors

@@ -1,0 +1,141 @@
+"""local-sgd and diloco: every rank takes some steps alone, then they bring their weights together.
+
+local-sgd averages the weights. diloco takes how far the average has moved since the last meeting for a gradient, and an
+outer optimizer (SGD with Nesterov's momentum) follows it. Either way the ranks talk once in `sync_every` steps, and not
+at every step: for links so slow that even compressed gradients do not fit through.
+
+Evaluation and checkpoints need one model: they end the round early. Then optimizers' moments are averaged too, so that
+a resumed run goes on as this one does.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from phalanx.comm.compress.base import ring_bytes
+from phalanx.strategies.base import Strategy, share_weights
+from phalanx.strategies.exchanging import open_exchange_for
+from phalanx.strategies.materialise import is_meta, materialise
+from phalanx.strategies.stepping import StepsAlone
+from phalanx.strategies.traffic import SendsGradients, Traffic
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from torch import nn
+
+    from phalanx.comm.exchange import Exchange
+    from phalanx.config import DistributedConfig
+    from phalanx.world.world import World
+
+
+class LocalSGD(StepsAlone, SendsGradients, Strategy):
+    """Whole copies that drift apart, and are averaged every `sync_every` steps."""
+
+    name = "local-sgd"
+
+    def __init__(self, config: DistributedConfig, world: World) -> None:
+        super().__init__(config, world)
+        self._rounds: list[Round] = []
+        self._alone = 0
+        self._steps = 0
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """Start from rank 0's weights; from then on a rank's model is its own between meetings."""
+        if is_meta(model):
+            materialise(model, self.world.device)
+        trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+        if self.world.world_size > 1 and trained:
+            share_weights(model)
+            nbytes = sum(parameter.nbytes for _, parameter in trained)
+            exchange, memory = open_exchange_for(self.config, self.world, f"round/{len(self._rounds)}", nbytes)
+            self._rounds.append(Round(dict(trained), exchange, memory))
+        return model
+
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Meet when the round is over."""
+        self._alone += 1
+        self._steps += 1
+        if self._alone == self.config.sync_every:
+            self._meet()
+
+    def _meet(self) -> None:
+        for each in self._rounds:
+            each.average()
+        self._alone = 0
+
+    def settle(self, wrapped: nn.Module) -> None:
+        """End the round, so that all ranks hold one model."""
+        super().settle(wrapped)
+        if self._alone:
+            self._meet()
+
+    def state(self, wrapped: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
+        """Return what `ddp` returns; moments are averaged first, since a checkpoint holds them once."""
+        for each in self._rounds:
+            each.average_moments(optimizers)
+        return super().state(wrapped, optimizers)
+
+    def traffic(self) -> Traffic | None:
+        """Return what was sent, beside what averaging every step's gradients would have sent."""
+        if not self._rounds:
+            return None
+        return Traffic(
+            sent_bytes=sum(each.exchange.sent_bytes for each in self._rounds),
+            plain_bytes=self._steps * sum(ring_bytes(each.nbytes, each.exchange.size) for each in self._rounds),
+            busy_s=sum(each.seconds for each in self._rounds),
+            waited_s=sum(each.seconds for each in self._rounds),
+        )
+
+
+class Round:
+    """The parameters of one model, which drift apart on the ranks and are brought together."""
+
+    def __init__(self, parameters: dict[str, nn.Parameter], exchange: Exchange, memory: torch.Tensor) -> None:
+        self.parameters = parameters
+        self.exchange = exchange
+        self.nbytes = memory.nbytes
+        self.seconds = 0.0
+        self._memory = memory
+
+    @torch.no_grad()
+    def average(self) -> None:
+        """Leave the average over the ranks in every rank's parameters."""
+        self._average(self.parameters.values())
+
+    @torch.no_grad()
+    def average_moments(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Average what the optimizers keep of each of these parameters."""
+        trained = {id(parameter) for parameter in self.parameters.values()}
+        for optimizer in optimizers:
+            kept = [state for parameter, state in optimizer.state.items() if id(parameter) in trained]
+            self._average(
+                value
+                for state in kept
+                for value in state.values()
+                if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim()
+            )
+
+    def _average(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Send tensors as few large messages: as many at a time as fit into the memory that the ranks share."""
+        begin = time.perf_counter()
+        batch: list[torch.Tensor] = []
+        for tensor in tensors:
+            if batch and (tensor.dtype != batch[0].dtype or sum(t.nbytes for t in batch) + tensor.nbytes > self.nbytes):
+                self._average_batch(batch)
+                batch = []
+            batch.append(tensor)
+        if batch:
+            self._average_batch(batch)
+        self.seconds += time.perf_counter() - begin
+
+    def _average_batch(self, tensors: list[torch.Tensor]) -> None:
+        flat = self._memory[: sum(tensor.nbytes for tensor in tensors)].view(tensors[0].dtype)
+        parts = torch.split_with_sizes(flat, [tensor.numel() for tensor in tensors])
+        views = [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+        torch._foreach_copy_(views, tensors)
+        self.exchange.all_reduce(flat, "mean")
+        torch._foreach_copy_(tensors, views)

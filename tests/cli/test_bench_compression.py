@@ -1,0 +1,103 @@
+"""`phalanx bench compression`: a few steps over a slow link, both ways of having one, the adviser, bad input."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from command import phalanx
+
+from phalanx.trainers.compression_bench import netns
+from phalanx.trainers.compression_bench.plan import read_link
+from phalanx.trainers.compression_bench.run import NAMESPACES, SLEEPING, smoothed, target_loss, time_to
+
+SHORT = ("bench", "compression", "--recipes", "digits", "--steps", 8, "--compressors", "topk", "--links", "20Mb")
+PROMISED = {"recipe", "compressor", "link", "emulation", "time_to_target_s", "target_loss", "sent_bytes", "plain_bytes"}
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path, monkeypatch, warm_process):
+    monkeypatch.chdir(tmp_path)
+
+
+def checked_records(answer, emulation):
+    assert answer.code == 0, answer.text
+    assert emulation in answer.out
+    plain, topk = json.loads(Path("out.json").read_text())
+    assert plain.keys() >= PROMISED
+    assert (plain["compressor"], topk["compressor"]) == ("none", "topk")
+    assert {plain["emulation"], topk["emulation"]} == {emulation}
+    assert plain["sent_bytes"] == plain["plain_bytes"] == topk["plain_bytes"]
+    assert topk["sent_bytes"] < 0.021 * plain["sent_bytes"]
+    # 397 kB a step and rank at 2.5 MB/s take 0.16 s; topk sends a fiftieth of that.
+    assert plain["seconds"] > 8 * 0.14 > topk["seconds"]
+
+
+def test_a_link_of_ours_where_there_are_no_namespaces(monkeypatch):
+    monkeypatch.setattr(netns, "why_not", lambda: "not root")
+    answer = phalanx(*SHORT, "--json", "out.json", "--plot", "out.png")
+    checked_records(answer, SLEEPING)
+    assert "not root" in answer.out
+    assert "digits  20Mb  topk" in answer.out
+    assert Path("out.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.skipif(netns.why_not() is not None, reason="needs root, ip, tc and a kernel with namespaces and tbf")
+def test_a_link_that_the_kernel_shapes():
+    before = set(Path("/run/netns").iterdir()) if Path("/run/netns").exists() else set()
+    checked_records(phalanx(*SHORT, "--json", "out.json"), NAMESPACES)
+    after = set(Path("/run/netns").iterdir()) if Path("/run/netns").exists() else set()
+    assert after == before
+
+
+def test_the_adviser_needs_no_training():
+    answer = phalanx("bench", "compression", "--advise", "--recipes", "digits", "--compressors", "bf16,topk",
+                     "--links", "10Mb,here", "--json", "out.json")  # fmt: skip
+    assert answer.code == 0, answer.text
+    records = json.loads(Path("out.json").read_text())
+    assert {(record["link"], record["name"]) for record in records} == {
+        (link, name) for link in ("10Mb", "here") for name in ("none", "bf16", "topk")
+    }
+    slow = {record["name"]: record for record in records if record["link"] == "10Mb"}
+    assert slow["none"]["send_s"] == pytest.approx(397e3 / 1.25e6, rel=0.02)
+    assert slow["topk"]["verdict"] == slow["bf16"]["verdict"] == "pays"
+    assert "digits: 397 kB of gradients" in answer.out
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--compressors", "tpok"], "unknown compressor 'tpok'. Did you mean 'topk'?"),
+        (["--recipes", "gpt"], "unknown recipe 'gpt'"),
+        (["--links", "fast"], "'fast' is no link"),
+        (["--links", "here"], "'here' is no link"),
+        (["--steps", "0"], "--steps is too small: 0"),
+        (["--advise", "--ranks", "1"], "--ranks is too small: 1"),
+        (["--compression-ratio", "2"], "compression_ratio = 2.0: a share of the gradient"),
+        (["--stps", "2"], "Did you mean --steps?"),
+    ],
+)
+def test_bad_input_is_told_before_anything_starts(words, told):
+    answer = phalanx("bench", "compression", *words)
+    assert answer.code == 2
+    assert told in answer.err
+
+
+def test_an_unknown_bench_is_named():
+    assert "Did you mean 'compression'?" in phalanx("bench", "compresion").err
+
+
+@pytest.mark.parametrize(
+    ("text", "rate"), [("100Mb", 12.5e6), ("1Gb", 125e6), ("2.5gb/s", 312.5e6), ("10Gbit", 1.25e9)]
+)
+def test_links_are_bits_a_second(text, rate):
+    assert read_link(text) == rate
+
+
+def test_a_target_is_reached_by_the_mean_of_some_steps():
+    curve = [(float(step), 10.0 - step) for step in range(1, 11)]
+    assert smoothed(curve)[-1] == pytest.approx(4.5)
+    assert target_loss(curve) == pytest.approx(6.5)
+    assert time_to(curve, 6.5) == 6.0
+    assert time_to(curve, 1.0) is None
