@@ -12,6 +12,7 @@ from phalanx.comm.bench.plan import ALGORITHMS_OF, DTYPE_BYTES, OPS, BenchPlan, 
 from phalanx.comm.bench.report import make_row, matrix_table, side_by_side
 from phalanx.errors import UsageError
 from phalanx.launch import PlainConsole, prestart
+from phalanx.world.env import read_rank_env
 
 if TYPE_CHECKING:
     import argparse
@@ -21,7 +22,8 @@ _HELP = """Measure collectives by algorithm and size, or the links between ranks
 
 Columns are those of nccl-tests: algbw is the tensor's bytes a second, busbw what an ideal link would have carried, so
 that it can be compared between numbers of ranks. The time is the median of the iterations, on the slowest rank; #wrong
-counts elements that did not come out right. An algorithm that cannot run here is left out, with the reason."""
+counts elements that did not come out right. An algorithm that cannot run here is left out, with the reason.
+Started by torchrun, srun or mpirun it measures the ranks of that job, on several hosts too."""
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -32,12 +34,16 @@ def run(arguments: Sequence[str]) -> int:
         from phalanx.comm.bench.plot import check_plotting
 
         check_plotting(asked.plot)
-    prestart()
+    _check_folders(asked)
+    if read_rank_env() is None:
+        prestart()
     from phalanx.trainers.bench_comm import run_bench
 
     quiet = asked.json == "-"
     console = PlainConsole(out=sys.stderr if quiet else None)
     found = run_bench(plan, asked.num_workers, console, threads=asked.threads_per_rank)
+    if found is None:  # another rank of a job that somebody else started has it
+        return 0
     if not quiet:
         print(_summary(found, link_report=asked.link_report), end="")
     if asked.json:
@@ -105,8 +111,15 @@ def _summary(found: dict[str, Any], *, link_report: bool) -> str:
 
         best = max((value for row in found["bandwidth_gbs"] for value in row), default=0.0)
         links = [*expected.network_links(), *expected.gpu_links()]
-        parts.append(expected.link_report(best, found["copy_gbs"], one_host=True, links=links))
+        parts.append(expected.link_report(best, found["copy_gbs"], one_host=found["hosts"] == 1, links=links))
     return "".join(f"\n{part}\n" for part in parts if part)
+
+
+def _check_folders(asked: argparse.Namespace) -> None:
+    """Refuse a file that could not be written before anything is measured."""
+    for flag, path in (("--json", asked.json), ("--plot", asked.plot)):
+        if path and path != "-" and not Path(path).parent.is_dir():
+            raise UsageError(f"{flag} {path}: there is no folder {Path(path).parent}")
 
 
 def _write_json(found: dict[str, Any], path: str) -> None:

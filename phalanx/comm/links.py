@@ -23,7 +23,7 @@ FAR_RATIO = 2.0
 
 @dataclass(frozen=True)
 class LinkMatrix:
-    """For every pair of ranks: seconds that an empty message takes one way, and bytes a second of large ones.
+    """For every pair of ranks: seconds that the smallest message takes one way, and bytes a second of large ones.
 
     Symmetric, for each number comes from a ping and a pong; the diagonal is zero.
     """
@@ -38,10 +38,10 @@ class LinkMatrix:
 
     def seconds(self, first: int, second: int, nbytes: int = 1 << 20) -> float:
         """Return how long so many bytes take between two ranks."""
-        return self.latency_s[first][second] + nbytes / self.bandwidth[first][second]
+        return max(self.latency_s[first][second], nbytes / self.bandwidth[first][second])
 
 
-def measure_links(wire: Wire, *, nbytes: int = 4 << 20, rounds: int = 5) -> LinkMatrix:
+def measure_links(wire: Wire, *, nbytes: int = 4 << 20, rounds: int = 10) -> LinkMatrix:
     """Measure every pair by ping-pong, one pair at a time while the others wait; every rank calls it."""
     small = torch.zeros(1, dtype=torch.uint8, device=wire.device)
     large = torch.zeros(nbytes, dtype=torch.uint8, device=wire.device)
@@ -50,9 +50,8 @@ def measure_links(wire: Wire, *, nbytes: int = 4 << 20, rounds: int = 5) -> Link
         barrier(wire)
         if wire.rank in (first, second):
             peer = first + second - wire.rank
-            latency = _one_way(small, peer, wire, rounds)
-            own[0, peer] = latency
-            own[1, peer] = nbytes / max(_one_way(large, peer, wire, rounds) - latency, 1e-9)
+            own[0, peer] = _one_way(small, peer, wire, 2 * rounds)
+            own[1, peer] = nbytes / _one_way(large, peer, wire, rounds)
     every = ring.all_gather(own, wire)
     for first, second in combinations(range(wire.size), 2):  # both measured it: take the lower rank's word
         every[second, :, first] = every[first, :, second]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from phalanx.errors import UsageError
 from phalanx.launch import CallTarget, LaunchSpec, launch
 from phalanx.trainers.launching import raise_failure
+from phalanx.world.env import export_rank_env, read_rank_env
 
 if TYPE_CHECKING:
     from phalanx.comm.bench.plan import BenchPlan
@@ -19,8 +20,18 @@ if TYPE_CHECKING:
 _PLAN, _RESULT = "plan.json", "result.json"
 
 
-def run_bench(plan: BenchPlan, ranks: int, console: Console, *, threads: int | None = None) -> dict[str, Any]:
-    """Measure on so many ranks of this machine, and return what the first one left."""
+def run_bench(plan: BenchPlan, ranks: int, console: Console, *, threads: int | None = None) -> dict[str, Any] | None:
+    """Measure on so many ranks of this machine, or on those that torchrun, srun or mpirun started.
+
+    Return what the first rank found; None on the others of those.
+    """
+    started = read_rank_env()
+    if started is not None:
+        from phalanx.comm.bench.rank import measure
+
+        export_rank_env(started)
+        found = measure(plan, lambda text: console.rank_output(0, "r0", text))
+        return found if started.rank == 0 else None
     if ranks < 1:
         raise UsageError(f"--num-workers is {ranks}", hint="It must be 1 or more.")
     folder = Path(tempfile.mkdtemp(prefix="phalanx-bench-"))
@@ -29,7 +40,7 @@ def run_bench(plan: BenchPlan, ranks: int, console: Console, *, threads: int | N
         target = CallTarget("phalanx.comm.bench.rank:run_plan", str(folder))
         spec = LaunchSpec(target=target, ranks_per_node=ranks, log_dir=folder / "logs", threads_per_rank=threads)
         raise_failure(launch(spec, console), folder / "logs")
-        found: dict[str, Any] = json.loads((folder / _RESULT).read_text())
-        return found
+        left: dict[str, Any] = json.loads((folder / _RESULT).read_text())
+        return left
     finally:
         shutil.rmtree(folder, ignore_errors=True)

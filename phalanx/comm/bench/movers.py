@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 _TORCH_OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.AVG, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 _TORCH_OPS["prod"] = dist.ReduceOp.PRODUCT
+_ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+"""torch 2.13 has new names for them, and warns of the old ones."""
 _IN_PLACE = ("all_reduce", "broadcast", "reduce")
 
 
@@ -155,11 +158,11 @@ def _move_by_torch(plan: BenchPlan, wire: Wire, group: Any, given: torch.Tensor)
     counts = {"reduce_scatter": share, "scatter": share, "all_gather": given.numel() * size}
     out = given.new_empty(counts.get(plan.op, given.numel()))
     if plan.op == "reduce_scatter":
-        dist.reduce_scatter_tensor(out, given, op, group=group)
+        _REDUCE_SCATTER(out, given, op, group=group)
     elif plan.op == "scatter":
         dist.scatter(out, list(torch.tensor_split(given, size)) if root else None, 0, group=group)
     elif plan.op == "all_gather":
-        dist.all_gather_into_tensor(out, given, group=group)
+        _ALL_GATHER(out, given, group=group)
     else:
         dist.all_to_all_single(out, given, group=group)
     return out

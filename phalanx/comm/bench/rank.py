@@ -7,7 +7,7 @@ import statistics
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -17,10 +17,11 @@ from phalanx.comm.bench.movers import CannotRunHere, Mover, expected_result, inp
 from phalanx.comm.bench.plan import DTYPE_BYTES, BenchPlan, element_count
 from phalanx.comm.bench.report import HEADER, Row
 from phalanx.comm.links import measure_links
+from phalanx.comm.topology import find_places, hosts
 from phalanx.comm.wire import Wire
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 PLAN_NAME = "plan.json"
 RESULT_NAME = "result.json"
@@ -28,35 +29,43 @@ _PATIENCE = timedelta(minutes=5)
 
 
 def run_plan(payload: str) -> None:
-    """Measure what the plan in this folder asks for."""
+    """Measure what the plan in this folder asks for, as a rank that was started for it."""
     folder = Path(payload)
-    plan = BenchPlan.from_json((folder / PLAN_NAME).read_text())
+    found = measure(BenchPlan.from_json((folder / PLAN_NAME).read_text()), _say)
+    if dist.get_rank() == 0:
+        (folder / RESULT_NAME).write_text(json.dumps(found))
+
+
+def measure(plan: BenchPlan, say: Callable[[str], object]) -> dict[str, Any]:
+    """Meet the other ranks and measure; every rank calls it. The first one says what it finds, and has all of it."""
     dist.init_process_group("gloo", timeout=_PATIENCE)
     wire = Wire()
-    found: dict[str, object] = {"copy_gbs": measure_copy()}
+    tell = say if wire.rank == 0 else _keep_quiet
+    found: dict[str, Any] = {"ranks": wire.size, "hosts": len(hosts(find_places(wire)))}
     if plan.p2p:
+        if wire.rank == 0:
+            found["copy_gbs"] = measure_copy()
         matrix = measure_links(wire)
         found["latency_us"] = [[seconds * 1e6 for seconds in row] for row in matrix.latency_s]
         found["bandwidth_gbs"] = [[rate / 1e9 for rate in row] for row in matrix.bandwidth]
     if plan.sizes:
-        _say(wire, f"{plan.op} on {wire.size} ranks\n{HEADER}")
-        found["rows"] = [row.to_dict() for row in measure_rows(plan, wire)]
-    if wire.rank == 0:
-        (folder / RESULT_NAME).write_text(json.dumps(found))
+        tell(f"{plan.op} on {wire.size} ranks\n{HEADER}")
+        found["rows"] = [row.to_dict() for row in measure_rows(plan, wire, tell)]
     barrier(wire)  # nobody leaves while another rank still receives from it
+    return found
 
 
-def measure_rows(plan: BenchPlan, wire: Wire) -> Iterator[Row]:
+def measure_rows(plan: BenchPlan, wire: Wire, tell: Callable[[str], object]) -> Iterator[Row]:
     """Measure one algorithm after the other; what cannot run here is said in a line."""
     for algo in plan.algos:
         try:
             mover = make_mover(algo, plan, wire)
         except CannotRunHere as reason:
-            _say(wire, f"{algo:<17}left out: {reason}")
+            tell(f"{algo:<17}left out: {reason}")
             continue
         for size in plan.sizes:
             row = _measure(algo, mover, plan, size, wire)
-            _say(wire, str(row))
+            tell(str(row))
             yield row
 
 
@@ -95,17 +104,20 @@ def _count_wrong(mover: Mover, given: torch.Tensor, plan: BenchPlan, count: int,
     return int(close.logical_not().sum())
 
 
-def measure_copy(nbytes: int = 64 << 20) -> float:
+def measure_copy(nbytes: int = 4 << 20) -> float:
     """Return GB/s at which one core copies memory: what no message within a machine can beat."""
     source, target = torch.ones(nbytes, dtype=torch.uint8), torch.ones(nbytes, dtype=torch.uint8)
     times = []
-    for _ in range(5):
+    for _ in range(10):
         begin = time.perf_counter()
         target.copy_(source)
         times.append(time.perf_counter() - begin)
     return nbytes / min(times) / 1e9
 
 
-def _say(wire: Wire, text: str) -> None:
-    if wire.rank == 0:
-        print(text, flush=True)
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+def _keep_quiet(text: str) -> None:
+    """Say nothing: the first rank does."""

@@ -1,0 +1,174 @@
+"""`phalanx bench comm`: rows that hold, JSON and pictures, links, and mistakes told before anything starts."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from command import clean_environment, phalanx
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx.comm.bench.expected import Link, link_report, network_links, parse_nvlink, parse_pcie
+from phalanx.comm.bench.plan import ALGORITHMS_OF, bus_factor, element_count, parse_size, parse_sizes
+from phalanx.comm.bench.report import Row, side_by_side
+
+pytestmark = pytest.mark.usefixtures("warm_process")
+PROMISED = {"op", "algo", "ranks", "size_bytes", "dtype", "time_us", "algbw_gbs", "busbw_gbs", "wrong"}
+
+
+def test_every_algorithm_side_by_side(tmp_path):
+    algos = ",".join(ALGORITHMS_OF["all_reduce"])
+    answer = phalanx(
+        "bench", "comm", "--algo", algos, "--sizes", "1000,64K", "--iters", 2, "--json", tmp_path / "rows.json"
+    )
+    assert answer.code == 0, answer.text
+    assert "nccl             left out: " in answer.out
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    assert {row["algo"] for row in rows} == set(ALGORITHMS_OF["all_reduce"]) - {"nccl"}
+    for row in rows:
+        assert row.keys() >= PROMISED
+        assert (row["wrong"], row["ranks"], row["op"]) == (0, 2, "all_reduce")
+        assert row["algbw_gbs"] == pytest.approx(row["size_bytes"] / row["time_us"] / 1e3)
+        assert row["busbw_gbs"] == pytest.approx(row["algbw_gbs"])  # 2 (n-1)/n is 1 on two ranks
+    assert answer.out.count("\n65536") == 1  # the line of the comparison
+
+
+@pytest.mark.parametrize("op", [name for name in ALGORITHMS_OF if name != "all_reduce"])
+def test_every_collective_comes_out_right(op):
+    algos = ",".join(set(ALGORITHMS_OF[op]) - {"nccl"})
+    answer = phalanx("bench", "comm", "--op", op, "--algo", algos, "--sizes", "4K", "--iters", 1, "--json", "-")
+    rows = json.loads(answer.out)
+    assert [row["wrong"] for row in rows] == [0] * (len(ALGORITHMS_OF[op]) - 1)
+
+
+def test_wrong_elements_are_counted():
+    """The check itself: what comes out must be compared with what should."""
+    import torch
+
+    from phalanx.comm.bench import rank
+    from phalanx.comm.bench.movers import Mover, sample
+    from phalanx.comm.bench.plan import BenchPlan
+
+    class Alone:
+        rank, size = 0, 2
+
+    plan = BenchPlan(op="all_reduce", algos=(), sizes=())
+    right = sample(0, 6, "float32") + sample(1, 6, "float32")
+    assert rank._count_wrong(Mover(lambda given: right), torch.empty(6), plan, 6, Alone()) == 0
+    assert rank._count_wrong(Mover(lambda given: given), torch.empty(6), plan, 6, Alone()) == 6
+    assert rank._count_wrong(Mover(lambda given: None), torch.empty(6), plan, 6, Alone()) == 6
+
+
+def test_links_as_tables_and_heat_map(tmp_path):
+    picture = tmp_path / "links.png"
+    answer = phalanx("bench", "comm", "--link-report", "--plot", picture, "--json", tmp_path / "links.json")
+    assert answer.code == 0, answer.text
+    assert "latency, one way (us)" in answer.out
+    assert "memory (loopback)" in answer.out
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    found = json.loads((tmp_path / "links.json").read_text())
+    assert found["latency_us"][0][1] > 0
+    assert found["bandwidth_gbs"][0][1] == found["bandwidth_gbs"][1][0] > 0
+
+
+def test_rows_as_a_picture(tmp_path):
+    picture = tmp_path / "rows.svg"
+    assert phalanx("bench", "comm", "--algo", "gloo", "--sizes", "1K,4K", "--iters", 1, "--plot", picture).code == 0
+    assert "<svg" in picture.read_text()
+
+
+def test_ranks_that_torchrun_started(tmp_path):
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "phalanx.cli", "bench"]
+    words += ["comm", "--algo", "ring", "--sizes", "1K", "--iters", "1", "--json", "-"]
+    done = subprocess.run(
+        [sys.executable, *words],
+        env=clean_environment(TMPDIR=str(tmp_path)),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)
+    assert [(row["algo"], row["ranks"], row["wrong"]) for row in rows] == [("ring", 2, 0)]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--algo", "rign"), "Did you mean 'ring'?"),
+        (("--op", "allreduce"), "Did you mean 'all_reduce'?"),
+        (("--op", "broadcast", "--algo", "ring"), "broadcast has no algorithm 'ring'"),
+        (("--sizes", "4Q"), "'4Q' is no size"),
+        (("--sizes", "1M:1K"), "no range of sizes"),
+        (("--sizes", "0"), "'0' is no size"),
+        (("--dtype", "float33"), "Did you mean 'float32'?"),
+        (("--redop", "sun"), "Did you mean 'sum'?"),
+        (("--redop", "mean", "--dtype", "int32"), "--redop mean of int32"),
+        (("--iters", "0"), "--iters is 0"),
+        (("--num-workers", "0"), "--num-workers is 0"),
+        (("--ranks-per-host", "0"), "--ranks-per-host is 0"),
+        (("--sise", "3"), "Did you mean --sizes?"),
+        (("--plot", "picture"), "Write --plot picture.png"),
+        (("--json", "/no/such/folder/x.json"), "there is no folder /no/such/folder"),
+    ],
+)
+def test_mistakes_are_told_before_anything_starts(words, told):
+    answer = phalanx("bench", "comm", *words)
+    assert answer.code == 2
+    assert told in answer.err
+    assert not answer.out
+
+
+def test_an_unknown_subject():
+    assert "Did you mean 'comm'?" in phalanx("bench", "com").err
+
+
+def test_sizes():
+    assert parse_size("64K") == parse_size("65536") == parse_size("64KiB") == parse_size("64kb")
+    assert parse_sizes("1K:8K") == (1024, 2048, 4096, 8192)
+    assert parse_sizes("1K:1M:32") == (1 << 10, 1 << 15, 1 << 20)
+    assert parse_sizes("3,4K") == (3, 4096)
+
+
+@given(st.sampled_from(list(ALGORITHMS_OF)), st.integers(1, 10000), st.integers(1, 9))
+def test_counts_can_be_cut_up(op, nbytes, ranks):
+    count = element_count(op, nbytes, "float32", ranks)
+    assert count >= 1
+    if op not in ("all_reduce", "broadcast", "reduce"):
+        assert count % ranks == 0
+
+
+def test_bus_bandwidth_is_that_of_nccl_tests():
+    assert bus_factor("all_reduce", 4) == 1.5
+    assert bus_factor("all_gather", 4) == bus_factor("reduce_scatter", 4) == bus_factor("all_to_all", 4) == 0.75
+    assert bus_factor("broadcast", 4) == bus_factor("reduce", 4) == 1
+    row = Row("all_reduce", "ring", 4, 4_000_000, 1_000_000, "float32", "sum", 1000.0, 0)
+    assert (row.algbw_gbs, row.busbw_gbs) == (4.0, 6.0)
+    assert side_by_side([row]) == ""
+
+
+def test_expected_bandwidth(tmp_path):
+    for name, state, speed in (
+        ("eth0", "up", "10000"),
+        ("eth1", "down", "1000"),
+        ("lo", "unknown", ""),
+        ("v", "up", "-1"),
+    ):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "operstate").write_text(state + "\n")
+        (tmp_path / name / "speed").write_text(speed + "\n")
+    links = network_links(tmp_path)
+    assert [(link.name, link.expected_gbs) for link in links] == [("eth0", 1.25), ("v", None)]
+    text = "GPU 0: H\n\t Link 0: 26.5 GB/s\n\t Link 1: 26.5 GB/s\nGPU 1: H\n\t Link 0: 26.5 GB/s\n"
+    assert [(link.name, link.expected_gbs) for link in parse_nvlink(text)] == [
+        ("GPU 0 NVLink", 53),
+        ("GPU 1 NVLink", 26.5),
+    ]
+    assert parse_pcie("5, 16\n[N/A], 16\n")[0].expected_gbs == pytest.approx(63.0, abs=0.1)
+    across = link_report(1.0, 5.0, one_host=False, links=[Link("eth0", 1.25, "sysfs")])
+    assert "80%" in across
+    assert "memory" not in across
