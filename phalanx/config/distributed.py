@@ -97,6 +97,8 @@ class DistributedConfig(
         wrong.update(pipeline_mistakes(self, defaults, wrong.keys()))
         wrong.update(compression_mistakes(self, defaults, wrong.keys()))
         wrong.update(synchronisation_mistakes(self, defaults, wrong.keys()))
+        if "momentum" not in wrong and self.optimizer in ("adam", "adamw") and self.momentum >= 1:
+            wrong["momentum"] = f"momentum = {self.momentum}: it is beta1 of {self.optimizer}, and must be below 1."
         if "checkpoint_frequency" not in wrong and not _frequency_is_valid(self.checkpoint_frequency):
             wrong["checkpoint_frequency"] = (
                 f"checkpoint_frequency = {self.checkpoint_frequency!r}: "
