@@ -1,0 +1,46 @@
+"""How a shard takes steps, as plain data that all shards of a job share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import torch
+
+    from phalanx.comm.server.placement import Placement
+
+Mode = Literal["sync", "async", "bounded"]
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How updates are made, and how a shard's state is kept."""
+
+    workers: int
+    """Workers that are expected at the start; later ones may come and go."""
+    mode: Mode = "sync"
+    staleness: int = 0
+    """bounded: how many steps a worker may be ahead of the slowest."""
+    folder: Path | None = None
+    """Where the shards keep their states; None: nowhere, and a shard that dies is lost."""
+    save_every: int = 0
+    """Save after every so many updates, before they are acknowledged; 0: by the clock."""
+    save_seconds: float = 30.0
+    """Save after so many seconds where save_every is 0; later where saving takes more than a twentieth of the time."""
+    rejoin_seconds: float = 10.0
+    """How long a restored shard waits for the workers it knew before it goes on without them."""
+
+
+@dataclass(frozen=True)
+class ShardSpec:
+    """Everything that makes a shard."""
+
+    number: int
+    placement: Placement
+    optimizer: torch.optim.Optimizer
+    """The workers' optimizer: its class and settings are taken, not its parameters."""
+    rules: Rules
+    token: str
