@@ -7,10 +7,10 @@ import numbers
 import os
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from phalanx.config import deepspeed
-from phalanx.config.beside import pipeline_mistakes, sharding_mistakes
+from phalanx.config.beside import pipeline_mistakes, server_mistakes, sharding_mistakes
 from phalanx.config.groups import (
     BACKENDS,
     GROUPS,
@@ -94,6 +94,8 @@ class DistributedConfig(
             wrong.update(deepspeed.contradictions(self, defaults))
             wrong.update(sharding_mistakes(self, defaults, wrong.keys()))
         wrong.update(pipeline_mistakes(self, defaults, wrong.keys()))
+        if not wrong.keys() & {"strategy", "backend", "server_mode"}:
+            wrong.update(server_mistakes(self, defaults, wrong.keys()))
         if "checkpoint_frequency" not in wrong and not _frequency_is_valid(self.checkpoint_frequency):
             wrong["checkpoint_frequency"] = (
                 f"checkpoint_frequency = {self.checkpoint_frequency!r}: "
@@ -134,6 +136,14 @@ class DistributedConfig(
         if backends == "ddp" and self.deepspeed_config is not None:
             return "deepspeed"
         return "fsdp" if backends == "ddp" and self.zero_stage is not None else backends
+
+    @property
+    def resolved_server_mode(self) -> Literal["sync", "async", "bounded"]:
+        """How parameter servers take steps."""
+        if self.server_mode == "async":
+            return "async"
+        bounded = self.server_mode == "bounded" or (self.server_mode == "auto" and self.staleness is not None)
+        return "bounded" if bounded else "sync"
 
     @property
     def resolved_sharding(self) -> str:

@@ -9,13 +9,16 @@ from phalanx.strategies.compose import Composed
 from phalanx.strategies.ddp import DDP
 from phalanx.strategies.deepspeed import DeepSpeed
 from phalanx.strategies.fsdp import FSDP
+from phalanx.strategies.parameter_server import ParameterServer
 
 if TYPE_CHECKING:
     from phalanx.config import DistributedConfig
     from phalanx.strategies.base import Strategy
     from phalanx.world.world import World
 
-STRATEGIES: dict[str, type[Strategy]] = {strategy.name: strategy for strategy in (DDP, FSDP, DeepSpeed)}
+STRATEGIES: dict[str, type[Strategy]] = {
+    strategy.name: strategy for strategy in (DDP, FSDP, DeepSpeed, ParameterServer)
+}
 
 
 def build_strategy(config: DistributedConfig, world: World) -> Strategy:

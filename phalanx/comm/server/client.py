@@ -44,6 +44,7 @@ class ParameterClient:
         worker: int,
         *,
         patience: float = 30.0,
+        timeout: float | None = None,
         bucket_bytes: int = _BUCKET_BYTES,
     ) -> None:
         self.worker = worker
@@ -51,7 +52,8 @@ class ParameterClient:
         self._placement = placement
         self._bucket_bytes = bucket_bytes
         self._links = [
-            Link(address, token, placement.digest(shard), worker, patience) for shard, address in enumerate(addresses)
+            Link(address, token, placement.digest(shard), worker, patience, timeout)
+            for shard, address in enumerate(addresses)
         ]
         self.seq = max(link.start for link in self._links) + 1
         """The number of the step under way."""
@@ -210,7 +212,9 @@ class ParameterClient:
         return sum(link.bytes_out for link in self._links), sum(link.bytes_in for link in self._links)
 
     def close(self) -> None:
-        """Leave: the shards go on without this worker."""
+        """Leave: the shards go on without this worker. What is under way is given up."""
+        for link in self._links:
+            link.abandon()
         self.courier.close()
         for link in self._links:
             link.close()

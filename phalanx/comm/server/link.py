@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 import time
@@ -21,7 +22,15 @@ _PAUSE_SECONDS = 0.05
 class Link:
     """One connection, with what has been pushed for the step under way and not been acknowledged yet."""
 
-    def __init__(self, address: tuple[str, int], token: str, placement: str, worker: int, patience: float) -> None:
+    def __init__(
+        self,
+        address: tuple[str, int],
+        token: str,
+        placement: str,
+        worker: int,
+        patience: float,
+        timeout: float | None = None,
+    ) -> None:
         self.address = address
         self.bytes_out = 0
         self.bytes_in = 0
@@ -31,6 +40,8 @@ class Link:
         self._token = token
         self._hello = {"worker": worker, "placement": placement, "passed": None}
         self._patience = patience
+        self._timeout = timeout
+        self._abandoned = False
         self._pushed: list[tuple[int, dict[str, Any], Sequence[memoryview], Any]] = []
         self._socket: socket.socket | None = None
         self._connect_patiently(None)
@@ -70,7 +81,13 @@ class Link:
     def answer(self, read: Callable[[socket.socket, Head], _Result]) -> _Result:
         """Read the answer to what was sent."""
         assert self._socket is not None, "a request was sent on it"
-        head = receive(self._socket)
+        try:
+            head = receive(self._socket)
+        except TimeoutError as error:
+            raise ServerError(
+                f"the parameter server at {self._where} has not answered for {self._timeout:.0f} s",
+                hint="Another worker may be stuck: its stack is in its log. Or raise `timeout`.",
+            ) from error
         if head.kind is Kind.ERROR:
             raise ServerError(f"the parameter server at {self._where} refuses: {head.meta['message']}")
         self.bytes_in += head.size
@@ -85,6 +102,13 @@ class Link:
     def reconnect(self, error: Exception) -> None:
         """Connect again after an error that was met while reading an answer."""
         self._connect_patiently(error)
+
+    def abandon(self) -> None:
+        """Let whoever waits for an answer, in another thread, give up at once."""
+        self._abandoned = True
+        if self._socket is not None:
+            with contextlib.suppress(OSError):  # it may be closed already
+                self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """End the connection: to the shard this worker is gone."""
@@ -104,6 +128,8 @@ class Link:
         deadline = time.monotonic() + self._patience
         while True:
             self.close()
+            if self._abandoned:
+                raise ServerError(f"the connection to the parameter server at {self._where} was given up")
             try:
                 self._connect()
             except (OSError, EOFError) as error:
@@ -122,6 +148,7 @@ class Link:
         self._socket = connection
         tune(connection)
         introduce(connection, self._token)
+        connection.settimeout(self._timeout)
         clock_before = self.clock
         self._send(Kind.HELLO, 0, self._hello, ())
         found = self.answer(lambda _, head: head.meta)
