@@ -144,7 +144,7 @@ class ParameterServer(Strategy, OwnsStep):
             return super().grad_norm(parameters) / self._divisor
         self._push_rest()
         norm = self._group.client.norm() / self._divisor
-        return torch.tensor(norm, device=self.world.device)
+        return torch.tensor(norm, dtype=torch.float64, device=self.world.device)
 
     def step(self) -> None:
         """Hand the step over to the shards, with the current settings of the optimizer."""
@@ -153,6 +153,7 @@ class ParameterServer(Strategy, OwnsStep):
         self._push_rest()
         groups = [plain_settings(group) for group in optimizer.param_groups]
         client.commit(factor=self._clip / self._divisor, groups=groups)
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers ask, and would warn
         self._forget_gradients()
 
     def _push_rest(self) -> None:

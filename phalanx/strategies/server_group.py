@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import json
 import secrets
-import shutil
-import tempfile
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from phalanx.comm.server import ParameterClient, Rules, ShardProcess, ShardSpec
+from phalanx.comm.server import ParameterClient, Rules, ShardProcess, ShardSpec, StateSlots
 from phalanx.launch.interfaces import address_towards
 
 if TYPE_CHECKING:
@@ -20,6 +17,8 @@ if TYPE_CHECKING:
     from phalanx.world.world import World
 
 _PREFIX = "parameter-server"
+_PATIENCE_SECONDS = 10.0
+"""How long a rank calls a shard that does not answer: one that is started again is back in a fraction of it."""
 
 
 class ServerGroup:
@@ -29,18 +28,19 @@ class ServerGroup:
         self, config: DistributedConfig, world: World, placement: Placement, optimizer: torch.optim.Optimizer
     ) -> None:
         self._world = world
-        self._folder = Path(tempfile.mkdtemp(prefix="phalanx-shards-"))
         self.shards: dict[int, ShardProcess] = {}
         self._client: ParameterClient | None = None
         try:
             token = self._share("token", secrets.token_hex(32) if world.is_main else None)
-            rules = Rules(world.world_size, config.resolved_server_mode, config.staleness or 0, self._folder)
+            rules = Rules(world.world_size, config.resolved_server_mode, config.staleness or 0)
             for number in range(config.num_servers):
                 if owner(number, world.world_size, world.env.local_world_size) == world.rank:
-                    spec = ShardSpec(number, placement, optimizer, rules, token)
+                    spec = ShardSpec(number, placement, optimizer, rules, token, StateSlots())
                     self.shards[number] = ShardProcess(spec, _own_address(world))
             addresses = [self._address(number) for number in range(config.num_servers)]
-            self._client = ParameterClient(addresses, token, placement, world.rank, timeout=config.timeout)
+            self._client = ParameterClient(
+                addresses, token, placement, world.rank, patience=_PATIENCE_SECONDS, timeout=config.timeout
+            )
         except BaseException:
             self.close()
             raise
@@ -67,12 +67,11 @@ class ServerGroup:
         return str(store.get(f"{_PREFIX}/{name}").decode())
 
     def close(self) -> None:
-        """Leave the shards, end those that this rank started, and remove what they kept for their recovery."""
+        """Leave the shards, and end those that this rank started."""
         if self._client is not None:
             self._client.close()
         for shard in self.shards.values():
             shard.stop()
-        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def owner(number: int, world_size: int, per_node: int) -> int:

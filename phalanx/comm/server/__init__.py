@@ -11,6 +11,7 @@ from phalanx.comm.server.placement import Piece, Placement, rebalance, spread
 from phalanx.comm.server.plan import move, plan_placement
 from phalanx.comm.server.process import ShardProcess, listen, serve
 from phalanx.comm.server.rules import Rules, ShardSpec
+from phalanx.comm.server.saved import StateSlots
 from phalanx.comm.server.shard import ServerShard
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "ServerShard",
     "ShardProcess",
     "ShardSpec",
+    "StateSlots",
     "listen",
     "move",
     "plan_placement",

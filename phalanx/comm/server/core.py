@@ -10,7 +10,6 @@ from phalanx.comm.server.bundle import Bundle
 from phalanx.comm.server.contribution import Contribution, Merged, merge
 from phalanx.comm.server.frames import ServerError
 from phalanx.comm.server.roster import Roster
-from phalanx.comm.server.saved import load_shard, save_shard
 from phalanx.comm.server.state import ShardState
 from phalanx.comm.server.tally import Tally
 
@@ -40,8 +39,7 @@ class ShardCore:
         self.clock = 0
         self._changed = threading.Condition()
         self._closed = False
-        folder = spec.rules.folder
-        self._path = None if folder is None else folder / f"shard-{spec.number}"
+        self._vault = spec.vault
         self._saved_at = time.monotonic()
         self._save_cost = 0.0
         self._restore()
@@ -199,7 +197,7 @@ class ShardCore:
         return [part for worker, part in found if part and part.seq == seq and complete.get(worker, 0) >= seq]
 
     def _save_if_due(self) -> None:
-        if self._path is None:
+        if self._vault is None:
             return
         rules, waited = self._rules, time.monotonic() - self._saved_at
         if rules.save_every:
@@ -210,16 +208,16 @@ class ShardCore:
             self._save()
 
     def _save(self) -> None:
-        if self._path is None:
+        if self._vault is None:
             return
         begin = time.monotonic()
-        save_shard(self._path, {"clock": self.clock, "roster": self._roster.to_dict()}, self._state.bundle())
+        self._vault.save({"clock": self.clock, "roster": self._roster.to_dict()}, self._state.bundle())
         self._saved_at = time.monotonic()
         self._save_cost = self._saved_at - begin
         self.tally.saves += 1
 
     def _restore(self) -> None:
-        found = None if self._path is None else load_shard(self._path)
+        found = None if self._vault is None else self._vault.load()
         if found is not None:
             meta, bundle = found
             self._state.load(bundle)

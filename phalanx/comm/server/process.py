@@ -68,9 +68,8 @@ class ShardProcess:
             if self._stopping:
                 return
             self.deaths += 1
-            kept = self._spec.rules.folder is not None
             ended = f"parameter server shard {self._spec.number} ended with status {os.waitstatus_to_exitcode(status)}"
-            if not kept or self.deaths > self._restarts:
+            if self._spec.vault is None or self.deaths > self._restarts:
                 _log.error("%s, and is not started again", ended)
                 self._listener.close()  # callers are refused at once, where they would wait in line for ever
                 return
@@ -86,6 +85,8 @@ class ShardProcess:
         self._watcher.join()
         os.close(self._child_end)
         self._listener.close()
+        if self._spec.slots is not None:
+            self._spec.slots.close()
 
 
 def serve(spec: ShardSpec, listener: socket.socket) -> None:
@@ -102,7 +103,8 @@ def _be_shard(spec: ShardSpec, listener: socket.socket, lifeline: int) -> NoRetu
         faulthandler.disable()  # it would write into a descriptor that is closed now
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT):
             signal.signal(number, signal.SIG_IGN)  # the rank decides: it may have a last checkpoint to write
-        _close_inherited({0, 1, 2, listener.fileno(), lifeline})
+        slots = spec.slots.descriptors if spec.slots is not None else set()
+        _close_inherited({0, 1, 2, listener.fileno(), lifeline, *slots})
         torch.set_num_threads(1)  # OpenMP's threads did not come along
         threading.Thread(target=_end_with, args=(lifeline,), daemon=True).start()
         serve(spec, listener)
@@ -128,6 +130,6 @@ def _close_inherited(kept: set[int]) -> None:
 
 
 def _die_with_parent() -> None:
-    """Ask the kernel for SIGKILL when the parent dies, in case a grandchild holds the lifeline open."""
+    """Ask the kernel for SIGKILL when the parent dies, in case another child of its holds the lifeline open."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from phalanx.comm.server.saved import StateFile, StateSlots
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -25,7 +27,7 @@ class Rules:
     staleness: int = 0
     """bounded: how many steps a worker may be ahead of the slowest."""
     folder: Path | None = None
-    """Where the shards keep their states; None: nowhere, and a shard that dies is lost."""
+    """Where the shards keep their states; None: nowhere, unless a shard has slots of its own."""
     save_every: int = 0
     """Save after every so many updates, before they are acknowledged; 0: by the clock."""
     save_seconds: float = 30.0
@@ -44,3 +46,11 @@ class ShardSpec:
     """The workers' optimizer: its class and settings are taken, not its parameters."""
     rules: Rules
     token: str
+    slots: StateSlots | None = None
+    """A place for the state that lasts as long as the process that starts the shard, and leaves nothing behind."""
+
+    @property
+    def vault(self) -> StateFile | StateSlots | None:
+        """Where the shard's state is kept; None: a shard that dies is lost."""
+        folder = self.rules.folder
+        return self.slots or (None if folder is None else StateFile(folder / f"shard-{self.number}"))
