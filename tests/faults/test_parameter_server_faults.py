@@ -271,6 +271,7 @@ def test_shards_of_a_run_die_with_a_rank_that_is_killed(launch_script):
         model = nn.Linear(2, 2)
         model, optimizer = f.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         print("shard", *[shard.pid for shard in f.strategy._group.shards.values()])
+        torch.distributed.barrier()
         if f.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         for _ in range(3):
