@@ -212,10 +212,16 @@ class ServersReported(Event):
     staleness_max: int
     ahead_max: int
     lost: int
+    exchange_seconds: float
+    """How long the main rank's messages took, waiting for other workers included."""
+    waited_seconds: float
+    """How much of that the main rank waited for: the rest was hidden behind its own work."""
     shards: list[dict[str, Any]] = field(default_factory=list)
 
     @classmethod
-    def of(cls, mode: str, shards: list[dict[str, Any]]) -> ServersReported:
+    def of(
+        cls, mode: str, shards: list[dict[str, Any]], exchange_seconds: float, waited_seconds: float
+    ) -> ServersReported:
         """Sum up the figures of all shards: each takes part in every step, so the busiest speaks for all."""
         return cls(
             mode,
@@ -225,6 +231,8 @@ class ServersReported(Event):
             staleness_max=max(shard["staleness_max"] for shard in shards),
             ahead_max=max(shard["ahead_max"] for shard in shards),
             lost=max(shard["lost"] for shard in shards),
+            exchange_seconds=exchange_seconds,
+            waited_seconds=waited_seconds,
             shards=shards,
         )
 

@@ -101,7 +101,8 @@ def servers_lines(event: ServersReported) -> list[str]:
     for number, shard in enumerate(event.shards):
         traffic = f"{size(shard['bytes_in'])} in, {size(shard['bytes_out'])} out"
         lines.append(f"  shard {number}: {traffic}, {shard['requests']:,} requests, {shard['busy']:.0%} busy")
-    return lines
+    hidden = f"{duration(event.exchange_seconds)}, of which it waited {duration(event.waited_seconds)}"
+    return [*lines, f"  messages of the main rank: {hidden}"]
 
 
 def summary_title(end: RunEnded) -> str:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from phalanx.comm.server import plan_placement
+from phalanx.comm.server import better_placement, plan_placement
 from phalanx.comm.server.bundle import VALUE
 from phalanx.comm.server.optimizers import plain_settings
 from phalanx.config.precision import precision_name
@@ -27,6 +27,7 @@ from phalanx.strategies.server_group import ServerGroup
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from phalanx.comm.server import ParameterClient, Placement
     from phalanx.config import DistributedConfig
     from phalanx.world.world import World
 
@@ -57,6 +58,8 @@ class ParameterServer(Strategy, OwnsStep):
         self._whole = False
         self._divisor = 1.0
         self._clip = 1.0
+        self.relocations = 0
+        """How often the shards have exchanged pieces."""
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Start from rank 0's weights; the shards are started when the optimizer is known."""
@@ -177,7 +180,25 @@ class ParameterServer(Strategy, OwnsStep):
                 self._meet()
                 self._group.client.pull()
                 self._meet()
+            self._even_out(self._group.client)
         super().settle(wrapped)
+
+    def _even_out(self, client: ParameterClient) -> None:
+        """Let the shards exchange pieces where one has moved far more bytes than another; ranks are all here."""
+        if len(client.placement.shards) == 1:
+            return
+        self._meet()
+        chosen: list[Placement | None] = [better_placement(client) if self.world.is_main else None]
+        if self.world.world_size > 1:
+            dist.broadcast_object_list(chosen, src=0)
+        if chosen[0] is None:
+            return
+        if self.world.is_main:
+            client.relocate(chosen[0])
+        self._meet()
+        client.adopt(chosen[0])
+        client.pull()
+        self.relocations += 1
 
     def _meet(self) -> None:
         if self.world.world_size > 1:
@@ -223,8 +244,10 @@ class ParameterServer(Strategy, OwnsStep):
         """Return what the shards counted: staleness, load and throughput."""
         if self._group is None:
             return None
-        self._group.client.wait()
-        return ServersReported.of(self.config.resolved_server_mode, self._group.client.stats())
+        client = self._group.client
+        client.wait()
+        courier = client.courier
+        return ServersReported.of(self.config.resolved_server_mode, client.stats(), courier.busy_s, courier.waited_s)
 
     def hand_back(self, wrapped: nn.Module) -> None:
         """Leave the model with the shards' last values, and end them together."""

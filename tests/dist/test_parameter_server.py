@@ -267,3 +267,77 @@ def test_the_trainer_reports_staleness_load_and_throughput(ranks, tmp_path):
     assert event["updates_per_second"] > 0
     assert len(event["shards"]) == 2
     assert all(shard["bytes_in"] > 0 and shard["requests"] >= 16 for shard in event["shards"])
+
+
+def test_uneven_shards_exchange_pieces_and_training_goes_on(ranks):
+    """All rows that are touched lie on shard 0 at first: where ranks meet, some of them move, whatever dies after."""
+
+    def run() -> tuple[int, list[list[float]], list[torch.Tensor], list[torch.Tensor]]:
+        import os
+        import signal
+
+        torch.manual_seed(0)
+        model, alone = Table(sparse=True).double(), Table(sparse=True).double()
+        alone.load_state_dict(model.state_dict())
+        with Formation(DistributedConfig(device="cpu", strategy="parameter-server", num_servers=2)) as formation:
+            wrapped, optimizer = formation.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            same = torch.optim.SGD(alone.parameters(), lr=0.1)
+            client = formation.strategy._group.client
+            hot = [row for p in client.placement.shards[0] if p.lazy for row in range(p.start, p.stop)]
+            loads = []
+            for step in range(6):
+                if step == 3:
+                    loads.append(_loads(client))
+                    formation.strategy.settle(wrapped)
+                    for shard in formation.strategy._group.shards.values():
+                        os.kill(shard.pid, signal.SIGKILL)
+                for m, o in ((wrapped, optimizer), (alone, same)):
+                    loss = m(torch.tensor(hot).view(1, -1)).square().sum()
+                    formation.backward(loss) if m is wrapped else loss.backward()
+                    o.step()
+                    o.zero_grad()
+            client.wait()
+            loads.append(_loads(client))
+            relocations = formation.strategy.relocations
+        return relocations, loads, [p.detach() for p in model.parameters()], [p.detach() for p in alone.parameters()]
+
+    for relocations, (before, after), ours, theirs in ranks(run, world_size=2):
+        assert relocations == 1
+        assert max(before) > 1.5 * sum(before) / 2
+        assert max(after) < 1.25 * sum(after) / 2
+        for mine, other in zip(ours, theirs, strict=True):
+            assert (mine - other).abs().max().item() < 1e-12
+
+
+def _loads(client: ParameterClient) -> list[float]:
+    costs = client.costs()
+    return [sum(costs[piece.key] for piece in shard) for shard in client.placement.shards]
+
+
+def test_a_signal_stops_all_ranks_at_one_step_and_the_run_can_go_on(ranks, tmp_path):
+    """Workers at their own pace meet only where losses are gathered: there all stop, with one checkpoint."""
+    from phalanx.errors import PreemptedError
+
+    settings = {**COMMON, **SERVERS, "server_mode": "async", "epochs": None, "checkpoint_dir": str(tmp_path / "ckpt")}
+
+    def run() -> str:
+        import os
+        import signal
+        import threading
+
+        if os.environ["RANK"] == "1":
+            threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
+        try:
+            train(str(tmp_path / "run"), max_steps=100_000, **settings)
+        except PreemptedError as error:
+            return str(error).split(":")[0]
+        return "not stopped"
+
+    first, second = ranks(run, world_size=2)
+    assert first == second
+    assert first.startswith("stopped by SIGTERM after step")
+    step = int(first.split()[-1])
+    assert step % COMMON["log_every_n_steps"] == 0
+    resumed = {**settings, "max_steps": step + 2, "resume_from_checkpoint": True}
+    ranks(lambda: train(str(tmp_path / "again"), **resumed), world_size=2)
+    assert (tmp_path / "ckpt" / f"step-{step + 2:08d}").exists()

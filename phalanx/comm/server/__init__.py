@@ -8,7 +8,7 @@ from __future__ import annotations
 from phalanx.comm.server.client import ParameterClient
 from phalanx.comm.server.frames import ServerError
 from phalanx.comm.server.placement import Piece, Placement, rebalance, spread
-from phalanx.comm.server.plan import move, plan_placement
+from phalanx.comm.server.plan import better_placement, move, plan_placement
 from phalanx.comm.server.process import ShardProcess, listen, serve
 from phalanx.comm.server.rules import Rules, ShardSpec
 from phalanx.comm.server.saved import StateSlots
@@ -24,6 +24,7 @@ __all__ = [
     "ShardProcess",
     "ShardSpec",
     "StateSlots",
+    "better_placement",
     "listen",
     "move",
     "plan_placement",

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from phalanx.comm.courier import Courier
-from phalanx.comm.server.bundle import VALUE, Bundle
+from phalanx.comm.server.bundle import Bundle
 from phalanx.comm.server.frames import Head, Kind, bytes_of, receive_into
+from phalanx.comm.server.joining import join_pieces, split_pieces
 from phalanx.comm.server.link import Link
 from phalanx.comm.server.memory import ShardMemory, dtype_of
 from phalanx.comm.server.parts import Part, cut_gradient
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from phalanx.comm.server.placement import Piece, Placement
 
@@ -49,7 +51,6 @@ class ParameterClient:
     ) -> None:
         self.worker = worker
         self.courier = Courier("phalanx-parameter-client")
-        self._placement = placement
         self._bucket_bytes = bucket_bytes
         self._links = [
             Link(address, token, placement.digest(shard), worker, patience, timeout)
@@ -57,17 +58,47 @@ class ParameterClient:
         ]
         self.seq = max(link.start for link in self._links) + 1
         """The number of the step under way."""
-        self._homes: dict[str, list[tuple[int, int, Piece]]] = defaultdict(list)
-        for shard, pieces in enumerate(placement.shards):
-            for index, piece in enumerate(pieces):
-                self._homes[piece.name].append((shard, index, piece))
-        self._staging = [ShardMemory(pieces) for pieces in placement.shards]
         self._rows: list[tuple[int, int, torch.Tensor, torch.Tensor]] = []
         self._pending: list[list[Part]] = [[] for _ in addresses]
         self._parameters: dict[str, torch.Tensor] = {}
         self._arriving = False
         self.pushed: set[str] = set()
         """Names whose gradients of the step under way have gone out."""
+        self.adopt(placement)
+
+    def adopt(self, placement: Placement) -> None:
+        """Go by another placement, which the shards have taken on (see `relocate`)."""
+        self.placement = placement
+        self._homes: dict[str, list[tuple[int, int, Piece]]] = defaultdict(list)
+        for shard, pieces in enumerate(placement.shards):
+            self._links[shard].expect(placement.digest(shard))
+            for index, piece in enumerate(pieces):
+                self._homes[piece.name].append((shard, index, piece))
+        self._staging = [ShardMemory(pieces) for pieces in placement.shards]
+
+    def relocate(self, placement: Placement) -> None:
+        """Let the shards exchange pieces until they hold what a placement says.
+
+        One worker does this while no other has a step under way; the others `adopt` the placement afterwards.
+        """
+        state = self.fetch()
+
+        def replace_all() -> None:
+            for link, pieces in zip(self._links, placement.shards, strict=True):
+                link.ask(Kind.REPLACE, self.seq, {"pieces": [asdict(piece) for piece in pieces]}, _meta)
+
+        self._now(replace_all)
+        self.adopt(placement)
+        self.load(state)
+
+    def costs(self) -> dict[tuple[str, int], float]:
+        """Return the bytes that each piece has moved, in and out, since the shards took on their placement."""
+        found = self._now(lambda: self._ask_all(Kind.COSTS, self.seq, {}, _meta))
+        return {
+            piece.key: moved
+            for pieces, answer in zip(self.placement.shards, found, strict=True)
+            for piece, moved in zip(pieces, answer["moved"], strict=True)
+        }
 
     def bind(self, parameters: Mapping[str, torch.Tensor]) -> None:
         """Name the tensors that pulled values are written into."""
@@ -98,8 +129,14 @@ class ParameterClient:
     def norm(self) -> float:
         """Return the norm of the mean gradient over all workers; everyone must ask, after pushing all."""
         self._flush_all()
-        squares = self.courier.submit(lambda: self._ask_all(Kind.NORM, self.seq, {}, _meta))
-        return math.sqrt(math.fsum(found["square"] for found in squares.wait()))
+        squares = self._now(lambda: self._ask_all(Kind.NORM, self.seq, {}, _meta))
+        return math.sqrt(math.fsum(found["square"] for found in squares))
+
+    def _now(self, job: Callable[[], Any]) -> Any:
+        """Have something done by the courier, after all that it has in hand, and wait for it."""
+        future = self.courier.submit(job)
+        self.courier.drain()
+        return future.wait()
 
     def commit(self, *, factor: float | None = 1.0, groups: list[dict[str, Any]] | None = None) -> None:
         """Hand the step over: the mean gradient times `factor`, or nothing at all where it is None.
@@ -129,7 +166,7 @@ class ParameterClient:
     @torch.no_grad()
     def _place(self) -> None:
         targets, values = [], []
-        for shard, pieces in enumerate(self._placement.shards):
+        for shard, pieces in enumerate(self.placement.shards):
             for piece, view in zip(pieces, self._staging[shard].views, strict=True):
                 if not piece.lazy:
                     targets.append(self._part_of(piece))
@@ -137,7 +174,7 @@ class ParameterClient:
         if targets:
             torch._foreach_copy_(targets, values)
         for shard, index, rows, changed in self._rows:
-            target = self._part_of(self._placement.shards[shard][index])
+            target = self._part_of(self.placement.shards[shard][index])
             target.index_copy_(0, rows.to(target.device), changed.to(target.device))
         self._rows = []
 
@@ -171,7 +208,7 @@ class ParameterClient:
 
     def _reader(self, shard: int) -> Any:
         """Return what reads values of a shard: whole pieces into their place, rows beside."""
-        staging, pieces = self._staging[shard], self._placement.shards[shard]
+        staging, pieces = self._staging[shard], self.placement.shards[shard]
 
         def read(connection: socket.socket, head: Head) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
             receive_into(connection, bytes_of(staging.dense))
@@ -188,22 +225,22 @@ class ParameterClient:
 
     def fetch(self) -> dict[str, dict[str, Any]]:
         """Return, by parameter, the optimizer's states (and the values, under "="), put together from all shards."""
-        bundles: list[Bundle] = self.courier.submit(lambda: self._ask_all(Kind.FETCH, self.seq, {}, _bundle)).wait()
-        return join_pieces(self._placement, bundles)
+        bundles: list[Bundle] = self._now(lambda: self._ask_all(Kind.FETCH, self.seq, {}, _bundle))
+        return join_pieces(self.placement, bundles)
 
     def load(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         """Replace values and optimizer states on all shards by what `fetch` returned, or something like it."""
-        bundles = split_pieces(self._placement, state)
+        bundles = split_pieces(self.placement, state)
 
         def send_all() -> None:
             for link, bundle in zip(self._links, bundles, strict=True):
                 link.ask(Kind.LOAD, self.seq, bundle.describe(), _meta, bundle.buffers())
 
-        self.courier.submit(send_all).wait()
+        self._now(send_all)
 
     def stats(self) -> list[dict[str, Any]]:
         """Return every shard's figures (see `Tally`), with the updates that this worker knows to be lost."""
-        found = self.courier.submit(lambda: self._ask_all(Kind.STATS, self.seq, {}, _meta)).wait()
+        found = self._now(lambda: self._ask_all(Kind.STATS, self.seq, {}, _meta))
         return [{**stats, "lost": link.lost_updates} for stats, link in zip(found, self._links, strict=True)]
 
     @property
@@ -236,39 +273,3 @@ def _send_parts(link: Link, seq: int, parts: list[Part]) -> None:
         part.arrive()
     meta = {"parts": [[part.index, part.count, part.sparse] for part in parts]}
     link.push(seq, meta, [view for part in parts for view in part.buffers()], parts)
-
-
-def join_pieces(placement: Placement, bundles: Sequence[Bundle]) -> dict[str, dict[str, Any]]:
-    """Put the rows of each parameter together again; what has no rows (a count of steps) is that of the first piece."""
-    rows: dict[str, dict[str, list[tuple[int, torch.Tensor]]]] = defaultdict(lambda: defaultdict(list))
-    joined: dict[str, dict[str, Any]] = defaultdict(dict)
-    for pieces, bundle in zip(placement.shards, bundles, strict=True):
-        for (index, key), value in {**bundle.tensors, **bundle.plain}.items():
-            piece = pieces[index]
-            if isinstance(value, torch.Tensor) and tuple(value.shape) == piece.shape and piece.shape:
-                rows[piece.name][key].append((piece.start, value))
-            elif piece.start == 0:
-                joined[piece.name][key] = value
-    for name, keys in rows.items():
-        for key, parts in keys.items():
-            ordered = [value for _, value in sorted(parts, key=lambda part: part[0])]
-            joined[name][key] = ordered[0] if len(ordered) == 1 else torch.cat(ordered)
-    return dict(joined)
-
-
-def split_pieces(placement: Placement, state: Mapping[str, Mapping[str, Any]]) -> list[Bundle]:
-    """Cut each parameter's values and states into pieces, by shard: what `join_pieces` does, backwards."""
-    bundles = []
-    for pieces in placement.shards:
-        bundle = Bundle()
-        for index, piece in enumerate(pieces):
-            whole = state[piece.name][VALUE].shape
-            for key, value in state[piece.name].items():
-                if not isinstance(value, torch.Tensor):
-                    bundle.plain[index, key] = value
-                elif value.shape == whole and piece.shape:
-                    bundle.tensors[index, key] = value.detach()[piece.start : piece.stop].cpu().contiguous()
-                else:
-                    bundle.tensors[index, key] = value.detach().cpu().contiguous()
-        bundles.append(bundle)
-    return bundles

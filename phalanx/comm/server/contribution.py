@@ -51,17 +51,17 @@ class Merged:
 
     def square(self) -> float:
         """Return the squared norm of the mean, added up in double precision."""
-        values = [
-            gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in self.gradients.values()
-        ]
+        values = [gradient.values() if gradient.is_sparse else gradient for gradient in self.gradients.values()]
         norms = [float(torch.linalg.vector_norm(value, dtype=torch.float64)) for value in values if value.numel()]
         return math.fsum(norm * norm for norm in norms) / self.count**2
 
     def scale(self, factor: float) -> None:
         """Turn the sum into the mean times a factor."""
-        if factor != self.count:
-            for gradient in self.gradients.values():
-                gradient.mul_(factor / self.count)
+        if factor == self.count:
+            return
+        for gradient in self.gradients.values():
+            # By its values: torch forgets that a sparse tensor is coalesced when it is multiplied as a whole.
+            (gradient.values() if gradient.is_sparse else gradient).mul_(factor / self.count)
 
 
 def merge(parts: Sequence[Contribution], pieces: Sequence[Piece]) -> Merged:

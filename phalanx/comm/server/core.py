@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from phalanx.comm.server.bundle import Bundle
 from phalanx.comm.server.contribution import Contribution, Merged, merge
 from phalanx.comm.server.frames import ServerError
+from phalanx.comm.server.placement import piece_from
 from phalanx.comm.server.roster import Roster
 from phalanx.comm.server.state import ShardState
 from phalanx.comm.server.tally import Tally
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
+    from phalanx.comm.server.placement import Piece
     from phalanx.comm.server.rules import ShardSpec
 
 _SAVING_SHARE = 20
@@ -42,6 +45,8 @@ class ShardCore:
         self._vault = spec.vault
         self._saved_at = time.monotonic()
         self._save_cost = 0.0
+        self.moved = [0] * len(self.pieces)
+        """Bytes of each piece that workers have sent and received."""
         self._restore()
 
     @property
@@ -118,9 +123,13 @@ class ShardCore:
             rows = state.changed_rows(self._seen.get(worker, 0))
             self._seen[worker] = state.version
             bundle = Bundle({(-1, "dense"): state.memory.dense if self.together else state.memory.dense.clone()})
-            for index, changed in rows.items():
-                bundle.tensors[index, "rows"] = changed
-                bundle.tensors[index, "values"] = state.parameters[index].detach()[changed]
+            for index, piece in enumerate(self.pieces):
+                if index in rows:
+                    bundle.tensors[index, "rows"] = rows[index]
+                    bundle.tensors[index, "values"] = state.parameters[index].detach()[rows[index]]
+                    self.moved[index] += bundle.tensors[index, "values"].nbytes
+                else:
+                    self.moved[index] += piece.nbytes
             meta = {"clock": self.clock, "rows": [[index, len(changed)] for index, changed in rows.items()]}
         return meta, bundle, bundle.buffers()
 
@@ -135,6 +144,18 @@ class ShardCore:
         with self._changed:
             self._state.load(bundle)
             self._save()
+
+    def replace(self, pieces: Sequence[Piece]) -> None:
+        """Hold other pieces from now on; their values and states are loaded next."""
+        with self._changed:
+            self._hold(pieces)
+
+    def _hold(self, pieces: Sequence[Piece]) -> None:
+        self.pieces = tuple(pieces)
+        self._state = ShardState(self.pieces, self.spec.optimizer)
+        self._contributions.clear()
+        self._seen.clear()
+        self.moved = [0] * len(self.pieces)
 
     def close(self) -> None:
         """Wake everyone who waits: the shard ends."""
@@ -211,7 +232,9 @@ class ShardCore:
         if self._vault is None:
             return
         begin = time.monotonic()
-        self._vault.save({"clock": self.clock, "roster": self._roster.to_dict()}, self._state.bundle())
+        pieces = [asdict(piece) for piece in self.pieces]
+        meta = {"clock": self.clock, "roster": self._roster.to_dict(), "pieces": pieces}
+        self._vault.save(meta, self._state.bundle())
         self._saved_at = time.monotonic()
         self._save_cost = self._saved_at - begin
         self.tally.saves += 1
@@ -220,6 +243,7 @@ class ShardCore:
         found = None if self._vault is None else self._vault.load()
         if found is not None:
             meta, bundle = found
+            self._hold([piece_from(piece) for piece in meta["pieces"]])
             self._state.load(bundle)
             self.clock = meta["clock"]
             self._roster = Roster.restored(meta["roster"], self._rules.rejoin_seconds)

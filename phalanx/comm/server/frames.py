@@ -45,6 +45,8 @@ class Kind(IntEnum):
     FETCH = 6
     LOAD = 7
     STATS = 8
+    REPLACE = 9
+    COSTS = 10
     REPLY = 20
     ERROR = 21
 

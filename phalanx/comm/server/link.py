@@ -38,13 +38,17 @@ class Link:
         self.clock = 0
         self.start = 0
         self._token = token
-        self._hello = {"worker": worker, "placement": placement, "passed": None}
+        self._hello: dict[str, Any] = {"worker": worker, "placement": placement, "passed": None}
         self._patience = patience
         self._timeout = timeout
         self._abandoned = False
         self._pushed: list[tuple[int, dict[str, Any], Sequence[memoryview], Any]] = []
         self._socket: socket.socket | None = None
         self._connect_patiently(None)
+
+    def expect(self, placement: str) -> None:
+        """Note the mark of the placement that the shard is to have when this link says hello again."""
+        self._hello["placement"] = placement
 
     def push(self, seq: int, meta: dict[str, Any], buffers: Sequence[memoryview], alive: Any) -> None:
         """Send gradients; `alive` holds their memory until the step is acknowledged, in case they must go again."""

@@ -10,7 +10,7 @@ import itertools
 import json
 import math
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from phalanx.errors import UsageError
 
@@ -65,8 +65,18 @@ class Placement:
 
     def digest(self, shard: int) -> str:
         """Return a mark by which a worker and a shard can tell that they mean the same pieces in the same order."""
-        text = json.dumps([asdict(piece) for piece in self.shards[shard]], sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        return digest_of(self.shards[shard])
+
+
+def digest_of(pieces: Sequence[Piece]) -> str:
+    """Return a mark of these pieces in this order."""
+    text = json.dumps([asdict(piece) for piece in pieces], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def piece_from(data: Mapping[str, Any]) -> Piece:
+    """Rebuild a piece from plain data, as JSON brings it."""
+    return Piece(**{**data, "shape": tuple(data["shape"])})
 
 
 def spread(

@@ -26,6 +26,7 @@ from phalanx.comm.server.frames import (
 )
 from phalanx.comm.server.handshake import greet
 from phalanx.comm.server.memory import dtype_of
+from phalanx.comm.server.placement import digest_of, piece_from
 
 if TYPE_CHECKING:
     from phalanx.comm.server.rules import ShardSpec
@@ -93,7 +94,7 @@ class ServerShard:
     def _welcome(self, connection: socket.socket, number: int) -> int:
         head = receive(connection)
         self._count(head)
-        expected = self._spec.placement.digest(self._spec.number)
+        expected = digest_of(self.core.pieces)
         if head.kind is not Kind.HELLO or head.meta.get("placement") != expected:
             message = "this worker has another model, optimizer or number of shards than the server"
             send(connection, Kind.ERROR, head.seq, {"message": message})
@@ -126,6 +127,11 @@ class ServerShard:
                     self._reply(connection, head, {"clock": core.clock})
                 case Kind.STATS:
                     self._reply(connection, head, core.tally.to_dict())
+                case Kind.REPLACE:
+                    core.replace([piece_from(piece) for piece in head.meta["pieces"]])
+                    self._reply(connection, head, {"clock": core.clock})
+                case Kind.COSTS:
+                    self._reply(connection, head, {"moved": core.moved})
                 case _:
                     raise ServerError(f"{head.kind.name} is no request")
         except (ServerError, RuntimeError, KeyError, ValueError, TypeError, IndexError) as error:
@@ -141,6 +147,7 @@ class ServerShard:
             piece = pieces[index]
             if count < 0:
                 left = _take(connection, part.memory.bytes_of_piece(index), left)
+                self.core.moved[index] += piece.nbytes
                 part.dense.add(index)
                 part.rows.pop(index, None)
                 continue
@@ -149,6 +156,7 @@ class ServerShard:
             rows = torch.empty(count, dtype=torch.int64)
             values = torch.empty((count, *piece.shape[1:]), dtype=dtype_of(piece.dtype))
             left = _take(connection, bytes_of(values), _take(connection, bytes_of(rows), left))
+            self.core.moved[index] += values.nbytes
             if count and not 0 <= int(rows.min()) <= int(rows.max()) < piece.shape[0]:
                 raise ServerError(f"rows of {piece.name} were pushed that it does not have here")
             part.rows[index] = Rows(rows, values, bool(sparse))
