@@ -11,11 +11,14 @@ from phalanx import DistributedConfig
 from phalanx.comm.server.bundle import Bundle
 from phalanx.comm.server.contribution import Contribution, Rows, merge
 from phalanx.comm.server.frames import ServerError
+from phalanx.comm.server.optimizers import pattern_of, rebuild
 from phalanx.comm.server.parts import cut_gradient
 from phalanx.comm.server.placement import Piece
 from phalanx.comm.server.roster import Roster
 from phalanx.comm.server.saved import StateFile, StateSlots
 from phalanx.errors import ConfigError
+from phalanx.observe.events import ServersReported
+from phalanx.observe.words import servers_lines
 
 TABLE = Piece("table", (6, 2), "float32", 4)
 
@@ -144,3 +147,33 @@ def test_the_mode_follows_from_staleness():
     assert config.resolved_server_mode == "sync"
     assert config.replace(staleness=0).resolved_server_mode == "bounded"
     assert config.replace(server_mode="async").resolved_server_mode == "async"
+
+
+def test_the_report_says_staleness_load_and_throughput():
+    shard = {"bytes_in": 2_000_000, "bytes_out": 1_000, "requests": 1234, "busy": 0.05}
+    event = ServersReported("bounded", 92, 156.0, 0.9, 3, 2, 5, 2.0, 0.5, [shard])
+    assert servers_lines(event) == [
+        "parameter server: bounded · 92 updates, 156/s · staleness 0.9 updates, at most 3 · at most 2 steps ahead · "
+        "5 updates lost when a shard came back",
+        "  shard 0: 2.0 MB in, 1.0 kB out, 1,234 requests, 5% busy",
+        "  messages of the main rank: 2.0 s, of which it waited 0.5 s",
+    ]
+
+
+def test_an_optimizer_is_rebuilt_whatever_its_constructor_takes():
+    class Own(torch.optim.SGD):
+        def __init__(self, parameters, *, secret):
+            super().__init__(parameters, lr=torch.tensor(0.5), momentum=0.9)
+            self.secret = secret
+
+    weight = torch.nn.Parameter(torch.zeros(6, 2))
+    optimizer = Own([weight], secret=3)
+    torch.optim.lr_scheduler.ConstantLR(optimizer)  # it binds a step of its own to the instance
+    made = rebuild(pattern_of(optimizer), [TABLE], [torch.nn.Parameter(torch.ones(6, 2))])
+    assert made.secret == 3
+    (group,) = made.param_groups
+    assert group["lr"] == pytest.approx(0.5 / 3)
+    group["params"][0].grad = torch.ones(6, 2)
+    made.step()
+    assert torch.allclose(group["params"][0], torch.full((6, 2), 1 - 0.5 / 3))
+    assert torch.equal(weight, torch.zeros(6, 2))

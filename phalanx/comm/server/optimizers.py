@@ -27,6 +27,7 @@ _BY_ELEMENT = (
     torch.optim.SparseAdam,
 )
 """What these do to an element depends on that element alone, so a parameter may be cut between its rows."""
+_GRAPH_CHECKS = ("_cuda_graph_capture_health_check", "_accelerator_graph_capture_health_check")
 _BOUND_TO_THE_ORIGINAL = ("step", "zero_grad")
 """Schedulers and the loop put these on an instance; they would step the worker's optimizer."""
 
@@ -43,21 +44,36 @@ def leaves_untouched_rows(optimizer: torch.optim.Optimizer, group: dict[str, Any
     return type(optimizer) is torch.optim.SGD and not group["momentum"] and not group["weight_decay"]
 
 
-def rebuild(
-    optimizer: torch.optim.Optimizer, pieces: Sequence[Piece], parameters: Sequence[torch.Tensor]
-) -> torch.optim.Optimizer:
-    """Return an optimizer like this one over the parameters of a shard, with an empty state.
+def pattern_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return an optimizer of the same class and settings without parameters, that a shard can make its own from.
 
-    Not by its constructor, whose arguments only its author knows. Groups that have no piece here are left out.
+    Not by its constructor, whose arguments only its author knows.
     """
-    made: torch.optim.Optimizer = object.__new__(type(optimizer))
-    made.__dict__.update({k: v for k, v in optimizer.__dict__.items() if k not in _BOUND_TO_THE_ORIGINAL})
+    pattern: torch.optim.Optimizer = object.__new__(type(optimizer))
+    pattern.__dict__.update({k: v for k, v in optimizer.__dict__.items() if k not in _BOUND_TO_THE_ORIGINAL})
+    pattern.state = defaultdict(dict)
+    pattern.param_groups = [{**plain_settings(group), "params": []} for group in optimizer.param_groups]
+    for check in _GRAPH_CHECKS:
+        pattern.__dict__[check] = _no_graph_to_check
+    return pattern
+
+
+def rebuild(
+    pattern: torch.optim.Optimizer, pieces: Sequence[Piece], parameters: Sequence[torch.Tensor]
+) -> torch.optim.Optimizer:
+    """Return an optimizer after a pattern over the parameters of a shard; groups without a piece here are left out."""
+    made: torch.optim.Optimizer = object.__new__(type(pattern))
+    made.__dict__.update(pattern.__dict__)
     made.state = defaultdict(dict)
     made.param_groups = []
     for number in groups_of(pieces):
         own = [p for piece, p in zip(pieces, parameters, strict=True) if piece.group == number]
-        made.param_groups.append({**plain_settings(optimizer.param_groups[number]), "params": own})
+        made.param_groups.append({**pattern.param_groups[number], "params": own})
     return made
+
+
+def _no_graph_to_check() -> None:
+    """Stand in for torch's look at CUDA graphs before each step: a forked shard has no CUDA to look at."""
 
 
 def groups_of(pieces: Sequence[Piece]) -> list[int]:

@@ -16,6 +16,7 @@ import signal
 import socket
 import sys
 import threading
+import warnings
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
@@ -56,7 +57,10 @@ class ShardProcess:
     def _fork(self) -> int:
         sys.stdout.flush()
         sys.stderr.flush()
-        pid = os.fork()
+        with warnings.catch_warnings():
+            # Of locks that other threads hold: the child uses none of theirs (see `_be_shard`).
+            warnings.filterwarnings("ignore", message=".*multi-threaded.*fork", category=DeprecationWarning)
+            pid = os.fork()
         if pid == 0:
             _be_shard(self._spec, self._listener, self._child_end)
         return pid

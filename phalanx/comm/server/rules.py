@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from phalanx.comm.server.optimizers import pattern_of
 from phalanx.comm.server.saved import StateFile, StateSlots
 
 if TYPE_CHECKING:
@@ -43,11 +44,15 @@ class ShardSpec:
     number: int
     placement: Placement
     optimizer: torch.optim.Optimizer
-    """The workers' optimizer: its class and settings are taken, not its parameters."""
+    """The workers' optimizer: its class and settings are taken, its parameters are let go."""
     rules: Rules
     token: str
     slots: StateSlots | None = None
     """A place for the state that lasts as long as the process that starts the shard, and leaves nothing behind."""
+
+    def __post_init__(self) -> None:
+        # Here, in the worker's process: a rate that lies on a GPU cannot be read in a forked child.
+        object.__setattr__(self, "optimizer", pattern_of(self.optimizer))
 
     @property
     def vault(self) -> StateFile | StateSlots | None:
