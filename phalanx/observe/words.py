@@ -12,6 +12,7 @@ if TYPE_CHECKING:
         MetricsReported,
         RunEnded,
         RunStarted,
+        ServersReported,
         StepDone,
     )
 
@@ -86,6 +87,22 @@ def membership_line(event: Membership) -> str:
     """Say why the ranks were started again."""
     ranks = "1 rank" if event.world_size == 1 else f"{event.world_size} ranks"
     return f"attempt {event.attempt} with {ranks}: {event.reason}"
+
+
+def servers_lines(event: ServersReported) -> list[str]:
+    """Say how fresh the gradients were, how fast steps were taken, and what each shard bore."""
+    parts = [f"parameter server: {event.mode}", f"{event.updates:,} updates, {rate(event.updates_per_second)}/s"]
+    if event.mode != "sync":
+        parts.append(f"staleness {event.staleness_mean:.1f} updates, at most {event.staleness_max}")
+        parts.append(f"at most {event.ahead_max} steps ahead")
+    if event.lost:
+        parts.append(f"{event.lost} updates lost when a shard came back")
+    lines = [" · ".join(parts)]
+    for number, shard in enumerate(event.shards):
+        traffic = f"{size(shard['bytes_in'])} in, {size(shard['bytes_out'])} out"
+        lines.append(f"  shard {number}: {traffic}, {shard['requests']:,} requests, {shard['busy']:.0%} busy")
+    hidden = f"{duration(event.exchange_seconds)}, of which it waited {duration(event.waited_seconds)}"
+    return [*lines, f"  messages of the main rank: {hidden}"]
 
 
 def summary_title(end: RunEnded) -> str:

@@ -94,4 +94,11 @@ CATALOG = (
         "the model is a mixture of experts that does not fit, or whose experts are many",
         "ddp, fsdp (the rest of the model is sharded over the same ranks)",
     ),
+    Entry(
+        "parameter-server",
+        "--strategy parameter-server [--num-servers N] [--server-mode sync|async|bounded] [--staleness S]",
+        "processes of their own hold the parameters and step; ranks push gradients and pull values",
+        "ranks differ in speed (bounded, async), or a few rows of large embeddings change in each step",
+        "accumulation, clipping, bf16, compile, lora; no other axis, no zero",
+    ),
 )
