@@ -23,6 +23,8 @@ from report import describe, environment, ratio, table, write_json
 from workloads import WORKLOADS, Workload
 
 _MODELS = {"cpu": ["mlp", "gpt"], "cuda": ["mlp", "gpt", "gpt2"]}
+_APART = ("phalanx-fsdp", "raw-fsdp", "phalanx-ring", "raw-on-phalanx")
+"""Who is measured only where --only says so, or by distributed_benchmarks.py."""
 _HEAVY = ["raw", "phalanx", "accelerate", "lightning"]
 """Who trains the big model unless --only says otherwise: the device's time is dear."""
 
@@ -57,7 +59,7 @@ def _parse() -> argparse.Namespace:
 
 
 def _chosen(options: argparse.Namespace, model: str) -> list[str]:
-    names = options.only or (_HEAVY if model.startswith("gpt2") else [n for n in CONTESTANTS if "fsdp" not in n])
+    names = options.only or (_HEAVY if model.startswith("gpt2") else [n for n in CONTESTANTS if n not in _APART])
     if options.ranks > 1:  # there raw is in DDP already
         names = [name for name in names if name not in ("raw-ddp", "raw-fsdp")]
     return ["raw", *(name for name in names if name != "raw")]

@@ -36,6 +36,10 @@ WORKLOADS = {
     "mlp": Workload(batch_size=32, warmup=50, steps=300),
     # A step of some 250 ms on one CPU core: what is left of the overhead in honest work.
     "gpt": Workload(batch_size=8, warmup=3, steps=15, time=128, model_options={"layers": 4, "width": 256, "heads": 4}),
+    # The same with a smaller batch: gradients travel as often for half the work.
+    "gpt-small": Workload(
+        batch_size=4, warmup=3, steps=15, time=128, model_options={"layers": 4, "width": 256, "heads": 4}
+    ),
     # GPT-2's 124 million parameters as they are trained: compiled, bf16. For GPUs.
     "gpt2": Workload(batch_size=32, warmup=15, steps=60, time=1024, bf16=True, compile=True),
     # Its largest sister, 1558 million parameters.

@@ -26,6 +26,8 @@ CONTESTANTS = {
     "raw-ddp": Contestant("raw loop, DDP of one rank", "contestants.raw", ("torch",), "run_in_ddp"),
     "raw-fsdp": Contestant("raw loop, fully_shard of one rank", "contestants.raw", ("torch",), "run_in_fsdp"),
     "phalanx": Contestant("Phalanx", "contestants.phalanx_trainer", ("phalanx",)),
+    "raw-on-phalanx": Contestant("raw loop, DDP on our backend", "contestants.raw", ("torch",), "run_on_our_backend"),
+    "phalanx-ring": Contestant("Phalanx, ring", "contestants.phalanx_trainer", ("phalanx",), "run_ring"),
     "phalanx-fsdp": Contestant("Phalanx, fsdp", "contestants.phalanx_trainer", ("phalanx",), "run_fsdp"),
     "accelerate": Contestant("Accelerate", "contestants.accelerate_loop", ("accelerate",)),
     "fabric": Contestant("Lightning Fabric", "contestants.fabric_loop", ("lightning", "lightning_fabric")),

@@ -23,6 +23,11 @@ def run_fsdp(task: Task) -> None:
     _train(task, strategy="fsdp")
 
 
+def run_ring(task: Task) -> None:
+    """Train the same with gradients that our own hands average."""
+    _train(task, strategy="ring")
+
+
 def _train(task: Task, strategy: str) -> None:
     workload = task.workload
     trainer = PyTorchDDPTrainer(

