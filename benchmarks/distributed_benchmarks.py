@@ -5,17 +5,16 @@
     python benchmarks/distributed_benchmarks.py training --rounds 5
 
 communication: all-reduce of float32, each algorithm after the other in the same processes; gloo's time over each. "shm"
-is a tensor that lives in shared memory, "shm-copy" one that does not, "ring" our ring on point-to-point messages, "copy"
-what copying the tensor takes every rank: no all-reduce of memory can be much faster.
+is a tensor that lives in shared memory, "shm-copy" one that does not, "ring" our ring on point-to-point messages, and
+"copy" what copying the tensor takes every rank: no all-reduce of memory can be much faster.
 
-training: steps of a tiny perceptron and of a small GPT on two ranks: a plain loop in torch's DDP on gloo, the same loop on
-one rank alone, Phalanx's ddp, its ring, and torch's DDP on our backend.
+training: steps of a tiny perceptron and of a small GPT on two ranks: a plain loop in torch's DDP on gloo, Phalanx's ddp,
+its ring, and torch's DDP on our backend.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -30,7 +29,6 @@ from phalanx.trainers.bench_comm import run_bench
 
 ALGORITHMS = ("gloo", "shm", "shm-copy", "ring", "copy")
 IN_TRAINING = ("raw", "phalanx", "phalanx-ring", "raw-on-phalanx")
-ALONE = "raw-alone"
 
 
 def main() -> None:
@@ -71,15 +69,7 @@ def _communication(ranks: int, options: argparse.Namespace) -> list[dict[str, An
 def _ratios(rows: list[dict[str, Any]], ranks: int) -> str:
     times = {(row["algo"], row["size_bytes"]): row["time_us"] for row in rows}
     sizes = list(dict.fromkeys(row["size_bytes"] for row in rows))
-    header = [
-        "size",
-        "gloo us",
-        *(f"{algo} us" for algo in ALGORITHMS[1:]),
-        "shm x",
-        "shm-copy x",
-        "ring x",
-        "shm/copy",
-    ]
+    header = ["size", *(f"{algo} us" for algo in ALGORITHMS), "shm x", "shm-copy x", "ring x", "shm/copy"]
     lines = []
     for size in sizes:
         row = [_size(size), *(f"{times[algo, size]:.1f}" for algo in ALGORITHMS)]
@@ -93,11 +83,10 @@ def _size(nbytes: int) -> str:
 
 
 def _training(model: str, rounds: int) -> dict[str, list[float]]:
-    found: dict[str, list[float]] = {name: [] for name in (*IN_TRAINING, ALONE)}
+    found: dict[str, list[float]] = {name: [] for name in IN_TRAINING}
     for number in range(1, rounds + 1):
         for name, values in found.items():
-            contestant, ranks = ("raw", 1) if name == ALONE else (name, 2)
-            values.append(measure(contestant, model, device="cpu", ranks=ranks, steps=0))
+            values.append(measure(name, model, device="cpu", ranks=2, steps=0))
             print(f"{model} round {number}/{rounds} {name}: {values[-1]:.3f} ms", flush=True)
     return found
 
@@ -106,9 +95,10 @@ def _steps(model: str, rounds: dict[str, list[float]]) -> str:
     header = ["contestant", "median ms", "min ms", "x DDP's step", "x DDP's steps/s"]
     rows = []
     for name, values in rounds.items():
-        title = "raw loop, one rank alone" if name == ALONE else CONTESTANTS[name].title
         times = ratio(values, rounds["raw"])
-        rows.append([title, f"{median(values):.2f}", f"{min(values):.2f}", f"{times:.2f}", f"{1 / times:.2f}"])
+        rows.append(
+            [CONTESTANTS[name].title, f"{median(values):.2f}", f"{min(values):.2f}", f"{times:.2f}", f"{1 / times:.2f}"]
+        )
     return table(f"{model}: 2 ranks, {len(rounds['raw'])} rounds", header, rows)
 
 

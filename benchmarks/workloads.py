@@ -102,7 +102,9 @@ def build_task(name: str, *, device: str, world_size: int, steps: int | None = N
     torch.manual_seed(0)
     clock = StepClock(workload.warmup, steps or workload.steps)
     options = {"block_size": workload.time, **(workload.model_options or {})}
-    model = MlpWithLoss() if name == "mlp" else GptWithLoss("debug" if name == "gpt" else name, **options)
+    model = (
+        MlpWithLoss() if name == "mlp" else GptWithLoss("debug" if name in ("gpt", "gpt-small") else name, **options)
+    )
     # Two steps more than needed: a loop that looks one batch ahead must not meet the end of the epoch.
     samples = workload.batch_size * world_size * (clock.total_steps + 2)
     return Task(workload, model, _dataset(workload, samples), clock, device, world_size)

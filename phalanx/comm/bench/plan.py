@@ -30,8 +30,8 @@ ALGORITHMS_OF = {
     "all_to_all": ("direct", "gloo", "shm", "nccl"),
 }
 """What can be measured: our algorithms first, then gloo, shared memory and nccl. All-reduce by `shm` is of a tensor
-that lies in the shared pages; by `shm-copy` it lies elsewhere, and is copied in and out. `copy` is no collective, but the floor under
-them: every rank copies its tensor to other memory of its own."""
+that lies in the shared pages; by `shm-copy` it lies elsewhere, and is copied in and out. `copy` is no
+collective, but the floor under them: every rank copies its tensor to other memory of its own."""
 
 DTYPE_BYTES = {
     "float32": 4,
