@@ -8,8 +8,8 @@ communication: all-reduce of float32, each algorithm after the other in the same
 is a tensor that lives in shared memory, "shm-copy" one that does not, "ring" our ring on point-to-point messages, and
 "copy" what copying the tensor takes every rank: no all-reduce of memory can be much faster.
 
-training: steps of a tiny perceptron and of a small GPT on two ranks: a plain loop in torch's DDP on gloo, Phalanx's ddp,
-its ring, and torch's DDP on our backend.
+training: steps of a tiny perceptron and of a small GPT on two ranks: a plain loop in torch's DDP on gloo, Phalanx's
+ddp, its ring, and torch's DDP on our backend.
 """
 
 from __future__ import annotations
