@@ -56,13 +56,13 @@ class CompressionHook:
         self._names = {id(parameter): name for name, parameter in named_parameters}
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._expected = False
 
     def take(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Hand a bucket to the courier. (Torch insists on the name `bucket`.)"""
         names = tuple(self._names[id(parameter)] for parameter in bucket.parameters())
         ours = Bucket(bucket.index(), bucket.buffer(), names, tuple(bucket.gradients()))
-        self._expect_errors()
+        if ours.index == 0:  # DDP hands buckets over in order: once a backward pass, errors are raised at its end
+            torch.autograd.Variable._execution_engine.queue_callback(self.courier.drain)
         future: torch.futures.Future[torch.Tensor]
         if self._stream is None:
             future = torch.futures.Future()
@@ -77,7 +77,7 @@ class CompressionHook:
         try:
             self.compressor.reduce(bucket, self.exchange)
         finally:
-            # DDP cannot read an error out of a Python future: it gets the bucket, and `_raise_errors` the error.
+            # DDP cannot read an error out of a Python future: it gets the bucket, and `drain` the error.
             future.set_result(bucket.flat)
 
     def _reduce_on_device(
@@ -88,16 +88,6 @@ class CompressionHook:
         with torch.cuda.stream(self._stream):
             computed.wait(self._stream)
             self._reduce(bucket, future)
-
-    def _expect_errors(self) -> None:
-        """Once a backward pass, have the courier's errors raised at its end, in the thread that called backward."""
-        if not self._expected:
-            self._expected = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._raise_errors)
-
-    def _raise_errors(self) -> None:
-        self._expected = False
-        self.courier.drain()
 
 
 # Torch compares the annotations of a hook with its own types, and with postponed evaluation they are strings.
