@@ -65,7 +65,8 @@ def ask(wire: Wire, description: str, *, always: bool = False) -> None:
     if wire.size == 1 or not (wire.checked or always):
         return
     wire.calls += 1
-    wire.tag = zlib.crc32(f"{wire.calls} {wire.peers} {description}".encode()) >> 1
+    if wire.checked:
+        wire.tag = zlib.crc32(f"{wire.calls} {wire.peers} {description}".encode()) >> 1
     wire.tally.question = Enquiry(wire, description)
     if wire.is_batched:
         wire.settle()
