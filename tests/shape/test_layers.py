@@ -121,6 +121,8 @@ def test_files_stay_small(path):
         ["--version"],
         ["train", "no-such-recipe"],
         ["verify", "no-such-model"],
+        ["bench", "comm", "--help"],
+        ["bench", "comm", "--algo", "rign"],
     ],
 )
 def test_the_command_line_imports_neither_torch_nor_numpy(words):
