@@ -18,6 +18,7 @@ VERBS = {
     "config": "show every setting, its value and where it comes from",
     "verify": "prove that a layout gives what one process gives",
     "bench": "measure collectives, links, and training under gradient compression",
+    "nccl-env": "print what NCCL should be told on a kind of cluster, and why",
     "strategies": "list how ranks can share the work, and when to choose which",
 }
 
@@ -49,7 +50,7 @@ def _dispatch(words: list[str]) -> int:
     if words[0] not in VERBS:
         print(f"phalanx: {unknown_name('command', words[0], VERBS)}", file=sys.stderr)
         return EXIT_USAGE
-    result: int = import_module(f"phalanx.cli.{words[0]}").run(words[1:])
+    result: int = import_module(f"phalanx.cli.{words[0].replace('-', '_')}").run(words[1:])
     return result
 
 

@@ -15,6 +15,7 @@ from phalanx.cli.flags import FlagParser, add_config_flags, resolve_flags
 from phalanx.config import Resolved
 from phalanx.errors import PhalanxError, UsageError
 from phalanx.launch import CallTarget, ModuleTarget, ScriptTarget, count_gpus, launch, prestart
+from phalanx.launch.nccl import nccl_environment
 from phalanx.recipes import Recipe, load_recipe, recipe_names
 from phalanx.trainers.folders import discard_unused, make_run_dir
 from phalanx.trainers.launching import launch_spec, raise_failure
@@ -180,6 +181,7 @@ def _be_the_rank(
         from phalanx.launch.target import run_target
 
         assert target is not None, "either a recipe or a script was named"
+        os.environ.update(nccl_environment(resolved.config.nccl_env, os.environ))
         os.environ.update(_rank_environment(resolved, resolved.config))
         run_target(target, sys.path)
         return 0

@@ -14,6 +14,7 @@ _OF_SHARDING = ("sharding", "shard_size", "wrap_class", "offload")
 _OF_COMPRESSORS = {"compression_ratio": ("topk", "randomk"), "powersgd_rank": ("powersgd",), "compression_warmup": ()}
 """Which compressors follow a setting; none named: all but 'none'."""
 _TAKE_COMPRESSION = ("ddp", "ring")
+_OF_SERVERS = ("num_servers", "server_mode", "staleness")
 _OTHER_AXES = ("tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel")
 
 
@@ -114,4 +115,53 @@ def _why_nothing_is_sharded(config: DistributedConfig) -> str | None:
         return "pipeline_schedule = 'zero-bubble' keeps whole stages: leave one of them out."
     if any(getattr(config, axis) > 1 for axis in _OTHER_AXES):
         return None
-    return "strategy = 'ddp' replicates: write strategy = 'fsdp'."
+    return f"strategy = {config.resolved_strategy!r} replicates: write strategy = 'fsdp'."
+
+
+def server_mistakes(
+    config: DistributedConfig, defaults: Mapping[str, Any], known: Collection[str]
+) -> Iterator[tuple[str, str]]:
+    """Yield what is wrong with the settings of parameter servers, and what cannot stand beside them."""
+    if config.resolved_strategy != "parameter-server":
+        for name in _OF_SERVERS:
+            if name not in known and getattr(config, name) != defaults[name]:
+                yield (
+                    name,
+                    f"{name} = {getattr(config, name)!r} without parameter servers: write strategy = "
+                    f"'parameter-server', or leave {name} out.",
+                )
+        return
+    for axis in (*_OTHER_AXES, "zero_stage"):
+        if axis not in known and getattr(config, axis) != defaults[axis]:
+            yield (
+                axis,
+                f"{axis} = {getattr(config, axis)!r} does not go with strategy = 'parameter-server', whose shards hold "
+                "whole parameters for ranks that each run the whole model: leave one of them out.",
+            )
+    yield from _pace_mistakes(config, known)
+
+
+def _pace_mistakes(config: DistributedConfig, known: Collection[str]) -> Iterator[tuple[str, str]]:
+    """Check what says how far workers may run apart."""
+    mode = config.server_mode
+    if mode in ("sync", "async") and config.staleness is not None and "staleness" not in known:
+        meaning = "all workers step together" if mode == "sync" else "no worker waits for another"
+        yield (
+            "staleness",
+            f"staleness = {config.staleness} with server_mode = {mode!r}, in which {meaning}: write server_mode = "
+            "'bounded', or leave staleness out.",
+        )
+    if mode == "bounded" and config.staleness is None:
+        yield "server_mode", "server_mode = 'bounded' needs its bound: write staleness = 2, say."
+    if config.mixed_precision == "fp16":
+        yield (
+            "mixed_precision",
+            "mixed_precision = 'fp16' needs loss scaling, which parameter servers have not: write 'bf16', or leave it "
+            "out.",
+        )
+    if config.loss_weighting == "tokens" and config.resolved_server_mode != "sync":
+        yield (
+            "loss_weighting",
+            f"loss_weighting = 'tokens' makes all ranks meet in every step, which server_mode = "
+            f"{config.resolved_server_mode!r} is there to avoid: write 'samples', or server_mode = 'sync'.",
+        )

@@ -7,10 +7,10 @@ import numbers
 import os
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from phalanx.config import deepspeed
-from phalanx.config.beside import compression_mistakes, pipeline_mistakes, sharding_mistakes
+from phalanx.config.beside import compression_mistakes, pipeline_mistakes, server_mistakes, sharding_mistakes
 from phalanx.config.groups import (
     BACKENDS,
     GROUPS,
@@ -27,6 +27,7 @@ from phalanx.config.groups import (
     Training,
 )
 from phalanx.config.option import problem
+from phalanx.config.synchronisation import synchronisation_mistakes
 from phalanx.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
@@ -95,6 +96,11 @@ class DistributedConfig(
             wrong.update(sharding_mistakes(self, defaults, wrong.keys()))
         wrong.update(pipeline_mistakes(self, defaults, wrong.keys()))
         wrong.update(compression_mistakes(self, defaults, wrong.keys()))
+        wrong.update(synchronisation_mistakes(self, defaults, wrong.keys()))
+        if "momentum" not in wrong and self.optimizer in ("adam", "adamw") and self.momentum >= 1:
+            wrong["momentum"] = f"momentum = {self.momentum}: it is beta1 of {self.optimizer}, and must be below 1."
+        if not wrong.keys() & {"strategy", "backend", "server_mode"}:
+            wrong.update(server_mistakes(self, defaults, wrong.keys()))
         if "checkpoint_frequency" not in wrong and not _frequency_is_valid(self.checkpoint_frequency):
             wrong["checkpoint_frequency"] = (
                 f"checkpoint_frequency = {self.checkpoint_frequency!r}: "
@@ -135,6 +141,14 @@ class DistributedConfig(
         if backends == "ddp" and self.deepspeed_config is not None:
             return "deepspeed"
         return "fsdp" if backends == "ddp" and self.zero_stage is not None else backends
+
+    @property
+    def resolved_server_mode(self) -> Literal["sync", "async", "bounded"]:
+        """How parameter servers take steps."""
+        if self.server_mode == "async":
+            return "async"
+        bounded = self.server_mode == "bounded" or (self.server_mode == "auto" and self.staleness is not None)
+        return "bounded" if bounded else "sync"
 
     @property
     def resolved_sharding(self) -> str:

@@ -115,7 +115,7 @@ class Training:
     max_steps: int | None = option(None, "stop after this many optimizer steps, whatever the epoch", minimum=1)
     learning_rate: float = option(1e-3, "peak learning rate, before lr_scaling", above=0)
     optimizer: str = option("adamw", "optimizer, when none is given in Python", choices=OPTIMIZERS)
-    momentum: float = option(0.9, "momentum of sgd and rmsprop", minimum=0)
+    momentum: float = option(0.9, "momentum of sgd and rmsprop, beta1 of adam and adamw", minimum=0)
     weight_decay: float = option(0.0, "decay of weights (decoupled for adamw)", minimum=0)
     lr_schedule: str = option("constant", "shape of the learning rate after warm-up", choices=LR_SCHEDULES)
     warmup: int | float = option(0, "warm-up: a number of steps (500), or a share of the run (0.1)", minimum=0)
@@ -185,6 +185,11 @@ class Communication:
     )
     find_unused_parameters: bool = option(False, "let parameters be unused in a step (costs a graph walk each step)")
     bucket_cap_mb: float = option(25.0, "size of a gradient bucket in MB", above=0)
+    nccl_env: str | None = option(
+        None,
+        "tell NCCL what it cannot know about this kind of cluster (`phalanx nccl-env` shows it); what is set stays",
+        choices=(None, "gcp", "aws-efa", "infiniband", "ethernet"),
+    )
     timeout: float = option(600.0, "seconds a rank waits for the others before it gives up", above=0)
     start_timeout: float | None = option(
         None, "seconds until every rank must have started (default: no limit for scripts)", above=0

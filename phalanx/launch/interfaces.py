@@ -30,6 +30,22 @@ def network_environment(master: str, environ: Mapping[str, str]) -> dict[str, st
     return {} if interface is None else {VARIABLE: interface}
 
 
+def default_interface() -> str | None:
+    """Return the card of the default route, or None where there is none."""
+    address = _address_towards(_ELSEWHERE)
+    return None if address is None else _card_with(address)
+
+
+def address_towards(master: str) -> str:
+    """Return this machine's address as the other nodes reach it: that of the card on the way to the master."""
+    if _is_loopback_text(master):
+        return "127.0.0.1"
+    address = _address_towards(master)
+    if address is None or ipaddress.ip_address(address).is_loopback:  # this is the master, and its name misleads it too
+        address = _address_towards(_ELSEWHERE)
+    return address or "127.0.0.1"
+
+
 @functools.cache
 def _interface_to(master: str) -> str | None:
     """Return the card on the way to `master`, or None where the host's name is good or nothing better is known."""
@@ -37,8 +53,8 @@ def _interface_to(master: str) -> str | None:
         return None
     address = _address_towards(master)
     if address is None or ipaddress.ip_address(address).is_loopback:  # this is the master, and its name misleads it too
-        address = _address_towards(_ELSEWHERE)
-    return None if address is None else _card_with(address)
+        return default_interface()
+    return _card_with(address)
 
 
 def _is_loopback_text(host: str) -> bool:

@@ -88,7 +88,7 @@ class Formation:
         self.strategy = build_strategy(self.config, self.world)
         self.config = self.strategy.config
         engine = self._engine = self.strategy if isinstance(self.strategy, OwnsStep) else None
-        self.precision = Precision(self.config, self.device, by_engine=engine is not None)
+        self.precision = Precision(self.config, self.device, by_engine=engine is not None and engine.keeps_precision)
         self.gradients = Gradients(self.config, self.world, self.strategy, self.precision)
         self.run_id = uuid.uuid4().hex
         self.models: list[nn.Module] = []

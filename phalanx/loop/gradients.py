@@ -170,7 +170,8 @@ class Gradients:
 
     def _name_unused(self, optimizer: torch.optim.Optimizer) -> None:
         """At an optimizer's first step, refuse parameters without gradient in the models that it trains."""
-        if self._unused_allowed or self._engine is not None or id(optimizer) in self._unused_checked:
+        hidden = self._engine is not None and self._engine.keeps_gradients
+        if self._unused_allowed or hidden or id(optimizer) in self._unused_checked:
             return
         self._unused_checked.add(id(optimizer))
         trained = {id(p) for group in optimizer.param_groups for p in group["params"]}

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from phalanx.config import DistributedConfig
 
 
+_BETA2 = 0.999
+"""Torch's own default, as is a momentum of 0.9."""
+
+
 def build_optimizer(
     config: DistributedConfig, parameters: Iterable[torch.nn.Parameter], device: torch.device
 ) -> torch.optim.Optimizer:
@@ -25,11 +29,12 @@ def build_optimizer(
     sharded = any(isinstance(parameter, DTensor) for parameter in found)
     trained: list[Any] = [{"params": found}]  # so that there may be none: a pipeline stage may be frozen
     settings: dict[str, Any] = {"lr": config.learning_rate, "weight_decay": config.weight_decay}
+    betas = (config.momentum, _BETA2)
     match config.optimizer:
         case "adamw":
-            return torch.optim.AdamW(trained, fused=True, **settings)
+            return torch.optim.AdamW(trained, betas=betas, fused=True, **settings)
         case "adam":
-            return torch.optim.Adam(trained, fused=True, **settings)
+            return torch.optim.Adam(trained, betas=betas, fused=True, **settings)
         case "sgd":
             return torch.optim.SGD(trained, momentum=config.momentum, fused=not sharded, **settings)
         case "rmsprop":

@@ -206,6 +206,8 @@ class Reporter:
         """Close the run's record and tell what can be done next."""
         self.history.status = status
         self._update_totals()
+        if status == "finished":
+            self._close_strategy()
         best = {"accuracy": self.history.best_accuracy, "loss": self.history.best_loss}
         self._events.emit(
             RunEnded(
@@ -224,6 +226,13 @@ class Reporter:
                 exchange_waited=self.history.exchange_waited,
             )
         )
+
+    def _close_strategy(self) -> None:
+        """Report what a strategy has counted by itself, such as the load of parameter servers."""
+        closing = getattr(self._loop.formation.strategy, "closing_event", None)
+        event = closing() if closing is not None and self._loop.formation.is_main else None
+        if event is not None:
+            self._events.emit(event)
 
     def failed(self) -> None:
         """Close the record of a run that ends with an error; the error itself is what the user reads last."""

@@ -4,7 +4,8 @@ Ranks are in lock-step: none completes step s+1 before all have begun it. A rank
 writes the wish "s" into the store (the first wish stays, and the write is answered) before it begins s+1. Every rank
 looks at the store after each step that is a multiple of `period`. Whatever rank looks after a step m > s has therefore
 the wish before its eyes, and all of them stop at the first such m. The period is chosen once, by rank 0, so that
-looking costs next to nothing when steps are short.
+looking costs next to nothing when steps are short. Where ranks run apart, they look only after the steps at which the
+loop has just gathered their losses: no rank is past one of those before all have come to it.
 """
 
 from __future__ import annotations
@@ -28,14 +29,15 @@ _WISH = "stop_wish"
 class StopRequest:
     """Hears SIGTERM and SIGUSR1, and tells every rank the same answer at the same step."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, meets_every: int | None = None) -> None:
+        """`meets_every`: where ranks are not in lock-step, the steps after which they have met, and may look."""
         self._world = world
         self._store = world.store if world.world_size > 1 else None
         self._key = f"{_WISH}/{world.env.attempt}"
         self._heard: str | None = None
         self._wished = False
         self._previous: dict[signal.Signals, Any] = {}
-        self._period: int | None = None
+        self._period = meets_every
         self._started = 0.0
         self._seen = 0
         self.reason: str | None = None

@@ -50,7 +50,8 @@ class TrainLoop:
         self.schedule = Schedule(self.optimizer, rate_factor(self.config, self.total_steps), scale)
         self.hooks = Hooks(task.callbacks)
         self.ledger = LossLedger(formation.world)
-        self.stop = StopRequest(formation.world)
+        meets_every = None if formation.strategy.in_lockstep else self.config.log_every_n_steps
+        self.stop = StopRequest(formation.world, meets_every)
         self.saving = CheckpointPolicy(formation, run_dir)
         self.report = Reporter(self, events, run_dir)
         self._forward: Forward | None = None
@@ -197,6 +198,7 @@ class TrainLoop:
         if self.saving.directory is None:
             return
         self._losses_checked()
+        self.formation.strategy.settle(self.model)
         if not self.formation.weights_are_finite():  # the last step spoilt them; its loss came before that
             error = spoilt_weights_error(self.step, self.saving.last_path)
             self.report.failed()

@@ -121,6 +121,10 @@ class Console:
             self._view.activity(_ACTIVITIES.get(event.name, event.name) if event.state == "begin" else None)
         elif isinstance(event, events.Membership):
             self._view.line(words.membership_line(event), kind="warning")
+        elif isinstance(event, events.ServersReported):
+            self._view.settle()
+            for line in words.servers_lines(event):
+                self._view.line(line)
         elif isinstance(event, events.Message):
             self._say(event)
         elif isinstance(event, events.Failure):

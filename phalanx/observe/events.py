@@ -208,6 +208,43 @@ class RunEnded(Event):
     """Seconds in which rank 0 waited for gradients to travel."""
 
 
+@dataclass(frozen=True)
+class ServersReported(Event):
+    """What parameter servers counted over a run; the figures of each shard stand in `shards`."""
+
+    kind: ClassVar[str] = "servers"
+    mode: str
+    updates: int
+    updates_per_second: float
+    staleness_mean: float
+    staleness_max: int
+    ahead_max: int
+    lost: int
+    exchange_seconds: float
+    """How long the main rank's messages took, waiting for other workers included."""
+    waited_seconds: float
+    """How much of that the main rank waited for: the rest was hidden behind its own work."""
+    shards: list[dict[str, Any]] = field(default_factory=list)
+
+    @classmethod
+    def of(
+        cls, mode: str, shards: list[dict[str, Any]], exchange_seconds: float, waited_seconds: float
+    ) -> ServersReported:
+        """Sum up the figures of all shards: each takes part in every step, so the busiest speaks for all."""
+        return cls(
+            mode,
+            updates=max(shard["updates"] for shard in shards),
+            updates_per_second=max(shard["updates_per_second"] for shard in shards),
+            staleness_mean=sum(shard["staleness_mean"] for shard in shards) / len(shards),
+            staleness_max=max(shard["staleness_max"] for shard in shards),
+            ahead_max=max(shard["ahead_max"] for shard in shards),
+            lost=max(shard["lost"] for shard in shards),
+            exchange_seconds=exchange_seconds,
+            waited_seconds=waited_seconds,
+            shards=shards,
+        )
+
+
 def from_dict(data: Mapping[str, Any]) -> Event:
     """Rebuild an event; ValueError for an unknown kind. Fields of a newer writer are left out."""
     kind = KINDS.get(data.get("event", ""))

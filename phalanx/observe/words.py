@@ -12,6 +12,7 @@ if TYPE_CHECKING:
         MetricsReported,
         RunEnded,
         RunStarted,
+        ServersReported,
         StepDone,
     )
 
@@ -88,6 +89,22 @@ def membership_line(event: Membership) -> str:
     return f"attempt {event.attempt} with {ranks}: {event.reason}"
 
 
+def servers_lines(event: ServersReported) -> list[str]:
+    """Say how fresh the gradients were, how fast steps were taken, and what each shard bore."""
+    parts = [f"parameter server: {event.mode}", f"{event.updates:,} updates, {rate(event.updates_per_second)}/s"]
+    if event.mode != "sync":
+        parts.append(f"staleness {event.staleness_mean:.1f} updates, at most {event.staleness_max}")
+        parts.append(f"at most {event.ahead_max} steps ahead")
+    if event.lost:
+        parts.append(f"{event.lost} updates lost when a shard came back")
+    lines = [" · ".join(parts)]
+    for number, shard in enumerate(event.shards):
+        traffic = f"{size(shard['bytes_in'])} in, {size(shard['bytes_out'])} out"
+        lines.append(f"  shard {number}: {traffic}, {shard['requests']:,} requests, {shard['busy']:.0%} busy")
+    hidden = f"{duration(event.exchange_seconds)}, of which it waited {duration(event.waited_seconds)}"
+    return [*lines, f"  messages of the main rank: {hidden}"]
+
+
 def summary_title(end: RunEnded) -> str:
     """Return the headline of the summary."""
     return _TITLES.get(end.status, f"Training {end.status}")
@@ -118,7 +135,8 @@ def summary_rows(end: RunEnded, run: RunStarted | None) -> list[tuple[str, str]]
 def sent_words(sent: int, plain: int | None) -> str:
     """Say how many bytes a rank sent, and how many they would have been: `1.2 MB a rank, 2.0% of 60 MB`."""
     words = f"{size(sent)} a rank"
-    return f"{words}, {sent / plain:.1%} of {size(plain)} uncompressed" if plain else words
+    is_less = plain is not None and sent < 0.999 * plain
+    return f"{words}, {sent / plain:.1%} of {size(plain)} uncompressed" if plain and is_less else words
 
 
 def of_total(value: int, total: int | None) -> str:

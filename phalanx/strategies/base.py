@@ -95,6 +95,8 @@ class Strategy:
     name: ClassVar[str]
     shards: ClassVar[bool] = False
     """Whether ranks hold parts of the model: then whole weights have to be gathered, and the group outlives a fit."""
+    in_lockstep: ClassVar[bool] = True
+    """Whether no rank can complete a step that another one has not begun; else ranks meet only where the loop does."""
 
     optional_state: ClassVar[tuple[str, ...]] = ()
     """What `state` holds that a checkpoint of another strategy lacks: it then starts afresh."""

@@ -25,6 +25,27 @@ CATALOG = (
         "everything below but fsdp and zero; beside another axis the data axis is sharded",
     ),
     Entry(
+        "ring",
+        "--strategy ring [--compression NAME], and --fixed-order",
+        "what ddp does, written here: gradients in shared memory within a machine, our own collectives between them",
+        "the ranks are CPUs of one machine (faster than ddp), or a run must give equal bits at 1, 2, 4 and 8 ranks",
+        "accumulation, clipping, compression, compile; no other axis",
+    ),
+    Entry(
+        "local-sgd",
+        "--strategy local-sgd --sync-every H",
+        "every rank steps by itself; weights are averaged every H steps",
+        "the link between ranks is so slow that no compression of every step's gradients will do",
+        "accumulation, clipping, precision; no other axis",
+    ),
+    Entry(
+        "diloco",
+        "--strategy diloco --sync-every H [--outer-learning-rate 0.7] [--outer-momentum 0.9]",
+        "local-sgd whose average movement is followed by an outer step with Nesterov's momentum",
+        "as local-sgd, with rounds of tens or hundreds of steps",
+        "as local-sgd",
+    ),
+    Entry(
         "fsdp",
         "--strategy fsdp [--sharding full|grad-op|hybrid] [--offload cpu]",
         "parameters, gradients and optimizer states are sharded; blocks are gathered one at a time",
@@ -72,5 +93,12 @@ CATALOG = (
         "the experts of a mixture lie on N data-parallel ranks; tokens travel to them",
         "the model is a mixture of experts that does not fit, or whose experts are many",
         "ddp, fsdp (the rest of the model is sharded over the same ranks)",
+    ),
+    Entry(
+        "parameter-server",
+        "--strategy parameter-server [--num-servers N] [--server-mode sync|async|bounded] [--staleness S]",
+        "processes of their own hold the parameters and step; ranks push gradients and pull values",
+        "ranks differ in speed (bounded, async), or a few rows of large embeddings change in each step",
+        "accumulation, clipping, bf16, compile, lora; no other axis, no zero",
     ),
 )

@@ -7,7 +7,7 @@ the engine instead of to the optimizer; precision and the scaling of fp16 are th
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
     import torch
@@ -16,6 +16,11 @@ if TYPE_CHECKING:
 
 class OwnsStep(ABC):
     """What a strategy adds when its engine, and not the loop, owns gradients and steps."""
+
+    keeps_precision: ClassVar[bool] = True
+    """Whether mixed precision is the engine's own; else the loop runs forward under autocast as always."""
+    keeps_gradients: ClassVar[bool] = True
+    """Whether gradients are out of sight; else each parameter's `.grad` holds this rank's own until the step."""
 
     @abstractmethod
     def attach(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

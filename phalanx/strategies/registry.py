@@ -11,6 +11,7 @@ from phalanx.strategies.deepspeed import DeepSpeed
 from phalanx.strategies.diloco import DiLoCo
 from phalanx.strategies.fsdp import FSDP
 from phalanx.strategies.local_sgd import LocalSGD
+from phalanx.strategies.parameter_server import ParameterServer
 from phalanx.strategies.ring_ddp import RingDDP
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from phalanx.world.world import World
 
 STRATEGIES: dict[str, type[Strategy]] = {
-    strategy.name: strategy for strategy in (DDP, FSDP, DeepSpeed, RingDDP, LocalSGD, DiLoCo)
+    strategy.name: strategy for strategy in (DDP, FSDP, DeepSpeed, RingDDP, LocalSGD, DiLoCo, ParameterServer)
 }
 
 

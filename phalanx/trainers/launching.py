@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 from phalanx import errors
 from phalanx.launch import CallTarget, LaunchSpec
+from phalanx.launch.nccl import nccl_environment
 from phalanx.launch.record import read_record
 
 if TYPE_CHECKING:
@@ -34,7 +36,7 @@ def launch_spec(
         num_nodes=layout.num_nodes,
         node_rank=config.node_rank,
         rdzv_endpoint=config.rdzv_endpoint or "",
-        env=env,
+        env={**nccl_environment(config.nccl_env, os.environ), **env},
         log_dir=log_dir,
         labels=_labels(layout, target),
         console_ranks="all" if config.console_ranks == "all" else "0",

@@ -62,7 +62,8 @@ def written_out(strategy: str, workers: int = 2) -> dict[str, torch.Tensor]:
             copy(batch_of(rank, step)).square().mean().backward()
             optimizer.step()
         if (step + 1) % ROUND == 0 or step == STEPS:
-            for place, parameters in zip(center.parameters(), zip(*(c.parameters() for c in copies)), strict=True):
+            groups = zip(*(copy.parameters() for copy in copies), strict=True)
+            for place, parameters in zip(center.parameters(), groups, strict=True):
                 average = torch.stack([parameter.detach() for parameter in parameters]).mean(0)
                 place.grad = place.detach() - average
                 if strategy == "local-sgd":

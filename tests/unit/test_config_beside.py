@@ -128,3 +128,28 @@ def test_the_command_line_refuses_before_anything_starts(capsys):
     assert "2 mistakes" in shown
     assert "microbatches = 4 without pipeline_parallel" in shown
     assert "(flag)" in shown
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (
+            {"fixed_order": True},
+            "fixed_order = True with strategy = 'ddp', which does not follow it: write strategy = ",
+        ),
+        ({"strategy": "ring", "sync_every": 4}, "strategy = 'local-sgd' or 'diloco', or leave sync_every out"),
+        ({"strategy": "local-sgd", "outer_momentum": 0.5}, "strategy = 'diloco', or leave outer_momentum out"),
+        ({"strategy": "ring", "tensor_parallel": 2}, "tensor_parallel = 2 does not go with strategy = 'ring'"),
+        ({"strategy": "diloco", "outer_momentum": 1.0}, "outer_momentum = 1.0: must be below 1"),
+        (
+            {"strategy": "ring", "fixed_order": True, "num_workers": 6},
+            "needs 1, 2, 4, 8, ... ranks, and num_workers = 6",
+        ),
+        ({"strategy": "ring", "fixed_order": True, "compression": "fp16"}, "compression = 'fp16' with fixed_order"),
+        ({"bucket_cap_mb": 0}, "bucket_cap_mb = 0: must be greater than 0"),
+    ],
+)
+def test_settings_of_synchronisation(settings, words):
+    with pytest.raises(ConfigError) as caught:
+        DistributedConfig(**settings)
+    assert words in str(caught.value)

@@ -82,3 +82,15 @@ def test_every_named_optimizer_trains_what_wants_a_gradient(name):
     optimizer.step()
     assert torch.equal(model[0].weight, frozen)
     assert not torch.equal(model[1].weight, trained)
+
+
+@pytest.mark.parametrize("name", ["adam", "adamw"])
+def test_momentum_is_the_first_beta_of_adam(name):
+    parameters = [nn.Parameter(torch.zeros(2))]
+    betas = [
+        build_optimizer(DistributedConfig(optimizer=name, **given), parameters, torch.device("cpu")).defaults["betas"]
+        for given in ({}, {"momentum": 0.5})
+    ]
+    assert betas == [(0.9, 0.999), (0.5, 0.999)]
+    with pytest.raises(ConfigError, match=f"momentum = 1.0: it is beta1 of {name}, and must be below 1"):
+        DistributedConfig(optimizer=name, momentum=1.0)

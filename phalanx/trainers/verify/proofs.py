@@ -232,6 +232,12 @@ def _quiet(config: DistributedConfig) -> DistributedConfig:
             "verify compares in float64, and DeepSpeed keeps weights in float32",
             hint="The same stages without DeepSpeed can be verified: leave it out and set zero_stage.",
         )
+    if config.resolved_strategy in ("local-sgd", "diloco") or config.compression != "none":
+        means = f"compression = {config.compression!r}" if config.compression != "none" else config.resolved_strategy
+        raise UsageError(
+            f"{means} does not give what one process gives, and is not meant to",
+            hint="It is judged by the loss it reaches: phalanx bench compression, or a run beside --strategy ring.",
+        )
     env = read_rank_env()
     if env is not None and env.world_size > 1:
         raise UsageError(

@@ -1,0 +1,58 @@
+"""`phalanx nccl-env`: what NCCL should be told on a kind of cluster, and why."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import TYPE_CHECKING
+
+from phalanx.cli.flags import FlagParser
+from phalanx.errors import UsageError, unknown_name
+from phalanx.launch.nccl import CLUSTERS, nccl_variables
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from phalanx.launch.nccl import Variable
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Print the variables, ready for a shell."""
+    parser = FlagParser(
+        prog="phalanx nccl-env",
+        description="Print the NCCL variables for a kind of cluster, with a reason each. "
+        'Use them with: eval "$(phalanx nccl-env --cluster ethernet)", or let the launcher set them: '
+        "phalanx train ... --nccl-env ethernet",
+    )
+    parser.add_argument("--cluster", metavar="|".join(CLUSTERS), help="what connects the machines")
+    parser.add_argument("--interface", metavar="NAME", help="network card (default: that of the default route)")
+    parser.add_argument("--json", action="store_true", help="print a list of objects with name, value, reason and set")
+    options = parser.parse_args(list(arguments))
+    if options.cluster not in CLUSTERS:
+        given = options.cluster or ""
+        if not given:
+            raise UsageError("nccl-env needs --cluster", hint=f"Allowed: {', '.join(CLUSTERS)}.")
+        raise UsageError(unknown_name("cluster", given, CLUSTERS))
+    variables = nccl_variables(options.cluster, options.interface)
+    print(json.dumps([_as_object(v) for v in variables], indent=2) if options.json else _as_shell(variables))
+    return 0
+
+
+def _as_object(variable: Variable) -> dict[str, str | None]:
+    return {**variable._asdict(), "set": os.environ.get(variable.name)}
+
+
+def _as_shell(variables: Sequence[Variable]) -> str:
+    lines = [(f"export {v.name}={_quoted(v.value)}", v) for v in variables]
+    width = max(len(line) for line, _ in lines)
+    return "\n".join(f"{line:<{width}}  # {v.reason}{_as_set(v)}" for line, v in lines)
+
+
+def _quoted(value: str) -> str:
+    return f"'{value}'" if any(letter in value for letter in " ^,") else value
+
+
+def _as_set(variable: Variable) -> str:
+    """Say what the environment has already, where that is something else."""
+    now = os.environ.get(variable.name)
+    return f" (now: {now})" if now not in (None, variable.value) else ""

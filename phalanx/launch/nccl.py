@@ -1,0 +1,80 @@
+"""What NCCL is told about the network of a cluster, with the reason for each word of it. No torch, no GPU needed.
+
+NCCL finds most things out by itself, and a variable that is wrong for a cluster costs more than one that is missing:
+the tables hold what NCCL cannot know, and nothing that only helps while one looks for a fault.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from phalanx.launch.interfaces import default_interface
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+NO_CARD = "^lo,docker,veth"
+"""All cards but those that lead nowhere, where no default route names one."""
+
+
+class Variable(NamedTuple):
+    """One variable, its value, and why."""
+
+    name: str
+    value: str
+    reason: str
+
+
+_QUIET = Variable("NCCL_DEBUG", "WARN", "errors and nothing else; INFO while you look for a fault")
+_CARD = Variable("NCCL_SOCKET_IFNAME", "{card}", "the card of the default route: a container's own cards lead nowhere")
+_SOCKETS = (
+    Variable("NCCL_IB_DISABLE", "1", "there is no InfiniBand: do not search for it, nor wait for it"),
+    _CARD,
+    Variable("NCCL_SOCKET_NTHREADS", "4", "one thread fills about 10 Gb/s of a TCP link; 4 use a fast card"),
+    Variable("NCCL_NSOCKS_PERTHREAD", "2", "clouds limit each TCP flow: several a thread (threads x sockets <= 64)"),
+)
+
+CLUSTERS: dict[str, tuple[Variable, ...]] = {
+    "ethernet": (
+        _QUIET,
+        *_SOCKETS,
+        Variable("NCCL_BUFFSIZE", "4194304", "4 MB: long round trips want more bytes under way"),
+    ),
+    "gcp": (
+        _QUIET,
+        *_SOCKETS[:2],
+        Variable("NCCL_SOCKET_NTHREADS", "4", "gVNIC limits a flow: 4 threads x 4 sockets reach its 100 Gb/s and more"),
+        Variable("NCCL_NSOCKS_PERTHREAD", "4", "see above; with a GPUDirect-TCPX image leave both to its own profile"),
+        Variable("NCCL_BUFFSIZE", "4194304", "4 MB: long round trips want more bytes under way"),
+        Variable("NCCL_CROSS_NIC", "0", "each card has a rail of its own: keep a ring on one"),
+    ),
+    "aws-efa": (
+        _QUIET,
+        Variable("FI_PROVIDER", "efa", "libfabric's way to the EFA cards, through the aws-ofi-nccl plugin"),
+        Variable("NCCL_NET", "AWS Libfabric", "insist on the plugin: without it NCCL falls back to TCP in silence"),
+        Variable("FI_EFA_USE_DEVICE_RDMA", "1", "GPUDirect: EFA reads GPU memory itself (p4d and later)"),
+        Variable("FI_EFA_FORK_SAFE", "1", "DataLoader workers fork; registered memory must survive it"),
+        Variable("NCCL_SOCKET_IFNAME", "{card}", "only for the first meeting: data goes over EFA"),
+    ),
+    "infiniband": (
+        _QUIET,
+        Variable("NCCL_IB_DISABLE", "0", "use InfiniBand, also where an image or a profile has turned it off"),
+        Variable("NCCL_NET_GDR_LEVEL", "PHB", "GPUDirect RDMA where card and GPU share a CPU: no stop in host memory"),
+        Variable("NCCL_IB_TIMEOUT", "22", "17 s for an answer: large fabrics pause while routes change"),
+        Variable("NCCL_IB_RETRY_CNT", "7", "the most that the hardware can do before it gives a link up"),
+        Variable("NCCL_SOCKET_IFNAME", "{card}", "only for the first meeting: data goes over InfiniBand"),
+    ),
+}
+
+
+def nccl_variables(cluster: str, interface: str | None = None) -> list[Variable]:
+    """Return the variables for a kind of cluster; `interface`: the card, if not that of the default route."""
+    card = interface or default_interface() or NO_CARD
+    return [variable._replace(value=variable.value.format(card=card)) for variable in CLUSTERS[cluster]]
+
+
+def nccl_environment(cluster: str | None, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return what to add to the ranks' environment: what the user has set there stays."""
+    if cluster is None:
+        return {}
+    return {variable.name: variable.value for variable in nccl_variables(cluster) if variable.name not in environ}

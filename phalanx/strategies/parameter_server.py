@@ -1,0 +1,267 @@
+"""parameter-server: shards of their own hold the parameters and step; ranks push gradients and pull values.
+
+Gradients leave during backward, as each is ready. New values arrive while the next batch is loaded, and are put into
+the model before its next forward pass.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from phalanx.comm.server import better_placement, plan_placement
+from phalanx.comm.server.bundle import VALUE
+from phalanx.comm.server.optimizers import plain_settings
+from phalanx.config.precision import precision_name
+from phalanx.errors import UsageError
+from phalanx.observe.events import ServersReported
+from phalanx.strategies.base import Strategy, share_weights
+from phalanx.strategies.engine import OwnsStep
+from phalanx.strategies.materialise import is_meta, materialise
+from phalanx.strategies.server_group import ServerGroup
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from phalanx.comm.server import ParameterClient, Placement
+    from phalanx.config import DistributedConfig
+    from phalanx.world.world import World
+
+
+class ParameterServer(Strategy, OwnsStep):
+    """Centralised updates: synchronous, asynchronous, or with bounded staleness."""
+
+    name = "parameter-server"
+    in_lockstep = False  # the step is handed over, not waited for
+    keeps_precision = False
+    keeps_gradients = False
+
+    def __init__(self, config: DistributedConfig, world: World) -> None:
+        super().__init__(config, world)
+        if precision_name(config.mixed_precision, world.device.type) == "fp16":
+            raise UsageError(
+                "strategy = 'parameter-server' has no loss scaling, which fp16 needs",
+                hint="Write mixed_precision = 'bf16', or leave it out.",
+            )
+        self._together = config.resolved_server_mode == "sync"
+        self._model: nn.Module | None = None
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._group: ServerGroup | None = None
+        self._named: dict[str, nn.Parameter] = {}
+        self._by_rows: set[str] = set()
+        self._undo: list[Callable[[], None]] = []
+        self._sync = True
+        self._whole = False
+        self._divisor = 1.0
+        self._clip = 1.0
+        self.relocations = 0
+        """How often the shards have exchanged pieces."""
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """Start from rank 0's weights; the shards are started when the optimizer is known."""
+        if self._model is not None:
+            raise UsageError("strategy = 'parameter-server' trains one model", hint="Use strategy='ddp' for several.")
+        if is_meta(model):
+            materialise(model, self.world.device)
+        if self.world.world_size > 1:
+            share_weights(model)
+        self._model = model
+        return model
+
+    def set_sync(self, wrapped: nn.Module, sync: bool) -> None:
+        """Note whether the next backward completes a step, and so pushes."""
+        self._sync = sync
+
+    def attach(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """Start the shards with this optimizer's class and settings, and connect to all of them."""
+        if self._model is None or self._group is not None:
+            raise UsageError("strategy = 'parameter-server' takes one model, then one optimizer, in this order")
+        placement = plan_placement(self._model, optimizer, self.config.num_servers)
+        held = {piece.name for shard in placement.shards for piece in shard}
+        self._named = {name: p for name, p in self._model.named_parameters() if name in held}
+        embeddings = {id(m.weight) for m in self._model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))}
+        self._by_rows = {name for name, parameter in self._named.items() if id(parameter) in embeddings}
+        self._optimizer = optimizer
+        self._group = ServerGroup(self.config, self.world, placement, optimizer)
+        self._group.client.bind(self._named)
+        self._hand_over_state()
+        self._hook()
+        return optimizer
+
+    def _hook(self) -> None:
+        """Push each gradient when it is whole, and take new values in before the model is used."""
+        assert self._model is not None, "wrapped before"
+        for name, parameter in self._named.items():
+            handle = parameter.register_post_accumulate_grad_hook(self._pusher(name))  # type: ignore[no-untyped-call]
+            self._undo.append(handle.remove)
+
+        def arrive(module: nn.Module, inputs: Any) -> None:
+            if self._group is not None:
+                self._group.client.wait()
+
+        hook = torch.compiler.disable(arrive) if self.config.compile else arrive  # type: ignore[no-untyped-call]
+        self._undo.append(self._model.register_forward_pre_hook(hook).remove)
+
+    def _pusher(self, name: str) -> Callable[[torch.Tensor], None]:
+        def push(parameter: torch.Tensor) -> None:
+            if self._sync and self._group is not None and parameter.grad is not None:
+                self._group.client.push(name, parameter.grad, find_rows=name in self._by_rows)
+
+        return push
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Run backward; at a boundary gradients leave while it goes on."""
+        if self._whole:  # the step before was skipped: its gradient is thrown away, here and on the shards
+            self._running.client.commit(factor=None)
+            self._forget_gradients()
+        torch.autograd.backward(loss)
+        if self._sync:
+            self._whole = True
+
+    @property
+    def _running(self) -> ServerGroup:
+        if self._group is None:
+            raise UsageError(
+                "the parameter servers need the optimizer before the first backward",
+                hint="Prepare both: model, optimizer = formation.prepare(model, optimizer).",
+            )
+        return self._group
+
+    def divide_gradients(self, divisor: torch.Tensor) -> None:
+        """Remember what the mean is divided by: the shards do it."""
+        self._divisor = float(divisor)
+
+    def clip_grad_norm(self, parameters: Sequence[nn.Parameter], max_norm: float) -> torch.Tensor:
+        """Remember the factor that the shards clip by; return the norm before."""
+        norm = self.grad_norm(parameters)
+        self._clip = min(1.0, max_norm / (float(norm) + 1e-6)) if math.isfinite(norm) else 1.0
+        return norm
+
+    def grad_norm(self, parameters: Sequence[nn.Parameter]) -> torch.Tensor:
+        """Return the norm of the mean over all workers; where each steps by itself, that of this worker's gradient."""
+        if self._group is None or not self._together:
+            return super().grad_norm(parameters) / self._divisor
+        self._push_rest()
+        norm = self._group.client.norm() / self._divisor
+        return torch.tensor(norm, dtype=torch.float64, device=self.world.device)
+
+    def step(self) -> None:
+        """Hand the step over to the shards, with the current settings of the optimizer."""
+        client, optimizer = self._running.client, self._optimizer
+        assert optimizer is not None, "attached with the group"
+        self._push_rest()
+        groups = [plain_settings(group) for group in optimizer.param_groups]
+        client.commit(factor=self._clip / self._divisor, groups=groups)
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers ask, and would warn
+        self._forget_gradients()
+
+    def _push_rest(self) -> None:
+        """Push gradients that no hook of the last micro-batch saw: of parameters that only earlier ones used."""
+        client = self._running.client
+        for name, parameter in self._named.items():
+            if parameter.grad is not None and name not in client.pushed:
+                client.push(name, parameter.grad, find_rows=name in self._by_rows)
+
+    def _forget_gradients(self) -> None:
+        """Drop the gradients without touching their memory, which may still be on its way."""
+        for parameter in self._named.values():
+            parameter.grad = None
+        self._whole, self._divisor, self._clip = False, 1.0, 1.0
+
+    def settle(self, wrapped: nn.Module) -> None:
+        """Bring every rank to the same state of the shards: one that all their steps so far have gone into."""
+        if self._group is not None:
+            self._group.client.wait()
+            if not self._together:
+                self._meet()
+                self._group.client.pull()
+                self._meet()
+            self._even_out(self._group.client)
+        super().settle(wrapped)
+
+    def _even_out(self, client: ParameterClient) -> None:
+        """Let the shards exchange pieces where one has moved far more bytes than another; ranks are all here."""
+        if len(client.placement.shards) == 1:
+            return
+        self._meet()
+        chosen: list[Placement | None] = [better_placement(client) if self.world.is_main else None]
+        if self.world.world_size > 1:
+            dist.broadcast_object_list(chosen, src=0)
+        if chosen[0] is None:
+            return
+        if self.world.is_main:
+            client.relocate(chosen[0])
+        self._meet()
+        client.adopt(chosen[0])
+        client.pull()
+        self.relocations += 1
+
+    def _meet(self) -> None:
+        if self.world.world_size > 1:
+            dist.barrier()
+
+    def state(self, wrapped: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
+        """Fetch the optimizer's states from the shards, and return all under canonical names."""
+        if self._group is None:
+            return super().state(wrapped, optimizers)
+        self._group.client.wait()
+        if not optimizers:
+            return super().state(wrapped, optimizers)
+        (optimizer,) = optimizers
+        for name, values in self._group.client.fetch().items():
+            states = {key: value for key, value in values.items() if key != VALUE}
+            if states:
+                optimizer.state[self._named[name]] = states
+        state = super().state(wrapped, optimizers)
+        optimizer.state.clear()  # the shards hold it: here it would be memory for nothing
+        return state
+
+    def load_state(
+        self, wrapped: nn.Module, optimizers: Sequence[torch.optim.Optimizer], state: dict[str, Any]
+    ) -> None:
+        """Put weights and states back, and hand them over to the shards."""
+        if self._group is not None:
+            self._group.client.wait()
+        super().load_state(wrapped, optimizers, state)
+        if self._group is not None:
+            self._hand_over_state()
+
+    def _hand_over_state(self) -> None:
+        """Give the shards what this model and optimizer hold; all ranks have the same, and rank 0 speaks for them."""
+        assert self._optimizer is not None, "attached with the group"
+        client, states = self._running.client, self._optimizer.state
+        if self.world.is_main:
+            client.load({name: {VALUE: p.detach(), **states.get(p, {})} for name, p in self._named.items()})
+        states.clear()
+        self._meet()
+        client.pull()
+
+    def closing_event(self) -> ServersReported | None:
+        """Return what the shards counted: staleness, load and throughput."""
+        if self._group is None:
+            return None
+        client = self._group.client
+        client.wait()
+        courier = client.courier
+        return ServersReported.of(self.config.resolved_server_mode, client.stats(), courier.busy_s, courier.waited_s)
+
+    def hand_back(self, wrapped: nn.Module) -> None:
+        """Leave the model with the shards' last values, and end them together."""
+        if self._group is not None:
+            self.settle(wrapped)
+            self._meet()
+
+    def detach(self) -> None:
+        """Take the hooks off the model, leave the shards, and end those that this rank started."""
+        for undo in self._undo:
+            undo()
+        self._undo.clear()
+        group, self._group = self._group, None
+        if group is not None:
+            group.close()
+        self._model = self._optimizer = None
+        self._named = {}

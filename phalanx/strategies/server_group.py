@@ -1,0 +1,87 @@
+"""The shards of a run: which rank starts which, where they listen, and how the ranks learn of it."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from typing import TYPE_CHECKING
+
+from phalanx.comm.server import ParameterClient, Rules, ShardProcess, ShardSpec, StateSlots
+from phalanx.launch.interfaces import address_towards
+
+if TYPE_CHECKING:
+    import torch
+
+    from phalanx.comm.server import Placement
+    from phalanx.config import DistributedConfig
+    from phalanx.world.world import World
+
+_PREFIX = "parameter-server"
+_PATIENCE_SECONDS = 10.0
+"""How long a rank calls a shard that does not answer: one that is started again is back in a fraction of it."""
+
+
+class ServerGroup:
+    """The shards that this rank started, and a client of all of them."""
+
+    def __init__(
+        self, config: DistributedConfig, world: World, placement: Placement, optimizer: torch.optim.Optimizer
+    ) -> None:
+        self._world = world
+        self.shards: dict[int, ShardProcess] = {}
+        self._client: ParameterClient | None = None
+        try:
+            token = self._share("token", secrets.token_hex(32) if world.is_main else None)
+            rules = Rules(world.world_size, config.resolved_server_mode, config.staleness or 0)
+            for number in range(config.num_servers):
+                if owner(number, world.world_size, world.env.local_world_size) == world.rank:
+                    spec = ShardSpec(number, placement, optimizer, rules, token, StateSlots())
+                    self.shards[number] = ShardProcess(spec, _own_address(world))
+            addresses = [self._address(number) for number in range(config.num_servers)]
+            self._client = ParameterClient(
+                addresses, token, placement, world.rank, patience=_PATIENCE_SECONDS, timeout=config.timeout
+            )
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def client(self) -> ParameterClient:
+        """This rank's connection to all shards."""
+        assert self._client is not None, "made with the group"
+        return self._client
+
+    def _address(self, number: int) -> tuple[str, int]:
+        own = self.shards.get(number)
+        host, port = json.loads(self._share(f"address/{number}", json.dumps(own.address) if own else None))
+        return host, port
+
+    def _share(self, name: str, value: str | None) -> str:
+        """Publish a value in the ranks' store, or wait for the rank that does."""
+        store = self._world.store
+        if store is None:
+            assert value is not None, "one rank alone has it all"
+            return value
+        if value is not None:
+            store.set(f"{_PREFIX}/{name}", value)
+        return str(store.get(f"{_PREFIX}/{name}").decode())
+
+    def close(self) -> None:
+        """Leave the shards, and end those that this rank started."""
+        if self._client is not None:
+            self._client.close()
+        for shard in self.shards.values():
+            shard.stop()
+
+
+def owner(number: int, world_size: int, per_node: int) -> int:
+    """Return the rank that starts a shard: machines take turns, and on each machine its ranks."""
+    nodes = max(1, world_size // per_node)
+    return number % nodes * per_node + number // nodes % per_node
+
+
+def _own_address(world: World) -> str:
+    """Return where this machine is reached by the other ranks; ranks of one machine never leave it."""
+    if world.env.local_world_size >= world.world_size:
+        return "127.0.0.1"
+    return address_towards(world.env.master_addr)
