@@ -17,7 +17,7 @@ import torch
 from phalanx.errors import CommunicationError
 
 if TYPE_CHECKING:
-    from phalanx.comm.wire import Wire
+    from phalanx.comm.wire import Handle, Wire
 
 _TEXT_BYTES = 124
 _LAYOUT = struct.Struct(f"<ii{_TEXT_BYTES}s{_TEXT_BYTES}s")
@@ -65,7 +65,8 @@ def ask(wire: Wire, description: str, *, always: bool = False) -> None:
     if wire.size == 1 or not (wire.checked or always):
         return
     wire.calls += 1
-    wire.tag = zlib.crc32(f"{wire.calls} {wire.peers} {description}".encode()) >> 1
+    if wire.checked:
+        wire.tag = zlib.crc32(f"{wire.calls} {wire.peers} {description}".encode()) >> 1
     wire.tally.question = Enquiry(wire, description)
     if wire.is_batched:
         wire.settle()
@@ -78,6 +79,7 @@ class Enquiry:
         self._wire = wire
         self._heard = Heard(wire.peers[wire.rank], description.encode()[:_TEXT_BYTES])
         self._distance = 1
+        self._departures: list[Handle] = []
         self._pass_on()
 
     def settle(self) -> None:
@@ -88,6 +90,8 @@ class Enquiry:
             if self._distance >= self._wire.size:
                 break
             self._pass_on()
+        for departure in self._departures:
+            departure.wait()
         if self._heard.other != _NOBODY:
             raise _disagreement(self._heard)
 
@@ -95,14 +99,14 @@ class Enquiry:
         """Tell the rank `distance` further what was heard, and ask to hear from the one as far behind."""
         wire, heard = self._wire, self._heard
         header = bytearray(_LAYOUT.pack(heard.rank, heard.other, heard.text, heard.other_text))
-        self._outgoing = torch.frombuffer(header, dtype=torch.uint8).to(wire.device)
+        outgoing = torch.frombuffer(header, dtype=torch.uint8).to(wire.device)
         self._incoming = torch.empty(HEADER_BYTES, dtype=torch.uint8, device=wire.device)
         self._arrival = wire.receive(self._incoming, (wire.rank - self._distance) % wire.size, is_control=True)
-        self._departure = wire.send(self._outgoing, (wire.rank + self._distance) % wire.size, is_control=True)
+        departure = wire.send(outgoing, (wire.rank + self._distance) % wire.size, is_control=True)
+        self._departures.append(departure)
 
     def _listen(self) -> None:
         self._arrival.wait()
-        self._departure.wait()
         rank, other, text, other_text = _LAYOUT.unpack(bytes(self._incoming.cpu().numpy()))
         self._heard = self._heard.and_also(Heard(rank, text.rstrip(b"\0"), other, other_text.rstrip(b"\0")))
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from phalanx.comm import ring
+from phalanx.comm.shared.machine import machine_id
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 SWITCH_VARIABLE = "PHALANX_SWITCH"
 """Names this host's switch where Slurm does not: levels from the core down, with dots, such as "spine1.leaf4"."""
 
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NUMA_NODES = Path("/sys/devices/system/node")
 _MESSAGE_BYTES = 2048
 _LONGEST_PATH = 1024
+_LONGEST_NAME = 512
 
 
 @dataclass(frozen=True)
@@ -53,10 +53,8 @@ def find_places(wire: Wire) -> list[Place]:
 
 def own_place(rank: int, environment: Mapping[str, str] | None = None) -> Place:
     """Return where this process is."""
-    # A copied machine image has its twin's name, and a container its host's kernel: both together tell them apart.
-    boot = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
-    host = f"{socket.gethostname()[:128]}/{boot}"
-    return Place(rank, host, numa_node(_affinity()), switch_path(os.environ if environment is None else environment))
+    switch = switch_path(os.environ if environment is None else environment)
+    return Place(rank, machine_id()[:_LONGEST_NAME], numa_node(_affinity()), switch)
 
 
 def _read_place(message: bytes) -> Place:

@@ -124,6 +124,8 @@ def test_files_stay_small(path):
         ["bench", "--help"],
         ["bench", "compression", "--help"],
         ["bench", "compression", "--links", "fast"],
+        ["bench", "comm", "--help"],
+        ["bench", "comm", "--algo", "rign"],
     ],
 )
 def test_the_command_line_imports_neither_torch_nor_numpy(words):

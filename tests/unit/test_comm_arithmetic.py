@@ -89,11 +89,21 @@ def test_the_accumulator_holds_back_half():
     assert accumulator.take()[0] == 28
 
 
+@given(st.lists(nasty, min_size=1, max_size=20), st.integers(0, 20))
+def test_micro_batches_that_never_come_are_zeros(numbers, missing):
+    """The end of an epoch: fewer than planned, in the order of the tree that was planned."""
+    accumulator = TreeAccumulator(len(numbers) + missing)
+    for number in numbers:
+        accumulator.feed([torch.tensor([number])])
+    whole = [torch.tensor([number]) for number in (*numbers, *[0.0] * missing)]
+    assert torch.equal(accumulator.take()[0], tree_sum(whole))
+
+
 def test_the_accumulator_counts():
     accumulator = TreeAccumulator(2)
-    accumulator.feed([torch.ones(1)])
-    with pytest.raises(UsageError, match="only 1 of 2"):
+    with pytest.raises(UsageError, match="no micro-batch was fed"):
         accumulator.take()
+    accumulator.feed([torch.ones(1)])
     accumulator.feed([torch.ones(1)])
     with pytest.raises(UsageError, match="all 2 micro-batches"):
         accumulator.feed([torch.ones(1)])
