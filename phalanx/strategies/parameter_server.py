@@ -212,13 +212,21 @@ class ParameterServer(Strategy, OwnsStep):
         if not optimizers:
             return super().state(wrapped, optimizers)
         (optimizer,) = optimizers
-        for name, values in self._group.client.fetch().items():
-            states = {key: value for key, value in values.items() if key != VALUE}
-            if states:
-                optimizer.state[self._named[name]] = states
+        self._fetch_state(self._group.client, optimizer)
         state = super().state(wrapped, optimizers)
         optimizer.state.clear()  # the shards hold it: here it would be memory for nothing
         return state
+
+    def _fetch_state(self, client: ParameterClient, optimizer: torch.optim.Optimizer) -> None:
+        """Put the states that the shards hold into this rank's optimizer."""
+        for name, values in client.fetch().items():
+            states = {key: value for key, value in values.items() if key != VALUE}
+            if states:
+                parameter = self._named[name]
+                optimizer.state[parameter] = {
+                    key: value.to(parameter.device) if isinstance(value, torch.Tensor) and value.ndim else value
+                    for key, value in states.items()
+                }
 
     def load_state(
         self, wrapped: nn.Module, optimizers: Sequence[torch.optim.Optimizer], state: dict[str, Any]
@@ -250,9 +258,10 @@ class ParameterServer(Strategy, OwnsStep):
         return ServersReported.of(self.config.resolved_server_mode, client.stats(), courier.busy_s, courier.waited_s)
 
     def hand_back(self, wrapped: nn.Module) -> None:
-        """Leave the model with the shards' last values, and end them together."""
-        if self._group is not None:
+        """Leave the model with the shards' last values and the optimizer with their states; end them together."""
+        if self._group is not None and self._optimizer is not None:
             self.settle(wrapped)
+            self._fetch_state(self._group.client, self._optimizer)
             self._meet()
 
     def detach(self) -> None:

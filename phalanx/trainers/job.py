@@ -61,6 +61,9 @@ def run_job(job: Job, *, in_place: bool) -> JobResult:
                 result.optimizer_state = whole_state(formation.optimizers[0].state_dict(), keep=keep)
     if hand_over and by_engine:  # an engine gives the model its weights back when the formation closes
         result.weights = whole_weights(job.task.model, keep=keep)
+        hands_back = isinstance(formation.strategy, OwnsStep) and not formation.strategy.keeps_gradients
+        if hands_back and isinstance(job.task.optimizer, torch.optim.Optimizer):
+            result.optimizer_state = whole_state(job.task.optimizer.state_dict(), keep=keep)
     return result
 
 

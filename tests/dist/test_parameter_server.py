@@ -347,3 +347,27 @@ def test_a_signal_stops_all_ranks_at_one_step_and_the_run_can_go_on(ranks, tmp_p
     resumed = {**settings, "max_steps": step + 2, "resume_from_checkpoint": True}
     ranks(lambda: train(str(tmp_path / "again"), **resumed), world_size=2)
     assert (tmp_path / "ckpt" / f"step-{step + 2:08d}").exists()
+
+
+def test_the_users_optimizer_gets_its_state_back(ranks):
+    """After a run the user holds what ddp would leave: so a second run goes on where the first ended."""
+
+    def run(strategy: str) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2).double()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        for _ in range(2):
+            with Formation(DistributedConfig(device="cpu", strategy=strategy)) as formation:
+                wrapped, bound = formation.prepare(model, optimizer)
+                for step in range(2):
+                    formation.backward(wrapped(torch.full((1, 3), 1.0 + formation.rank + step).double()).sum())
+                    bound.step()
+                    bound.zero_grad()
+        states = [optimizer.state[parameter][key] for parameter in model.parameters() for key in ("exp_avg", "step")]
+        return [*(parameter.detach() for parameter in model.parameters()), *states]
+
+    for ours, theirs in zip(
+        ranks(lambda: run("parameter-server"), world_size=2), ranks(lambda: run("ddp"), world_size=2), strict=True
+    ):
+        for mine, other in zip(ours, theirs, strict=True):
+            assert (mine - other).abs().max().item() < 1e-12

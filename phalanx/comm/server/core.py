@@ -198,7 +198,7 @@ class ShardCore:
         first = next(iter(commits.values()))
         if merged.count and first["factor"] is not None:
             self._state.apply(merged, first["factor"], first.get("groups"))
-            self.tally.updates += 1
+            self.tally.updated()
         self._merged = None
         for worker in commits:
             self._roster.applied[worker] = seq

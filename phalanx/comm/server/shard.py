@@ -84,7 +84,7 @@ class ServerShard:
                     self._answer(connection, worker)
         except (OSError, EOFError):
             pass  # the caller is gone: what follows is what its end means
-        except ServerError as error:
+        except (ServerError, ValueError) as error:  # what a caller sent cannot be read
             _log.warning("shard %d: %s", self._spec.number, error)
         finally:
             self._open.discard(connection)

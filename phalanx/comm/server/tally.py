@@ -28,6 +28,8 @@ class Tally:
     """Contributions that came when their step had been taken already, and were dropped."""
     saves: int = 0
     began: float = field(default_factory=time.monotonic)
+    _first_update: float = 0.0
+    _last_update: float = 0.0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def received(self, kind: str, size: int) -> None:
@@ -45,6 +47,18 @@ class Tally:
         """Count the time since `begin` (perf_counter) as work on gradients and parameters."""
         self.busy_s += time.perf_counter() - begin
 
+    def updated(self) -> None:
+        """Count an update."""
+        self.updates += 1
+        self._last_update = time.monotonic()
+        self._first_update = self._first_update or self._last_update
+
+    @property
+    def updates_per_second(self) -> float:
+        """Updates a second between the first and the last: what came before and after them is not their time."""
+        seconds = self._last_update - self._first_update
+        return (self.updates - 1) / seconds if self.updates > 1 and seconds > 0 else 0.0
+
     def stale(self, updates: int) -> None:
         """Note how many updates lay between a worker's pull and its own update."""
         self.stale_sum += updates
@@ -59,7 +73,7 @@ class Tally:
             "requests": sum(self.requests.values()),
             "busy": self.busy_s / seconds,
             "updates": self.updates,
-            "updates_per_second": self.updates / seconds,
+            "updates_per_second": self.updates_per_second,
             "staleness_mean": self.stale_sum / self.updates if self.updates else 0.0,
             "staleness_max": self.stale_max,
             "ahead_max": self.ahead_max,
