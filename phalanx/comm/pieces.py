@@ -52,6 +52,8 @@ def bounds(length: int, parts: int) -> list[int]:
 
 def split(flat: torch.Tensor, parts: int) -> list[torch.Tensor]:
     """Cut a tensor into nearly equal views."""
+    if parts == 1:
+        return [flat]
     return [flat[low:high] for low, high in pairwise(bounds(flat.numel(), parts))]
 
 

@@ -19,12 +19,12 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-import torch
-
 from phalanx.comm.pieces import begin, begin_reduction, bounds, chunk_count, split, write_back
 from phalanx.comm.reduction import OPS, Reduction
 
 if TYPE_CHECKING:
+    import torch
+
     from phalanx.comm.wire import Handle, Wire
 
 
@@ -86,14 +86,15 @@ class _Lap:
     def __init__(
         self, blocks: list[torch.Tensor], wire: Wire, reduction: Reduction, first: int, last: int, ranks: int
     ) -> None:
-        largest = max(blocks, key=torch.Tensor.numel)
+        largest = blocks[0]
         self.pieces = chunk_count(largest.nbytes, wire)
         self.chunks = [split(block, self.pieces) for block in blocks]
         self.wire, self.reduction, self.ranks = wire, reduction, ranks
         self.moves = range(first * self.pieces, last * self.pieces)
         self.left, self.right = (wire.rank - 1) % wire.size, (wire.rank + 1) % wire.size
-        self.slots = self._scratch(largest) if first < wire.size - 1 else []
-        self.arrivals: dict[int, Handle] = {}
+        adding = max(0, (wire.size - 1 - first) * self.pieces)
+        self.slots = self._scratch(largest, min(wire.depth, adding))
+        self.arrivals: dict[int, tuple[Handle, torch.Tensor]] = {}
         self.departures: list[Handle] = []
 
     def run(self) -> None:
@@ -112,10 +113,10 @@ class _Lap:
         for departure in self.departures:
             departure.wait()
 
-    def _scratch(self, largest: torch.Tensor) -> list[torch.Tensor]:
+    def _scratch(self, largest: torch.Tensor, slots: int) -> list[torch.Tensor]:
         longest = -(-largest.numel() // self.pieces)
-        memory = self.wire.scratch(longest * self.wire.depth, largest)
-        return [memory[slot * longest : (slot + 1) * longest] for slot in range(self.wire.depth)]
+        memory = self.wire.scratch(longest * slots, largest)
+        return [memory[slot * longest : (slot + 1) * longest] for slot in range(slots)]
 
     def _adds(self, move: int) -> bool:
         return move // self.pieces < self.wire.size - 1
@@ -138,16 +139,18 @@ class _Lap:
         return self.slots[move % len(self.slots)][: target.numel()] if self._adds(move) else target
 
     def _expect(self, move: int) -> None:
-        self.arrivals[move] = self.wire.receive(self._landing(move), self.left)
+        landing = self._landing(move)
+        self.arrivals[move] = self.wire.receive(landing, self.left), landing
 
     def _depart(self, move: int) -> None:
         self.departures.append(self.wire.send(self._outgoing(move), self.right))
 
     def _take_in(self, move: int) -> None:
-        self.arrivals.pop(move).wait()
+        arrival, landing = self.arrivals.pop(move)
+        arrival.wait()
         if not self._adds(move):
             return
         target = self._target(move)
-        self.reduction.combine(target, self._landing(move))
+        self.reduction.combine(target, landing)
         if move // self.pieces == self.wire.size - 2:  # the last step that adds: this is the total of the own block
             self.reduction.finish(target, self.ranks)

@@ -217,4 +217,4 @@ class _BatchedReceive:
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """View any dtype as bytes: the backends know only some of them."""
-    return tensor.view(-1).view(torch.uint8)
+    return (tensor if tensor.dim() == 1 else tensor.view(-1)).view(torch.uint8)
