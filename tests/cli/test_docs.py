@@ -100,7 +100,7 @@ def test_the_script_runs(name, folder, capfd):
     if name in _UNDER_LAUNCHER:
         answer = phalanx("train", "--script", script, "--num-workers", 2)
         assert answer.code == 0, answer.text
-        assert "loss" in answer.out
+        assert answer.out.strip(), "every example prints what it shows"
         return
     runpy.run_path(str(script), run_name="__main__")
     assert capfd.readouterr().out.strip(), "every example prints what it shows"
