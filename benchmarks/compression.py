@@ -1,6 +1,6 @@
 """Top-k with error feedback against no compression on the text recipe: losses, and bytes sent.
 
-    python benchmarks/compression.py [--steps 800] [--compressor topk] [--json out.json]
+    python benchmarks/compression.py [--steps 1800] [--compressor topk] [--json out.json]
 
 Both runs are the recipe as it is, on two ranks, but for one setting: error feedback already adds up old gradients, so
 the compressed run takes half the optimizer's momentum. Losses are those on the validation data after the last step.
@@ -41,7 +41,7 @@ def train(folder: Path, *flags: object) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=800)
+    parser.add_argument("--steps", type=int, default=1800)
     parser.add_argument("--compressor", default="topk")
     parser.add_argument("--momentum", type=float, default=MOMENTUM)
     parser.add_argument("--json", type=Path)
