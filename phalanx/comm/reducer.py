@@ -49,7 +49,7 @@ class GradientReducer:
     ) -> None:
         self.sync = True
         """Whether a backward pass ends with averaged gradients; between the micro-batches of a step it does not."""
-        self.courier = Courier("phalanx-ring")
+        self.courier = Courier("phalanx-ring", memory.device)
         self._names = [name for name, _ in named_parameters]
         self._parameters = [parameter for _, parameter in named_parameters]
         self._exchange, self._compressor = exchange, compressor

@@ -46,9 +46,11 @@ def assert_equal_bits(ours, theirs):
         assert torch.equal(ours[name], value), name
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "ring"])
 @pytest.mark.parametrize("name", COMPRESSORS)
-def test_ranks_stay_equal_and_send_less(ranks, tmp_path, name):
-    first, second = ranks(lambda: train(tmp_path / "run", compression=name, max_steps=6), world_size=2)
+def test_ranks_stay_equal_and_send_less(ranks, tmp_path, name, strategy):
+    settings = {"compression": name, "strategy": strategy, "max_steps": 6}
+    first, second = ranks(lambda: train(tmp_path / "run", **settings), world_size=2)
     assert_equal_bits(first[0], second[0])
     history = first[1]
     assert history.plain_bytes == 6 * 4 * sum(parameter.numel() for parameter in net().parameters())
@@ -66,10 +68,13 @@ def test_warm_up_gives_what_no_compression_gives(ranks, tmp_path):
         assert torch.allclose(warm[name], value, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["int8", "sign", "topk", "randomk", "powersgd"])
-def test_stop_and_resume_gives_the_same_bits(ranks, tmp_path, name):
+@pytest.mark.parametrize(
+    ("name", "strategy"),
+    [("int8", "ddp"), ("sign", "ddp"), ("topk", "ddp"), ("randomk", "ring"), ("powersgd", "ddp"), ("topk", "ring")],
+)
+def test_stop_and_resume_gives_the_same_bits(ranks, tmp_path, name, strategy):
     """Residuals, factors and random draws go on; so do the buckets, which torch alone would lay out anew."""
-    common = {"compression": name, "compression_warmup": 1}
+    common = {"compression": name, "compression_warmup": 1, "strategy": strategy}
     place = {**common, "checkpoint_dir": str(tmp_path / "ckpt")}
     whole = ranks(lambda: train(tmp_path / "a", max_steps=6, **common), world_size=2)
     ranks(lambda: train(tmp_path / "b", max_steps=3, **place), world_size=2)

@@ -52,10 +52,9 @@ class CompressionHook:
     ) -> None:
         self.compressor = compressor
         self.exchange = exchange
-        self.courier = Courier("phalanx-compression")
+        self.courier = Courier("phalanx-compression", device)
         self._names = {id(parameter): name for name, parameter in named_parameters}
         self._device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def take(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Hand a bucket to the courier. (Torch insists on the name `bucket`.)"""
@@ -63,14 +62,9 @@ class CompressionHook:
         ours = Bucket(bucket.index(), bucket.buffer(), names, tuple(bucket.gradients()))
         if ours.index == 0:  # DDP hands buckets over in order: once a backward pass, errors are raised at its end
             torch.autograd.Variable._execution_engine.queue_callback(self.courier.drain)
-        future: torch.futures.Future[torch.Tensor]
-        if self._stream is None:
-            future = torch.futures.Future()
-            self.courier.submit(lambda: self._reduce(ours, future))
-            return future
-        future = torch.futures.Future(devices=[self._device])
-        computed = torch.cuda.current_stream(self._device).record_event()
-        self.courier.submit(lambda: self._reduce_on_device(ours, future, computed))
+        on_gpu = self._device.type == "cuda"  # there the future carries the order of the streams on to DDP
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[self._device] if on_gpu else None)
+        self.courier.submit(lambda: self._reduce(ours, future))
         return future
 
     def _reduce(self, bucket: Bucket, future: torch.futures.Future[torch.Tensor]) -> None:
@@ -79,15 +73,6 @@ class CompressionHook:
         finally:
             # DDP cannot read an error out of a Python future: it gets the bucket, and `drain` the error.
             future.set_result(bucket.flat)
-
-    def _reduce_on_device(
-        self, bucket: Bucket, future: torch.futures.Future[torch.Tensor], computed: torch.cuda.Event
-    ) -> None:
-        """Compress on a stream of the courier's own, after what computed the gradients; the future keeps the order."""
-        torch.cuda.set_device(self._device)  # a thread begins with device 0
-        with torch.cuda.stream(self._stream):
-            computed.wait(self._stream)
-            self._reduce(bucket, future)
 
 
 # Torch compares the annotations of a hook with its own types, and with postponed evaluation they are strings.
