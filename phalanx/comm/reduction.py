@@ -66,6 +66,10 @@ def combine_in_order(parts: Sequence[torch.Tensor], out: torch.Tensor, op: str) 
     and what fewer ranks would get from the same values.
     """
     reduction = OPS[op]
+    if len(parts) == 2:
+        reduction.function(parts[0], parts[1], out=out)
+        reduction.finish(out, 2)
+        return
 
     def branch(first: int, stride: int, into: torch.Tensor | None) -> torch.Tensor:
         if first + stride >= len(parts):

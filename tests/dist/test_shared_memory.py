@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from phalanx.comm.register import register
 from phalanx.comm.shared import SharedGroup
 from phalanx.errors import CommunicationError
 
@@ -149,6 +150,9 @@ KILLED = """
 import os, signal, sys
 import torch
 import torch.distributed as dist
+from phalanx.comm.register import register
+
+register()  # torch does so by itself where Phalanx is installed
 dist.init_process_group("phalanx")
 tensor = torch.ones(1000)
 for step in range(1000):
@@ -172,6 +176,7 @@ def test_a_killed_rank_ends_the_job_and_leaves_nothing(launch_script):
 def fall_back() -> tuple[list[str], list[float]]:
     from phalanx.comm.shared import group as group_module
 
+    register()
     group_module.SharedGroup.__init__.__kwdefaults__["half"] = 1 << 44  # more than any /dev/shm has
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -195,6 +200,7 @@ def test_a_small_shm_falls_back_to_gloo_with_one_warning(ranks):
 def train_on(backend: str) -> tuple[list[Any], list[Any]]:
     from torch.distributed.fsdp import fully_shard
 
+    register()
     group = dist.new_group(backend=backend)
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(20, 300), torch.nn.Tanh(), torch.nn.Linear(300, 5))

@@ -27,10 +27,12 @@ ONE_SHOT = 64 << 10
 """Up to this many bytes every rank adds up everything itself: one meeting instead of two."""
 ONE_SHOT_IN_PLACE = 16 << 10
 """The same for tensors that live in the pages, which would be copied for it."""
+_REMEMBERED = 512
+"""Sizes of small tensors whose views are kept: models have few."""
 _TEXT = 256
 """Bytes of the texts that ranks tell each other."""
-BLOCK = 512 << 10
-"""Bytes that are added up and written back at a time, while they are in the cache."""
+BLOCK = 1 << 20
+"""Bytes of all ranks together that are added up and written back at a time, while they are in the cache."""
 
 
 class SharedGroup:
@@ -45,6 +47,8 @@ class SharedGroup:
         staging = torch.frombuffer(self._pages.memory, dtype=torch.uint8, offset=slots, count=2 * size * half)
         self._staging = staging.view(2, size, half)
         self._views: dict[tuple[torch.dtype, int], list[torch.Tensor]] = {}
+        self._tiny, self._small = min(ONE_SHOT_IN_PLACE, half), min(ONE_SHOT, half)
+        self._firsts: dict[tuple[torch.dtype, int, int], list[torch.Tensor]] = {}
         self._turn = 0
         self._signatures: dict[tuple[object, ...], bytes] = {}
         self._others = [peer for peer in range(size) if peer != rank]
@@ -62,28 +66,32 @@ class SharedGroup:
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> None:
         """Combine a tensor over the ranks, in place; the same bits everywhere."""
         flat = _flat(tensor)
-        peers = self._symmetric.find(flat)
-        if flat.nbytes <= min(ONE_SHOT if peers is None else ONE_SHOT_IN_PLACE, self._half):
+        nbytes = flat.nbytes
+        if nbytes <= self._tiny:
             self._reduce_at_once(flat, op)
-        elif peers is not None:
+        elif (peers := self._symmetric.find(flat)) is not None:
             self._reduce_in_place(peers, op)
+        elif nbytes <= self._small:
+            self._reduce_at_once(flat, op)
         else:
             self._reduce_staged(flat, op)
-        _back(tensor, flat)
+        if flat is not tensor:
+            _back(tensor, flat)
 
     def _reduce_at_once(self, flat: torch.Tensor, op: str) -> None:
-        stage, count = self._next_half(flat.dtype), flat.numel()
+        count = flat.numel()
+        parts = self._first(flat.dtype, count)
         if count:
-            stage[self.rank][:count].copy_(flat)
+            parts[self.rank].copy_(flat)
         self._meet("all_reduce", op, flat.dtype, count)
         if count:
-            combine_in_order([part[:count] for part in stage], flat, op)
+            combine_in_order(parts, flat, op)
 
     def _reduce_in_place(self, peers: list[torch.Tensor], op: str) -> None:
         mine = peers[self.rank]
         self._meet("all_reduce in place", op, mine.dtype, mine.numel())
         begin, end = self._segment(mine.numel(), self.rank)
-        block = BLOCK // mine.element_size()
+        block = max(BLOCK // self.size, ONE_SHOT) // mine.element_size()
         for start in range(begin, end, block):
             parts = [peer[start : min(start + block, end)] for peer in peers]
             combine_in_order(parts, parts[self.rank], op)
@@ -193,6 +201,17 @@ class SharedGroup:
         share = self._half // element_size // parts
         return [(begin, min(begin + share, numel)) for begin in range(0, numel, share)]
 
+    def _first(self, dtype: torch.dtype, count: int) -> list[torch.Tensor]:
+        """Return the first `count` elements of the ranks' staging areas of this turn; remembered, for small calls."""
+        stage = self._next_half(dtype)
+        key = (dtype, self._turn, count)
+        parts = self._firsts.get(key)
+        if parts is None:
+            if len(self._firsts) >= _REMEMBERED:
+                self._firsts.clear()
+            parts = self._firsts[key] = [part[:count] for part in stage]
+        return parts
+
     def _next_half(self, dtype: torch.dtype) -> list[torch.Tensor]:
         """Return the ranks' staging areas of this turn, as tensors of a dtype."""
         self._turn ^= 1
@@ -205,6 +224,8 @@ class SharedGroup:
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
     """Return a flat tensor to work in: a view where that is possible, else a copy for `_back`."""
+    if tensor.dim() == 1 and tensor.is_contiguous():
+        return tensor
     return tensor.view(-1) if tensor.is_contiguous() else tensor.reshape(-1)
 
 
