@@ -1,0 +1,303 @@
+"""Every collective twice: by torch.distributed, and written out on point-to-point messages. Values, bytes and theory.
+
+    phalanx train --script collective_ops.py --num-workers 2
+    torchrun --standalone --nproc-per-node 4 collective_ops.py                      # gloo, or nccl with a GPU a rank
+    phalanx train --script collective_ops.py --num-workers 3 -- --only all_to_all broadcast
+
+Rank 0 draws what every rank held before and after. A rank on which torch and we disagree raises, and so does one whose
+messages carried more or fewer bytes than the formula says. Ranks that share a machine do what shared memory can do a
+third time, without a message.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+import phalanx
+from phalanx.comm import collectives as ours
+from phalanx.comm.shared.opening import share_memory
+from phalanx.comm.signature import HEADER_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from phalanx.comm.shared import SharedGroup
+
+ROOT = 0
+OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "mean": dist.ReduceOp.AVG,
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+    "prod": dist.ReduceOp.PRODUCT,
+}
+# torch 2.13 has new names for these two, and warns of the old ones.
+all_gather_by_torch = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_by_torch = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@dataclass
+class Place:
+    """Where this rank stands, and what connects it with the others."""
+
+    wire: ours.Wire
+    shared: SharedGroup | None
+
+    @property
+    def rank(self) -> int:
+        return self.wire.rank
+
+    @property
+    def size(self) -> int:
+        return self.wire.size
+
+    def values(self, count: int) -> torch.Tensor:
+        """Return numbers that say whose they are: 10, 11, ... on rank 0, 20, 21, ... on rank 1."""
+        return torch.arange(count, dtype=torch.float32, device=self.wire.device) + 10 * (self.rank + 1)
+
+
+@dataclass
+class Outcome:
+    """What came of one collective on this rank; None where a rank gets nothing."""
+
+    title: str
+    before: torch.Tensor | None
+    torch: torch.Tensor | None
+    ours: torch.Tensor | None
+    sent: int
+    theory: int
+    formula: str
+    shared: torch.Tensor | None = None
+
+
+def counted(place: Place, call: Callable[[], Any]) -> tuple[Any, int]:
+    """Call, and return the result with the bytes of data that this rank sent for it."""
+    before = place.wire.sent_bytes
+    result = call()
+    return result, place.wire.sent_bytes - before
+
+
+def all_reduce(place: Place, op: str) -> Outcome:
+    """Everybody gets the sum (mean, ...) of all tensors: what gradients need."""
+    given = place.values(2 * place.size)  # n divides it, so that the formula is a whole number
+    by_torch, by_us = given.clone(), given.clone()
+    dist.all_reduce(by_torch, OPS[op])
+    _, sent = counted(place, lambda: ours.all_reduce(by_us, place.wire, op))
+    theory = 2 * given.nbytes * (place.size - 1) // place.size
+    outcome = Outcome(f"all_reduce {op}", given, by_torch, by_us, sent, theory, "2 (n-1)/n S")
+    if place.shared is not None:
+        outcome.shared = place.shared.empty(given.numel())  # lives in the pages: added up where it lies
+        outcome.shared.copy_(given)
+        place.shared.all_reduce(outcome.shared, op)
+    return outcome
+
+
+def broadcast(place: Place) -> Outcome:
+    """Everybody gets what the root has: how replicas begin alike."""
+    given = place.values(2)
+    by_torch, by_us = given.clone(), given.clone()
+    dist.broadcast(by_torch, src=ROOT)
+    _, sent = counted(place, lambda: ours.broadcast(by_us, place.wire, ROOT))
+    outcome = Outcome("broadcast", given, by_torch, by_us, sent, given.nbytes * children(place), "S a child")
+    if place.shared is not None:
+        outcome.shared = given.clone()
+        place.shared.broadcast(outcome.shared, ROOT)
+    return outcome
+
+
+def reduce(place: Place) -> Outcome:
+    """The root gets the sum; what torch leaves on the others is not defined, ours leaves them as they are."""
+    given = place.values(2)
+    by_torch, by_us = given.clone(), given.clone()
+    dist.reduce(by_torch, dst=ROOT)
+    _, sent = counted(place, lambda: ours.reduce(by_us, place.wire, "sum", ROOT))
+    is_root = place.rank == ROOT
+    theory = 0 if is_root else given.nbytes
+    return Outcome(
+        "reduce", given, by_torch if is_root else None, by_us if is_root else None, sent, theory, "S to the parent"
+    )
+
+
+def all_gather(place: Place) -> Outcome:
+    """Everybody gets everybody's tensor: how a sharded parameter becomes whole."""
+    given = place.values(2)
+    by_torch = given.new_empty(2 * place.size)
+    all_gather_by_torch(by_torch, given)
+    by_us, sent = counted(place, lambda: ours.all_gather(given, place.wire).flatten())
+    # The whole is n tensors here, and a rank sends (n-1)/n of the whole.
+    outcome = Outcome("all_gather", given, by_torch, by_us, sent, given.nbytes * (place.size - 1), "(n-1) S")
+    if place.shared is not None:
+        outcome.shared = torch.empty_like(by_torch)
+        place.shared.all_gather(outcome.shared, given)
+    return outcome
+
+
+def reduce_scatter(place: Place) -> Outcome:
+    """Each rank gets its part of the sum: an all-reduce is this and an all_gather."""
+    given = place.values(2 * place.size)
+    by_torch = given.new_empty(2)
+    reduce_scatter_by_torch(by_torch, given)
+    by_us, sent = counted(place, lambda: ours.reduce_scatter(given.clone(), place.wire))
+    theory = given.nbytes * (place.size - 1) // place.size
+    outcome = Outcome("reduce_scatter", given, by_torch, by_us, sent, theory, "(n-1)/n S")
+    if place.shared is not None:
+        outcome.shared = torch.empty_like(by_torch)
+        place.shared.reduce_scatter(outcome.shared, given)
+    return outcome
+
+
+def gather(place: Place) -> Outcome:
+    """The root gets everybody's tensor."""
+    given, is_root = place.values(2), place.rank == ROOT
+    parts = [torch.empty_like(given) for _ in range(place.size)] if is_root else None
+    dist.gather(given, parts, dst=ROOT)
+    by_us, sent = counted(place, lambda: ours.gather(given, place.wire, ROOT))
+    return Outcome(
+        "gather",
+        given,
+        torch.cat(parts) if parts is not None else None,
+        by_us.flatten() if by_us is not None else None,
+        sent,
+        0 if is_root else given.nbytes,
+        "S to the root",
+    )
+
+
+def scatter(place: Place) -> Outcome:
+    """Each rank gets its row of what the root has."""
+    given, is_root = place.values(2 * place.size), place.rank == ROOT
+    by_torch, by_us = given.new_empty(2), given.new_empty(2)
+    dist.scatter(by_torch, list(given.split(2)) if is_root else None, src=ROOT)
+    rows = given.view(place.size, 2) if is_root else None
+    _, sent = counted(place, lambda: ours.scatter(by_us, place.wire, rows, ROOT))
+    theory = by_us.nbytes * (place.size - 1) if is_root else 0
+    return Outcome("scatter", given if is_root else None, by_torch, by_us, sent, theory, "(n-1) rows by the root")
+
+
+def all_to_all(place: Place) -> Outcome:
+    """Row r goes to rank r: how tokens find their experts."""
+    given = place.values(2 * place.size)
+    by_torch = torch.empty_like(given)
+    dist.all_to_all_single(by_torch, given)
+    by_us, sent = counted(place, lambda: ours.all_to_all(given.view(place.size, 2), place.wire).flatten())
+    theory = given.nbytes * (place.size - 1) // place.size
+    outcome = Outcome("all_to_all", given, by_torch, by_us, sent, theory, "(n-1)/n S")
+    if place.shared is not None:
+        outcome.shared = torch.empty_like(by_torch)
+        place.shared.all_to_all(outcome.shared, given)
+    return outcome
+
+
+def barrier(place: Place) -> Outcome:
+    """Nobody goes on before everybody has come: each rank counts itself before, and must find n behind it."""
+    store = dist.distributed_c10d._get_default_store()
+
+    def arrived_after(name: str, wait: Callable[[], object]) -> torch.Tensor:
+        store.add(name, 1)
+        wait()
+        return torch.tensor([float(store.add(name, 0))])
+
+    by_torch = arrived_after("example/torch", dist.barrier)
+    headers = place.wire.control_bytes
+    by_us = arrived_after("example/ours", lambda: ours.barrier(place.wire))
+    sent = place.wire.control_bytes - headers
+    theory = (place.size - 1).bit_length() * HEADER_BYTES  # a round doubles how many ranks have been heard of
+    outcome = Outcome("barrier", torch.ones(1), by_torch, by_us, sent, theory, "log2(n) headers, no data")
+    if place.shared is not None:
+        outcome.shared = arrived_after("example/shared", place.shared.barrier)
+    assert float(by_us) == place.size, f"only {by_us} of {place.size} ranks were at the barrier"
+    return outcome
+
+
+def children(place: Place) -> int:
+    """Return how many children this rank has in the tree whose root is rank 0."""
+    return sum(child < place.size for child in (2 * place.rank + 1, 2 * place.rank + 2))
+
+
+COLLECTIVES: dict[str, Callable[[Place], Outcome]] = {
+    **{f"all_reduce {op}": lambda place, op=op: all_reduce(place, op) for op in OPS},
+    "broadcast": broadcast,
+    "reduce": reduce,
+    "all_gather": all_gather,
+    "reduce_scatter": reduce_scatter,
+    "gather": gather,
+    "scatter": scatter,
+    "all_to_all": all_to_all,
+    "barrier": barrier,
+}
+
+
+def check(outcome: Outcome) -> None:
+    """Raise on the rank where two ways to do the same thing differ."""
+    found = {"ours": outcome.ours} if outcome.shared is None else {"ours": outcome.ours, "shared": outcome.shared}
+    for name, result in found.items():
+        if not agree(result, outcome.torch):
+            raise AssertionError(f"{outcome.title}: {name} has {row(result)}, torch has {row(outcome.torch)}")
+    if outcome.sent != outcome.theory:
+        raise AssertionError(f"{outcome.title}: sent {outcome.sent} bytes, theory says {outcome.theory}")
+
+
+def agree(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    """Compare to rounding: a ring and a tree add in another order than torch does."""
+    return one is other if one is None or other is None else torch.allclose(one, other)
+
+
+def draw(outcome: Outcome, place: Place) -> None:
+    """Show on rank 0 what every rank had and has, and what it sent."""
+    own = (row(outcome.before), row(outcome.ours), outcome.sent, outcome.theory)
+    every: list[Any] = [None] * place.size
+    dist.all_gather_object(every, own)
+    if place.rank != 0:
+        return
+    ways = "torch = ours" if outcome.shared is None else "torch = ours = shared memory"
+    print(f"\n{outcome.title}   ({ways}; a rank sends {outcome.formula})")
+    widths = [max(len(line[column]) for line in every) for column in range(2)]
+    for rank, (before, after, sent, theory) in enumerate(every):
+        print(f"  rank {rank}  {before:<{widths[0]}}  ->  {after:<{widths[1]}}   sent {sent} B, theory {theory} B")
+
+
+def row(tensor: torch.Tensor | None) -> str:
+    return "-" if tensor is None else " ".join(f"{value:g}" for value in tensor.tolist())
+
+
+def main() -> None:
+    args = parse_args()
+    with phalanx.Formation() as formation:
+        if formation.world_size == 1:
+            raise SystemExit("one rank has nobody to talk to: start two, as the first lines of this file say")
+        wire = ours.Wire()
+        place = Place(wire, open_shared_memory(wire))
+        pages = "shared memory too" if place.shared is not None else "no shared memory between them"
+        formation.print(f"{place.size} ranks on {dist.get_backend()}, tensors on {wire.device.type}; {pages}")
+        for name, collective in COLLECTIVES.items():
+            if args.only and name.split()[0] not in args.only:
+                continue
+            outcome = collective(place)
+            check(outcome)
+            draw(outcome, place)
+        if place.shared is not None:
+            place.shared.close()
+
+
+def open_shared_memory(wire: ours.Wire) -> SharedGroup | None:
+    """Return the pages that these ranks can share; None on several machines, and where tensors are on GPUs."""
+    if wire.device.type != "cpu":
+        return None
+    store = dist.PrefixStore("example", dist.distributed_c10d._get_default_store())
+    return share_memory(store, wire.rank, wire.size, timeout=60.0)
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Every collective by torch and by our own hands.")
+    names = list(dict.fromkeys(name.split()[0] for name in COLLECTIVES))
+    parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help=f"some of: {', '.join(names)}")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
