@@ -84,7 +84,8 @@ def main() -> None:
         links = measure_sizes(wire, sizes, args.rounds)
         formation.print(f"{links_table(links)}\n\n{args.op} on {wire.size} ranks\n{HEADER}")
         rows = list(measure_rows(plan, Wire(), formation.print))
-        formation.print(f"\n{side_by_side(rows)}")
+        if beside := side_by_side(rows):  # nothing for a single algorithm
+            formation.print(f"\n{beside}")
         if args.json and formation.is_main:
             document = {"links": links, "collectives": [row.to_dict() for row in rows]}
             Path(args.json).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
