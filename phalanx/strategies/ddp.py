@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from phalanx.comm.link import is_emulated, open_exchange
+from phalanx.comm.throttle import is_emulated, open_exchange
 from phalanx.strategies.base import Strategy
 from phalanx.strategies.compressing import CompressesGradients, Lane
 from phalanx.strategies.materialise import is_meta, materialise

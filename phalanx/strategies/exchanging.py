@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from phalanx.comm.link import is_emulated, open_exchange
 from phalanx.comm.shared.opening import share_gradients
+from phalanx.comm.throttle import is_emulated, open_exchange
 from phalanx.comm.wire_exchange import WireExchange
 
 if TYPE_CHECKING:

@@ -239,3 +239,58 @@ def test_a_crash_on_one_host_is_named_on_the_other(hosts, tmp_path):
         assert answer.code == 1, answer.text
         assert "rank 1 " in answer.err.splitlines()[0]
         assert "ValueError: only on the second host" in answer.err.splitlines()[0]
+
+
+ACROSS = """
+import json, torch
+import torch.distributed as dist
+from torch import nn
+from phalanx import Formation
+
+torch.manual_seed(0)
+weights = {}
+for strategy in ("ddp", "ring"):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 1)).double()
+    formation = Formation(strategy=strategy, device="cpu", bucket_cap_mb=0.001)
+    wrapped, optimizer = formation.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    for step in range(3):
+        inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + formation.rank)).double()
+        formation.backward(wrapped(inputs).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    if strategy == "ring":
+        lane = formation.strategy.lanes[0]
+        exchange = lane.exchange
+        found = {"kind": type(exchange).__name__, "hosts": exchange._hosts, "sent": exchange.sent_bytes}
+    weights[strategy] = [parameter.detach().clone() for parameter in model.parameters()]
+    del wrapped
+    formation.close()
+for ours, theirs in zip(weights["ring"], weights["ddp"]):
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+dist.init_process_group("phalanx")
+total = torch.ones(5000)
+dist.all_reduce(total)
+assert float(total[0]) == dist.get_world_size()
+group = dist.distributed_c10d._get_default_group()
+print(json.dumps({"rank": dist.get_rank(), "shared": group._shared is not None, **found}), flush=True)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_across_hosts_nothing_is_shared_and_leaders_talk(hosts, tmp_path):
+    """Two hosts with two ranks each: ring goes by the hosts' leaders and gives ddp's weights; the backend takes gloo."""
+    script = write_script(tmp_path / "across.py", ACROSS)
+    commands = [
+        node(hosts, number, "--script", str(script), "--num-workers", "4", "--console-ranks", "all")
+        for number in range(2)
+    ]
+    printed = run_together(commands, tmp_path, [{}, {}])
+    told = [json.loads(found) for text in printed for found in re.findall(r"\{.*\}", text)]
+    assert sorted(each["rank"] for each in told) == [0, 1, 2, 3]
+    for each in told:
+        assert each["kind"] == "WireExchange"
+        assert each["hosts"] == [[0, 1], [2, 3]]
+        assert not each["shared"]
+        assert each["sent"] > 0

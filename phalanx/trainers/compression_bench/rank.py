@@ -11,7 +11,7 @@ from typing import Any
 
 from phalanx.comm.compress.base import ring_bytes
 from phalanx.comm.compress.measure import settings_of
-from phalanx.comm.link import emulated_link
+from phalanx.comm.throttle import emulated_link
 from phalanx.config import DistributedConfig
 from phalanx.loop.forward import implied_loss
 from phalanx.loop.hooks import Callback, StepInfo
