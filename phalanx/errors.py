@@ -97,11 +97,11 @@ class PreemptedError(PhalanxError):
     exit_code = EXIT_PREEMPTED
 
 
-def unused_parameters(names: Sequence[str]) -> ModelError:
+def unused_parameters(names: Sequence[str], when: str = "in the first step") -> ModelError:
     """Return the error that names parameters without a gradient."""
     shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
     return ModelError(
-        f"{len(names)} parameter{'s' * (len(names) > 1)} got no gradient in the first step: {shown}",
+        f"{len(names)} parameter{'s' * (len(names) > 1)} got no gradient {when}: {shown}",
         hint="Use them in forward, freeze them with requires_grad_(False), or set find_unused_parameters=True.",
     )
 

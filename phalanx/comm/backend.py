@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup, ProcessGroupGloo
 from phalanx.comm.reduction import find_reduction
 from phalanx.comm.register import NAME
 from phalanx.comm.shared.opening import share_memory
+from phalanx.comm.shared.telling import tell_by
 from phalanx.errors import UsageError
 
 if TYPE_CHECKING:
@@ -46,7 +47,6 @@ class PhalanxGroup(_Base):  # type: ignore[misc]
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
-        self._place = (dist.PrefixStore("phalanx", store), rank, size)
         self._timeout = timeout
         self._gloo: Any = ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout)
         self._gloo._set_sequence_number_for_group()
@@ -60,10 +60,25 @@ class PhalanxGroup(_Base):  # type: ignore[misc]
 
     def _path(self, tensor: torch.Tensor) -> SharedGroup | None:
         """Return the shared memory that can carry a tensor; None: gloo must."""
+        shared = self._memory()
+        return shared if tensor.layout is torch.strided and tensor.device.type == "cpu" else None
+
+    def _memory(self) -> SharedGroup | None:
         if self._undecided:  # at the first collective: a group that only sends and receives needs no pages
             self._undecided = False
-            self._shared = share_memory(*self._place, timeout=self._timeout.total_seconds())
-        return self._shared if tensor.layout is torch.strided and tensor.device.type == "cpu" else None
+            tell = tell_by(self._collect_by_gloo, self.size())
+            self._shared = share_memory(tell, self.rank(), self.size(), timeout=self._timeout.total_seconds())
+        return self._shared
+
+    def _collect_by_gloo(self, heard: list[torch.Tensor], own: torch.Tensor) -> None:
+        self._gloo.allgather([heard], [own], AllgatherOptions()).wait()
+
+    def _by_gloo(self, what: str) -> Any:
+        """Return gloo for what it must carry; first, in the pages, ranks that mean something else are named."""
+        shared = self._memory()
+        if shared is not None:
+            shared.announce(f"{what} (by gloo)")
+        return self._gloo
 
     def allreduce(self, tensors: list[torch.Tensor] | torch.Tensor, opts: Any = None) -> Any:
         """Combine a tensor over the ranks."""
@@ -71,7 +86,7 @@ class PhalanxGroup(_Base):  # type: ignore[misc]
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
         op, path = _OPERATIONS.get(_kind(opts)), self._path(tensors[0])
         if path is None or op is None or not _can(op, tensors[0].dtype):
-            return self._gloo.allreduce(tensors, opts)
+            return self._by_gloo(f"all_reduce {op} of {_described(tensors[0])}").allreduce(tensors, opts)
         for tensor in tensors:
             path.all_reduce(tensor, op)
         return _done(tensors)
@@ -86,7 +101,7 @@ class PhalanxGroup(_Base):  # type: ignore[misc]
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
         path = self._path(tensors[0])
         if path is None:
-            return self._gloo.broadcast(tensors, opts)
+            return self._by_gloo(f"broadcast of {_described(tensors[0])}").broadcast(tensors, opts)
         for tensor in tensors:
             path.broadcast(tensor, opts.rootRank)
         return _done(tensors)
@@ -95,7 +110,7 @@ class PhalanxGroup(_Base):  # type: ignore[misc]
         """Collect the ranks' tensors in a list on every rank."""
         path = self._path(inputs[0])
         if path is None or any(part.shape != inputs[0].shape for part in outputs[0]):
-            return self._gloo.allgather(outputs, inputs, opts or AllgatherOptions())
+            return self._by_gloo("all_gather").allgather(outputs, inputs, opts or AllgatherOptions())
         for parts, tensor in zip(outputs, inputs, strict=True):
             gathered = tensor.new_empty((len(parts), *tensor.shape))
             path.all_gather(gathered, tensor)
@@ -107,7 +122,7 @@ class PhalanxGroup(_Base):  # type: ignore[misc]
         """Collect the ranks' tensors in one."""
         path = self._path(tensor)
         if path is None:
-            return self._gloo._allgather_base(output, tensor, opts or AllgatherOptions())
+            return self._by_gloo("all_gather")._allgather_base(output, tensor, opts or AllgatherOptions())
         path.all_gather(output, tensor)
         return _done([output])
 
@@ -124,7 +139,7 @@ class PhalanxGroup(_Base):  # type: ignore[misc]
         opts = opts or dist.ReduceScatterOptions()
         op, path = _OPERATIONS.get(_kind(opts)), self._path(tensor)
         if path is None or op is None or not _can(op, tensor.dtype):
-            return self._gloo._reduce_scatter_base(output, tensor, opts)
+            return self._by_gloo(f"reduce_scatter {op}")._reduce_scatter_base(output, tensor, opts)
         path.reduce_scatter(output, tensor, op)
         return _done([output])
 
@@ -139,7 +154,7 @@ class PhalanxGroup(_Base):  # type: ignore[misc]
     def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any = None) -> Any:
         """Combine lists of tensors over the ranks; each rank gets its one."""
         if any(part.shape != outputs[0].shape for part in inputs[0]):
-            return self._gloo.reduce_scatter(outputs, inputs, opts or dist.ReduceScatterOptions())
+            return self._by_gloo("reduce_scatter").reduce_scatter(outputs, inputs, opts or dist.ReduceScatterOptions())
         for output, parts in zip(outputs, inputs, strict=True):
             self.reduce_scatter_single(output, torch.stack(parts), opts).wait()
         return _done(outputs)
@@ -150,9 +165,26 @@ class PhalanxGroup(_Base):  # type: ignore[misc]
         """Swap parts: the r-th goes to rank r."""
         path = self._path(tensor)
         if path is None or outputs or inputs:  # parts of different sizes
-            return self._gloo.alltoall_base(output, tensor, outputs, inputs, opts or dist.AllToAllOptions())
+            options = opts or dist.AllToAllOptions()
+            return self._by_gloo("all_to_all").alltoall_base(output, tensor, outputs, inputs, options)
         path.all_to_all(output, tensor)
         return _done([output])
+
+    def reduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
+        """Combine a tensor over the ranks, for one of them."""
+        opts = opts or dist.ReduceOptions()
+        what = f"reduce {_OPERATIONS.get(_kind(opts))} to {opts.rootRank} of {_described(tensors[0])}"
+        return self._by_gloo(what).reduce(tensors, opts)
+
+    def gather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> Any:
+        """Collect the ranks' tensors on one of them."""
+        opts = opts or dist.GatherOptions()
+        return self._by_gloo(f"gather to {opts.rootRank} of {_described(inputs[0])}").gather(outputs, inputs, opts)
+
+    def scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any = None) -> Any:
+        """Give each rank its tensor, from one of them."""
+        opts = opts or dist.ScatterOptions()
+        return self._by_gloo(f"scatter from {opts.rootRank} of {_described(outputs[0])}").scatter(outputs, inputs, opts)
 
     def barrier(self, opts: Any = None) -> Any:
         """Wait for all ranks."""
@@ -177,6 +209,10 @@ class PhalanxGroup(_Base):  # type: ignore[misc]
 
 
 _NOTHING = torch.empty(0)
+
+
+def _described(tensor: torch.Tensor) -> str:
+    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
 
 
 def _kind(opts: Any) -> Any:

@@ -29,6 +29,9 @@ class Exchange(Protocol):
     def all_to_all(self, tensor: torch.Tensor) -> torch.Tensor:
         """Send row r to rank r; return the rows that were sent here, by rank."""
 
+    def close(self) -> None:
+        """Let go of what it holds; nothing is said to other ranks, which may be gone."""
+
 
 class TorchExchange:
     """An `Exchange` over a process group of torch.distributed: gloo, nccl, or ours."""
@@ -60,6 +63,9 @@ class TorchExchange:
         dist.all_to_all_single(received, tensor.contiguous(), group=self.group)
         return received
 
+    def close(self) -> None:
+        """Leave the group as it is: torch keeps it until the ranks leave each other."""
+
 
 class Alone:
     """An `Exchange` of one rank: everything is there already."""
@@ -76,3 +82,6 @@ class Alone:
     def all_to_all(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the tensor: its one row is for this rank."""
         return tensor
+
+    def close(self) -> None:
+        """Nothing is held."""

@@ -13,7 +13,6 @@ import torch
 
 from phalanx.comm.fixed_order import TreeAccumulator, check_ranks
 from phalanx.comm.reducer import GradientReducer
-from phalanx.errors import unused_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,26 +37,33 @@ class FixedOrderReducer(GradientReducer):
         self._accumulator = TreeAccumulator(micro_batches)
         super().__init__(named_parameters, exchange, **settings)
         self._arrivals = None
+        self._used = [False] * len(self._parameters)
 
     def _take(self, number: int) -> None:
-        if not self._running:
+        if torch._C._current_graph_task_id() != self._pass:
+            if self._pass is not None:  # that pass broke off: what it left belongs to nobody
+                for parameter in self._parameters:
+                    parameter.grad = None
             self._begin()
         self._here[number] = True
 
-    def _finish(self) -> None:
-        unused = [name for name, here in zip(self._names, self._here, strict=True) if not here]
-        if unused and not self._allow_unused:
-            self._reset()
-            raise unused_parameters(unused)
+    def _finish_pass(self) -> None:
+        if not self._allow_unused:
+            self._check_use()
+        self._used = [used or here for used, here in zip(self._used, self._here, strict=True)]
         self._accumulator.feed([self._taken(parameter) for parameter in self._parameters])
         if self.sync:
-            for parameter, total in zip(self._parameters, self._accumulator.take(), strict=True):
-                parameter.grad = total
-            self._here = [True] * len(self._parameters)
-            for index in range(len(self._buckets)):
-                self._send(index)
-            self.courier.drain()
-        self._reset()
+            self._average()
+
+    def _average(self) -> None:
+        for parameter, total in zip(self._parameters, self._accumulator.take(), strict=True):
+            parameter.grad = total
+        for index in range(len(self._buckets)):
+            self._send(index)
+        self.courier.drain()
+        self._here, self._used = self._used, [False] * len(self._used)
+        if self._allow_unused:
+            self._mark_unused()
 
     def _taken(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         """Take a micro-batch's gradient away from its parameter; the next one begins from nothing."""

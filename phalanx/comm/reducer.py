@@ -18,7 +18,7 @@ import torch
 from phalanx.comm.bucket import Bucket
 from phalanx.comm.bucketing import plan_buckets
 from phalanx.comm.courier import Courier
-from phalanx.errors import ModelError, unused_parameters
+from phalanx.errors import CommunicationError, ModelError, unused_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -57,7 +57,7 @@ class GradientReducer:
         self._allow_unused = allow_unused
         # What a compressor keeps back depends on what shares a bucket: with one, buckets stay as they are.
         self._arrivals: list[int] | None = [] if compressor.name == "none" else None
-        self._running = False
+        self._passes = 0
         self._memory = memory  # in one piece: whether there is room for it is known before the first step
         # The layers that forward uses last come first in backward.
         self._build(range(len(self._parameters) - 1, -1, -1))
@@ -95,11 +95,11 @@ class GradientReducer:
     def _cut(self, flat: torch.Tensor, plan: BucketPlan) -> tuple[tuple[str, ...], tuple[torch.Tensor, ...]]:
         members = [self._parameters[number] for number in plan.members]
         pieces = torch.split_with_sizes(flat, [member.numel() for member in members])
-        parts = tuple(piece.view(member.shape) for piece, member in zip(pieces, members, strict=True))
+        parts = tuple(_in_the_layout_of(member, piece) for piece, member in zip(pieces, members, strict=True))
         return tuple(self._names[number] for number in plan.members), parts
 
     def _reset(self) -> None:
-        self._running = False
+        self._pass: int | None = None
         self._missing = [len(members) for members in self._members]
         self._next = 0
         self._here = [False] * len(self._parameters)
@@ -112,7 +112,7 @@ class GradientReducer:
         return gradient_is_there
 
     def _take(self, number: int) -> None:
-        if not self._running:
+        if torch._C._current_graph_task_id() != self._pass:
             self._begin()
         index = self._bucket_of[number]
         if self._here[number]:
@@ -137,7 +137,18 @@ class GradientReducer:
 
     def _begin(self) -> None:
         """At the first gradient of a backward pass: have its end told to us."""
-        self._running = True
+        if self._pass is not None:  # the pass before broke off, by an error that somebody caught
+            sent = self._next
+            self._reset()
+            if self._arrivals is not None:
+                self._arrivals.clear()
+            if sent:
+                raise CommunicationError(
+                    "the backward pass before this one broke off after some of its gradients were sent",
+                    hint="Ranks are out of step. Let the error end the run, and go on from a checkpoint.",
+                )
+        self._pass = torch._C._current_graph_task_id()
+        self._passes += 1
         torch.autograd.Variable._execution_engine.queue_callback(self._finish)
 
     def _fill(self, index: int) -> Bucket:
@@ -146,10 +157,14 @@ class GradientReducer:
         parts, gradients = [], []
         for number, part in zip(self._members[index], bucket.parts, strict=True):
             parameter = self._parameters[number]
-            if not self._here[number]:
+            if parameter.grad is None:
                 part.zero_()
             elif parameter.grad is not part:
-                assert parameter.grad is not None
+                if parameter.grad.requires_grad:
+                    raise ModelError(
+                        "backward(create_graph=True) keeps the graph of gradients, which averaging would cut",
+                        hint="Take such gradients with torch.autograd.grad, and backward without create_graph.",
+                    )
                 if parameter.grad.layout is not torch.strided:
                     raise ModelError(
                         f"{self._names[number]} has a sparse gradient, which has no place in a bucket",
@@ -164,10 +179,15 @@ class GradientReducer:
 
     def _finish(self) -> None:
         """At the end of a backward pass: send what is left, and wait for all."""
-        unused = [number for number, here in enumerate(self._here) if not here]
-        if unused and not self._allow_unused:
+        try:
+            self._finish_pass()
+        finally:
             self._reset()
-            raise unused_parameters([self._names[number] for number in unused])
+
+    def _finish_pass(self) -> None:
+        # One that only an earlier micro-batch of this step used has a gradient all the same.
+        self._here = [parameter.grad is not None for parameter in self._parameters]
+        self._check_use()
         for index in range(self._next, len(self._buckets) - 1):
             self._send(index)
         last = self._fill(len(self._buckets) - 1)
@@ -177,7 +197,11 @@ class GradientReducer:
             self._mark_unused()
         if self._arrivals is not None:
             self._follow_use(self._arrivals)
-        self._reset()
+
+    def _check_use(self) -> None:
+        unused = [name for name, here in zip(self._names, self._here, strict=True) if not here]
+        if unused and not self._allow_unused:
+            raise unused_parameters(unused, f"on rank {self._exchange.rank}, in backward pass {self._passes}")
 
     def _mark_unused(self) -> None:
         """A parameter that some rank used gets the average; one that no rank used keeps no gradient."""
@@ -192,7 +216,8 @@ class GradientReducer:
 
     def _follow_use(self, arrivals: list[int]) -> None:
         """After the first pass, lay the buckets out in the order in which rank 0's gradients came."""
-        missing = [number for number in self._order if not self._here[number]]
+        came = set(arrivals)
+        missing = [number for number in self._order if number not in came]
         seen = torch.tensor([*arrivals, *missing], device=self._memory.device)
         order = self._exchange.all_gather(seen)[0].tolist()
         self._arrivals = None
@@ -204,6 +229,13 @@ class GradientReducer:
 def bytes_for(parameters: Iterable[torch.nn.Parameter]) -> int:
     """Return how much memory the buckets of some parameters need, however they are laid out."""
     return sum(_aligned(parameter.nbytes) for parameter in parameters)
+
+
+def _in_the_layout_of(parameter: torch.nn.Parameter, piece: torch.Tensor) -> torch.Tensor:
+    """Return a flat piece as a gradient that lies in memory as its parameter does (channels_last, transposed)."""
+    if torch.empty_like(parameter).stride() == parameter.stride():  # dense: its elements fill the piece, in some order
+        return piece.as_strided(parameter.shape, parameter.stride())
+    return piece.view(parameter.shape)
 
 
 def _aligned(nbytes: int) -> int:

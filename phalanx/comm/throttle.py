@@ -48,6 +48,10 @@ class ThrottledExchange:
         with self._at_rate():
             return self._inner.all_to_all(tensor)
 
+    def close(self) -> None:
+        """Let go of what the real exchange holds."""
+        self._inner.close()
+
     @contextmanager
     def _at_rate(self) -> Iterator[None]:
         begin, before = time.perf_counter(), self.sent_bytes

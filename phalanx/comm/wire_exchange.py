@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from phalanx.comm import basic, fixed_order, hierarchical, ring
-from phalanx.comm.topology import find_places, hosts, ring_order
+from phalanx.comm.links import measure_links, near_groups
+from phalanx.comm.topology import Place, find_places, hosts, ring_order, with_switches
 from phalanx.comm.wire import Wire
 
 if TYPE_CHECKING:
-    import torch
     import torch.distributed as dist
+
+_MEASURABLE = 16
+"""Up to so many hosts all pairs are measured when they meet; more would take too long, and have a scheduler's names."""
+_PROBE_BYTES = 256 << 10
 
 
 class WireExchange:
@@ -23,7 +29,7 @@ class WireExchange:
         self._wire = Wire(group)
         self.rank, self.size = self._wire.rank, self._wire.size
         self._in_fixed_order = in_fixed_order
-        places = find_places(self._wire)
+        places = _places(self._wire)
         self._hosts = hosts(places)
         self._ring = self._wire.among(ring_order(places))
 
@@ -34,6 +40,9 @@ class WireExchange:
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> None:
         """Combine a tensor over the ranks, in place."""
+        if op == "mean" and tensor.dtype == torch.float16:  # a sum would overflow where the mean does not
+            tensor.mul_(1.0 / self.size)
+            op = "sum"
         if self._in_fixed_order:
             fixed_order.all_reduce(tensor, self._wire, op)
         elif 1 < len(self._hosts) < self.size:
@@ -48,3 +57,29 @@ class WireExchange:
     def all_to_all(self, tensor: torch.Tensor) -> torch.Tensor:
         """Send row r to rank r; return the rows that were sent here."""
         return basic.all_to_all(tensor, self._wire)
+
+    def close(self) -> None:
+        """Leave the group as it is: torch keeps it until the ranks leave each other."""
+
+
+def _places(wire: Wire) -> list[Place]:
+    """Return where the ranks are; which hosts are near each other is measured where several are and nothing says it."""
+    places = find_places(wire)
+    groups = hosts(places)
+    if 2 < len(groups) <= _MEASURABLE and not any(place.switch for place in places):
+        places = with_switches(places, _near_hosts(wire, groups))
+    return places
+
+
+def _near_hosts(wire: Wire, groups: list[list[int]]) -> list[list[int]]:
+    """Have the hosts' leaders measure the links between them; return the ranks of hosts that are near each other."""
+    leaders = [group[0] for group in groups]
+    own = torch.tensor([-1])
+    if wire.rank in leaders:
+        found = near_groups(measure_links(wire.among(leaders), nbytes=_PROBE_BYTES, rounds=3))
+        own[0] = next(number for number, near in enumerate(found) if leaders.index(wire.rank) in near)
+    told = ring.all_gather(own.to(wire.device), wire).flatten().tolist()
+    near: dict[int, list[int]] = {}
+    for group in groups:
+        near.setdefault(told[group[0]], []).extend(group)
+    return list(near.values())

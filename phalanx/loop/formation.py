@@ -36,11 +36,11 @@ from phalanx.loop.replaced import Replaced
 from phalanx.loop.schedulers import bind_scheduler
 from phalanx.loop.snapshot import restore_snapshot, save_snapshot
 from phalanx.strategies.base import claim_layout, local
-from phalanx.strategies.compressing import CompressesGradients
 from phalanx.strategies.engine import OwnsStep
 from phalanx.strategies.pipeline import Pipeline
 from phalanx.strategies.registry import build_strategy
 from phalanx.strategies.stepping import StepsAlone
+from phalanx.strategies.traffic import SendsGradients
 from phalanx.world.groups import build_axis_group
 from phalanx.world.seed import rng_state, seed_everything, set_rng_state
 from phalanx.world.world import join_world, leave_world
@@ -284,8 +284,8 @@ class Formation:
         self._undo.clear()
         if self._engine is not None:
             self._engine.detach()
-        if isinstance(self.strategy, CompressesGradients):
-            self.strategy.close_lanes()
+        if isinstance(self.strategy, SendsGradients):
+            self.strategy.stop_sending()
         self.models.clear()
         self.optimizers.clear()
         self.schedulers.clear()

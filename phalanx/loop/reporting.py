@@ -245,9 +245,11 @@ class Reporter:
         self.history.mfu = self._token_rate.mfu(self._speed.average)
         strategy = self._loop.formation.strategy
         traffic = strategy.traffic() if isinstance(strategy, SendsGradients) else None
-        if traffic is not None:
-            self.history.sent_bytes, self.history.plain_bytes = traffic.sent_bytes, traffic.plain_bytes
-            self.history.exchange_hidden, self.history.exchange_waited = traffic.hidden_s, traffic.waited_s
+        history = self.history  # what the run before a resumption sent is not this one's
+        history.sent_bytes = traffic.sent_bytes if traffic else None
+        history.plain_bytes = traffic.plain_bytes if traffic else None
+        history.exchange_hidden = traffic.hidden_s if traffic else None
+        history.exchange_waited = traffic.waited_s if traffic else None
 
     def _next_commands(self) -> list[str]:
         board = tensorboard_dir(self._loop.config, self._run_dir)

@@ -120,7 +120,7 @@ def summary_rows(end: RunEnded, run: RunStarted | None) -> list[tuple[str, str]]
     if end.mfu is not None:
         rows.append(("MFU", f"{end.mfu:.1%}"))
     if end.sent_bytes is not None:
-        rows.append(("gradients sent", sent_words(end.sent_bytes, end.plain_bytes)))
+        rows.append(("sent", sent_words(end.sent_bytes, end.plain_bytes)))
     if end.exchange_hidden is not None and end.exchange_waited is not None:
         rows.append(("on the way", f"{end.exchange_hidden:.2f} s hidden, {end.exchange_waited:.2f} s waited for"))
     rows += [(f"best {name}", f"{value:.4f}") for name, value in end.best.items()]
@@ -136,7 +136,7 @@ def sent_words(sent: int, plain: int | None) -> str:
     """Say how many bytes a rank sent, and how many they would have been: `1.2 MB a rank, 2.0% of 60 MB`."""
     words = f"{size(sent)} a rank"
     is_less = plain is not None and sent < 0.999 * plain
-    return f"{words}, {sent / plain:.1%} of {size(plain)} uncompressed" if plain and is_less else words
+    return f"{words}, {sent / plain:.1%} of ddp's {size(plain)}" if plain and is_less else words
 
 
 def of_total(value: int, total: int | None) -> str:

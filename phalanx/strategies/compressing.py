@@ -76,8 +76,9 @@ class CompressesGradients(SendsGradients):
             sum(lane.courier.waited_s for lane in self.lanes),
         )
 
-    def close_lanes(self) -> None:
-        """End the couriers' threads; nothing is sent to other ranks, which may be gone."""
+    def stop_sending(self) -> None:
+        """End the couriers' threads, and let go of the memory that gradients lay in."""
         for lane in self.lanes:
             lane.courier.close()
+            lane.exchange.close()
         self.lanes.clear()

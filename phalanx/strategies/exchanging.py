@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.comm.shared.opening import share_gradients
+from phalanx.comm.shared.telling import tell_through
 from phalanx.comm.throttle import is_emulated, open_exchange
 from phalanx.comm.wire_exchange import WireExchange
 
@@ -18,13 +19,11 @@ if TYPE_CHECKING:
     from phalanx.world.world import World
 
 
-def open_exchange_for(config: DistributedConfig, world: World, name: str, nbytes: int) -> tuple[Exchange, torch.Tensor]:
+def open_exchange_for(config: DistributedConfig, world: World, nbytes: int) -> tuple[Exchange, torch.Tensor]:
     """Return how tensors travel, and so many bytes for them to lie in meanwhile; all ranks call this, in one order."""
-    assert world.store is not None, "several ranks have met"
     ours = world.device.type == "cpu" and not is_emulated()
     if ours:
-        store = dist.PrefixStore(name, world.store)
-        shared = share_gradients(store, world.rank, world.world_size, nbytes, timeout=config.timeout)
+        shared = share_gradients(tell_through(None), world.rank, world.world_size, nbytes, timeout=config.timeout)
         if shared is not None:
             return shared
     # A group of its own: the courier's collectives must not meet those of the main thread.

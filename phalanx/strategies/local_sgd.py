@@ -51,7 +51,7 @@ class LocalSGD(StepsAlone, SendsGradients, Strategy):
         if self.world.world_size > 1 and trained:
             share_weights(model)
             nbytes = sum(parameter.nbytes for _, parameter in trained)
-            exchange, memory = open_exchange_for(self.config, self.world, f"round/{len(self._rounds)}", nbytes)
+            exchange, memory = open_exchange_for(self.config, self.world, nbytes)
             self._rounds.append(Round(dict(trained), exchange, memory))
         return model
 
@@ -89,6 +89,12 @@ class LocalSGD(StepsAlone, SendsGradients, Strategy):
             busy_s=sum(each.seconds for each in self._rounds),
             waited_s=sum(each.seconds for each in self._rounds),
         )
+
+    def stop_sending(self) -> None:
+        """Let go of the memory that weights travelled in."""
+        for each in self._rounds:
+            each.exchange.close()
+        self._rounds.clear()
 
 
 class Round:

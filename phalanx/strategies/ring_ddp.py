@@ -65,15 +65,15 @@ class RingDDP(CompressesGradients, Strategy):
         if reducer is not None:
             reducer.sync = sync
 
-    def close_lanes(self) -> None:
-        """Take the hooks off the models, and end the couriers."""
+    def stop_sending(self) -> None:
+        """Take the hooks off the models, and let go of everything else."""
         for reducer in self._reducers.values():
             reducer.close()
         self._reducers.clear()
-        super().close_lanes()
+        super().stop_sending()
 
     def _open_exchange(self, nbytes: int) -> tuple[Exchange, torch.Tensor]:
         if self.world.world_size > 1:
-            return open_exchange_for(self.config, self.world, f"ring/{len(self._reducers)}", nbytes)
+            return open_exchange_for(self.config, self.world, nbytes)
         # One rank in a fixed order: nothing travels, but micro-batches are added up as they are on many ranks.
         return Alone(), torch.empty(nbytes, dtype=torch.uint8, device=self.world.device)

@@ -27,3 +27,7 @@ class SendsGradients(ABC):
     @abstractmethod
     def traffic(self) -> Traffic | None:
         """Return what was sent since the models were wrapped; None where nothing is counted."""
+
+    @abstractmethod
+    def stop_sending(self) -> None:
+        """Let go of threads and memory; nothing is said to other ranks, which may be gone."""

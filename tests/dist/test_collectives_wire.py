@@ -152,3 +152,35 @@ def test_a_peer_that_is_gone_is_named(ranks):
     begin = time.monotonic()
     assert "rank 1 said last" in ranks(run, world_size=2)[0]
     assert time.monotonic() - begin < 15  # seconds, where a silent hang would last as long as the group's timeout
+
+
+def exchange_over_measured_hosts() -> tuple[list[list[int]], list[float]]:
+    """Four ranks that stand for three hosts, of which nothing names the switches."""
+    from phalanx.comm import topology, wire_exchange
+    from phalanx.comm.links import LinkMatrix
+
+    places = [topology.Place(rank, f"host{max(rank - 1, 0)}") for rank in range(4)]
+    wire_exchange.find_places = lambda wire: places
+    measured: list[list[int]] = []
+
+    def measure(wire, **settings):
+        real = wire_exchange.links_measured(wire, **settings)
+        measured.append(list(wire.peers))
+        # the hosts 0 and 2 are near each other, whatever this machine says
+        slow = [[0.0, 1.0, 1e-3], [1.0, 0.0, 1.0], [1e-3, 1.0, 0.0]]
+        assert real.size == 3
+        return LinkMatrix(slow, [[1e9] * 3] * 3)
+
+    wire_exchange.links_measured, wire_exchange.measure_links = wire_exchange.measure_links, measure
+    exchange = wire_exchange.WireExchange()
+    order = list(exchange._ring.peers)
+    tensor = torch.full((1000,), float(dist.get_rank() + 1))
+    exchange.all_reduce(tensor)
+    return [order, *measured], [float(tensor.min()), float(tensor.max())]
+
+
+def test_links_between_hosts_are_measured_where_nothing_names_their_switches(ranks):
+    for rank, ((order, *measured), total) in enumerate(ranks(exchange_over_measured_hosts, world_size=4)):
+        assert order == [0, 1, 3, 2], "host 2 comes before host 1: it is nearer to host 0"
+        assert measured == ([[0, 2, 3]] if rank != 1 else []), "leaders alone measure"
+        assert total == [10.0, 10.0]

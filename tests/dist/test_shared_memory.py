@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import signal
+import socket
+import subprocess
+import sys
 import time
 import warnings
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from command import clean_environment, finish
 
 from phalanx.comm.register import register
 from phalanx.comm.shared import SharedGroup
+from phalanx.comm.shared.telling import tell_through
 from phalanx.errors import CommunicationError
 
 SIZES = (0, 1, 7, 1000, 20_000, 33_333)
 """Elements: nothing, odd ones, one shot, and more than one round of the staging area that the tests use."""
 
 
-def make_group(name: str = "shared", *, half: int = 8 << 10, timeout: float = 20.0) -> SharedGroup:
-    store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
-    return SharedGroup(store, dist.get_rank(), dist.get_world_size(), timeout=timeout, half=half)
+def make_group(*, half: int = 8 << 10, timeout: float = 20.0) -> SharedGroup:
+    return SharedGroup(tell_through(None), dist.get_rank(), dist.get_world_size(), timeout=timeout, half=half)
 
 
 def values(rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
@@ -86,6 +92,8 @@ def disagree(kind: str) -> str:
     with pytest.raises(CommunicationError) as caught:
         if kind == "shape":
             group.all_reduce(torch.zeros(10 + rank))
+        elif kind == "layout":
+            group.all_reduce(torch.zeros((3, 4) if rank else (4, 3)))
         elif kind == "dtype":
             group.all_reduce(torch.zeros(10, dtype=torch.float64 if rank else torch.float32))
         elif kind == "op":
@@ -98,15 +106,110 @@ def disagree(kind: str) -> str:
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        ("shape", "rank 0: all_reduce sum of 10 float32; rank 1: all_reduce sum of 11 float32"),
-        ("dtype", "rank 0: all_reduce sum of 10 float32; rank 1: all_reduce sum of 10 float64"),
-        ("op", "rank 0: all_reduce max of 10 float32; rank 1: all_reduce sum of 10 float32"),
-        ("collective", "rank 0: all_reduce sum of 10 float32; rank 1: broadcast from 0 of 10 float32"),
+        ("shape", "rank 0: all_reduce sum of (10,) float32; rank 1: all_reduce sum of (11,) float32"),
+        ("layout", "rank 0: all_reduce sum of (4, 3) float32; rank 1: all_reduce sum of (3, 4) float32"),
+        ("dtype", "rank 0: all_reduce sum of (10,) float32; rank 1: all_reduce sum of (10,) float64"),
+        ("op", "rank 0: all_reduce max of (10,) float32; rank 1: all_reduce sum of (10,) float32"),
+        ("collective", "rank 0: all_reduce sum of (10,) float32; rank 1: broadcast from 0 of (10,) float32"),
     ],
 )
 def test_ranks_that_disagree_are_named(ranks, kind, words):
     for message in ranks(disagree, kind, world_size=2):
         assert words in message
+
+
+def disagree_on_the_way(kind: str) -> tuple[str, float]:
+    """One rank's collective goes through shared memory, the other's through gloo."""
+    register()
+    group, rank = dist.new_group(backend="phalanx", timeout=timedelta(seconds=15)), dist.get_rank()
+    dist.barrier(group)
+    begin = time.perf_counter()
+    with pytest.raises(CommunicationError) as caught:
+        if rank == 0:
+            dist.all_reduce(torch.zeros(4), group=group)
+        elif kind == "mean of integers":
+            dist.all_reduce(torch.zeros(4, dtype=torch.int64), op=dist.ReduceOp.AVG, group=group)
+        else:
+            dist.reduce(torch.zeros(4), 0, group=group)
+    return str(caught.value), time.perf_counter() - begin
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [("mean of integers", "all_reduce mean of (4,) int64 (by gloo)"), ("reduce", "reduce sum to 0 of (4,) float32")],
+)
+def test_ranks_that_disagree_on_the_backend_are_named(ranks, kind, words):
+    for message, seconds in ranks(disagree_on_the_way, kind, world_size=2):
+        assert f"rank 0: all_reduce sum of (4,) float32; rank 1: {words}" in message
+        assert seconds < 5
+
+
+LOST_EARLY = """
+import os, signal, sys, time
+import torch
+import torch.distributed as dist
+from phalanx.comm.register import register
+
+register()
+dist.init_process_group("phalanx")
+if dist.get_rank() == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+begin = time.perf_counter()
+try:
+    dist.all_reduce(torch.zeros(4))
+except Exception as error:
+    print(type(error).__name__, error, time.perf_counter() - begin < 10)
+"""
+
+
+def test_a_rank_that_is_lost_before_the_first_collective(tmp_path):
+    """Without a launcher that would end the other: nobody shares memory with the lost rank yet."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = str(listener.getsockname()[1])
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", LOST_EARLY],
+            env=clean_environment(RANK=str(rank), **shared),
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    answers = [finish(process, 60) for process in processes]
+    assert "CommunicationError a rank was lost before the ranks could share memory" in answers[0].out
+    assert answers[0].out.strip().endswith("True")
+
+
+def let_go() -> list[int]:
+    """Pages of a group are gone when it was closed and dropped, without a collection of garbage."""
+    gc.disable()
+    found = []
+    for _ in range(3):
+        group = make_group()
+        group.all_reduce(group.empty(5000))
+        group.close()
+        del group
+        found.append(Path("/proc/self/maps").read_text().count("/dev/shm"))
+    gc.enable()
+    return found
+
+
+def test_closed_pages_are_gone(ranks):
+    assert ranks(let_go, world_size=2) == [[0, 0, 0], [0, 0, 0]]
+
+
+def overflow() -> tuple[float, float]:
+    group = make_group()
+    large = torch.full((4000,), 40000.0, dtype=torch.float16)
+    group.all_reduce(large, "mean")
+    return float(large.min()), float(large.max())
+
+
+def test_the_mean_of_large_halves_is_finite(ranks):
+    assert ranks(overflow, world_size=2) == [(40000.0, 40000.0)] * 2
 
 
 def lose_a_rank() -> tuple[str, float]:

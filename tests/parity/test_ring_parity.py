@@ -8,6 +8,9 @@ import pytest
 import torch
 from layouts import assert_same, train
 
+from phalanx import Formation
+from phalanx.errors import CommunicationError, ModelError
+
 
 def both(folder: str, **settings: Any) -> list[tuple[Any, ...]]:
     return [train(f"{folder}/{name}", strategy=name, **settings) for name in ("ddp", "ring")]
@@ -55,8 +58,6 @@ class Forgetful(torch.nn.Module):
 
 
 def one_backward(strategy: str, *, allowed: bool) -> Any:
-    from phalanx import Formation
-
     torch.manual_seed(0)
     formation = Formation(strategy=strategy, find_unused_parameters=allowed, device="cpu")
     model = formation.prepare(Forgetful(second_on=1))
@@ -77,8 +78,6 @@ def test_parameters_that_only_some_ranks_use(ranks):
 
 
 def name_unused() -> str:
-    from phalanx.errors import ModelError
-
     with pytest.raises(ModelError) as caught:
         one_backward("ring", allowed=False)
     return str(caught.value)
@@ -86,8 +85,10 @@ def name_unused() -> str:
 
 def test_unused_parameters_are_named(ranks):
     first, second = ranks(name_unused, world_size=2)
-    assert "4 parameters got no gradient in the first step: second.weight, second.bias, third.weight" in first
-    assert "2 parameters got no gradient in the first step: third.weight, third.bias" in second
+    assert (
+        "4 parameters got no gradient on rank 0, in backward pass 1: second.weight, second.bias, third.weight" in first
+    )
+    assert "2 parameters got no gradient on rank 1, in backward pass 1: third.weight, third.bias" in second
 
 
 def train_in_fixed_order(folder: str, accumulation: int) -> Any:
@@ -134,3 +135,127 @@ def test_a_fixed_order_needs_a_power_of_two(ranks, tmp_path):
 
     with pytest.raises(UsageError, match=r"needs 1, 2, 4, 8, \.\.\. ranks, and there are 3"):
         ranks(train_in_fixed_order, str(tmp_path), 2, world_size=3)
+
+
+def gradients_of(strategy: str, model: torch.nn.Module, losses: Any, **settings: Any) -> dict[str, Any]:
+    """Backward one loss after the other, the last at the step's boundary; return what the parameters got."""
+    formation = Formation(strategy=strategy, device="cpu", **settings)
+    prepared = formation.prepare(model)
+    for loss in losses:
+        formation.backward(loss(prepared, formation.rank))
+    found = {
+        name: None if p.grad is None else (p.grad.tolist(), p.grad.stride())
+        for name, p in formation.unwrap(model).named_parameters()
+    }
+    del prepared
+    formation.close()
+    return found
+
+
+def used_in_the_first_micro_batch(strategy: str, **settings: Any) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = torch.nn.ModuleDict({"a": torch.nn.Linear(2, 2), "b": torch.nn.Linear(2, 2), "c": torch.nn.Linear(2, 2)})
+    model.forward = lambda names: sum(model[name](torch.ones(3, 2)).square().sum() for name in names)
+    losses = [lambda m, rank: m("ab") * (rank + 1), lambda m, rank: m("a")]
+    settings = {"gradient_accumulation_steps": 2, "find_unused_parameters": True, **settings}
+    return gradients_of(strategy, model, losses, **settings)
+
+
+def compare_accumulated_use() -> None:
+    ddp = used_in_the_first_micro_batch("ddp")
+    assert used_in_the_first_micro_batch("ring") == ddp
+    fixed = used_in_the_first_micro_batch("ring", fixed_order=True)
+    assert fixed["c.weight"] is None, "no rank used it"
+    assert fixed == ddp
+
+
+def test_a_parameter_that_only_an_earlier_micro_batch_used(ranks):
+    ranks(compare_accumulated_use, world_size=2)
+
+
+class Fails(torch.autograd.Function):
+    """Breaks off the first backward pass that comes through."""
+
+    armed = True
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        if Fails.armed:
+            Fails.armed = False
+            raise ArithmeticError("once")
+        return gradient
+
+
+def go_on_after_an_error(cap: float) -> Any:
+    torch.manual_seed(0)
+    first, second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+    model = torch.nn.Sequential(first, second)
+    model.forward = lambda x: second(Fails.apply(first(x)))
+    formation = Formation(strategy="ring", device="cpu", bucket_cap_mb=cap)
+    prepared = formation.prepare(model)
+    inputs = torch.full((2, 4), float(formation.rank + 1))
+    with pytest.raises(ArithmeticError):
+        formation.backward(prepared(inputs).sum())
+    for parameter in model.parameters():
+        parameter.grad = None
+    try:
+        formation.backward(prepared(inputs).sum())
+    except CommunicationError as error:
+        return str(error)
+    return [parameter.grad.tolist() for parameter in model.parameters()]
+
+
+def test_a_pass_that_broke_off_before_anything_was_sent_is_forgotten(ranks):
+    first, second = ranks(go_on_after_an_error, 25.0, world_size=2)
+    assert first == second, "the pass after it averages again"
+
+
+def test_a_pass_that_broke_off_after_gradients_were_sent_is_told(ranks):
+    for message in ranks(go_on_after_an_error, 1e-6, world_size=2):
+        assert "broke off after some of its gradients were sent" in message
+
+
+def compare_layouts() -> None:
+    def convolution(strategy: str) -> dict[str, Any]:
+        torch.manual_seed(0)
+        model = torch.nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)
+        images = torch.ones(1, 3, 5, 5)
+        return gradients_of(strategy, model, [lambda m, rank: m(images * (rank + 1)).square().sum()])
+
+    assert convolution("ring") == convolution("ddp")
+
+
+def test_gradients_lie_in_memory_as_their_parameters_do(ranks):
+    ranks(compare_layouts, world_size=2)
+
+
+def keep_the_graph() -> str:
+    formation = Formation(strategy="ring", device="cpu")
+    prepared = formation.prepare(torch.nn.Linear(2, 2))
+    with pytest.raises(ModelError) as caught:
+        prepared(torch.ones(1, 2)).square().sum().backward(create_graph=True)
+    return str(caught.value)
+
+
+def test_a_graph_of_gradients_is_refused_by_name(ranks):
+    assert "create_graph=True" in ranks(keep_the_graph, world_size=2)[0]
+
+
+def large_halves(strategy: str) -> list[float]:
+    formation = Formation(strategy=strategy, device="cpu")
+    model = torch.nn.Linear(1, 1, bias=False).half()
+    prepared = formation.prepare(model)
+    formation.backward((prepared(torch.ones(1, 1).half()) * 40000.0).sum())
+    found = model.weight.grad.flatten().tolist()  # type: ignore[union-attr]
+    del prepared
+    formation.close()
+    return found
+
+
+def test_large_gradients_in_half_precision_stay_finite(ranks):
+    for strategy in ("ddp", "ring"):
+        assert ranks(large_halves, strategy, world_size=2) == [[40000.0]] * 2

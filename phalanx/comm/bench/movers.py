@@ -91,13 +91,17 @@ def _move_ours(function: Callable[..., Any], plan: BenchPlan, wire: Wire, given:
 
 
 def _shared_memory(plan: BenchPlan, wire: Wire, *, in_place: bool) -> Mover:
-    from phalanx.comm.shared.opening import share_memory
+    from phalanx.comm.shared import SharedGroup, SharedMemoryUnavailable
+    from phalanx.comm.shared.machine import on_one_machine
+    from phalanx.comm.shared.telling import tell_through
 
-    name = f"bench-{plan.op}-{in_place}"
-    store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
-    group = share_memory(store, wire.rank, wire.size, timeout=60.0)
-    if group is None:
-        raise CannotRunHere("the ranks are not on one machine, or /dev/shm has no room")
+    tell = tell_through(None)
+    if not on_one_machine(tell, wire.rank):
+        raise CannotRunHere("the ranks are not on one machine")
+    try:
+        group = SharedGroup(tell, wire.rank, wire.size, timeout=60.0, room=max(plan.sizes) if in_place else 0)
+    except SharedMemoryUnavailable as error:
+        raise CannotRunHere(error.message) from None
     if in_place:
         room = group.empty(max(plan.sizes), torch.uint8)
         return Mover(

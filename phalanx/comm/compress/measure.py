@@ -35,7 +35,8 @@ class EchoExchange:
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> None:
         """Add up a tensor over the ranks, in place."""
         self._count(2 * (self.size - 1) * tensor.nbytes // self.size, 2)
-        tensor.mul_(self.size)
+        if op != "mean":
+            tensor.mul_(self.size)
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the tensors of all ranks, stacked by rank."""
@@ -46,6 +47,9 @@ class EchoExchange:
         """Send row r to rank r; return the rows that were sent here."""
         self._count((self.size - 1) * tensor.nbytes // self.size, 1)
         return tensor[:1].expand_as(tensor).contiguous()
+
+    def close(self) -> None:
+        """Nothing is held."""
 
     def _count(self, sent: int, messages: int) -> None:
         self.sent_bytes += sent

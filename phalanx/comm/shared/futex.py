@@ -13,8 +13,10 @@ import platform
 import sys
 
 _NUMBERS = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "ppc64le": 221, "s390x": 238}
-_WAIT, _WAKE = 0, 1
+_WAIT, _WAKE_OP = 0, 5
 _EVERYONE = 2**31 - 1
+_ADD_ONE = 1 << 28 | 1 << 12
+"""FUTEX_OP_ADD with the operand 1."""
 
 
 class _Timespec(ctypes.Structure):
@@ -39,6 +41,13 @@ def wait(address: int, seen: int, seconds: float) -> None:
             raise OSError(reason, f"futex wait: {os.strerror(reason)}")
 
 
-def wake(address: int) -> None:
-    """Wake everyone who waits for the word at `address`."""
-    _syscall(_NUMBER, ctypes.c_void_p(address), _WAKE, _EVERYONE, None, None, 0)  # type: ignore[misc]
+def count_and_wake(address: int) -> None:
+    """Add one to the word at `address`, and wake everyone who waits for it.
+
+    The kernel adds, atomically and after everything that this rank wrote before: no machine may show others the new
+    count and old data.
+    """
+    word = ctypes.c_void_p(address)
+    if _syscall(_NUMBER, word, _WAKE_OP, _EVERYONE, 0, word, _ADD_ONE) < 0:  # type: ignore[misc]
+        reason = ctypes.get_errno()
+        raise OSError(reason, f"futex wake: {os.strerror(reason)}")

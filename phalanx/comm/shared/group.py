@@ -11,14 +11,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 
 from phalanx.comm.reduction import combine_in_order
 from phalanx.comm.shared.meeting import SLOT, Meeting
-from phalanx.comm.shared.pages import SharedPages, round_up, tell_through
+from phalanx.comm.shared.pages import SharedPages, round_up
 from phalanx.comm.shared.symmetric import SymmetricTensors
+from phalanx.comm.shared.telling import tell_by, tell_through
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
+    from collections.abc import Sequence
+
+    from phalanx.comm.shared.telling import Tell
 
 HALF = 2 << 20
 """Bytes of one half of a rank's staging area: small enough to stay in the cache from one rank's write to the next's
@@ -29,8 +33,6 @@ ONE_SHOT_IN_PLACE = 16 << 10
 """The same for tensors that live in the pages, which would be copied for it."""
 _REMEMBERED = 512
 """Sizes of small tensors whose views are kept: models have few."""
-_TEXT = 256
-"""Bytes of the texts that ranks tell each other."""
 BLOCK = 1 << 20
 """Bytes of all ranks together that are added up and written back at a time, while they are in the cache."""
 
@@ -38,11 +40,14 @@ BLOCK = 1 << 20
 class SharedGroup:
     """The ranks of one machine. Every call is made by all of them, in one order, by one thread."""
 
-    def __init__(self, store: dist.Store, rank: int, size: int, *, timeout: float = 600.0, half: int = HALF) -> None:
+    def __init__(
+        self, tell: Tell, rank: int, size: int, *, timeout: float = 600.0, room: int = 0, half: int = HALF
+    ) -> None:
         self.rank, self.size = rank, size
         self._half = half
         slots = round_up(size * SLOT)
-        self._pages = SharedPages(tell_through(store, rank, size), rank, size, slots + 2 * size * half)
+        later = size * round_up(room)  # what `empty` will be asked for
+        self._pages = SharedPages(tell, rank, size, slots + 2 * size * half, later=later)
         self.meeting = Meeting(self._pages, timeout)
         staging = torch.frombuffer(self._pages.memory, dtype=torch.uint8, offset=slots, count=2 * size * half)
         self._staging = staging.view(2, size, half)
@@ -52,44 +57,52 @@ class SharedGroup:
         self._turn = 0
         self._signatures: dict[tuple[object, ...], bytes] = {}
         self._others = [peer for peer in range(size) if peer != rank]
-        self._symmetric = SymmetricTensors(self._tell, rank, size)
+        self._symmetric = SymmetricTensors(tell_by(self._collect, size), rank, size)
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup | None = None, *, timeout: float = 600.0) -> SharedGroup:
+        """Return the shared memory of a process group whose ranks are on one machine; all of them call this."""
+        return cls(tell_through(group), dist.get_rank(group), dist.get_world_size(group), timeout=timeout)
 
     def empty(self, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Return a flat tensor in shared pages; all ranks call this, with the same size."""
-        self._meet("empty", "", dtype, numel)
+        self._meet("empty", "", dtype, (numel,))
         return self._symmetric.empty(numel, dtype)
 
     def barrier(self) -> None:
         """Wait for all ranks."""
-        self._meet("barrier", "", torch.uint8, 0)
+        self._meet("barrier", "", torch.uint8)
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> None:
         """Combine a tensor over the ranks, in place; the same bits everywhere."""
-        flat = _flat(tensor)
+        flat, shape = _flat(tensor), tensor.shape
+        if op == "mean" and tensor.dtype == torch.float16:  # a sum would overflow where the mean does not
+            flat.mul_(1.0 / self.size)
+            op = "sum"
         nbytes = flat.nbytes
         if nbytes <= self._tiny:
-            self._reduce_at_once(flat, op)
+            self._reduce_at_once(flat, op, shape)
         elif (peers := self._symmetric.find(flat)) is not None:
-            self._reduce_in_place(peers, op)
+            self._reduce_in_place(peers, op, shape)
         elif nbytes <= self._small:
-            self._reduce_at_once(flat, op)
+            self._reduce_at_once(flat, op, shape)
         else:
-            self._reduce_staged(flat, op)
+            self._reduce_staged(flat, op, shape)
         if flat is not tensor:
             _back(tensor, flat)
 
-    def _reduce_at_once(self, flat: torch.Tensor, op: str) -> None:
+    def _reduce_at_once(self, flat: torch.Tensor, op: str, shape: torch.Size) -> None:
         count = flat.numel()
         parts = self._first(flat.dtype, count)
         if count:
             parts[self.rank].copy_(flat)
-        self._meet("all_reduce", op, flat.dtype, count)
+        self._meet("all_reduce", op, flat.dtype, shape)
         if count:
             combine_in_order(parts, flat, op)
 
-    def _reduce_in_place(self, peers: list[torch.Tensor], op: str) -> None:
+    def _reduce_in_place(self, peers: list[torch.Tensor], op: str, shape: torch.Size) -> None:
         mine = peers[self.rank]
-        self._meet("all_reduce in place", op, mine.dtype, mine.numel())
+        self._meet("all_reduce in place", op, mine.dtype, shape)
         begin, end = self._segment(mine.numel(), self.rank)
         block = max(BLOCK // self.size, ONE_SHOT) // mine.element_size()
         for start in range(begin, end, block):
@@ -99,8 +112,8 @@ class SharedGroup:
                 parts[peer].copy_(parts[self.rank])
         self.meeting.meet()
 
-    def _reduce_staged(self, flat: torch.Tensor, op: str) -> None:
-        self._meet("all_reduce", op, flat.dtype, flat.numel())
+    def _reduce_staged(self, flat: torch.Tensor, op: str, shape: torch.Size) -> None:
+        self._meet("all_reduce", op, flat.dtype, shape)
         for begin, end in self._rounds(flat.numel(), flat.element_size()):
             part = flat[begin:end]
             stage = self._next_half(part.dtype)
@@ -120,7 +133,7 @@ class SharedGroup:
     def reduce_scatter(self, out: torch.Tensor, tensor: torch.Tensor, op: str = "sum") -> None:
         """Combine a tensor over the ranks; rank r gets the r-th of its equal parts."""
         rows, out_flat = tensor.reshape(self.size, -1), _flat(out)
-        self._meet("reduce_scatter", op, rows.dtype, rows.numel())
+        self._meet("reduce_scatter", op, rows.dtype, tensor.shape)
         for begin, end in self._rounds(rows.shape[1], rows.element_size(), parts=self.size):
             stage, width = self._next_half(rows.dtype), end - begin
             for peer in self._others:
@@ -135,7 +148,7 @@ class SharedGroup:
         """Collect the ranks' tensors, one after the other, in `out`."""
         rows, flat = _flat(out), tensor.reshape(-1)
         by_rank = rows.view(self.size, -1)
-        self._meet("all_gather", "", flat.dtype, flat.numel())
+        self._meet("all_gather", "", flat.dtype, tensor.shape)
         for begin, end in self._rounds(flat.numel(), flat.element_size()):
             stage = self._next_half(flat.dtype)
             stage[self.rank][: end - begin].copy_(flat[begin:end])
@@ -148,7 +161,7 @@ class SharedGroup:
         """Send the r-th of a tensor's equal parts to rank r; `out` gets what the ranks sent here, in their order."""
         rows, received = tensor.reshape(self.size, -1), _flat(out)
         by_rank = received.view(self.size, -1)
-        self._meet("all_to_all", "", rows.dtype, rows.numel())
+        self._meet("all_to_all", "", rows.dtype, tensor.shape)
         for begin, end in self._rounds(rows.shape[1], rows.element_size(), parts=self.size):
             stage, width = self._next_half(rows.dtype), end - begin
             stage[self.rank][: self.size * width].view(self.size, width).copy_(rows[:, begin:end])
@@ -160,7 +173,7 @@ class SharedGroup:
     def broadcast(self, tensor: torch.Tensor, root: int = 0) -> None:
         """Give all ranks what `root` holds, in place."""
         flat = _flat(tensor)
-        self._meet(f"broadcast from {root}", "", flat.dtype, flat.numel())
+        self._meet(f"broadcast from {root}", "", flat.dtype, tensor.shape)
         for begin, end in self._rounds(flat.numel(), flat.element_size()):
             stage = self._next_half(flat.dtype)[root]
             if self.rank == root:
@@ -170,24 +183,31 @@ class SharedGroup:
                 flat[begin:end].copy_(stage[: end - begin])
         _back(tensor, flat)
 
+    def announce(self, what: str) -> None:
+        """Meet before something that goes another way, so that ranks which mean different things are named."""
+        self.meeting.meet(what.encode())
+
     def close(self) -> None:
-        """Let go of the pages."""
+        """Let go of the pages: they are gone as soon as no tensor lies in them."""
         self._symmetric.close()
+        self._views.clear()
+        self._firsts.clear()
         self._pages.close()
 
-    def _tell(self, text: str) -> list[str]:
-        """Tell all ranks a short text, and return what each of them told."""
-        room = torch.tensor(list(text.encode()[:_TEXT].ljust(_TEXT)), dtype=torch.uint8)
-        heard = torch.empty(self.size, _TEXT, dtype=torch.uint8)
-        self.all_gather(heard, room)
-        return [bytes(row.tolist()).decode(errors="replace").rstrip() for row in heard]
+    def _collect(self, heard: list[torch.Tensor], own: torch.Tensor) -> None:
+        everyone = torch.empty(self.size, own.numel(), dtype=own.dtype)
+        self.all_gather(everyone, own)
+        for one, row in zip(heard, everyone, strict=True):
+            one.copy_(row)
 
-    def _meet(self, kind: str, op: str, dtype: torch.dtype, numel: int) -> None:
+    def _meet(self, kind: str, op: str, dtype: torch.dtype, shape: Sequence[int] = ()) -> None:
         """Meet, and check that everyone came for the same collective."""
-        key = (kind, op, dtype, numel)
+        key = (kind, op, dtype, shape)
         signature = self._signatures.get(key)
         if signature is None:
-            text = f"{kind} {op} of {numel} {str(dtype).removeprefix('torch.')}".replace("  ", " ")
+            if len(self._signatures) >= _REMEMBERED:
+                self._signatures.clear()
+            text = f"{kind} {op} of {tuple(shape)} {str(dtype).removeprefix('torch.')}".replace("  ", " ")
             signature = self._signatures[key] = text.encode()
         self.meeting.meet(signature)
 

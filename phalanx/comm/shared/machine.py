@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from phalanx.comm.shared import futex
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
+    from phalanx.comm.shared.telling import Tell
 
 
 def machine_id() -> str:
@@ -25,7 +25,6 @@ def machine_id() -> str:
     return "/".join(parts)
 
 
-def on_one_machine(store: dist.Store, rank: int, size: int) -> bool:
-    """Whether all ranks of a group are on this machine, and it has what shared memory needs; equal on all ranks."""
-    store.set(f"machine/{rank}", machine_id() if futex.is_available() else f"rank {rank} has no futex")
-    return len(set(store.multi_get([f"machine/{peer}" for peer in range(size)]))) == 1
+def on_one_machine(tell: Tell, rank: int) -> bool:
+    """Whether all ranks are on this machine, and it has what shared memory needs; equal on all ranks."""
+    return len(set(tell(machine_id() if futex.is_available() else f"rank {rank} has no futex"))) == 1

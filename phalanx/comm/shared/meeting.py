@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 import time
+import zlib
 from typing import TYPE_CHECKING
 
 from phalanx.comm.shared import futex
@@ -18,9 +19,9 @@ from phalanx.errors import CommunicationError
 if TYPE_CHECKING:
     from phalanx.comm.shared.pages import SharedPages
 
-SLOT = 128
-"""Bytes of each rank's slot: a word, and two signatures in turn. Two cache lines, so that ranks do not share one."""
-SIGNATURE = 48
+SLOT = 256
+"""Bytes of each rank's slot: a word, and two signatures in turn. Whole cache lines, so that ranks do not share one."""
+SIGNATURE = 112
 _FIRST_LOOK_S = 50e-6
 _LOOK_AGAIN_S = 0.5
 _WRAP = 2**32
@@ -45,9 +46,8 @@ class Meeting:
         """Wait until all ranks are here, and check that all came for the same."""
         self.count = (self.count + 1) % _WRAP
         own = self._signature_at(self._rank)
-        self._bytes[own : own + SIGNATURE] = signature = signature.ljust(SIGNATURE, b"\0")
-        self._words[self._rank * SLOT // 4] = self.count
-        futex.wake(self._address + self._rank * SLOT)
+        self._bytes[own : own + SIGNATURE] = signature = _fitted(signature)
+        futex.count_and_wake(self._address + self._rank * SLOT)
         for rank in self._others:
             self._await(rank)
         for rank in self._others:
@@ -77,15 +77,19 @@ class Meeting:
                 self._check_peer(rank, time.perf_counter() - begin)
 
     def _check_peer(self, rank: int, waited: float) -> None:
-        if not self.pages.is_alive(rank):
+        if not self.pages.is_alive(rank) and self._is_missing(rank):  # it may have come, and then ended well
             raise CommunicationError(f"rank {rank} has died: rank {self._rank} waited for it in shared memory")
         if waited > self.timeout:
-            late = [str(peer) for peer in self._others if (self._words[peer * SLOT // 4] - self.count) % _WRAP >> 31]
+            late = [str(peer) for peer in self._others if self._is_missing(peer)]
             raise CommunicationError(
                 f"rank {self._rank} waited {waited:.0f} s in shared memory for rank{'s' * (len(late) > 1)} "
                 f"{', '.join(late)}",
                 hint="That rank hangs, or does not take part in this collective; `timeout` sets how long we wait.",
             )
+
+    def _is_missing(self, rank: int) -> bool:
+        """Whether a rank has not come to this meeting."""
+        return (self._words[rank * SLOT // 4] - self.count) % _WRAP >= _WRAP // 2
 
     def _name_disagreement(self) -> None:
         said: dict[str, list[str]] = {}
@@ -98,3 +102,10 @@ class Meeting:
             f"ranks came to one collective with different things: {'; '.join(parts)}",
             hint="Every rank must call the same collectives in one order, with equal shapes, dtypes and operations.",
         )
+
+
+def _fitted(signature: bytes) -> bytes:
+    """Fill a signature up to its place; one that is too long keeps its beginning, and a sum of the rest."""
+    if len(signature) > SIGNATURE:
+        return signature[: SIGNATURE - 12] + f" ..{zlib.crc32(signature):08x} ".encode()[:12]
+    return signature.ljust(SIGNATURE, b"\0")

@@ -9,7 +9,6 @@ the lock with the process, and the others can see that.
 from __future__ import annotations
 
 import fcntl
-import itertools
 import mmap
 import os
 import secrets
@@ -19,12 +18,7 @@ from typing import TYPE_CHECKING
 from phalanx.errors import CommunicationError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    import torch.distributed as dist
-
-    Tell = Callable[[str], list[str]]
-    """Tells all ranks a short text, and returns what each of them told, by rank."""
+    from phalanx.comm.shared.telling import Tell
 
 SHM = "/dev/shm"
 PAGE = mmap.PAGESIZE
@@ -42,28 +36,19 @@ def round_up(nbytes: int, unit: int = PAGE) -> int:
     return -(-nbytes // unit) * unit
 
 
-def tell_through(store: dist.Store, rank: int, size: int) -> Tell:
-    """Return the way to talk to the other ranks before there is memory to share; the store must be fresh."""
-    turns = itertools.count()
-
-    def tell(text: str) -> list[str]:
-        turn = next(turns)
-        store.set(f"{turn}/{rank}", text)
-        return [heard.decode() for heard in store.multi_get([f"{turn}/{peer}" for peer in range(size)])]
-
-    return tell
-
-
 class SharedPages:
     """`nbytes` of memory, the same on every rank of a group that lives on one machine."""
 
-    def __init__(self, tell: Tell, rank: int, size: int, nbytes: int) -> None:
-        """Make or open the memory; all ranks call this, and all succeed or all raise."""
+    def __init__(self, tell: Tell, rank: int, size: int, nbytes: int, *, later: int = 0) -> None:
+        """Make or open the memory; all ranks call this, and all succeed or all raise.
+
+        `later`: bytes that will be asked for next, so that what is missing is said once and whole.
+        """
         self.rank, self.size, self.nbytes = rank, size, nbytes
         self._fd = -1
         made = problem = ""
         try:
-            made = self._create() if rank == 0 else ""
+            made = self._create(later) if rank == 0 else ""
         except OSError as error:
             problem = error.strerror or str(error)
         made = tell(made)[0]
@@ -72,14 +57,14 @@ class SharedPages:
         problems = [text for text in tell(problem) if text]
         if problems:
             self.close()
-            raise SharedMemoryUnavailable(problems[0])
+            raise SharedMemoryUnavailable(problems[0], hint=f"Make it larger: mount {SHM} anew, docker --shm-size.")
 
-    def _create(self) -> str:
+    def _create(self, later: int) -> str:
         needed = self.nbytes + PAGE
         disk = os.statvfs(SHM)
-        free = disk.f_bavail * disk.f_frsize
-        if free < needed:
-            raise OSError(0, f"{SHM} has {free / 2**20:.1f} MB free and {needed / 2**20:.1f} MB are needed")
+        free, all_of_it = disk.f_bavail * disk.f_frsize, needed + (later + PAGE if later else 0)
+        if free < all_of_it:
+            raise OSError(0, f"{SHM} has {free / 2**20:.1f} MB free and {all_of_it / 2**20:.1f} MB are needed")
         self._fd = os.open(SHM, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
         os.posix_fallocate(self._fd, 0, needed)
         token = secrets.token_bytes(_TOKEN_BYTES)
@@ -92,11 +77,11 @@ class SharedPages:
         pid, fd, token = where.split()
         try:
             self._fd = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+            if os.fstat(self._fd).st_size != self.nbytes + PAGE:
+                return f"rank {self.rank} found another file than the memory of rank 0"
+            self._attach()
         except OSError as error:
             return f"rank {self.rank} cannot open the memory of rank 0 (process {pid}): {error.strerror}"
-        if os.fstat(self._fd).st_size != self.nbytes + PAGE:
-            return f"rank {self.rank} found another file than the memory of rank 0"
-        self._attach()
         if self.memory[self.nbytes : self.nbytes + _TOKEN_BYTES] != bytes.fromhex(token):
             return f"rank {self.rank} found other memory than that of rank 0"
         return ""

@@ -9,7 +9,7 @@ import torch
 from phalanx.comm.shared.pages import SharedPages, round_up
 
 if TYPE_CHECKING:
-    from phalanx.comm.shared.pages import Tell
+    from phalanx.comm.shared.telling import Tell
 
 
 class SymmetricTensors:
@@ -51,3 +51,4 @@ class SymmetricTensors:
             pages.close()
         self._made.clear()
         self._found.clear()
+        del self._tell  # it leads back to the group, which would keep the pages until a collection of garbage
