@@ -7,7 +7,6 @@ loss is weighted, and the summed gradient is divided by the total weight at the 
 
 from __future__ import annotations
 
-import types
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -15,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.errors import UsageError, unused_parameters
+from phalanx.loop.binding import bind_optimizer
 from phalanx.strategies.base import local
 from phalanx.strategies.engine import OwnsStep
 from phalanx.strategies.stepping import StepsAlone
@@ -29,9 +29,6 @@ if TYPE_CHECKING:
     from phalanx.loop.precision import Precision
     from phalanx.strategies.base import Strategy
     from phalanx.world.world import World
-
-_SCHEDULED = "_wrapped_by_lr_sched"
-"""torch's own mark on the step of an optimizer that has a scheduler."""
 
 
 class Gradients:
@@ -274,45 +271,3 @@ class Gradients:
                 self._engine.step()
             elif self._scaler is not None:
                 self._scaler.step(optimizer)
-
-
-def bind_optimizer(optimizer: torch.optim.Optimizer, gradients: Gradients) -> Callable[[], None]:
-    """Route an optimizer's step and zero_grad through the transaction; return what undoes it.
-
-    The instance's own methods are replaced, not the object: schedulers and users keep the optimizer they made.
-    """
-    before = {name: optimizer.__dict__.get(name) for name in ("step", "zero_grad")}
-    inner_step, inner_zero = optimizer.step, optimizer.zero_grad
-
-    def step(self: torch.optim.Optimizer, closure: object = None) -> None:
-        if closure is not None:
-            raise UsageError("a prepared optimizer takes no closure: compute the loss, call backward, then step()")
-        gradients.step(optimizer, inner_step)
-
-    if hasattr(inner_step, _SCHEDULED):  # a scheduler made before marked it, and would miss its mark
-        setattr(step, _SCHEDULED, True)
-
-    def zero_grad(set_to_none: bool = True) -> None:
-        if not gradients.may_zero(optimizer):
-            return
-        if not set_to_none:
-            inner_zero(set_to_none=False)
-            return
-        for (
-            group
-        ) in optimizer.param_groups:  # what torch does, without its profiling range: tens of microseconds a step
-            for parameter in group["params"]:
-                parameter.grad = None
-
-    # A method, not a bare function: a scheduler made after this one wraps it and asks for __func__.
-    optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
-    optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
-
-    def undo() -> None:
-        for name, value in before.items():
-            if value is None:
-                optimizer.__dict__.pop(name, None)
-            else:
-                optimizer.__dict__[name] = value
-
-    return undo
