@@ -15,7 +15,9 @@ import torch.distributed as dist
 
 from phalanx.errors import UsageError, unused_parameters
 from phalanx.loop.binding import bind_optimizer
+from phalanx.loop.weighing import StepWeight
 from phalanx.strategies.base import local
+from phalanx.strategies.compressing import CompressesGradients
 from phalanx.strategies.engine import OwnsStep
 from phalanx.strategies.stepping import StepsAlone
 
@@ -40,13 +42,16 @@ class Gradients:
         self._strategy = strategy
         self._engine = strategy if isinstance(strategy, OwnsStep) else None
         self._alone = strategy if isinstance(strategy, StepsAlone) else None
+        self._compressing = (
+            strategy if isinstance(strategy, CompressesGradients) and config.compression != "none" else None
+        )
         self._scaler = precision.scaler
         self._skip_nonfinite = config.on_nonfinite == "skip"
         self._accumulation = config.gradient_accumulation_steps
         self._counted = 0
         self._wrapped: list[nn.Module] = []
         self._parameters: list[nn.Parameter] = []
-        self._weight: torch.Tensor | None = None
+        self._weight = StepWeight(world.device, 1 if self._alone is not None else world.world_size)
         self._ready = False
         self._unused_allowed = config.find_unused_parameters
         self._unused_checked: set[int] = set()
@@ -102,12 +107,17 @@ class Gradients:
             self._count_micro_batch()
         factor: float | torch.Tensor
         if weight is not None:
-            factor = self._add_weight(weight)
+            empty = self.micro is not None and self.micro.samples == 0
+            factor = self._weight.add(0.0 if empty else weight)
         else:
             factor = 1.0 / self._accumulation if self.micro is None else self.micro.scale
+        scale: torch.Tensor | None = None
         if self._scaler is not None:
             self.update_scale()
-            factor = self._scaler.scale(torch.ones((), device=self._world.device)) * factor
+            scale = self._scaler.scale(torch.ones((), device=self._world.device))
+            factor = scale * factor
+        if self._compressing is not None and self.boundary:  # what is averaged in this pass is compressed in it
+            self._compressing.set_unit(self._weight.mean(), scale)
         return factor
 
     def leave(self) -> None:
@@ -136,34 +146,23 @@ class Gradients:
         for wrapped in self._wrapped:
             self._strategy.set_sync(wrapped, (self._counted + 1) % self._accumulation == 0)
 
-    def _add_weight(self, weight: float | torch.Tensor) -> torch.Tensor:
-        if self.micro is not None and self.micro.samples == 0:
-            weight = 0.0
-        weight = torch.as_tensor(weight, dtype=torch.float64, device=self._world.device)
-        self._weight = weight.clone() if self._weight is None else self._weight + weight
-        return weight
-
     def finish(self) -> None:
         """At a boundary: unscale, divide by the global weight; once a step, whoever asks first (clip or step)."""
         if self._ready or not self.boundary:
             return
         self._ready = True
-        if self._weight is not None:
-            self._divide_by_weight(self._weight)
-            self._weight = None
+        weight = self._weight.mean()
+        if weight is not None:
+            self._divide_by(weight)
+            self._weight.clear()
 
-    def _divide_by_weight(self, weight: torch.Tensor) -> None:
-        ranks = 1 if self._alone is not None else self._world.world_size
-        if ranks > 1:
-            dist.all_reduce(weight)
-        # The sum counts each sample once for every rank that saw it, which leaves the world's size, not dp_size.
-        factor = ranks / weight.clamp(min=torch.finfo(torch.float64).tiny)
+    def _divide_by(self, weight: torch.Tensor) -> None:
         if self._engine is not None:
-            self._engine.divide_gradients(1.0 / factor)
+            self._engine.divide_gradients(weight)
             return
         gradients = [local(p.grad) for p in self._parameters if p.grad is not None]
         if gradients:  # a pipeline stage may be frozen
-            torch._foreach_mul_(gradients, factor)
+            torch._foreach_mul_(gradients, 1.0 / weight)
 
     def _name_unused(self, optimizer: torch.optim.Optimizer) -> None:
         """At an optimizer's first step, refuse parameters without gradient in the models that it trains."""
