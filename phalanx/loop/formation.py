@@ -32,6 +32,7 @@ from phalanx.loop.forward import decide_forward
 from phalanx.loop.gradients import Gradients
 from phalanx.loop.precision import Precision
 from phalanx.loop.prepared import PreparedLoader
+from phalanx.loop.process import remember_process
 from phalanx.loop.replaced import Replaced
 from phalanx.loop.schedulers import bind_scheduler
 from phalanx.loop.snapshot import restore_snapshot, save_snapshot
@@ -42,7 +43,7 @@ from phalanx.strategies.registry import build_strategy
 from phalanx.strategies.stepping import StepsAlone
 from phalanx.strategies.traffic import SendsGradients
 from phalanx.world.groups import build_axis_group
-from phalanx.world.seed import rng_state, seed_everything, set_rng_state
+from phalanx.world.seed import seed_everything
 from phalanx.world.world import join_world, leave_world
 
 if TYPE_CHECKING:
@@ -53,19 +54,6 @@ if TYPE_CHECKING:
 
     from phalanx.checkpoint import SavedCheckpoint
     from phalanx.loop.forward import LossFn
-
-
-def _restored_process() -> Callable[[], None]:
-    """Remember what a run changes for the whole process, which is the user's own; return what puts it back."""
-    random, threads = rng_state(), torch.get_num_threads()
-    deterministic = torch.are_deterministic_algorithms_enabled()
-
-    def restore() -> None:
-        set_rng_state(random)
-        torch.set_num_threads(threads)
-        torch.use_deterministic_algorithms(deterministic)
-
-    return restore
 
 
 class Formation:
@@ -79,7 +67,7 @@ class Formation:
         register_backend()
         self.world = join_world(self.config)
         self.device = self.world.device
-        self._undo: list[Callable[[], object]] = [] if self.world.is_launched else [_restored_process()]
+        self._undo: list[Callable[[], object]] = [] if self.world.is_launched else [remember_process()]
         if self.config.threads_per_rank is not None:
             torch.set_num_threads(self.config.threads_per_rank)
         seed_everything(self.config.seed, rank=self.world.rank)

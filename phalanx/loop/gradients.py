@@ -7,7 +7,6 @@ loss is weighted, and the summed gradient is divided by the total weight at the 
 
 from __future__ import annotations
 
-import types
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -15,7 +14,10 @@ import torch
 import torch.distributed as dist
 
 from phalanx.errors import UsageError, unused_parameters
+from phalanx.loop.binding import bind_optimizer
+from phalanx.loop.weighing import StepWeight
 from phalanx.strategies.base import local
+from phalanx.strategies.compressing import CompressesGradients
 from phalanx.strategies.engine import OwnsStep
 from phalanx.strategies.stepping import StepsAlone
 
@@ -30,9 +32,6 @@ if TYPE_CHECKING:
     from phalanx.strategies.base import Strategy
     from phalanx.world.world import World
 
-_SCHEDULED = "_wrapped_by_lr_sched"
-"""torch's own mark on the step of an optimizer that has a scheduler."""
-
 
 class Gradients:
     """Accumulates, scales, clips and applies the gradients of the prepared models."""
@@ -43,13 +42,16 @@ class Gradients:
         self._strategy = strategy
         self._engine = strategy if isinstance(strategy, OwnsStep) else None
         self._alone = strategy if isinstance(strategy, StepsAlone) else None
+        self._compressing = (
+            strategy if isinstance(strategy, CompressesGradients) and config.compression != "none" else None
+        )
         self._scaler = precision.scaler
         self._skip_nonfinite = config.on_nonfinite == "skip"
         self._accumulation = config.gradient_accumulation_steps
         self._counted = 0
         self._wrapped: list[nn.Module] = []
         self._parameters: list[nn.Parameter] = []
-        self._weight: torch.Tensor | None = None
+        self._weight = StepWeight(world.device, 1 if self._alone is not None else world.world_size)
         self._ready = False
         self._unused_allowed = config.find_unused_parameters
         self._unused_checked: set[int] = set()
@@ -105,12 +107,17 @@ class Gradients:
             self._count_micro_batch()
         factor: float | torch.Tensor
         if weight is not None:
-            factor = self._add_weight(weight)
+            empty = self.micro is not None and self.micro.samples == 0
+            factor = self._weight.add(0.0 if empty else weight)
         else:
             factor = 1.0 / self._accumulation if self.micro is None else self.micro.scale
+        scale: torch.Tensor | None = None
         if self._scaler is not None:
             self.update_scale()
-            factor = self._scaler.scale(torch.ones((), device=self._world.device)) * factor
+            scale = self._scaler.scale(torch.ones((), device=self._world.device))
+            factor = scale * factor
+        if self._compressing is not None and self.boundary:  # what is averaged in this pass is compressed in it
+            self._compressing.set_unit(self._weight.mean(), scale)
         return factor
 
     def leave(self) -> None:
@@ -139,34 +146,23 @@ class Gradients:
         for wrapped in self._wrapped:
             self._strategy.set_sync(wrapped, (self._counted + 1) % self._accumulation == 0)
 
-    def _add_weight(self, weight: float | torch.Tensor) -> torch.Tensor:
-        if self.micro is not None and self.micro.samples == 0:
-            weight = 0.0
-        weight = torch.as_tensor(weight, dtype=torch.float64, device=self._world.device)
-        self._weight = weight.clone() if self._weight is None else self._weight + weight
-        return weight
-
     def finish(self) -> None:
         """At a boundary: unscale, divide by the global weight; once a step, whoever asks first (clip or step)."""
         if self._ready or not self.boundary:
             return
         self._ready = True
-        if self._weight is not None:
-            self._divide_by_weight(self._weight)
-            self._weight = None
+        weight = self._weight.mean()
+        if weight is not None:
+            self._divide_by(weight)
+            self._weight.clear()
 
-    def _divide_by_weight(self, weight: torch.Tensor) -> None:
-        ranks = 1 if self._alone is not None else self._world.world_size
-        if ranks > 1:
-            dist.all_reduce(weight)
-        # The sum counts each sample once for every rank that saw it, which leaves the world's size, not dp_size.
-        factor = ranks / weight.clamp(min=torch.finfo(torch.float64).tiny)
+    def _divide_by(self, weight: torch.Tensor) -> None:
         if self._engine is not None:
-            self._engine.divide_gradients(1.0 / factor)
+            self._engine.divide_gradients(weight)
             return
         gradients = [local(p.grad) for p in self._parameters if p.grad is not None]
         if gradients:  # a pipeline stage may be frozen
-            torch._foreach_mul_(gradients, factor)
+            torch._foreach_mul_(gradients, 1.0 / weight)
 
     def _name_unused(self, optimizer: torch.optim.Optimizer) -> None:
         """At an optimizer's first step, refuse parameters without gradient in the models that it trains."""
@@ -274,45 +270,3 @@ class Gradients:
                 self._engine.step()
             elif self._scaler is not None:
                 self._scaler.step(optimizer)
-
-
-def bind_optimizer(optimizer: torch.optim.Optimizer, gradients: Gradients) -> Callable[[], None]:
-    """Route an optimizer's step and zero_grad through the transaction; return what undoes it.
-
-    The instance's own methods are replaced, not the object: schedulers and users keep the optimizer they made.
-    """
-    before = {name: optimizer.__dict__.get(name) for name in ("step", "zero_grad")}
-    inner_step, inner_zero = optimizer.step, optimizer.zero_grad
-
-    def step(self: torch.optim.Optimizer, closure: object = None) -> None:
-        if closure is not None:
-            raise UsageError("a prepared optimizer takes no closure: compute the loss, call backward, then step()")
-        gradients.step(optimizer, inner_step)
-
-    if hasattr(inner_step, _SCHEDULED):  # a scheduler made before marked it, and would miss its mark
-        setattr(step, _SCHEDULED, True)
-
-    def zero_grad(set_to_none: bool = True) -> None:
-        if not gradients.may_zero(optimizer):
-            return
-        if not set_to_none:
-            inner_zero(set_to_none=False)
-            return
-        for (
-            group
-        ) in optimizer.param_groups:  # what torch does, without its profiling range: tens of microseconds a step
-            for parameter in group["params"]:
-                parameter.grad = None
-
-    # A method, not a bare function: a scheduler made after this one wraps it and asks for __func__.
-    optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
-    optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
-
-    def undo() -> None:
-        for name, value in before.items():
-            if value is None:
-                optimizer.__dict__.pop(name, None)
-            else:
-                optimizer.__dict__[name] = value
-
-    return undo

@@ -12,6 +12,7 @@ from phalanx.strategies.traffic import SendsGradients, Traffic
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    import torch
     from torch import nn
 
     from phalanx.comm.compress import Compressor
@@ -53,6 +54,15 @@ class CompressesGradients(SendsGradients):
                     hint="Build it with sparse=False, or leave compression out.",
                 )
         return build_compressor(self.config, model.named_parameters())
+
+    def set_unit(self, weight: torch.Tensor | None, scale: torch.Tensor | None) -> None:
+        """Say, before a backward pass, what the loss is multiplied by: its mean weight, and fp16's loss scale.
+
+        A compressor that keeps nothing has no use for the scale taken out: fp16 on the wire needs it as fp16 here does.
+        """
+        whole = weight if scale is None else scale if weight is None else weight * scale
+        for lane in self.lanes:
+            lane.compressor.unit = whole if lane.compressor.keeps_residuals else weight
 
     def compression_state(self) -> list[dict[str, Any]]:
         """Return the compressors' states on this rank, one for each model."""

@@ -15,8 +15,8 @@ from torch.utils import _pytree as pytree
 
 from phalanx.config.labels import IGNORED_LABEL
 from phalanx.errors import ModelError, UsageError
-from phalanx.strategies.ring import Ring
 from phalanx.strategies.ring_attention import RingAttention
+from phalanx.strategies.ring_passes import Ring
 from phalanx.strategies.sequence import SequenceSlices, whole_mean
 
 _TARGETS = ("targets", "target", "labels", "label", "y")

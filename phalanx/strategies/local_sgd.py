@@ -19,6 +19,7 @@ from phalanx.comm.compress.base import ring_bytes
 from phalanx.strategies.base import Strategy, share_weights
 from phalanx.strategies.exchanging import open_exchange_for
 from phalanx.strategies.materialise import is_meta, materialise
+from phalanx.strategies.moments import level_moments
 from phalanx.strategies.stepping import StepsAlone
 from phalanx.strategies.traffic import SendsGradients, Traffic
 
@@ -114,22 +115,22 @@ class Round:
 
     @torch.no_grad()
     def average_moments(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """Average what the optimizers keep of each of these parameters."""
-        trained = {id(parameter) for parameter in self.parameters.values()}
+        """Average what the optimizers keep of each of these parameters, over the ranks that keep it."""
         for optimizer in optimizers:
-            kept = [state for parameter, state in optimizer.state.items() if id(parameter) in trained]
-            self._average(
-                value
-                for state in kept
-                for value in state.values()
-                if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim()
-            )
+            moments = level_moments(self.parameters, optimizer)
+            self._average(moment.tensor for moment in moments)
+            for moment in moments:
+                if moment.holders < self.exchange.size:  # zeros of the others do not count
+                    moment.tensor.mul_(self.exchange.size / moment.holders)
 
     def _average(self, tensors: Iterable[torch.Tensor]) -> None:
         """Send tensors as few large messages: as many at a time as fit into the memory that the ranks share."""
         begin = time.perf_counter()
         batch: list[torch.Tensor] = []
         for tensor in tensors:
+            if tensor.nbytes > self.nbytes:  # a master copy in fp32 of the only bf16 parameter, say
+                self._average_alone(tensor)
+                continue
             if batch and (tensor.dtype != batch[0].dtype or sum(t.nbytes for t in batch) + tensor.nbytes > self.nbytes):
                 self._average_batch(batch)
                 batch = []
@@ -137,6 +138,11 @@ class Round:
         if batch:
             self._average_batch(batch)
         self.seconds += time.perf_counter() - begin
+
+    def _average_alone(self, tensor: torch.Tensor) -> None:
+        message = tensor.to(self._memory.device).contiguous()
+        self.exchange.all_reduce(message, "mean")
+        tensor.copy_(message)
 
     def _average_batch(self, tensors: list[torch.Tensor]) -> None:
         flat = self._memory[: sum(tensor.nbytes for tensor in tensors)].view(tensors[0].dtype)

@@ -20,7 +20,7 @@ from phalanx.errors import ModelError
 from phalanx.strategies.attention_kernels import choose_kernel
 
 if TYPE_CHECKING:
-    from phalanx.strategies.ring import Ring
+    from phalanx.strategies.ring_passes import Ring
 
 _GRADIENTS = 1
 """The tag of gradients on the ring, beside keys and values."""

@@ -15,8 +15,8 @@ from phalanx.loop.task import TrainTask
 from phalanx.models.llama import llama
 from phalanx.strategies.attention_kernels import ByHand, CUDAFlash, choose_kernel
 from phalanx.strategies.base import whole
-from phalanx.strategies.ring import Ring
 from phalanx.strategies.ring_attention import RingAttention
+from phalanx.strategies.ring_passes import Ring
 from phalanx.strategies.sequence import SequenceSlices
 from phalanx.trainers.job import Job, run_job
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -102,7 +103,8 @@ def resume(folder: str, strategy: str) -> None:
             resume_from_checkpoint=from_checkpoint,
         )
         loss = lambda output, target: (output - target).square().mean()  # noqa: E731
-        run_job(Job("fit", TrainTask(model, DataLoader(data, shuffle=True), None, loss), config), in_place=True)
+        task = TrainTask(model, DataLoader(data, shuffle=True), None, loss)
+        run_job(Job("fit", task, config, Path(folder) / "run"), in_place=True)
         return model.state_dict()
 
     whole = fit(8, "whole", from_checkpoint=False)

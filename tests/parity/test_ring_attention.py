@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from phalanx.errors import ModelError
 from phalanx.strategies.attention_kernels import ROWS, ByHand, CPUFlash
-from phalanx.strategies.ring import Ring
 from phalanx.strategies.ring_attention import RingAttention
+from phalanx.strategies.ring_passes import Ring
 from phalanx.strategies.sequence import SequenceSlices
 
 

@@ -24,6 +24,8 @@ class Compressor(ABC):
     """Averages buckets over the ranks of an exchange. One object serves one model on one rank."""
 
     name: ClassVar[str]
+    keeps_residuals: ClassVar[bool] = False
+    """Whether something of one step is added to the next: then both must be in one unit, fp16's loss scale included."""
 
     def __init__(self, *, seed: int = 0, warmup: int = 0) -> None:
         self.seed = seed
@@ -32,6 +34,8 @@ class Compressor(ABC):
         """Steps begun so far; the first bucket of a step has index 0."""
         self.plain_bytes = 0
         """What this rank would have sent without compression, by a ring."""
+        self.unit: torch.Tensor | float | None = None
+        """What a gradient of the mean loss is multiplied by in this step, on all ranks alike; None: by nothing."""
 
     def reduce(self, bucket: Bucket, exchange: Exchange) -> None:
         """Leave the average over the ranks in the bucket; all ranks call this for the same buckets in one order."""
@@ -42,8 +46,12 @@ class Compressor(ABC):
             return
         if self.steps <= self.warmup:
             average(bucket.flat, exchange)
-        else:
+        elif self.unit is None:
             self._reduce(bucket, exchange)
+        else:
+            bucket.flat.div_(self.unit)
+            self._reduce(bucket, exchange)
+            bucket.flat.mul_(self.unit)
 
     @abstractmethod
     def _reduce(self, bucket: Bucket, exchange: Exchange) -> None:

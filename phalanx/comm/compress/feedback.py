@@ -52,6 +52,8 @@ class Residuals:
 class FeedbackCompressor(Compressor):
     """A compressor that remembers what it kept back."""
 
+    keeps_residuals = True
+
     def __init__(self, *, seed: int = 0, warmup: int = 0) -> None:
         super().__init__(seed=seed, warmup=warmup)
         self.residuals = Residuals()
