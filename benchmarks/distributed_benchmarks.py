@@ -6,7 +6,8 @@
 
 communication: all-reduce of float32, each algorithm after the other in the same processes; gloo's time over each. "shm"
 is a tensor that lives in shared memory, "shm-copy" one that does not, "ring" our ring on point-to-point messages, and
-"copy" what copying the tensor takes every rank: no all-reduce of memory can be much faster.
+"copy" what copying the tensor takes every rank: no all-reduce of memory can be much faster. A time is the median over
+rounds of the median over iterations, on the slowest rank.
 
 training: steps of a tiny perceptron and of a small GPT on two ranks: a plain loop in torch's DDP on gloo, Phalanx's
 ddp, its ring, and torch's DDP on our backend.
@@ -38,8 +39,10 @@ def main() -> None:
     print(describe(document["environment"]), flush=True)
     if options.what in ("communication", "both"):
         for ranks in options.ranks:
-            document[f"communication {ranks}"] = rows = _communication(ranks, options)
-            print("\n" + _ratios(rows, ranks), flush=True)
+            document[f"communication {ranks}"] = rounds = [
+                _communication(ranks, options) for _ in range(options.rounds)
+            ]
+            print("\n" + _ratios([row for rows in rounds for row in rows], ranks), flush=True)
             write_json(options.json, document)
     if options.what in ("training", "both"):
         for model in ("mlp", "gpt-small"):
@@ -53,7 +56,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("what", nargs="?", choices=("communication", "training", "both"), default="both")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="ranks for the collectives")
     parser.add_argument("--sizes", default="1K:256M:4", help="bytes: FIRST:LAST:FACTOR, or with commas")
-    parser.add_argument("--rounds", type=int, default=5, help="of training")
+    parser.add_argument("--rounds", type=int, default=3, help="times that everything is measured; medians")
     parser.add_argument("--json", type=Path, help="write all numbers here")
     return parser.parse_args()
 
@@ -67,7 +70,10 @@ def _communication(ranks: int, options: argparse.Namespace) -> list[dict[str, An
 
 
 def _ratios(rows: list[dict[str, Any]], ranks: int) -> str:
-    times = {(row["algo"], row["size_bytes"]): row["time_us"] for row in rows}
+    found: dict[tuple[str, int], list[float]] = {}
+    for row in rows:
+        found.setdefault((row["algo"], row["size_bytes"]), []).append(row["time_us"])
+    times = {key: median(values) for key, values in found.items()}
     sizes = list(dict.fromkeys(row["size_bytes"] for row in rows))
     header = ["size", *(f"{algo} us" for algo in ALGORITHMS), "shm x", "shm-copy x", "ring x", "shm/copy"]
     lines = []

@@ -67,7 +67,7 @@ def _parser() -> FlagParser:
     add("--num-workers", type=int, default=2, metavar="N", help="ranks on this machine [2]")
     add("--dtype", default="float32", metavar="NAME", help=f"{', '.join(DTYPE_BYTES)} [float32]")
     add("--redop", default="sum", metavar="NAME", help=f"{', '.join(OPS)} [sum]")
-    add("--iters", type=int, metavar="N", help="timed iterations (default: 20 for small sizes, 5 for large ones)")
+    add("--iters", type=int, metavar="N", help="timed iterations (default: 100 for small sizes, 5 for large ones)")
     add("--warmup", type=int, default=2, metavar="N", help="iterations before the timed ones [2]")
     add("--threads-per-rank", type=int, metavar="N", help="compute threads a rank (default: the cores, shared evenly)")
     add(

@@ -34,7 +34,13 @@ def train(folder, model=None, bad_step=None, **settings):
     if bad_step is not None:
         inputs[bad_step] = math.nan
     data = DataLoader(TensorDataset(inputs, inputs[:, :3].argmax(1)), batch_size=4)
-    defaults = {"device": "cpu", "progress": False, "learning_rate": 1e-2, "log_every_n_steps": 1, "bucket_cap_mb": 0.02}
+    defaults = {
+        "device": "cpu",
+        "progress": False,
+        "learning_rate": 1e-2,
+        "log_every_n_steps": 1,
+        "bucket_cap_mb": 0.02,
+    }
     config = DistributedConfig(**{**defaults, **settings})
     task = TrainTask(model, data, loss_fn=nn.functional.cross_entropy)
     history = run_job(Job("fit", task, config, folder), in_place=True).history

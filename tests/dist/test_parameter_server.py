@@ -68,7 +68,14 @@ def test_workers_at_their_own_pace_learn_and_end_equal(ranks, tmp_path, pace):
         data = TensorDataset(inputs, inputs.sum(1, keepdim=True))
         model = nn.Linear(4, 1)
         before = nn.functional.mse_loss(model(inputs), data.tensors[1]).item()
-        settings = {"optimizer": "sgd", "learning_rate": 0.02, "epochs": 6, "gradient_clipping": 10.0, **SERVERS, **pace}
+        settings = {
+            "optimizer": "sgd",
+            "learning_rate": 0.02,
+            "epochs": 6,
+            "gradient_clipping": 10.0,
+            **SERVERS,
+            **pace,
+        }
         config = DistributedConfig(device="cpu", progress=False, batch_size=4, **settings)
         task = TrainTask(model, data, loss_fn=nn.functional.mse_loss)
         run_job(Job("fit", task, config, tmp_path / "run"), in_place=True)

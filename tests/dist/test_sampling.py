@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from torch.utils.data import TensorDataset
 
 from phalanx.config import DistributedConfig
-from phalanx.loop.hooks import Callback
 from phalanx.loop.task import TrainTask
 from phalanx.models import build
 from phalanx.trainers.job import Job, run_job
 from phalanx.trainers.sampling import SampleText, as_text
+
+if TYPE_CHECKING:
+    from phalanx.loop.hooks import Callback
 
 
 class Overheard(SampleText):

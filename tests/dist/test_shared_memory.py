@@ -89,17 +89,15 @@ def test_what_moves_arrives(ranks, size):
 
 def disagree(kind: str) -> str:
     group, rank = make_group(timeout=5.0), dist.get_rank()
+    calls = {
+        "shape": lambda: group.all_reduce(torch.zeros(10 + rank)),
+        "layout": lambda: group.all_reduce(torch.zeros((3, 4) if rank else (4, 3))),
+        "dtype": lambda: group.all_reduce(torch.zeros(10, dtype=torch.float64 if rank else torch.float32)),
+        "op": lambda: group.all_reduce(torch.zeros(10), "sum" if rank else "max"),
+        "collective": lambda: group.broadcast(torch.zeros(10)) if rank else group.all_reduce(torch.zeros(10)),
+    }
     with pytest.raises(CommunicationError) as caught:
-        if kind == "shape":
-            group.all_reduce(torch.zeros(10 + rank))
-        elif kind == "layout":
-            group.all_reduce(torch.zeros((3, 4) if rank else (4, 3)))
-        elif kind == "dtype":
-            group.all_reduce(torch.zeros(10, dtype=torch.float64 if rank else torch.float32))
-        elif kind == "op":
-            group.all_reduce(torch.zeros(10), "sum" if rank else "max")
-        else:
-            group.broadcast(torch.zeros(10)) if rank else group.all_reduce(torch.zeros(10))
+        calls[kind]()
     return str(caught.value)
 
 
@@ -123,14 +121,16 @@ def disagree_on_the_way(kind: str) -> tuple[str, float]:
     register()
     group, rank = dist.new_group(backend="phalanx", timeout=timedelta(seconds=15)), dist.get_rank()
     dist.barrier(group)
+    calls = {
+        "plain": lambda: dist.all_reduce(torch.zeros(4), group=group),
+        "mean of integers": lambda: dist.all_reduce(
+            torch.zeros(4, dtype=torch.int64), op=dist.ReduceOp.AVG, group=group
+        ),
+        "reduce": lambda: dist.reduce(torch.zeros(4), 0, group=group),
+    }
     begin = time.perf_counter()
     with pytest.raises(CommunicationError) as caught:
-        if rank == 0:
-            dist.all_reduce(torch.zeros(4), group=group)
-        elif kind == "mean of integers":
-            dist.all_reduce(torch.zeros(4, dtype=torch.int64), op=dist.ReduceOp.AVG, group=group)
-        else:
-            dist.reduce(torch.zeros(4), 0, group=group)
+        calls[kind if rank else "plain"]()
     return str(caught.value), time.perf_counter() - begin
 
 
@@ -280,7 +280,7 @@ def fall_back() -> tuple[list[str], list[float]]:
     from phalanx.comm.shared import group as group_module
 
     register()
-    group_module.SharedGroup.__init__.__kwdefaults__["half"] = 1 << 44  # more than any /dev/shm has
+    group_module.HALF = 1 << 44  # more than any /dev/shm has
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         group = dist.new_group(backend="phalanx")

@@ -205,7 +205,7 @@ def test_a_refused_evaluation_leaves_no_log_folder(tmp_path, monkeypatch, warm_p
     from phalanx.errors import PhalanxError
 
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(PhalanxError, match="empty|no "):
+    with pytest.raises(PhalanxError, match=r"empty|no "):
         PyTorchDDPTrainer(nn.Linear(4, 2), num_workers=2, device="cpu", progress=False).evaluate([])
     assert not list(Path(tempfile.gettempdir()).glob("phalanx-*"))
     assert not (tmp_path / "runs").exists()

@@ -83,7 +83,7 @@ class BenchPlan:
         """Return how often a size is timed: what was asked for, or fewer times the longer it takes."""
         if self.iters is not None:
             return self.iters
-        return 20 if nbytes <= 1 << 20 else 10 if nbytes <= 16 << 20 else 5
+        return 100 if nbytes <= 1 << 20 else 20 if nbytes <= 16 << 20 else 5
 
     def to_json(self) -> str:
         """Write the plan for the ranks."""

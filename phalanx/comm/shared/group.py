@@ -8,6 +8,7 @@ turns, so that nobody overwrites what a slower rank still reads.
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 import torch
@@ -41,9 +42,11 @@ class SharedGroup:
     """The ranks of one machine. Every call is made by all of them, in one order, by one thread."""
 
     def __init__(
-        self, tell: Tell, rank: int, size: int, *, timeout: float = 600.0, room: int = 0, half: int = HALF
+        self, tell: Tell, rank: int, size: int, *, timeout: float = 600.0, room: int = 0, half: int | None = None
     ) -> None:
         self.rank, self.size = rank, size
+        if half is None:  # ranks that share a core pay more for a meeting
+            half = HALF if size <= len(os.sched_getaffinity(0)) else 2 * HALF
         self._half = half
         slots = round_up(size * SLOT)
         later = size * round_up(room)  # what `empty` will be asked for
