@@ -68,3 +68,17 @@ def test_a_fixed_order_on_the_gpu(ranks, tmp_path):
     weights, losses = ranks(lambda: train(str(tmp_path), **settings), world_size=1)[0]
     assert losses[-1] < losses[0]
     assert all(torch.isfinite(value).all() for value in weights.values())
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "ring"])
+def test_loss_scaling_does_not_spoil_what_is_kept_back(ranks, tmp_path, strategy):
+    """fp16's scale grows every second step; residuals must not be counted in the scale of the step before."""
+    settings = {"strategy": strategy, "mixed_precision": "fp16", "scaler_growth_interval": 2, "learning_rate": 1e-2}
+    plain = ranks(lambda: train(str(tmp_path / "a"), **settings), world_size=2)[0][1]
+    (first, losses), (second, _) = ranks(
+        lambda: train(str(tmp_path / "b"), compression="topk", compression_ratio=0.3, **settings), world_size=2
+    )
+    for name, value in first.items():
+        assert torch.equal(second[name], value), name
+    assert losses[-1] < losses[0]
+    assert losses[-1] < 1.5 * plain[-1] + 0.1
