@@ -21,8 +21,16 @@ if TYPE_CHECKING:
 
 _ROOT = Path(__file__).resolve().parents[1]
 _SHARED_MEMORY = Path("/dev/shm")
-_SET_BY_OTHERS = {"PYTORCH_NVML_BASED_CUDA_CHECK", "PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
-"""pytest names the test, torch its cache when its compiler is imported; DeepSpeed says how it looks for GPUs."""
+_SET_BY_OTHERS = {
+    "PYTORCH_NVML_BASED_CUDA_CHECK",
+    "PYTEST_CURRENT_TEST",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "TRITON_CACHE_DIR",
+    "TRITON_PTXAS_PATH",
+}
+"""pytest names the test, torch its caches and tools when its compiler is imported; DeepSpeed how it looks for GPUs."""
+_THREADS_OF_OTHERS = ("tqdm_monitor", "Dummy-")
+"""A compiler's progress bar, and threads of its C++ that called into Python."""
 _CACHES = "torchinductor_"
 """torch makes its cache directory once, when its compiler is imported."""
 _PATIENCE_SECONDS = 1.0
@@ -105,7 +113,8 @@ def _watched_files() -> set[Path]:
 
 def _find_leaks(before: dict[str, Any]) -> list[str]:
     leaks = [f"process {process}" for process in _new_processes(before["processes"])]
-    leaks += [f"thread {thread.name}" for thread in threading.enumerate() if thread not in before["threads"]]
+    threads = [thread for thread in threading.enumerate() if thread not in before["threads"]]
+    leaks += [f"thread {thread.name}" for thread in threads if not thread.name.startswith(_THREADS_OF_OTHERS)]
     leaks += _changed_variables(before["variables"])
     if os.getcwd() != before["cwd"]:
         leaks.append(f"working directory {os.getcwd()} (it was {before['cwd']})")
