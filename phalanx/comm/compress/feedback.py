@@ -68,6 +68,14 @@ class FeedbackCompressor(Compressor):
         self.residuals.load_state_dict(state.get("residuals", {}))
 
 
+class SelectingCompressor(FeedbackCompressor):
+    """A compressor that sends a share of the numbers, `ratio` of them, and keeps the others back."""
+
+    def __init__(self, ratio: float, *, seed: int = 0, warmup: int = 0) -> None:
+        super().__init__(seed=seed, warmup=warmup)
+        self.ratio = ratio
+
+
 def places(bucket: Bucket) -> Iterator[tuple[str, slice]]:
     """Yield where each parameter's gradient lies in the flat memory."""
     begin = bucket.flat.storage_offset()

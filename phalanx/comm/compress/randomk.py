@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from phalanx.comm.compress.base import average, generator, is_finite
-from phalanx.comm.compress.feedback import FeedbackCompressor
+from phalanx.comm.compress.feedback import SelectingCompressor
 from phalanx.comm.compress.topk import count_kept
 
 if TYPE_CHECKING:
@@ -16,14 +16,10 @@ if TYPE_CHECKING:
     from phalanx.comm.exchange import Exchange
 
 
-class RandomK(FeedbackCompressor):
+class RandomK(SelectingCompressor):
     """A random share of the numbers, added up by a plain all-reduce."""
 
     name = "randomk"
-
-    def __init__(self, ratio: float, *, seed: int = 0, warmup: int = 0) -> None:
-        super().__init__(seed=seed, warmup=warmup)
-        self.ratio = ratio
 
     def _reduce(self, bucket: Bucket, exchange: Exchange) -> None:
         residual = self.residuals.of(bucket)

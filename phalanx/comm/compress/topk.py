@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from phalanx.comm.compress.base import is_finite
-from phalanx.comm.compress.feedback import FeedbackCompressor
+from phalanx.comm.compress.feedback import SelectingCompressor
 
 if TYPE_CHECKING:
     from phalanx.comm.bucket import Bucket
@@ -17,14 +17,10 @@ if TYPE_CHECKING:
 _LARGEST_INT32 = 2**31 - 1
 
 
-class TopK(FeedbackCompressor):
+class TopK(SelectingCompressor):
     """Each rank sends its own largest share to all: the bytes grow with the number of ranks, unlike those of a sum."""
 
     name = "topk"
-
-    def __init__(self, ratio: float, *, seed: int = 0, warmup: int = 0) -> None:
-        super().__init__(seed=seed, warmup=warmup)
-        self.ratio = ratio
 
     def _reduce(self, bucket: Bucket, exchange: Exchange) -> None:
         residual = self.residuals.of(bucket)
