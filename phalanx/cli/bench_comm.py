@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from phalanx.cli.flags import FlagParser
+from phalanx.cli.json_output import write_json
 from phalanx.comm.bench.plan import ALGORITHMS_OF, DTYPE_BYTES, OPS, BenchPlan, parse_algorithms, parse_sizes
 from phalanx.comm.bench.report import make_row, matrix_table, side_by_side
 from phalanx.errors import UsageError
@@ -47,7 +47,8 @@ def run(arguments: Sequence[str]) -> int:
     if not quiet:
         print(_summary(found, link_report=asked.link_report), end="")
     if asked.json:
-        _write_json(found, asked.json)
+        rows = found.get("rows")
+        write_json(found if rows is None else rows, asked.json)
     if asked.plot:
         _plot(found, asked.plot)
     return 1 if any(row["wrong"] for row in found.get("rows", ())) else 0
@@ -120,18 +121,6 @@ def _check_folders(asked: argparse.Namespace) -> None:
     for flag, path in (("--json", asked.json), ("--plot", asked.plot)):
         if path and path != "-" and not Path(path).parent.is_dir():
             raise UsageError(f"{flag} {path}: there is no folder {Path(path).parent}")
-
-
-def _write_json(found: dict[str, Any], path: str) -> None:
-    rows = found.get("rows")
-    text = json.dumps(rows if rows is not None else found, indent=2) + "\n"
-    if path == "-":
-        sys.stdout.write(text)
-        return
-    try:
-        Path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"--json {path}: {error.strerror}") from None
 
 
 def _plot(found: dict[str, Any], path: str) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from phalanx.cli.flags import FlagParser
+from phalanx.cli.json_output import write_json
 from phalanx.config import DistributedConfig
 from phalanx.config.groups import COMPRESSORS
 from phalanx.errors import UsageError
@@ -99,7 +99,7 @@ def _bench(
     if not to_stdout:
         print(table(records))
     if namespace.json:
-        _write_json(records, namespace.json)
+        write_json(records, namespace.json)
     if namespace.plot:
         plot(records, Path(namespace.plot))
         print(f"picture: {namespace.plot}", file=sys.stderr)
@@ -135,7 +135,7 @@ def _advise(
             found = advise(link, model_bytes=nbytes, compute_s=compute_s, ranks=namespace.ranks, costs=costs)
             records += [{"recipe": recipe, "link": text, **asdict(item)} for item in found]
     if namespace.json:
-        _write_json(records, namespace.json)
+        write_json(records, namespace.json)
     return 0
 
 
@@ -144,14 +144,3 @@ def _product(shape: tuple[int, ...]) -> int:
     for length in shape:
         count *= length
     return count
-
-
-def _write_json(records: list[dict[str, Any]], path: str) -> None:
-    text = json.dumps(records, indent=1)
-    if path == "-":
-        sys.stdout.write(text + "\n")
-        return
-    try:
-        Path(path).write_text(text + "\n", encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"--json {path}: {error.strerror}") from None

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from phalanx.cli.flags import FlagParser, add_config_flags, resolve_flags
+from phalanx.cli.json_output import write_json
 from phalanx.errors import UsageError
 from phalanx.launch import prestart
 from phalanx.recipes import Recipe, load_recipe, recipe_names
@@ -16,7 +14,6 @@ from phalanx.trainers.verify.subject import RecipeSubject, Subject, find_subject
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from phalanx.trainers.verify.findings import Verdict
 
 _HELP = """Prove that a layout gives what one process gives.
 
@@ -40,7 +37,7 @@ def run(arguments: Sequence[str]) -> int:
     verdict = prove(subject, resolved.config, resume=namespace.resume, reshard=namespace.reshard)
     print(verdict)
     if namespace.json:
-        _write_json(verdict, namespace.json)
+        write_json(verdict.to_dict(), namespace.json)
     return 0 if verdict.agrees else 1
 
 
@@ -66,14 +63,3 @@ def _defaults(subject: Subject) -> Recipe:
     known = load_recipe(subject.name) if isinstance(subject, RecipeSubject) else None
     settings = {"num_workers": 2, **(known.settings if known is not None else {}), "max_steps": _STEPS}
     return Recipe(subject.name, "", {}, {}, settings)
-
-
-def _write_json(verdict: Verdict, path: str) -> None:
-    text = json.dumps(verdict.to_dict(), indent=2)
-    if path == "-":
-        sys.stdout.write(text + "\n")
-        return
-    try:
-        Path(path).write_text(text + "\n", encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"--json {path}: {error.strerror}") from None
