@@ -51,7 +51,8 @@ def run(arguments: Sequence[str]) -> int:
     if started is not None:
         resolved = _as_node(started, resolved)
     layout = plan_layout(resolved.config, count_gpus())
-    prestart()
+    if resolved.config.launcher == "local":
+        prestart()
     return _launch(recipe, resolved, target, layout)
 
 

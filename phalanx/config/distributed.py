@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from phalanx.config import deepspeed
 from phalanx.config.beside import compression_mistakes, pipeline_mistakes, server_mistakes, sharding_mistakes
+from phalanx.config.engines import engine_mistakes
 from phalanx.config.groups import (
     BACKENDS,
     GROUPS,
@@ -19,6 +20,7 @@ from phalanx.config.groups import (
     Checkpointing,
     Communication,
     Elasticity,
+    Engines,
     Monitoring,
     Optimization,
     Parallelism,
@@ -31,7 +33,7 @@ from phalanx.config.synchronisation import synchronisation_mistakes
 from phalanx.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Sequence
 
 _RECOMPUTE_WORDS = ("full", "selective", "every 2")
 _EVERY = re.compile(r"^\s*every[\s-]+(\d+)\s*$")
@@ -54,6 +56,7 @@ class DistributedConfig(
     Adapters,
     Communication,
     Synchronisation,
+    Engines,
     Checkpointing,
     Monitoring,
     Elasticity,
@@ -63,6 +66,8 @@ class DistributedConfig(
     if not TYPE_CHECKING:  # type checkers and editors see the dataclass's own signature
 
         def __init__(self, **values: Any) -> None:
+            if isinstance(values.get("num_workers"), (tuple, list)):  # (least, most), as Ray writes it
+                values |= split_pair(values["num_workers"])
             unknown = [unknown_field(name) for name in values if name not in FIELDS]
             for name, field in FIELDS.items():
                 object.__setattr__(self, name, _plain(values.get(name, field.default)))
@@ -97,6 +102,7 @@ class DistributedConfig(
         wrong.update(pipeline_mistakes(self, defaults, wrong.keys()))
         wrong.update(compression_mistakes(self, defaults, wrong.keys()))
         wrong.update(synchronisation_mistakes(self, defaults, wrong.keys()))
+        wrong.update(engine_mistakes(self, defaults, wrong.keys()))
         if "momentum" not in wrong and self.optimizer in ("adam", "adamw") and self.momentum >= 1:
             wrong["momentum"] = f"momentum = {self.momentum}: it is beta1 of {self.optimizer}, and must be below 1."
         if not wrong.keys() & {"strategy", "backend", "server_mode"}:
@@ -137,6 +143,8 @@ class DistributedConfig(
         """Who keeps the ranks in step."""
         if self.strategy != "auto":
             return self.strategy
+        if self.backend == "tensorflow":
+            return "mirrored" if (self.total_ranks or 1) == 1 else "multiworker"
         backends = BACKENDS[self.backend][1]
         if backends == "ddp" and self.deepspeed_config is not None:
             return "deepspeed"
@@ -184,6 +192,11 @@ FIELDS: dict[str, dataclasses.Field[Any]] = {
     field.name: field for group in GROUPS for field in dataclasses.fields(group)
 }
 """Every field by name, in the order of the groups."""
+
+
+def split_pair(pair: Sequence[Any]) -> dict[str, Any]:
+    """Read num_workers = (least, most) as the two settings that it means; anything else stays, to be refused."""
+    return {"min_workers": pair[0], "num_workers": pair[1]} if len(pair) == 2 else {}
 
 
 def _plain(value: Any) -> Any:

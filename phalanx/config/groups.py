@@ -10,13 +10,31 @@ BACKENDS: dict[str, tuple[str, str]] = {
     "pytorch-ddp": ("local", "ddp"),
     "pytorch-fsdp": ("local", "fsdp"),
     "deepspeed": ("local", "deepspeed"),
+    "horovod": ("horovodrun", "horovod"),
+    "ray": ("ray", "ddp"),
+    "tensorflow": ("local", "tensorflow"),
 }
 """A backend is only a name for a pair (launcher, strategy)."""
 
 ZERO_SHARDING = {1: "grad-op", 2: "grad-op", 3: "full"}
 """What a stage of ZeRO is in fsdp's words."""
 
-STRATEGIES = ("auto", "ddp", "fsdp", "deepspeed", "ring", "local-sgd", "diloco", "parameter-server")
+TENSORFLOW_STRATEGIES = ("mirrored", "multiworker", "parameter-server")
+"""What backend = 'tensorflow' can be told; torch has parameter servers of its own."""
+
+STRATEGIES = (
+    "auto",
+    "ddp",
+    "fsdp",
+    "deepspeed",
+    "horovod",
+    "ring",
+    "local-sgd",
+    "diloco",
+    "parameter-server",
+    "mirrored",
+    "multiworker",
+)
 COMPRESSORS = ("none", "fp16", "bf16", "int8", "sign", "topk", "randomk", "powersgd")
 PIPELINE_SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 OPTIMIZERS = ("adamw", "adam", "sgd", "rmsprop", "adagrad")
@@ -224,6 +242,35 @@ class Synchronisation:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Engines:
+    """Settings of Horovod and Ray."""
+
+    address: str | None = option(
+        None, "ray: the cluster to run on: ray://head:10001, head:6379 or auto (default: a local one, for this run)"
+    )
+    min_workers: int | None = option(
+        None, "ray, horovod: elastic: go on with as few ranks as this while others are gone", minimum=1
+    )
+    cpus_per_worker: float = option(1.0, "ray: CPU cores that each rank reserves", above=0)
+    resources_per_worker: str | None = option(
+        None, "ray: what else each rank reserves, such as 'GPU=0.5,big_memory=1' (default: a GPU where ranks use them)"
+    )
+    placement: str = option(
+        "pack",
+        "ray: ranks on as few machines as possible (pack) or as many (spread); strict: or the run does not start",
+        choices=("pack", "spread", "strict-pack", "strict-spread"),
+    )
+    hosts: str | None = option(None, "horovod: machines and their slots, node1:8,node2:8 (default: this machine)")
+    host_discovery_script: str | None = option(
+        None, "horovod: elastic: an executable that prints the machines there are, a line of host:slots each"
+    )
+    adasum: bool = option(False, "horovod: combine gradients by Adasum instead of averaging them")
+    horovod_timeline: str | None = option(
+        None, "horovod: write what is sent when to this file, for chrome://tracing or Perfetto"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Checkpointing:
     """What is kept, how often, and where a run goes on."""
 
@@ -268,6 +315,7 @@ GROUPS = (
     Adapters,
     Communication,
     Synchronisation,
+    Engines,
     Checkpointing,
     Monitoring,
     Elasticity,

@@ -6,13 +6,14 @@ import socket
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from phalanx.errors import UsageError, nearest
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from phalanx.launch.console import Console
     from phalanx.launch.failure import Failure
 
 
@@ -71,6 +72,13 @@ Target = ScriptTarget | ModuleTarget | CallTarget
 _EMPTY: Mapping[str, str] = MappingProxyType({})
 
 
+class Starter(Protocol):
+    """Another system that starts ranks: what it alone needs to know, and how it runs a launch to its end."""
+
+    def launch(self, spec: LaunchSpec, console: Console) -> LaunchResult:
+        """Run the target on the ranks and return when every one of them is gone."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class LaunchSpec:
     """Everything the launcher needs to know; nothing in it needs torch."""
@@ -105,6 +113,8 @@ class LaunchSpec:
     """How long until the first rank must have reached init_process_group or finished; None: no limit."""
     threads_per_rank: int | None = None
     """Compute threads a rank; None: this node's cores shared evenly, unless OMP_NUM_THREADS is set."""
+    starter: Starter | None = None
+    """Another system that starts the ranks (horovodrun, Ray); None: this launcher's own processes."""
 
     def __post_init__(self) -> None:
         _at_least("ranks_per_node", self.ranks_per_node, 1)
@@ -114,7 +124,7 @@ class LaunchSpec:
             _at_least("threads_per_rank", self.threads_per_rank, 1)
         if self.console_ranks not in ("0", "all"):
             raise UsageError(f"console_ranks is '{self.console_ranks}'.", hint="Write '0' or 'all'.")
-        if self.num_nodes > 1:
+        if self.num_nodes > 1 and self.starter is None:
             self._check_nodes()
 
     def _check_nodes(self) -> None:

@@ -27,10 +27,12 @@ def launch(spec: LaunchSpec, console: Console | None = None) -> LaunchResult:
     is not printed: it is `str(result.failure)`, for the caller to show or to raise.
     """
     spec.target.check()
-    if spec.num_nodes > 1:
-        check_endpoint(spec.rdzv_endpoint)
     _make_directory(spec.log_dir)
     console = console or PlainConsole(labelled=spec.console_ranks == "all")
+    if spec.starter is not None:
+        return spec.starter.launch(spec, console)
+    if spec.num_nodes > 1:
+        check_endpoint(spec.rdzv_endpoint)
     shared_env = shared_environment(spec)
     session = warm_process(shared_env).open_session()
     try:

@@ -1,39 +1,12 @@
-"""`PyTorchDDPTrainer`: a model and a DataLoader on N ranks, from a script, a notebook, a prompt or inside a rank."""
+"""`PyTorchDDPTrainer`: torch's own processes and process groups, with any strategy."""
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import torch
-
-from phalanx.config import DistributedConfig, resolve
-from phalanx.errors import PhalanxError, PreemptedError, UsageError
-from phalanx.launch import count_gpus
-from phalanx.loop.adapters import adapt, check_trains_adapters
-from phalanx.loop.task import TrainTask
-from phalanx.loop.trainer import check_task
-from phalanx.trainers.folders import discard_unused, make_run_dir
-from phalanx.trainers.job import Job, JobResult, run_job
-from phalanx.trainers.preflight import check_before_start
-from phalanx.trainers.remote import run_on_ranks
-from phalanx.trainers.weights import hand_back, load_weights, save_weights
-from phalanx.world.env import read_rank_env
-from phalanx.world.layout import plan_layout
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from torch import nn
-
-    from phalanx.loop.forward import LossFn
-    from phalanx.loop.metrics import Metric
-    from phalanx.observe.history import History
+from phalanx.trainers.base import TorchTrainer
 
 
-class PyTorchDDPTrainer:
-    """Trains a model on all ranks as if they were one.
+class PyTorchDDPTrainer(TorchTrainer):
+    """Trains a model on all ranks as if they were one, by torch's DistributedDataParallel or any other strategy.
 
     Every setting of `DistributedConfig` is an argument (`num_workers=2, batch_size=32, epochs=5, ...`), or give a whole
     `config=`. In a plain Python process `fit` starts the ranks itself and the trained weights are in `model`
@@ -41,113 +14,3 @@ class PyTorchDDPTrainer:
     """
 
     backend = "pytorch-ddp"
-
-    def __init__(
-        self,
-        model: nn.Module,
-        config: DistributedConfig | None = None,
-        *,
-        loss_fn: LossFn | None = None,
-        optimizer: Any = None,
-        metrics: Mapping[str, Metric] | None = None,
-        callbacks: list[Any] | None = None,
-        hooks: list[Any] | None = None,
-        **settings: Any,
-    ) -> None:
-        if not isinstance(model, torch.nn.Module):
-            raise UsageError(f"model must be a torch.nn.Module; got {type(model).__name__}")
-        if isinstance(optimizer, str):  # a name is the config's field of the same name
-            settings["optimizer"], optimizer = optimizer, None
-        self.model = model
-        self.config = self._configure(config, settings)
-        self.loss_fn = loss_fn
-        self.optimizer = optimizer
-        self.metrics = metrics
-        self.callbacks = [*(callbacks or []), *(hooks or [])]
-        self.history: History | None = None
-
-    def _configure(self, config: DistributedConfig | None, settings: dict[str, Any]) -> DistributedConfig:
-        if config is not None:
-            return config.replace(**settings) if settings else config
-        return resolve({"backend": self.backend, **settings}).config
-
-    @property
-    def best_accuracy(self) -> float | None:
-        """The best validation accuracy of the last fit."""
-        return self.history.best_accuracy if self.history else None
-
-    def add_hook(self, function: Any, every: int = 1) -> None:
-        """Call `function(StepInfo)` on every rank after each `every`-th step."""
-        self.callbacks.append((function, every))
-
-    def fit(self, train: Any, val: Any = None, **settings: Any) -> History:
-        """Train on a DataLoader, data set or iterable of batches; settings given here win over the constructor's."""
-        config = self.config.replace(**settings) if settings else self.config
-        adapt(self.model, config)  # here, not in the ranks only: the trained adapters come back into this model
-        if isinstance(self.optimizer, torch.optim.Optimizer):
-            check_trains_adapters([self.model], self.optimizer, config)
-        task = self._task(train=train, val=val)
-        check_task(task)
-        result = self._run("fit", task, config)
-        assert result.history is not None, "a fit always has a history"
-        self.history = result.history
-        return result.history
-
-    def evaluate(self, data: Any) -> dict[str, float]:
-        """Return the mean loss and metrics over every sample of `data`."""
-        return self._run("evaluate", self._task(val=data), self.config).metrics
-
-    def predict(self, data: Any) -> Any:
-        """Return the model's outputs for `data`, in its order (on a started rank: on the main rank only)."""
-        return self._run("predict", self._task(val=data), self.config).predictions
-
-    def save(self, path: str | Path) -> Path:
-        """Write the model's weights to a file: safetensors, or torch's own format for .pt and .pth."""
-        path = Path(path)
-        env = read_rank_env()
-        save_weights(self.model, path, here=env is None or env.rank == 0)
-        return path
-
-    def load(self, path: str | Path) -> None:
-        """Read weights from a file that `save` wrote, or from a checkpoint directory of a run."""
-        load_weights(self.model, Path(path))
-
-    def _task(self, train: Any = None, val: Any = None) -> TrainTask:
-        name = self.config.name or type(self.model).__name__.lower()
-        return TrainTask(self.model, train, val, self.loss_fn, self.optimizer, self.metrics, self.callbacks, name)
-
-    def _run(self, action: Any, task: TrainTask, config: DistributedConfig) -> JobResult:
-        """Run the job; a run that was told to stop ends the process with an exit code of its own.
-
-        Under `phalanx train` the launcher does that. In a plain script the scheduler must see it just as well.
-        """
-        try:
-            return self._run_where_it_belongs(action, task, config)
-        except PreemptedError as error:
-            env = read_rank_env()
-            if env is not None and env.started_by == "phalanx":
-                raise
-            print(f"phalanx: {error}", file=sys.stderr, flush=True)
-            raise SystemExit(error.exit_code) from error
-
-    def _run_where_it_belongs(self, action: Any, task: TrainTask, config: DistributedConfig) -> JobResult:
-        """Run here when this is a rank already or one rank is enough; else start the ranks."""
-        if read_rank_env() is not None:
-            return run_job(Job(action, task, config), in_place=True)
-        layout = plan_layout(config, count_gpus())
-        check_before_start(config)
-        config_here = config.replace(device=layout.device)
-        if layout.world_size == 1:
-            return run_job(Job(action, task, config_here), in_place=True)
-        run_dir = make_run_dir(config, task.name) if action == "fit" else None
-        try:
-            result = run_on_ranks(Job(action, task, config_here, run_dir), layout)
-        except PhalanxError:
-            if run_dir is not None:
-                discard_unused(config, run_dir)
-            raise
-        if result.weights is not None:
-            hand_back(self.model, result.weights)
-        if isinstance(self.optimizer, torch.optim.Optimizer) and result.optimizer_state is not None:
-            self.optimizer.load_state_dict(result.optimizer_state)
-        return result

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from phalanx import errors
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
     from phalanx.config import DistributedConfig
     from phalanx.launch import LaunchResult
-    from phalanx.launch.spec import Target
+    from phalanx.launch.spec import Starter, Target
     from phalanx.world.layout import Layout
 
 
@@ -45,7 +46,19 @@ def launch_spec(
         join_timeout=config.timeout,
         start_timeout=start_timeout,
         threads_per_rank=config.threads_per_rank,
+        starter=_starter(config, layout),
     )
+
+
+_STARTERS = {"horovodrun": "phalanx.launch.horovodrun", "ray": "phalanx.launch.ray_train"}
+"""Where other systems that start ranks are spoken to, by launcher."""
+
+
+def _starter(config: DistributedConfig, layout: Layout) -> Starter | None:
+    if config.launcher == "local":
+        return None
+    starter: Starter = import_module(_STARTERS[config.launcher]).starter(config, layout)
+    return starter
 
 
 def _labels(layout: Layout, target: Target) -> tuple[str, ...]:

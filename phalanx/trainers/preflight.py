@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from phalanx.config import deepspeed
+from phalanx.config.engines import missing_package
 from phalanx.errors import CheckpointError, UsageError
 from phalanx.launch import check_endpoint
 from phalanx.trainers.nvme import check_nvme
@@ -32,6 +33,11 @@ def check_packages(config: DistributedConfig) -> None:
     if (config.mlflow_tracking or config.mlflow_experiment) and importlib.util.find_spec("mlflow") is None:
         raise UsageError(
             "mlflow_tracking needs MLflow, which is not installed", hint="Run: pip install 'phalanx[mlflow]'"
+        )
+    missing = missing_package(config)
+    if missing is not None:
+        raise UsageError(
+            f"backend = {config.backend!r} needs {missing.title}, which is not installed", hint=missing.install
         )
     if deepspeed.is_missing(config.to_dict()):
         raise UsageError(deepspeed.MISSING, hint=deepspeed.INSTALL)

@@ -32,7 +32,13 @@ LAYERS = {
     "cli": 7,
     "__main__": 7,
 }
-SIDEWAYS = {("config", "errors"), ("errors", "version"), ("launch", "observe"), ("__main__", "cli")}
+SIDEWAYS = {
+    ("config", "errors"),
+    ("errors", "version"),
+    ("launch", "observe"),
+    ("__main__", "cli"),
+    ("tune", "trainers"),
+}
 """Neighbours of one layer that may know each other, in this direction only."""
 
 MAX_LINES = 400

@@ -1,0 +1,94 @@
+"""Engines that are not torch's own: which settings follow which, and what must be installed for them."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from phalanx.config.groups import TENSORFLOW_STRATEGIES
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator, Mapping
+
+    from phalanx.config.distributed import DistributedConfig
+
+
+class Package(NamedTuple):
+    """What an engine imports, and the words that bring it."""
+
+    module: str
+    title: str
+    install: str
+
+
+PACKAGES = {
+    "horovod": Package("horovod", "Horovod", "Build it: make horovod, or python -m phalanx.launch.horovod_build"),
+    "ray": Package("ray", "Ray", "Run: pip install 'phalanx[ray]'"),
+    "tensorflow": Package("tensorflow", "TensorFlow", "Run: pip install 'phalanx[tensorflow]'"),
+}
+"""By backend."""
+
+_FOLLOWED_BY = {
+    "address": ("ray",),
+    "cpus_per_worker": ("ray",),
+    "resources_per_worker": ("ray",),
+    "placement": ("ray",),
+    "min_workers": ("ray", "horovod"),
+    "hosts": ("horovod",),
+    "host_discovery_script": ("horovod",),
+    "adasum": ("horovod",),
+    "horovod_timeline": ("horovod",),
+}
+"""Which backends follow a setting."""
+
+_STRATEGIES_OF = {"horovod": ("horovod",), "tensorflow": TENSORFLOW_STRATEGIES}
+_BACKEND_OF = {"horovod": "horovod", "mirrored": "tensorflow", "multiworker": "tensorflow"}
+
+
+def missing_package(config: DistributedConfig) -> Package | None:
+    """Return the package that the backend needs and this environment lacks."""
+    package = PACKAGES.get(config.backend)
+    return package if package is not None and importlib.util.find_spec(package.module) is None else None
+
+
+def engine_mistakes(
+    config: DistributedConfig, defaults: Mapping[str, Any], known: Collection[str]
+) -> Iterator[tuple[str, str]]:
+    """Yield what is wrong with the settings of engines, apart from what is known already."""
+    if {"backend", "strategy"} & set(known):
+        return
+    for name, followers in _FOLLOWED_BY.items():
+        if name not in known and getattr(config, name) != defaults[name] and config.backend not in followers:
+            names = " or ".join(repr(follower) for follower in followers)
+            yield (
+                name,
+                f"{name} = {getattr(config, name)!r} with backend = {config.backend!r}, which does not follow it: "
+                f"write backend = {names}, or leave {name} out.",
+            )
+    yield from _strategy_mistakes(config)
+    most = config.total_ranks
+    if {"min_workers", "num_workers"} & set(known) or config.min_workers is None:
+        return
+    if most is None:
+        yield "min_workers", f"min_workers = {config.min_workers} without num_workers: say how many ranks at most, too."
+    elif config.min_workers > most:
+        yield "min_workers", f"min_workers = {config.min_workers} is more than num_workers = {most}."
+
+
+def _strategy_mistakes(config: DistributedConfig) -> Iterator[tuple[str, str]]:
+    if config.strategy == "auto":
+        return
+    allowed = _STRATEGIES_OF.get(config.backend)
+    if allowed is not None and config.strategy not in allowed:
+        names = ", ".join(repr(name) for name in allowed)
+        yield (
+            "strategy",
+            f"strategy = {config.strategy!r} does not go with backend = {config.backend!r}, which has {names}: leave "
+            "strategy out, or write backend = 'pytorch-ddp'.",
+        )
+    needed = _BACKEND_OF.get(config.strategy)
+    if needed is not None and config.backend != needed:
+        yield (
+            "strategy",
+            f"strategy = {config.strategy!r} with backend = {config.backend!r}: write backend = {needed!r}.",
+        )
