@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from phalanx.models.lora_files import load_adapter, save_adapter
     from phalanx.observe.history import History
     from phalanx.trainers.ddp import PyTorchDDPTrainer
+    from phalanx.trainers.tensorflow.face import TensorFlowDistributedTrainer
     from phalanx.trainers.verify.face import verify
 
 _HOMES = {
@@ -29,6 +30,7 @@ _HOMES = {
     "PhalanxError": "phalanx.errors",
     "PyTorchDDPTrainer": "phalanx.trainers.ddp",
     "StepInfo": "phalanx.loop.hooks",
+    "TensorFlowDistributedTrainer": "phalanx.trainers.tensorflow.face",
     "load_adapter": "phalanx.models.lora_files",
     "lora": "phalanx.models.lora",
     "merge_lora": "phalanx.models.lora",
@@ -46,6 +48,7 @@ __all__ = [
     "PhalanxError",
     "PyTorchDDPTrainer",
     "StepInfo",
+    "TensorFlowDistributedTrainer",
     "__version__",
     "load_adapter",
     "lora",
