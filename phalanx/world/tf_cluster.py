@@ -1,7 +1,7 @@
 """What a rank does before TensorFlow is imported: find its place in the cluster, write TF_CONFIG, or serve.
 
 Ranks find free ports themselves and tell each other through the launcher's store. TensorFlow listens seconds later and
-takes no open socket, so ports are drawn from where the kernel gives none to anybody who does not ask for them by number.
+takes no open socket, so ports are drawn from where the kernel gives none to those who ask for no number.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import socket
 import sys
 import time
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from phalanx.launch.joining import announce
 from phalanx.world.env import read_rank_env
@@ -141,7 +141,7 @@ def _serve_until_done(task: Task, store: dist.Store) -> None:
     os._exit(0)  # TensorFlow's server has no end of its own
 
 
-def _start_server(task: Task) -> object:
+def _start_server(task: Task) -> Any:
     import tensorflow as tf
 
     return tf.distribute.Server(

@@ -1,4 +1,4 @@
-"""TF_CONFIG: who this process is in a TensorFlow cluster. Read, checked against the settings, and written; no TensorFlow."""
+"""TF_CONFIG, who a process is in a TensorFlow cluster: read, checked against the settings, and written."""
 
 from __future__ import annotations
 
@@ -86,15 +86,15 @@ def read_task(environ: Mapping[str, str] | None = None) -> Task | None:
 
 
 def _checked(cluster: Mapping[str, Any], task: Mapping[str, Any]) -> Task:
-    for role, hosts in cluster.items():
-        if role not in _ROLES or not isinstance(hosts, list) or not hosts:
-            raise _refusal(f'has "{role}": {hosts!r} in its cluster; it takes lists of hosts for {", ".join(_ROLES)}')
-    role, index = task.get("type"), task.get("index")
+    for name, hosts in cluster.items():
+        if name not in _ROLES or not isinstance(hosts, list) or not hosts:
+            raise _refusal(f'has "{name}": {hosts!r} in its cluster; it takes lists of hosts for {", ".join(_ROLES)}')
+    role, index = str(task.get("type")), task.get("index")
     if role not in cluster:
-        raise _refusal(f'says that this is a {role!r}, and its cluster has only {", ".join(cluster)}')
+        raise _refusal(f"says that this is a {role!r}, and its cluster has only {', '.join(cluster)}")
     if not isinstance(index, int) or not 0 <= index < len(cluster[role]):
         raise _refusal(f"says that this is {role} {index!r}, and its cluster has {len(cluster[role])} of them, from 0")
-    return Task(str(role), index, dict(cluster))
+    return Task(role, index, dict(cluster))
 
 
 def check_against(task: Task, config: DistributedConfig) -> None:

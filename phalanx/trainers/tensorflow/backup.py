@@ -18,7 +18,7 @@ _METADATA = "training_metadata.json"
 
 
 def backup_dir(config: DistributedConfig, run_dir: Path, attempt: int) -> Path | None:
-    """Return where this run keeps its backup, or None; a run of its own never overwrites another's unless it resumes."""
+    """Return where this run keeps its backup, or None; only a run that resumes writes over another's."""
     root = _root(config, run_dir)
     if root is None:
         return None
@@ -76,7 +76,7 @@ def start_of(directory: Path | None) -> Start:
 def as_callback(keras: Any, directory: Path, every: int, report: KerasReport) -> Any:
     """Return BackupAndRestore of the Keras that trains, every n-th epoch; it tells of what it saves."""
 
-    class Backup(keras.callbacks.BackupAndRestore):  # type: ignore[misc, name-defined]
+    class Backup(keras.callbacks.BackupAndRestore):  # type: ignore[misc]
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
             last = epoch + 1 == self.params.get("epochs") or self.model.stop_training
             if (epoch + 1) % every and not last:

@@ -1,4 +1,4 @@
-"""Data for Keras: arrays are dealt out to replicas so that any number of them sees what one would; datasets stay as given.
+"""Data for Keras: arrays are dealt out so that any number of replicas sees what one would; datasets stay as given.
 
 The order of an epoch depends on the seed and the epoch alone, so a resumed run sees what it would have seen.
 """
@@ -120,7 +120,7 @@ class _Deal:
         self.seed = seed
         self.start = start
         last = self.rows - (steps - 1) * global_batch
-        # Keras averages over a replica's rows, then over replicas: unequal parts must be weighed to give the mean of all.
+        # Keras averages over a replica's rows, then over replicas: unequal parts are weighed, to give the mean of all.
         self.weighed = last < global_batch and last % replicas != 0
 
     def dataset(self, context: Any) -> Any:

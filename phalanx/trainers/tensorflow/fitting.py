@@ -29,7 +29,15 @@ class Fitting:
     says: str
 
     def run(
-        self, job: KerasJob, feed: Feed, val: Any, directory: Path | None, start: Start, report: KerasReport, *, leads: bool
+        self,
+        job: KerasJob,
+        feed: Feed,
+        val: Any,
+        directory: Path | None,
+        start: Start,
+        report: KerasReport,
+        *,
+        leads: bool,
     ) -> None:
         """Train from `start` to the end."""
         config = job.config
@@ -40,8 +48,8 @@ class Fitting:
             if directory is not None:
                 kept = OwnBackup(self.model, directory, leads=leads)
                 callbacks.append(_own_backup_callback(self.keras, kept, directory, every, report))
-            limits = {"epochs": epochs, "max_steps": config.max_steps}
-            OwnLoop(self.keras, self.model, self.strategy, feed, val, report, callbacks, **limits).run(start.epoch)
+            loop = OwnLoop(self.keras, self.model, self.strategy, feed, val, report, callbacks)
+            loop.run(start.epoch, epochs, config.max_steps)
             return
         callbacks.insert(0, reporting.as_callback(self.keras, report, config.max_steps))
         if directory is not None:
@@ -64,7 +72,7 @@ def choose(model: Any, strategy: Any) -> Fitting:
     keras = keras_of(model)
     name = "Keras 2 (tf_keras)" if keras.__name__ == "tf_keras" else "Keras 3"
     if isinstance(strategy, tf.distribute.ParameterServerStrategy):
-        says = f"a {name} model by phalanx' own loop: workers step by themselves, and Keras' fit cannot tell of their steps"
+        says = f"a {name} model by phalanx' own loop: Keras' fit cannot tell of steps that workers take by themselves"
         return Fitting(model, strategy, keras, own=True, says=says)
     if name == "Keras 3" and isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
         says = "a Keras 3 model by phalanx' own loop: Keras 3's fit does not run on several workers"
@@ -79,7 +87,7 @@ def keras_of(model: Any) -> Any:
 
 
 def _own_backup_callback(keras: Any, kept: OwnBackup, directory: Path, every: int, report: KerasReport) -> Any:
-    class Backup(keras.callbacks.Callback):  # type: ignore[misc, name-defined]
+    class Backup(keras.callbacks.Callback):  # type: ignore[misc]
         def on_train_begin(self, logs: Any = None) -> None:
             kept.restore()
 

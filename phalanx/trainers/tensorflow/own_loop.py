@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from phalanx.trainers.tensorflow.reporting import rate_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
     from phalanx.trainers.tensorflow.feeding import Feed
     from phalanx.trainers.tensorflow.reporting import KerasReport
@@ -27,39 +27,36 @@ class OwnLoop:
         val: Any,
         report: KerasReport,
         callbacks: list[Any],
-        *,
-        epochs: int,
-        max_steps: int | None,
     ) -> None:
         self.model = model
         self.strategy = strategy
         self.feed = feed
         self.val = val
         self.report = report
-        self.epochs = epochs
-        self.max_steps = max_steps
-        self.callbacks = keras.callbacks.CallbackList(
-            callbacks, model=model, epochs=epochs, steps=feed.steps, verbose=0
-        )
+        self._keras = keras
+        self._own_callbacks = callbacks
 
-    def run(self, first_epoch: int) -> None:
+    def run(self, first_epoch: int, epochs: int, max_steps: int | None) -> None:
         """Train from an epoch to the last."""
         model = self.model
+        callbacks = self._keras.callbacks.CallbackList(
+            self._own_callbacks, model=model, epochs=epochs, steps=self.feed.steps, verbose=0
+        )
         with self.strategy.scope():
             model.optimizer.build(model.trainable_variables)
         model.stop_training = False
         step = self._server_step() if self._serves else self._step()
-        self.callbacks.on_train_begin()
-        for epoch in range(first_epoch, self.epochs):
+        callbacks.on_train_begin()
+        for epoch in range(first_epoch, epochs):
             model.reset_metrics()
             self.report.begin_epoch(epoch)
-            self.callbacks.on_epoch_begin(epoch)
+            callbacks.on_epoch_begin(epoch)
             for batch in self._batches():
-                self.callbacks.on_train_batch_begin(batch)
+                callbacks.on_train_batch_begin(batch)
                 step()
                 self.report.end_step(batch, self._loss, lambda: rate_of(model))
-                self.callbacks.on_train_batch_end(batch)
-                if self.max_steps is not None and self.report.step >= self.max_steps:
+                callbacks.on_train_batch_end(batch)
+                if max_steps is not None and self.report.step >= max_steps:
                     model.stop_training = True
                 if model.stop_training:
                     break
@@ -67,10 +64,10 @@ class OwnLoop:
             logs = {name: float(value) for name, value in model.get_metrics_result().items()}
             logs |= self._evaluate()
             self.report.end_epoch(epoch, logs, rate_of(model))
-            self.callbacks.on_epoch_end(epoch, logs)
+            callbacks.on_epoch_end(epoch, logs)
             if model.stop_training:
                 break
-        self.callbacks.on_train_end()
+        callbacks.on_train_end()
 
     def _loss(self) -> float:
         """Return the mean loss of the epoch so far; every worker asks at the same steps, for they answer together."""
@@ -94,7 +91,7 @@ class OwnLoop:
         strategy, model = self.strategy, self.model
         batches = iter(self.feed.data)
 
-        @tf.function
+        @tf.function  # type: ignore[untyped-decorator]
         def step(iterator: Any) -> None:
             strategy.run(model.train_step, args=(next(iterator),))
 
@@ -107,11 +104,11 @@ class OwnLoop:
         strategy, model = self.strategy, self.model
         coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
 
-        @tf.function
+        @tf.function  # type: ignore[untyped-decorator]
         def step(iterator: Any) -> None:
             strategy.run(model.train_step, args=(next(iterator),))
 
-        @tf.function
+        @tf.function  # type: ignore[untyped-decorator]
         def worker_data() -> Any:
             return strategy.distribute_datasets_from_function(self.feed.data)
 

@@ -146,7 +146,7 @@ def _is_number(value: Any) -> bool:
 def as_callback(keras: Any, report: KerasReport, max_steps: int | None) -> Any:
     """Return the report as a callback of the Keras that trains: each has a base class of its own."""
 
-    class Report(keras.callbacks.Callback):  # type: ignore[misc, name-defined]
+    class Report(keras.callbacks.Callback):  # type: ignore[misc]
         _supports_tf_logs = True  # Keras 2 would copy every step's logs to the host for us
 
         def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from typing import TYPE_CHECKING, Any
 
+from phalanx.config.precision import precision_name
 from phalanx.errors import UsageError
 from phalanx.world.tf_config import read_task
 
@@ -55,10 +57,8 @@ def _devices(tf: Any, config: DistributedConfig) -> list[str]:
 def _logical_cpus(tf: Any, count: int) -> list[str]:
     cpu = tf.config.list_physical_devices("CPU")[0]
     if count > 1:
-        try:
+        with contextlib.suppress(RuntimeError):  # they are made already: by an earlier run of ours, say
             tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * count)
-        except RuntimeError:  # they are made already: by an earlier run of ours, with luck enough of them
-            pass
     have = len(tf.config.list_logical_devices("CPU"))
     if have < count:
         raise UsageError(
@@ -71,10 +71,9 @@ def _logical_cpus(tf: Any, count: int) -> list[str]:
 
 def set_precision(config: DistributedConfig, keras: Any, device: str) -> None:
     """Let Keras compute in 16 bits where that is asked for."""
-    if not config.mixed_precision:
-        return
-    half = config.mixed_precision == "fp16" or (config.mixed_precision is True and device == "cuda")
-    keras.mixed_precision.set_global_policy("mixed_float16" if half else "mixed_bfloat16")
+    name = precision_name(config.mixed_precision, device)
+    if name != "fp32":
+        keras.mixed_precision.set_global_policy("mixed_float16" if name == "fp16" else "mixed_bfloat16")
 
 
 def device_kind(config: DistributedConfig) -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
-from phalanx.errors import ModelError, UsageError
+from phalanx.config.precision import precision_name
+from phalanx.errors import ModelError, PreemptedError, UsageError
 from phalanx.loop.reporting import tensorboard_dir
 from phalanx.observe.events import RunStarted
 from phalanx.observe.stream import EventStream
@@ -14,6 +15,7 @@ from phalanx.trainers.session import open_sinks, save_config
 from phalanx.trainers.tensorflow import backup, reporting
 from phalanx.trainers.tensorflow.feeding import served_feed, training_feed, validation_feed
 from phalanx.trainers.tensorflow.fitting import choose, keras_of
+from phalanx.trainers.tensorflow.stopping import stopping
 from phalanx.trainers.tensorflow.strategies import device_kind, make_strategy, set_precision
 from phalanx.trainers.tensorflow.task import KerasResult
 from phalanx.world.env import read_rank_env
@@ -55,8 +57,12 @@ def train(job: KerasJob) -> tuple[Any, KerasResult]:
         report.begin()
         report.say(fitting.says)
         val = validation_feed(job.task.val, batch=feed.global_batch or None)
-        fitting.run(job, feed, val, directory, start, report, leads=leads)
+        with stopping(report):
+            fitting.run(job, feed, val, directory, start, report, leads=leads)
         report.end("finished")
+    except PreemptedError:
+        report.end("preempted")
+        raise
     except BaseException:
         report.end("failed")
         raise
@@ -68,7 +74,7 @@ def train(job: KerasJob) -> tuple[Any, KerasResult]:
 def _loaded_keras() -> list[Any]:
     """Return the Kerases that a model may be made with: `tf.keras`, and Keras 3 where that is another one.
 
-    Imported here even if the model may not use it: were it imported by `model_fn`, it would draw from the seeded numbers.
+    Imported here even if the model may not use it: imported by `model_fn`, it would draw from the seeded numbers.
     """
     import tensorflow as tf
 
@@ -150,7 +156,7 @@ def _started(
         world_size=replicas,
         device=device,
         strategy=f"tensorflow {config.resolved_strategy if task is None or served else 'multiworker'}",
-        precision={False: "fp32"}.get(config.mixed_precision, "mixed " + ("bf16" if device == "cpu" else "fp16")),
+        precision=precision_name(config.mixed_precision, device),
         parameters=model.count_params() if model.built else 0,
         batch_size=feed.global_batch // (1 if served else replicas),
         accumulation=1,
@@ -162,4 +168,3 @@ def _started(
         tensorboard_dir=tensorboard_dir(config, run_dir),
         log_dir=str(run_dir / "logs"),
     )
-
