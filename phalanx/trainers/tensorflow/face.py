@@ -78,6 +78,11 @@ class TensorFlowDistributedTrainer:
         return self._model
 
     @property
+    def weights(self) -> list[Any]:
+        """The weights in Keras' order; after `fit` on other processes they are there without a model built here."""
+        return self._weights if self._weights is not None else list(self.model.get_weights())
+
+    @property
     def best_accuracy(self) -> float | None:
         """The best validation accuracy of the last fit."""
         return self.history.best_accuracy if self.history else None
