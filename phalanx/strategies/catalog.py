@@ -97,7 +97,7 @@ CATALOG = (
     Entry(
         "tensorflow",
         "--backend tensorflow --strategy mirrored|multiworker|parameter-server (extra: tensorflow)",
-        "tf.distribute's strategies for Keras models: replicas in one process, a process a worker, or parameter servers",
+        "tf.distribute for Keras models: replicas in one process, a process a worker, or parameter servers",
         "the model is a Keras model",
         "mixed precision, backups, restarts; what else Keras does is told in compile()",
     ),
