@@ -27,7 +27,10 @@ $(VENV)/.phalanx: $(VENV)/.torch pyproject.toml constraints.txt
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.phalanx
-	$(UV) --editable '.[dev]'
+	$(UV) --editable '.[dev,engines]'
+	@# tf-keras would bring TensorFlow with CUDA beside the one that is here.
+	$(UV) tensorflow-cpu keras
+	$(UV) --no-deps tf-keras
 	@# DeepSpeed's setup asks the torch that is installed; it compiles nothing now, and what tests use never.
 	$(UV) setuptools
 	DS_BUILD_OPS=0 $(UV) --no-build-isolation 'deepspeed>=0.19'

@@ -71,5 +71,6 @@ def open_sinks(config: DistributedConfig, run_dir: Path) -> list[Sink]:
     if config.mlflow_tracking or config.mlflow_experiment is not None:
         from phalanx.observe.mlflow import MlflowSink
 
-        sinks.append(MlflowSink(config.mlflow_experiment or "phalanx", config.name or run_dir.name, config.to_dict()))
+        named = (config.mlflow_experiment or "phalanx", config.name or run_dir.name)
+        sinks.append(MlflowSink(*named, config.to_dict(), run_dir))
     return sinks
