@@ -16,7 +16,7 @@ _FOLLOWED_BY = {
     "outer_momentum": ("diloco",),
 }
 """Which strategies follow a setting."""
-_REPLICATE = ("ring", "local-sgd", "diloco")
+_REPLICATE = ("ring", "local-sgd", "diloco", "horovod")
 _AXES = ("tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel", "zero_stage")
 
 
