@@ -214,7 +214,8 @@ class HorovodAttempt:
                 self._end(state, 0)
         codes = [state.code for state in states]
         if self._requested is not None:
-            return stopped(self._requested, codes, "")
+            has_started = any(state.pid is not None for state in states)
+            return stopped(self._requested, codes, "" if has_started else "horovodrun was starting the ranks")
         if code == 0:
             return Outcome(EXIT_PREEMPTED if EXIT_PREEMPTED in codes else 0)
         failure = self._find_failure(states)

@@ -16,6 +16,8 @@ _LINE = re.compile(rb"[^\r\n]*(?:\r\n|\n|\r)")
 _OF_RANK = re.compile(rb"\[(\d+)\]<(?:stdout|stderr)>:(.*)", re.DOTALL)
 _ENDED = re.compile(r"Process (\d+) exit with status code (\d+)")
 _OWN_LINES = 60
+_SHELLS_WORDS = ("Terminated", "Killed")
+"""What the shell around a rank says when the rank was killed: our report says it better."""
 
 
 class HorovodOutput:
@@ -55,6 +57,8 @@ class HorovodOutput:
         rank, said = int(of_rank[1]), of_rank[2]
         os.write(self._log(rank), said)
         text = said.rstrip(b"\r\n").decode(errors="replace")
+        if text in _SHELLS_WORDS:
+            return
         self._show(rank, f"{text}\r" if said.endswith(b"\r") else text)
 
     def _take_own(self, line: str) -> None:
