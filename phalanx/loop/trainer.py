@@ -24,7 +24,7 @@ from phalanx.loop.task import TrainTask, check_owns, make_optimizer
 from phalanx.observe import board
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from phalanx.loop.formation import Formation
@@ -54,6 +54,10 @@ class TrainLoop:
         self.stop = StopRequest(formation.world, meets_every)
         self.saving = CheckpointPolicy(formation, run_dir)
         self.report = Reporter(self, events, run_dir)
+        self.restore: Callable[[], dict[str, Any] | None] = self.saving.restore
+        """Where the run takes up an earlier state, if any; a run that outlives its ranks has one in memory."""
+        self.before_stop: Callable[[], None] | None = None
+        """Called where all ranks have agreed to stop, before anything is saved; it may raise instead."""
         self._forward: Forward | None = None
         self._stop_early = False
 
@@ -160,6 +164,8 @@ class TrainLoop:
         At the run's end `_end` saves.
         """
         stopping = self.stop.agreed(step)
+        if stopping and self.before_stop is not None:
+            self.before_stop()
         due = self.saving.due_after_step(step) or (epochs is not None and self.saving.due_after_epoch(epochs))
         if stopping or (due and not self._finished()):
             self._save()
@@ -209,7 +215,7 @@ class TrainLoop:
         self.hooks.fire("on_checkpoint", self, str(saved.path))
 
     def _resume(self) -> None:
-        state = self.saving.restore()
+        state = self.restore()
         if state is not None:
             self.report.resumed(state)
 

@@ -13,6 +13,8 @@ import torch.distributed as dist
 
 from phalanx.errors import UsageError
 from phalanx.launch.interfaces import VARIABLE, address_of_card, default_interface
+from phalanx.world.env import write_horovod_env
+from phalanx.world.groups import forget_groups
 
 if TYPE_CHECKING:
     from phalanx.world.env import RankEnv
@@ -69,6 +71,24 @@ def _own_address(*, one_machine: bool) -> str:
             hint="Name the card that leads to the other machines: horovodrun --network-interfaces eth0 ...",
         )
     return address
+
+
+def is_elastic() -> bool:
+    """Whether horovodrun lets this rank live on when others are lost, and may add others."""
+    return os.environ.get("HOROVOD_ELASTIC") == "1" and "HOROVOD_RANK" in os.environ
+
+
+def note_new_place(attempt: int) -> None:
+    """After Horovod has met anew: forget the old world, and note who this rank has become."""
+    hvd = horovod()
+    forget_groups()
+    write_horovod_env(
+        hvd.rank(),
+        hvd.size(),
+        (hvd.local_rank(), hvd.local_size()),
+        (hvd.cross_rank(), hvd.cross_size()),
+        attempt,
+    )
 
 
 def check_not_alone(env: RankEnv) -> None:
