@@ -82,8 +82,8 @@ def _horovod_mistakes(config: DistributedConfig, known: Collection[str]) -> Iter
     if config.num_nodes > 1 and "num_nodes" not in known:
         yield (
             "num_nodes",
-            f"num_nodes = {config.num_nodes} with backend = 'horovod': horovodrun starts the ranks of all machines from "
-            "one of them. Name the machines instead: hosts = 'node1:8,node2:8'.",
+            f"num_nodes = {config.num_nodes} with backend = 'horovod': horovodrun starts the ranks of all machines "
+            "from one of them. Name the machines instead: hosts = 'node1:8,node2:8'.",
         )
     if config.hosts is not None and config.host_discovery_script is not None:
         yield "hosts", "hosts and host_discovery_script both say which machines there are: leave one of them out."
@@ -106,8 +106,8 @@ def _horovod_mistakes(config: DistributedConfig, known: Collection[str]) -> Iter
     if config.min_workers is not None and len(hosts) < 2:
         yield (
             "min_workers",
-            f"min_workers = {config.min_workers} with one machine: Horovod gives up a machine that lost a rank, so there "
-            "must be two. On one machine, give it under two names: hosts = 'localhost:1,127.0.0.1:1'.",
+            f"min_workers = {config.min_workers} with one machine: Horovod gives up a machine that lost a rank, so "
+            "there must be two. On one machine, give it under two names: hosts = 'localhost:1,127.0.0.1:1'.",
         )
 
 

@@ -224,12 +224,15 @@ class HorovodAttempt:
     def _find_failure(self, states: list[RankState]) -> Failure:
         if any(state.code not in (None, *WELL) for state in states):
             return self._evidence.find_failure(states)
-        said = [line for line in self._output.own if line.strip()]
+        said = [line for line in self._output.own if not line.startswith((" ", "Traceback"))][-_LAST_LINES:]
+        has_started = any(state.pid is not None for state in states)
+        by_ssh = any("ssh" in line for line in said)
         return Failure(
-            cause="horovodrun gave up before a rank had failed"
-            if any(state.pid for state in states)
-            else "horovodrun could not start the ranks",
+            cause="horovodrun gave up before a rank had failed" if has_started else "horovodrun started no rank",
             exit_code=1,
-            details=tuple(said[-_LAST_LINES:]),
+            details=tuple(said),
+            hint="Every machine must let this user in by ssh without a password, and have this Python at the same path."
+            if by_ssh
+            else "",
             logs=str(self._spec.log_dir),
         )

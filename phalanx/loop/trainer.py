@@ -216,8 +216,13 @@ class TrainLoop:
 
     def _resume(self) -> None:
         state = self.restore()
-        if state is not None:
-            self.report.resumed(state)
+        if state is None:
+            return
+        self.report.resumed(state)
+        total = self._total_steps()
+        if total != self.total_steps:  # other ranks than before: the same epochs are another number of steps
+            self.total_steps = total
+            self.schedule.reshape(rate_factor(self.config, total))
 
     def _losses(self) -> dict[int, float]:
         """Read the losses since the last reading; a NaN ends the run here unless such steps are skipped."""
@@ -246,8 +251,16 @@ class TrainLoop:
         config, per_epoch = self.config, self.train_loader.sharded.steps_per_epoch
         if per_epoch is None:
             return config.max_steps
-        by_epochs = math.inf if self.max_epochs is None else per_epoch * self.max_epochs
+        by_epochs = math.inf if self.max_epochs is None else self.step + self._steps_left(per_epoch, self.max_epochs)
         return int(min(by_epochs, config.max_steps or math.inf))
+
+    def _steps_left(self, per_epoch: int, epochs: int) -> int:
+        """Return how many steps the samples are worth that no step has seen yet."""
+        sharded, left = self.train_loader.sharded, max(0, epochs - self.epoch)
+        if sharded.samples_done == 0 or left == 0:
+            return per_epoch * left
+        unseen = (sharded.num_samples or 0) - sharded.samples_done
+        return per_epoch * (left - 1) + -(-unseen // self.global_batch)
 
     def _preempted(self) -> PreemptedError:
         path = self.saving.last_path

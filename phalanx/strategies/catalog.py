@@ -68,7 +68,7 @@ CATALOG = (
     ),
     Entry(
         "horovod",
-        "--backend horovod [--compression fp16] [--adasum] [--horovod-timeline FILE]",
+        "--backend horovod [--compression fp16] [--hosts node1:8,node2:8] [--min-workers N]",
         "what ddp does, by Horovod's all-reduce, on ranks that horovodrun starts",
         "scripts and clusters are made for Horovod, or workers come and go (elastic Horovod)",
         "accumulation, clipping, precision, compile, lora; no other axis, no zero",

@@ -92,7 +92,7 @@ def _horovod_of(world: World) -> Any:
         raise UsageError(
             f"strategy = 'horovod', but {world.env.started_by} started these {world.world_size} ranks, and Horovod "
             "meets its ranks only where horovodrun started them",
-            hint="Start with phalanx train --backend horovod --num-workers N, or with horovodrun -np N python train.py.",
+            hint="Start with phalanx train --backend horovod --num-workers N, or with horovodrun -np N python ...",
         )
     hvd = horovod()
     if hvd.size() != world.world_size:

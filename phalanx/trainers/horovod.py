@@ -25,7 +25,7 @@ class HorovodTrainer(TorchTrainer):
 
     Works in a rank that horovodrun started, with hvd.init() called before or not, and in a plain script, where `fit`
     starts horovodrun itself (`num_workers=4`, `hosts="node1:8,node2:8"`). Arguments are those of `PyTorchDDPTrainer`;
-    `backward_passes_per_step` is Horovod's name for `gradient_accumulation_steps`, `verbose=False` for `progress=False`.
+    `backward_passes_per_step` is Horovod's name for `gradient_accumulation_steps`; `verbose=False` shows no progress.
     """
 
     backend = "horovod"

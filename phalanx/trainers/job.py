@@ -85,9 +85,7 @@ def _fit(formation: Formation, job: Job, survivor: Survivor | None) -> JobResult
     before = None if survivor is None else survivor.run_dir
     folder = before or job.run_dir
     placed = job.config if folder is None else job.config.replace(run_dir=folder)
-    run_dir = agree_run_dir(
-        formation.world, lambda: make_run_dir(placed, job.task.name), goes_on=before is not None
-    )
+    run_dir = agree_run_dir(formation.world, lambda: make_run_dir(placed, job.task.name), goes_on=before is not None)
     if formation.is_main:
         save_config(job.config, run_dir)
     events = open_events(job.config, formation.world, run_dir)
