@@ -119,7 +119,7 @@ class HorovodReducer:
 
     def _fill_where_others_have(self, missing: list[int]) -> None:
         """A parameter that some rank used gets the average; one that no rank used keeps no gradient."""
-        used = torch.ones(len(self._parameters), dtype=torch.uint8)
+        used = torch.ones(len(self._parameters), dtype=torch.int32)
         used[missing] = 0
         anywhere = self._hvd.allreduce(used, name="phalanx.used", op=self._hvd.Max).tolist()
         for number in missing:
