@@ -100,13 +100,14 @@ def build() -> Path:
 
 def install(wheel: Path) -> None:
     """Install the wheel and what it needs; torch stays as it is."""
-    torch = f"torch=={torch_version()}"
-    done = subprocess.run(
-        [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", str(wheel), torch],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    # By force: one of the same version that was built against another torch would pass for this one.
+    _pip_install(wheel, "--force-reinstall", "--no-deps")
+    _pip_install(wheel, f"torch=={torch_version()}")
+
+
+def _pip_install(wheel: Path, *words: str) -> None:
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", str(wheel), *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise PhalanxError(f"pip could not install {wheel}:\n{_last_lines(done.stderr)}")
 
