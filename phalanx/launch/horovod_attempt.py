@@ -49,6 +49,8 @@ class HorovodAttempt:
         self._timers: list[tuple[float, Callable[[], None]]] = []
         self._evidence = Evidence(spec, Place(0, 1, 0, ranks, "", 0))
         self._states = {rank: RankState(rank, spec.label(rank)) for rank in range(ranks)}
+        self._lost: set[int] = set()
+        """Ranks without which an elastic run goes on."""
         self._requested: signal.Signals | None = None
         self._over = False
         self._lines: list[socket.socket] = []
@@ -94,8 +96,12 @@ class HorovodAttempt:
             self._over = True
 
     def _show(self, rank: int, line: str) -> None:
-        if rank == 0 or self._spec.console_ranks == "all":
+        if self._spec.console_ranks == "all" or rank == self._spokesman():
             self._console.rank_output(rank, self._spec.label(rank), line)
+
+    def _spokesman(self) -> int:
+        """Return whose words the console shows: rank 0, or whoever took its place after it was lost."""
+        return next((rank for rank in sorted(self._states) if rank not in self._lost), 0)
 
     def _open_line(self) -> None:
         line, _ = self._door.accept()
@@ -123,6 +129,7 @@ class HorovodAttempt:
         state = self._states.get(event.get("rank", -1))
         if event["event"] == STARTED and state is not None:
             state.pid, state.code = event["pid"], None
+            self._lost.discard(state.rank)
             if self._requested is not None:
                 send_signal(event["pid"], signal.SIGTERM)
         elif event["event"] == ENDED and state is not None:
@@ -137,7 +144,8 @@ class HorovodAttempt:
             return
         if state.alive:
             self._end(state, -(code - 128) if code > 128 else code)
-        if self._elastic and self._requested is None:
+        if self._elastic and self._requested is None and state.code not in WELL:
+            self._lost.add(rank)
             self._console.notice(f"rank {rank} is gone (exit code {code}): Horovod goes on with those that are left")
 
     def _end(self, state: RankState, code: int) -> None:
@@ -212,7 +220,7 @@ class HorovodAttempt:
         for state in states:
             if state.alive and code == 0:
                 self._end(state, 0)
-        codes = [state.code for state in states]
+        codes = [state.code for state in states if state.rank not in self._lost]
         if self._requested is not None:
             has_started = any(state.pid is not None for state in states)
             return stopped(self._requested, codes, "" if has_started else "horovodrun was starting the ranks")

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from phalanx.launch.blame import says_lost_peer
 from phalanx.loop.carrying import Carried, Position, carry, take_over
+from phalanx.world.env import read_rank_env
 from phalanx.world.horovod import horovod, note_new_place
 
 if TYPE_CHECKING:
@@ -23,9 +24,9 @@ Result = TypeVar("Result")
 class Survivor:
     """What lives on in this process while the ranks around it change."""
 
-    def __init__(self) -> None:
+    def __init__(self, attempt: int) -> None:
         self.run_dir: Path | None = None
-        self.attempt = 0
+        self.attempt = attempt
         self.hosts_changed = False
         self._carried: Carried | None = None
         self._loop: TrainLoop | None = None
@@ -38,7 +39,9 @@ class Survivor:
         if self.attempt > 0:
             loop.restore = lambda: take_over(loop.formation, self._carried) or loop.saving.restore()
         loop.before_stop = self._regroup_if_hosts_changed
-        self._loop, self.hosts_changed = loop, False
+        self._loop = loop
+        if self.hosts_changed:  # while the ranks were still meeting
+            self.hear_of_hosts()
         try:
             return loop.run()
         except BaseException:
@@ -66,19 +69,17 @@ def run_elastic(run_once: Callable[[Survivor], Result]) -> Result:
     import horovod.torch.elastic as elastic
     from horovod.common.exceptions import HorovodInternalError
 
-    survivor = Survivor()
+    env = read_rank_env()
+    survivor = Survivor(0 if env is None else env.attempt)
 
     def attempt(state: Any) -> Result:
         note_new_place(survivor.attempt)
         try:
             return run_once(survivor)
-        except RuntimeError as error:
+        except BaseException as error:
             _leave_old_group()
-            if isinstance(error, HorovodInternalError) or not _lost_peers(error):
-                raise
-            raise HorovodInternalError(str(error)) from error
-        except BaseException:
-            _leave_old_group()
+            if not isinstance(error, HorovodInternalError) and _lost_peers(error):
+                raise HorovodInternalError(str(error)) from error
             raise
 
     result: Result = elastic.run(attempt)(_state_class()(hvd, survivor))
@@ -99,6 +100,7 @@ def _state_class() -> type:
 
         def reset(self) -> None:
             self._survivor.attempt += 1
+            self._survivor.hosts_changed = False
 
         def sync(self) -> None:
             self._survivor.attempt = self._bcast_object(self._survivor.attempt, name="phalanx.attempt")

@@ -17,7 +17,7 @@ from phalanx.trainers.folders import make_run_dir
 from phalanx.trainers.gathering import whole_state, whole_weights
 from phalanx.trainers.preflight import check_before_start
 from phalanx.trainers.session import agree_run_dir, open_events, save_config
-from phalanx.world.horovod import is_elastic
+from phalanx.world.env import horovod_is_elastic
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -51,7 +51,7 @@ class JobResult:
 
 def run_job(job: Job, *, in_place: bool) -> JobResult:
     """Run a job on this rank. `in_place`: the caller holds the model itself, so no weights are handed back."""
-    if job.action == "fit" and is_elastic():
+    if job.action == "fit" and horovod_is_elastic():
         from phalanx.trainers.elastic import run_elastic
 
         return run_elastic(lambda survivor: _run_once(job, in_place, survivor))

@@ -73,11 +73,6 @@ def _own_address(*, one_machine: bool) -> str:
     return address
 
 
-def is_elastic() -> bool:
-    """Whether horovodrun lets this rank live on when others are lost, and may add others."""
-    return os.environ.get("HOROVOD_ELASTIC") == "1" and "HOROVOD_RANK" in os.environ
-
-
 def note_new_place(attempt: int) -> None:
     """After Horovod has met anew: forget the old world, and note who this rank has become."""
     hvd = horovod()
