@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from phalanx.errors import UsageError
+
 SAMPLES = 45
 """Two ranks with batches of 4 end an epoch with a global batch that is not full."""
 
@@ -97,6 +99,15 @@ def train_with_a_past(trainer: type, folder: Path, *, steps: int) -> dict[str, t
     return {key: value.clone() for key, value in model.state_dict().items()}
 
 
+def refusal_of_adasum(trainer: type, folder: Path) -> str:
+    """Return what a build without Adasum says; empty where it has it."""
+    try:
+        train(trainer, "plain", folder, adasum=True)
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
 def main(folder: Path) -> None:
     """In a rank of horovodrun, whose script has called hvd.init() itself: run all cases, leave what they gave."""
     import horovod.torch as hvd
@@ -111,6 +122,7 @@ def main(folder: Path) -> None:
     trainer = HorovodTrainer(make_model(), backward_passes_per_step=3, verbose=False)
     found["accumulation"] = trainer.config.gradient_accumulation_steps
     found["average"] = trainer.metric_average(torch.tensor(float(hvd.rank() + 1)), name="rank")
+    found["adasum"] = refusal_of_adasum(HorovodTrainer, folder)
     torch.save(found, folder / f"found-{hvd.rank()}.pt")
 
 
