@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import selectors
@@ -22,6 +23,7 @@ from phalanx.launch.horovod_output import HorovodOutput
 from phalanx.launch.horovod_rank import ENDED, STARTED
 from phalanx.launch.policy import WELL, Outcome, stopped
 from phalanx.launch.process import send_signal
+from phalanx.launch.record import read_record
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -230,8 +232,12 @@ class HorovodAttempt:
         return Outcome(failure.exit_code, failure)
 
     def _find_failure(self, states: list[RankState]) -> Failure:
-        if any(state.code not in (None, *WELL) for state in states):
-            return self._evidence.find_failure(states)
+        failed = [state for state in states if state.code not in (None, *WELL)]
+        # When one has failed, horovodrun sends SIGTERM to the others: they are to blame only where nobody else is.
+        of_themselves = [state for state in failed if state.code != -signal.SIGTERM] or failed
+        if failed:
+            victims = [state for state in failed if state not in of_themselves]
+            return self._placed(self._evidence.find_failure([state for state in states if state not in victims]))
         said = [line for line in self._output.own if not line.startswith((" ", "Traceback"))][-_LAST_LINES:]
         has_started = any(state.pid is not None for state in states)
         by_ssh = any("ssh" in line for line in said)
@@ -244,3 +250,8 @@ class HorovodAttempt:
             else "",
             logs=str(self._spec.log_dir),
         )
+
+    def _placed(self, failure: Failure) -> Failure:
+        """Name the machine on which the rank was: not always this one."""
+        record = None if failure.rank is None else read_record(self._spec.log_dir, failure.rank)
+        return failure if record is None else dataclasses.replace(failure, host=record["host"])
