@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from phalanx.observe.history import History
     from phalanx.trainers.ddp import PyTorchDDPTrainer
     from phalanx.trainers.horovod import HorovodTrainer
+    from phalanx.trainers.tensorflow.face import TensorFlowDistributedTrainer
     from phalanx.trainers.verify.face import verify
 
 _HOMES = {
@@ -31,6 +32,7 @@ _HOMES = {
     "PhalanxError": "phalanx.errors",
     "PyTorchDDPTrainer": "phalanx.trainers.ddp",
     "StepInfo": "phalanx.loop.hooks",
+    "TensorFlowDistributedTrainer": "phalanx.trainers.tensorflow.face",
     "load_adapter": "phalanx.models.lora_files",
     "lora": "phalanx.models.lora",
     "merge_lora": "phalanx.models.lora",
@@ -49,6 +51,7 @@ __all__ = [
     "PhalanxError",
     "PyTorchDDPTrainer",
     "StepInfo",
+    "TensorFlowDistributedTrainer",
     "__version__",
     "load_adapter",
     "lora",

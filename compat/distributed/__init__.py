@@ -7,13 +7,29 @@ from typing import TYPE_CHECKING, Any
 import phalanx
 
 if TYPE_CHECKING:
-    from phalanx import DistributedConfig, Formation, History, HorovodTrainer, PhalanxError, PyTorchDDPTrainer
+    from phalanx import (
+        DistributedConfig,
+        Formation,
+        History,
+        HorovodTrainer,
+        PhalanxError,
+        PyTorchDDPTrainer,
+        TensorFlowDistributedTrainer,
+    )
 
-__all__ = ["DistributedConfig", "Formation", "History", "HorovodTrainer", "PhalanxError", "PyTorchDDPTrainer"]
+__all__ = [
+    "DistributedConfig",
+    "Formation",
+    "History",
+    "HorovodTrainer",
+    "PhalanxError",
+    "PyTorchDDPTrainer",
+    "TensorFlowDistributedTrainer",
+]
 
 __version__ = phalanx.__version__
 
-_NOT_YET = ("DistributedTuner", "RayTrainer", "TensorFlowDistributedTrainer")
+_NOT_YET = ("DistributedTuner", "RayTrainer")
 
 
 def __getattr__(name: str) -> Any:

@@ -113,6 +113,8 @@ class LaunchSpec:
     """How long until the first rank must have reached init_process_group or finished; None: no limit."""
     threads_per_rank: int | None = None
     """Compute threads a rank; None: this node's cores shared evenly, unless OMP_NUM_THREADS is set."""
+    prelude: str = ""
+    """A function, `package.module:name`, that each rank calls before the target."""
     starter: Starter | None = None
     """Another system that starts the ranks (horovodrun, Ray); None: this launcher's own processes."""
 
