@@ -34,7 +34,7 @@ def horovodrun(*words: object, cwd: Path, ranks: int = 2) -> str:
         env=clean_environment(PYTHONPATH=f"{ROOT}:{ROOT / 'tests'}", OMP_NUM_THREADS="1"),
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=150,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -95,7 +95,7 @@ def test_a_plain_script_starts_horovodrun_itself(tmp_path, by_ddp):
 
 def test_the_command_line_starts_horovodrun_and_writes_a_timeline(tmp_path):
     words = ("train", "digits", "--backend", "horovod", "--num-workers", 2, "--max-steps", 12, "--device", "cpu")
-    answer = finish(start(*words, "--run-dir", "run", "--horovod-timeline", "wire.json", cwd=tmp_path))
+    answer = finish(start(*words, "--run-dir", "run", "--horovod-timeline", "wire.json", cwd=tmp_path), seconds=150)
     assert answer.code == 0, answer.text
     assert "2 ranks on cpu · horovod" in answer.text
     events = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]

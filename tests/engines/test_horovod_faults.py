@@ -65,6 +65,11 @@ def begin(folder: Path, *mode: str, **flags: object) -> subprocess.Popen[str]:
     return start(*words, "--", *mode, cwd=folder, OMP_NUM_THREADS="1")
 
 
+def ended(process: subprocess.Popen[str]) -> Answer:
+    """Wait longer than elsewhere: fresh processes import torch, which takes its time on a busy machine."""
+    return finish(process, seconds=150)
+
+
 def wait_for(process: subprocess.Popen[str], text: str) -> str:
     """Read what the program says until a line holds the text."""
     assert process.stdout is not None
@@ -78,7 +83,7 @@ def wait_for(process: subprocess.Popen[str], text: str) -> str:
 
 
 def test_the_rank_that_raised_is_named(tmp_path):
-    answer = finish(begin(tmp_path, "raise", epochs=50))
+    answer = ended(begin(tmp_path, "raise", epochs=50))
     assert answer.code == 1
     assert "rank 1" in answer.err
     assert "at step 3 raised ValueError: out of luck" in answer.err
@@ -92,7 +97,7 @@ def test_sigterm_ends_a_run_with_a_checkpoint(tmp_path):
     process = begin(tmp_path, "slow", epochs=500, checkpoint_dir="kept")
     wait_for(process, "step 1/")
     process.send_signal(signal.SIGTERM)
-    answer = finish(process)
+    answer = ended(process)
     assert answer.code == 75, answer.text
     assert "stopped by SIGTERM" in answer.err
     assert [path.name for path in (tmp_path / "kept").glob("step-*")]
@@ -131,7 +136,7 @@ def test_a_killed_rank_is_outlived_without_losing_a_step(tmp_path, warm_process)
     """One machine under two names, as Horovod gives up a machine that lost a rank; the main rank is the one to go."""
     (tmp_path / "machines").write_text("localhost:1\n127.0.0.1:1\n")
     process = elastic(tmp_path, "die", "localhost")
-    answer = finish(process)
+    answer = ended(process)
     assert answer.code == 0, answer.text
     assert "the ranks were 2 and are 1: going on after step 5" in answer.text
     assert "is gone (exit code 137)" in answer.text
@@ -150,7 +155,7 @@ def test_a_machine_that_comes_later_takes_part(tmp_path, warm_process):
         while not (tmp_path / "at-step-8").exists() and time.monotonic() < deadline and process.poll() is None:
             time.sleep(0.05)
         machines.write_text("localhost:1\n127.0.0.1:1\n")
-        answer: Answer = finish(process)
+        answer: Answer = ended(process)
     finally:
         end(process)
     assert answer.code == 0, answer.text
@@ -171,6 +176,6 @@ def steps_of(folder: Path) -> list[int]:
 
 
 def test_a_discovery_script_that_cannot_run_is_named(tmp_path):
-    answer = finish(begin(tmp_path, "slow", min_workers=1, host_discovery_script="./nowhere.sh"))
+    answer = ended(begin(tmp_path, "slow", min_workers=1, host_discovery_script="./nowhere.sh"))
     assert answer.code == 2
     assert "'./nowhere.sh' does not exist" in answer.err
