@@ -11,6 +11,7 @@ if TYPE_CHECKING:
         DistributedConfig,
         Formation,
         History,
+        HorovodTrainer,
         PhalanxError,
         PyTorchDDPTrainer,
         TensorFlowDistributedTrainer,
@@ -20,6 +21,7 @@ __all__ = [
     "DistributedConfig",
     "Formation",
     "History",
+    "HorovodTrainer",
     "PhalanxError",
     "PyTorchDDPTrainer",
     "TensorFlowDistributedTrainer",
@@ -27,7 +29,7 @@ __all__ = [
 
 __version__ = phalanx.__version__
 
-_NOT_YET = ("DistributedTuner", "HorovodTrainer", "RayTrainer")
+_NOT_YET = ("DistributedTuner", "RayTrainer")
 
 
 def __getattr__(name: str) -> Any:

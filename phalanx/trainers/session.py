@@ -24,12 +24,13 @@ if TYPE_CHECKING:
     from phalanx.world.world import World
 
 
-def agree_run_dir(world: World, make: Callable[[], Path]) -> Path:
+def agree_run_dir(world: World, make: Callable[[], Path], *, goes_on: bool = False) -> Path:
     """Make the run's folder on the main rank and tell the others: by the clock each would name its own.
 
-    The second fit of a script that the command line started has a folder of its own inside the command's.
+    The second fit of a script that the command line started has a folder of its own inside the command's; a fit that
+    `goes_on` with other ranks has the one it had.
     """
-    fits = next(_FITS)
+    fits = 1 if goes_on else next(_FITS)
     names: list[Any] = [None]
     if world.is_main:
         run_dir = make()

@@ -47,7 +47,8 @@ def plan_layout(config: DistributedConfig, gpus_here: int) -> Layout:
         return _tensorflow_layout(config, device)
     per_node = _ranks_per_node(asked, config.num_nodes, gpus_here if device == "cuda" else 1)
     may_share = gpus_here > 0 and config.communication_backend == "gloo"  # nccl refuses two ranks on one GPU
-    if device == "cuda" and per_node > gpus_here and not may_share:
+    elsewhere = config.hosts is not None or config.host_discovery_script is not None  # their GPUs are not seen here
+    if device == "cuda" and per_node > gpus_here and not may_share and not elsewhere:
         raise _too_few_gpus(config, per_node, gpus_here)
     return Layout(device, config.num_nodes, per_node, plan_mesh(config, config.num_nodes * per_node, per_node))
 
