@@ -33,6 +33,10 @@ class StepClock:
         optimizer.register_step_post_hook(self._after_step)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self.tick()
+
+    def tick(self) -> None:
+        """Count a step that is done."""
         self.taken += 1
         if self.taken == 1:
             self.first_at = time.time()

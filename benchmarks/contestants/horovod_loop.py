@@ -19,13 +19,13 @@ def run(task: Task) -> None:
     loader = DataLoader(task.dataset, batch_size=task.workload.batch_size, sampler=sampler)
     model = task.model
     optimizer = hvd.DistributedOptimizer(task.optimizer(), named_parameters=model.named_parameters())
-    task.clock.attach(optimizer)  # Horovod makes a new optimizer, without the hooks of the one it was given
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     model.train()
     for step, (inputs, targets) in enumerate(loader, start=1):
         loss = model(inputs, targets)
         loss.backward()
         optimizer.step()
+        task.clock.tick()  # Horovod's optimizer is another one than that which it was given, and has not its hooks
         optimizer.zero_grad()
         if step == task.steps:
             break
