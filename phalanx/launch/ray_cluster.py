@@ -38,7 +38,6 @@ _QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_DISABLE_IMPORT_WARNING": "1",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    "RAY_BACKEND_LOG_LEVEL": "error",
 }
 
 
@@ -114,7 +113,8 @@ def _local(num_cpus: float | None, num_gpus: int | None, notice: Callable[[str],
 
     notice("starting a local Ray")
     folder = tempfile.mkdtemp(prefix="ray-", dir=_short_temp())
-    with _surroundings({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": _token()}):
+    # Ray itself turns tokens on for a cluster that it starts; with one in the environment it writes none to a file.
+    with _surroundings({"RAY_AUTH_TOKEN": _token()}, also="RAY_AUTH_MODE"):
         try:
             with _own_sigterm():
                 ray.init(
@@ -265,14 +265,15 @@ def _short_temp() -> str:
 
 
 @contextmanager
-def _surroundings(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables that the user has not set, and take them back."""
+def _surroundings(variables: Mapping[str, str], also: str = "") -> Iterator[None]:
+    """Set environment variables that the user has not set, and take them back, `also` one that Ray may set itself."""
+    before = set(os.environ)
     ours = {name: value for name, value in variables.items() if name not in os.environ}
     os.environ.update(ours)
     try:
         yield
     finally:
-        for name in ours:
+        for name in {*ours, also} - before:
             os.environ.pop(name, None)
 
 
