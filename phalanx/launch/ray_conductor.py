@@ -6,15 +6,11 @@ Letters are dicts with one key that says what they are: `output`, `event`, `reco
 from __future__ import annotations
 
 import asyncio
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.train import DataConfig, TrainingFailedError
-from ray.train.backend import Backend, BackendConfig
-from ray.train.v2.api.callback import UserCallback
-from ray.train.v2.api.config import FailureConfig, RunConfig, ScalingConfig  # ray.train shows type checkers V1's
-from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -38,42 +34,11 @@ class Arrangement:
     resize_seconds: float = 20.0
 
 
-class _SharedGpus(Backend):
-    """Ranks of one machine see all its GPUs, as under torchrun; the process group is theirs to form."""
-
-    share_cuda_visible_devices = True
-
-    def on_start(self, worker_group: Any, backend_config: BackendConfig) -> None:
-        """Tell the launcher that Ray has placed the workers, and who controls them."""
-        if isinstance(backend_config, _Telling):
-            letter = {"placed": len(worker_group), "controller": ray.get_runtime_context().current_actor}
-            backend_config.conductor.post.remote([letter])
-
-
-@dataclass
-class _Telling(BackendConfig):
-    conductor: Any
-
-    @property
-    def backend_cls(self) -> type[Backend]:
-        return _SharedGpus
-
-
-class _TellLosses(UserCallback):
-    """Tell the launcher which workers Ray has lost: a killed one leaves no word of its own."""
-
-    def __init__(self, conductor: Any) -> None:
-        self._conductor = conductor
-
-    def after_exception(self, run_context: Any, worker_exceptions: Mapping[int, Exception]) -> None:
-        lost = {rank: str(error) for rank, error in worker_exceptions.items()}
-        ray.get(self._conductor.post.remote([{"lost": lost}]))
-
-
 class Conductor:
     """Lives on the head node: when that goes, Ray goes."""
 
-    def __init__(self) -> None:
+    def __init__(self, variables: dict[str, str]) -> None:
+        os.environ.update(variables)  # not by Ray's runtime_env, for which it would start a fresh process
         self._letters: list[Letter] = []
         self._arrived = asyncio.Event()
         self._stop = asyncio.Event()
@@ -84,11 +49,7 @@ class Conductor:
     async def run(self, arrangement: Arrangement, order: RankOrder, data: Mapping[str, Any]) -> str:
         """Let Ray Train run the order to its end; return what went wrong, or nothing."""
         myself = ray.get_runtime_context().current_actor
-        try:
-            await asyncio.get_running_loop().run_in_executor(None, _fit, arrangement, order, dict(data), myself)
-        except TrainingFailedError as error:
-            return str(error)
-        return ""
+        return await asyncio.get_running_loop().run_in_executor(None, _fit, arrangement, order, dict(data), myself)
 
     async def post(self, letters: list[Letter]) -> None:
         """Take letters for the launcher."""
@@ -134,26 +95,7 @@ class Conductor:
                 return
 
 
-def _fit(arrangement: Arrangement, order: RankOrder, data: dict[str, Any], conductor: Any) -> None:
-    from phalanx.launch.ray_worker import run_rank
+def _fit(arrangement: Arrangement, order: RankOrder, data: dict[str, Any], conductor: Any) -> str:
+    from phalanx.launch.ray_fit import fit  # seconds of imports, and by then the conductor takes letters already
 
-    DataParallelTrainer(
-        run_rank,
-        train_loop_config={"order": order, "conductor": conductor},
-        backend_config=_Telling(conductor),
-        scaling_config=ScalingConfig(
-            num_workers=arrangement.workers,
-            use_gpu=arrangement.use_gpu,
-            resources_per_worker=arrangement.resources,
-            placement_strategy=arrangement.placement,
-            elastic_resize_monitor_interval_s=arrangement.resize_seconds,
-        ),
-        run_config=RunConfig(  # type: ignore[arg-type]
-            name=arrangement.name,
-            storage_path=arrangement.storage,
-            failure_config=FailureConfig(max_failures=arrangement.max_failures),
-            callbacks=[_TellLosses(conductor)],
-        ),
-        datasets=data,
-        dataset_config=DataConfig(datasets_to_split=["train"] if "train" in data else []),
-    ).fit()
+    return fit(arrangement, order, data, conductor)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import signal
 import time
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from phalanx.errors import EXIT_PREEMPTED, EXIT_USAGE
@@ -12,7 +14,6 @@ from phalanx.launch.blame import RankExit, find_guilty
 from phalanx.launch.failure import Failure
 from phalanx.launch.output import LineSplitter, log_path, log_tail
 from phalanx.launch.policy import stopped
-from phalanx.launch.ray_cluster import in_words as resources_in_words
 from phalanx.launch.record import record_path
 from phalanx.launch.reminders import MOMENTS, Reminder, in_words
 from phalanx.launch.report import explain
@@ -21,7 +22,6 @@ from phalanx.launch.spec import CallTarget, LaunchResult
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from phalanx.launch.console import Console
     from phalanx.launch.ray_train import RayStarter, _Run
@@ -50,7 +50,6 @@ class Follower:
         self._failure: Failure | None = None
         self._requested: signal.Signals | None = None
         self._give_up_at: float | None = None
-        self._events: Path | None = None
 
     def follow(self) -> LaunchResult:
         """Show the run until it has ended."""
@@ -78,6 +77,7 @@ class Follower:
         """Hand a letter to the method named after its first key."""
         takers: dict[str, Callable[[dict[str, Any]], None]] = {
             "output": self._take_output,
+            "log": self._take_log,
             "event": self._take_event,
             "record": self._take_record,
             "placed": self._take_placed,
@@ -90,11 +90,17 @@ class Follower:
 
     def _take_output(self, letter: dict[str, Any]) -> None:
         rank: int = letter["rank"]
-        with log_path(self._spec.log_dir, rank).open("ab") as log:
-            log.write(letter["output"])
+        self._write_log(rank, letter["output"])
         if rank == 0 or self._spec.console_ranks == "all":
             for line in self._lines.split(rank, letter["output"]):
                 self._console.rank_output(rank, self._spec.label(rank), line)
+
+    def _take_log(self, letter: dict[str, Any]) -> None:
+        self._write_log(letter["rank"], letter["log"])
+
+    def _write_log(self, rank: int, output: bytes) -> None:
+        with log_path(self._spec.log_dir, rank).open("ab") as log:
+            log.write(output)
 
     def _take_event(self, letter: dict[str, Any]) -> None:
         event = letter["event"]
@@ -131,8 +137,6 @@ class Follower:
 
     def _take_files(self, letter: dict[str, Any]) -> None:
         """Lay what a rank made elsewhere beside the payload, where the caller looks for it."""
-        from pathlib import Path
-
         if isinstance(self._spec.target, CallTarget):
             for name, content in letter["files"].items():
                 (Path(self._spec.target.payload).parent / name).write_bytes(content)
@@ -189,8 +193,6 @@ class Follower:
             killed_for_memory=False,
             log=log_path(self._spec.log_dir, guilty.rank),
         )
-        from dataclasses import replace
-
         return replace(failure, others_stopped=others)
 
     def _exit_of(self, rank: int, code: int) -> RankExit:
@@ -223,15 +225,27 @@ class Follower:
 
     def _waiting(self) -> str:
         free = self._run.cluster.free()
-        wanted = {name: free.get(name, 0.0) for name in self._starter.resources}
-        return f"{self._doing} (free at the moment: {resources_in_words(wanted)})"
+        there = ", ".join(f"{free.get(name, 0.0):g} {name}" for name in self._starter.resources)
+        return f"{self._doing} (free at the moment: {there})"
+
+
+_DEATHS = (
+    (("node", "died"), "its machine is gone"),
+    (("node", "dead"), "its machine is gone"),
+    (("out of memory",), "its machine ran out of memory, and Ray killed it"),
+    (("oom",), "its machine ran out of memory, and Ray killed it"),
+    (("worker process has died",), "its process was killed: by somebody, or because memory ran out"),
+)
+"""What is in Ray's words of a death, and what it means."""
 
 
 def _death(text: str) -> str:
     """Say in few words how Ray thinks that a worker died."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    told = [line for line in lines if "node" in line.lower() and ("died" in line.lower() or "dead" in line.lower())]
-    return (told or lines or ["Ray gives no reason"])[0]
+    told = text.lower()
+    for marks, meaning in _DEATHS:
+        if all(mark in told for mark in marks):
+            return meaning
+    return next((line.strip() for line in text.splitlines() if line.strip()), "Ray gives no reason")
 
 
 def _in_short(error: str) -> str:

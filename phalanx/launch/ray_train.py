@@ -14,6 +14,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from phalanx.config.engines import settings_of_start
 from phalanx.errors import UsageError
 from phalanx.launch.luggage import pack
 from phalanx.launch.ray_cluster import check_resources, in_words, open_cluster
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from phalanx.world.layout import Layout
 
 _HEAD = {"node:__internal_head__": 0.001}
+"""What the node has that Ray calls its head."""
 _TRAVELLING = ("PHALANX_", "NCCL_", "TORCH_", "GLOO_", "MLFLOW_", "HF_", "CUDA_LAUNCH_BLOCKING")
 """Variables of this process that ranks on other machines see as well, by how they begin."""
 _FASTER = {
@@ -125,8 +127,7 @@ class _Run:
         from phalanx.launch.ray_conductor import Conductor
         from phalanx.launch.ray_worker import RankOrder
 
-        options = {"num_cpus": 0, "resources": _HEAD, "runtime_env": {"env_vars": _faster()}}
-        self.conductor = ray.remote(Conductor).options(**options).remote()
+        self.conductor = ray.remote(Conductor).options(num_cpus=0, resources=_HEAD).remote(_faster())
         luggage = pack(self._spec.target, lambda text: None)
         order = RankOrder(luggage, self._environment(), self._threads(), self._max_failures())
         self.result = self.conductor.run.remote(self._arrangement(), order, dict(self._spec.data))
@@ -160,7 +161,8 @@ class _Run:
     def _environment(self) -> dict[str, str]:
         """Return what ranks see of this process's environment, wherever they are."""
         own = {name: value for name, value in os.environ.items() if name.startswith(_TRAVELLING)}
-        return {**own, **self._spec.env}
+        done = {f"PHALANX_{name.upper()}" for name in settings_of_start("ray")}
+        return {name: value for name, value in {**own, **self._spec.env}.items() if name not in done}
 
     def _threads(self) -> int | None:
         """Return the compute threads of a rank; None on a Ray of our own: its machine's cores, shared evenly.

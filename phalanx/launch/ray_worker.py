@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import selectors
@@ -10,7 +11,7 @@ import socket
 import sys
 import tempfile
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -114,7 +115,7 @@ class _Rank:
         HeartbeatBoard.create(board_path(self._log_dir, self._place.node_rank), self._place.world_size).close()
         with _correspondence(self._conductor, self.rank) as post:
             unpacked = unpack(self._order.luggage, self._scratch)
-            code = self._run_target(unpacked)
+            code = self._run_target(unpacked, post)
             record = read_record(self._log_dir, self.rank)
             if record is not None:
                 post.letter({"record": record})
@@ -123,17 +124,24 @@ class _Rank:
             post.letter({"ended": code, "rank": self.rank, "host": socket.gethostname()})
         return code
 
-    def _run_target(self, unpacked: Unpacked) -> int:
+    def _run_target(self, unpacked: Unpacked, post: _Post) -> int:
         try:
             self._take_on(unpacked)
             run_target(unpacked.target, sys.path)
         except BaseException as error:  # noqa: BLE001 - the rank ends here, whatever ended it
             if not isinstance(error, SystemExit):
-                record_exception(error, {"rank": self.rank, "log_dir": str(self._log_dir)})
+                post.last_words = self._record(error)
             elif error.code is not None and not isinstance(error.code, int):
                 print(error.code, file=sys.stderr)
             return exit_code_of(error)
         return 0
+
+    def _record(self, error: BaseException) -> str:
+        """Write the record, and return the traceback: it is for the log, the launcher reports the cause once."""
+        words = io.StringIO()
+        with redirect_stderr(words):
+            record_exception(error, {"rank": self.rank, "log_dir": str(self._log_dir)})
+        return words.getvalue()
 
     def _take_on(self, unpacked: Unpacked) -> None:
         """Become the rank: torchrun's variables, the user's folder and import path, the compute threads."""
@@ -174,6 +182,7 @@ class _Post:
     def __init__(self, conductor: Any, rank: int) -> None:
         self._conductor = conductor
         self._rank = rank
+        self.last_words = ""
         self._letters: list[dict[str, Any]] = []
         self._lock = threading.Lock()
         self._output, self.output_end = os.pipe2(os.O_CLOEXEC)
@@ -215,6 +224,8 @@ class _Post:
         self._read()
         with self._lock:
             letters, self._letters = self._letters, []
+        if wait and self.last_words:
+            letters.append({"log": self.last_words.encode(), "rank": self._rank})
         if letters:
             sent = self._conductor.post.remote(letters)
             if wait:
