@@ -103,10 +103,8 @@ class Follower:
             log.write(output)
 
     def _take_event(self, letter: dict[str, Any]) -> None:
-        event = letter["event"]
-        if event["event"] == "joined":
-            self._reminder = None
-        self._console.handle(event)
+        self._reminder = None  # from here on the ranks speak for themselves
+        self._console.handle(letter["event"])
 
     def _take_record(self, letter: dict[str, Any]) -> None:
         record = letter["record"]
@@ -120,7 +118,9 @@ class Follower:
         self._attempt, self._world_size = letter["begun"], letter["world_size"]
         if self._attempt > 0:
             why = f"{self._failure}\n" if self._failure is not None else ""
-            self._console.notice(f"{why}restart {self._attempt} with {self._world_size} ranks")
+            self._console.notice(
+                f"{why}restart {self._attempt} with {self._world_size} rank{'s' * (self._world_size > 1)}"
+            )
         self._failure = None
         self._records.clear()
         self._ends.clear()
@@ -175,16 +175,11 @@ class Follower:
         exits = [self._exit_of(rank, 1) for rank in self._records]
         exits += [self._exit_of(rank, -signal.SIGKILL) for rank in lost if rank not in self._records]
         guilty = find_guilty(exits)
-        others = self._world_size - 1
         if guilty.record is None:
-            return Failure(
-                cause=f"is gone: {_death(lost[guilty.rank])}",
-                exit_code=128 + signal.SIGKILL,
-                rank=guilty.rank,
-                label=self._spec.label(guilty.rank),
-                others_stopped=others,
-                logs=str(log_path(self._spec.log_dir, guilty.rank)),
-            )
+            return self._gone(guilty.rank, _death(lost[guilty.rank]))
+        silent = set(range(self._world_size)) - {ended.rank for ended in exits}
+        if guilty.lost_peer and silent:  # all that spoke only lost another, so it is one that did not
+            return self._gone(min(silent), "it left no word: its process was killed, or its machine is gone")
         failure = explain(
             guilty,
             label=self._spec.label(guilty.rank),
@@ -193,7 +188,17 @@ class Follower:
             killed_for_memory=False,
             log=log_path(self._spec.log_dir, guilty.rank),
         )
-        return replace(failure, others_stopped=others)
+        return replace(failure, others_stopped=self._world_size - 1)
+
+    def _gone(self, rank: int, why: str) -> Failure:
+        return Failure(
+            cause=f"is gone: {why}",
+            exit_code=128 + signal.SIGKILL,
+            rank=rank,
+            label=self._spec.label(rank),
+            others_stopped=self._world_size - 1,
+            logs=str(log_path(self._spec.log_dir, rank)),
+        )
 
     def _exit_of(self, rank: int, code: int) -> RankExit:
         record = self._records.get(rank)
