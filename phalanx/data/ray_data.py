@@ -37,6 +37,8 @@ class RayData:
             raise UsageError(
                 "a Ray data set has no batch size of its own.", hint="Set batch_size: samples per rank and step."
             )
+        if dataset is not None:
+            dataset.context.enable_progress_bars = False  # the run shows its own progress
         self.dataset = dataset
         self.name = name
         self.batch_size = batch_size

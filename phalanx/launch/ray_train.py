@@ -135,7 +135,9 @@ class _Run:
         from phalanx.launch.ray_conductor import Conductor
         from phalanx.launch.ray_worker import RankOrder
 
-        self.conductor = ray.remote(Conductor).options(num_cpus=0, resources=_HEAD).remote(self._starter.variables)
+        # DEFAULT: not in the places that a Tune trial around us has reserved for itself.
+        actor = ray.remote(Conductor).options(num_cpus=0, resources=_HEAD, scheduling_strategy="DEFAULT")
+        self.conductor = actor.remote(self._starter.variables)
         luggage = pack(self._spec.target, lambda text: None)
         order = RankOrder(luggage, self._environment(), self._threads(), self._max_failures())
         self.result = self.conductor.run.remote(self._arrangement(), order, dict(self._spec.data))
