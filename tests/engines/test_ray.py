@@ -3,27 +3,34 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from command import COMMAND, Answer, finish, write_script
+from command import COMMAND, ROOT, Answer, finish, write_script
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'phalanx[ray]'")
 
 from ray_cluster_hosts import TwoMachines, in_a_namespace_of_its_own, ray_environment, silent_port, why_no_namespaces
 
+from phalanx import DistributedConfig
 from phalanx.errors import UsageError
 from phalanx.launch import ray_cluster
+from phalanx.launch.luggage import pack, unpack
 from phalanx.launch.ray_cluster import check_address
-from phalanx.launch.ray_train import read_resources
+from phalanx.launch.ray_train import read_resources, starter
+from phalanx.launch.spec import ScriptTarget
+from phalanx.trainers.ray import split_hyperparameters
+from phalanx.world.layout import plan_layout
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 SCRIPT = """
 import os, signal, sys, time
@@ -148,49 +155,15 @@ def test_a_run_goes_on_with_fewer_ranks_when_a_machine_is_gone(machines, tmp_pat
 
 # --- one machine ------------------------------------------------------------------------------------------------
 
-INSIDE = """
-import json, os, ray, torch
-from ray import tune
-from torch import nn
-from torch.utils.data import TensorDataset
-from phalanx import RayTrainer
-from phalanx.launch.ray_cluster import open_cluster
-
-x = torch.randn(32, 4, generator=torch.Generator().manual_seed(0))
-y = (x.sum(1) > 0).long()
-
-def train_fn(config):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, config["hidden_size"]), nn.Linear(config["hidden_size"], 2))
-    trainer = RayTrainer(model, config, progress=False, device="cpu", epochs=2, log_every_n_steps=1)
-    trainer.fit(TensorDataset(x, y), TensorDataset(x, y))
-    return {"accuracy": trainer.best_accuracy, "loss": trainer.history.steps[-1]["loss"]}
-
-with open_cluster(num_cpus=3):
-    data = ray.data.from_items([{"x": x[i].numpy(), "y": int(y[i])} for i in range(32)])
-    settings = {"batch_size": 4, "epochs": 2, "log_every_n_steps": 1, "progress": False, "device": "cpu"}
-    trainer = RayTrainer(nn.Linear(4, 2), settings, num_workers=2)
-    history = trainer.fit(data, data)
-    told = {"steps": history.steps[-1]["step"], "accuracy": trainer.best_accuracy}
-    # One worker trains where it is, two are workers of a Ray Train run inside the trial.
-    workers = tune.sample_from(lambda spec: 1 if spec.config.batch_size == 8 else 2)
-    space = {"hidden_size": 8, "lr": 0.1, "batch_size": tune.grid_search([8, 4]), "num_workers": workers}
-    analysis = tune.run(train_fn, config=space, resources_per_trial={"cpu": 1}, max_concurrent_trials=1, verbose=0,
-                        storage_path=os.path.abspath("tune"))
-    told["losses"] = [trial.last_result["loss"] for trial in analysis.trials]
-    told["accuracies"] = [trial.last_result["accuracy"] for trial in analysis.trials]
-told["still"] = ray.is_initialized()
-print("told:", json.dumps(told))
-"""
+EXAMPLE = ROOT / "examples/07-ray/ray_training.py"
 
 
-def test_ray_data_and_tune_trials_on_a_local_ray(tmp_path):
+def test_the_example_trains_on_ray_data_and_in_tune_trials_on_a_local_ray(tmp_path):
     reason = why_no_namespaces()
     if reason is not None:
         pytest.skip(reason)
-    script = write_script(tmp_path / "inside.py", INSIDE)
     process = subprocess.Popen(
-        in_a_namespace_of_its_own(sys.executable, str(script)),
+        in_a_namespace_of_its_own(sys.executable, str(EXAMPLE)),
         cwd=tmp_path,
         env=ray_environment(HOME=str(tmp_path)),
         stdout=subprocess.PIPE,
@@ -200,15 +173,14 @@ def test_ray_data_and_tune_trials_on_a_local_ray(tmp_path):
     )
     answer = finish(process, 240)
     assert answer.code == 0, answer.text
-    told = json.loads(answer.out.split("told:")[1])
-    assert told["steps"] == STEPS
-    assert 0.0 <= told["accuracy"] <= 1.0
-    alone, nested = told["losses"]  # the same global batch of 8, on one rank and on two
-    assert nested == pytest.approx(alone, rel=1e-4)
-    assert told["accuracies"][0] == told["accuracies"][1]
-    assert not told["still"]
+    assert f"ray data: {STEPS} steps, accuracy 0." in answer.out
+    alone, on_two = re.findall(r"trial on (\d): loss ([\d.]+), accuracy ([\d.]+)", answer.out)
+    assert (alone[0], on_two[0]) == ("1", "2")
+    # The same global batch of 8, on one rank and on two.
+    assert float(on_two[1]) == pytest.approx(float(alone[1]), rel=1e-4)
+    assert on_two[2] == alone[2]
+    assert "Ray is stopped" in answer.out
     assert not (tmp_path / ".ray").exists(), "a token was written into the home directory"
-    assert "left to your code: hidden_size" in answer.text
 
 
 # --- what needs no cluster --------------------------------------------------------------------------------------
@@ -241,3 +213,35 @@ def test_resources_are_read_and_mistakes_named():
     assert read_resources("GPU=0.5, big_memory=1") == {"GPU": 0.5, "big_memory": 1.0}
     with pytest.raises(UsageError, match="'GPU:1' is no name=amount"):
         read_resources("GPU:1")
+
+
+def test_a_trials_dict_is_parted_into_settings_and_the_users_own(capsys):
+    settings, own = split_hyperparameters({"lr": 0.1, "batch_size": 8, "hidden_size": 16})
+    assert settings == {"learning_rate": 0.1, "batch_size": 8}
+    assert own == {"hidden_size": 16}
+    assert "left to your code: hidden_size" in capsys.readouterr().err
+    with pytest.raises(UsageError, match="name the same setting"):
+        split_hyperparameters({"lr": 0.1, "learning_rate": 0.2})
+
+
+def test_gpus_of_a_cluster_are_not_looked_for_here():
+    config = DistributedConfig(backend="ray", num_nodes=4, gpus_per_node=8, address="ray://head:10001")
+    layout = plan_layout(config, gpus_here=0)
+    assert (layout.device, layout.world_size) == ("cuda", 32)
+    assert starter(config, layout).resources == {"CPU": 1.0, "GPU": 1.0}
+
+
+def test_sources_travel_to_a_machine_that_does_not_see_them(tmp_path):
+    home, away = tmp_path / "home", tmp_path / "away"
+    (home / "parts").mkdir(parents=True)
+    write_script(home / "train.py", "import parts.model")
+    write_script(home / "parts/model.py", "WIDTH = 8")
+    (home / "data.bin").write_bytes(b"much")
+    luggage = pack(ScriptTarget(home / "train.py"), print)
+    assert unpack(luggage, away).in_place
+    shutil.move(home, tmp_path / "moved")
+    laid_out = unpack(luggage, away)
+    assert not laid_out.in_place
+    root = Path(laid_out.folder)
+    assert sorted(str(path.relative_to(root)) for path in root.rglob("*.*")) == ["parts/model.py", "train.py"]
+    assert laid_out.target == ScriptTarget(root / "train.py")
