@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from phalanx.config.engines import settings_of_start
 from phalanx.errors import UsageError
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from phalanx.launch.console import Console
     from phalanx.launch.ray_cluster import Cluster
     from phalanx.launch.spec import LaunchResult, LaunchSpec
-    from phalanx.world.layout import Layout
 
 _HEAD = {"node:__internal_head__": 0.001}
 """What the node has that Ray calls its head."""
@@ -91,7 +90,19 @@ class RayStarter:
         return _ELASTIC_FAILURES if self.min_workers is not None else None
 
 
-def starter(config: DistributedConfig, layout: Layout) -> RayStarter:
+class PlannedRanks(Protocol):
+    """What is known of the ranks before they start."""
+
+    @property
+    def device(self) -> str:
+        """Where they compute: cpu or cuda."""
+
+    @property
+    def world_size(self) -> int:
+        """How many there are."""
+
+
+def starter(config: DistributedConfig, layout: PlannedRanks) -> RayStarter:
     """Return what the config asks of Ray."""
     resources = {"CPU": config.cpus_per_worker, **({"GPU": 1.0} if layout.device == "cuda" else {})}
     resources |= read_resources(config.resources_per_worker)
