@@ -32,6 +32,9 @@ from phalanx.world.layout import plan_layout
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+pytestmark = pytest.mark.timeout(600)
+"""Ray's start is slow by itself, and slower still on a busy machine."""
+
 SCRIPT = """
 import os, signal, sys, time
 from pathlib import Path
