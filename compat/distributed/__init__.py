@@ -7,13 +7,29 @@ from typing import TYPE_CHECKING, Any
 import phalanx
 
 if TYPE_CHECKING:
-    from phalanx import DistributedConfig, Formation, History, PhalanxError, PyTorchDDPTrainer, RayTrainer
+    from phalanx import (
+        DistributedConfig,
+        Formation,
+        History,
+        PhalanxError,
+        PyTorchDDPTrainer,
+        RayTrainer,
+        TensorFlowDistributedTrainer,
+    )
 
-__all__ = ["DistributedConfig", "Formation", "History", "PhalanxError", "PyTorchDDPTrainer", "RayTrainer"]
+__all__ = [
+    "DistributedConfig",
+    "Formation",
+    "History",
+    "PhalanxError",
+    "PyTorchDDPTrainer",
+    "RayTrainer",
+    "TensorFlowDistributedTrainer",
+]
 
 __version__ = phalanx.__version__
 
-_NOT_YET = ("DistributedTuner", "HorovodTrainer", "TensorFlowDistributedTrainer")
+_NOT_YET = ("DistributedTuner", "HorovodTrainer")
 
 
 def __getattr__(name: str) -> Any:

@@ -11,11 +11,10 @@ import shutil
 import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from phalanx.data.ray_data import datasets_of
 from phalanx.errors import CheckpointError, DataError, ModelError, UsageError
 from phalanx.launch import CallTarget, launch
 from phalanx.trainers.launching import launch_spec, raise_failure
@@ -25,14 +24,27 @@ from phalanx.trainers.terminal import open_console
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from phalanx.trainers.job import Job, JobResult
+    from phalanx.config import DistributedConfig
     from phalanx.world.layout import Layout
 
 RESULT_NAME = "result.pt"
 
 
-def run_on_ranks(job: Job, layout: Layout) -> JobResult:
-    """Start the ranks, let them run the job, and return the result of this machine's first rank."""
+class RemoteJob(Protocol):
+    """What can be sent to ranks: its settings, the run's folder, and what a rank does."""
+
+    config: DistributedConfig
+    run_dir: Path | None
+
+    def run(self) -> Any:
+        """Run it on a rank; what the first rank of this machine returns is the result."""
+
+
+def run_on_ranks(job: RemoteJob, layout: Layout, data: Mapping[str, Any] | None = None) -> Any:
+    """Start the ranks, let them run the job, and return the result of this machine's first rank.
+
+    `data`: data sets that whoever starts the ranks deals out to them, by name.
+    """
     folder = Path(tempfile.mkdtemp(prefix="phalanx-job-"))
     log_dir = Path(tempfile.mkdtemp(prefix="phalanx-logs-")) if job.run_dir is None else job.run_dir / "logs"
     try:
@@ -41,7 +53,7 @@ def run_on_ranks(job: Job, layout: Layout) -> JobResult:
         with open_console(job.config) as console:
             target = CallTarget("phalanx.worker:run_job_file", str(payload))
             spec = launch_spec(job.config, layout, target, log_dir, env=_tracking_environment())
-            spec = dataclasses.replace(spec, data=datasets_of(job.task.train, job.task.val))
+            spec = dataclasses.replace(spec, data=data or {})
             warn_of_slow_start(job.config, console)
             result = launch(spec, console)
         raise_failure(result, log_dir)
@@ -80,7 +92,7 @@ def write_payload(job: object, path: Path) -> None:
         ) from error
 
 
-def write_result(result: JobResult, folder: Path) -> None:
+def write_result(result: object, folder: Path) -> None:
     """Store the main rank's result where the parent waits for it."""
     temporary = folder / f".{RESULT_NAME}.{os.getpid()}"
     with temporary.open("wb") as file:
@@ -88,7 +100,6 @@ def write_result(result: JobResult, folder: Path) -> None:
     temporary.replace(folder / RESULT_NAME)
 
 
-def read_result(folder: Path) -> JobResult:
+def read_result(folder: Path) -> Any:
     """Read the result; it was written by ranks that this process started from its own pickle."""
-    result: JobResult = torch.load(folder / RESULT_NAME, map_location="cpu", weights_only=False)
-    return result
+    return torch.load(folder / RESULT_NAME, map_location="cpu", weights_only=False)
