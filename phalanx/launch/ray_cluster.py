@@ -31,8 +31,8 @@ PROBE_SECONDS = 5.0
 _SCHEME = "ray://"
 _CLIENT_PORT = 10001
 _BUSY_HEAD = "Starting Ray client server failed"
-_LONGEST_TEMP = 40
-"""Ray puts sockets some 60 characters deeper, and their paths must stay below 108."""
+_LONGEST_TEMP = 24
+"""Ray puts sockets some 80 characters deeper, and their paths must stay below 108."""
 _SETTINGS_FRAME = b"\x04"
 _HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0" + _SETTINGS_FRAME + b"\0" + b"\0\0\0\0"
 _QUIET = {

@@ -112,7 +112,7 @@ def test_a_killed_worker_restarts_from_the_checkpoint_and_ends_with_the_weights_
     answer = train(machines, on_ray, "--script", "train.py", "--num-workers", "2", "--max-restarts", "1", "--", "die")
     assert answer.code == 0, answer.text
     assert "rank 0 of 2 ends after die" in answer.out
-    assert "rank 1 is gone: its process was killed" in answer.err
+    assert re.search(r"rank 1 is gone: .*its process was killed", answer.err)  # by Ray's word, or by its own silence
     assert "restart 1 with 2 ranks" in answer.err
     assert [event["first_step"] for event in events(on_ray, "run_started")] == [0, 4]
     assert "ends after die" in (on_ray / "run/logs/rank-1.log").read_text()
