@@ -255,9 +255,9 @@ def test_sources_travel_to_a_machine_that_does_not_see_them(tmp_path):
     ("text", "words"),
     [
         (
-            "The actor died unexpectedly before finishing this task.\n\tnode_id: ab12\nThe actor is dead because its worker "
-            "process has died. Worker exit type: SYSTEM_ERROR. Some common causes include: (1) the process was killed by "
-            "SIGKILL by OOM killer due to high memory usage.",
+            "The actor died unexpectedly before finishing this task.\n\tnode_id: ab12\nThe actor is dead because its "
+            "worker process has died. Worker exit type: SYSTEM_ERROR. Some common causes include: (1) the process was "
+            "killed by SIGKILL by OOM killer due to high memory usage.",
             "its process was killed",
         ),
         ("The actor died because its node has died. Node Id: ab12", "its machine is gone"),
