@@ -11,6 +11,7 @@ if TYPE_CHECKING:
         DistributedConfig,
         Formation,
         History,
+        HorovodTrainer,
         PhalanxError,
         PyTorchDDPTrainer,
         RayTrainer,
@@ -21,6 +22,7 @@ __all__ = [
     "DistributedConfig",
     "Formation",
     "History",
+    "HorovodTrainer",
     "PhalanxError",
     "PyTorchDDPTrainer",
     "RayTrainer",
@@ -29,7 +31,7 @@ __all__ = [
 
 __version__ = phalanx.__version__
 
-_NOT_YET = ("DistributedTuner", "HorovodTrainer")
+_NOT_YET = ("DistributedTuner",)
 
 
 def __getattr__(name: str) -> Any:
