@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from phalanx.observe.history import History
     from phalanx.trainers.ddp import PyTorchDDPTrainer
     from phalanx.trainers.horovod import HorovodTrainer
+    from phalanx.trainers.ray import RayTrainer
     from phalanx.trainers.tensorflow.face import TensorFlowDistributedTrainer
     from phalanx.trainers.verify.face import verify
 
@@ -31,6 +32,7 @@ _HOMES = {
     "HorovodTrainer": "phalanx.trainers.horovod",
     "PhalanxError": "phalanx.errors",
     "PyTorchDDPTrainer": "phalanx.trainers.ddp",
+    "RayTrainer": "phalanx.trainers.ray",
     "StepInfo": "phalanx.loop.hooks",
     "TensorFlowDistributedTrainer": "phalanx.trainers.tensorflow.face",
     "load_adapter": "phalanx.models.lora_files",
@@ -50,6 +52,7 @@ __all__ = [
     "HorovodTrainer",
     "PhalanxError",
     "PyTorchDDPTrainer",
+    "RayTrainer",
     "StepInfo",
     "TensorFlowDistributedTrainer",
     "__version__",

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
         HorovodTrainer,
         PhalanxError,
         PyTorchDDPTrainer,
+        RayTrainer,
         TensorFlowDistributedTrainer,
     )
 
@@ -24,12 +25,13 @@ __all__ = [
     "HorovodTrainer",
     "PhalanxError",
     "PyTorchDDPTrainer",
+    "RayTrainer",
     "TensorFlowDistributedTrainer",
 ]
 
 __version__ = phalanx.__version__
 
-_NOT_YET = ("DistributedTuner", "RayTrainer")
+_NOT_YET = ("DistributedTuner",)
 
 
 def __getattr__(name: str) -> Any:

@@ -16,6 +16,7 @@ from phalanx.strategies.engine import OwnsStep
 from phalanx.trainers.folders import make_run_dir
 from phalanx.trainers.gathering import whole_state, whole_weights
 from phalanx.trainers.preflight import check_before_start
+from phalanx.trainers.ray_report import engine_callbacks
 from phalanx.trainers.session import agree_run_dir, open_events, save_config
 from phalanx.world.env import horovod_is_elastic
 
@@ -95,6 +96,8 @@ def _fit(formation: Formation, job: Job, survivor: Survivor | None) -> JobResult
     events = open_events(job.config, formation.world, run_dir)
     try:
         loop = TrainLoop(formation, job.task, events, run_dir)
+        for callback in engine_callbacks():
+            loop.hooks.add(callback)
         history = loop.run() if survivor is None else survivor.run(loop, run_dir)
     finally:
         events.close()

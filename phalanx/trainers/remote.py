@@ -5,6 +5,7 @@ Classes and functions defined in `__main__` travel by value, so no script needs 
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 import sys
@@ -39,8 +40,11 @@ class RemoteJob(Protocol):
         """Run it on a rank; what the first rank of this machine returns is the result."""
 
 
-def run_on_ranks(job: RemoteJob, layout: Layout) -> Any:
-    """Start the ranks, let them run the job, and return the result of this machine's first rank."""
+def run_on_ranks(job: RemoteJob, layout: Layout, data: Mapping[str, Any] | None = None) -> Any:
+    """Start the ranks, let them run the job, and return the result of this machine's first rank.
+
+    `data`: data sets that whoever starts the ranks deals out to them, by name.
+    """
     folder = Path(tempfile.mkdtemp(prefix="phalanx-job-"))
     log_dir = Path(tempfile.mkdtemp(prefix="phalanx-logs-")) if job.run_dir is None else job.run_dir / "logs"
     try:
@@ -49,6 +53,7 @@ def run_on_ranks(job: RemoteJob, layout: Layout) -> Any:
         with open_console(job.config) as console:
             target = CallTarget("phalanx.worker:run_job_file", str(payload))
             spec = launch_spec(job.config, layout, target, log_dir, env=_tracking_environment())
+            spec = dataclasses.replace(spec, data=data or {})
             warn_of_slow_start(job.config, console)
             result = launch(spec, console)
         raise_failure(result, log_dir)

@@ -41,13 +41,15 @@ def plan_layout(config: DistributedConfig, gpus_here: int) -> Layout:
     device = config.device
     if device == "auto":
         wants_gpu = config.num_gpus is not None or config.gpus_per_node is not None
-        device = "cuda" if gpus_here or wants_gpu else "cpu"
+        here = config.launcher != "ray" or config.address is None  # of a cluster elsewhere, this machine says nothing
+        device = "cuda" if wants_gpu or (here and gpus_here) else "cpu"
     check_device(config, device)
     if config.backend == "tensorflow":
         return _tensorflow_layout(config, device)
     per_node = _ranks_per_node(asked, config.num_nodes, gpus_here if device == "cuda" else 1)
     may_share = gpus_here > 0 and config.communication_backend == "gloo"  # nccl refuses two ranks on one GPU
-    elsewhere = config.hosts is not None or config.host_discovery_script is not None  # their GPUs are not seen here
+    by_hosts = config.hosts is not None or config.host_discovery_script is not None
+    elsewhere = by_hosts or config.launcher == "ray"  # GPUs there are not seen here
     if device == "cuda" and per_node > gpus_here and not may_share and not elsewhere:
         raise _too_few_gpus(config, per_node, gpus_here)
     return Layout(device, config.num_nodes, per_node, plan_mesh(config, config.num_nodes * per_node, per_node))
