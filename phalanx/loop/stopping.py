@@ -54,6 +54,11 @@ class StopRequest:
             signal.signal(number, handler)
         self._previous.clear()
 
+    @property
+    def heard(self) -> bool:
+        """Whether this rank has been told to stop."""
+        return self._heard is not None
+
     def _hear(self, number: int, frame: FrameType | None) -> None:
         self._heard = signal.Signals(number).name
 

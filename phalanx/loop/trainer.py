@@ -13,9 +13,10 @@ from phalanx.data.source import read_source
 from phalanx.errors import PreemptedError, UsageError
 from phalanx.loop.evaluate import evaluate
 from phalanx.loop.forward import decide_forward
+from phalanx.loop.gating import EpochGate
 from phalanx.loop.hooks import Hooks, StepInfo
 from phalanx.loop.ledger import LossLedger, first_nonfinite, nonfinite_error, spoilt_weights_error
-from phalanx.loop.optim import Schedule, rate_factor, rate_scale
+from phalanx.loop.optim import OptimizerSettings, Schedule, rate_factor, rate_scale
 from phalanx.loop.reporting import Reporter
 from phalanx.loop.saving import CheckpointPolicy
 from phalanx.loop.step import train_step
@@ -48,10 +49,12 @@ class TrainLoop:
         self.total_steps = self._total_steps()
         scale = rate_scale(self.config, self.global_batch)
         self.schedule = Schedule(self.optimizer, rate_factor(self.config, self.total_steps), scale)
+        self._settings = OptimizerSettings(self.optimizer) if task.optimizer is None else None
         self.hooks = Hooks(task.callbacks)
         self.ledger = LossLedger(formation.world)
         meets_every = None if formation.strategy.in_lockstep else self.config.log_every_n_steps
         self.stop = StopRequest(formation.world, meets_every)
+        self.gate = EpochGate(formation.world, self.stop)
         self.saving = CheckpointPolicy(formation, run_dir)
         self.report = Reporter(self, events, run_dir)
         self._forward: Forward | None = None
@@ -177,6 +180,8 @@ class TrainLoop:
             metrics = self.evaluate(ended_epoch=epoch)
         self.report.epoch_done(epoch, metrics)
         self.hooks.fire("on_epoch_end", self, epoch, metrics)
+        if not last and not self.gate.lets_pass(epoch + 1):
+            self.request_stop()
 
     def evaluate(self, *, ended_epoch: int | None = None) -> dict[str, float]:
         """Evaluate on the validation data now; a callback may ask for it, on all ranks."""
@@ -212,6 +217,9 @@ class TrainLoop:
         state = self.saving.restore()
         if state is not None:
             self.report.resumed(state)
+            self.gate.start_after(self.epoch)
+            if self._settings is not None:
+                self._settings.put_back(self.optimizer)
 
     def _losses(self) -> dict[int, float]:
         """Read the losses since the last reading; a NaN ends the run here unless such steps are skipped."""
