@@ -41,6 +41,7 @@ class EpochGate:
 
     def _agree(self, epochs: int) -> bool:
         store, key = self._world.store, f"gate/{self._world.env.attempt}/{epochs}"
+        assert store is not None, "ranks that are several have a store"
         if self._world.is_main:
             passes = self._ask(epochs)
             store.set(key, "on" if passes else "stop")

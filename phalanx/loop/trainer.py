@@ -59,6 +59,7 @@ class TrainLoop:
         self.report = Reporter(self, events, run_dir)
         self._forward: Forward | None = None
         self._stop_early = False
+        self._status = "finished"
 
     @property
     def step(self) -> int:
@@ -182,6 +183,7 @@ class TrainLoop:
         self.hooks.fire("on_epoch_end", self, epoch, metrics)
         if not last and not self.gate.lets_pass(epoch + 1):
             self.request_stop()
+            self._status = "stopped"
 
     def evaluate(self, *, ended_epoch: int | None = None) -> dict[str, float]:
         """Evaluate on the validation data now; a callback may ask for it, on all ranks."""
@@ -195,7 +197,7 @@ class TrainLoop:
         self.formation.strategy.settle(self.model)
         if self.saving.directory is not None and self.saving.last_step != self.step:
             self._save()
-        self.report.ended("finished")
+        self.report.ended(self._status)
         self.hooks.fire("on_fit_end", self)
 
     def _save(self) -> None:

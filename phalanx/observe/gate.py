@@ -24,11 +24,12 @@ _LOOK_SECONDS = 0.02
 class Gate:
     """The run's side, and the watcher's: both know the file."""
 
-    def __init__(self, file: str | Path, at: Sequence[int] | None = None, first: int = 1) -> None:
-        """`at`: the iterations at which the run asks; None: at every one from `first` on."""
+    def __init__(self, file: str | Path, at: Sequence[int] | None = None, first: int = 1, every: int = 1) -> None:
+        """`at`: the iterations at which the run asks; None: at every `every`-th one from `first` on."""
         self.file = Path(file)
         self._at = None if at is None else tuple(at)
         self._first = first
+        self._every = every
         self._asked = 0
 
     @classmethod
@@ -39,7 +40,7 @@ class Gate:
 
     def to_text(self) -> str:
         """Write the gate for the environment of a run."""
-        return json.dumps({"file": str(self.file), "at": self._at, "first": self._first})
+        return json.dumps({"file": str(self.file), "at": self._at, "first": self._first, "every": self._every})
 
     def start_after(self, iteration: int) -> None:
         """Take note that the run begins after this iteration: what lies before is decided."""
@@ -49,15 +50,15 @@ class Gate:
         """Whether the run asks now: a point lies between the last iteration that was looked at and this one."""
         before, self._asked = self._asked, iteration
         if self._at is None:
-            return iteration >= self._first
+            return iteration >= self._first and iteration // self._every > before // self._every
         return any(before < point <= iteration for point in self._at)
 
     def wait(self, iteration: int, given_up: Callable[[], bool] = lambda: False) -> bool:
         """Wait for the word, and return whether the run goes on; `given_up`: something else ends the run anyway."""
         while not given_up():
             word = self._read()
-            if word.get("stop") is not None and word["stop"] <= iteration:
-                return False
+            if "stop" in word:
+                return bool(iteration < word["stop"])
             if word.get("through", 0) >= iteration:
                 return True
             time.sleep(_LOOK_SECONDS)
@@ -68,7 +69,7 @@ class Gate:
         self._write({"through": iteration})
 
     def stop_at(self, iteration: int) -> None:
-        """Tell the run to end after this iteration."""
+        """Tell the run to end after this iteration, and to pass those before it."""
         self._write({"stop": iteration})
 
     def _read(self) -> dict[str, Any]:

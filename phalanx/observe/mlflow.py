@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from phalanx.observe.events import Event
 
 _DEFAULT_URI = "sqlite:///mlflow.db"
-_STATUS = {"finished": "FINISHED", "failed": "FAILED"}
+_STATUS = {"finished": "FINISHED", "stopped": "FINISHED", "failed": "FAILED"}
 
 
 class MlflowSink:

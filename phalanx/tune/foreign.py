@@ -25,7 +25,9 @@ def from_ray(domain: Any) -> Domain:
         step, sampler = sampler.q, sampler.get_sampler()
     word = _word(name, type(sampler).__name__.lstrip("_"), quantised=step is not None)
     if word is None:
-        raise ValueError(f"Ray's {domain!r} has no word here: use choice, uniform, loguniform, randint or their q forms")
+        raise ValueError(
+            f"Ray's {domain!r} has no word here: use choice, uniform, loguniform, randint or their q forms"
+        )
     # Ray's whole numbers end before the upper bound, except in steps.
     high = domain.upper - 1 if name == "Integer" and step is None else domain.upper
     return Domain(word, (domain.lower, high) if step is None else (domain.lower, high, step))

@@ -32,7 +32,10 @@ class Objective:
             elif any(word in _LESS_IS_BETTER for word in words):
                 mode = "min"
             else:
-                raise UsageError(f"whether more or less of '{metric}' is better is not known", hint="Write mode='min' or 'max' (--mode).")
+                raise UsageError(
+                    f"whether more or less of '{metric}' is better is not known",
+                    hint="Write mode='min' or 'max' (--mode).",
+                )
         if mode not in ("min", "max"):
             raise UsageError(f"mode = {mode!r}: not one of 'min', 'max'.")
         return cls(metric, mode)

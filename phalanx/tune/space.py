@@ -70,7 +70,9 @@ class SearchSpace:
             wrong = domain.mistakes()
             found += [f"{name}: {text}." for text in wrong] or self._unfit_values(name, domain)
             found += self._condition_mistakes(name, domain, known)
-        found += [text for name, value in self.fixed.items() if name in FIELDS and (text := problem(FIELDS[name], value))]
+        found += [
+            text for name, value in self.fixed.items() if name in FIELDS and (text := problem(FIELDS[name], value))
+        ]
         return found + ([] if found else self._cycles())
 
     def _unfit_values(self, name: str, domain: Domain) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -55,6 +54,10 @@ class Trial:
     """The iteration after which it was told to end."""
     lineage: list[dict[str, Any]] = field(default_factory=list)
     """Population-based training: what it took over from whom, and after which iteration."""
+    run_status: str = ""
+    """How its run said that it ended, where it was a trainer of ours."""
+    passed: set[int] = field(default_factory=set)
+    """The points at which its scheduler let it go on."""
     _read: int = 0
 
     @property
@@ -113,13 +116,21 @@ class Trial:
         if isinstance(event, EpochDone):
             self._report(event.epoch, {"train/loss": event.train_loss, **{f"val/{k}": v for k, v in event.val.items()}})
         elif isinstance(event, MetricsReported) and event.split == REPORTED:
-            self._report(event.epoch, event.values)
+            # What a function returns belongs to where it has come.
+            self._report(event.epoch or max(self.iteration, 1), event.values)
         if isinstance(event, (EpochDone, StepDone, RunEnded)):
             self.steps = max(self.steps, event.step)
+        if isinstance(event, RunEnded):
+            self.run_status = event.status
 
     def _report(self, iteration: int, metrics: dict[str, float]) -> None:
         if self.stopped_at is None or iteration <= self.stopped_at:
             self.reports[iteration] = {**self.reports.get(iteration, {}), **metrics}
+
+    def end_after(self, iteration: int) -> None:
+        """Take note that it was given up after an iteration: what it measured beyond does not count."""
+        self.stopped_at = iteration
+        self.reports = {number: values for number, values in self.reports.items() if number <= iteration}
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for reports."""
@@ -135,8 +146,3 @@ class Trial:
             "lineage": self.lineage,
             "folder": str(self.folder),
         }
-
-
-def as_json(value: Any) -> str:
-    """Write a parameter's value for a record."""
-    return json.dumps(value, default=repr)
