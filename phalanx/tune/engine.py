@@ -9,7 +9,7 @@ import signal
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from phalanx.errors import PreemptedError
+from phalanx.errors import PreemptedError, UsageError
 from phalanx.tune.pool import Pool
 from phalanx.tune.runner import gate_of, nonfinite, run_trial
 from phalanx.tune.trial import State
@@ -122,6 +122,7 @@ class Engine:
 
     def _end(self, trial: Trial, ending: Ending) -> None:
         trial.read_events()
+        self._check_reached(trial)
         interrupted = self._told_to_stop is not None and ending.exit_code != 0
         if interrupted and trial.stopped_at is None:
             trial.state = State.PAUSED
@@ -136,6 +137,16 @@ class Engine:
             self.record.close_trial(trial)
             if trial.state is not State.FINISHED:  # a bad trial's weights are nobody's
                 shutil.rmtree(trial.checkpoints, ignore_errors=True)
+
+    def _check_reached(self, trial: Trial) -> None:
+        """Refuse to search over what the script sets itself: every trial would be the same."""
+        overruled = self.plan.subject.overruled(trial)
+        if overruled:
+            told = ", ".join(f"{name} (it was {value!r})" for name, value in overruled.items())
+            raise UsageError(
+                f"trial {trial.number}: the script sets {told} itself, and that wins",
+                hint="Take these arguments out of the script's own call: they come from the search.",
+            )
 
     def _check_metric(self, trial: Trial) -> None:
         """Refuse a search for what is not measured; a number that is none is the trial's failure."""

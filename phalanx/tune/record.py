@@ -113,8 +113,7 @@ class Record:
         handle.set_user_attr("seconds", trial.seconds)
         handle.set_user_attr("state", str(trial.state))
         states, value = self._optuna.trial.TrialState, trial.value(self._objective)
-        usable = value is not None and math.isfinite(value)
-        if trial.state is State.FAILED or not usable:
+        if trial.state is State.FAILED or value is None or not math.isfinite(value):
             self._study.tell(trial.number, state=states.FAIL)
         elif trial.state is State.STOPPED:
             self._study.tell(trial.number, state=states.PRUNED)  # with its last report as its value

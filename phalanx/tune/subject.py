@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from phalanx.config import FIELDS
+from phalanx.config import FIELDS, read_toml
 from phalanx.errors import UsageError, nearest
 from phalanx.launch import CallTarget, ModuleTarget, ScriptTarget
 from phalanx.trainers.targets import given_settings, recipe_target, settings_environment
@@ -47,6 +47,9 @@ class Subject(Protocol):
 
     def parts(self, trial: Trial) -> Parts:
         """Return what to launch for a trial."""
+
+    def overruled(self, trial: Trial) -> dict[str, Any]:
+        """Return the hyperparameters that did not reach a trial, with the values that it had instead."""
 
 
 def trial_config(resolved: Resolved, trial: Trial, params: Mapping[str, Any]) -> DistributedConfig:
@@ -95,6 +98,10 @@ class RecipeSubject:
         config = trial_config(self.resolved, trial, trial.params)
         return Parts(config, recipe_target(self.recipe, config, trial.folder, trial.folder), {})
 
+    def overruled(self, trial: Trial) -> dict[str, Any]:
+        """A recipe takes every setting."""
+        return {}
+
 
 @dataclass(frozen=True)
 class ScriptSubject:
@@ -124,6 +131,13 @@ class ScriptSubject:
         )
         return Parts(config, target, settings_environment(_changed(self.resolved, config)))
 
+    def overruled(self, trial: Trial) -> dict[str, Any]:
+        """A trainer's arguments in the script win over settings from outside: the run's own record tells."""
+        path = trial.folder / "config.toml"
+        ran = read_toml(path) if path.exists() else {}
+        asked = {name: value for name, value in trial.params.items() if name in FIELDS}
+        return {name: ran.get(name) for name, value in asked.items() if ran and ran.get(name) != value}
+
 
 @dataclass(frozen=True)
 class FunctionSubject:
@@ -152,3 +166,7 @@ class FunctionSubject:
         write_call(payload, self.function, trial.params, self.metric)
         env = settings_environment(_changed(self.resolved, config))
         return Parts(config, CallTarget("phalanx.tune.function:run_file", str(payload)), env)
+
+    def overruled(self, trial: Trial) -> dict[str, Any]:
+        """What a function does with its point is its own affair."""
+        return {}

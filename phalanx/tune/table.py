@@ -73,10 +73,10 @@ class PlainTable:
     def show(self, trials: Sequence[Trial]) -> None:
         """Write what has changed."""
         for trial in trials:
-            if trial.state is not State.WAITING and self._shown.get(trial.number) is not trial.state:
-                self._shown[trial.number] = trial.state
-                if trial.state is not State.PAUSED:
-                    self.notice(self._line(trial))
+            before, self._shown[trial.number] = self._shown.get(trial.number), trial.state
+            begins = before in (None, State.WAITING) and trial.state is State.RUNNING
+            if begins or (trial.state.is_final and before is not trial.state):
+                self.notice(self._line(trial))
 
     def _line(self, trial: Trial) -> str:
         if trial.state is State.RUNNING:
