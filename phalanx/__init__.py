@@ -20,10 +20,12 @@ if TYPE_CHECKING:
     from phalanx.observe.history import History
     from phalanx.trainers.ddp import PyTorchDDPTrainer
     from phalanx.trainers.verify.face import verify
+    from phalanx.tune.tuner import DistributedTuner
 
 _HOMES = {
     "Callback": "phalanx.loop.hooks",
     "DistributedConfig": "phalanx.config",
+    "DistributedTuner": "phalanx.tune.tuner",
     "Formation": "phalanx.loop.formation",
     "History": "phalanx.observe.history",
     "PhalanxError": "phalanx.errors",
@@ -41,6 +43,7 @@ _HOMES = {
 __all__ = [
     "Callback",
     "DistributedConfig",
+    "DistributedTuner",
     "Formation",
     "History",
     "PhalanxError",

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 import phalanx
 
 if TYPE_CHECKING:
-    from phalanx import DistributedConfig, Formation, History, PhalanxError, PyTorchDDPTrainer
+    from phalanx import DistributedConfig, DistributedTuner, Formation, History, PhalanxError, PyTorchDDPTrainer
 
-__all__ = ["DistributedConfig", "Formation", "History", "PhalanxError", "PyTorchDDPTrainer"]
+__all__ = ["DistributedConfig", "DistributedTuner", "Formation", "History", "PhalanxError", "PyTorchDDPTrainer"]
 
 __version__ = phalanx.__version__
 
-_NOT_YET = ("DistributedTuner", "HorovodTrainer", "RayTrainer", "TensorFlowDistributedTrainer")
+_NOT_YET = ("HorovodTrainer", "RayTrainer", "TensorFlowDistributedTrainer")
 
 
 def __getattr__(name: str) -> Any:

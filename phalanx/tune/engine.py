@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 from phalanx.errors import PreemptedError, UsageError
 from phalanx.tune.pool import Pool
 from phalanx.tune.runner import gate_of, nonfinite, run_trial
+from phalanx.tune.tracking import NoTracking
 from phalanx.tune.trial import State
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from phalanx.tune.space import SearchSpace
     from phalanx.tune.subject import Subject
     from phalanx.tune.suggest import Search
+    from phalanx.tune.tracking import Tracking
     from phalanx.tune.trial import Trial
 
 
@@ -51,7 +53,7 @@ class Plan:
     folder: Path
     num_samples: int
     seed: int = 0
-    env: dict[str, str] = field(default_factory=dict)
+    tracking: Tracking = field(default_factory=NoTracking)
 
     @property
     def total(self) -> int:
@@ -74,8 +76,7 @@ class Engine:
     def run(self) -> list[Trial]:
         """Search to the end; an interruption leaves a record from which the search can go on."""
         run = functools.partial(
-            run_trial, self.plan.subject, points=self.points, threads_per_rank=self.plan.slots.threads_per_rank,
-            env=self.plan.env,
+            run_trial, self.plan.subject, points=self.points, threads_per_rank=self.plan.slots.threads_per_rank
         )  # fmt: skip
         with Pool(self.plan.slots.places, run) as pool:
             while True:
@@ -111,7 +112,12 @@ class Engine:
             gate.stop_at(stop_at)
         elif gate is not None:
             gate.let_through(trial.iteration)
-        pool.start(trial)
+        pool.start(trial, env=self.plan.tracking.environment(trial))
+
+    def close_trial(self, trial: Trial) -> None:
+        """Record how a trial ended."""
+        self.record.close_trial(trial)
+        self.plan.tracking.close_trial(trial)
 
     def _follow(self, pool: Pool) -> None:
         for trial in pool.running:
@@ -134,7 +140,7 @@ class Engine:
                 trial.state, trial.cause = State.FAILED, "told to stop by somebody else (SIGTERM)"
             self._check_metric(trial)
         if trial.state.is_final:
-            self.record.close_trial(trial)
+            self.close_trial(trial)
             if trial.state is not State.FINISHED:  # a bad trial's weights are nobody's
                 shutil.rmtree(trial.checkpoints, ignore_errors=True)
 
@@ -237,7 +243,7 @@ class IndependentTrials(Engine):
             gate.stop_at(trial.iteration)
         else:  # an interruption came between its report and the verdict
             trial.state = State.STOPPED
-            self.record.close_trial(trial)
+            self.close_trial(trial)
 
     def outcome(self, trial: Trial, ending: Ending) -> State:
         """A trial that was given up is stopped, even where its last iteration was its end."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from phalanx.launch.signals import SignalInbox
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from types import TracebackType
 
     from phalanx.tune.runner import Ending
@@ -28,7 +28,7 @@ class Pool:
     """Runs trials in free slots. `wait` returns when one has something to say, or a signal has come."""
 
     def __init__(self, slots: tuple[Slot, ...], run: Callable[..., Ending]) -> None:
-        """`run(trial, slot, bell=, signals=)` runs a trial to its end, in a thread of its own."""
+        """`run(trial, slot, env=, bell=, signals=)` runs a trial to its end, in a thread of its own."""
         self._free = list(slots)
         self._run = run
         self._running: dict[int, tuple[Trial, Slot, SignalInbox, threading.Thread]] = {}
@@ -66,19 +66,19 @@ class Pool:
         """The trials under way, by number."""
         return [self._running[number][0] for number in sorted(self._running)]
 
-    def start(self, trial: Trial) -> None:
-        """Run a trial in a free slot."""
+    def start(self, trial: Trial, env: Mapping[str, str]) -> None:
+        """Run a trial in a free slot; `env`: what its ranks see beside this process's environment."""
         slot = self._free.pop(0)
         signals = SignalInbox()
-        thread = threading.Thread(target=self._work, args=(trial, slot, signals), name=f"trial-{trial.number}")
+        thread = threading.Thread(target=self._work, args=(trial, slot, signals, env), name=f"trial-{trial.number}")
         self._running[trial.number] = (trial, slot, signals, thread)
         thread.start()
 
-    def _work(self, trial: Trial, slot: Slot, signals: SignalInbox) -> None:
+    def _work(self, trial: Trial, slot: Slot, signals: SignalInbox, env: Mapping[str, str]) -> None:
         began = time.monotonic()
         ending: Ending | BaseException
         try:
-            ending = self._run(trial, slot, bell=self._ring, signals=signals)
+            ending = self._run(trial, slot, env=env, bell=self._ring, signals=signals)
         except BaseException as error:  # noqa: BLE001 - raised again by the thread that waits
             ending = error
         finally:

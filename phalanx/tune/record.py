@@ -112,13 +112,13 @@ class Record:
         handle.set_user_attr("cause", trial.cause)
         handle.set_user_attr("seconds", trial.seconds)
         handle.set_user_attr("state", str(trial.state))
-        states, value = self._optuna.trial.TrialState, trial.value(self._objective)
-        if trial.state is State.FAILED or value is None or not math.isfinite(value):
+        states, final = self._optuna.trial.TrialState, trial.value(self._objective)
+        if trial.state is State.FAILED or final is None or not math.isfinite(final):
             self._study.tell(trial.number, state=states.FAIL)
         elif trial.state is State.STOPPED:
             self._study.tell(trial.number, state=states.PRUNED)  # with its last report as its value
         else:
-            self._study.tell(trial.number, value)
+            self._study.tell(trial.number, final)
 
     def _handle(self, trial: Trial) -> Any:
         return self._optuna.trial.Trial(self._study, self._ids[trial.number])

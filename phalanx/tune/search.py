@@ -10,8 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx.errors import UsageError, unknown_name
 from phalanx.launch import prestart
+from phalanx.tune.charts import axes_and_lines
 from phalanx.tune.engine import Engine, IndependentTrials, Plan
 from phalanx.tune.objective import Objective
+from phalanx.tune.page import PAGE_FILE, page
+from phalanx.tune.plots import draw_pictures
 from phalanx.tune.population import Population
 from phalanx.tune.record import FILE, Record
 from phalanx.tune.results import Results, check_some_worked, write_best, write_trials
@@ -20,6 +23,7 @@ from phalanx.tune.slots import plan_slots
 from phalanx.tune.subject import OF_THE_TRIAL
 from phalanx.tune.suggest import SEARCHES, make_search
 from phalanx.tune.table import open_table, point_words
+from phalanx.tune.tracking import open_tracking
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,8 +32,10 @@ if TYPE_CHECKING:
     from phalanx.tune.space import SearchSpace
     from phalanx.tune.subject import Subject
     from phalanx.tune.table import LiveTable, PlainTable
+    from phalanx.tune.trial import Trial
 
 ENGINES = ("auto", "local", "ray")
+DEFAULT_SAMPLES = 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,22 +128,31 @@ def _check_settings(subject: Subject) -> None:
 def _search_here(subject: Subject, space: SearchSpace, objective: Objective, request: Request, slots: Slots) -> Results:
     config = subject.resolved.config
     method = make_search(request.search, space, config.seed, objective)
-    total = request.num_samples or method.size or 10
+    total = request.num_samples or method.size or DEFAULT_SAMPLES
     folder = study_folder(request, subject.name)
-    plan = Plan(subject, space, objective, method, slots, folder, total, config.seed)
     record = Record(folder, space, objective, common_settings(subject, space, objective, request))
+    tracking = open_tracking(config, subject.name, objective, record)
+    plan = Plan(subject, space, objective, method, slots, folder, total, config.seed, tracking)
     table = open_table(objective, progress=config.progress)
+    results = None
     try:
-        engine = _engine(plan, record, table, request)
-        resumed = sum(trial.state.is_final for trial in engine.trials)
-        table.notice(f"{plan.total} trials of {subject.name}, {slots.words}; {folder}")
-        if resumed:
-            table.notice(f"{resumed} of them are done already")
-        trials = engine.run()
+        trials = _run(_engine(plan, record, table, request), plan, table)
+        results = conclude(trials, space, objective, subject, folder, table)
     finally:
-        table.close(engine.trials if "engine" in locals() else ())
+        tracking.close(results)
         record.close()
-    return conclude(trials, objective, folder, subject, table)
+    return results
+
+
+def _run(engine: Engine, plan: Plan, table: PlainTable | LiveTable) -> list[Trial]:
+    table.notice(f"{plan.total} trials of {plan.subject.name}, {plan.slots.words}; {plan.folder}")
+    done = sum(trial.state.is_final for trial in engine.trials)
+    if done:
+        table.notice(f"{done} of them are done already")
+    try:
+        return engine.run()
+    finally:
+        table.close(engine.trials)
 
 
 def _engine(plan: Plan, record: Record, table: PlainTable | LiveTable, request: Request) -> Engine:
@@ -148,7 +163,12 @@ def _engine(plan: Plan, record: Record, table: PlainTable | LiveTable, request: 
 
 
 def conclude(
-    trials: Sequence[Any], objective: Objective, folder: Path, subject: Subject, table: PlainTable | LiveTable
+    trials: Sequence[Trial],
+    space: SearchSpace,
+    objective: Objective,
+    subject: Subject,
+    folder: Path,
+    table: PlainTable | LiveTable,
 ) -> Results:
     """Write the files of a search that has ended, and say where they are."""
     check_some_worked(trials)
@@ -157,10 +177,25 @@ def conclude(
     best = write_best(results, subject.resolved.config)
     table.notice(f"\nbest: trial {results.best.number}, {objective.metric} {results.best_value:.6g}")
     table.notice(f"  {point_words(results.best_params)}")
-    table.notice(f"settings: {best}")
     if results.failed:
-        table.notice(f"{len(results.failed)} trials failed, the first with: {results.failed[0].cause}")
+        count = len(results.failed)
+        table.notice(f"{count} trial{'s' * (count > 1)} failed, the first with: {results.failed[0].cause}")
+    table.notice(f"settings: {best}")
+    for path in _draw(results, space, subject.name, table):
+        table.notice(f"picture: {path}")
     return results
+
+
+def _draw(results: Results, space: SearchSpace, name: str, table: PlainTable | LiveTable) -> list[Path]:
+    """Write the page, and the pictures where they can be drawn."""
+    axes, lines = axes_and_lines(results.trials, space, results.objective)
+    path = results.folder / PAGE_FILE
+    path.write_text(page(results, axes, lines, f"Tuning {name}"), encoding="utf-8")
+    try:
+        return [path, *draw_pictures(axes, lines, results.folder)]
+    except UsageError as error:  # the search is what was asked for; a picture that cannot be drawn does not undo it
+        table.notice(str(error))
+        return [path]
 
 
 def common_settings(subject: Subject, space: SearchSpace, objective: Objective, request: Request) -> dict[str, Any]:

@@ -132,7 +132,7 @@ def test_when_all_fail_the_common_cause_is_told():
 def test_a_metric_that_is_not_returned_lists_those_that_are():
     tuner = DistributedTuner(ends_badly, {"how": "well"}, metric="acuracy", mode="max")
     with pytest.raises(
-        UsageError, match="reported no 'acuracy'. Did you mean 'accuracy'\\? It reported: accuracy, loss"
+        UsageError, match=r"reported no 'acuracy'\. Did you mean 'accuracy'\? It reported: accuracy, loss"
     ):
         tuner.tune(num_samples=2)
 
@@ -194,7 +194,8 @@ def test_a_script_that_sets_what_is_searched_is_told_so(tmp_path):
 def test_an_interrupted_search_goes_on_and_ends_as_if_it_had_not_been(tmp_path):
     (tmp_path / "slow.py").write_text(
         "import sys, time\nfrom phalanx import tune\nx = float(sys.argv[-1].partition('=')[2])\n"
-        "for step in range(1, 7):\n    time.sleep(0.15 if x == 3 else 0)\n    tune.report({'loss': x / step}, step=step)\n"
+        "for step in range(1, 7):\n    time.sleep(0.15 if x == 3 else 0)\n"
+        "    tune.report({'loss': x / step}, step=step)\n"
     )
     (tmp_path / "space.toml").write_text("x = { choice = [1.0, 2.0, 3.0, 4.0, 0.5] }\n")
     words = ("tune", "--script", "slow.py", "--space", "space.toml", "--metric", "loss", "--search", "grid",
@@ -275,3 +276,50 @@ def test_values_that_are_neither_number_nor_text_come_back_from_the_record(tmp_p
 def test_a_function_is_needed():
     with pytest.raises(PhalanxError, match="nothing or several"):
         DistributedTuner(search_space={"x": uniform(0, 1)})
+
+
+def test_the_pictures_and_the_page(tmp_path):
+    space = {"x": uniform(-3, 3), "kind": choice(["a", "b"]), "y": uniform(0, 1, when={"kind": "a"})}
+    tuner = DistributedTuner(curve, space, scheduler="asha", trials=2, study_dir="study")
+    tuner.tune(num_samples=4)
+    for name in ("parallel.png", "curves.png"):
+        assert (tmp_path / "study" / name).read_bytes().startswith(b"\x89PNG")
+    page = (tmp_path / "study/study.html").read_text()
+    best = tuner.results.best
+    assert f"trial {best.number}, loss <b>" in page
+    assert page.count("<path ") == 8, "four trials in each of two pictures"
+    assert "http" not in page, "one file that needs nothing else"
+    for trial in tuner.results.trials:
+        assert f"<title>trial {trial.number}: x {trial.params['x']:.4g}" in page
+
+
+def test_without_matplotlib_the_search_ends_well_and_says_what_is_missing(tmp_path, monkeypatch, capsys):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    DistributedTuner(lambda config: config["x"], {"x": choice([1, 2])}, search="grid", trials=2, study_dir="s").tune()
+    assert "the PNG pictures need matplotlib" in capsys.readouterr().out
+    assert (tmp_path / "s/study.html").exists()
+    assert not (tmp_path / "s/parallel.png").exists()
+
+
+def test_mlflow_shows_trials_below_their_search(tmp_path, monkeypatch):
+    mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    tuner = DistributedTuner(train_line, {"rate": choice([0.1, 0.01])}, metric="val/loss", search="grid", trials=2,
+                             mlflow_experiment="tuning", scheduler="asha")  # fmt: skip
+    tuner.tune()
+    client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{tmp_path}/mlflow.db")
+    experiment = client.get_experiment_by_name("tuning")
+    runs = {run.info.run_name: run for run in client.search_runs([experiment.experiment_id])}
+    assert set(runs) == {"tune-train_line", "trial-0", "trial-1"}
+    parent = runs["tune-train_line"]
+    for number in (0, 1):
+        child = runs[f"trial-{number}"]
+        assert child.data.tags["mlflow.parentRunId"] == parent.info.run_id
+        assert child.info.status == "FINISHED"
+        assert float(child.data.params["rate"]) == (0.1, 0.01)[number]
+    history = client.get_metric_history(runs["trial-0"].info.run_id, "val/loss")
+    assert len(history) == 9
+    assert parent.data.metrics["best/val/loss"] == tuner.results.best_value
+    assert parent.info.status == "FINISHED"
