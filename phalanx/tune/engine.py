@@ -246,5 +246,6 @@ class IndependentTrials(Engine):
             self.close_trial(trial)
 
     def outcome(self, trial: Trial, ending: Ending) -> State:
-        """A trial that was given up is stopped, even where its last iteration was its end."""
-        return State.FINISHED if trial.stopped_at is None else State.STOPPED
+        """A trial that was given up is stopped, unless the verdict came at its own end."""
+        left_early = ending.was_told_to or trial.run_status == "stopped"
+        return State.STOPPED if trial.stopped_at is not None and left_early else State.FINISHED
