@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from phalanx.models.lora_files import load_adapter, save_adapter
     from phalanx.observe.history import History
     from phalanx.trainers.ddp import PyTorchDDPTrainer
+    from phalanx.trainers.ray import RayTrainer
     from phalanx.trainers.verify.face import verify
     from phalanx.tune.tuner import DistributedTuner
 
@@ -30,6 +31,7 @@ _HOMES = {
     "History": "phalanx.observe.history",
     "PhalanxError": "phalanx.errors",
     "PyTorchDDPTrainer": "phalanx.trainers.ddp",
+    "RayTrainer": "phalanx.trainers.ray",
     "StepInfo": "phalanx.loop.hooks",
     "load_adapter": "phalanx.models.lora_files",
     "lora": "phalanx.models.lora",
@@ -48,6 +50,7 @@ __all__ = [
     "History",
     "PhalanxError",
     "PyTorchDDPTrainer",
+    "RayTrainer",
     "StepInfo",
     "__version__",
     "load_adapter",

@@ -7,13 +7,29 @@ from typing import TYPE_CHECKING, Any
 import phalanx
 
 if TYPE_CHECKING:
-    from phalanx import DistributedConfig, DistributedTuner, Formation, History, PhalanxError, PyTorchDDPTrainer
+    from phalanx import (
+        DistributedConfig,
+        DistributedTuner,
+        Formation,
+        History,
+        PhalanxError,
+        PyTorchDDPTrainer,
+        RayTrainer,
+    )
 
-__all__ = ["DistributedConfig", "DistributedTuner", "Formation", "History", "PhalanxError", "PyTorchDDPTrainer"]
+__all__ = [
+    "DistributedConfig",
+    "DistributedTuner",
+    "Formation",
+    "History",
+    "PhalanxError",
+    "PyTorchDDPTrainer",
+    "RayTrainer",
+]
 
 __version__ = phalanx.__version__
 
-_NOT_YET = ("HorovodTrainer", "RayTrainer", "TensorFlowDistributedTrainer")
+_NOT_YET = ("HorovodTrainer", "TensorFlowDistributedTrainer")
 
 
 def __getattr__(name: str) -> Any:

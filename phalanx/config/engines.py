@@ -45,6 +45,11 @@ _STRATEGIES_OF = {"horovod": ("horovod",), "tensorflow": TENSORFLOW_STRATEGIES}
 _BACKEND_OF = {"horovod": "horovod", "mirrored": "tensorflow", "multiworker": "tensorflow"}
 
 
+def settings_of_start(launcher: str) -> tuple[str, ...]:
+    """Return the settings that only whoever starts the ranks follows: a rank need not hear of them."""
+    return tuple(name for name, followers in _FOLLOWED_BY.items() if launcher in followers)
+
+
 def missing_package(config: DistributedConfig) -> Package | None:
     """Return the package that the backend needs and this environment lacks."""
     package = PACKAGES.get(config.backend)

@@ -8,6 +8,7 @@ import re
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from phalanx.launch.console import Console
@@ -37,6 +38,34 @@ def log_tail(log_dir: Path, rank: int, lines: int = 40) -> tuple[str, ...]:
         return tuple(file.read().decode(errors="replace").splitlines()[-lines:])
 
 
+class LineSplitter:
+    """Cuts what ranks print into lines, as it comes in pieces; a trailing carriage return stays on a line."""
+
+    def __init__(self) -> None:
+        self._partial: dict[int, bytes] = {}
+
+    def split(self, rank: int, chunk: bytes) -> Iterator[str]:
+        """Yield the lines that are complete with this piece."""
+        text = self._partial.get(rank, b"") + chunk
+        end = 0
+        for match in _LINE.finditer(text):
+            end = match.end()
+            yield _as_text(match[0])
+        self._partial[rank] = text[end:]
+
+    def rest(self) -> Iterator[tuple[int, str]]:
+        """Yield what came without a line's end, by rank."""
+        for rank, text in self._partial.items():
+            if text:
+                yield rank, _as_text(text)
+        self._partial.clear()
+
+
+def _as_text(line: bytes) -> str:
+    text = line.rstrip(b"\r\n").decode(errors="replace")
+    return f"{text}\r" if line.endswith(b"\r") else text
+
+
 class OutputPump:
     """The read end of a rank's stdout and stderr. Bytes go to the log as they are, lines to the console."""
 
@@ -45,7 +74,7 @@ class OutputPump:
         self._label = label
         self._log = log
         self._console = console
-        self._partial = b""
+        self._lines = LineSplitter()
         self._read, self.write_end = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(self._read, False)
 
@@ -67,22 +96,13 @@ class OutputPump:
         return True
 
     def _show(self, chunk: bytes) -> None:
-        text = self._partial + chunk
-        end = 0
-        for match in _LINE.finditer(text):
-            self._say(match[0])
-            end = match.end()
-        self._partial = text[end:]
-
-    def _say(self, line: bytes) -> None:
-        redrawn = line.endswith(b"\r")
-        text = line.rstrip(b"\r\n").decode(errors="replace")
-        self._console.rank_output(self._rank, self._label, f"{text}\r" if redrawn else text)
+        for line in self._lines.split(self._rank, chunk):
+            self._console.rank_output(self._rank, self._label, line)
 
     def close(self) -> None:
         """Pass on the rest, with or without its newline, and let go."""
         self.pump()
-        if self._partial:
-            self._say(self._partial)
+        for _, line in self._lines.rest():
+            self._console.rank_output(self._rank, self._label, line)
         os.close(self._read)
         os.close(self._log)

@@ -6,7 +6,7 @@ import socket
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from phalanx.errors import UsageError, nearest
 
@@ -113,6 +113,8 @@ class LaunchSpec:
     """How long until the first rank must have reached init_process_group or finished; None: no limit."""
     threads_per_rank: int | None = None
     """Compute threads a rank; None: this node's cores shared evenly, unless OMP_NUM_THREADS is set."""
+    data: Mapping[str, Any] = field(default_factory=dict)
+    """Data sets that the starter itself deals out to the ranks (Ray Data), by name."""
     starter: Starter | None = None
     """Another system that starts the ranks (horovodrun, Ray); None: this launcher's own processes."""
 

@@ -15,6 +15,8 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
+from phalanx.observe import stop_wish
+
 if TYPE_CHECKING:
     from types import FrameType
 
@@ -43,7 +45,7 @@ class StopRequest:
         self.reason: str | None = None
 
     def listen(self) -> None:
-        """Install the handlers; outside the main thread Python allows none, and signals keep their old meaning."""
+        """Install the handlers; outside the main thread Python allows none: there a wish comes by `stop_wish`."""
         if threading.current_thread() is threading.main_thread():
             for number in STOP_SIGNALS:
                 self._previous[number] = signal.signal(number, self._hear)
@@ -64,6 +66,7 @@ class StopRequest:
 
     def agreed(self, step: int) -> bool:
         """Whether all ranks stop after this step; every rank calls this after every step."""
+        self._heard = self._heard or stop_wish.take()
         if self._store is None:
             self.reason = self._heard
             return self._heard is not None

@@ -16,6 +16,7 @@ from phalanx.strategies.engine import OwnsStep
 from phalanx.trainers.folders import make_run_dir
 from phalanx.trainers.gathering import whole_state, whole_weights
 from phalanx.trainers.preflight import check_before_start
+from phalanx.trainers.ray_report import engine_callbacks
 from phalanx.trainers.session import agree_run_dir, open_events, save_config
 
 if TYPE_CHECKING:
@@ -75,7 +76,10 @@ def _fit(formation: Formation, job: Job) -> JobResult:
         save_config(job.config, run_dir)
     events = open_events(job.config, formation.world, run_dir)
     try:
-        history = TrainLoop(formation, job.task, events, run_dir).run()
+        loop = TrainLoop(formation, job.task, events, run_dir)
+        for callback in engine_callbacks():
+            loop.hooks.add(callback)
+        history = loop.run()
     finally:
         events.close()
     return JobResult(history=history)

@@ -5,6 +5,7 @@ Classes and functions defined in `__main__` travel by value, so no script needs 
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 import sys
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from phalanx.data.ray_data import datasets_of
 from phalanx.errors import CheckpointError, DataError, ModelError, UsageError
 from phalanx.launch import CallTarget, launch
 from phalanx.trainers.launching import launch_spec, raise_failure
@@ -39,6 +41,7 @@ def run_on_ranks(job: Job, layout: Layout) -> JobResult:
         with open_console(job.config) as console:
             target = CallTarget("phalanx.worker:run_job_file", str(payload))
             spec = launch_spec(job.config, layout, target, log_dir, env=_tracking_environment())
+            spec = dataclasses.replace(spec, data=datasets_of(job.task.train, job.task.val))
             warn_of_slow_start(job.config, console)
             result = launch(spec, console)
         raise_failure(result, log_dir)

@@ -38,11 +38,12 @@ def plan_layout(config: DistributedConfig, gpus_here: int) -> Layout:
     device = config.device
     if device == "auto":
         wants_gpu = config.num_gpus is not None or config.gpus_per_node is not None
-        device = "cuda" if gpus_here or wants_gpu else "cpu"
+        here = config.launcher != "ray" or config.address is None  # of a cluster elsewhere, this machine says nothing
+        device = "cuda" if wants_gpu or (here and gpus_here) else "cpu"
     check_device(config, device)
     per_node = _ranks_per_node(asked, config.num_nodes, gpus_here if device == "cuda" else 1)
     may_share = gpus_here > 0 and config.communication_backend == "gloo"  # nccl refuses two ranks on one GPU
-    if device == "cuda" and per_node > gpus_here and not may_share:
+    if device == "cuda" and per_node > gpus_here and not may_share and config.launcher != "ray":
         raise _too_few_gpus(config, per_node, gpus_here)
     return Layout(device, config.num_nodes, per_node, plan_mesh(config, config.num_nodes * per_node, per_node))
 

@@ -1,0 +1,81 @@
+"""Ray data sets as batches of tensors: each rank reads the part that Ray deals to it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+from phalanx.errors import DataError, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_TARGETS = ("y", "label", "labels", "target", "targets")
+
+
+def is_ray_dataset(data: Any) -> bool:
+    """Whether this is a data set of Ray Data; Ray is not imported to find out."""
+    module: Any = sys.modules.get("ray.data")
+    return module is not None and isinstance(data, module.Dataset)
+
+
+def datasets_of(*sources: Any) -> dict[str, Any]:
+    """Return the Ray data sets among what a task reads, by the names under which the ranks will find them."""
+    return {source.name: source.dataset for source in sources if isinstance(source, RayData)}
+
+
+class RayData:
+    """A Ray data set in the trainer's process, and in a rank the part of it that the rank reads.
+
+    Batches are dicts of tensors by column; two columns of which the second is called y, label(s) or target(s) become
+    (inputs, targets).
+    """
+
+    def __init__(self, dataset: Any, name: str, batch_size: int | None) -> None:
+        if batch_size is None:
+            raise UsageError(
+                "a Ray data set has no batch size of its own.", hint="Set batch_size: samples per rank and step."
+            )
+        self.dataset = dataset
+        self.name = name
+        self.batch_size = batch_size
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Ray brings the data to the ranks itself: there, `name` is enough to find them.
+        return (_DealtByRay if self.name == "train" else RayData), (None, self.name, self.batch_size)
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self._source().iter_torch_batches(batch_size=self.batch_size, device="cpu"):
+            yield _as_pair(batch)
+
+    def _source(self) -> Any:
+        if self.dataset is not None:
+            return self.dataset
+        import ray.train
+
+        shard: Any = ray.train.get_dataset_shard(self.name)
+        if shard is None:
+            raise DataError(f"Ray did not bring the data set '{self.name}' to this rank.")
+        return shard
+
+
+class _DealtByRay(RayData):
+    """The training part of a rank: it shards itself, which is how the loader knows not to pick every n-th batch."""
+
+    def shard(self, num_shards: int, index: int) -> _DealtByRay:
+        """Return this rank's part; Ray deals by rank, so every rank must see other samples."""
+        world_size, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+        if num_shards != world_size or index != rank:
+            raise UsageError(
+                f"Ray Data deals samples to each of {world_size} ranks, but this layout has {num_shards} parts.",
+                hint="Use a torch data set with tensor, pipeline or context parallelism.",
+            )
+        return self
+
+
+def _as_pair(batch: dict[str, Any]) -> Any:
+    names = list(batch)
+    if len(names) == 2 and names[1] in _TARGETS:
+        return batch[names[0]], batch[names[1]]
+    return batch

@@ -1,0 +1,290 @@
+"""A Ray cluster for as long as it is needed: one that is there already, or a quiet local one that goes again.
+
+A local Ray binds to 127.0.0.1, starts no dashboard, sends no usage figures, and asks for a token that only this
+process and its workers know (in the environment, not in a file at home).
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import secrets
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from phalanx.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+PROBE_SECONDS = 5.0
+"""How long an address may take to answer at all."""
+_SCHEME = "ray://"
+_CLIENT_PORT = 10001
+_LONGEST_TEMP = 40
+"""Ray puts sockets some 60 characters deeper, and their paths must stay below 108."""
+_SETTINGS_FRAME = b"\x04"
+_HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0" + _SETTINGS_FRAME + b"\0" + b"\0\0\0\0"
+_QUIET = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_DISABLE_IMPORT_WARNING": "1",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+}
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A Ray that this process is connected to."""
+
+    name: str
+    """How to speak of it: "the local Ray", "the Ray cluster at head:6379"."""
+    started_here: bool = False
+    is_client: bool = False
+    """Reached through ray://: this process is not a node of the cluster."""
+
+    def nodes(self) -> list[dict[str, float]]:
+        """Return what each living machine has in all, busy or not."""
+        ray: Any = import_module("ray")  # some of its functions carry no types
+        return [dict(node["Resources"]) for node in ray.nodes() if node["Alive"]]
+
+    def free(self) -> dict[str, float]:
+        """Return what nobody uses at the moment."""
+        ray: Any = import_module("ray")
+        return dict(ray.available_resources())
+
+
+@contextmanager
+def open_cluster(
+    address: str | None = None,
+    *,
+    num_cpus: float | None = None,
+    num_gpus: int | None = None,
+    notice: Callable[[str], None] = lambda text: None,
+) -> Iterator[Cluster]:
+    """Connect to the Ray at `address`, else to the one of RAY_ADDRESS, else start a local one; tidy up afterwards.
+
+    `address` is ray://host:port (Ray's client), host:port or "auto" (this machine is part of the cluster). A Ray that
+    this process has initialised already is used as it is, and left alone.
+    """
+    with _surroundings(_QUIET):
+        import ray
+
+        if ray.is_initialized():
+            yield Cluster("the Ray that this process has joined", is_client=_is_client())
+            return
+        address = address or os.environ.get("RAY_ADDRESS") or None
+        if address is None:
+            with _local(num_cpus, num_gpus, notice) as cluster:
+                yield cluster
+            return
+        with _connected(address, notice) as cluster:
+            yield cluster
+
+
+@contextmanager
+def _connected(address: str, notice: Callable[[str], None]) -> Iterator[Cluster]:
+    import ray
+
+    check_address(address)
+    notice(f"connecting to Ray at {address}")
+    try:
+        with _own_sigterm():
+            ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
+    except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
+        raise _refused(address, error) from error
+    try:
+        yield Cluster(f"the Ray cluster at {address}", is_client=address.startswith(_SCHEME))
+    finally:
+        ray.shutdown()
+
+
+@contextmanager
+def _local(num_cpus: float | None, num_gpus: int | None, notice: Callable[[str], None]) -> Iterator[Cluster]:
+    import ray
+
+    notice("starting a local Ray")
+    folder = tempfile.mkdtemp(prefix="ray-", dir=_short_temp())
+    # Ray itself turns tokens on for a cluster that it starts; with one in the environment it writes none to a file.
+    with _surroundings({"RAY_AUTH_TOKEN": _token()}, also="RAY_AUTH_MODE"):
+        try:
+            with _own_sigterm():
+                ray.init(
+                    "local",
+                    num_cpus=None if num_cpus is None else int(max(1, -(-num_cpus // 1))),
+                    num_gpus=num_gpus,
+                    include_dashboard=False,
+                    log_to_driver=False,
+                    logging_level=logging.ERROR,
+                    _temp_dir=folder,
+                    _node_ip_address="127.0.0.1",
+                )
+            yield Cluster("the local Ray", started_here=True)
+        finally:
+            ray.shutdown()
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def check_address(address: str) -> None:
+    """Refuse an address that is malformed or where nobody listens, within seconds; Ray itself would try for minutes."""
+    if address in ("auto", "local"):
+        return
+    rest = address.removeprefix(_SCHEME)
+    if "://" in rest:
+        scheme = rest.split("://")[0]
+        raise UsageError(
+            f"address '{address}' begins with '{scheme}://', which is no way to reach Ray.",
+            hint="Write ray://head:10001 (Ray's client), head:6379 (from a machine of the cluster) or auto.",
+        )
+    host, separator, port = rest.rpartition(":")
+    if not separator and address.startswith(_SCHEME):
+        host, port = rest, str(_CLIENT_PORT)
+    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+        raise UsageError(f"address '{address}' is no host:port.", hint="Write it like ray://head:10001 or head:6379.")
+    _probe(address, host.strip("[]"), int(port))
+
+
+def _probe(address: str, host: str, port: int) -> None:
+    try:
+        with socket.create_connection((host, port), timeout=PROBE_SECONDS) as connection:
+            speaks = os.environ.get("RAY_USE_TLS") == "1" or _speaks_grpc(connection)
+    except OSError as error:
+        why = "no answer" if isinstance(error, TimeoutError) else (error.strerror or str(error)).lower()
+        raise _nobody(
+            address, f"a connection to {host} port {port} was tried for up to {PROBE_SECONDS:g} s: {why}"
+        ) from error
+    if not speaks:
+        raise _nobody(address, f"what listens at {host} port {port} did not answer as Ray does in {PROBE_SECONDS:g} s")
+
+
+def _speaks_grpc(connection: socket.socket) -> bool:
+    """Greet as HTTP/2 clients do, and see whether a frame of settings comes back, as from any gRPC server."""
+    connection.sendall(_HTTP2_GREETING)
+    answer = b""
+    try:
+        while len(answer) < 4 and (more := connection.recv(9)):
+            answer += more
+    except TimeoutError:
+        return False
+    return answer[3:4] == _SETTINGS_FRAME
+
+
+def _nobody(address: str, tried: str) -> UsageError:
+    return UsageError(
+        f"no Ray answers at {address} ({tried}).",
+        hint="On the head node, `ray status` says whether Ray runs; ray:// is port 10001 of the head, host:port is "
+        "6379 unless `ray start --port` said otherwise. Leave address out for a local Ray.",
+    )
+
+
+def _refused(address: str, error: Exception) -> UsageError:
+    text = str(error).strip()
+    if "ersion mismatch" in text:
+        import ray
+
+        here = f"Ray {ray.__version__} and Python {'.'.join(map(str, sys.version_info[:3]))}"
+        return UsageError(
+            f"the Ray cluster at {address} runs other versions than this environment, which has {here}: {text}",
+            hint="Ray wants the same Ray and the same Python (x.y) on every machine and where the run is started.",
+        )
+    if address == "auto":
+        return UsageError(
+            f"address 'auto': {text.splitlines()[0] if text else 'no Ray runs on this machine'}",
+            hint="Start one with `ray start --head`, or leave address out for a local Ray of this run's own.",
+        )
+    return UsageError(f"the Ray cluster at {address} could not be joined: {text}")
+
+
+def check_resources(
+    cluster: Cluster, needed: Mapping[str, float], count: int = 1, *, placement: str = "pack", what: str = "workers"
+) -> None:
+    """Refuse to start what the cluster's machines could never hold, even idle: Ray would wait for ever.
+
+    Each of `count` workers needs `needed` on one machine.
+    """
+    nodes = cluster.nodes()
+    room = [_how_many(node, needed) for node in nodes]
+    if placement == "strict-spread":
+        room = [min(1, places) for places in room]
+    fits = max(room, default=0) if placement == "strict-pack" else sum(room)
+    if fits >= count:
+        return
+    asked = f"{count} {what} with {in_words(needed)} each"
+    one_by_one = f" ({placement})" if placement.startswith("strict") else ""
+    raise UsageError(
+        f"{asked}{one_by_one} do not fit on {cluster.name}, which has room for {fits}: "
+        f"{len(nodes)} machine{'s' * (len(nodes) != 1)}, {_of_all(nodes)}.",
+        hint="Ask for fewer or smaller workers, or add machines; where an autoscaler is to bring them, say how long to "
+        "wait with start_timeout (--start-timeout 600).",
+    )
+
+
+def in_words(resources: Mapping[str, float]) -> str:
+    """Write resources as people say them: "1 CPU and 1 GPU"."""
+    words = [f"{amount:g} {name}" for name, amount in sorted(resources.items()) if amount]
+    return " and ".join(words) or "nothing reserved"
+
+
+def _how_many(node: Mapping[str, float], needed: Mapping[str, float]) -> int:
+    fits = [int(node.get(name, 0.0) / amount + 1e-9) for name, amount in needed.items() if amount]
+    return min(fits, default=sys.maxsize)
+
+
+def _of_all(nodes: list[dict[str, float]]) -> str:
+    """Sum up what counts, without Ray's own bookkeeping entries."""
+    total: dict[str, float] = {}
+    for node in nodes:
+        for name, amount in node.items():
+            if ":" not in name and name not in ("memory", "object_store_memory"):
+                total[name] = total.get(name, 0.0) + amount
+    return "together " + in_words(total) if total else "none with CPUs or GPUs to give"
+
+
+def _is_client() -> bool:
+    client: Any = import_module("ray.util.client").ray
+    return bool(client.is_connected())
+
+
+@functools.cache
+def _token() -> str:
+    """Return this process's token: Ray reads it once, so a second local Ray must have the same."""
+    return os.environ.get("RAY_AUTH_TOKEN") or secrets.token_hex(32)
+
+
+def _short_temp() -> str:
+    usual = tempfile.gettempdir()
+    return usual if len(usual) <= _LONGEST_TEMP or not os.path.isdir("/tmp") else "/tmp"
+
+
+@contextmanager
+def _surroundings(variables: Mapping[str, str], also: str = "") -> Iterator[None]:
+    """Set environment variables that the user has not set, and take them back, `also` one that Ray may set itself."""
+    before = set(os.environ)
+    ours = {name: value for name, value in variables.items() if name not in os.environ}
+    os.environ.update(ours)
+    try:
+        yield
+    finally:
+        for name in {*ours, also} - before:
+            os.environ.pop(name, None)
+
+
+@contextmanager
+def _own_sigterm() -> Iterator[None]:
+    """Keep the handler of SIGTERM that was there: Ray's ends the process without a word."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before: Any = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

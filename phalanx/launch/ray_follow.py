@@ -1,0 +1,257 @@
+"""Follow a run on Ray from outside: show its letters, keep its logs, name what failed, pass on Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from phalanx.errors import EXIT_PREEMPTED, EXIT_USAGE
+from phalanx.launch.blame import RankExit, find_guilty
+from phalanx.launch.failure import Failure
+from phalanx.launch.output import LineSplitter, log_path, log_tail
+from phalanx.launch.policy import stopped
+from phalanx.launch.record import record_path
+from phalanx.launch.reminders import MOMENTS, Reminder, in_words
+from phalanx.launch.report import explain
+from phalanx.launch.signals import SignalInbox
+from phalanx.launch.spec import CallTarget, LaunchResult
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from phalanx.launch.console import Console
+    from phalanx.launch.ray_train import RayStarter, _Run
+    from phalanx.launch.spec import LaunchSpec
+
+_LOOK_SECONDS = 0.2
+_DEATH_LINES = 4
+
+
+class Follower:
+    """Runs once, in the caller's thread."""
+
+    def __init__(self, spec: LaunchSpec, console: Console, run: _Run, starter: RayStarter, began: float) -> None:
+        self._spec = spec
+        self._console = console
+        self._run = run
+        self._starter = starter
+        self._began = began
+        self._reminder: Reminder | None = Reminder(began, (3.0, *MOMENTS))
+        self._doing = "waiting for Ray Train to start"
+        self._attempt = -1
+        self._world_size = starter.workers
+        self._lines = LineSplitter()
+        self._records: dict[int, dict[str, Any]] = {}
+        self._ends: dict[int, tuple[int, str]] = {}
+        self._failure: Failure | None = None
+        self._requested: signal.Signals | None = None
+        self._give_up_at: float | None = None
+
+    def follow(self) -> LaunchResult:
+        """Show the run until it has ended."""
+        import ray
+
+        with SignalInbox() as inbox:
+            letters = self._run.conductor.take.remote(_LOOK_SECONDS)
+            while True:
+                ended = bool(ray.wait([self._run.result], timeout=0)[0])
+                for letter in ray.get(letters):
+                    self._take(letter)
+                if ended:
+                    return self._result(ray.get(self._run.result))
+                for number in inbox.take():
+                    self._take_signal(number)
+                if self._is_final():
+                    ray.get(self._run.conductor.abort.remote())
+                    return self._result("")
+                self._remind()
+                letters = self._run.conductor.take.remote(_LOOK_SECONDS)
+
+    # --- letters --------------------------------------------------------------------------------------------------
+
+    def _take(self, letter: dict[str, Any]) -> None:
+        """Hand a letter to the method named after its first key."""
+        takers: dict[str, Callable[[dict[str, Any]], None]] = {
+            "output": self._take_output,
+            "log": self._take_log,
+            "event": self._take_event,
+            "record": self._take_record,
+            "placed": self._take_placed,
+            "begun": self._take_begun,
+            "lost": self._take_lost,
+            "ended": self._take_ended,
+            "files": self._take_files,
+        }
+        takers[next(iter(letter))](letter)
+
+    def _take_output(self, letter: dict[str, Any]) -> None:
+        rank: int = letter["rank"]
+        self._write_log(rank, letter["output"])
+        if rank == 0 or self._spec.console_ranks == "all":
+            for line in self._lines.split(rank, letter["output"]):
+                self._console.rank_output(rank, self._spec.label(rank), line)
+
+    def _take_log(self, letter: dict[str, Any]) -> None:
+        self._write_log(letter["rank"], letter["log"])
+
+    def _write_log(self, rank: int, output: bytes) -> None:
+        with log_path(self._spec.log_dir, rank).open("ab") as log:
+            log.write(output)
+
+    def _take_event(self, letter: dict[str, Any]) -> None:
+        self._reminder = None  # from here on the ranks speak for themselves
+        self._console.handle(letter["event"])
+
+    def _take_record(self, letter: dict[str, Any]) -> None:
+        record = letter["record"]
+        self._records[record["rank"]] = record
+        record_path(self._spec.log_dir, record["rank"]).write_text(json.dumps(record))
+
+    def _take_placed(self, letter: dict[str, Any]) -> None:
+        self._doing = f"waiting for {letter['placed']} workers to import torch and to join"
+
+    def _take_begun(self, letter: dict[str, Any]) -> None:
+        self._attempt, self._world_size = letter["begun"], letter["world_size"]
+        if self._attempt > 0:
+            why = f"{self._failure}\n" if self._failure is not None else ""
+            self._console.notice(
+                f"{why}restart {self._attempt} with {self._world_size} rank{'s' * (self._world_size > 1)}"
+            )
+        self._failure = None
+        self._records.clear()
+        self._ends.clear()
+        for rank in range(self._starter.workers):
+            record_path(self._spec.log_dir, rank).unlink(missing_ok=True)
+
+    def _take_lost(self, letter: dict[str, Any]) -> None:
+        self._failure = self._explain(letter["lost"])
+        self._reminder = Reminder(time.monotonic(), (3.0, *MOMENTS))
+        self._doing = "waiting for Ray to place the workers again"
+
+    def _take_ended(self, letter: dict[str, Any]) -> None:
+        self._ends[letter["rank"]] = letter["ended"], letter["host"]
+
+    def _take_files(self, letter: dict[str, Any]) -> None:
+        """Lay what a rank made elsewhere beside the payload, where the caller looks for it."""
+        if isinstance(self._spec.target, CallTarget):
+            for name, content in letter["files"].items():
+                (Path(self._spec.target.payload).parent / name).write_bytes(content)
+
+    # --- the end --------------------------------------------------------------------------------------------------
+
+    def _is_final(self) -> bool:
+        """Whether to end it from here: a mistake that a restart does not mend, or patience that has run out."""
+        if self._give_up_at is not None and time.monotonic() >= self._give_up_at:
+            return True
+        if any(code == EXIT_USAGE for code, _ in self._ends.values()):
+            self._failure = self._failure or self._explain({})
+            return True
+        limit = self._starter.start_timeout
+        if limit is not None and self._attempt < 0 and time.monotonic() - self._began > limit:
+            self._failure = Failure(cause=f"no worker had started after {limit:g} s: {self._waiting()}.", exit_code=1)
+            return True
+        return False
+
+    def _result(self, error: str) -> LaunchResult:
+        self._flush()
+        attempts = self._attempt + 1
+        codes = [self._ends[rank][0] for rank in sorted(self._ends)]
+        if self._requested is not None:
+            outcome = stopped(self._requested, codes, "" if codes or self._attempt >= 0 else self._doing)
+            return LaunchResult(outcome.exit_code, attempts, outcome.failure)
+        failure = self._failure
+        if failure is None and error:
+            failure = self._explain({}) if self._records else Failure(cause=_in_short(error), exit_code=1)
+        if failure is not None:
+            return LaunchResult(failure.exit_code, attempts, failure)
+        return LaunchResult(EXIT_PREEMPTED if EXIT_PREEMPTED in codes else 0, attempts)
+
+    def _explain(self, lost: dict[int, str]) -> Failure:
+        """Blame the guilty rank: by its own record where it left one, else by what Ray says of its death."""
+        exits = [self._exit_of(rank, 1) for rank in self._records]
+        exits += [self._exit_of(rank, -signal.SIGKILL) for rank in lost if rank not in self._records]
+        guilty = find_guilty(exits)
+        if guilty.record is None:
+            return self._gone(guilty.rank, _death(lost[guilty.rank]))
+        silent = set(range(self._world_size)) - {ended.rank for ended in exits}
+        if guilty.lost_peer and silent:  # all that spoke only lost another, so it is one that did not
+            return self._gone(min(silent), "it left no word: its process was killed, or its machine is gone")
+        failure = explain(
+            guilty,
+            label=self._spec.label(guilty.rank),
+            host=guilty.record["host"],
+            step=None,
+            killed_for_memory=False,
+            log=log_path(self._spec.log_dir, guilty.rank),
+        )
+        return replace(failure, others_stopped=self._world_size - 1)
+
+    def _gone(self, rank: int, why: str) -> Failure:
+        return Failure(
+            cause=f"is gone: {why}",
+            exit_code=128 + signal.SIGKILL,
+            rank=rank,
+            label=self._spec.label(rank),
+            others_stopped=self._world_size - 1,
+            logs=str(log_path(self._spec.log_dir, rank)),
+        )
+
+    def _exit_of(self, rank: int, code: int) -> RankExit:
+        record = self._records.get(rank)
+        code = record["exit_code"] if record is not None else code
+        return RankExit(rank, code, time.time(), record, log_tail(self._spec.log_dir, rank))
+
+    def _flush(self) -> None:
+        for rank, line in self._lines.rest():
+            self._console.rank_output(rank, self._spec.label(rank), line)
+
+    # --- signals and patience -------------------------------------------------------------------------------------
+
+    def _take_signal(self, number: signal.Signals) -> None:
+        if number == signal.SIGUSR1:
+            self._run.conductor.ask_to_stop.remote(number.name)
+        elif self._requested is not None:
+            self._give_up_at = time.monotonic()
+        else:
+            self._requested = number
+            self._give_up_at = time.monotonic() + (self._spec.grace_seconds if self._attempt >= 0 else 0.0)
+            again = " (Ctrl-C again to kill)" if number == signal.SIGINT else ""
+            self._console.notice(f"{number.name}: stopping the ranks{again}")
+            self._run.conductor.ask_to_stop.remote(number.name)
+
+    def _remind(self) -> None:
+        now = time.monotonic()
+        if self._reminder is not None and self._reminder.is_due(now):
+            self._console.notice(f"{self._waiting()} for {in_words(now - self._reminder.began)}")
+
+    def _waiting(self) -> str:
+        free = self._run.cluster.free()
+        there = ", ".join(f"{free.get(name, 0.0):g} {name}" for name in self._starter.resources)
+        return f"{self._doing} (free at the moment: {there})"
+
+
+_DEATHS = (
+    (("node", "died"), "its machine is gone"),
+    (("node", "dead"), "its machine is gone"),
+    (("out of memory",), "its machine ran out of memory, and Ray killed it"),
+    (("oom",), "its machine ran out of memory, and Ray killed it"),
+    (("worker process has died",), "its process was killed: by somebody, or because memory ran out"),
+)
+"""What is in Ray's words of a death, and what it means."""
+
+
+def _death(text: str) -> str:
+    """Say in few words how Ray thinks that a worker died."""
+    told = text.lower()
+    for marks, meaning in _DEATHS:
+        if all(mark in told for mark in marks):
+            return meaning
+    return next((line.strip() for line in text.splitlines() if line.strip()), "Ray gives no reason")
+
+
+def _in_short(error: str) -> str:
+    return "\n".join(error.strip().splitlines()[:_DEATH_LINES])

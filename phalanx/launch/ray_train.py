@@ -1,0 +1,185 @@
+"""Ranks on Ray's workers: Ray Train places and restarts them, and the launcher here shows what they do.
+
+1. `ray_cluster` connects to a cluster or starts a local one.
+2. A `Conductor` (an actor on the head node) runs Ray Train's controller, so that nothing of it depends on whether this
+   process is part of the cluster or a client of it.
+3. Each worker (`ray_worker`) unpacks what travelled (`luggage`), becomes a rank and runs the target.
+4. Output, events and last words come back as letters; `ray_follow` shows them and says what failed.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from phalanx.config.engines import settings_of_start
+from phalanx.errors import UsageError
+from phalanx.launch.luggage import pack
+from phalanx.launch.ray_cluster import check_resources, in_words, open_cluster
+from phalanx.launch.ray_follow import Follower
+
+if TYPE_CHECKING:
+    from phalanx.config import DistributedConfig
+    from phalanx.launch.console import Console
+    from phalanx.launch.ray_cluster import Cluster
+    from phalanx.launch.spec import LaunchResult, LaunchSpec
+    from phalanx.world.layout import Layout
+
+_HEAD = {"node:__internal_head__": 0.001}
+"""What the node has that Ray calls its head."""
+_TRAVELLING = ("PHALANX_", "NCCL_", "TORCH_", "GLOO_", "MLFLOW_", "HF_", "CUDA_LAUNCH_BLOCKING")
+"""Variables of this process that ranks on other machines see as well, by how they begin."""
+_FASTER = {
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",  # a report waits for the next look of the controller
+    "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
+    "RAY_TRAIN_ENABLE_WORKER_STRUCTURED_LOGGING": "0",
+    "RAY_TRAIN_METRICS_ENABLED": "0",
+    "RAY_CHDIR_TO_TRIAL_DIR": "0",
+}
+_SOONER_FEWER = {"RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "10"}
+"""After a machine is gone Ray first asks for as many workers as before, and for fewer only when that has failed."""
+_ELASTIC_FAILURES = 3
+
+
+@dataclass(frozen=True)
+class RayStarter:
+    """What Ray alone needs to know."""
+
+    address: str | None
+    workers: int
+    min_workers: int | None
+    resources: dict[str, float]
+    placement: str
+    start_timeout: float | None
+
+    @property
+    def use_gpu(self) -> bool:
+        """Whether every rank reserves a GPU or a part of one."""
+        return self.resources.get("GPU", 0) > 0
+
+    def launch(self, spec: LaunchSpec, console: Console) -> LaunchResult:
+        """Run the target on Ray's workers and return when every one of them is gone."""
+        began = time.monotonic()
+        num_cpus = max(os.cpu_count() or 1, self.workers * self.resources.get("CPU", 1))
+        with open_cluster(self.address, num_cpus=num_cpus, notice=console.notice) as cluster:
+            self._check_room(cluster)
+            connected = time.monotonic()
+            console.notice(f"{cluster.name}: ready after {connected - began:.1f} s; {self._wish()}")
+            with _Run(self, spec, cluster) as run:
+                return Follower(spec, console, run, self, connected).follow()
+
+    def _check_room(self, cluster: Cluster) -> None:
+        """Refuse what never fits, unless the user has said how long machines may take to come."""
+        if self.start_timeout is None:
+            check_resources(cluster, self.resources, self.min_workers or self.workers, placement=self.placement)
+
+    def _wish(self) -> str:
+        count = f"{self.min_workers} to {self.workers}" if self.min_workers else str(self.workers)
+        return f"asking for {count} worker{'s' * (self.workers > 1)} with {in_words(self.resources)} each"
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Settings of Ray Train that shorten its start, its reports and its second thoughts; the user's own stay."""
+        ours = _FASTER if self.min_workers is None else {**_FASTER, **_SOONER_FEWER}
+        return {name: os.environ.get(name, value) for name, value in ours.items()}
+
+    @property
+    def max_failures(self) -> int | None:
+        """How many losses an elastic run survives when nobody said it."""
+        return _ELASTIC_FAILURES if self.min_workers is not None else None
+
+
+def starter(config: DistributedConfig, layout: Layout) -> RayStarter:
+    """Return what the config asks of Ray."""
+    resources = {"CPU": config.cpus_per_worker, **({"GPU": 1.0} if layout.device == "cuda" else {})}
+    resources |= read_resources(config.resources_per_worker)
+    return RayStarter(
+        config.address, layout.world_size, config.min_workers, resources, config.placement, config.start_timeout
+    )
+
+
+def read_resources(text: str | None) -> dict[str, float]:
+    """Read 'GPU=0.5,big_memory=1'."""
+    found: dict[str, float] = {}
+    for part in filter(None, (piece.strip() for piece in (text or "").split(","))):
+        name, separator, amount = part.partition("=")
+        try:
+            value = float(amount)
+        except ValueError:
+            value = -1.0
+        if not separator or not name.strip() or value < 0:
+            raise UsageError(
+                f"resources_per_worker = {text!r}: '{part}' is no name=amount.",
+                hint="Write it like 'GPU=0.5,big_memory=1'.",
+            )
+        found[name.strip()] = value
+    return found
+
+
+class _Run:
+    """The conductor of one launch, and the run that it conducts."""
+
+    def __init__(self, starter: RayStarter, spec: LaunchSpec, cluster: Cluster) -> None:
+        self._starter = starter
+        self._spec = spec
+        self._cluster = cluster
+        self.cluster = cluster
+        self.conductor: Any = None
+        self.result: Any = None
+
+    def __enter__(self) -> _Run:
+        import ray
+
+        from phalanx.launch.ray_conductor import Conductor
+        from phalanx.launch.ray_worker import RankOrder
+
+        self.conductor = ray.remote(Conductor).options(num_cpus=0, resources=_HEAD).remote(self._starter.variables)
+        luggage = pack(self._spec.target, lambda text: None)
+        order = RankOrder(luggage, self._environment(), self._threads(), self._max_failures())
+        self.result = self.conductor.run.remote(self._arrangement(), order, dict(self._spec.data))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        import ray
+
+        ray.kill(self.conductor)
+
+    def _arrangement(self) -> Any:
+        from phalanx.launch.ray_conductor import Arrangement
+
+        starter = self._starter
+        least = starter.min_workers
+        folder = self._spec.log_dir.absolute()
+        folder = folder.parent if folder.name == "logs" else folder  # the run's own, where checkpoints are by default
+        return Arrangement(
+            workers=starter.workers if least is None else (least, starter.workers),
+            resources=starter.resources,
+            use_gpu=starter.use_gpu,
+            placement=starter.placement.upper().replace("-", "_"),
+            max_failures=self._max_failures(),
+            storage=str(folder.parent),
+            name=folder.name,
+        )
+
+    def _max_failures(self) -> int:
+        return self._spec.max_restarts or self._starter.max_failures or 0
+
+    def _environment(self) -> dict[str, str]:
+        """Return what ranks see of this process's environment, wherever they are."""
+        own = {name: value for name, value in os.environ.items() if name.startswith(_TRAVELLING)}
+        done = {f"PHALANX_{name.upper()}" for name in settings_of_start("ray")}
+        return {name: value for name, value in {**own, **self._spec.env}.items() if name not in done}
+
+    def _threads(self) -> int | None:
+        """Return the compute threads of a rank; None on a Ray of our own: its machine's cores, shared evenly.
+
+        On a cluster others may use the same machine: what was reserved is what a rank may use.
+        """
+        if self._spec.threads_per_rank is not None:
+            return self._spec.threads_per_rank
+        exported = os.environ.get("OMP_NUM_THREADS", "")
+        if exported.isdecimal() and int(exported) > 0:
+            return int(exported)
+        return None if self._cluster.started_here else max(1, int(self._starter.resources.get("CPU", 1)))

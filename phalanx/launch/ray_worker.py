@@ -1,0 +1,281 @@
+"""What a worker of Ray Train does: become a rank, run the target, and send home what happens."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import selectors
+import shutil
+import socket
+import sys
+import tempfile
+import threading
+from contextlib import contextmanager, redirect_stderr
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from phalanx.errors import EXIT_PREEMPTED
+from phalanx.launch import wire
+from phalanx.launch.environment import Place, rank_environment
+from phalanx.launch.joining import announce_joining
+from phalanx.launch.luggage import PAYLOAD_NAME, Luggage, unpack
+from phalanx.launch.preload import set_compute_threads
+from phalanx.launch.record import exit_code_of, read_record, record_exception
+from phalanx.launch.spec import LaunchSpec
+from phalanx.launch.target import run_target
+from phalanx.observe import stop_wish
+from phalanx.observe.board import HeartbeatBoard, board_path
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from phalanx.launch.luggage import Unpacked
+
+UNDER_RAY = "PHALANX_UNDER_RAY"
+"""Set in ranks that this module started."""
+_FLUSH_SECONDS = 0.1
+_CHUNK = 1 << 16
+_MOST_RETURNED = 1 << 30
+
+
+class RankLostError(RuntimeError):
+    """Ends the worker in Ray's eyes; its cause has been sent home already."""
+
+
+@dataclass(frozen=True)
+class RankOrder:
+    """What every rank is to do."""
+
+    luggage: Luggage
+    env: dict[str, str]
+    threads: int | None
+    """Compute threads of a rank; None: the cores of the machine shared evenly."""
+    max_restarts: int
+
+
+def run_rank(config: dict[str, Any]) -> None:
+    """Run the order on this worker; called by Ray Train, in a thread."""
+    order, conductor = config["order"], config["conductor"]
+    scratch = Path(tempfile.mkdtemp(prefix="phalanx-ray-"))
+    try:
+        place, local_rank, attempt = _find_place(conductor)
+        code = _Rank(order, conductor, scratch, place, local_rank, attempt).run()
+    finally:
+        os.chdir("/")
+        shutil.rmtree(scratch, ignore_errors=True)
+    if code not in (0, EXIT_PREEMPTED):
+        raise RankLostError(f"rank {place.first_rank + local_rank} ended with exit code {code}")
+
+
+def _find_place(conductor: Any) -> tuple[Place, int, int]:
+    """Let rank 0 choose where the ranks meet, and tell the others."""
+    from ray.train.collective import broadcast_from_rank_zero
+
+    ray: Any = import_module("ray")  # not all of it carries types
+    context = ray.train.get_context()
+    rank, world_size = context.get_world_rank(), context.get_world_size()
+    told: Any = None
+    if rank == 0:
+        attempt = ray.get(conductor.begin.remote(world_size))
+        told = (ray.util.get_node_ip_address(), _free_port(), attempt)
+    host, port, attempt = broadcast_from_rank_zero(told)
+    local_rank = context.get_local_rank()
+    nodes = -(-world_size // context.get_local_world_size())
+    place = Place(context.get_node_rank(), nodes, rank - local_rank, world_size, host, port)
+    return place, local_rank, attempt
+
+
+def _free_port() -> int:
+    with socket.create_server(("", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
+
+
+class _Rank:
+    """One rank in one attempt."""
+
+    def __init__(
+        self, order: RankOrder, conductor: Any, scratch: Path, place: Place, local_rank: int, attempt: int
+    ) -> None:
+        self._order = order
+        self._conductor = conductor
+        self._scratch = scratch
+        self._place = place
+        self._local_rank = local_rank
+        self._attempt = attempt
+        self.rank = place.first_rank + local_rank
+        self._log_dir = scratch / "logs"
+
+    def run(self) -> int:
+        """Run the target and return its exit code; whatever ended it is recorded."""
+        self._log_dir.mkdir()
+        HeartbeatBoard.create(board_path(self._log_dir, self._place.node_rank), self._place.world_size).close()
+        with _correspondence(self._conductor, self.rank) as post:
+            unpacked = unpack(self._order.luggage, self._scratch)
+            code = self._run_target(unpacked, post)
+            record = read_record(self._log_dir, self.rank)
+            if record is not None:
+                post.letter({"record": record})
+            if code == 0 and self.rank == 0 and unpacked.payload_folder is not None:
+                post.letter({"files": _made_beside(unpacked.payload_folder)})
+            post.letter({"ended": code, "rank": self.rank, "host": socket.gethostname()})
+        return code
+
+    def _run_target(self, unpacked: Unpacked, post: _Post) -> int:
+        try:
+            self._take_on(unpacked)
+            run_target(unpacked.target, sys.path)
+        except BaseException as error:  # noqa: BLE001 - the rank ends here, whatever ended it
+            if not isinstance(error, SystemExit):
+                post.last_words = self._record(error)
+            elif error.code is not None and not isinstance(error.code, int):
+                print(error.code, file=sys.stderr)
+            return exit_code_of(error)
+        return 0
+
+    def _record(self, error: BaseException) -> str:
+        """Write the record, and return the traceback: it is for the log, the launcher reports the cause once."""
+        words = io.StringIO()
+        with redirect_stderr(words):
+            record_exception(error, {"rank": self.rank, "log_dir": str(self._log_dir)})
+        return words.getvalue()
+
+    def _take_on(self, unpacked: Unpacked) -> None:
+        """Become the rank: torchrun's variables, the user's folder and import path, the compute threads."""
+        os.environ.pop("OMP_NUM_THREADS", None)  # Ray's, by the CPUs reserved
+        import ray
+
+        local_world_size = ray.train.get_context().get_local_world_size()
+        spec = LaunchSpec(
+            target=unpacked.target,
+            ranks_per_node=local_world_size,
+            log_dir=self._log_dir,
+            max_restarts=self._order.max_restarts,
+            threads_per_rank=self._order.threads,
+        )
+        variables = rank_environment(spec, self._place, self._local_rank, self._attempt, os.environ)
+        # No agent hosts the ranks' store here: rank 0 does.
+        os.environ.update({**variables, **self._order.env, "TORCHELASTIC_USE_AGENT_STORE": "False"})
+        os.environ[UNDER_RAY] = "1"
+        os.chdir(unpacked.folder)
+        sys.path[:] = [*unpacked.path, *(entry for entry in sys.path if entry not in unpacked.path)]
+        set_compute_threads(int(os.environ["OMP_NUM_THREADS"]))
+        announce_joining(socket.socket(fileno=os.dup(int(os.environ["PHALANX_EVENTS_FD"]))), self.rank)
+
+
+def _made_beside(folder: Path) -> dict[str, bytes]:
+    """Return the files that the target left beside its payload."""
+    files = [path for path in folder.iterdir() if path.is_file() and path.name != PAYLOAD_NAME]
+    size = sum(path.stat().st_size for path in files)
+    if size > _MOST_RETURNED:
+        print(f"phalanx: the trained weights ({size >> 20} MB) are not sent back; save them from the ranks", flush=True)
+        return {}
+    return {path.name: path.read_bytes() for path in files}
+
+
+class _Post:
+    """Collects what the rank prints and tells, and sends it home a few times a second."""
+
+    def __init__(self, conductor: Any, rank: int) -> None:
+        self._conductor = conductor
+        self._rank = rank
+        self.last_words = ""
+        self._letters: list[dict[str, Any]] = []
+        self._lock = threading.Lock()
+        self._output, self.output_end = os.pipe2(os.O_CLOEXEC)
+        self._events, self.events_end = wire.socket_pair()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._carry, name="phalanx-post", daemon=True)
+        self._stop: Any = conductor.stop_reason.remote()
+        os.set_blocking(self._output, False)
+        self._events.setblocking(False)
+        self._thread.start()
+
+    def letter(self, letter: dict[str, Any]) -> None:
+        """Send one letter with the next batch."""
+        with self._lock:
+            self._letters.append(letter)
+
+    def close(self) -> None:
+        """Send the rest and wait until it has arrived."""
+        self._ended.set()
+        self._thread.join()
+        for end in (self._output, self.output_end):
+            os.close(end)
+        self._events.close()
+        self.events_end.close()
+
+    def _carry(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._output, selectors.EVENT_READ)
+            selector.register(self._events, selectors.EVENT_READ)
+            while not self._ended.is_set():
+                selector.select(_FLUSH_SECONDS * 2)
+                self._ended.wait(_FLUSH_SECONDS)  # what comes in one burst travels in one letter
+                self._deliver()
+        self._deliver(wait=True)
+
+    def _deliver(self, *, wait: bool = False) -> None:
+        import ray
+
+        self._read()
+        with self._lock:
+            letters, self._letters = self._letters, []
+        if wait and self.last_words:
+            letters.append({"log": self.last_words.encode(), "rank": self._rank})
+        if letters:
+            sent = self._conductor.post.remote(letters)
+            if wait:
+                ray.get(sent)
+        if self._stop is not None and ray.wait([self._stop], timeout=0)[0]:
+            stop_wish.wish(ray.get(self._stop))
+            self._stop = None
+
+    def _read(self) -> None:
+        output = b""
+        while chunk := _read_some(self._output):
+            output += chunk
+        if output:
+            self.letter({"output": output, "rank": self._rank})
+        while data := _receive_some(self._events):
+            self.letter({"event": json.loads(data)})
+
+
+def _read_some(descriptor: int) -> bytes:
+    try:
+        return os.read(descriptor, _CHUNK)
+    except BlockingIOError:
+        return b""
+
+
+def _receive_some(connection: socket.socket) -> bytes:
+    try:
+        return connection.recv(1 << 18)
+    except BlockingIOError:
+        return b""
+
+
+@contextmanager
+def _correspondence(conductor: Any, rank: int) -> Iterator[_Post]:
+    """Send home what is printed here, to whichever stream and from whatever library, and the events of the loop."""
+    post = _Post(conductor, rank)
+    before = [os.dup(1), os.dup(2)]
+    streams = sys.stdout, sys.stderr
+    for number in (1, 2):
+        os.dup2(post.output_end, number)
+    sys.stdout, sys.stderr = (os.fdopen(os.dup(number), "w", buffering=1) for number in (1, 2))
+    os.environ["PHALANX_EVENTS_FD"] = str(post.events_end.fileno())
+    try:
+        yield post
+    finally:
+        ours = sys.stdout, sys.stderr
+        sys.stdout, sys.stderr = streams
+        for stream in ours:
+            stream.close()
+        for number, saved in enumerate(before, start=1):
+            os.dup2(saved, number)
+            os.close(saved)
+        post.close()
