@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from phalanx.tune.trial import Trial
 
 _TICKS = 5
+_BELOW = -0.08
+UNUSED = object()
+"""Stands for the value of a hyperparameter that does not apply."""
 _WORST, _BEST = (203, 213, 225), (13, 90, 120)
 
 
@@ -31,11 +34,13 @@ class Axis:
     log: bool = False
     names: tuple[Any, ...] = ()
     """Choices, in order; empty for numbers."""
+    optional: bool = False
+    """Whether some trials do not have it: they pass below the axis."""
 
-    def position(self, value: Any) -> float | None:
-        """Return the place of a value; None where it has none."""
-        if value is None and None not in self.names:
-            return None
+    def position(self, value: Any) -> float:
+        """Return the place of a value."""
+        if value is UNUSED:
+            return _BELOW
         if self.names:
             place = self.names.index(value) if value in self.names else 0
             return (place + 0.5) / len(self.names)
@@ -44,6 +49,9 @@ class Axis:
 
     def ticks(self) -> list[tuple[float, str]]:
         """Return places and their labels."""
+        return self._values() + ([(_BELOW, "unused")] if self.optional else [])
+
+    def _values(self) -> list[tuple[float, str]]:
         if self.names:
             return [((place + 0.5) / len(self.names), brief(name)) for place, name in enumerate(self.names)]
         shares = [place / (_TICKS - 1) for place in range(_TICKS)]
@@ -60,7 +68,7 @@ class Line:
     """A trial in the pictures."""
 
     trial: Trial
-    positions: tuple[float | None, ...]
+    positions: tuple[float, ...]
     curve: tuple[tuple[int, float], ...]
     goodness: float
     """From 0, the worst, to 1, the best, by rank: one outlier does not wash out the rest."""
@@ -83,18 +91,18 @@ def axes_and_lines(trials: Sequence[Trial], space: SearchSpace, objective: Objec
     numbers = [value for value in values if value is not None]
     axes = [_axis(name, domain) for name, domain in space.domains.items()]
     axes.append(Axis(objective.metric, min(numbers, default=0.0), max(numbers, default=1.0)))
-    ordered = sorted(shown, key=lambda trial: objective.goodness(trial.value(objective)))
+    ordered = sorted(shown, key=lambda trial: (objective.goodness(trial.value(objective)), -trial.number))
     most = max(1, len(ordered) - 1)
     return axes, [_line(trial, axes, objective, rank / most) for rank, trial in enumerate(ordered)]
 
 
 def _axis(name: str, domain: Domain) -> Axis:
     if domain.kind == "choice":
-        return Axis(name, names=tuple(dict.fromkeys(domain.arguments)))
-    return Axis(name, float(domain.low), float(domain.high), log=domain.meaning.log)
+        return Axis(name, names=tuple(dict.fromkeys(domain.arguments)), optional=bool(domain.when))
+    return Axis(name, float(domain.low), float(domain.high), log=domain.meaning.log, optional=bool(domain.when))
 
 
 def _line(trial: Trial, axes: list[Axis], objective: Objective, goodness: float) -> Line:
-    places = [axis.position(trial.params[axis.name]) if axis.name in trial.params else None for axis in axes[:-1]]
+    places = [axis.position(trial.params.get(axis.name, UNUSED)) for axis in axes[:-1]]
     places.append(axes[-1].position(trial.value(objective)))
     return Line(trial, tuple(places), tuple(trial.curve(objective)), goodness)

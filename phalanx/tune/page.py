@@ -56,9 +56,9 @@ def page(results: Results, axes: Sequence[Axis], lines: Sequence[Line], title: s
 def parallel_svg(axes: Sequence[Axis], lines: Sequence[Line]) -> str:
     """Draw one upright axis a hyperparameter, and a line a trial across them."""
     width = _LEFT + _STRIDE * len(axes)
-    parts = [f'<svg viewBox="0 0 {width} {_HEIGHT + 2 * _TOP}" width="{width}" role="img">']
+    parts = [f'<svg viewBox="0 0 {width} {_HEIGHT + 2 * _TOP + 10}" width="{width}" role="img">']
     for line in lines:
-        points = [(_LEFT + _STRIDE * n, _down(where)) for n, where in enumerate(line.positions) if where is not None]
+        points = [(_LEFT + _STRIDE * n, _down(where)) for n, where in enumerate(line.positions)]
         parts.append(_path(points, line))
     for number, axis in enumerate(axes):
         x = _LEFT + _STRIDE * number

@@ -30,15 +30,14 @@ def draw_pictures(axes: Sequence[Axis], lines: Sequence[Line], folder: Path) -> 
 def draw_parallel(place: Any, axes: Sequence[Axis], lines: Sequence[Line]) -> None:
     """Draw a line a trial across one upright axis a hyperparameter."""
     for line in lines:
-        points = [(number, where) for number, where in enumerate(line.positions) if where is not None]
         width = 2.5 if line.goodness == 1 else 1.0
-        place.plot(*zip(*points, strict=True), color=line.color, linewidth=width)
+        place.plot(range(len(axes)), line.positions, color=line.color, linewidth=width)
     for number, axis in enumerate(axes):
-        place.axvline(number, color="black", linewidth=0.8)
+        place.plot((number, number), (0, 1), color="black", linewidth=0.8)
         for where, label in axis.ticks():
             place.annotate(label, (number, where), xytext=(4, 0), textcoords="offset points", fontsize=7, va="center")
     place.set_xticks(range(len(axes)), [axis.name for axis in axes])
-    place.set(yticks=[], ylim=(-0.04, 1.04), xlim=(-0.1, len(axes) - 0.6))
+    place.set(yticks=[], ylim=(-0.12, 1.04), xlim=(-0.1, len(axes) - 0.6))
     for side in ("top", "left", "right", "bottom"):
         place.spines[side].set_visible(False)
 

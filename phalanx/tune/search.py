@@ -88,9 +88,7 @@ def search(subject: Subject, space: SearchSpace, request: Request) -> Results:
     subject.check([*space.domains, *space.fixed])
     objective = Objective.of(request.metric, request.mode)
     if _uses_ray(subject, request):
-        from phalanx.tune.ray_engine import search_on_ray
-
-        return search_on_ray(subject, space, objective, request)
+        return _search_on_ray(subject, space, objective, request)
     slots = plan_slots(
         subject.resolved.config,
         num_gpus=request.num_gpus,
@@ -142,6 +140,24 @@ def _search_here(subject: Subject, space: SearchSpace, objective: Objective, req
         tracking.close(results)
         record.close()
     return results
+
+
+def _search_on_ray(subject: Subject, space: SearchSpace, objective: Objective, request: Request) -> Results:
+    from phalanx.tune.ray_engine import EXPERIMENT, check_ray, run_on_ray
+
+    check_ray()
+    size = make_search("grid", space, 0, objective).size if request.search == "grid" else None
+    asked = request.num_samples or size or DEFAULT_SAMPLES
+    total = asked if size is None else min(asked, size)
+    folder = study_folder(request, subject.name, mark=f"{EXPERIMENT}/tuner.pkl")
+    table = open_table(objective, progress=subject.resolved.config.progress)
+    trials: list[Trial] = []
+    try:
+        table.notice(f"{total} trials of {subject.name} by Ray Tune; {folder}")
+        trials = run_on_ray(subject, space, objective, request, folder, total, table)
+    finally:
+        table.close(trials)
+    return conclude(trials, space, objective, subject, folder, table)
 
 
 def _run(engine: Engine, plan: Plan, table: PlainTable | LiveTable) -> list[Trial]:
@@ -211,14 +227,17 @@ def common_settings(subject: Subject, space: SearchSpace, objective: Objective, 
     }
 
 
-def study_folder(request: Request, name: str) -> Path:
-    """Make the folder of the search; one that holds another search is refused unless that is to go on."""
+def study_folder(request: Request, name: str, mark: str = FILE) -> Path:
+    """Make the folder of the search; one that holds another search is refused unless that is to go on.
+
+    `mark`: the file by which a search is known.
+    """
     if request.study_dir is None:
         plain = re.sub(r"[^\w.-]+", "-", name).strip("-") or "search"
         folder = Path("runs") / f"tune-{plain}-{time.strftime('%Y%m%d-%H%M%S')}"
     else:
         folder = Path(request.study_dir)
-    exists = (folder / FILE).exists()
+    exists = (folder / mark).exists()
     if request.resume and not exists:
         raise UsageError(f"{folder} holds no search that could go on", hint="Leave --resume out to begin one there.")
     if exists and not request.resume:
