@@ -9,13 +9,14 @@ import math
 import os
 import random
 import re
+import warnings
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from phalanx.errors import UsageError
 from phalanx.launch.ray_cluster import check_resources, open_cluster
-from phalanx.tune.ray_trial import ENDED, ITERATION, Work, number_of, run_in_worker
+from phalanx.tune.ray_trial import ENDED, ITERATION, Work, number_of, pack, run_in_worker
 from phalanx.tune.suggest import make_search, suggest
 from phalanx.tune.trial import State, Trial
 
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 EXPERIMENT = "ray"
 """Ray's own folder within that of the search."""
 _FARTHEST = 10**7
-_NUMBER = re.compile(r"_(\d{5})(?:_|$)")
 
 
 def check_ray() -> None:
@@ -61,8 +61,9 @@ def run_on_ray(
         tuner = _tuner(work, request, folder, total, needed, table)
         with _quiet():
             found = tuner.fit()
-        trials = [_as_ours(result, work, folder) for result in found]
-        unfinished = [one for one in found._experiment_analysis.trials if not one.is_finished()]
+        rays = found._experiment_analysis.trials
+        trials = [_as_ours(one, result, work, folder) for one, result in zip(rays, found, strict=True)]
+        unfinished = [one for one in rays if not one.is_finished()]
     if unfinished:
         done = len(trials) - len(unfinished)
         table.notice(
@@ -81,7 +82,9 @@ def _quiet() -> Iterator[None]:
     logger.setLevel(logging.CRITICAL)
     os.environ[variable] = "0"
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # advice about Ray's own settings, which are not the user's
+            yield
     finally:
         logger.setLevel(level)
         if before is None:
@@ -135,7 +138,7 @@ def _tuner(
 ) -> Any:
     from ray import tune
 
-    bare = functools.partial(run_in_worker, work=work)
+    bare = functools.partial(run_in_worker, packed=pack(work))
     bare.__name__ = "trial"  # type: ignore[attr-defined]
     trainable = tune.with_resources(bare, needed)
     learns = request.search == "optuna"
@@ -159,7 +162,7 @@ def _tuner(
             storage_path=str(folder),
             verbose=0,
             callbacks=[_show_on(table, work)],
-            checkpoint_config=tune.CheckpointConfig(num_to_keep=2),
+            checkpoint_config=tune.CheckpointConfig(num_to_keep=3),
         ),
     )
 
@@ -198,13 +201,11 @@ def _scheduler(work: Work, request: Request) -> Any:
 
 
 def _explorer(work: Work, mutate: tuple[str, ...] | None) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """Perturb in our own words, conditions included; the seed and the point that is left decide how."""
-    seed = work.subject.resolved.config.seed
+    """Perturb in our own words, conditions included; members are compared in step, so they are asked in order."""
+    rng = random.Random(work.subject.resolved.config.seed)
 
     def explore(config: dict[str, Any]) -> dict[str, Any]:
-        params = work.params(config)
-        rng = random.Random(f"{seed}/{sorted(params.items(), key=str)}")
-        return {**config, "params": work.space.perturbed(params, rng, mutate)}
+        return {**config, "params": work.space.perturbed(work.params(config), rng, mutate)}
 
     return explore
 
@@ -243,12 +244,10 @@ def _show_on(table: PlainTable | LiveTable, work: Work) -> Any:
     return Show()
 
 
-def _as_ours(result: Any, work: Work, folder: Path) -> Trial:
+def _as_ours(rays: Any, result: Any, work: Work, folder: Path) -> Trial:
     """Return a trial of Ray's as one of ours."""
-    metrics = result.metrics or {}
-    found = _NUMBER.search(Path(result.path or "").name)
-    number = number_of(metrics["trial_id"]) if "trial_id" in metrics else int(found[1]) if found else 0
-    trial = Trial(number, work.params(result.config or {}), folder / "trials" / f"{number:04d}")
+    metrics, number = result.metrics or {}, number_of(rays.trial_id)
+    trial = Trial(number, work.params(rays.config), folder / "trials" / f"{number:04d}")
     frame = result.metrics_dataframe
     for row in [] if frame is None else frame.to_dict("records"):
         trial.reports[int(row[ITERATION])] = _numbers(row)
@@ -262,7 +261,7 @@ def _as_ours(result: Any, work: Work, folder: Path) -> Trial:
 
 def _numbers(row: dict[str, Any]) -> dict[str, float]:
     """Return what was measured, without Ray's own bookkeeping."""
-    own = {ITERATION, ENDED, "steps", "timestamp", "pid", "done"}
+    own = {ITERATION, ENDED, "steps", "timestamp", "pid", "done", "should_checkpoint"}
     plain = {name: value for name, value in row.items() if isinstance(value, (int, float)) and name not in own}
     rays = re.compile(r"^(time_|training_iteration|iterations_since|timesteps|episodes|config/|checkpoint)")
     return {name: float(v) for name, v in plain.items() if not rays.match(name) and not math.isnan(v)}

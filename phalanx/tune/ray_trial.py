@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import pickle
 import queue
 import signal
+import sys
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,10 +71,20 @@ def number_of(trial_id: str) -> int:
     return int(trial_id.rsplit("_", 1)[1])
 
 
-def run_in_worker(config: dict[str, Any], work: Work) -> None:
+def pack(work: Work) -> dict[str, Any]:
+    """Return what travels to the workers: they find modules and relative paths as this process does."""
+    import cloudpickle
+
+    return {"work": cloudpickle.dumps(work), "path": list(sys.path), "folder": os.getcwd()}
+
+
+def run_in_worker(config: dict[str, Any], packed: dict[str, Any]) -> None:
     """Ray Tune's function: run the trial, and hand every report to Ray."""
     from ray import tune
 
+    sys.path += [entry for entry in packed["path"] if entry not in sys.path]
+    os.chdir(packed["folder"])
+    work: Work = pickle.loads(packed["work"])
     number = number_of(tune.get_context().get_trial_id())
     trial = Trial(number, work.params(config), Path(work.folder) / "trials" / f"{number:04d}")
     trial.folder.mkdir(parents=True, exist_ok=True)
