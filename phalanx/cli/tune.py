@@ -38,12 +38,14 @@ def run(arguments: Sequence[str]) -> int:
     from phalanx.tune.search import Request, search
     from phalanx.tune.space import SearchSpace
 
+    address = vars(namespace).pop("address", None)  # the cluster of the search, not of one run's ranks
     space = SearchSpace.read(namespace.space)
     subject = _subject(namespace, words[place + 1 :])
     mutate = None if namespace.mutate is None else tuple(name.strip() for name in namespace.mutate.split(","))
     asked = Request(
         metric=namespace.metric, mode=namespace.mode, num_samples=namespace.num_samples,
-        scheduler=namespace.scheduler, search=namespace.search, engine=namespace.engine, trials=namespace.trials,
+        scheduler=namespace.scheduler, search=namespace.search, engine=namespace.engine, address=address,
+        trials=namespace.trials,
         trials_per_gpu=namespace.trials_per_gpu, grace=namespace.grace, eta=namespace.eta,
         interval=namespace.interval, mutate=mutate, study_dir=namespace.study_dir, resume=namespace.resume,
     )  # fmt: skip

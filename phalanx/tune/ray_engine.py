@@ -51,10 +51,9 @@ def run_on_ray(
     table: PlainTable | LiveTable,
 ) -> list[Trial]:
     """Run the trials by Ray Tune, and return them as ours."""
-    config = subject.resolved.config
-    needed = _needs(subject, request)
+    needed = {"CPU": float(subject.resolved.config.total_ranks or 1)}
     at_once = total if request.scheduler == "pbt" else request.trials
-    with open_cluster(config.address, num_cpus=_local_cpus(needed, at_once), notice=table.notice) as cluster:
+    with open_cluster(request.address, num_cpus=_local_cpus(needed, at_once), notice=table.notice) as cluster:
         needed = _with_gpus(needed, cluster, subject, request)
         _check_room(cluster, needed, total, request)
         work = _work(subject, space, objective, request, folder, total)
@@ -91,11 +90,6 @@ def _quiet() -> Iterator[None]:
             del os.environ[variable]
         else:
             os.environ[variable] = before
-
-
-def _needs(subject: Subject, request: Request) -> dict[str, float]:
-    config = subject.resolved.config
-    return {"CPU": (config.total_ranks or 1) * config.cpus_per_worker}
 
 
 def _local_cpus(needed: dict[str, float], at_once: int | None) -> float:

@@ -40,6 +40,8 @@ class Record:
         )
         plain = {name: json.dumps(value, default=repr, sort_keys=True) for name, value in settings.items()}
         self._check_same(plain)
+        for _ in self._study.get_trials(deepcopy=False, states=[self._optuna.trial.TrialState.WAITING]):
+            self._study.ask()  # opened when the interruption came: it runs now like the others
         self._ids = {frozen.number: frozen._trial_id for frozen in self._study.get_trials(deepcopy=False)}
         if not self.existed:
             for name, text in plain.items():
@@ -57,7 +59,7 @@ class Record:
 
     def trials(self) -> list[Trial]:
         """Return what was recorded; a trial that had not ended is read up from its own events."""
-        return [self._read(frozen) for frozen in self._study.get_trials(deepcopy=False) if frozen.user_attrs]
+        return [self._read(frozen) for frozen in self._study.get_trials(deepcopy=False)]
 
     def _read(self, frozen: Any) -> Trial:
         attrs = frozen.user_attrs
@@ -87,10 +89,10 @@ class Record:
         """Begin a trial."""
         domains = {name: self._space.domains[name] for name in params if name in self._space.domains}
         values = {name: stored(domain, params[name]) for name, domain in domains.items()}
-        self._study.enqueue_trial(values)
+        # With its point from the first moment: an interruption must not leave a trial that nobody knows.
+        self._study.enqueue_trial(values, user_attrs={"params": json.dumps({**params, **values}, default=repr)})
         asked = self._study.ask({name: distribution(domain) for name, domain in domains.items()})
         self._ids[asked.number] = asked._trial_id
-        asked.set_user_attr("params", json.dumps({**params, **values}, default=repr))
         return Trial(asked.number, params, self.folder_of(asked.number))
 
     def note(self, trial: Trial) -> None:

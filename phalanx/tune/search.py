@@ -48,6 +48,8 @@ class Request:
     scheduler: str = "none"
     search: str = "random"
     engine: str = "auto"
+    address: str | None = None
+    """The Ray cluster to search on."""
     trials: int | None = None
     num_gpus: int | None = None
     trials_per_gpu: int = 1
@@ -75,6 +77,8 @@ class Request:
             wrong.append("scheduler = 'pbt' finds new points itself: search is 'random' or 'grid' beside it.")
         strangers = [name for name in self.mutate or () if name not in space.domains]
         wrong += [unknown_name("hyperparameter to mutate", name, space.domains) for name in strangers]
+        if self.address is not None and self.engine == "local":
+            wrong.append(f"address = {self.address!r} with engine = 'local': leave one of them out.")
         if self.resume and self.study_dir is None:
             wrong.append("resume needs to know which search: give its folder, study_dir (--study-dir).")
         if wrong:
@@ -87,7 +91,7 @@ def search(subject: Subject, space: SearchSpace, request: Request) -> Results:
     _check_settings(subject)
     subject.check([*space.domains, *space.fixed])
     objective = Objective.of(request.metric, request.mode)
-    if _uses_ray(subject, request):
+    if _uses_ray(request):
         return _search_on_ray(subject, space, objective, request)
     slots = plan_slots(
         subject.resolved.config,
@@ -99,11 +103,11 @@ def search(subject: Subject, space: SearchSpace, request: Request) -> Results:
     return _search_here(subject, space, objective, request, slots)
 
 
-def _uses_ray(subject: Subject, request: Request) -> bool:
+def _uses_ray(request: Request) -> bool:
     """Ray where it was asked for, or where there is a cluster to run on; else this machine's own processes."""
     if request.engine != "auto":
         return request.engine == "ray"
-    return subject.resolved.config.address is not None
+    return request.address is not None
 
 
 def _check_settings(subject: Subject) -> None:

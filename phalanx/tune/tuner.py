@@ -42,6 +42,7 @@ class DistributedTuner:
         scheduler: str = "none",
         search: str = "random",
         engine: str = "auto",
+        address: str | None = None,
         grace: int = 1,
         eta: int = 3,
         interval: int = 1,
@@ -54,7 +55,7 @@ class DistributedTuner:
         self._subject = _subject(train_fn, script, recipe, metric, settings)
         self._asked: dict[str, Any] = {
             "metric": metric, "mode": mode, "num_gpus": num_gpus, "trials_per_gpu": trials_per_gpu, "trials": trials,
-            "scheduler": scheduler, "search": search, "engine": engine, "grace": grace, "eta": eta,
+            "scheduler": scheduler, "search": search, "engine": engine, "address": address, "grace": grace, "eta": eta,
             "interval": interval, "mutate": None if mutate is None else tuple(mutate), "study_dir": study_dir,
             "resume": resume,
         }  # fmt: skip

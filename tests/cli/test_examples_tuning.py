@@ -35,19 +35,10 @@ def test_the_function_saves_epochs(tmp_path):
 
 
 def test_the_population_exchanges_weights(tmp_path):
-    words = ["bash", EXAMPLES / "population.sh", "--num-samples", 3, "--epochs", 2]
-    shell = tmp_path / "phalanx"
-    shell.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m phalanx.cli "$@"\n')
-    shell.chmod(0o755)
-    env = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
-    done = subprocess.run(
-        [str(word) for word in words], cwd=tmp_path, env=clean_environment(PHALANX_DEVICE="cpu", **env),
-        capture_output=True, text=True, timeout=100,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    text = run("bash", EXAMPLES / "population.sh", "--num-samples", 3, "--epochs", 2, cwd=tmp_path)
     trials = json.loads((tmp_path / "population/trials.json").read_text())
     assert [len(trial["lineage"]) for trial in trials].count(1) == 1
-    assert "goes on from trial" in done.stdout
+    assert "goes on from trial" in text
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.[ps][yh]")), ids=lambda path: path.name)

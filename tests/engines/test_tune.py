@@ -87,13 +87,20 @@ def test_a_search_is_repeated_whoever_is_faster(scheduler, monkeypatch):
     assert all(len(reports) < 9 for reports in shown.values())
 
 
-def test_another_seed_is_another_search():
-    points = []
-    for seed in (0, 1):
-        tuner = DistributedTuner(lambda config: config["x"] ** 2, {"x": uniform(-1, 1)}, seed=seed, trials=2)
-        tuner.tune(num_samples=2)
-        points.append([trial.params for trial in tuner.results.trials])
-    assert points[0] != points[1]
+def test_another_seed_is_another_search_and_a_search_can_be_made_longer():
+    def search(seed, samples, **more):
+        space = {"x": uniform(-1, 1)}
+        tuner = DistributedTuner(lambda config: config["x"] ** 2, space, seed=seed, trials=2, **more)
+        tuner.tune(num_samples=samples)
+        return [trial.params for trial in tuner.results.trials]
+
+    first = search(0, 2, study_dir="study")
+    assert search(1, 2) != first
+    events = Path("study/trials/0000/events.jsonl").read_text()
+    more = search(0, 3, study_dir="study", resume=True)
+    assert more[:2] == first
+    assert len(more) == 3
+    assert Path("study/trials/0000/events.jsonl").read_text() == events, "what was done is not done again"
 
 
 def ends_badly(config):

@@ -73,7 +73,7 @@ def found(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ray")
     (folder / "search.py").write_text(textwrap.dedent(_SCRIPT))
     path = f"{ROOT}:{ROOT / 'tests'}:{ROOT / 'tests/engines'}"
-    env = {**clean_environment(PHALANX_DEVICE="cpu", OMP_NUM_THREADS="1"), "PYTHONPATH": path}
+    env = {**clean_environment(PHALANX_DEVICE="cpu", OMP_NUM_THREADS="1"), "PYTHONPATH": path, "TMPDIR": "/tmp"}
     words = ["unshare", "-n", "sh", "-c", 'ip link set lo up && exec "$0" search.py', sys.executable]
     done = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -13,6 +13,7 @@ from phalanx.tune.objective import Objective
 from phalanx.tune.population import exploits
 from phalanx.tune.schedulers import Asha, Median, Points
 from phalanx.tune.slots import plan_slots
+from phalanx.tune.table import LiveTable
 from phalanx.tune.trial import State, Trial
 
 LOSS = Objective("loss", "min")
@@ -102,6 +103,18 @@ def test_the_gates_word(tmp_path):
     assert gate.wait(3) is True
     gate.stop_at(4)
     assert [gate.wait(3), gate.wait(4), gate.wait(5)] == [True, False, False]
+
+
+def test_the_live_table_draws_and_leaves_the_best_first(capsys):
+    table = LiveTable(LOSS)
+    table.show([trial(0, 2.0), trial(1, 1.0)])
+    table.notice("a word [above]")
+    first, second = trial(0, 2.0, state=State.FINISHED), trial(1, 1.0, state=State.FINISHED)
+    table.close([first, second])
+    lines = capsys.readouterr().out.splitlines()
+    assert any("a word [above]" in line for line in lines)
+    rows = [line for line in lines if "finished" in line]
+    assert [row.split()[1] for row in rows] == ["1", "0"]
 
 
 def test_gpus_are_shared_out(monkeypatch):
