@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from phalanx.observe.history import History
     from phalanx.trainers.ddp import PyTorchDDPTrainer
     from phalanx.trainers.ray import RayTrainer
+    from phalanx.trainers.tensorflow.face import TensorFlowDistributedTrainer
     from phalanx.trainers.verify.face import verify
     from phalanx.tune.tuner import DistributedTuner
 
@@ -33,6 +34,7 @@ _HOMES = {
     "PyTorchDDPTrainer": "phalanx.trainers.ddp",
     "RayTrainer": "phalanx.trainers.ray",
     "StepInfo": "phalanx.loop.hooks",
+    "TensorFlowDistributedTrainer": "phalanx.trainers.tensorflow.face",
     "load_adapter": "phalanx.models.lora_files",
     "lora": "phalanx.models.lora",
     "merge_lora": "phalanx.models.lora",
@@ -52,6 +54,7 @@ __all__ = [
     "PyTorchDDPTrainer",
     "RayTrainer",
     "StepInfo",
+    "TensorFlowDistributedTrainer",
     "__version__",
     "load_adapter",
     "lora",

@@ -9,7 +9,6 @@ from pathlib import Path
 from phalanx.config import DistributedConfig
 from phalanx.trainers.compression_bench.probe import run_probe
 from phalanx.trainers.compression_bench.rank import run_cases
-from phalanx.trainers.job import run_job
 from phalanx.trainers.recipe import run_recipe
 from phalanx.trainers.remote import write_result
 from phalanx.trainers.verify.rank import run_request
@@ -21,7 +20,7 @@ def run_job_file(payload: str) -> None:
     path = Path(payload)
     with path.open("rb") as file:
         job = pickle.load(file)
-    result = run_job(job, in_place=False)
+    result = job.run()
     env = read_rank_env()
     if env is None or env.local_rank == 0:
         write_result(result, path.parent)

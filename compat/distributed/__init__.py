@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         PhalanxError,
         PyTorchDDPTrainer,
         RayTrainer,
+        TensorFlowDistributedTrainer,
     )
 
 __all__ = [
@@ -25,11 +26,12 @@ __all__ = [
     "PhalanxError",
     "PyTorchDDPTrainer",
     "RayTrainer",
+    "TensorFlowDistributedTrainer",
 ]
 
 __version__ = phalanx.__version__
 
-_NOT_YET = ("HorovodTrainer", "TensorFlowDistributedTrainer")
+_NOT_YET = ("HorovodTrainer",)
 
 
 def __getattr__(name: str) -> Any:

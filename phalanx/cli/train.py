@@ -24,6 +24,7 @@ from phalanx.trainers.targets import given_settings, recipe_target, settings_env
 from phalanx.trainers.terminal import open_console
 from phalanx.world.env import RankEnv, export_rank_env, read_rank_env
 from phalanx.world.layout import Layout, plan_layout
+from phalanx.world.tf_config import check_against, read_task
 
 if TYPE_CHECKING:
     import argparse
@@ -46,6 +47,8 @@ def run(arguments: Sequence[str]) -> int:
     if target is not None:
         target.check()
     started = read_rank_env()
+    if started is None and _is_task_of_cluster(resolved.config):
+        return _be_the_task(resolved, target)
     if started is not None and not _is_node_of(started, resolved.config):
         return _be_the_rank(started, recipe, resolved, target)  # torchrun, srun or mpirun started us: start no more
     if started is not None:
@@ -88,6 +91,11 @@ def _check_target(namespace: argparse.Namespace, own: list[str]) -> Recipe | Non
         )
     if namespace.recipe and own:
         raise UsageError(f"a recipe takes no arguments of its own; got: {shlex.join(own)}")
+    if namespace.recipe and vars(namespace).get("backend") == "tensorflow":
+        raise UsageError(
+            f"the recipe '{namespace.recipe}' is a torch model, and backend = 'tensorflow' trains Keras models",
+            hint="Give it a script: phalanx train --backend tensorflow --script train.py",
+        )
     if namespace.preset and not namespace.recipe:
         raise UsageError("--preset is for recipes; a script builds its own model")
     return load_recipe(namespace.recipe).with_preset(namespace.preset) if namespace.recipe else None
@@ -156,6 +164,26 @@ def _as_node(started: RankEnv, resolved: Resolved) -> Resolved:
     endpoint = config.rdzv_endpoint or f"{started.master_addr}:{started.master_port}"
     node_rank = started.rank if config.node_rank is None else config.node_rank
     return Resolved(config.replace(node_rank=node_rank, rdzv_endpoint=endpoint), resolved.origins)
+
+
+def _is_task_of_cluster(config: DistributedConfig) -> bool:
+    """Whether somebody who writes TF_CONFIG (Kubeflow, say) started this process of a TensorFlow cluster."""
+    task = read_task() if config.backend == "tensorflow" else None
+    if task is not None:
+        check_against(task, config)
+    return task is not None
+
+
+def _be_the_task(resolved: Resolved, target: ScriptTarget | ModuleTarget | None) -> int:
+    from phalanx.launch.target import run_target
+    from phalanx.world.tf_cluster import enter_alone
+
+    assert target is not None, "recipes are torch models, and were refused"
+    check_packages(resolved.config)
+    os.environ.update(_rank_environment(resolved, resolved.config))
+    enter_alone()
+    run_target(target, sys.path)
+    return 0
 
 
 def _be_the_rank(

@@ -83,6 +83,7 @@ class RankGroup:
         common = {
             "do": "rank",
             "target": to_message(self._spec.target),
+            "prelude": self._spec.prelude,
             "cwd": os.getcwd(),
             "path": sys.path,
             "threads": threads,

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import functools
 import json
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    import socket
+import os
+import socket
+from typing import Any
 
 
 def announce_joining(events: socket.socket, rank: int) -> None:
@@ -26,6 +25,14 @@ def announce_joining(events: socket.socket, rank: int) -> None:
     # device_mesh took its own reference when it was imported.
     for module in (torch.distributed, distributed_c10d, device_mesh):
         setattr(module, original.__name__, init_process_group)
+
+
+def announce(what: str, rank: int) -> None:
+    """Say "joining" or "joined" for ranks that meet by other means than torch's."""
+    descriptor = os.environ.get("PHALANX_EVENTS_FD", "")
+    if descriptor.isdecimal():
+        with socket.socket(fileno=os.dup(int(descriptor))) as events:
+            _say(events, what, rank)
 
 
 def _say(events: socket.socket, what: str, rank: int) -> None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from phalanx.launch.joining import announce_joining
 from phalanx.launch.preload import set_compute_threads
 from phalanx.launch.record import exit_code_of, record_exception
-from phalanx.launch.target import from_message, run_target
+from phalanx.launch.target import call, from_message, run_target
 
 if TYPE_CHECKING:
     from phalanx.launch.wire import Message
@@ -43,6 +43,8 @@ def run(request: Message, descriptors: list[int]) -> NoReturn:
     files = _Files(log, stack)
     try:
         _take_on(request, files, events)
+        if request["prelude"]:
+            call(request["prelude"])
         run_target(from_message(request["target"]), request["path"])
         code = 0
     except BaseException as error:  # noqa: BLE001 - the program ends here, whatever ended it

@@ -115,6 +115,8 @@ class LaunchSpec:
     """Compute threads a rank; None: this node's cores shared evenly, unless OMP_NUM_THREADS is set."""
     data: Mapping[str, Any] = field(default_factory=dict)
     """Data sets that the starter itself deals out to the ranks (Ray Data), by name."""
+    prelude: str = ""
+    """A function, `package.module:name`, that each rank calls before the target."""
     starter: Starter | None = None
     """Another system that starts the ranks (horovodrun, Ray); None: this launcher's own processes."""
 

@@ -70,8 +70,13 @@ def _run_module(target: ModuleTarget) -> None:
 
 def _run_call(target: CallTarget, caller_path: list[str]) -> None:
     sys.path[:] = [entry or os.getcwd() for entry in caller_path]
-    module, _, name = target.function.partition(":")
-    getattr(importlib.import_module(module), name)(target.payload)
+    call(target.function, target.payload)
+
+
+def call(function: str, *arguments: Any) -> None:
+    """Import `package.module:name` and call it."""
+    module, _, name = function.partition(":")
+    getattr(importlib.import_module(module), name)(*arguments)
 
 
 def _interpreter_path() -> list[str]:

@@ -95,6 +95,13 @@ CATALOG = (
         "ddp, fsdp (the rest of the model is sharded over the same ranks)",
     ),
     Entry(
+        "tensorflow",
+        "--backend tensorflow --strategy mirrored|multiworker|parameter-server (extra: tensorflow)",
+        "tf.distribute for Keras models: replicas in one process, a process a worker, or parameter servers",
+        "the model is a Keras model",
+        "mixed precision, backups, restarts; what else Keras does is told in compile()",
+    ),
+    Entry(
         "parameter-server",
         "--strategy parameter-server [--num-servers N] [--server-mode sync|async|bounded] [--staleness S]",
         "processes of their own hold the parameters and step; ranks push gradients and pull values",

@@ -64,8 +64,15 @@ class TorchTrainer:
 
     def _configure(self, config: DistributedConfig | None, settings: dict[str, Any]) -> DistributedConfig:
         if config is not None:
-            return config.replace(**settings) if settings else config
-        return resolve({"backend": self.backend, **settings}).config
+            chosen = config.replace(**settings) if settings else config
+        else:
+            chosen = resolve({"backend": self.backend, **settings}).config
+        if chosen.backend == "tensorflow":
+            raise UsageError(
+                f"backend = 'tensorflow' trains Keras models, and {type(self).__name__} torch's",
+                hint="Use TensorFlowDistributedTrainer(model_fn=...), or another backend.",
+            )
+        return chosen
 
     @property
     def best_accuracy(self) -> float | None:
@@ -137,7 +144,7 @@ class TorchTrainer:
             return run_job(Job(action, task, config_here), in_place=True)
         run_dir = make_run_dir(config, task.name) if action == "fit" else None
         try:
-            result = run_on_ranks(Job(action, task, config_here, run_dir), layout)
+            result: JobResult = run_on_ranks(Job(action, task, config_here, run_dir), layout)
         except PhalanxError:
             if run_dir is not None:
                 discard_unused(config, run_dir)

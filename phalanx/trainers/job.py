@@ -36,6 +36,10 @@ class Job:
     config: DistributedConfig
     run_dir: Path | None = None
 
+    def run(self) -> JobResult:
+        """Run it on a rank that was started for it."""
+        return run_job(self, in_place=False)
+
 
 @dataclass
 class JobResult:

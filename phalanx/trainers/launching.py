@@ -10,6 +10,7 @@ from phalanx import errors
 from phalanx.launch import CallTarget, LaunchSpec
 from phalanx.launch.nccl import nccl_environment
 from phalanx.launch.record import read_record
+from phalanx.world.tf_config import ROLES_VARIABLE, roles_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -37,7 +38,7 @@ def launch_spec(
         num_nodes=layout.num_nodes,
         node_rank=config.node_rank,
         rdzv_endpoint=config.rdzv_endpoint or "",
-        env={**nccl_environment(config.nccl_env, os.environ), **env},
+        env={**nccl_environment(config.nccl_env, os.environ), **_engine_environment(config), **env},
         log_dir=log_dir,
         labels=_labels(layout, target),
         console_ranks="all" if config.console_ranks == "all" else "0",
@@ -46,8 +47,13 @@ def launch_spec(
         join_timeout=config.timeout,
         start_timeout=start_timeout,
         threads_per_rank=config.threads_per_rank,
+        prelude="phalanx.world.tf_cluster:enter" if config.backend == "tensorflow" else "",
         starter=_starter(config, layout),
     )
+
+
+def _engine_environment(config: DistributedConfig) -> dict[str, str]:
+    return {ROLES_VARIABLE: ",".join(roles_of(config))} if config.backend == "tensorflow" else {}
 
 
 _STARTERS = {"horovodrun": "phalanx.launch.horovodrun", "ray": "phalanx.launch.ray_train"}
@@ -68,7 +74,7 @@ def _labels(layout: Layout, target: Target) -> tuple[str, ...]:
     """
     mesh = layout.mesh
     is_told = sum(size > 1 for size in mesh.sizes.values()) > 1 or mesh.dp_size < mesh.world_size
-    return layout.labels if isinstance(target, CallTarget) or is_told else ()
+    return layout.labels if isinstance(target, CallTarget) or layout.names or is_told else ()
 
 
 def raise_failure(result: LaunchResult, log_dir: Path) -> None:

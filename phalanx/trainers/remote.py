@@ -11,7 +11,7 @@ import shutil
 import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -25,13 +25,23 @@ from phalanx.trainers.terminal import open_console
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from phalanx.trainers.job import Job, JobResult
+    from phalanx.config import DistributedConfig
     from phalanx.world.layout import Layout
 
 RESULT_NAME = "result.pt"
 
 
-def run_on_ranks(job: Job, layout: Layout) -> JobResult:
+class RemoteJob(Protocol):
+    """What can be sent to ranks: its settings, the run's folder, and what a rank does."""
+
+    config: DistributedConfig
+    run_dir: Path | None
+
+    def run(self) -> Any:
+        """Run it on a rank; what the first rank of this machine returns is the result."""
+
+
+def run_on_ranks(job: RemoteJob, layout: Layout) -> Any:
     """Start the ranks, let them run the job, and return the result of this machine's first rank."""
     folder = Path(tempfile.mkdtemp(prefix="phalanx-job-"))
     log_dir = Path(tempfile.mkdtemp(prefix="phalanx-logs-")) if job.run_dir is None else job.run_dir / "logs"
@@ -80,7 +90,7 @@ def write_payload(job: object, path: Path) -> None:
         ) from error
 
 
-def write_result(result: JobResult, folder: Path) -> None:
+def write_result(result: object, folder: Path) -> None:
     """Store the main rank's result where the parent waits for it."""
     temporary = folder / f".{RESULT_NAME}.{os.getpid()}"
     with temporary.open("wb") as file:
@@ -88,7 +98,6 @@ def write_result(result: JobResult, folder: Path) -> None:
     temporary.replace(folder / RESULT_NAME)
 
 
-def read_result(folder: Path) -> JobResult:
+def read_result(folder: Path) -> Any:
     """Read the result; it was written by ranks that this process started from its own pickle."""
-    result: JobResult = torch.load(folder / RESULT_NAME, map_location="cpu", weights_only=False)
-    return result
+    return torch.load(folder / RESULT_NAME, map_location="cpu", weights_only=False)

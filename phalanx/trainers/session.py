@@ -49,9 +49,12 @@ def save_config(config: DistributedConfig, run_dir: Path) -> None:
 
 
 def open_events(config: DistributedConfig, world: World, run_dir: Path) -> EventStream:
-    """Return the main rank's sinks: the launcher's console or our own, JSONL, TensorBoard, MLflow."""
-    if not world.is_main:
-        return EventStream(rank=world.rank)
+    """Return this rank's stream: the main rank's has the launcher's console or our own, JSONL, TensorBoard, MLflow."""
+    return EventStream(open_sinks(config, run_dir) if world.is_main else (), rank=world.rank)
+
+
+def open_sinks(config: DistributedConfig, run_dir: Path) -> list[Sink]:
+    """Return the sinks that the config asks for."""
     sinks: list[Sink] = [JsonlSink(run_dir / "events.jsonl")]
     to_launcher = FdSink.from_environment()
     if to_launcher is not None:
@@ -69,4 +72,4 @@ def open_events(config: DistributedConfig, world: World, run_dir: Path) -> Event
         from phalanx.observe.mlflow import MlflowSink
 
         sinks.append(MlflowSink(config.mlflow_experiment or "phalanx", config.name or run_dir.name, config.to_dict()))
-    return EventStream(sinks, rank=world.rank)
+    return sinks

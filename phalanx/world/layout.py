@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from phalanx.errors import UsageError
 from phalanx.world.mesh import Mesh, plan_mesh
+from phalanx.world.tf_config import role_names, roles_of
 
 if TYPE_CHECKING:
     from phalanx.config import DistributedConfig
@@ -20,6 +21,8 @@ class Layout:
     num_nodes: int
     ranks_per_node: int
     mesh: Mesh
+    names: tuple[str, ...] = ()
+    """What ranks are called where they are more than places on the mesh."""
 
     @property
     def world_size(self) -> int:
@@ -29,7 +32,7 @@ class Layout:
     @property
     def labels(self) -> tuple[str, ...]:
         """The name of each rank in logs."""
-        return tuple(self.mesh.label(rank) for rank in range(self.world_size))
+        return self.names or tuple(self.mesh.label(rank) for rank in range(self.world_size))
 
 
 def plan_layout(config: DistributedConfig, gpus_here: int) -> Layout:
@@ -41,11 +44,27 @@ def plan_layout(config: DistributedConfig, gpus_here: int) -> Layout:
         here = config.launcher != "ray" or config.address is None  # of a cluster elsewhere, this machine says nothing
         device = "cuda" if wants_gpu or (here and gpus_here) else "cpu"
     check_device(config, device)
+    if config.backend == "tensorflow":
+        return _tensorflow_layout(config, device)
     per_node = _ranks_per_node(asked, config.num_nodes, gpus_here if device == "cuda" else 1)
     may_share = gpus_here > 0 and config.communication_backend == "gloo"  # nccl refuses two ranks on one GPU
     if device == "cuda" and per_node > gpus_here and not may_share and config.launcher != "ray":
         raise _too_few_gpus(config, per_node, gpus_here)
     return Layout(device, config.num_nodes, per_node, plan_mesh(config, config.num_nodes * per_node, per_node))
+
+
+def _tensorflow_layout(config: DistributedConfig, device: str) -> Layout:
+    """Return the processes of a TensorFlow cluster; which devices each takes is TensorFlow's own affair."""
+    roles = roles_of(config)
+    per_node, left = divmod(len(roles), config.num_nodes)
+    if left:
+        raise UsageError(
+            f"a chief, {roles.count('worker')} workers and {roles.count('ps')} parameter servers are {len(roles)} "
+            f"processes, which cannot be spread evenly over num_nodes = {config.num_nodes}",
+            hint="Choose num_workers and num_servers so that 1 + num_workers + num_servers is a multiple of it.",
+        )
+    names = role_names(roles) if len(roles) > 1 else ()
+    return Layout(device, config.num_nodes, per_node, Mesh(dp_replicate=len(roles)), names)
 
 
 def check_device(config: DistributedConfig, device: str) -> None:

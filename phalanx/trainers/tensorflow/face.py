@@ -1,0 +1,155 @@
+"""`TensorFlowDistributedTrainer`: a Keras model on replicas, worker processes or parameter servers."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from phalanx.config import DistributedConfig, resolve
+from phalanx.errors import PhalanxError, UsageError
+from phalanx.launch import count_gpus
+from phalanx.trainers.folders import discard_unused, make_run_dir
+from phalanx.trainers.preflight import check_before_start
+from phalanx.trainers.tensorflow.feeding import check_data
+from phalanx.trainers.tensorflow.task import KerasJob, KerasTask
+from phalanx.world.env import read_rank_env
+from phalanx.world.layout import plan_layout
+from phalanx.world.tf_cluster import quiet_environment
+from phalanx.world.tf_config import check_against, read_task
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from phalanx.observe.history import History
+    from phalanx.trainers.tensorflow.task import KerasResult
+
+
+class TensorFlowDistributedTrainer:
+    """Trains what `model_fn` builds: one process with a replica a device (`strategy="mirrored"`), a process a worker
+    (`"multiworker"`), or workers around parameter servers (`"parameter-server"`).
+
+    `model_fn` returns a compiled Keras model; it is called in the strategy's scope, on every worker. Every setting of
+    `DistributedConfig` that Keras can follow is an argument. After `fit`, `model` has the trained weights.
+    """
+
+    backend = "tensorflow"
+
+    def __init__(
+        self,
+        model_fn: Callable[[], Any],
+        config: DistributedConfig | None = None,
+        *,
+        loss: Any = None,
+        optimizer: Any = None,
+        metrics: list[Any] | None = None,
+        callbacks: list[Any] | None = None,
+        **settings: Any,
+    ) -> None:
+        if not callable(model_fn) or hasattr(model_fn, "train_step"):
+            raise UsageError(
+                f"model_fn must be a function that returns a Keras model; got {type(model_fn).__name__}",
+                hint="A model has to be built in the strategy's scope: model_fn=lambda: build().",
+            )
+        if isinstance(optimizer, str) and optimizer in ("adamw", "adam", "sgd", "rmsprop", "adagrad"):
+            settings["optimizer"], optimizer = optimizer, None
+        self.config = self._configure(config, settings)
+        self.callbacks = list(callbacks or [])
+        self.history: History | None = None
+        self._parts = {"loss": loss, "optimizer": optimizer, "metrics": metrics}
+        self._model_fn = model_fn
+        self._model: Any = None
+        self._weights: list[Any] | None = None
+
+    def _configure(self, config: DistributedConfig | None, settings: dict[str, Any]) -> DistributedConfig:
+        if config is None:
+            return resolve({"backend": self.backend, **settings}).config
+        return config.replace(**{"backend": self.backend, **settings})
+
+    @property
+    def model(self) -> Any:
+        """The model; after `fit` with the trained weights."""
+        if self._model is None:
+            os.environ.update(quiet_environment(os.environ))
+            self._model = self._model_fn()
+        if self._weights is not None:
+            self._model.set_weights(self._weights)
+            self._weights = None
+        return self._model
+
+    @property
+    def weights(self) -> list[Any]:
+        """The weights in Keras' order; after `fit` on other processes they are there without a model built here."""
+        return self._weights if self._weights is not None else list(self.model.get_weights())
+
+    @property
+    def best_accuracy(self) -> float | None:
+        """The best validation accuracy of the last fit."""
+        return self.history.best_accuracy if self.history else None
+
+    def fit(self, train: Any, val: Any = None, **settings: Any) -> History:
+        """Train on arrays (inputs, targets), a tf.data.Dataset of global batches, or a function that returns one."""
+        config = self.config.replace(**settings) if settings else self.config
+        check_data(train, "train")
+        if val is not None:
+            check_data(val, "val")
+        name = config.name or getattr(self._model_fn, "__name__", "keras").strip("<>")
+        task = KerasTask(self._model_fn, train, val, callbacks=self.callbacks, name=name, **self._parts)
+        result = self._run_where_it_belongs(task, config)
+        self.history = result.history
+        return result.history
+
+    def _run_where_it_belongs(self, task: KerasTask, config: DistributedConfig) -> KerasResult:
+        """Run here in a process of a cluster and where one process is enough; else start the processes."""
+        check_before_start(config)
+        member = read_task()
+        if member is not None:
+            check_against(member, config)
+        started = read_rank_env() is not None or member is not None
+        layout = None if started else plan_layout(config, count_gpus())
+        if layout is None or layout.world_size == 1:
+            return self._train_here(KerasJob(task, config))
+        from phalanx.trainers.remote import run_on_ranks
+
+        run_dir = make_run_dir(config, task.name)
+        try:
+            result: KerasResult = run_on_ranks(KerasJob(task, config.replace(device=layout.device), run_dir), layout)
+        except PhalanxError:
+            discard_unused(config, run_dir)
+            raise
+        self._weights = result.weights
+        return result
+
+    def _train_here(self, job: KerasJob) -> KerasResult:
+        os.environ.update(quiet_environment(os.environ))
+        from phalanx.trainers.tensorflow.training import train
+
+        self._model, result = train(job)
+        return result
+
+    def evaluate(self, data: Any) -> dict[str, float]:
+        """Return the loss and metrics over `data`, in this process."""
+        check_data(data, "data")
+        from phalanx.trainers.tensorflow.feeding import validation_feed
+
+        found = self.model.evaluate(validation_feed(data, batch=self.config.batch_size), return_dict=True, verbose=0)
+        return {name: float(value) for name, value in found.items()}
+
+    def predict(self, inputs: Any) -> Any:
+        """Return the model's outputs, in this process."""
+        return self.model.predict(inputs, verbose=0)
+
+    def save(self, path: str | Path) -> Path:
+        """Write the model's weights (.weights.h5), or the whole model (.keras); only the leading task writes."""
+        path = Path(path)
+        member = read_task()
+        if member is None or member.leads:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            (self.model.save if path.suffix == ".keras" else self.model.save_weights)(str(path))
+        return path
+
+    def load(self, path: str | Path) -> None:
+        """Read weights that `save` wrote."""
+        if not Path(path).exists():
+            raise UsageError(f"there are no weights at {path}")
+        self.model.load_weights(str(path))

@@ -1,0 +1,197 @@
+"""Data for Keras: arrays are dealt out so that any number of replicas sees what one would; datasets stay as given.
+
+The order of an epoch depends on the seed and the epoch alone, so a resumed run sees what it would have seen.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from phalanx.errors import DataError, UsageError
+
+
+class Feed(NamedTuple):
+    """What `fit` is given, how many steps an epoch has (None: the data tells), and samples a step."""
+
+    data: Any
+    steps: int | None
+    global_batch: int
+
+
+class Start(NamedTuple):
+    """Where training begins: after a resumption not at the first epoch."""
+
+    epoch: int = 0
+
+
+def is_arrays(data: Any) -> bool:
+    """Whether data is (inputs, targets) or (inputs, targets, sample weights) as arrays."""
+    return isinstance(data, tuple) and len(data) in (2, 3) and all(hasattr(part, "shape") for part in data)
+
+
+def check_data(data: Any, name: str) -> None:
+    """Refuse what Keras could not be fed with, before any process starts."""
+    if is_arrays(data):
+        rows = {len(part) for part in data}
+        if len(rows) > 1:
+            raise DataError(f"{name} has arrays of {' and '.join(str(count) for count in sorted(rows))} rows")
+        if rows == {0}:
+            raise DataError(f"{name} is empty")
+    elif not callable(data) and not hasattr(data, "element_spec"):
+        raise UsageError(
+            f"{name} is a {type(data).__name__}",
+            hint="Give a tuple of arrays (inputs, targets), a tf.data.Dataset of batches, or a function that returns "
+            "one (the only way for datasets to reach processes that phalanx starts).",
+        )
+
+
+def is_empty_dataset(data: Any) -> bool:
+    """Whether a tf.data.Dataset is known to hold nothing."""
+    return hasattr(data, "cardinality") and int(data.cardinality()) == 0
+
+
+def training_feed(
+    data: Any, strategy: Any, *, batch_size: int | None, seed: int, start: Start, drop_last: bool | None
+) -> Feed:
+    """Return the training data as replicas in step take it."""
+    if not is_arrays(data):
+        return _as_given(data, strategy)
+    batch = batch_size or _DEFAULT_BATCH
+    replicas = strategy.num_replicas_in_sync
+    rows, whole = len(data[0]), batch * replicas
+    steps = rows // whole if drop_last else math.ceil(rows / whole)
+    if steps == 0:
+        raise DataError(f"{rows} samples are fewer than one global batch of {whole}, and drop_last is set")
+    deal = _Deal(data, whole, replicas, steps, seed, start)
+    return Feed(strategy.distribute_datasets_from_function(deal.dataset), steps, whole)
+
+
+def served_feed(data: Any, strategy: Any, *, batch_size: int | None, seed: int, start: Start) -> Feed:
+    """Return the training data as workers of parameter servers take it: each at its own pace, a batch a step."""
+    if not is_arrays(data):
+        if not callable(data):
+            raise UsageError(
+                "parameter servers' workers make their data themselves, and a tf.data.Dataset cannot travel to them",
+                hint="Give fit() arrays, or a function that returns the dataset.",
+            )
+        return Feed(lambda context=None: _unsharded(data()).repeat(), _steps_of(data()), 0)
+    batch = batch_size or _DEFAULT_BATCH
+    steps = math.ceil(len(data[0]) / batch)
+
+    def worker_data(context: Any = None) -> Any:
+        import tensorflow as tf
+
+        order = 0 if context is None else context.input_pipeline_id
+        rows = tf.data.Dataset.from_tensor_slices(data)
+        return rows.shuffle(len(data[0]), seed=seed + 1000 * start.epoch + order).repeat().batch(batch).prefetch(2)
+
+    return Feed(worker_data, steps, batch)
+
+
+def validation_feed(data: Any, *, batch: int | None) -> Any:
+    """Return validation data as a dataset in its own order."""
+    import tensorflow as tf
+
+    if data is None:
+        return None
+    if is_arrays(data):
+        return _by_rows(tf.data.Dataset.from_tensor_slices(data).batch(batch or _DEFAULT_BATCH))
+    return _by_rows(data() if callable(data) else data)
+
+
+_DEFAULT_BATCH = 32
+"""Keras' own."""
+
+
+class _Deal:
+    """Deals out the rows of arrays: every global batch in equal parts to all replicas, by the same order everywhere."""
+
+    def __init__(
+        self, data: tuple[Any, ...], global_batch: int, replicas: int, steps: int, seed: int, start: Start
+    ) -> None:
+        self.data = tuple(np.asarray(part) for part in data)
+        self.rows = len(self.data[0])
+        self.global_batch = global_batch
+        self.replicas = replicas
+        self.steps = steps
+        self.seed = seed
+        self.start = start
+        last = self.rows - (steps - 1) * global_batch
+        # Keras averages over a replica's rows, then over replicas: unequal parts are weighed, to give the mean of all.
+        self.weighed = last < global_batch and last % replicas != 0
+
+    def dataset(self, context: Any) -> Any:
+        """Return what the replicas of this process see: for each step the part of one, then of the next."""
+        import tensorflow as tf
+
+        here = self.replicas // context.num_input_pipelines
+        first = context.input_pipeline_id * here
+        tensors = tuple(tf.constant(part) for part in self.data)
+
+        def epoch(number: Any) -> Any:
+            order = tf.random.experimental.stateless_shuffle(
+                tf.range(self.rows, dtype=tf.int64), seed=tf.stack([tf.constant(self.seed, tf.int64), number])
+            )
+            parts = tf.data.Dataset.range(self.steps * here)
+            return parts.map(lambda part: self._part(tf, tensors, order, part // here, first + part % here))
+
+        epochs = tf.data.Dataset.range(self.start.epoch, _FOR_EVER)
+        return epochs.flat_map(epoch).prefetch(2 * here)
+
+    def _part(self, tf: Any, tensors: tuple[Any, ...], order: Any, step: Any, replica: Any) -> Any:
+        batch = order[step * self.global_batch : (step + 1) * self.global_batch]
+        size = tf.shape(batch, out_type=tf.int64)[0]
+        begin, end = size * replica // self.replicas, size * (replica + 1) // self.replicas
+        mine = batch[begin : tf.maximum(end, tf.minimum(begin + 1, size))]
+        taken = tuple(tf.gather(tensor, mine) for tensor in tensors)
+        if not self.weighed:
+            return taken
+        # A replica without a row of its own gets one that counts nothing: it must take part in the step.
+        count = tf.shape(mine)[0]
+        share = tf.cast(self.replicas * (end - begin), tf.float32) / tf.cast(size, tf.float32)
+        weights = tf.fill([count], share) * (tf.cast(taken[2], tf.float32) if len(taken) == 3 else 1.0)
+        return taken[0], taken[1], weights
+
+
+_FOR_EVER = 1 << 60
+
+
+def _as_given(data: Any, strategy: Any) -> Feed:
+    dataset = data() if callable(data) else data
+    if is_empty_dataset(dataset):
+        raise DataError("the training dataset is empty")
+    batch = _batch_of(dataset)
+    return Feed(strategy.experimental_distribute_dataset(_by_rows(dataset)), _steps_of(dataset), batch)
+
+
+def _steps_of(dataset: Any) -> int | None:
+    known = int(dataset.cardinality())
+    return known if known > 0 else None
+
+
+def _batch_of(dataset: Any) -> int:
+    """Return the samples of a batch, where the dataset's first one tells."""
+    for element in dataset.take(1):
+        first = element[0] if isinstance(element, tuple) else element
+        return int(first.shape[0]) if hasattr(first, "shape") and first.shape.rank else 1
+    return 0
+
+
+def _by_rows(dataset: Any) -> Any:
+    """Let workers share out batches by rows: by files, TensorFlow's first choice, is not possible for most data."""
+    return _with_policy(dataset, "DATA")
+
+
+def _unsharded(dataset: Any) -> Any:
+    return _with_policy(dataset, "OFF")
+
+
+def _with_policy(dataset: Any, policy: str) -> Any:
+    import tensorflow as tf
+
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = getattr(tf.data.experimental.AutoShardPolicy, policy)
+    return dataset.with_options(options)

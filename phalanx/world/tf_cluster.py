@@ -1,0 +1,149 @@
+"""What a rank does before TensorFlow is imported: find its place in the cluster, write TF_CONFIG, or serve.
+
+Ranks find free ports themselves and tell each other through the launcher's store. TensorFlow listens seconds later and
+takes no open socket, so ports are drawn from where the kernel gives none to those who ask for no number.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib.util
+import os
+import random
+import socket
+import sys
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from phalanx.launch.joining import announce
+from phalanx.world.env import read_rank_env
+from phalanx.world.tf_config import ROLES_VARIABLE, VARIABLE, read_task, task_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch.distributed as dist
+
+    from phalanx.world.env import RankEnv
+    from phalanx.world.tf_config import Task
+
+_PORTS = range(15000, 31000)
+"""Below what Linux hands out by itself."""
+_LANES = 16
+_LEGACY = "TF_USE_LEGACY_KERAS"
+_POLL = timedelta(seconds=3600 * 24 * 365)
+
+
+def enter() -> None:
+    """Take this rank's place in the cluster. A rank that serves others stays here until the chief has finished."""
+    env = read_rank_env()
+    assert env is not None, "our launcher started this process"
+    roles = tuple(os.environ[ROLES_VARIABLE].split(","))
+    os.environ.update(quiet_environment(os.environ))
+    announce("joining", env.rank)
+    if len(roles) > 1:
+        store = _open_store(env)
+        task = task_of(env.rank, roles, _exchange_addresses(env, store))
+        os.environ[VARIABLE] = task.to_json()
+        prepare_task(task)
+        announce("joined", env.rank)
+        if task.serves:
+            _serve_until_done(task, store)
+        if task.leads and "ps" in task.cluster:
+            atexit.register(store.set, "done", "1")
+    else:
+        announce("joined", env.rank)
+    _keep_to_own_gpu(env)
+
+
+def enter_alone() -> None:
+    """Take the place that TF_CONFIG names, where somebody else started this process."""
+    task = read_task()
+    os.environ.update(quiet_environment(os.environ))
+    if task is None:
+        return
+    prepare_task(task)
+    if task.serves:
+        _start_server(task).join()
+
+
+def prepare_task(task: Task) -> None:
+    """Choose the Keras whose `fit` runs on several machines, where the user has not chosen one."""
+    os.environ.update(legacy_environment(os.environ))
+    if task.cluster.get("ps"):
+        os.environ.setdefault("GRPC_FAIL_FAST", "use_caller")  # else the chief gives up before a server listens
+
+
+def legacy_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return what makes `tf.keras` the older Keras 2, whose fit runs on several machines; Keras 3's does not."""
+    wanted = _LEGACY not in environ and importlib.util.find_spec("tf_keras") is not None
+    return {_LEGACY: "1"} if wanted else {}
+
+
+def quiet_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return what keeps TensorFlow from talking about itself, and to the threads that the rank was given."""
+    threads = environ.get("OMP_NUM_THREADS", "")
+    wanted = {"TF_CPP_MIN_LOG_LEVEL": "2", "TF_FORCE_GPU_ALLOW_GROWTH": "true"}
+    if threads.isdecimal():
+        wanted["TF_NUM_INTRAOP_THREADS"] = threads
+    return {name: value for name, value in wanted.items() if name not in environ}
+
+
+def _open_store(env: RankEnv) -> dist.Store:
+    import torch.distributed as dist
+
+    store = dist.TCPStore(env.master_addr, env.master_port, is_master=False, timeout=timedelta(seconds=600))
+    return dist.PrefixStore(f"tensorflow/{env.attempt}", store)
+
+
+def _exchange_addresses(env: RankEnv, store: dist.Store) -> list[str]:
+    """Publish where this rank will listen; return where all of them will."""
+    store.set(str(env.rank), f"{_own_address(env)}:{_free_port(env.local_rank)}")
+    return [store.get(str(rank)).decode() for rank in range(env.world_size)]
+
+
+def _free_port(local_rank: int) -> int:
+    """Return a port that nobody listens on; ranks of one machine look in different places."""
+    draw = random.Random(f"{os.getpid()} {time.time_ns()}")
+    first = _PORTS.start + (local_rank % _LANES) * (len(_PORTS) // _LANES)
+    while True:
+        port = draw.randrange(first, first + len(_PORTS) // _LANES)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+        return port
+
+
+def _own_address(env: RankEnv) -> str:
+    """Return the address at which other ranks reach this machine."""
+    if env.local_world_size == env.world_size:
+        return "127.0.0.1"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # sends nothing: asks which way packets would go
+        probe.connect((env.master_addr, env.master_port))
+        address: str = probe.getsockname()[0]
+        return address
+
+
+def _keep_to_own_gpu(env: RankEnv) -> None:
+    """Let each of several ranks of a machine see one GPU: TensorFlow takes all that it sees."""
+    if env.local_world_size > 1 and "CUDA_VISIBLE_DEVICES" not in os.environ:
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(env.local_rank)
+
+
+def _serve_until_done(task: Task, store: dist.Store) -> None:
+    """Be a worker or a parameter server; the launcher ends us where the chief fails."""
+    _start_server(task)
+    store.wait(["done"], _POLL)
+    sys.stdout.flush()
+    os._exit(0)  # TensorFlow's server has no end of its own
+
+
+def _start_server(task: Task) -> Any:
+    import tensorflow as tf
+
+    return tf.distribute.Server(
+        tf.train.ClusterSpec(dict(task.cluster)), job_name=task.role, task_index=task.index, protocol="grpc"
+    )

@@ -1,0 +1,121 @@
+"""TF_CONFIG, who a process is in a TensorFlow cluster: read, checked against the settings, and written."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from phalanx.errors import UsageError
+
+if TYPE_CHECKING:
+    from phalanx.config import DistributedConfig
+
+VARIABLE = "TF_CONFIG"
+ROLES_VARIABLE = "PHALANX_TF_ROLES"
+"""What each rank is, in the order of ranks, with commas: how our launcher tells them."""
+
+_ROLES = ("chief", "worker", "ps", "evaluator")
+
+
+@dataclass(frozen=True)
+class Task:
+    """One process of a TensorFlow cluster."""
+
+    role: str
+    index: int
+    cluster: Mapping[str, list[str]]
+
+    @property
+    def leads(self) -> bool:
+        """Whether this task saves, reports and prints: the chief, or the first worker where there is none."""
+        return self.role == "chief" or (self.role == "worker" and self.index == 0 and not self.cluster.get("chief"))
+
+    @property
+    def serves(self) -> bool:
+        """Whether this task only does what the chief of a cluster with parameter servers tells it."""
+        return bool(self.cluster.get("ps")) and self.role in ("worker", "ps")
+
+    def to_json(self) -> str:
+        """Return what the variable holds."""
+        task = {"type": self.role, "index": self.index}
+        return json.dumps({"cluster": {role: list(hosts) for role, hosts in self.cluster.items()}, "task": task})
+
+
+def roles_of(config: DistributedConfig) -> tuple[str, ...]:
+    """Return what each process of a run is; a mirrored run is one process, whatever the number of its replicas."""
+    strategy = config.resolved_strategy
+    workers = config.total_ranks or 1
+    if strategy == "mirrored":
+        return ("worker",)
+    if strategy == "multiworker":
+        return ("worker",) * workers
+    return ("chief",) + ("worker",) * workers + ("ps",) * config.num_servers
+
+
+def role_names(roles: tuple[str, ...]) -> tuple[str, ...]:
+    """Return a name for each process: "chief", "worker 1"."""
+    return tuple(role if role == "chief" else f"{role} {roles[:place].count(role)}" for place, role in enumerate(roles))
+
+
+def task_of(rank: int, roles: tuple[str, ...], addresses: list[str]) -> Task:
+    """Return the task of a rank, given where every rank can be reached."""
+    cluster: dict[str, list[str]] = {}
+    for role, address in zip(roles, addresses, strict=True):
+        cluster.setdefault(role, []).append(address)
+    return Task(roles[rank], roles[:rank].count(roles[rank]), cluster)
+
+
+def read_task(environ: Mapping[str, str] | None = None) -> Task | None:
+    """Return what TF_CONFIG says of this process, or None where it says nothing; refuse what it cannot mean."""
+    text = (os.environ if environ is None else environ).get(VARIABLE, "").strip()
+    if not text:
+        return None
+    try:
+        document = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise _refusal(f"is no JSON: {error}") from None
+    if not isinstance(document, Mapping) or not document.get("cluster"):
+        return None  # TensorFlow takes that for a process on its own, too
+    cluster, task = document["cluster"], document.get("task")
+    if not isinstance(cluster, Mapping) or not isinstance(task, Mapping):
+        raise _refusal('needs "cluster" and "task", each a table')
+    return _checked(cluster, task)
+
+
+def _checked(cluster: Mapping[str, Any], task: Mapping[str, Any]) -> Task:
+    for name, hosts in cluster.items():
+        if name not in _ROLES or not isinstance(hosts, list) or not hosts:
+            raise _refusal(f'has "{name}": {hosts!r} in its cluster; it takes lists of hosts for {", ".join(_ROLES)}')
+    role, index = str(task.get("type")), task.get("index")
+    if role not in cluster:
+        raise _refusal(f"says that this is a {role!r}, and its cluster has only {', '.join(cluster)}")
+    if not isinstance(index, int) or not 0 <= index < len(cluster[role]):
+        raise _refusal(f"says that this is {role} {index!r}, and its cluster has {len(cluster[role])} of them, from 0")
+    return Task(role, index, dict(cluster))
+
+
+def check_against(task: Task, config: DistributedConfig) -> None:
+    """Refuse a cluster that contradicts the settings of the run."""
+    workers = len(task.cluster.get("worker", ()))
+    servers = len(task.cluster.get("ps", ()))
+    if config.strategy == "parameter-server" and not servers:
+        raise _refusal("has no ps in its cluster, but strategy = 'parameter-server' was given")
+    if config.strategy in ("mirrored", "multiworker") and servers:
+        raise _refusal(f"has {servers} ps in its cluster, but strategy = {config.strategy!r} was given")
+    # A chief of workers that all train is one of them; beside parameter servers it only directs.
+    trains = workers if servers else workers + len(task.cluster.get("chief", ()))
+    if config.total_ranks is not None and config.total_ranks != trains:
+        raise _refusal(f"has {trains} worker{'s' * (trains != 1)}, but num_workers = {config.total_ranks} was given")
+    if servers and config.num_servers not in (1, servers):  # 1 is what it is when nobody says
+        raise _refusal(f"has {servers} ps, but num_servers = {config.num_servers} was given")
+
+
+def _refusal(what: str) -> UsageError:
+    return UsageError(
+        f"the environment variable {VARIABLE} {what}",
+        hint="Whoever started this process set it (Kubeflow, a scheduler, a shell). Let it say what the settings say, "
+        f"leave the settings out, or unset {VARIABLE}: phalanx then starts the processes and writes it.",
+    )

@@ -1,0 +1,247 @@
+"""Keras models on replicas, workers and parameter servers: real TensorFlow, real processes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import textwrap
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from command import clean_environment, finish, start
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytest.importorskip("tensorflow", reason="TensorFlow is not installed: pip install 'phalanx[tensorflow]'")
+
+pytestmark = pytest.mark.timeout(240)
+
+PARTS = """
+import os, signal, sys
+import numpy as np
+import phalanx
+
+rng = np.random.default_rng(0)
+x = rng.normal(size=(71, 8)).astype("float32")
+y = rng.integers(0, 3, size=71)
+
+
+def build(library="tensorflow.keras"):
+    if library == "keras":
+        import keras
+    else:
+        import tensorflow
+        keras = tensorflow.keras
+    layers = [keras.layers.Input((8,)), keras.layers.Dense(16, activation="relu"), keras.layers.Dense(3)]
+    model = keras.Sequential(layers)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer=keras.optimizers.Adam(1e-2), loss=loss, metrics=["accuracy"])
+    return model
+
+
+def trainer(model_fn=build, **settings):
+    settings = {"epochs": 3, "progress": False, "run_dir": "run", **settings}
+    return phalanx.TensorFlowDistributedTrainer(model_fn=model_fn, **settings)
+
+
+def keep(name, trained):
+    np.savez(name, *trained.weights)
+"""
+
+
+def run(folder: Path, source: str) -> subprocess.CompletedProcess[str]:
+    script = folder / "script.py"
+    script.write_text(PARTS + textwrap.dedent(source))
+    return subprocess.run(
+        [sys.executable, str(script)],
+        cwd=folder,
+        env=clean_environment(TMPDIR=str(folder)),  # a killed TensorFlow leaves files of its own
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+
+
+def weights(path: Path) -> list[np.ndarray]:
+    with np.load(path) as arrays:
+        return [arrays[name] for name in arrays.files]
+
+
+def equal(one: list[np.ndarray], other: list[np.ndarray]) -> bool:
+    return all(np.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(one, other, strict=True))
+
+
+def events(path: Path) -> list[dict]:
+    return [json.loads(line) for line in (path / "events.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def mirrored(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One process: one replica, then two, a stop after an epoch and a resumption, and what can be asked afterwards."""
+    folder = tmp_path_factory.mktemp("mirrored")
+    done = run(
+        folder,
+        """
+        # First of all: the logical CPUs can be made only before TensorFlow computes.
+        one = trainer(strategy="mirrored", num_workers=2, batch_size=8, tensorboard=True)
+        history = one.fit((x, y), (x[:21], y[:21]))
+        keep("two.npz", one)
+        two = trainer(strategy="mirrored", num_workers=1, batch_size=16, run_dir="one")
+        two.fit((x, y))
+        keep("one.npz", two)
+        half = trainer(strategy="mirrored", batch_size=16, epochs=2, run_dir="half", checkpoint_dir="kept")
+        half.fit((x, y))
+        rest = trainer(strategy="mirrored", batch_size=16, run_dir="rest", checkpoint_dir="kept",
+                       resume_from_checkpoint=True)
+        print("resumed epochs", [record.epoch for record in rest.fit((x, y)).epochs])
+        keep("resumed.npz", rest)
+        found = one.evaluate((x[:21], y[:21]))
+        print("agree", abs(found["accuracy"] - history.epochs[-1].val["accuracy"]) < 1e-6)
+        one.save("weights.weights.h5")
+        fresh = trainer()
+        fresh.load("weights.weights.h5")
+        print("loaded", np.array_equal(fresh.model.get_weights()[0], one.model.get_weights()[0]))
+        print("shape", one.predict(x[:5]).shape, "best", one.best_accuracy == history.best_accuracy)
+        low = trainer(strategy="mirrored", batch_size=16, epochs=1, mixed_precision=True, run_dir="low")
+        low.fit((x, y))
+        print("policy", low.model.layers[0].dtype_policy.name)
+        number = trainer(model_fn=lambda: 3)
+        for wrong in (lambda: low.fit((x, y[:3])), lambda: number.fit((x, y)), lambda: low.fit([1])):
+            try:
+                wrong()
+            except phalanx.PhalanxError as error:
+                print("refused:", error.message)
+        """,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    (folder / "out").write_text(done.stdout)
+    return folder
+
+
+def test_two_replicas_equal_one_and_a_resumed_run_an_unbroken_one(mirrored):
+    one = weights(mirrored / "one.npz")
+    assert equal(one, weights(mirrored / "two.npz"))
+    assert equal(one, weights(mirrored / "resumed.npz"))
+    assert "resumed epochs [3]" in (mirrored / "out").read_text()
+
+
+def test_the_face_is_that_of_the_other_trainers(mirrored):
+    out = (mirrored / "out").read_text()
+    for words in ("agree True", "loaded True", "shape (5, 3) best True", "policy mixed_bfloat16"):
+        assert words in out
+    assert "refused: train has arrays of 3 and 71 rows" in out
+    assert "refused: model_fn returned a int" in out
+    assert "refused: train is a list" in out
+
+
+def test_events_and_tensorboard_are_ours(mirrored):
+    kinds = [event["event"] for event in events(mirrored / "run")]
+    assert kinds[0] == "run_started"
+    assert kinds[-1] == "run_ended"
+    assert kinds.count("epoch") == 3
+    first = events(mirrored / "run")[0]
+    assert (first["world_size"], first["global_batch"], first["strategy"]) == (2, 16, "tensorflow mirrored")
+    assert list((mirrored / "run" / "tensorboard").iterdir())
+    assert (mirrored / "run" / "config.toml").exists()
+
+
+def test_two_workers_equal_one_process_although_one_is_killed(mirrored, tmp_path):
+    """Keras 2's fit: worker 1 dies in the second epoch; all start again from the backup of the first."""
+    done = run(
+        tmp_path,
+        """
+        def die(where):
+            import tensorflow as tf
+
+            class Die(tf.keras.callbacks.Callback):
+                def on_epoch_begin(self, epoch, logs=None):
+                    if epoch == 1 and os.environ["RANK"] == "1" and not os.path.exists(where):
+                        open(where, "w").close()
+                        os.kill(os.getpid(), signal.SIGKILL)
+            return Die
+
+        def deadly(where=os.path.abspath("died")):
+            model = build()
+            fit, Callback = model.fit, die(where)
+            model.fit = lambda *args, callbacks=(), **named: fit(*args, callbacks=[*callbacks, Callback()], **named)
+            return model
+
+        two = trainer(model_fn=deadly, strategy="multiworker", num_workers=2, batch_size=8, max_restarts=1)
+        two.fit((x, y), (x[:21], y[:21]))
+        keep("two.npz", two)
+        """,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert (tmp_path / "died").exists()
+    assert equal(weights(mirrored / "one.npz"), weights(tmp_path / "two.npz"))
+    told = events(tmp_path / "run")
+    assert [event["epoch"] for event in told if event["event"] == "epoch"] == [1, 2, 3]
+    assert any("Keras 2 (tf_keras)" in event.get("text", "") for event in told)
+
+
+def test_keras_3_models_train_on_workers_by_our_own_loop(mirrored, tmp_path):
+    done = run(
+        tmp_path,
+        """
+        two = trainer(model_fn=lambda: build("keras"), strategy="multiworker", num_workers=2, batch_size=8)
+        two.fit((x, y), (x[:21], y[:21]))
+        keep("two.npz", two)
+        """,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert equal(weights(mirrored / "one.npz"), weights(tmp_path / "two.npz"))
+    ours, theirs = (
+        [event["val"] for event in events(path) if event["event"] == "epoch"]
+        for path in (tmp_path / "run", mirrored / "run")
+    )
+    assert ours == [pytest.approx(values, rel=1e-4) for values in theirs]
+    assert any("phalanx' own loop" in event.get("text", "") for event in events(tmp_path / "run"))
+
+
+def test_a_script_trains_around_parameter_servers(tmp_path):
+    """`phalanx train` starts a chief, two workers and a server; the trainer in the script joins them."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        PARTS
+        + textwrap.dedent(
+            """
+            served = phalanx.TensorFlowDistributedTrainer(model_fn=build)
+            history = served.fit((x, y), (x[:21], y[:21]))
+            print("epochs", len(history.epochs), os.environ["TF_CONFIG"])
+            """
+        )
+    )
+    words = "--backend tensorflow --strategy parameter-server --num-workers 2 --num-servers 1 --epochs 5 --batch-size 8"
+    done = finish(start("train", "--script", script, *words.split(), "--run-dir", "run", cwd=tmp_path), 200)
+    assert done.code == 0, done.text[-3000:]
+    assert "epochs 5" in done.out
+    told = events(tmp_path / "run")
+    losses = [event["train_loss"] for event in told if event["event"] == "epoch"]
+    assert losses[-1] < losses[0]
+    assert told[0]["strategy"] == "tensorflow parameter-server"
+
+
+def test_the_classic_form_runs_as_it_is(tmp_path):
+    script = tmp_path / "classic.py"
+    script.write_text(
+        textwrap.dedent(
+            """
+            import numpy as np
+            import tensorflow as tf
+
+            strategy = tf.distribute.MirroredStrategy()
+            with strategy.scope():
+                model = tf.keras.Sequential([tf.keras.layers.Dense(8, activation="relu"), tf.keras.layers.Dense(2)])
+                model.compile(optimizer="adam", loss="mse")
+            data = tf.data.Dataset.from_tensor_slices((np.ones((8, 4), "float32"), np.zeros((8, 2), "float32")))
+            model.fit(data.batch(4), epochs=2, verbose=2)
+            """
+        )
+    )
+    done = finish(start("train", "--backend", "tensorflow", "--script", script, cwd=tmp_path), 200)
+    assert done.code == 0, done.text[-3000:]
+    assert "Epoch 2/2" in done.out

@@ -1,0 +1,115 @@
+"""TF_CONFIG: who is what in a TensorFlow cluster, and what contradicts the settings. No TensorFlow is needed."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from phalanx import DistributedConfig
+from phalanx.cli import main
+from phalanx.errors import ConfigError, UsageError
+from phalanx.world.layout import plan_layout
+from phalanx.world.tf_config import check_against, read_task, role_names, roles_of, task_of
+
+TWO_WORKERS = {"worker": ["a:1", "b:2"]}
+SERVED = {"chief": ["a:1"], "worker": ["a:2", "b:3"], "ps": ["c:4"]}
+
+
+def environ(cluster, role, index):
+    return {"TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": role, "index": index}})}
+
+
+def test_what_is_written_is_read_back():
+    roles = roles_of(DistributedConfig(backend="tensorflow", strategy="parameter-server", num_workers=2))
+    assert roles == ("chief", "worker", "worker", "ps")
+    assert role_names(roles) == ("chief", "worker 0", "worker 1", "ps 0")
+    task = task_of(2, roles, ["a:1", "a:2", "b:3", "c:4"])
+    assert read_task({"TF_CONFIG": task.to_json()}) == task
+    assert (task.role, task.index, task.serves, task.leads) == ("worker", 1, True, False)
+    assert task.cluster == SERVED
+
+
+@pytest.mark.parametrize(("role", "index", "leads"), [("worker", 0, True), ("worker", 1, False)])
+def test_the_first_worker_leads_where_there_is_no_chief(role, index, leads):
+    task = read_task(environ(TWO_WORKERS, role, index))
+    assert task.leads is leads
+    assert not task.serves
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"cluster": {}}'])
+def test_a_process_on_its_own_has_no_task(text):
+    assert read_task({"TF_CONFIG": text}) is None
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("{", "is no JSON"),
+        (json.dumps({"cluster": TWO_WORKERS}), '"cluster" and "task"'),
+        (json.dumps({"cluster": {"boss": ["a:1"]}, "task": {"type": "boss", "index": 0}}), '"boss"'),
+        (json.dumps({"cluster": TWO_WORKERS, "task": {"type": "ps", "index": 0}}), "has only worker"),
+        (json.dumps({"cluster": TWO_WORKERS, "task": {"type": "worker", "index": 2}}), "has 2 of them"),
+    ],
+)
+def test_what_it_cannot_mean_is_refused(value, words):
+    with pytest.raises(UsageError, match=words):
+        read_task({"TF_CONFIG": value})
+
+
+@pytest.mark.parametrize(
+    ("cluster", "settings", "words"),
+    [
+        (TWO_WORKERS, {"num_workers": 3}, "has 2 workers, but num_workers = 3"),
+        (TWO_WORKERS, {"strategy": "parameter-server"}, "has no ps"),
+        (SERVED, {"strategy": "multiworker"}, "has 1 ps in its cluster, but strategy = 'multiworker'"),
+        (SERVED, {"strategy": "parameter-server", "num_servers": 2}, "has 1 ps, but num_servers = 2"),
+    ],
+)
+def test_a_cluster_that_contradicts_the_settings_is_refused(cluster, settings, words):
+    task = read_task(environ(cluster, "worker", 0))
+    with pytest.raises(UsageError, match=words):
+        check_against(task, DistributedConfig(backend="tensorflow", **settings))
+
+
+def test_a_chief_of_equals_is_one_of_the_workers():
+    task = read_task(environ({"chief": ["a:1"], "worker": ["b:2"]}, "chief", 0))
+    check_against(task, DistributedConfig(backend="tensorflow", num_workers=2))
+
+
+def test_the_command_line_compares_them_too(monkeypatch, capsys, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("")
+    monkeypatch.setenv("TF_CONFIG", environ(TWO_WORKERS, "worker", 0)["TF_CONFIG"])
+    assert main(["train", "--backend", "tensorflow", "--num-workers", "4", "--script", str(script)]) == 2
+    assert "has 2 workers, but num_workers = 4 was given" in capsys.readouterr().err
+
+
+def test_layouts():
+    def ranks(**settings):
+        return plan_layout(DistributedConfig(backend="tensorflow", **settings), 0)
+
+    assert ranks(num_workers=2, strategy="mirrored").world_size == 1
+    assert ranks(num_workers=2).labels == ("worker 0", "worker 1")
+    assert ranks(num_workers=2, strategy="parameter-server", num_servers=2).world_size == 5
+    with pytest.raises(UsageError, match="5 processes, which cannot be spread evenly over num_nodes = 2"):
+        ranks(num_workers=2, strategy="parameter-server", num_servers=2, num_nodes=2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"gradient_clipping": 1.0}, "tell Keras in model.compile"),
+        ({"tensor_parallel": 2}, "which does not follow it"),
+        ({"strategy": "fsdp"}, "which has 'mirrored', 'multiworker', 'parameter-server'"),
+        ({"backend": "pytorch-ddp", "strategy": "multiworker"}, "write backend = 'tensorflow'"),
+    ],
+)
+def test_settings_that_keras_does_not_follow_are_refused(settings, words):
+    with pytest.raises(ConfigError, match=words):
+        DistributedConfig(**{"backend": "tensorflow", **settings})
+
+
+def test_recipes_are_torch_models(capsys):
+    assert main(["train", "digits", "--backend", "tensorflow"]) == 2
+    assert "is a torch model" in capsys.readouterr().err
