@@ -37,6 +37,10 @@ class RemoteJob(Protocol):
     config: DistributedConfig
     run_dir: Path | None
 
+    @property
+    def data(self) -> tuple[Any, ...]:
+        """What is read: a starter may deal it out to the ranks."""
+
     def run(self) -> Any:
         """Run it on a rank; what the first rank of this machine returns is the result."""
 
@@ -51,7 +55,7 @@ def run_on_ranks(job: RemoteJob, layout: Layout) -> Any:
         with open_console(job.config) as console:
             target = CallTarget("phalanx.worker:run_job_file", str(payload))
             spec = launch_spec(job.config, layout, target, log_dir, env=_tracking_environment())
-            spec = dataclasses.replace(spec, data=datasets_of(job.task.train, job.task.val))
+            spec = dataclasses.replace(spec, data=datasets_of(*job.data))
             warn_of_slow_start(job.config, console)
             result = launch(spec, console)
         raise_failure(result, log_dir)
