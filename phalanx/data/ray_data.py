@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from typing import TYPE_CHECKING, Any
 
 from phalanx.errors import DataError, UsageError
+from phalanx.world.env import read_rank_env
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -37,6 +37,8 @@ class RayData:
             raise UsageError(
                 "a Ray data set has no batch size of its own.", hint="Set batch_size: samples per rank and step."
             )
+        if dataset is not None:
+            dataset.context.enable_progress_bars = False  # the run shows its own progress
         self.dataset = dataset
         self.name = name
         self.batch_size = batch_size
@@ -65,10 +67,10 @@ class _DealtByRay(RayData):
 
     def shard(self, num_shards: int, index: int) -> _DealtByRay:
         """Return this rank's part; Ray deals by rank, so every rank must see other samples."""
-        world_size, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
-        if num_shards != world_size or index != rank:
+        env = read_rank_env()
+        if env is not None and (num_shards != env.world_size or index != env.rank):
             raise UsageError(
-                f"Ray Data deals samples to each of {world_size} ranks, but this layout has {num_shards} parts.",
+                f"Ray Data deals samples to each of {env.world_size} ranks, but this layout has {num_shards} parts.",
                 hint="Use a torch data set with tensor, pipeline or context parallelism.",
             )
         return self

@@ -69,12 +69,12 @@ def pack(target: Target, notice: Callable[[str], None]) -> Luggage:
 
 
 def unpack(luggage: Luggage, scratch: Path) -> Unpacked:
-    """Use the files that are here already, or lay out those that were sent under `scratch`."""
+    """Use the files that are here already, or lay out those that were sent, in `scratch` or beside it."""
     in_place = os.path.isdir(luggage.folder) and _digest(dict(_sources(Path(luggage.root)))) == luggage.digest
     target, payload_folder = _place_payload(luggage, scratch)
     if in_place:
         return Unpacked(target, luggage.folder, luggage.own_path, True, payload_folder)
-    root = scratch / "sources"
+    root = scratch.parent / f"phalanx-ray-{luggage.digest}"  # stays, so that a restart finds what relative paths name
     root.mkdir(parents=True, exist_ok=True)
     with tarfile.open(fileobj=io.BytesIO(luggage.sources)) as archive:
         archive.extractall(root, filter="data")

@@ -30,8 +30,9 @@ PROBE_SECONDS = 5.0
 """How long an address may take to answer at all."""
 _SCHEME = "ray://"
 _CLIENT_PORT = 10001
-_LONGEST_TEMP = 40
-"""Ray puts sockets some 60 characters deeper, and their paths must stay below 108."""
+_BUSY_HEAD = "Starting Ray client server failed"
+_LONGEST_TEMP = 24
+"""Ray puts sockets some 80 characters deeper, and their paths must stay below 108."""
 _SETTINGS_FRAME = b"\x04"
 _HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0" + _SETTINGS_FRAME + b"\0" + b"\0\0\0\0"
 _QUIET = {
@@ -97,14 +98,23 @@ def _connected(address: str, notice: Callable[[str], None]) -> Iterator[Cluster]
     check_address(address)
     notice(f"connecting to Ray at {address}")
     try:
-        with _own_sigterm():
-            ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
+        _join(address)
     except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
-        raise _refused(address, error) from error
+        if _BUSY_HEAD not in str(error):
+            raise _refused(address, error) from error
+        notice(f"the head at {address} could not start a server for this client in time: trying once more")
+        _join(address)
     try:
         yield Cluster(f"the Ray cluster at {address}", is_client=address.startswith(_SCHEME))
     finally:
         ray.shutdown()
+
+
+def _join(address: str) -> None:
+    import ray
+
+    with _own_sigterm():
+        ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
 
 
 @contextmanager

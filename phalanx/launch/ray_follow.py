@@ -9,11 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from phalanx.errors import EXIT_PREEMPTED, EXIT_USAGE
+from phalanx.errors import EXIT_PREEMPTED, EXIT_USAGE, UsageError
 from phalanx.launch.blame import RankExit, find_guilty
 from phalanx.launch.failure import Failure
 from phalanx.launch.output import LineSplitter, log_path, log_tail
-from phalanx.launch.policy import stopped
+from phalanx.launch.policy import WELL, stopped
 from phalanx.launch.record import record_path
 from phalanx.launch.reminders import MOMENTS, Reminder, in_words
 from phalanx.launch.report import explain
@@ -52,24 +52,43 @@ class Follower:
         self._give_up_at: float | None = None
 
     def follow(self) -> LaunchResult:
-        """Show the run until it has ended."""
+        """Show the run until it has ended, or Ray itself has."""
         import ray
 
-        with SignalInbox() as inbox:
-            letters = self._run.conductor.take.remote(_LOOK_SECONDS)
-            while True:
-                ended = bool(ray.wait([self._run.result], timeout=0)[0])
-                for letter in ray.get(letters):
+        try:
+            with SignalInbox() as inbox:
+                return self._follow(inbox)
+        except (ray.exceptions.RayError, ConnectionError) as error:
+            return LaunchResult(1, self._attempt + 1, self._without_ray(str(error)))
+
+    def _follow(self, inbox: SignalInbox) -> LaunchResult:
+        import ray
+
+        conductor, result = self._run.conductor, self._run.result
+        while True:
+            ended = bool(ray.wait([result], timeout=0)[0])
+            # Ranks end only after their last letter has arrived: once the result is there, no more will come.
+            while letters := ray.get(conductor.take.remote(0.0 if ended else _LOOK_SECONDS)):
+                for letter in letters:
                     self._take(letter)
-                if ended:
-                    return self._result(ray.get(self._run.result))
-                for number in inbox.take():
-                    self._take_signal(number)
-                if self._is_final():
-                    ray.get(self._run.conductor.abort.remote())
-                    return self._result("")
-                self._remind()
-                letters = self._run.conductor.take.remote(_LOOK_SECONDS)
+                if not ended:
+                    break
+            if ended:
+                return self._result(ray.get(result))
+            for number in inbox.take():
+                self._take_signal(number)
+            if self._is_final():
+                ray.get(conductor.abort.remote())
+                return self._result("")
+            self._remind()
+
+    def _without_ray(self, error: str) -> Failure:
+        if "No module named 'phalanx'" in error:
+            raise UsageError(
+                f"{self._run.cluster.name} does not have Phalanx.",
+                hint="Install it on every machine of the cluster, in the environment that Ray runs in.",
+            )
+        return Failure(cause=f"lost {self._run.cluster.name}: {_in_short(error)}", exit_code=1)
 
     # --- letters --------------------------------------------------------------------------------------------------
 
@@ -104,7 +123,11 @@ class Follower:
 
     def _take_event(self, letter: dict[str, Any]) -> None:
         self._reminder = None  # from here on the ranks speak for themselves
-        self._console.handle(letter["event"])
+        event = letter["event"]
+        self._console.handle(event)
+        if letter.get("keep") and event["event"] not in ("joining", "joined"):
+            with (self._spec.log_dir.parent / "events.jsonl").open("a", encoding="utf-8") as file:
+                file.write(json.dumps(event, separators=(",", ":")) + "\n")
 
     def _take_record(self, letter: dict[str, Any]) -> None:
         record = letter["record"]
@@ -172,10 +195,10 @@ class Follower:
 
     def _explain(self, lost: dict[int, str]) -> Failure:
         """Blame the guilty rank: by its own record where it left one, else by what Ray says of its death."""
-        exits = [self._exit_of(rank, 1) for rank in self._records]
-        exits += [self._exit_of(rank, -signal.SIGKILL) for rank in lost if rank not in self._records]
+        badly = {rank for rank, (code, _) in self._ends.items() if code not in WELL}
+        exits = [self._exit_of(rank) for rank in sorted({*self._records, *badly, *lost})]
         guilty = find_guilty(exits)
-        if guilty.record is None:
+        if guilty.record is None and guilty.rank not in badly:
             return self._gone(guilty.rank, _death(lost[guilty.rank]))
         silent = set(range(self._world_size)) - {ended.rank for ended in exits}
         if guilty.lost_peer and silent:  # all that spoke only lost another, so it is one that did not
@@ -183,7 +206,7 @@ class Follower:
         failure = explain(
             guilty,
             label=self._spec.label(guilty.rank),
-            host=guilty.record["host"],
+            host=guilty.record["host"] if guilty.record else self._ends[guilty.rank][1],
             step=None,
             killed_for_memory=False,
             log=log_path(self._spec.log_dir, guilty.rank),
@@ -200,9 +223,9 @@ class Follower:
             logs=str(log_path(self._spec.log_dir, rank)),
         )
 
-    def _exit_of(self, rank: int, code: int) -> RankExit:
+    def _exit_of(self, rank: int) -> RankExit:
         record = self._records.get(rank)
-        code = record["exit_code"] if record is not None else code
+        code = record["exit_code"] if record is not None else self._ends.get(rank, (-signal.SIGKILL, ""))[0]
         return RankExit(rank, code, time.time(), record, log_tail(self._spec.log_dir, rank))
 
     def _flush(self) -> None:

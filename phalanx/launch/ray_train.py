@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from phalanx.config.engines import settings_of_start
 from phalanx.errors import UsageError
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from phalanx.launch.console import Console
     from phalanx.launch.ray_cluster import Cluster
     from phalanx.launch.spec import LaunchResult, LaunchSpec
-    from phalanx.world.layout import Layout
 
 _HEAD = {"node:__internal_head__": 0.001}
 """What the node has that Ray calls its head."""
@@ -91,7 +90,19 @@ class RayStarter:
         return _ELASTIC_FAILURES if self.min_workers is not None else None
 
 
-def starter(config: DistributedConfig, layout: Layout) -> RayStarter:
+class PlannedRanks(Protocol):
+    """What is known of the ranks before they start."""
+
+    @property
+    def device(self) -> str:
+        """Where they compute: cpu or cuda."""
+
+    @property
+    def world_size(self) -> int:
+        """How many there are."""
+
+
+def starter(config: DistributedConfig, layout: PlannedRanks) -> RayStarter:
     """Return what the config asks of Ray."""
     resources = {"CPU": config.cpus_per_worker, **({"GPU": 1.0} if layout.device == "cuda" else {})}
     resources |= read_resources(config.resources_per_worker)
@@ -135,7 +146,9 @@ class _Run:
         from phalanx.launch.ray_conductor import Conductor
         from phalanx.launch.ray_worker import RankOrder
 
-        self.conductor = ray.remote(Conductor).options(num_cpus=0, resources=_HEAD).remote(self._starter.variables)
+        # DEFAULT: not in the places that a Tune trial around us has reserved for itself.
+        actor = ray.remote(Conductor).options(num_cpus=0, resources=_HEAD, scheduling_strategy="DEFAULT")
+        self.conductor = actor.remote(self._starter.variables)
         luggage = pack(self._spec.target, lambda text: None)
         order = RankOrder(luggage, self._environment(), self._threads(), self._max_failures())
         self.result = self.conductor.run.remote(self._arrangement(), order, dict(self._spec.data))

@@ -115,6 +115,7 @@ class _Rank:
         HeartbeatBoard.create(board_path(self._log_dir, self._place.node_rank), self._place.world_size).close()
         with _correspondence(self._conductor, self.rank) as post:
             unpacked = unpack(self._order.luggage, self._scratch)
+            post.keeps_events = self.rank == 0 and not unpacked.in_place  # else the rank's own file is where it belongs
             code = self._run_target(unpacked, post)
             record = read_record(self._log_dir, self.rank)
             if record is not None:
@@ -183,6 +184,8 @@ class _Post:
         self._conductor = conductor
         self._rank = rank
         self.last_words = ""
+        self.keeps_events = False
+        """Whether the launcher is to write the run's events down: the rank's file is on another machine."""
         self._letters: list[dict[str, Any]] = []
         self._lock = threading.Lock()
         self._output, self.output_end = os.pipe2(os.O_CLOEXEC)
@@ -241,7 +244,7 @@ class _Post:
         if output:
             self.letter({"output": output, "rank": self._rank})
         while data := _receive_some(self._events):
-            self.letter({"event": json.loads(data)})
+            self.letter({"event": json.loads(data), "keep": self.keeps_events})
 
 
 def _read_some(descriptor: int) -> bytes:

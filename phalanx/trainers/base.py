@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from phalanx.config import DistributedConfig, resolve
+from phalanx.data.ray_data import datasets_of
 from phalanx.errors import PhalanxError, PreemptedError, UsageError
 from phalanx.launch import count_gpus
 from phalanx.loop.adapters import adapt, check_trains_adapters
@@ -144,7 +145,9 @@ class TorchTrainer:
             return run_job(Job(action, task, config_here), in_place=True)
         run_dir = make_run_dir(config, task.name) if action == "fit" else None
         try:
-            result: JobResult = run_on_ranks(Job(action, task, config_here, run_dir), layout)
+            result: JobResult = run_on_ranks(
+                Job(action, task, config_here, run_dir), layout, data=datasets_of(task.train, task.val)
+            )
         except PhalanxError:
             if run_dir is not None:
                 discard_unused(config, run_dir)

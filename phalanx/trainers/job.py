@@ -36,11 +36,6 @@ class Job:
     config: DistributedConfig
     run_dir: Path | None = None
 
-    @property
-    def data(self) -> tuple[Any, ...]:
-        """What is read: a starter may deal it out to the ranks."""
-        return self.task.train, self.task.val
-
     def run(self) -> JobResult:
         """Run it on a rank that was started for it."""
         return run_job(self, in_place=False)

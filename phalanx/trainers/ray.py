@@ -44,6 +44,14 @@ class RayTrainer(TorchTrainer):
         batch_size = settings.get("batch_size", self.config.batch_size)
         return super().fit(_dealt(train, "train", batch_size), _dealt(val, "val", batch_size), **settings)
 
+    def evaluate(self, data: Any) -> dict[str, float]:
+        """Return the mean loss and metrics over every sample of `data`."""
+        return super().evaluate(_dealt(data, "val", self.config.batch_size))
+
+    def predict(self, data: Any) -> Any:
+        """Return the model's outputs for `data`, in its order (on a started rank: on the main rank only)."""
+        return super().predict(_dealt(data, "val", self.config.batch_size))
+
 
 def split_hyperparameters(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Part a trial's hyperparameters into our settings and the user's own, and say once which are not ours."""

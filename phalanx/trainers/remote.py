@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from phalanx.data.ray_data import datasets_of
 from phalanx.errors import CheckpointError, DataError, ModelError, UsageError
 from phalanx.launch import CallTarget, launch
 from phalanx.trainers.launching import launch_spec, raise_failure
@@ -37,16 +36,15 @@ class RemoteJob(Protocol):
     config: DistributedConfig
     run_dir: Path | None
 
-    @property
-    def data(self) -> tuple[Any, ...]:
-        """What is read: a starter may deal it out to the ranks."""
-
     def run(self) -> Any:
         """Run it on a rank; what the first rank of this machine returns is the result."""
 
 
-def run_on_ranks(job: RemoteJob, layout: Layout) -> Any:
-    """Start the ranks, let them run the job, and return the result of this machine's first rank."""
+def run_on_ranks(job: RemoteJob, layout: Layout, data: Mapping[str, Any] | None = None) -> Any:
+    """Start the ranks, let them run the job, and return the result of this machine's first rank.
+
+    `data`: data sets that whoever starts the ranks deals out to them, by name.
+    """
     folder = Path(tempfile.mkdtemp(prefix="phalanx-job-"))
     log_dir = Path(tempfile.mkdtemp(prefix="phalanx-logs-")) if job.run_dir is None else job.run_dir / "logs"
     try:
@@ -55,7 +53,7 @@ def run_on_ranks(job: RemoteJob, layout: Layout) -> Any:
         with open_console(job.config) as console:
             target = CallTarget("phalanx.worker:run_job_file", str(payload))
             spec = launch_spec(job.config, layout, target, log_dir, env=_tracking_environment())
-            spec = dataclasses.replace(spec, data=datasets_of(*job.data))
+            spec = dataclasses.replace(spec, data=data or {})
             warn_of_slow_start(job.config, console)
             result = launch(spec, console)
         raise_failure(result, log_dir)

@@ -387,9 +387,3 @@ def test_a_trainer_of_a_later_version_says_so(tmp_path):
         assert answer.code == 1
         assert f"has no {name} yet" in answer.err
         assert "PyTorchDDPTrainer" in answer.err
-
-
-def test_a_backend_of_a_later_version_is_refused(tmp_path):
-    answer = _run("-m", "distributed.cli", "train", "digits", "--backend", "ray", cwd=tmp_path)
-    assert answer.code == 2
-    assert "backend = 'ray': not one of 'pytorch-ddp'" in answer.err

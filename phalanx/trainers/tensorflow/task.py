@@ -43,11 +43,6 @@ class KerasJob:
     config: DistributedConfig
     run_dir: Path | None = None
 
-    @property
-    def data(self) -> tuple[Any, ...]:
-        """Nothing that a starter could deal out: each rank makes its own."""
-        return ()
-
     def run(self) -> KerasResult:
         """Train on this rank."""
         from phalanx.trainers.tensorflow.training import train

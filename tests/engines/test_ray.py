@@ -1,0 +1,250 @@
+"""Ranks on Ray: a real head and a second node, a killed worker, a killed machine, what does not answer or fit."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from command import COMMAND, ROOT, Answer, finish, write_script
+
+pytest.importorskip("ray", reason="Ray is not installed: pip install 'phalanx[ray]'")
+
+from ray_cluster_hosts import TwoMachines, in_a_namespace_of_its_own, ray_environment, silent_port, why_no_namespaces
+
+from phalanx import DistributedConfig
+from phalanx.errors import UsageError
+from phalanx.launch import ray_cluster
+from phalanx.launch.luggage import pack, unpack
+from phalanx.launch.ray_cluster import check_address
+from phalanx.launch.ray_train import read_resources, starter
+from phalanx.launch.spec import ScriptTarget
+from phalanx.trainers.ray import split_hyperparameters
+from phalanx.world.layout import plan_layout
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytestmark = pytest.mark.timeout(600)
+"""Ray's start is slow by itself, and slower still on a busy machine."""
+
+SCRIPT = """
+import os, signal, sys, time
+from pathlib import Path
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from phalanx import PyTorchDDPTrainer
+
+def watch(info):
+    first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+    if sys.argv[1] == "die" and first and info.step == 5 and os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if sys.argv[1] == "wait" and os.environ["WORLD_SIZE"] == "2":
+        if info.step == 5:
+            Path(f"reached-{os.environ['RANK']}").touch()
+            time.sleep(300)
+
+torch.manual_seed(0)
+x = torch.randn(32, 4)
+data = TensorDataset(x, (x.sum(1) > 0).long())
+model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+trainer = PyTorchDDPTrainer(model, batch_size=4, epochs=2, checkpoint_frequency="4 steps", hooks=[watch])
+trainer.fit(data)
+print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], "ends after", sys.argv[1])
+if os.environ["RANK"] == "0":
+    torch.save(trainer.model.state_dict(), "weights.pt")
+"""
+STEPS = 8
+"""Of 32 samples, 4 on each of two ranks, twice."""
+
+
+@pytest.fixture(scope="module")
+def machines() -> Iterator[TwoMachines]:
+    """One cluster for the whole module; the last test pulls the plug of its second machine."""
+    reason = why_no_namespaces()
+    if reason is not None:
+        pytest.skip(reason)
+    found = TwoMachines()
+    try:
+        found.up()
+        yield found
+    finally:
+        found.down()
+
+
+def train(machines: TwoMachines, folder: Path, *words: str, seconds: float = 300) -> Answer:
+    """Run `phalanx train --backend ray` on the first machine."""
+    return finish(start(machines, folder, *words), seconds)
+
+
+def start(machines: TwoMachines, folder: Path, *words: str) -> subprocess.Popen[str]:
+    flags = ("--backend", "ray", "--device", "cpu", "--address", machines.address, "--run-dir", "run", "--no-progress")
+    own = words.index("--") if "--" in words else len(words)
+    return subprocess.Popen(
+        machines.command(*COMMAND, "train", *words[:own], *flags, *words[own:]),
+        cwd=folder,
+        env=ray_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def events(folder: Path, kind: str) -> list[dict[str, Any]]:
+    lines = (folder / "run/events.jsonl").read_text().splitlines()
+    return [event for line in lines if (event := json.loads(line))["event"] == kind]
+
+
+def test_a_killed_worker_restarts_from_the_checkpoint_and_ends_with_the_weights_of_a_local_run(machines, tmp_path):
+    on_ray, here = tmp_path / "ray", tmp_path / "local"
+    for folder in (on_ray, here):
+        folder.mkdir()
+        write_script(folder / "train.py", SCRIPT)
+    answer = train(machines, on_ray, "--script", "train.py", "--num-workers", "2", "--max-restarts", "1", "--", "die")
+    assert answer.code == 0, answer.text
+    assert "rank 0 of 2 ends after die" in answer.out
+    assert re.search(r"rank 1 is gone: .*its process was killed", answer.err)  # by Ray's word, or by its own silence
+    assert "restart 1 with 2 ranks" in answer.err
+    assert [event["first_step"] for event in events(on_ray, "run_started")] == [0, 4]
+    assert "ends after die" in (on_ray / "run/logs/rank-1.log").read_text()
+    words = ("--script", "train.py", "--num-workers", "2", "--device", "cpu", "--no-progress")
+    local = subprocess.run(
+        [*COMMAND, "train", *words, "--", "live"], cwd=here, env=ray_environment(), check=False, capture_output=True
+    )
+    assert local.returncode == 0, local.stderr
+    ours, theirs = (torch.load(folder / "weights.pt") for folder in (on_ray, here))
+    for name, tensor in theirs.items():
+        torch.testing.assert_close(ours[name], tensor, rtol=1e-6, atol=1e-7)
+    told_to_ray = json.loads((on_ray / "run/checkpoint_manager_snapshot.json").read_text())
+    assert f"step-{STEPS:08d}" in json.dumps(told_to_ray)
+
+
+def test_more_workers_than_fit_are_refused_with_what_is_there(machines, tmp_path):
+    write_script(tmp_path / "train.py", SCRIPT)
+    answer = train(machines, tmp_path, "--script", "train.py", "--num-workers", "3", "--", "live")
+    assert answer.code == 2
+    assert "3 workers with 1 CPU each do not fit" in answer.err
+    assert "room for 2: 2 machines, together 2 CPU" in answer.err
+
+
+def test_a_run_goes_on_with_fewer_ranks_when_a_machine_is_gone(machines, tmp_path):
+    write_script(tmp_path / "train.py", SCRIPT)
+    running = start(
+        machines, tmp_path, "--script", "train.py", "--num-workers", "2", "--min-workers", "1", "--", "wait"
+    )
+    deadline = time.monotonic() + 240
+    while not all((tmp_path / f"reached-{rank}").exists() for rank in range(2)):
+        assert running.poll() is None, finish(running).text
+        assert time.monotonic() < deadline, "step 5 was never reached"
+        time.sleep(0.1)
+    machines.kill_second_machine()
+    answer = finish(running, 300)
+    assert answer.code == 0, answer.text
+    assert "restart 1 with 1 rank" in answer.err
+    assert "is gone" in answer.err
+    begun = [(event["world_size"], event["first_step"]) for event in events(tmp_path, "run_started")]
+    assert begun == [(2, 0), (1, 4)]
+    assert "rank 0 of 1 ends after wait" in answer.out
+
+
+# --- one machine ------------------------------------------------------------------------------------------------
+
+EXAMPLE = ROOT / "examples/07-ray/ray_training.py"
+
+
+def test_the_example_trains_on_ray_data_and_in_tune_trials_on_a_local_ray(tmp_path):
+    reason = why_no_namespaces()
+    if reason is not None:
+        pytest.skip(reason)
+    process = subprocess.Popen(
+        in_a_namespace_of_its_own(sys.executable, str(EXAMPLE)),
+        cwd=tmp_path,
+        env=ray_environment(HOME=str(tmp_path)),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    answer = finish(process, 400)
+    assert answer.code == 0, answer.text
+    assert f"ray data: {STEPS} steps, accuracy 0." in answer.out
+    alone, on_two = re.findall(r"trial on (\d): loss ([\d.]+), accuracy ([\d.]+)", answer.out)
+    assert (alone[0], on_two[0]) == ("1", "2")
+    # The same global batch of 8, on one rank and on two.
+    assert float(on_two[1]) == pytest.approx(float(alone[1]), rel=1e-4)
+    assert on_two[2] == alone[2]
+    assert "Ray is stopped" in answer.out
+    assert not (tmp_path / ".ray").exists(), "a token was written into the home directory"
+
+
+# --- what needs no cluster --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("address", "words"),
+    [
+        ("http://head:8265", "begins with 'http://'"),
+        ("head", "is no host:port"),
+        ("ray://127.0.0.1:9", "no Ray answers at ray://127.0.0.1:9"),
+    ],
+)
+def test_a_wrong_address_is_refused_at_once(address, words):
+    began = time.monotonic()
+    with pytest.raises(UsageError, match=words):
+        check_address(address)
+    assert time.monotonic() - began < 2
+
+
+def test_a_port_that_does_not_speak_rays_language_is_refused_and_says_after_how_long(monkeypatch):
+    monkeypatch.setattr(ray_cluster, "PROBE_SECONDS", 0.3)
+    with silent_port() as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        with pytest.raises(UsageError, match=r"did not answer as Ray does in 0\.3 s"):
+            check_address(address)
+
+
+def test_resources_are_read_and_mistakes_named():
+    assert read_resources("GPU=0.5, big_memory=1") == {"GPU": 0.5, "big_memory": 1.0}
+    with pytest.raises(UsageError, match="'GPU:1' is no name=amount"):
+        read_resources("GPU:1")
+
+
+def test_a_trials_dict_is_parted_into_settings_and_the_users_own(capsys):
+    settings, own = split_hyperparameters({"lr": 0.1, "batch_size": 8, "hidden_size": 16})
+    assert settings == {"learning_rate": 0.1, "batch_size": 8}
+    assert own == {"hidden_size": 16}
+    assert "left to your code: hidden_size" in capsys.readouterr().err
+    with pytest.raises(UsageError, match="name the same setting"):
+        split_hyperparameters({"lr": 0.1, "learning_rate": 0.2})
+
+
+def test_gpus_of_a_cluster_are_not_looked_for_here():
+    config = DistributedConfig(backend="ray", num_nodes=4, gpus_per_node=8, address="ray://head:10001")
+    layout = plan_layout(config, gpus_here=0)
+    assert (layout.device, layout.world_size) == ("cuda", 32)
+    assert starter(config, layout).resources == {"CPU": 1.0, "GPU": 1.0}
+
+
+def test_sources_travel_to_a_machine_that_does_not_see_them(tmp_path):
+    home, away = tmp_path / "home", tmp_path / "away"
+    (home / "parts").mkdir(parents=True)
+    write_script(home / "train.py", "import parts.model")
+    write_script(home / "parts/model.py", "WIDTH = 8")
+    (home / "data.bin").write_bytes(b"much")
+    luggage = pack(ScriptTarget(home / "train.py"), print)
+    assert unpack(luggage, away).in_place
+    shutil.move(home, tmp_path / "moved")
+    laid_out = unpack(luggage, away)
+    assert not laid_out.in_place
+    root = Path(laid_out.folder)
+    assert sorted(str(path.relative_to(root)) for path in root.rglob("*.*")) == ["parts/model.py", "train.py"]
+    assert laid_out.target == ScriptTarget(root / "train.py")
