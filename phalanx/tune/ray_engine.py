@@ -149,7 +149,7 @@ def _tuner(
             scheduler=_scheduler(work, request),
             search_alg=_optuna(work) if learns else None,
             num_samples=total if learns else 1,
-            max_concurrent_trials=request.trials if request.scheduler != "pbt" else None,
+            max_concurrent_trials=_at_once(needed, request),
         ),
         run_config=tune.RunConfig(
             name=EXPERIMENT,
@@ -159,6 +159,15 @@ def _tuner(
             checkpoint_config=tune.CheckpointConfig(num_to_keep=3),
         ),
     )
+
+
+def _at_once(needed: dict[str, float], request: Request) -> int | None:
+    """Return how many trials run at once; None: as many as fit."""
+    if request.scheduler == "pbt":
+        return None
+    if request.trials is None and request.num_gpus is not None and "GPU" in needed:
+        return max(1, int(request.num_gpus / needed["GPU"] + 1e-9))
+    return request.trials
 
 
 def _optuna(work: Work) -> Any:

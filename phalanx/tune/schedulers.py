@@ -85,7 +85,7 @@ class Asha:
 
     def verdict(self, trial: Trial, point: int, others: Sequence[Trial], objective: Objective) -> bool | None:
         """Keep what is among the best 1/eta of those that came here; the first is."""
-        if _someone_is_behind(others, point):
+        if _someone_is_behind(others, point, objective):
             return None
         mine = objective.goodness(trial.value_from(point, objective))
         values = [trial.value_from(point, objective) for trial in others]
@@ -114,7 +114,7 @@ class Median:
 
     def verdict(self, trial: Trial, point: int, others: Sequence[Trial], objective: Objective) -> bool | None:
         """Compare with those that came here."""
-        if _someone_is_behind(others, point):
+        if _someone_is_behind(others, point, objective):
             return None
         came = [value for other in others if (value := other.value_from(point, objective)) is not None]
         if len(came) < self.least:
@@ -123,9 +123,9 @@ class Median:
         return objective.goodness(mine) >= statistics.median(objective.goodness(value) for value in came)
 
 
-def _someone_is_behind(others: Sequence[Trial], point: int) -> bool:
-    """Whether a trial that counts may yet come to this point."""
-    return any(not other.state.is_final and other.iteration < point for other in others)
+def _someone_is_behind(others: Sequence[Trial], point: int, objective: Objective) -> bool:
+    """Whether a trial that counts may yet measure the metric at this point."""
+    return any(not other.state.is_final and other.value_from(point, objective) is None for other in others)
 
 
 def make_scheduler(name: str, *, eta: int = 3, grace: int = 1) -> Scheduler:

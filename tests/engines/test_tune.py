@@ -127,7 +127,6 @@ def test_a_trial_that_fails_is_recorded_with_its_cause_and_stops_nothing():
     study = optuna.load_study(study_name="phalanx", storage="sqlite:///study/study.db")
     assert [trial.state.name for trial in study.trials] == ["FAIL", "FAIL", "FAIL", "FAIL", "COMPLETE"]
     assert study.best_params == {"how": "well"}
-    study._storage._backend.engine.dispose() if hasattr(study._storage, "_backend") else None
 
 
 def test_when_all_fail_the_common_cause_is_told():
