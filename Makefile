@@ -7,7 +7,7 @@ TORCH_ARGS ?=
 UV := $(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt
 RANKS ?= 2
 
-.PHONY: help setup train test lint format docs bench clean
+.PHONY: help setup train test lint format docs bench horovod clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -27,10 +27,14 @@ $(VENV)/.phalanx: $(VENV)/.torch pyproject.toml constraints.txt
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.phalanx
-	$(UV) --editable '.[dev]'
+	$(UV) --editable '.[dev,engines]'
+	@# tf-keras would bring TensorFlow with CUDA beside the one that is here.
+	$(UV) tensorflow-cpu keras
+	$(UV) --no-deps tf-keras
 	@# DeepSpeed's setup asks the torch that is installed; it compiles nothing now, and what tests use never.
 	$(UV) setuptools
 	DS_BUILD_OPS=0 $(UV) --no-build-isolation 'deepspeed>=0.19'
+	@$(BIN)/python -m phalanx.launch.horovod_build || echo "going on without Horovod: its tests are skipped (make horovod tries again)"
 	@touch $@
 
 $(VENV)/.bench: $(VENV)/.dev
@@ -55,6 +59,10 @@ format: $(VENV)/.dev ## format the code
 
 docs: $(VENV)/.dev ## build the documentation into site/, warnings are errors
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+horovod: $(VENV)/.phalanx ## build Horovod against the installed torch; the wheel is kept under ~/.cache
+	$(UV) setuptools wheel
+	$(BIN)/python -m phalanx.launch.horovod_build
 
 bench: $(VENV)/.bench ## measure against the rivals (on an otherwise idle machine)
 	$(BIN)/python benchmarks/startup.py

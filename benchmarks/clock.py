@@ -18,6 +18,8 @@ class StepClock:
         self.warmup = warmup
         self.steps = steps
         self.taken = 0
+        self.first_at = 0.0
+        """When the first step was done, by the clock on the wall: the process that started us has the same."""
         self._began = 0.0
         self._ended = 0.0
 
@@ -31,7 +33,13 @@ class StepClock:
         optimizer.register_step_post_hook(self._after_step)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self.tick()
+
+    def tick(self) -> None:
+        """Count a step that is done."""
         self.taken += 1
+        if self.taken == 1:
+            self.first_at = time.time()
         if self.taken == self.warmup:
             self._began = _now()
         elif self.taken == self.total_steps:

@@ -26,17 +26,17 @@ def main() -> None:
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     task = build_task(model, device=device, world_size=world_size, steps=int(steps) or None)
-    before = _fingerprint(task.model)
+    before = fingerprint(task.model)
     getattr(importlib.import_module(contestant.module), contestant.function)(task)
     result = {
         "ms_per_step": task.clock.ms_per_step,
         "before": before,
-        "after": _fingerprint(task.model),
+        "after": fingerprint(task.model),
     }
     Path(path).write_text(json.dumps(result), encoding="utf-8")
 
 
-def _fingerprint(model: torch.nn.Module) -> float:
+def fingerprint(model: torch.nn.Module) -> float:
     return sum(parameter.detach().double().abs().sum().item() for parameter in model.parameters())
 
 

@@ -34,7 +34,7 @@ def measure(contestant: str, model: str, *, device: str, ranks: int, steps: int,
         ]
         _wait(processes, timeout, folder)
         results = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
-    _check_trained_together(results)
+    check_trained_together(results)
     return float(results[0]["ms_per_step"])
 
 
@@ -81,7 +81,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def _check_trained_together(results: list[dict[str, Any]]) -> None:
+def check_trained_together(results: list[dict[str, Any]]) -> None:
     """A time counts only if the weights moved, and moved equally on all ranks."""
     after = {result["after"] for result in results}
     if len(after) > 1:

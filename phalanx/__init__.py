@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from phalanx.models.lora_files import load_adapter, save_adapter
     from phalanx.observe.history import History
     from phalanx.trainers.ddp import PyTorchDDPTrainer
+    from phalanx.trainers.horovod import HorovodTrainer
     from phalanx.trainers.ray import RayTrainer
     from phalanx.trainers.tensorflow.face import TensorFlowDistributedTrainer
     from phalanx.trainers.verify.face import verify
@@ -30,6 +31,7 @@ _HOMES = {
     "DistributedTuner": "phalanx.tune.tuner",
     "Formation": "phalanx.loop.formation",
     "History": "phalanx.observe.history",
+    "HorovodTrainer": "phalanx.trainers.horovod",
     "PhalanxError": "phalanx.errors",
     "PyTorchDDPTrainer": "phalanx.trainers.ddp",
     "RayTrainer": "phalanx.trainers.ray",
@@ -50,6 +52,7 @@ __all__ = [
     "DistributedTuner",
     "Formation",
     "History",
+    "HorovodTrainer",
     "PhalanxError",
     "PyTorchDDPTrainer",
     "RayTrainer",

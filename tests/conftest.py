@@ -27,10 +27,11 @@ _SET_BY_OTHERS = {
     "TORCHINDUCTOR_CACHE_DIR",
     "TRITON_CACHE_DIR",
     "TRITON_PTXAS_PATH",
+    "_MLFLOW_TELEMETRY_SESSION_ID",
 }
 """pytest names the test, torch its caches and tools when its compiler is imported; DeepSpeed how it looks for GPUs."""
-_THREADS_OF_OTHERS = ("tqdm_monitor", "Dummy-")
-"""A compiler's progress bar, and threads of its C++ that called into Python."""
+_THREADS_OF_OTHERS = ("tqdm_monitor", "Dummy-", "Mlflow")
+"""A compiler's progress bar, threads of its C++ that called into Python, MLflow's pool for artifacts."""
 _CACHES = "torchinductor_"
 """torch makes its cache directory once, when its compiler is imported."""
 _PATIENCE_SECONDS = 1.0

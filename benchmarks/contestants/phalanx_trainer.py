@@ -28,6 +28,11 @@ def run_ring(task: Task) -> None:
     _train(task, strategy="ring")
 
 
+def run_deepspeed(task: Task) -> None:
+    """Train the same with DeepSpeed's engine."""
+    _train(task, strategy="deepspeed")
+
+
 def _train(task: Task, strategy: str) -> None:
     workload = task.workload
     trainer = PyTorchDDPTrainer(

@@ -19,7 +19,7 @@ from phalanx.recipes import Recipe, load_recipe, recipe_names
 from phalanx.trainers.folders import discard_unused, make_run_dir
 from phalanx.trainers.launching import launch_spec, raise_failure
 from phalanx.trainers.nvme import warn_of_slow_start
-from phalanx.trainers.preflight import check_before_start, check_packages
+from phalanx.trainers.preflight import check_before_start, check_packages, check_script_starter
 from phalanx.trainers.targets import given_settings, recipe_target, settings_environment
 from phalanx.trainers.terminal import open_console
 from phalanx.world.env import RankEnv, export_rank_env, read_rank_env
@@ -47,6 +47,8 @@ def run(arguments: Sequence[str]) -> int:
     if target is not None:
         target.check()
     started = read_rank_env()
+    if isinstance(target, ScriptTarget):
+        _check_starter(Path(target.path), resolved.config, started)
     if started is None and _is_task_of_cluster(resolved.config):
         return _be_the_task(resolved, target)
     if started is not None and not _is_node_of(started, resolved.config):
@@ -57,6 +59,16 @@ def run(arguments: Sequence[str]) -> int:
     if resolved.config.launcher == "local":
         prestart()
     return _launch(recipe, resolved, target, layout)
+
+
+def _check_starter(script: Path, config: DistributedConfig, started: RankEnv | None) -> None:
+    """Where several ranks are to run, a script made for Horovod needs horovodrun to start them."""
+    ranks = started.world_size if started is not None else config.total_ranks or 1
+    if ranks > 1:
+        name = (
+            started.started_by if started is not None else "phalanx" if config.launcher == "local" else config.launcher
+        )
+        check_script_starter(script, name)
 
 
 def _split(words: list[str]) -> tuple[list[str], list[str]]:

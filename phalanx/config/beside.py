@@ -104,6 +104,8 @@ def _why_nothing_is_compressed(config: DistributedConfig) -> str | None:
             )
     if config.resolved_strategy in _TAKE_COMPRESSION:
         return None
+    if config.resolved_strategy == "horovod":
+        return None if config.compression == "fp16" else "backend = 'horovod', which has 'fp16' only."
     return f"strategy = {config.resolved_strategy!r}: only strategy = 'ddp' and 'ring' average gradients through it."
 
 

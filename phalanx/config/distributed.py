@@ -28,6 +28,7 @@ from phalanx.config.groups import (
     Synchronisation,
     Training,
 )
+from phalanx.config.hosts import slots_of
 from phalanx.config.option import problem
 from phalanx.config.synchronisation import synchronisation_mistakes
 from phalanx.errors import ConfigError, nearest
@@ -131,6 +132,8 @@ class DistributedConfig(
         """Ranks of the whole job as asked for, or None when the machine is to decide."""
         if self.num_workers is not None or self.num_gpus is not None:
             return self.num_workers or self.num_gpus
+        if self.hosts is not None and self.gpus_per_node is None:
+            return slots_of(self.hosts)
         return None if self.gpus_per_node is None else self.gpus_per_node * self.num_nodes
 
     @property

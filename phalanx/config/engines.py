@@ -6,6 +6,7 @@ import importlib.util
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from phalanx.config.groups import TENSORFLOW_STRATEGIES
+from phalanx.config.hosts import parse_hosts
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
@@ -81,6 +82,8 @@ def engine_mistakes(
                 f"write backend = {names}, or leave {name} out.",
             )
     yield from _strategy_mistakes(config)
+    if config.backend == "horovod":
+        yield from _horovod_mistakes(config, known)
     if config.backend == "tensorflow":
         yield from _keras_mistakes(config, defaults, known)
     most = config.total_ranks
@@ -90,6 +93,39 @@ def engine_mistakes(
         yield "min_workers", f"min_workers = {config.min_workers} without num_workers: say how many ranks at most, too."
     elif config.min_workers > most:
         yield "min_workers", f"min_workers = {config.min_workers} is more than num_workers = {most}."
+
+
+def _horovod_mistakes(config: DistributedConfig, known: Collection[str]) -> Iterator[tuple[str, str]]:
+    if config.num_nodes > 1 and "num_nodes" not in known:
+        yield (
+            "num_nodes",
+            f"num_nodes = {config.num_nodes} with backend = 'horovod': horovodrun starts the ranks of all machines "
+            "from one of them. Name the machines instead: hosts = 'node1:8,node2:8'.",
+        )
+    if config.hosts is not None and config.host_discovery_script is not None:
+        yield "hosts", "hosts and host_discovery_script both say which machines there are: leave one of them out."
+    if config.min_workers is not None and config.hosts is None and config.host_discovery_script is None:
+        yield (
+            "min_workers",
+            f"min_workers = {config.min_workers}: a run that goes on without some machines must know of several: write "
+            "host_discovery_script = './hosts.sh', or hosts = 'node1:8,node2:8'.",
+        )
+    if config.hosts is None or "hosts" in known:
+        return
+    try:
+        hosts = parse_hosts(config.hosts)
+    except ValueError as error:
+        yield "hosts", f"hosts = {config.hosts!r}: {error}"
+        return
+    slots, ranks = sum(host.slots for host in hosts), config.total_ranks
+    if ranks is not None and ranks > slots and "num_workers" not in known:
+        yield "hosts", f"hosts = {config.hosts!r} has {slots} slots, but {ranks} ranks were asked for."
+    if config.min_workers is not None and len(hosts) < 2:
+        yield (
+            "min_workers",
+            f"min_workers = {config.min_workers} with one machine: Horovod gives up a machine that lost a rank, so "
+            "there must be two. On one machine, give it under two names: hosts = 'localhost:1,127.0.0.1:1'.",
+        )
 
 
 def _keras_mistakes(

@@ -16,7 +16,7 @@ _FOLLOWED_BY = {
     "outer_momentum": ("diloco",),
 }
 """Which strategies follow a setting."""
-_REPLICATE = ("ring", "local-sgd", "diloco")
+_REPLICATE = ("ring", "local-sgd", "diloco", "horovod")
 _AXES = ("tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel", "zero_stage")
 
 
@@ -38,10 +38,11 @@ def synchronisation_mistakes(
                 f"strategy = {names}, or leave {name} out.",
             )
         elif name in _AXES and strategy in _REPLICATE:
+            way = "write backend = 'pytorch-ddp'" if strategy == "horovod" else "leave strategy out, or write 'fsdp'"
             yield (
                 name,
                 f"{name} = {getattr(config, name)!r} does not go with strategy = {strategy!r}, whose ranks hold the "
-                "whole model: leave strategy out, or write 'fsdp'.",
+                f"whole model: {way}.",
             )
     if "outer_momentum" not in known and config.outer_momentum >= 1:
         yield "outer_momentum", f"outer_momentum = {config.outer_momentum}: must be below 1."

@@ -17,9 +17,15 @@ _LOST_PEER = re.compile(
     r"connection (was )?(closed|reset|aborted|refused)( by peer)?|broken pipe|closed by remote"
     r"|remote process (exited|has)|ncclRemoteError|NCCL communicator was aborted"
     r"|failed to recv, got 0 bytes|recvValue failed|sendBytes failed"
+    r"|Horovod has been shut down|gloo.{0,40}connect"
     r"|socket (error|timeout|closed)|timed out waiting .{0,40}(recv|send|operation)|watchdog caught collective",
     re.IGNORECASE,
 )
+
+
+def says_lost_peer(text: str) -> bool:
+    """Whether an error's words say no more than that another rank has gone."""
+    return _LOST_PEER.search(text) is not None
 
 
 @dataclass(frozen=True)

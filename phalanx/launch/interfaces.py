@@ -84,13 +84,14 @@ def _address_towards(host: str) -> str | None:
 
 
 def _card_with(address: str) -> str | None:
+    return next((name for _, name in socket.if_nameindex() if address_of_card(name) == address), None)
+
+
+def address_of_card(name: str) -> str | None:
+    """Return the IPv4 address of a network card, or None where it has none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode()[:15])
-            try:
-                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
-            except OSError:
-                continue  # a card without an address
-            if socket.inet_ntoa(answer[20:24]) == address:
-                return name
-    return None
+        try:
+            answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+        except OSError:
+            return None
+        return socket.inet_ntoa(answer[20:24])

@@ -21,6 +21,8 @@ from phalanx.launch.record import exit_code_of, record_exception
 from phalanx.launch.target import call, from_message, run_target
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from phalanx.launch.wire import Message
 
 # A process started by the rank inherits the variable but not the descriptor: a high number makes it unlikely that the
@@ -41,26 +43,38 @@ def run(request: Message, descriptors: list[int]) -> NoReturn:
         os.dup2(descriptor, number)
         os.close(descriptor)
     files = _Files(log, stack)
-    try:
+
+    def be_the_rank() -> None:
         _take_on(request, files, events)
         if request["prelude"]:
             call(request["prelude"])
         run_target(from_message(request["target"]), request["path"])
-        code = 0
+
+    leave(run_to_end(be_the_rank, request, log))
+
+
+def run_to_end(program: Callable[[], None], request: Message, log: int | None) -> int:
+    """Run the rank's program and return its exit code; what ended it is recorded for the launcher.
+
+    `log`: where the traceback goes instead of stderr, of which the launcher shows a part.
+    """
+    try:
+        program()
     except BaseException as error:  # noqa: BLE001 - the program ends here, whatever ended it
-        code = exit_code_of(error)
         if not isinstance(error, SystemExit):
-            _send_to_log(files.log)
+            if log is not None:
+                _send_to_log(log)
             record_exception(error, request)
         elif error.code is not None and not isinstance(error.code, int):
             print(error.code, file=sys.stderr)
-    _leave(code)
+        return exit_code_of(error)
+    return 0
 
 
 def _take_on(request: Message, files: _Files, events: int) -> None:
     os.environ.clear()
     os.environ.update(request["env"])
-    os.environ["PHALANX_EVENTS_FD"] = str(_lift(events))
+    os.environ["PHALANX_EVENTS_FD"] = str(lift(events))
     os.chdir(request["cwd"])
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
@@ -72,7 +86,7 @@ def _take_on(request: Message, files: _Files, events: int) -> None:
     announce_joining(socket.socket(fileno=os.dup(int(os.environ["PHALANX_EVENTS_FD"]))), request["rank"])
 
 
-def _lift(descriptor: int) -> int:
+def lift(descriptor: int) -> int:
     """Move a descriptor to a high number."""
     import fcntl
 
@@ -97,7 +111,7 @@ def _send_to_log(log: int) -> None:
     os.dup2(log, 2)
 
 
-def _leave(code: int) -> NoReturn:
+def leave(code: int) -> NoReturn:
     """Do what the interpreter does at exit, in its order, but stop before modules are torn down.
 
     Tearing torch down can deadlock: a process group freed with the interpreter lock held waits for its own thread.

@@ -199,7 +199,7 @@ class Follower:
         exits = [self._exit_of(rank) for rank in sorted({*self._records, *badly, *lost})]
         guilty = find_guilty(exits)
         if guilty.record is None and guilty.rank not in badly:
-            return self._gone(guilty.rank, _death(lost[guilty.rank]))
+            return self._gone(guilty.rank, describe_death(lost[guilty.rank]))
         silent = set(range(self._world_size)) - {ended.rank for ended in exits}
         if guilty.lost_peer and silent:  # all that spoke only lost another, so it is one that did not
             return self._gone(min(silent), "it left no word: its process was killed, or its machine is gone")
@@ -258,20 +258,19 @@ class Follower:
 
 
 _DEATHS = (
-    (("node", "died"), "its machine is gone"),
-    (("node", "dead"), "its machine is gone"),
-    (("out of memory",), "its machine ran out of memory, and Ray killed it"),
-    (("oom",), "its machine ran out of memory, and Ray killed it"),
-    (("worker process has died",), "its process was killed: by somebody, or because memory ran out"),
+    ("node has died", "its machine is gone"),
+    ("out of memory", "its machine ran out of memory, and Ray killed it"),
+    ("memory pressure", "its machine ran out of memory, and Ray killed it"),
+    ("worker process has died", "its process was killed: by somebody, or because memory ran out"),
 )
 """What is in Ray's words of a death, and what it means."""
 
 
-def _death(text: str) -> str:
+def describe_death(text: str) -> str:
     """Say in few words how Ray thinks that a worker died."""
     told = text.lower()
-    for marks, meaning in _DEATHS:
-        if all(mark in told for mark in marks):
+    for mark, meaning in _DEATHS:
+        if mark in told:
             return meaning
     return next((line.strip() for line in text.splitlines() if line.strip()), "Ray gives no reason")
 

@@ -40,6 +40,7 @@ from phalanx.strategies.base import claim_layout, local
 from phalanx.strategies.engine import OwnsStep
 from phalanx.strategies.pipeline import Pipeline
 from phalanx.strategies.registry import build_strategy
+from phalanx.strategies.sharing import SharesOptimizers
 from phalanx.strategies.stepping import StepsAlone
 from phalanx.strategies.traffic import SendsGradients
 from phalanx.world.groups import build_axis_group
@@ -125,6 +126,8 @@ class Formation:
             check_trains_adapters(self.models, item, self.config)
             if self._engine is not None:
                 item = self._engine.attach(item)
+            if isinstance(self.strategy, SharesOptimizers):
+                self.strategy.share_optimizer(item)
             self.optimizers.append(item)
             self._undo.append(self.gradients.adopt(item))
             return item

@@ -96,6 +96,10 @@ class Schedule:
         for group, base in zip(self._optimizer.param_groups, self._bases, strict=True):
             group["lr"] = base * factor
 
+    def reshape(self, factor: Callable[[int], float]) -> None:
+        """Follow another factor from the next step on: the run has another length than it was thought to have."""
+        self._factor, self._applied = factor, None
+
     @property
     def rate(self) -> float:
         """The first group's current learning rate."""

@@ -27,17 +27,11 @@ def save_snapshot(formation: Formation, directory: str | Path, shared: dict[str,
     formation.gradients.update_scale()
     for wrapped in formation.models:
         formation.strategy.settle(wrapped)
-    scaler = formation.precision.scaler
-    state = {
-        "loaders": [loader.sharded.state_dict() for loader in formation.loaders],
-        "schedulers": [scheduler_state(scheduler) for scheduler in formation.schedulers],
-        "scaler": None if scaler is None else scaler.state_dict(),
-        **shared,
-    }
+    state = {**shared_state(formation), **shared}
     epoch = formation.loaders[0].epoch if formation.loaders else 0
     return checkpoint.save(
         directory,
-        checkpoint.Snapshot(formation.step, epoch, _tensors(formation), rank_state(formation), state),
+        checkpoint.Snapshot(formation.step, epoch, tensors_of(formation), rank_state(formation), state),
         run_id=formation.run_id,
         keep_last=formation.config.keep_last,
         mesh=formation.world.mesh.sizes,
@@ -52,14 +46,32 @@ def restore_snapshot(formation: Formation, directory: str | Path, *, required: b
     if choice.checkpoint is None:
         return None
     checkpoint.compare_model(choice.checkpoint.manifest, _described(formation))
-    template = _tensors(formation)
+    template = tensors_of(formation)
     _drop_what_was_not_saved(formation, choice.checkpoint, template)
     loaded = checkpoint.load(choice.checkpoint, template)
-    _put_back(formation, template)
-    formation.gradients.steps = loaded.step
     formation.run_id = choice.checkpoint.manifest.run_id
     formation.notes += loaded.notes
-    shared = dict(loaded.shared)
+    shared = put_back(formation, template, loaded.step, dict(loaded.shared))
+    if loaded.rank_state is not None:
+        set_rng_state(loaded.rank_state)
+    restore_residuals(formation, choice.checkpoint, loaded.rank_state)
+    return {**shared, "path": str(choice.checkpoint.path)}
+
+
+def shared_state(formation: Formation) -> dict[str, Any]:
+    """Return what all ranks hold alike beside tensors: data positions, schedulers, fp16's scale."""
+    scaler = formation.precision.scaler
+    return {
+        "loaders": [loader.sharded.state_dict() for loader in formation.loaders],
+        "schedulers": [scheduler_state(scheduler) for scheduler in formation.schedulers],
+        "scaler": None if scaler is None else scaler.state_dict(),
+    }
+
+
+def put_back(formation: Formation, tensors: dict[str, Any], step: int, shared: dict[str, Any]) -> dict[str, Any]:
+    """Go on from a state; return what of `shared` is not the formation's own."""
+    _put_back_tensors(formation, tensors)
+    formation.gradients.steps = step
     for loader, state in zip(formation.loaders, shared.pop("loaders"), strict=False):
         loader.sharded.load_state_dict(state)
     for scheduler, state in zip(formation.schedulers, shared.pop("schedulers"), strict=False):
@@ -67,10 +79,7 @@ def restore_snapshot(formation: Formation, directory: str | Path, *, required: b
     scaler_state = shared.pop("scaler")
     if formation.precision.scaler is not None and scaler_state is not None:
         formation.precision.scaler.load_state_dict(scaler_state)
-    if loaded.rank_state is not None:
-        set_rng_state(loaded.rank_state)
-    restore_residuals(formation, choice.checkpoint, loaded.rank_state)
-    return {**shared, "path": str(choice.checkpoint.path)}
+    return shared
 
 
 def _described(formation: Formation) -> dict[str, tuple[torch.Size, torch.dtype]]:
@@ -83,7 +92,7 @@ def _described(formation: Formation) -> dict[str, tuple[torch.Size, torch.dtype]
     return {name: info for part in parts for name, info in part.items()}
 
 
-def _tensors(formation: Formation) -> dict[str, Any]:
+def tensors_of(formation: Formation) -> dict[str, Any]:
     """Return the nested state dict of all models and their optimizers, under canonical names."""
     with formation.gradients.direct():  # torch takes an empty step to give a fresh optimizer its state
         state: dict[str, Any] = {}
@@ -106,7 +115,7 @@ def _drop_what_was_not_saved(formation: Formation, saved: checkpoint.Checkpoint,
         formation.notes.append(f"the checkpoint was saved by another strategy: {', '.join(missing)} starts afresh")
 
 
-def _put_back(formation: Formation, state: dict[str, Any]) -> None:
+def _put_back_tensors(formation: Formation, state: dict[str, Any]) -> None:
     with formation.gradients.direct():
         trained = _optimizers_of_models(formation)
         for number, wrapped in enumerate(formation.models):

@@ -61,6 +61,10 @@ class StopRequest:
         """Whether this rank has been told to stop."""
         return self._heard is not None
 
+    def ask(self, reason: str) -> None:
+        """Wish that all ranks stop at a boundary, as a signal would; from any thread."""
+        self._heard = self._heard or reason
+
     def _hear(self, number: int, frame: FrameType | None) -> None:
         self._heard = signal.Signals(number).name
 

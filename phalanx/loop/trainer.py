@@ -25,7 +25,7 @@ from phalanx.loop.task import TrainTask, check_owns, make_optimizer
 from phalanx.observe import board
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from phalanx.loop.formation import Formation
@@ -57,6 +57,10 @@ class TrainLoop:
         self.gate = EpochGate(formation.world, self.stop)
         self.saving = CheckpointPolicy(formation, run_dir)
         self.report = Reporter(self, events, run_dir)
+        self.restore: Callable[[], dict[str, Any] | None] = self.saving.restore
+        """Where the run takes up an earlier state, if any; a run that outlives its ranks has one in memory."""
+        self.before_stop: Callable[[], None] | None = None
+        """Called where all ranks have agreed to stop, before anything is saved; it may raise instead."""
         self._forward: Forward | None = None
         self._stop_early = False
         self._status = "finished"
@@ -164,6 +168,8 @@ class TrainLoop:
         At the run's end `_end` saves.
         """
         stopping = self.stop.agreed(step)
+        if stopping and self.before_stop is not None:
+            self.before_stop()
         due = self.saving.due_after_step(step) or (epochs is not None and self.saving.due_after_epoch(epochs))
         if stopping or (due and not self._finished()):
             self._save()
@@ -216,12 +222,17 @@ class TrainLoop:
         self.hooks.fire("on_checkpoint", self, str(saved.path))
 
     def _resume(self) -> None:
-        state = self.saving.restore()
-        if state is not None:
-            self.report.resumed(state)
-            self.gate.start_after(self.epoch)
-            if self._settings is not None:
-                self._settings.put_back(self.optimizer)
+        state = self.restore()
+        if state is None:
+            return
+        self.report.resumed(state)
+        self.gate.start_after(self.epoch)
+        if self._settings is not None:
+            self._settings.put_back(self.optimizer)
+        total = self._total_steps()
+        if total != self.total_steps:  # other ranks than before: the same epochs are another number of steps
+            self.total_steps = total
+            self.schedule.reshape(rate_factor(self.config, total))
 
     def _losses(self) -> dict[int, float]:
         """Read the losses since the last reading; a NaN ends the run here unless such steps are skipped."""
@@ -250,8 +261,16 @@ class TrainLoop:
         config, per_epoch = self.config, self.train_loader.sharded.steps_per_epoch
         if per_epoch is None:
             return config.max_steps
-        by_epochs = math.inf if self.max_epochs is None else per_epoch * self.max_epochs
+        by_epochs = math.inf if self.max_epochs is None else self.step + self._steps_left(per_epoch, self.max_epochs)
         return int(min(by_epochs, config.max_steps or math.inf))
+
+    def _steps_left(self, per_epoch: int, epochs: int) -> int:
+        """Return how many steps the samples are worth that no step has seen yet."""
+        sharded, left = self.train_loader.sharded, max(0, epochs - self.epoch)
+        if sharded.samples_done == 0 or left == 0:
+            return per_epoch * left
+        unseen = (sharded.num_samples or 0) - sharded.samples_done
+        return per_epoch * (left - 1) + -(-unseen // self.global_batch)
 
     def _preempted(self) -> PreemptedError:
         path = self.saving.last_path

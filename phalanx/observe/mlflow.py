@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 from phalanx.errors import UsageError
@@ -9,51 +10,62 @@ from phalanx.observe.events import MetricsReported, RunEnded, RunStarted, StepDo
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
     from phalanx.observe.events import Event
 
+_TOLD_AT_THE_START = ("world_size", "strategy", "precision", "global_batch", "parameters", "device")
+_OPENED = "MLFLOW_RUN_ID"
+"""A run that somebody else opened, and will end: the process that started the ranks, or the user."""
 _DEFAULT_URI = "sqlite:///mlflow.db"
 _STATUS = {"finished": "FINISHED", "stopped": "FINISHED", "failed": "FAILED"}
 
 
 class MlflowSink:
-    """Logs parameters, metrics and the configuration; joins the active MLflow run, or starts one and ends it.
+    """Logs parameters, metrics and the files of a run; joins the active MLflow run, or starts one and ends it.
 
     Goes to MLFLOW_TRACKING_URI or what `mlflow.set_tracking_uri` was given, and otherwise to mlflow.db in the current
     directory.
     """
 
     def __init__(
-        self, experiment: str = "phalanx", run_name: str | None = None, params: Mapping[str, Any] | None = None
+        self,
+        experiment: str = "phalanx",
+        run_name: str | None = None,
+        params: Mapping[str, Any] | None = None,
+        run_dir: Path | None = None,
     ) -> None:
         self._mlflow = _import_mlflow()
         self._status = "KILLED"
+        self._run_dir = run_dir
         active = self._mlflow.active_run()
-        self._is_ours = active is None
-        if active is None:
-            if not self._mlflow.is_tracking_uri_set():
-                self._mlflow.set_tracking_uri(_DEFAULT_URI)
-            active = self._mlflow.start_run(run_name=run_name, experiment_id=self._experiment_id(experiment))
-        self.run_id: str = active.info.run_id
+        opened = os.environ.get(_OPENED) if active is None else active.info.run_id
+        self._is_ours = opened is None
+        if active is None and not self._mlflow.is_tracking_uri_set():
+            self._mlflow.set_tracking_uri(_DEFAULT_URI)
+        self.run_id: str = opened or self._start(run_name, experiment)
         if params:
             self._log_params(params)
             self._mlflow.log_dict(dict(params), "config.json", run_id=self.run_id)
+        self._log_file("config.toml")
 
     def handle(self, event: Event) -> None:
         """Log the event's values; metrics go out in the background."""
         if isinstance(event, RunStarted):
-            self._log_params(
-                {name: getattr(event, name) for name in ("world_size", "strategy", "precision", "global_batch")}
-            )
+            self._log_params({name: getattr(event, name) for name in _TOLD_AT_THE_START})
+            self._mlflow.MlflowClient().set_tag(self.run_id, "phalanx.run_dir", event.run_dir)
         elif isinstance(event, (StepDone, MetricsReported)):
             self._log(event.step, event.scalars())
         elif isinstance(event, RunEnded):
             self._status = _STATUS.get(event.status, "KILLED")
             self._log(event.step, {f"best/{name}": value for name, value in event.best.items()})
+            if event.checkpoint is not None:
+                self._mlflow.MlflowClient().set_tag(self.run_id, "phalanx.checkpoint", event.checkpoint)
 
     def close(self) -> None:
         """Wait for what is under way; end the run if we started it."""
         self._mlflow.flush_async_logging()
+        self._log_file("events.jsonl")
         if self._is_ours:
             self._mlflow.end_run(self._status)
 
@@ -61,6 +73,22 @@ class MlflowSink:
         # Not mlflow.set_experiment: that would redirect what the user's own process logs after this run.
         known = self._mlflow.get_experiment_by_name(name)
         return str(known.experiment_id if known else self._mlflow.create_experiment(name))
+
+    def _start(self, run_name: str | None, experiment: str) -> str:
+        """Begin a run; a tracking server that does not answer is the user's to put right, before training begins."""
+        try:
+            run = self._mlflow.start_run(run_name=run_name, experiment_id=self._experiment_id(experiment))
+            return str(run.info.run_id)
+        except self._mlflow.exceptions.MlflowException as error:
+            uri = self._mlflow.get_tracking_uri()
+            raise UsageError(
+                f"MLflow at {uri} took no run: {str(error).splitlines()[0][:300]}",
+                hint="Set MLFLOW_TRACKING_URI to a server that answers, or unset it for mlflow.db in this folder.",
+            ) from error
+
+    def _log_file(self, name: str) -> None:
+        if self._run_dir is not None and (self._run_dir / name).is_file():
+            self._mlflow.MlflowClient().log_artifact(self.run_id, str(self._run_dir / name))
 
     def _log(self, step: int, values: Mapping[str, float]) -> None:
         if values:

@@ -67,6 +67,13 @@ CATALOG = (
         "accumulation, clipping, bf16, activation checkpointing, offload; no other axis",
     ),
     Entry(
+        "horovod",
+        "--backend horovod [--compression fp16] [--hosts node1:8,node2:8] [--min-workers N]",
+        "what ddp does, by Horovod's all-reduce, on ranks that horovodrun starts",
+        "scripts and clusters are made for Horovod, or workers come and go (elastic Horovod)",
+        "accumulation, clipping, precision, compile, lora; no other axis, no zero",
+    ),
+    Entry(
         "tensor",
         "--tensor-parallel N",
         "every layer is split over N neighbouring ranks, by the model's plan; sequence and loss parallel",

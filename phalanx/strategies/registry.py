@@ -10,6 +10,7 @@ from phalanx.strategies.ddp import DDP
 from phalanx.strategies.deepspeed import DeepSpeed
 from phalanx.strategies.diloco import DiLoCo
 from phalanx.strategies.fsdp import FSDP
+from phalanx.strategies.horovod import Horovod
 from phalanx.strategies.local_sgd import LocalSGD
 from phalanx.strategies.parameter_server import ParameterServer
 from phalanx.strategies.ring_ddp import RingDDP
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from phalanx.world.world import World
 
 STRATEGIES: dict[str, type[Strategy]] = {
-    strategy.name: strategy for strategy in (DDP, FSDP, DeepSpeed, RingDDP, LocalSGD, DiLoCo, ParameterServer)
+    strategy.name: strategy for strategy in (DDP, FSDP, DeepSpeed, Horovod, RingDDP, LocalSGD, DiLoCo, ParameterServer)
 }
 
 

@@ -129,7 +129,7 @@ class TorchTrainer:
             return self._run_where_it_belongs(action, task, config)
         except PreemptedError as error:
             env = read_rank_env()
-            if env is not None and env.started_by == "phalanx":
+            if env is not None and env.supervised:
                 raise
             print(f"phalanx: {error}", file=sys.stderr, flush=True)
             raise SystemExit(error.exit_code) from error

@@ -18,6 +18,7 @@ from phalanx.trainers.gathering import whole_state, whole_weights
 from phalanx.trainers.preflight import check_before_start
 from phalanx.trainers.ray_report import engine_callbacks
 from phalanx.trainers.session import agree_run_dir, open_events, save_config
+from phalanx.world.env import horovod_is_elastic
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from phalanx.config import DistributedConfig
     from phalanx.loop.task import TrainTask
     from phalanx.observe.history import History
+    from phalanx.trainers.elastic import Survivor
 
 
 @dataclass
@@ -54,8 +56,19 @@ class JobResult:
 
 def run_job(job: Job, *, in_place: bool) -> JobResult:
     """Run a job on this rank. `in_place`: the caller holds the model itself, so no weights are handed back."""
+    if job.action == "fit" and horovod_is_elastic():
+        from phalanx.trainers.elastic import run_elastic
+
+        return run_elastic(lambda survivor: _run_once(job, in_place, survivor))
+    return _run_once(job, in_place)
+
+
+def _run_once(job: Job, in_place: bool, survivor: Survivor | None = None) -> JobResult:
     with Formation(job.config) as formation:
-        result = {"fit": _fit, "evaluate": _evaluate, "predict": _predict}[job.action](formation, job)
+        if job.action == "fit":
+            result = _fit(formation, job, survivor)
+        else:
+            result = {"evaluate": _evaluate, "predict": _predict}[job.action](formation, job)
         hand_over = job.action == "fit" and not in_place
         by_engine = isinstance(formation.strategy, OwnsStep)
         keep = formation.world.env.local_rank == 0
@@ -72,10 +85,12 @@ def run_job(job: Job, *, in_place: bool) -> JobResult:
     return result
 
 
-def _fit(formation: Formation, job: Job) -> JobResult:
+def _fit(formation: Formation, job: Job, survivor: Survivor | None) -> JobResult:
     check_before_start(job.config)
-    placed = job.config if job.run_dir is None else job.config.replace(run_dir=job.run_dir)
-    run_dir = agree_run_dir(formation.world, lambda: make_run_dir(placed, job.task.name))
+    before = None if survivor is None else survivor.run_dir
+    folder = before or job.run_dir
+    placed = job.config if folder is None else job.config.replace(run_dir=folder)
+    run_dir = agree_run_dir(formation.world, lambda: make_run_dir(placed, job.task.name), goes_on=before is not None)
     if formation.is_main:
         save_config(job.config, run_dir)
     events = open_events(job.config, formation.world, run_dir)
@@ -83,7 +98,7 @@ def _fit(formation: Formation, job: Job) -> JobResult:
         loop = TrainLoop(formation, job.task, events, run_dir)
         for callback in engine_callbacks():
             loop.hooks.add(callback)
-        history = loop.run()
+        history = loop.run() if survivor is None else survivor.run(loop, run_dir)
     finally:
         events.close()
     return JobResult(history=history)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import os
 from pathlib import Path
@@ -26,6 +27,28 @@ def check_before_start(config: DistributedConfig) -> None:
     _check_resume(config)
     for name in ("checkpoint_dir", "tensorboard_dir", "run_dir"):
         _check_folder(name, getattr(config, name))
+
+
+def check_script_starter(script: Path, starter: str) -> None:
+    """Refuse a script made for Horovod whose ranks something else starts: each of them would train alone."""
+    if starter == "horovodrun" or not _imports_horovod(script):
+        return
+    raise UsageError(
+        f"{script} imports horovod, but {starter} would start its ranks, and hvd.init() meets other ranks only where "
+        "horovodrun started them: each rank would train alone",
+        hint=f"Write: phalanx train --script {script} --backend horovod, or horovodrun -np N python {script}",
+    )
+
+
+def _imports_horovod(script: Path) -> bool:
+    """Whether the script's first level imports Horovod; a script that may do without it imports it in a branch."""
+    try:
+        body = ast.parse(script.read_bytes()).body
+    except (OSError, SyntaxError, ValueError):
+        return False  # the rank that runs it says so better
+    names = [alias.name for node in body if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module or "" for node in body if isinstance(node, ast.ImportFrom) and not node.level]
+    return any(name.split(".")[0] == "horovod" for name in names)
 
 
 def check_packages(config: DistributedConfig) -> None:

@@ -24,12 +24,13 @@ if TYPE_CHECKING:
     from phalanx.world.world import World
 
 
-def agree_run_dir(world: World, make: Callable[[], Path]) -> Path:
+def agree_run_dir(world: World, make: Callable[[], Path], *, goes_on: bool = False) -> Path:
     """Make the run's folder on the main rank and tell the others: by the clock each would name its own.
 
-    The second fit of a script that the command line started has a folder of its own inside the command's.
+    The second fit of a script that the command line started has a folder of its own inside the command's; a fit that
+    `goes_on` with other ranks has the one it had.
     """
-    fits = next(_FITS)
+    fits = 1 if goes_on else next(_FITS)
     names: list[Any] = [None]
     if world.is_main:
         run_dir = make()
@@ -71,5 +72,6 @@ def open_sinks(config: DistributedConfig, run_dir: Path) -> list[Sink]:
     if config.mlflow_tracking or config.mlflow_experiment is not None:
         from phalanx.observe.mlflow import MlflowSink
 
-        sinks.append(MlflowSink(config.mlflow_experiment or "phalanx", config.name or run_dir.name, config.to_dict()))
+        named = (config.mlflow_experiment or "phalanx", config.name or run_dir.name)
+        sinks.append(MlflowSink(*named, config.to_dict(), run_dir))
     return sinks

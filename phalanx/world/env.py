@@ -1,4 +1,6 @@
-"""The only reader of rank variables: torchrun's, Slurm's (srun), Open MPI's and MPICH's (mpirun), in that order.
+"""The only reader of rank variables: horovodrun's, torchrun's, Open MPI's and MPICH's (mpirun), Slurm's (srun).
+
+The innermost starter comes first: horovodrun may run within a job of Slurm, and shows the ranks both sets.
 
 Whoever sets one of these sets may start a Phalanx rank. No torch is needed to read them.
 """
@@ -34,6 +36,8 @@ class RankEnv:
     master_port: int
     started_by: str
     attempt: int = 0
+    supervised: bool = False
+    """Whether a launcher of ours waits for the rank's last words."""
 
 
 def read_rank_env(environ: Mapping[str, str] | None = None) -> RankEnv | None:
@@ -53,9 +57,9 @@ def export_rank_env(rank_env: RankEnv) -> None:
         WORLD_SIZE=str(rank_env.world_size),
         LOCAL_WORLD_SIZE=str(rank_env.local_world_size),
         GROUP_RANK=str(rank_env.node_rank),
-        MASTER_ADDR=rank_env.master_addr,
-        MASTER_PORT=str(rank_env.master_port),
     )
+    if rank_env.master_port:  # ranks that horovodrun started agree on a place when they meet
+        os.environ.update(MASTER_ADDR=rank_env.master_addr, MASTER_PORT=str(rank_env.master_port))
 
 
 @contextmanager
@@ -97,8 +101,47 @@ def _from_torchrun(env: Mapping[str, str]) -> RankEnv:
         node_rank=_integer(env, "GROUP_RANK", rank // local_world_size),
         master_addr=env.get("MASTER_ADDR", "127.0.0.1"),
         master_port=_integer(env, "MASTER_PORT", _DERIVED_PORTS[0]),
-        started_by="phalanx" if "PHALANX_LOG_DIR" in env else "torchrun",
+        started_by="phalanx" if _is_supervised(env) else "torchrun",
         attempt=_integer(env, "TORCHELASTIC_RESTART_COUNT", 0),
+        supervised=_is_supervised(env),
+    )
+
+
+def _is_supervised(env: Mapping[str, str]) -> bool:
+    return "PHALANX_LOG_DIR" in env
+
+
+def _from_horovodrun(env: Mapping[str, str]) -> RankEnv:
+    world_size = _integer(env, "HOROVOD_SIZE")
+    return RankEnv(
+        rank=_integer(env, "HOROVOD_RANK"),
+        local_rank=_integer(env, "HOROVOD_LOCAL_RANK", _integer(env, "HOROVOD_RANK")),
+        world_size=world_size,
+        local_world_size=_integer(env, "HOROVOD_LOCAL_SIZE", world_size),
+        node_rank=_integer(env, "HOROVOD_CROSS_RANK", 0),
+        master_addr="",
+        master_port=0,
+        started_by="horovodrun",
+        attempt=_integer(env, "TORCHELASTIC_RESTART_COUNT", 0),
+        supervised=_is_supervised(env),
+    )
+
+
+def horovod_is_elastic() -> bool:
+    """Whether horovodrun lets this rank live on when others are lost, and may add others."""
+    return "HOROVOD_RANK" in os.environ and os.environ.get("HOROVOD_ELASTIC") == "1"
+
+
+def write_horovod_env(rank: int, size: int, local: tuple[int, int], cross: tuple[int, int], attempt: int) -> None:
+    """Note who this process has become after ranks were lost or came; Horovod itself tells its C++ half only."""
+    os.environ.update(
+        HOROVOD_RANK=str(rank),
+        HOROVOD_SIZE=str(size),
+        HOROVOD_LOCAL_RANK=str(local[0]),
+        HOROVOD_LOCAL_SIZE=str(local[1]),
+        HOROVOD_CROSS_RANK=str(cross[0]),
+        HOROVOD_CROSS_SIZE=str(cross[1]),
+        TORCHELASTIC_RESTART_COUNT=str(attempt),
     )
 
 
@@ -153,6 +196,7 @@ def _from_mpich(env: Mapping[str, str]) -> RankEnv:
 
 
 _STARTERS: tuple[tuple[tuple[str, ...], Callable[[Mapping[str, str]], RankEnv]], ...] = (
+    (("HOROVOD_RANK", "HOROVOD_SIZE"), _from_horovodrun),
     (("RANK", "WORLD_SIZE"), _from_torchrun),
     (("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), _from_openmpi),
     (("PMI_RANK", "PMI_SIZE"), _from_mpich),

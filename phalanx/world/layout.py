@@ -48,7 +48,9 @@ def plan_layout(config: DistributedConfig, gpus_here: int) -> Layout:
         return _tensorflow_layout(config, device)
     per_node = _ranks_per_node(asked, config.num_nodes, gpus_here if device == "cuda" else 1)
     may_share = gpus_here > 0 and config.communication_backend == "gloo"  # nccl refuses two ranks on one GPU
-    if device == "cuda" and per_node > gpus_here and not may_share and config.launcher != "ray":
+    by_hosts = config.hosts is not None or config.host_discovery_script is not None
+    elsewhere = by_hosts or config.launcher == "ray"  # GPUs there are not seen here
+    if device == "cuda" and per_node > gpus_here and not may_share and not elsewhere:
         raise _too_few_gpus(config, per_node, gpus_here)
     return Layout(device, config.num_nodes, per_node, plan_mesh(config, config.num_nodes * per_node, per_node))
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from phalanx.errors import UsageError
 from phalanx.launch.interfaces import network_environment
+from phalanx.world import horovod
 from phalanx.world.env import RankEnv, export_rank_env, read_rank_env
 from phalanx.world.groups import forget_groups
 from phalanx.world.layout import check_device
@@ -83,15 +84,16 @@ def join_world(config: DistributedConfig) -> World:
     mesh = plan_mesh(config, env.world_size, env.local_world_size)
     if env.world_size == 1:
         return World(env, device, mesh, None, None, owns_group=False)
+    horovod.check_not_alone(env)
     backend = _comm_backend(config, device, env)
     name = f"phalanx/{next(_JOINS)}"
     if dist.is_initialized():  # the user's script met the others already: join in, and leave the leaving to it
         store = dist.distributed_c10d._get_default_store()
         return World(env, device, mesh, dist.get_backend(), dist.PrefixStore(name, store), owns_group=False)
+    env, store = _meet(env, config.timeout)
     export_rank_env(env)
     if env.local_world_size < env.world_size:
         os.environ.update(network_environment(env.master_addr, os.environ))
-    store = _meet(env, config.timeout)
     dist.init_process_group(
         backend,
         store=dist.PrefixStore(f"{name}/group", store),
@@ -103,9 +105,17 @@ def join_world(config: DistributedConfig) -> World:
     return World(env, device, mesh, backend, dist.PrefixStore(name, store), owns_group=True)
 
 
+def _meet(env: RankEnv, seconds: float) -> tuple[RankEnv, dist.Store]:
+    """Return the ranks' store, and this rank's place with the store's address in it."""
+    if env.started_by == horovod.STARTED_BY:
+        return horovod.meet(env, seconds)
+    return env, _connect(env, seconds)
+
+
 @functools.cache
-def _meet(env: RankEnv, seconds: float) -> dist.Store:
+def _connect(env: RankEnv, seconds: float) -> dist.Store:
     """Connect to the ranks' store, once: were it closed and opened again, a quick rank would meet the dying one."""
+    export_rank_env(env)
     timeout = timedelta(seconds=seconds)
     store: dist.Store
     store, _, _ = next(iter(dist.rendezvous("env://", env.rank, env.world_size, timeout=timeout)))

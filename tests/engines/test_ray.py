@@ -24,6 +24,7 @@ from phalanx.errors import UsageError
 from phalanx.launch import ray_cluster
 from phalanx.launch.luggage import pack, unpack
 from phalanx.launch.ray_cluster import check_address
+from phalanx.launch.ray_follow import describe_death
 from phalanx.launch.ray_train import read_resources, starter
 from phalanx.launch.spec import ScriptTarget
 from phalanx.trainers.ray import split_hyperparameters
@@ -248,3 +249,20 @@ def test_sources_travel_to_a_machine_that_does_not_see_them(tmp_path):
     root = Path(laid_out.folder)
     assert sorted(str(path.relative_to(root)) for path in root.rglob("*.*")) == ["parts/model.py", "train.py"]
     assert laid_out.target == ScriptTarget(root / "train.py")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (
+            "The actor died unexpectedly before finishing this task.\n\tnode_id: ab12\nThe actor is dead because its "
+            "worker process has died. Worker exit type: SYSTEM_ERROR. Some common causes include: (1) the process was "
+            "killed by SIGKILL by OOM killer due to high memory usage.",
+            "its process was killed",
+        ),
+        ("The actor died because its node has died. Node Id: ab12", "its machine is gone"),
+        ("something new\nand more", "something new"),
+    ],
+)
+def test_a_death_is_told_in_few_words(text, words):
+    assert describe_death(text).startswith(words)

@@ -6,6 +6,7 @@ import json
 import math
 import subprocess
 import sys
+import types
 
 import pytest
 
@@ -22,6 +23,8 @@ def step(number: int, **changes) -> events.StepDone:
 
 
 def scalars(directory) -> dict[str, list[tuple[int, float]]]:
+    # Where this module exists, TensorBoard reads without TensorFlow, which takes long to import.
+    sys.modules.setdefault("tensorboard.compat.notf", types.ModuleType("notf"))
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     reader = EventAccumulator(str(directory))

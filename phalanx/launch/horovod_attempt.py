@@ -1,0 +1,257 @@
+"""One run of horovodrun, followed to its end: output, events, signals, and who is to blame."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import selectors
+import signal
+import socket
+import struct
+import subprocess
+import time
+import uuid
+from typing import TYPE_CHECKING, Any
+
+from phalanx.errors import EXIT_PREEMPTED
+from phalanx.launch.environment import Place
+from phalanx.launch.evidence import Evidence
+from phalanx.launch.failure import Failure
+from phalanx.launch.group import RankState
+from phalanx.launch.horovod_output import HorovodOutput
+from phalanx.launch.horovod_rank import ENDED, STARTED
+from phalanx.launch.policy import WELL, Outcome, stopped
+from phalanx.launch.process import send_signal
+from phalanx.launch.record import read_record
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from phalanx.launch.console import Console
+    from phalanx.launch.signals import SignalInbox
+    from phalanx.launch.spec import LaunchSpec
+
+_EVENT_BYTES = 1 << 18
+_CHUNK = 1 << 16
+_KILL_SECONDS = 2.0
+_LAST_LINES = 8
+_CREDENTIALS = struct.Struct("3i")
+
+
+class HorovodAttempt:
+    """Runs once. What happens arrives as a callback of the selector or of a timer."""
+
+    def __init__(
+        self, spec: LaunchSpec, console: Console, inbox: SignalInbox, number: int, *, ranks: int, elastic: bool
+    ) -> None:
+        self._spec, self._console, self._inbox, self._number = spec, console, inbox, number
+        self._elastic = elastic
+        self._selector = selectors.DefaultSelector()
+        self._timers: list[tuple[float, Callable[[], None]]] = []
+        self._evidence = Evidence(spec, Place(0, 1, 0, ranks, "", 0))
+        self._states = {rank: RankState(rank, spec.label(rank)) for rank in range(ranks)}
+        self._lost: set[int] = set()
+        """Ranks without which an elastic run goes on."""
+        self._requested: signal.Signals | None = None
+        self._over = False
+        self._lines: list[socket.socket] = []
+        self.name = f"phalanx-{uuid.uuid4().hex}"
+        """Under this name (in Linux' abstract namespace) ranks of this machine reach the launcher."""
+        self._door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._door.bind("\0" + self.name)
+        self._door.listen(ranks)
+        self._output = HorovodOutput(spec.log_dir, self._show, self._take_exit)
+
+    def run(self, command: list[str], environment: dict[str, str]) -> Outcome:
+        """Start horovodrun and follow it to its end."""
+        self._evidence.clear(list(self._states), self._number)
+        self._process = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # a Ctrl-C is for us to pass on
+        )
+        assert self._process.stdout is not None
+        self._selector.register(self._process.stdout, selectors.EVENT_READ, self._take_output)
+        self._selector.register(self._door, selectors.EVENT_READ, self._open_line)
+        self._selector.register(self._inbox, selectors.EVENT_READ, self._take_signals)
+        try:
+            while not self._over:
+                for key, _ in self._selector.select(self._wait_seconds()):
+                    key.data()
+                self._run_timers()
+            return self._outcome(self._process.wait())
+        finally:
+            self._close()
+
+    # --- what arrives -------------------------------------------------------------------------------------------
+
+    def _take_output(self) -> None:
+        assert self._process.stdout is not None
+        data = os.read(self._process.stdout.fileno(), _CHUNK)
+        if data:
+            self._output.feed(data)
+        else:  # horovodrun and its helpers are gone
+            self._over = True
+
+    def _show(self, rank: int, line: str) -> None:
+        if self._spec.console_ranks == "all" or rank == self._spokesman():
+            self._console.rank_output(rank, self._spec.label(rank), line)
+
+    def _spokesman(self) -> int:
+        """Return whose words the console shows: rank 0, or whoever took its place after it was lost."""
+        return next((rank for rank in sorted(self._states) if rank not in self._lost), 0)
+
+    def _open_line(self) -> None:
+        line, _ = self._door.accept()
+        peer = line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        if _CREDENTIALS.unpack(peer)[1] != os.getuid():
+            line.close()
+            return
+        line.setblocking(False)
+        self._lines.append(line)
+        self._selector.register(line, selectors.EVENT_READ, lambda: self._take_events(line))
+
+    def _take_events(self, line: socket.socket) -> None:
+        try:
+            while data := line.recv(_EVENT_BYTES):
+                self._take_event(json.loads(data))
+        except BlockingIOError:
+            return
+        except ConnectionResetError:
+            pass  # as good as the end
+        self._selector.unregister(line)
+        self._lines.remove(line)
+        line.close()
+
+    def _take_event(self, event: dict[str, Any]) -> None:
+        state = self._states.get(event.get("rank", -1))
+        if event["event"] == STARTED and state is not None:
+            state.pid, state.code = event["pid"], None
+            self._lost.discard(state.rank)
+            if self._requested is not None:
+                send_signal(event["pid"], signal.SIGTERM)
+        elif event["event"] == ENDED and state is not None:
+            self._end(state, event["code"])
+        else:
+            self._console.handle(event)
+
+    def _take_exit(self, rank: int, code: int) -> None:
+        """Take horovodrun's word for how a rank ended, where the rank itself said nothing."""
+        state = self._states.get(rank)
+        if state is None:
+            return
+        if state.alive:
+            self._end(state, -(code - 128) if code > 128 else code)
+        if self._elastic and self._requested is None and state.code not in WELL:
+            self._lost.add(rank)
+            self._console.notice(f"rank {rank} is gone (exit code {code}): Horovod goes on with those that are left")
+
+    def _end(self, state: RankState, code: int) -> None:
+        state.code, state.ended = code, time.time()
+
+    def _take_signals(self) -> None:
+        for number in self._inbox.take():
+            if number == signal.SIGUSR1:
+                self._signal_ranks(number)
+            elif number == signal.SIGINT and self._requested is not None:
+                self._kill()
+            elif self._requested is None:
+                self._requested = number
+                again = " (Ctrl-C again to kill)" if number == signal.SIGINT else ""
+                self._console.notice(f"{number.name}: stopping the ranks{again}")
+                self._stop()
+
+    # --- the end ------------------------------------------------------------------------------------------------
+
+    def _stop(self) -> None:
+        """Let the ranks leave at a step's boundary: one that hears the signal tells the others, on any machine."""
+        if not self._signal_ranks(signal.SIGTERM):
+            send_signal(self._process.pid, signal.SIGTERM)
+        self._later(self._spec.grace_seconds, self._kill)
+
+    def _signal_ranks(self, number: int) -> bool:
+        pids = [state.pid for state in self._states.values() if state.alive and state.pid is not None]
+        for pid in pids:
+            send_signal(pid, number)
+        return bool(pids)
+
+    def _kill(self) -> None:
+        self._signal_ranks(signal.SIGKILL)
+        send_signal(self._process.pid, signal.SIGTERM)
+        self._later(_KILL_SECONDS, self._kill_driver)
+
+    def _kill_driver(self) -> None:
+        """End horovodrun itself; its helpers, which lead sessions of their own, then end what is left of the ranks."""
+        if self._process.poll() is None:
+            self._process.kill()
+
+    def _later(self, seconds: float, action: Callable[[], None]) -> None:
+        self._timers.append((time.monotonic() + seconds, action))
+
+    def _wait_seconds(self) -> float | None:
+        return max(0.0, min(at for at, _ in self._timers) - time.monotonic()) if self._timers else None
+
+    def _run_timers(self) -> None:
+        now = time.monotonic()
+        due = [action for at, action in self._timers if at <= now]
+        self._timers = [timer for timer in self._timers if timer[0] > now]
+        for action in due:
+            action()
+
+    def _close(self) -> None:
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+        for line in (*self._lines, self._door):
+            line.close()
+        self._output.close()
+        self._evidence.close()
+        self._selector.close()
+
+    def _outcome(self, code: int) -> Outcome:
+        for line in list(self._lines):
+            self._take_events(line)
+        self._output.close()
+        states = list(self._states.values())
+        for state in states:
+            if state.alive and code == 0:
+                self._end(state, 0)
+        codes = [state.code for state in states if state.rank not in self._lost]
+        if self._requested is not None:
+            has_started = any(state.pid is not None for state in states)
+            return stopped(self._requested, codes, "" if has_started else "horovodrun was starting the ranks")
+        if code == 0:
+            return Outcome(EXIT_PREEMPTED if EXIT_PREEMPTED in codes else 0)
+        failure = self._find_failure(states)
+        return Outcome(failure.exit_code, failure)
+
+    def _find_failure(self, states: list[RankState]) -> Failure:
+        failed = [state for state in states if state.code not in (None, *WELL)]
+        # When one has failed, horovodrun sends SIGTERM to the others: they are to blame only where nobody else is.
+        of_themselves = [state for state in failed if state.code != -signal.SIGTERM] or failed
+        if failed:
+            victims = [state for state in failed if state not in of_themselves]
+            return self._placed(self._evidence.find_failure([state for state in states if state not in victims]))
+        said = [line for line in self._output.own if not line.startswith((" ", "Traceback"))][-_LAST_LINES:]
+        has_started = any(state.pid is not None for state in states)
+        by_ssh = any("ssh" in line for line in said)
+        return Failure(
+            cause="horovodrun gave up before a rank had failed" if has_started else "horovodrun started no rank",
+            exit_code=1,
+            details=tuple(said),
+            hint="Every machine must let this user in by ssh without a password, and have this Python at the same path."
+            if by_ssh
+            else "",
+            logs=str(self._spec.log_dir),
+        )
+
+    def _placed(self, failure: Failure) -> Failure:
+        """Name the machine on which the rank was: not always this one."""
+        record = None if failure.rank is None else read_record(self._spec.log_dir, failure.rank)
+        return failure if record is None else dataclasses.replace(failure, host=record["host"])

@@ -1,0 +1,197 @@
+"""Build Horovod against the installed torch: `python -m phalanx.launch.horovod_build`. The wheel is kept for next time.
+
+Horovod's last release has no wheels, and its CMake files ask for C++14, which torch's headers left behind: the compiler
+is called through a wrapper whose last word on the standard wins. HOROVOD_* variables that are set already are followed,
+such as HOROVOD_WITH_MPI=1 or HOROVOD_GPU_OPERATIONS=NCCL.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from phalanx.errors import PhalanxError, UsageError
+
+VERSION = "0.28.1"
+_FLAGS = "-std=c++20 -O2 -g0 -w"
+_DEFAULTS = {
+    "HOROVOD_WITH_PYTORCH": "1",
+    "HOROVOD_WITHOUT_TENSORFLOW": "1",
+    "HOROVOD_WITHOUT_MXNET": "1",
+    "HOROVOD_WITH_GLOO": "1",
+    "HOROVOD_WITHOUT_MPI": "1",
+}
+_OPPOSITES = ("TENSORFLOW", "MXNET", "MPI")
+_SAY_EVERY = 20.0
+_LOG_LINES = 12
+
+
+def main() -> int:
+    """Install Horovod from the kept wheel, or build it first; return the exit code."""
+    try:
+        wheel = kept_wheel() or build()
+        install(wheel)
+    except PhalanxError as error:
+        print(f"phalanx: {error}", file=sys.stderr)
+        return error.exit_code
+    _say(f"Horovod {VERSION} is installed ({wheel})")
+    return 0
+
+
+def settings() -> dict[str, str]:
+    """Return the HOROVOD_* variables of the build: ours, then those that are set."""
+    given = {name: value for name, value in os.environ.items() if name.startswith("HOROVOD_")}
+    chosen = {**_DEFAULTS, **given}
+    for name in _OPPOSITES:
+        if f"HOROVOD_WITH_{name}" in given:
+            chosen.pop(f"HOROVOD_WITHOUT_{name}", None)
+    return chosen
+
+
+def wheel_folder() -> Path:
+    """Return where the wheel for this torch, Python, machine and settings is kept."""
+    what = [VERSION, torch_version(), sys.implementation.cache_tag, platform.machine(), _FLAGS, _compiler_name()]
+    what += [f"{name}={value}" for name, value in sorted(settings().items())]
+    key = hashlib.sha256("\n".join(map(str, what)).encode()).hexdigest()[:16]
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "phalanx" / "wheels" / f"horovod-{VERSION}-torch-{torch_version()}-{key}"
+
+
+def torch_version() -> str:
+    """Return the version of the torch that Horovod is to be built against, without importing it."""
+    try:
+        return importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        raise UsageError("Horovod is built against torch, and torch is not installed here") from None
+
+
+def kept_wheel() -> Path | None:
+    """Return the wheel that an earlier build left, if any."""
+    return next(iter(sorted(wheel_folder().glob("horovod-*.whl"))), None)
+
+
+def build() -> Path:
+    """Compile the wheel, put it where `kept_wheel` finds it, and return it."""
+    compiler = _check_tools()
+    folder = wheel_folder()
+    folder.mkdir(parents=True, exist_ok=True)
+    log = folder / "build.log"
+    with tempfile.TemporaryDirectory(prefix="phalanx-horovod-") as scratch:
+        wrapper = _write_wrapper(Path(scratch), compiler)
+        _say(f"compiling Horovod {VERSION} against torch {torch_version()}; this takes minutes (log: {log})")
+        command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-cache-dir"]
+        command += ["--wheel-dir", scratch, f"horovod=={VERSION}"]
+        _run(command, {**os.environ, **_build_environment(wrapper)}, log)
+        built = next(Path(scratch).glob("horovod-*.whl"))
+        partial = folder / f".{built.name}.{os.getpid()}"
+        shutil.copy(built, partial)
+        kept = folder / built.name
+        partial.replace(kept)
+    return kept
+
+
+def install(wheel: Path) -> None:
+    """Install the wheel and what it needs; torch stays as it is."""
+    # By force: one of the same version that was built against another torch would pass for this one.
+    _pip_install(wheel, "--force-reinstall", "--no-deps")
+    _pip_install(wheel, f"torch=={torch_version()}")
+
+
+def _pip_install(wheel: Path, *words: str) -> None:
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", str(wheel), *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise PhalanxError(f"pip could not install {wheel}:\n{_last_lines(done.stderr)}")
+
+
+def _compiler_name() -> str:
+    return os.environ.get("CXX", "g++")
+
+
+def _check_tools() -> str:
+    """Refuse to begin what cannot end: a compiler, CMake and setuptools must be there."""
+    compiler = shutil.which(_compiler_name())
+    missing = [] if compiler else [f"a C++ compiler ({_compiler_name()})"]
+    missing += [] if shutil.which("cmake") else ["cmake"]
+    for module in ("setuptools", "pip"):
+        try:
+            importlib.metadata.version(module)
+        except importlib.metadata.PackageNotFoundError:
+            missing.append(f"the Python package {module}")
+    if missing or compiler is None:
+        raise UsageError(
+            f"Horovod {VERSION} has to be compiled, and {' and '.join(missing)} is missing",
+            hint="On Debian or Ubuntu: apt install g++ cmake; Python packages: pip install setuptools pip.",
+        )
+    return compiler
+
+
+def _write_wrapper(folder: Path, compiler: str) -> Path:
+    """Write the compiler that Horovod's CMake is given: the real one, with the last word on what it asks for."""
+    wrapper = folder / "cxx"
+    wrapper.write_text(f'#!/bin/sh\nexec "{compiler}" "$@" {_FLAGS}\n')
+    wrapper.chmod(0o755)
+    return wrapper
+
+
+def _build_environment(wrapper: Path) -> dict[str, str]:
+    return {
+        **settings(),
+        "CXX": str(wrapper),
+        "MAKEFLAGS": os.environ.get("MAKEFLAGS") or f"-j{len(os.sched_getaffinity(0))}",
+        # Newer CMakes refuse files that were written for old ones, unless told which they may take them for.
+        "CMAKE_POLICY_VERSION_MINIMUM": os.environ.get("CMAKE_POLICY_VERSION_MINIMUM", "3.5"),
+        "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+    }
+
+
+def _run(command: list[str], environment: dict[str, str], log: Path) -> None:
+    began = time.monotonic()
+    with log.open("wb") as file:
+        process = subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT)
+        while True:
+            try:
+                code = process.wait(_SAY_EVERY)
+                break
+            except subprocess.TimeoutExpired:
+                _say(f"still compiling ({time.monotonic() - began:.0f} s)")
+            except BaseException:
+                process.terminate()
+                process.wait()
+                raise
+    if code != 0:
+        raise PhalanxError(f"Horovod {VERSION} was not built:\n{_explain(log.read_text(errors='replace'))}\nLog: {log}")
+
+
+def _explain(text: str) -> str:
+    """Say in words what pip's log says in many lines, where the cause is a common one."""
+    if "No matching distribution found" in text or "NewConnectionError" in text or "ProxyError" in text:
+        return f"  pip could not download horovod=={VERSION}: is the network, or the index that pip is told, reachable?"
+    lines = text.splitlines()
+    first = next((number for number, line in enumerate(lines) if _is_error(line)), None)
+    return _last_lines(text) if first is None else _last_lines("\n".join(lines[first : first + _LOG_LINES]))
+
+
+def _is_error(line: str) -> bool:
+    """Whether a compiler, a linker or CMake says in this line what stopped it."""
+    return "CMake Error" in line or ": error:" in line or ": fatal error:" in line or "undefined reference" in line
+
+
+def _last_lines(text: str) -> str:
+    return "\n".join(f"  {line}" for line in text.strip().splitlines()[-_LOG_LINES:])
+
+
+def _say(text: str) -> None:
+    print(f"phalanx: {text}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,19 @@
+"""horovodrun as a child of ours: what it always does, but it never outlives who started it."""
+
+from __future__ import annotations
+
+import os
+
+from phalanx.launch.process import die_with
+
+
+def main(parent: int) -> None:
+    """Run horovodrun with the words that follow; its helpers end their ranks when it is gone."""
+    die_with(parent)
+    os.environ.setdefault("PYTHONWARNINGS", "ignore::DeprecationWarning")
+    from horovod.runner import launch
+
+    # It would import torch and all of itself in one more process, only to ask whether it was built with gloo.
+    # Ranks of a build without say so themselves.
+    launch.gloo_built = lambda verbose=False: True
+    launch.run_commandline()

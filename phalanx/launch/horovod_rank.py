@@ -1,0 +1,77 @@
+"""What a process that horovodrun started for us does: tell the launcher who it is, run the target, leave in words.
+
+The launcher's socket is there only on its own machine. Elsewhere the rank's output, which horovodrun carries, is all
+that the launcher hears.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from phalanx.errors import EXIT_PREEMPTED
+from phalanx.launch.group import stack_path
+from phalanx.launch.output import open_log
+from phalanx.launch.rank import leave, lift, run_to_end
+from phalanx.launch.target import from_message, run_target
+
+if TYPE_CHECKING:
+    from phalanx.launch.wire import Message
+
+STARTED = "horovod_rank_started"
+ENDED = "horovod_rank_ended"
+
+
+def main() -> NoReturn:
+    """Be the rank that the environment names."""
+    request: Message = json.loads(sys.argv[1])
+    rank = request["rank"] = int(os.environ["HOROVOD_RANK"])
+    Path(request["log_dir"]).mkdir(parents=True, exist_ok=True)
+    launcher = _connect(request["events"])
+    log = None if launcher is None else open_log(Path(request["log_dir"]), rank)
+    _tell(launcher, {"event": STARTED, "rank": rank, "pid": os.getpid()})
+    _prepare(request, launcher, log)
+    code = run_to_end(lambda: run_target(from_message(request["target"]), request["path"]), request, log)
+    _tell(launcher, {"event": ENDED, "rank": rank, "code": code})
+    # To horovodrun a rank that left with a checkpoint, as it was told to, has done well.
+    leave(0 if code == EXIT_PREEMPTED else code)
+
+
+def _connect(name: str) -> socket.socket | None:
+    """Return a line to the launcher, or None on another machine than its own."""
+    line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        line.connect("\0" + name)
+    except OSError:
+        line.close()
+        return None
+    return line
+
+
+def _prepare(request: Message, launcher: socket.socket | None, log: int | None) -> None:
+    if launcher is not None:
+        os.environ["PHALANX_EVENTS_FD"] = str(lift(os.dup(launcher.fileno())))
+    if log is not None:
+        faulthandler.enable(log)
+        stack = os.open(
+            stack_path(Path(request["log_dir"]), request["rank"]), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644
+        )
+        faulthandler.register(signal.SIGQUIT, stack, all_threads=True)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+
+
+def _tell(launcher: socket.socket | None, message: dict[str, Any]) -> None:
+    if launcher is None:
+        return
+    try:
+        launcher.send(json.dumps(message).encode())
+    except (BrokenPipeError, ConnectionResetError):
+        # The launcher is gone, and horovodrun ends its ranks.
+        return

@@ -1,0 +1,159 @@
+"""horovodrun starts the ranks: which words it is told, and how its run is followed like one of our own."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from phalanx.config.hosts import Host, parse_hosts
+from phalanx.errors import UsageError
+from phalanx.launch.environment import shared_environment, threads_per_rank
+from phalanx.launch.horovod_attempt import HorovodAttempt
+from phalanx.launch.policy import Restart, decide
+from phalanx.launch.signals import SignalInbox
+from phalanx.launch.spec import LaunchResult
+from phalanx.launch.target import to_message
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from phalanx.config import DistributedConfig
+    from phalanx.launch.console import Console
+    from phalanx.launch.spec import LaunchSpec
+
+_ROOT = str(Path(__file__).resolve().parents[2])
+_SCRIPT_SECONDS = 30.0
+
+
+@dataclass(frozen=True)
+class HorovodRun:
+    """What horovodrun is told."""
+
+    ranks: int
+    hosts: str | None = None
+    least: int | None = None
+    discovery: str | None = None
+    timeline: str | None = None
+
+    @property
+    def elastic(self) -> bool:
+        """Whether the run goes on while machines leave and come."""
+        return self.least is not None or self.discovery is not None
+
+    def launch(self, spec: LaunchSpec, console: Console) -> LaunchResult:
+        """Run the target on the ranks and return when every one of them is gone."""
+        hosts = self._machines()
+        number = 0
+        with SignalInbox() as inbox:
+            while True:
+                attempt = HorovodAttempt(spec, console, inbox, number, ranks=self.ranks, elastic=self.elastic)
+                outcome = attempt.run(self.command(spec, hosts, attempt.name), self._environment(spec, hosts, number))
+                decision = decide(outcome, attempt=number, max_restarts=spec.max_restarts)
+                if not isinstance(decision, Restart):
+                    return LaunchResult(outcome.exit_code, number + 1, outcome.failure)
+                console.notice(f"{outcome.failure}\n{decision.why}")
+                number += 1
+
+    def command(self, spec: LaunchSpec, hosts: Sequence[Host], events: str) -> list[str]:
+        """Return horovodrun's whole command line."""
+        words = ["--gloo", "--disable-cache", "-np", str(self.least or self.ranks)]
+        if self.elastic:
+            words += ["--min-np", str(self.least or self.ranks), "--max-np", str(self.ranks)]
+            if _all_here(hosts):
+                words += ["--network-interfaces", "lo"]
+        if self.discovery is not None:
+            words += ["--host-discovery-script", str(Path(self.discovery).absolute())]
+        else:
+            words += ["-H", ",".join(f"{host.name}:{host.slots}" for host in hosts)]
+        if self.timeline is not None:
+            words += ["--timeline-filename", str(Path(self.timeline).absolute())]
+        request = {
+            "target": to_message(spec.target),
+            "path": [entry or os.getcwd() for entry in sys.path],
+            "log_dir": str(spec.log_dir.absolute()),
+            "events": events,
+        }
+        driver = [*_python("phalanx.launch.horovod_driver", f"main({os.getpid()})"), *words]
+        return [*driver, *_python("phalanx.launch.horovod_rank", "main()"), json.dumps(request)]
+
+    def _environment(self, spec: LaunchSpec, hosts: Sequence[Host], attempt: int) -> dict[str, str]:
+        shared = shared_environment(spec)
+        densest = max((host.slots for host in hosts), default=self.ranks)
+        here = sum(host.slots for host in hosts) if _all_here(hosts) else densest
+        threads = threads_per_rank(dataclasses.replace(spec, ranks_per_node=max(1, min(here, self.ranks))), shared)
+        return {
+            **shared,
+            "OMP_NUM_THREADS": str(threads),
+            "PHALANX_LOG_DIR": str(spec.log_dir.absolute()),
+            "TORCHELASTIC_RESTART_COUNT": str(attempt),
+        }
+
+    def _machines(self) -> tuple[Host, ...]:
+        """Return the machines there are now; a script that does not name any is refused before horovodrun waits."""
+        if self.discovery is not None:
+            return _discover(self.discovery)
+        return parse_hosts(self.hosts) if self.hosts is not None else (Host("localhost", self.ranks),)
+
+
+class Ranks(Protocol):
+    """How many ranks there are to be."""
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the whole job."""
+
+
+def starter(config: DistributedConfig, layout: Ranks) -> HorovodRun:
+    """Return what starts the ranks that the config asks for."""
+    return HorovodRun(
+        ranks=layout.world_size,
+        hosts=config.hosts,
+        least=config.min_workers,
+        discovery=config.host_discovery_script,
+        timeline=config.horovod_timeline,
+    )
+
+
+def _python(module: str, call: str) -> list[str]:
+    """Return a Python that runs a function of ours, wherever it is started and whether or not we are installed."""
+    name = call.partition("(")[0]
+    return [sys.executable, "-c", f"import sys; sys.path[0] = {_ROOT!r}; from {module} import {name}; {call}"]
+
+
+def _discover(script: str) -> tuple[Host, ...]:
+    path = Path(script)
+    if not path.is_file() or not os.access(path, os.X_OK):
+        what = "is not executable" if path.is_file() else "does not exist"
+        raise UsageError(
+            f"host_discovery_script = {script!r} {what}",
+            hint="Write a script that prints the machines, a line of host:slots each, and make it executable: chmod +x",
+        )
+    try:
+        done = subprocess.run(
+            [str(path.absolute())], capture_output=True, text=True, check=True, timeout=_SCRIPT_SECONDS
+        )
+        return parse_hosts(",".join(done.stdout.split()))
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        raise UsageError(
+            f"host_discovery_script = {script!r} names no machines: {error}",
+            hint="It must print a line of host:slots for each machine, such as node1:8.",
+        ) from error
+
+
+def _all_here(hosts: Sequence[Host]) -> bool:
+    """Whether all names are this machine's own: then loopback is the card on which they meet."""
+    return all(_is_loopback(host.name) for host in hosts)
+
+
+def _is_loopback(name: str) -> bool:
+    try:
+        return socket.gethostbyname(name).startswith("127.")
+    except OSError:
+        return False

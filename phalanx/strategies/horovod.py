@@ -1,0 +1,121 @@
+"""horovod: every rank holds the whole model, and Horovod averages the gradients while backward goes on."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from phalanx.comm.horovod import HorovodReducer
+from phalanx.errors import ModelError, UsageError
+from phalanx.strategies.base import Strategy
+from phalanx.strategies.materialise import is_meta, materialise
+from phalanx.strategies.traffic import SendsGradients, Traffic
+from phalanx.world.horovod import STARTED_BY, horovod
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from phalanx.config import DistributedConfig
+    from phalanx.world.world import World
+
+
+class Horovod(SendsGradients, Strategy):
+    """Horovod's all-reduce on the model's parameters; the model itself stays as it is."""
+
+    name = "horovod"
+
+    def __init__(self, config: DistributedConfig, world: World) -> None:
+        super().__init__(config, world)
+        self._reducers: dict[int, HorovodReducer] = {}
+        self._hvd: Any = None
+        if world.world_size > 1:
+            self._hvd = _horovod_of(world)
+            _check_build(self._hvd, config)
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """Start from rank 0's weights, and have gradients averaged from now on."""
+        if is_meta(model):
+            materialise(model, self.world.device)
+        trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+        if self._hvd is None:
+            return model
+        self._hvd.broadcast_parameters(_whole_state(model), root_rank=0)
+        if trained:
+            _check_dtypes(self._hvd, trained)
+            prefix = f"{len(self._reducers)}." if self._reducers else ""  # names must be one model's alone
+            self._reducers[id(model)] = HorovodReducer(
+                self._hvd,
+                [(prefix + name, parameter) for name, parameter in trained],
+                compression=self.config.compression,
+                adasum=self.config.adasum,
+                allow_unused=self.config.find_unused_parameters,
+            )
+        return model
+
+    def set_sync(self, wrapped: nn.Module, sync: bool) -> None:
+        """Say whether the next backward pass ends with averaged gradients."""
+        reducer = self._reducers.get(id(wrapped))
+        if reducer is not None:
+            reducer.sync = sync
+
+    def share_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Start from rank 0's optimizer state, where it has any.
+
+        Horovod's own broadcast gives an empty state its first values by taking a step, which moves the weights.
+        """
+        if self._hvd is None:
+            return
+        state = optimizer.state_dict() if self.world.is_main and optimizer.state else None
+        state = self._hvd.broadcast_object(state, root_rank=0, name="phalanx.optimizer")
+        if state is not None and not self.world.is_main:
+            optimizer.load_state_dict(state)
+
+    def traffic(self) -> Traffic | None:
+        """Return None: Horovod does not tell what it sends."""
+        return None
+
+    def stop_sending(self) -> None:
+        """Take the hooks off the models."""
+        for reducer in self._reducers.values():
+            reducer.close()
+        self._reducers.clear()
+
+
+def _whole_state(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+
+
+def _horovod_of(world: World) -> Any:
+    """Return Horovod, which must know the same ranks as the loop does."""
+    if world.env.started_by not in (STARTED_BY, "mpirun"):
+        raise UsageError(
+            f"strategy = 'horovod', but {world.env.started_by} started these {world.world_size} ranks, and Horovod "
+            "meets its ranks only where horovodrun started them",
+            hint="Start with phalanx train --backend horovod --num-workers N, or with horovodrun -np N python ...",
+        )
+    hvd = horovod()
+    if hvd.size() != world.world_size:
+        raise UsageError(
+            f"{world.env.started_by} started {world.world_size} ranks, but Horovod finds {hvd.size()} of them",
+            hint="Under mpirun Horovod needs a build with MPI; horovodrun --gloo works with every build.",
+        )
+    return hvd
+
+
+def _check_build(hvd: Any, config: DistributedConfig) -> None:
+    if config.adasum and not hvd.mpi_built():
+        raise UsageError(
+            "adasum = true: this Horovod was built without MPI, and Adasum is not in such a build",
+            hint="Build it where MPI's compiler (mpicxx) is installed: HOROVOD_WITH_MPI=1 make horovod; or leave "
+            "adasum out.",
+        )
+
+
+def _check_dtypes(hvd: Any, named: list[tuple[str, nn.Parameter]]) -> None:
+    for name, parameter in named:
+        if parameter.dtype == torch.bfloat16 and not hvd.nccl_built():
+            raise ModelError(
+                f"{name} is bfloat16, which this build of Horovod cannot add up",
+                hint="Keep the parameters in float32 and compute in bf16: mixed_precision = 'bf16'.",
+            )

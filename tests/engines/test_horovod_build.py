@@ -1,0 +1,90 @@
+"""Building Horovod: what is missing is named, what differs has a wheel of its own, a kept wheel is not built again."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import zipfile
+from typing import TYPE_CHECKING
+
+import pytest
+from command import ROOT, clean_environment
+
+from phalanx.launch import horovod_build as build
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch) -> Path:
+    for name in [name for name in os.environ if name.startswith("HOROVOD_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def run(**environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "phalanx.launch.horovod_build"],
+        cwd=ROOT,
+        env=clean_environment(**environment),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_missing_tools_are_named(tmp_path):
+    done = run(PATH=str(tmp_path), CXX="no-such-compiler")
+    assert done.returncode == 2
+    assert "a C++ compiler (no-such-compiler) and cmake is missing" in done.stderr
+    assert "apt install g++ cmake" in done.stderr
+
+
+def test_without_an_index_the_build_says_so(tmp_path):
+    empty = tmp_path / "no-packages"
+    empty.mkdir()
+    done = run(PIP_NO_INDEX="1", PIP_FIND_LINKS=str(empty))
+    assert done.returncode == 1
+    assert "could not download horovod==0.28.1" in done.stderr
+
+
+def test_settings_have_wheels_of_their_own(monkeypatch, cache):
+    plain = build.wheel_folder()
+    assert plain.is_relative_to(cache / "phalanx" / "wheels")
+    assert build.settings()["HOROVOD_WITHOUT_MPI"] == "1"
+    monkeypatch.setenv("HOROVOD_WITH_MPI", "1")
+    assert build.wheel_folder() != plain
+    assert "HOROVOD_WITHOUT_MPI" not in build.settings()
+
+
+def test_a_kept_wheel_is_installed_and_not_built(monkeypatch):
+    """The wheel is no real one: pip refuses it by name, and nothing was compiled."""
+    folder = build.wheel_folder()
+    folder.mkdir(parents=True)
+    kept = folder / "horovod-0.28.1-py3-none-any.whl"
+    with zipfile.ZipFile(kept, "w") as wheel:
+        wheel.writestr("nothing", "")
+    assert build.kept_wheel() == kept
+    done = run(PATH="/nowhere")
+    assert done.returncode == 1
+    assert f"pip could not install {kept}" in done.stderr
+    assert "compiling" not in done.stderr
+
+
+def test_the_compiler_has_the_last_word_on_the_standard(tmp_path):
+    real = tmp_path / "real"
+    real.write_text('#!/bin/sh\necho "$@"\n')
+    real.chmod(0o755)
+    wrapper = build._write_wrapper(tmp_path, str(real))
+    said = subprocess.run([wrapper, "-std=c++14", "a.cc"], capture_output=True, text=True, check=True).stdout
+    assert said.split()[:2] == ["-std=c++14", "a.cc"]
+    assert said.split()[2] == "-std=c++20"
+
+
+def test_the_first_error_of_a_long_log_is_shown():
+    log = "fine\n" * 50 + "CMake Error at CMakeLists.txt:138\n  no MPI here\n" + "noise\n" * 50
+    assert build._explain(log).splitlines()[0].strip() == "CMake Error at CMakeLists.txt:138"
