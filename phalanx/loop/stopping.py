@@ -59,7 +59,7 @@ class StopRequest:
     @property
     def heard(self) -> bool:
         """Whether this rank has been told to stop."""
-        return self._heard is not None
+        return self._heard is not None or stop_wish.take() is not None
 
     def ask(self, reason: str) -> None:
         """Wish that all ranks stop at a boundary, as a signal would; from any thread."""
