@@ -148,7 +148,10 @@ class _Run:
 
         # DEFAULT: not in the places that a Tune trial around us has reserved for itself.
         actor = ray.remote(Conductor).options(num_cpus=0, resources=_HEAD, scheduling_strategy="DEFAULT")
-        self.conductor = actor.remote(self._starter.variables)
+        variables = self._starter.variables
+        if self._cluster.started_here:  # its one machine is given back by us: nobody has to be told before
+            variables.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")  # an actor less to start
+        self.conductor = actor.remote(variables)
         luggage = pack(self._spec.target, lambda text: None)
         order = RankOrder(luggage, self._environment(), self._threads(), self._max_failures())
         self.result = self.conductor.run.remote(self._arrangement(), order, dict(self._spec.data))
