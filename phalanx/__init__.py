@@ -23,10 +23,12 @@ if TYPE_CHECKING:
     from phalanx.trainers.ray import RayTrainer
     from phalanx.trainers.tensorflow.face import TensorFlowDistributedTrainer
     from phalanx.trainers.verify.face import verify
+    from phalanx.tune.tuner import DistributedTuner
 
 _HOMES = {
     "Callback": "phalanx.loop.hooks",
     "DistributedConfig": "phalanx.config",
+    "DistributedTuner": "phalanx.tune.tuner",
     "Formation": "phalanx.loop.formation",
     "History": "phalanx.observe.history",
     "HorovodTrainer": "phalanx.trainers.horovod",
@@ -47,6 +49,7 @@ _HOMES = {
 __all__ = [
     "Callback",
     "DistributedConfig",
+    "DistributedTuner",
     "Formation",
     "History",
     "HorovodTrainer",

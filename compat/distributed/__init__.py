@@ -9,6 +9,7 @@ import phalanx
 if TYPE_CHECKING:
     from phalanx import (
         DistributedConfig,
+        DistributedTuner,
         Formation,
         History,
         HorovodTrainer,
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DistributedConfig",
+    "DistributedTuner",
     "Formation",
     "History",
     "HorovodTrainer",
@@ -31,17 +33,10 @@ __all__ = [
 
 __version__ = phalanx.__version__
 
-_NOT_YET = ("DistributedTuner",)
-
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
         return getattr(phalanx, name)
-    if name in _NOT_YET:
-        # Not an AttributeError: `from distributed import ...` would replace its words with "cannot import name".
-        raise ImportError(
-            f"Phalanx {__version__} has no {name} yet. This version has: {', '.join(__all__)}.", name=__name__
-        )
     raise AttributeError(
         f"module 'distributed' (phalanx-compat) has no attribute '{name}'. "
         "If Dask's distributed was meant: uninstall phalanx-compat, the two share the import name."

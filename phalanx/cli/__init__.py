@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 VERBS = {
     "train": "train a recipe, a script or a module on N ranks",
+    "tune": "search for the best hyperparameters, many trials at once",
     "config": "show every setting, its value and where it comes from",
     "verify": "prove that a layout gives what one process gives",
     "bench": "measure collectives, links, and training under gradient compression",

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import shutil
 import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from phalanx.cli.flags import FlagParser, add_config_flags, resolve_flags
 from phalanx.config import Resolved
 from phalanx.errors import PhalanxError, UsageError
-from phalanx.launch import CallTarget, ModuleTarget, ScriptTarget, count_gpus, launch, prestart
+from phalanx.launch import ModuleTarget, ScriptTarget, count_gpus, launch, prestart
 from phalanx.launch.nccl import nccl_environment
 from phalanx.recipes import Recipe, load_recipe, recipe_names
 from phalanx.trainers.folders import discard_unused, make_run_dir
 from phalanx.trainers.launching import launch_spec, raise_failure
 from phalanx.trainers.nvme import warn_of_slow_start
 from phalanx.trainers.preflight import check_before_start, check_packages, check_script_starter
+from phalanx.trainers.targets import given_settings, recipe_target, settings_environment
 from phalanx.trainers.terminal import open_console
 from phalanx.world.env import RankEnv, export_rank_env, read_rank_env
 from phalanx.world.layout import Layout, plan_layout
@@ -136,7 +136,8 @@ def _launch(
     run_dir = make_run_dir(config, _name(recipe, script))
     folder = Path(tempfile.mkdtemp(prefix="phalanx-run-"))
     try:
-        target: Target = script if script is not None else _recipe_target(recipe, config, run_dir, folder)
+        target: Target | None = script if recipe is None else recipe_target(recipe, config, run_dir, folder)
+        assert target is not None, "either a recipe or a script was named"
         env = _rank_environment(resolved, config, run_dir)
         spec = launch_spec(config, layout, target, run_dir / "logs", env=env)
         with open_console(config) as console:
@@ -155,29 +156,12 @@ def _launch(
     return 0
 
 
-def _recipe_target(recipe: Recipe | None, config: DistributedConfig, run_dir: Path, folder: Path) -> CallTarget:
-    assert recipe is not None, "either a recipe or a script was named"
-    request = {
-        "recipe": recipe.name,
-        "preset": recipe.model.get("preset") if recipe.presets else None,
-        "config": config.to_dict(),
-        "run_dir": str(run_dir),
-    }
-    payload = folder / "recipe.json"
-    payload.write_text(json.dumps(request), encoding="utf-8")
-    return CallTarget("phalanx.worker:run_recipe_file", str(payload))
-
-
 def _rank_environment(resolved: Resolved, config: DistributedConfig, run_dir: Path | None = None) -> dict[str, str]:
-    """Hand the settings that were given down to a trainer inside the script, where its own arguments win."""
-    given = {name: getattr(config, name) for name, origin in resolved.origins.items() if origin != "default"}
+    """Hand the settings that were given down to a trainer inside the script."""
+    given = given_settings(resolved, config)
     if run_dir is not None:
         given |= {"run_dir": str(run_dir), "device": config.device}
-    return {f"PHALANX_{name.upper()}": _as_text(value) for name, value in given.items()}
-
-
-def _as_text(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else "none" if value is None else str(value)
+    return settings_environment(given)
 
 
 def _is_node_of(started: RankEnv, config: DistributedConfig) -> bool:

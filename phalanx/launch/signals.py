@@ -18,12 +18,13 @@ _WATCHED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 class SignalInbox:
-    """Collects SIGINT, SIGTERM, SIGHUP and SIGUSR1 between enter and exit; outside the main thread it stays empty."""
+    """Collects SIGINT, SIGTERM, SIGHUP and SIGUSR1 between enter and exit; in other threads only what is posted."""
 
     def __init__(self) -> None:
         self._read, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._before: dict[signal.Signals, Handler] = {}
         self._wakeup_before: int | None = None
+        self._lock = threading.Lock()
 
     def __enter__(self) -> SignalInbox:
         if threading.current_thread() is threading.main_thread():
@@ -41,8 +42,15 @@ class SignalInbox:
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
         if self._wakeup_before is not None:
             signal.set_wakeup_fd(self._wakeup_before)
-        os.close(self._read)
-        os.close(self._write)
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the pipe; safe to call twice."""
+        with self._lock:  # nobody posts into what another file is by then
+            if self._write >= 0:
+                os.close(self._read)
+                os.close(self._write)
+                self._read = self._write = -1
 
     def fileno(self) -> int:
         """Let selectors wait for a signal."""
@@ -53,4 +61,10 @@ class SignalInbox:
         received = b""
         with contextlib.suppress(BlockingIOError):
             received = os.read(self._read, 4096)
-        return [signal.Signals(number) for number in received if number in self._before]
+        return [signal.Signals(number) for number in received if number in _WATCHED]
+
+    def post(self, number: signal.Signals) -> None:
+        """Put a signal in as if it had come from outside: a launch in another thread hears no real ones."""
+        with self._lock:
+            if self._write >= 0:
+                os.write(self._write, bytes([number]))

@@ -20,11 +20,12 @@ if TYPE_CHECKING:
     from phalanx.launch.warm import Session
 
 
-def launch(spec: LaunchSpec, console: Console | None = None) -> LaunchResult:
+def launch(spec: LaunchSpec, console: Console | None = None, signals: SignalInbox | None = None) -> LaunchResult:
     """Run the target on this node's ranks and return when every one of them is gone.
 
-    Runs in the caller's thread. Signals are taken over meanwhile when that is the main thread. The report of a failure
-    is not printed: it is `str(result.failure)`, for the caller to show or to raise.
+    Runs in the caller's thread. Signals are taken over meanwhile when that is the main thread; `signals` lets another
+    thread post some. The report of a failure is not printed: it is `str(result.failure)`, for the caller to show or to
+    raise.
     """
     spec.target.check()
     _make_directory(spec.log_dir)
@@ -36,15 +37,17 @@ def launch(spec: LaunchSpec, console: Console | None = None) -> LaunchResult:
     shared_env = shared_environment(spec)
     session = warm_process(shared_env).open_session()
     try:
-        return _run_attempts(spec, console, session, shared_env)
+        return _run_attempts(spec, console, session, shared_env, signals or SignalInbox())
     finally:
         session.close()
 
 
-def _run_attempts(spec: LaunchSpec, console: Console, session: Session, shared_env: dict[str, str]) -> LaunchResult:
+def _run_attempts(
+    spec: LaunchSpec, console: Console, session: Session, shared_env: dict[str, str], signals: SignalInbox
+) -> LaunchResult:
     meeting = Meeting(spec, session)
     number = 0
-    with SignalInbox() as inbox:
+    with signals as inbox:
         try:
             while True:
                 outcome = Attempt(spec, console, session, meeting, inbox, number).run(shared_env)

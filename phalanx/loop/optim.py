@@ -58,6 +58,22 @@ def rate_scale(config: DistributedConfig, global_batch: int) -> float:
     return ratio if config.lr_scaling == "linear" else math.sqrt(ratio)
 
 
+class OptimizerSettings:
+    """What the config said of its optimizer, beside the rate: after a resume it holds, not what the checkpoint had."""
+
+    _NAMES = ("weight_decay", "momentum", "betas")
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._groups = [
+            {name: group[name] for name in self._NAMES if name in group} for group in optimizer.param_groups
+        ]
+
+    def put_back(self, optimizer: torch.optim.Optimizer) -> None:
+        """Set them again where loading a state has replaced them."""
+        for group, settings in zip(optimizer.param_groups, self._groups, strict=True):
+            group.update(settings)
+
+
 class Schedule:
     """The learning rate at each step: a factor on every parameter group's own rate.
 

@@ -206,7 +206,7 @@ class Reporter:
         """Close the run's record and tell what can be done next."""
         self.history.status = status
         self._update_totals()
-        if status == "finished":
+        if status in ("finished", "stopped"):
             self._close_strategy()
         best = {"accuracy": self.history.best_accuracy, "loss": self.history.best_loss}
         self._events.emit(

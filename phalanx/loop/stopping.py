@@ -56,6 +56,11 @@ class StopRequest:
             signal.signal(number, handler)
         self._previous.clear()
 
+    @property
+    def heard(self) -> bool:
+        """Whether this rank has been told to stop."""
+        return self._heard is not None or stop_wish.take() is not None
+
     def ask(self, reason: str) -> None:
         """Wish that all ranks stop at a boundary, as a signal would; from any thread."""
         self._heard = self._heard or reason

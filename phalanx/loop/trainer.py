@@ -13,9 +13,10 @@ from phalanx.data.source import read_source
 from phalanx.errors import PreemptedError, UsageError
 from phalanx.loop.evaluate import evaluate
 from phalanx.loop.forward import decide_forward
+from phalanx.loop.gating import EpochGate
 from phalanx.loop.hooks import Hooks, StepInfo
 from phalanx.loop.ledger import LossLedger, first_nonfinite, nonfinite_error, spoilt_weights_error
-from phalanx.loop.optim import Schedule, rate_factor, rate_scale
+from phalanx.loop.optim import OptimizerSettings, Schedule, rate_factor, rate_scale
 from phalanx.loop.reporting import Reporter
 from phalanx.loop.saving import CheckpointPolicy
 from phalanx.loop.step import train_step
@@ -48,10 +49,12 @@ class TrainLoop:
         self.total_steps = self._total_steps()
         scale = rate_scale(self.config, self.global_batch)
         self.schedule = Schedule(self.optimizer, rate_factor(self.config, self.total_steps), scale)
+        self._settings = OptimizerSettings(self.optimizer) if task.optimizer is None else None
         self.hooks = Hooks(task.callbacks)
         self.ledger = LossLedger(formation.world)
         meets_every = None if formation.strategy.in_lockstep else self.config.log_every_n_steps
         self.stop = StopRequest(formation.world, meets_every)
+        self.gate = EpochGate(formation.world, self.stop)
         self.saving = CheckpointPolicy(formation, run_dir)
         self.report = Reporter(self, events, run_dir)
         self.restore: Callable[[], dict[str, Any] | None] = self.saving.restore
@@ -60,6 +63,7 @@ class TrainLoop:
         """Called where all ranks have agreed to stop, before anything is saved; it may raise instead."""
         self._forward: Forward | None = None
         self._stop_early = False
+        self._status = "finished"
 
     @property
     def step(self) -> int:
@@ -183,6 +187,9 @@ class TrainLoop:
             metrics = self.evaluate(ended_epoch=epoch)
         self.report.epoch_done(epoch, metrics)
         self.hooks.fire("on_epoch_end", self, epoch, metrics)
+        if not last and not self.gate.lets_pass(epoch + 1):
+            self.request_stop()
+            self._status = "stopped"
 
     def evaluate(self, *, ended_epoch: int | None = None) -> dict[str, float]:
         """Evaluate on the validation data now; a callback may ask for it, on all ranks."""
@@ -196,7 +203,7 @@ class TrainLoop:
         self.formation.strategy.settle(self.model)
         if self.saving.directory is not None and self.saving.last_step != self.step:
             self._save()
-        self.report.ended("finished")
+        self.report.ended(self._status)
         self.hooks.fire("on_fit_end", self)
 
     def _save(self) -> None:
@@ -219,6 +226,9 @@ class TrainLoop:
         if state is None:
             return
         self.report.resumed(state)
+        self.gate.start_after(self.epoch)
+        if self._settings is not None:
+            self._settings.put_back(self.optimizer)
         total = self._total_steps()
         if total != self.total_steps:  # other ranks than before: the same epochs are another number of steps
             self.total_steps = total

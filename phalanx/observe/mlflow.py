@@ -18,7 +18,7 @@ _TOLD_AT_THE_START = ("world_size", "strategy", "precision", "global_batch", "pa
 _OPENED = "MLFLOW_RUN_ID"
 """A run that somebody else opened, and will end: the process that started the ranks, or the user."""
 _DEFAULT_URI = "sqlite:///mlflow.db"
-_STATUS = {"finished": "FINISHED", "failed": "FAILED"}
+_STATUS = {"finished": "FINISHED", "stopped": "FINISHED", "failed": "FAILED"}
 
 
 class MlflowSink:

@@ -381,9 +381,9 @@ def test_the_command_line_trains_a_script_on_four_ranks(tmp_path):
     assert (started["world_size"], started["global_batch"]) == (4, 8)
 
 
-def test_a_trainer_of_a_later_version_says_so(tmp_path):
-    for name in ("DistributedTuner",):
-        answer = _run("-c", f"from distributed import {name}", cwd=tmp_path)
-        assert answer.code == 1
-        assert f"has no {name} yet" in answer.err
-        assert "PyTorchDDPTrainer" in answer.err
+def test_every_name_is_phalanxs_own(tmp_path):
+    answer = _run("-c", "import distributed, phalanx\nfor name in distributed.__all__:\n"
+                  "    assert getattr(distributed, name) is getattr(phalanx, name), name\n"
+                  "from distributed import DistributedTuner, HorovodTrainer, RayTrainer, TensorFlowDistributedTrainer",
+                  cwd=tmp_path)  # fmt: skip
+    assert answer.code == 0, answer.text

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from command import ROOT, clean_environment, phalanx
 
+from phalanx.cli import tune
 from phalanx.config import FIELDS
 from phalanx.observe.events import KINDS
 from phalanx.recipes import recipe_names
@@ -131,10 +132,13 @@ def test_the_console_session_is_what_the_program_says(command, expected, folder)
 
 
 def test_every_flag_that_the_docs_use_exists():
-    known = _OWN_FLAGS | {f"--{no}{name.replace('_', '-')}" for name in FIELDS for no in ("", "no-")}
+    tuning = {flag for action in tune._parser()._actions for flag in action.option_strings}
+    known = _OWN_FLAGS | tuning | {f"--{no}{name.replace('_', '-')}" for name in FIELDS for no in ("", "no-")}
     for page in PAGES:
         for _, text in blocks(page, "bash"):
-            for command in re.findall(r"phalanx (?:train|verify|config show)([^#|>&\n]*)", text.replace("\\\n", " ")):
+            for command in re.findall(
+                r"phalanx (?:train|tune|verify|config show)([^#|>&\n]*)", text.replace("\\\n", " ")
+            ):
                 ours = command.partition(" -- ")[0]
                 unknown = set(re.findall(r"(?<!\S)--[a-z][a-z-]*", ours)) - known
                 assert not unknown, f"{page.name}: phalanx {command}"

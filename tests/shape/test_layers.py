@@ -132,13 +132,15 @@ def test_files_stay_small(path):
         ["bench", "compression", "--links", "fast"],
         ["bench", "comm", "--help"],
         ["bench", "comm", "--algo", "rign"],
+        ["tune", "--help"],
+        ["tune", "digits", "--space", "no-such-file.toml"],
     ],
 )
 def test_the_command_line_imports_neither_torch_nor_numpy(words):
     code = (
         "import sys; from phalanx.cli import main\n"
         f"try: main({words!r})\nexcept SystemExit: pass\n"
-        "heavy = {'torch', 'numpy', 'rich', 'cloudpickle'} & set(sys.modules)\n"
+        "heavy = {'torch', 'numpy', 'rich', 'cloudpickle', 'optuna', 'ray'} & set(sys.modules)\n"
         "sys.exit(f'imported: {heavy}' if heavy else 0)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -1,0 +1,110 @@
+"""`phalanx tune`: search for the best hyperparameters of a recipe, a script or a module."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from phalanx.cli.flags import FlagParser, add_config_flags, resolve_flags
+from phalanx.errors import UsageError
+from phalanx.launch import ModuleTarget, ScriptTarget
+from phalanx.recipes import load_recipe, recipe_names
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Sequence
+
+    from phalanx.tune.subject import Subject
+
+_HELP = """Search for the best hyperparameters.
+
+Every trial is a run like that of `phalanx train`, on as many ranks as --num-workers says, in a folder of its own. The
+space is a TOML file, such as
+
+  learning_rate = { loguniform = [1e-4, 1e-1] }
+  optimizer     = { choice = ["sgd", "adamw"] }
+  momentum      = { uniform = [0.5, 0.99], when = { optimizer = "sgd" } }
+
+Names of settings reach the trainer of the run, other names are arguments of the script (--name=value). All flags below
+that are settings hold for every trial. With the same --seed a search gives the same trials and the same best again."""
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run the verb."""
+    words = list(arguments)
+    place = words.index("--") if "--" in words else len(words)
+    namespace = _parser().parse_all(words[:place])
+    if namespace.space is None:
+        raise UsageError("tune needs --space", hint="Write: phalanx tune digits --space space.toml")
+    from phalanx.tune.search import Request, search
+    from phalanx.tune.space import SearchSpace
+
+    address = vars(namespace).pop("address", None)  # the cluster of the search, not of one run's ranks
+    space = SearchSpace.read(namespace.space)
+    subject = _subject(namespace, words[place + 1 :])
+    mutate = None if namespace.mutate is None else tuple(name.strip() for name in namespace.mutate.split(","))
+    asked = Request(
+        metric=namespace.metric, mode=namespace.mode, num_samples=namespace.num_samples,
+        scheduler=namespace.scheduler, search=namespace.search, engine=namespace.engine, address=address,
+        trials=namespace.trials,
+        trials_per_gpu=namespace.trials_per_gpu, grace=namespace.grace, eta=namespace.eta,
+        interval=namespace.interval, mutate=mutate, study_dir=namespace.study_dir, resume=namespace.resume,
+    )  # fmt: skip
+    search(subject, space, asked)
+    return 0
+
+
+def _parser() -> FlagParser:
+    parser = FlagParser(
+        prog="phalanx tune",
+        usage="phalanx tune <recipe> | --script FILE | -m MODULE --space FILE [options] [-- script's arguments]",
+        description=_HELP,
+    )
+    add = parser.add_argument
+    add("recipe", nargs="?", help=f"a built-in recipe: {', '.join(recipe_names())}")
+    add("--preset", metavar="NAME", help="which size of the recipe's model")
+    add("--script", metavar="FILE", help="a Python script that runs under torchrun")
+    add("-m", "--module", metavar="MODULE", help="a module, as in python -m MODULE")
+    add("--space", metavar="FILE", help="the search space, a TOML file")
+    add(
+        "--metric",
+        default="val/loss",
+        metavar="NAME",
+        help="what is searched for: val/loss, val/accuracy, ... [val/loss]",
+    )
+    add("--mode", metavar="min|max", help="whether less or more of it is better (default: by the metric's name)")
+    add("--num-samples", type=int, metavar="N", help="how many trials [10; grid: every point]")
+    add("--scheduler", default="none", metavar="asha|pbt|median|none", help="who is given up early [none]")
+    add("--search", default="random", metavar="random|grid|optuna", help="how points are chosen [random]")
+    add("--trials", type=int, metavar="N", help="how many run at once (default: as GPUs or cores allow)")
+    add("--trials-per-gpu", type=int, default=1, metavar="N", help="trials that share a GPU [1]")
+    add("--engine", default="auto", metavar="auto|local|ray", help="auto: ray where --address is given, else local")
+    add("--grace", type=int, default=1, metavar="N", help="asha, median: iterations (epochs) that every trial gets [1]")
+    add("--eta", type=int, default=3, metavar="N", help="asha: one of so many goes on at each rung [3]")
+    add("--interval", type=int, default=1, metavar="N", help="pbt: iterations between exchanges [1]")
+    add("--mutate", metavar="NAMES", help="pbt: hyperparameters that change on the way, with commas [all]")
+    add("--study-dir", metavar="DIR", help="folder of the search [runs/tune-<name>-<time>]")
+    add("--resume", action="store_true", help="go on with the search in --study-dir")
+    add_config_flags(parser)
+    return parser
+
+
+def _subject(namespace: argparse.Namespace, own: list[str]) -> Subject:
+    from phalanx.tune.subject import RecipeSubject, ScriptSubject
+
+    named = [name for name in ("recipe", "script", "module") if getattr(namespace, name)]
+    if len(named) != 1:
+        what = "nothing to tune was named" if not named else f"{' and '.join(named)} were both given"
+        raise UsageError(
+            what, hint="Write: phalanx tune digits --space space.toml, or phalanx tune --script train.py ..."
+        )
+    if namespace.recipe:
+        if own:
+            raise UsageError("a recipe takes no arguments of its own")
+        recipe = load_recipe(namespace.recipe).with_preset(namespace.preset)
+        return RecipeSubject(recipe, resolve_flags(namespace, recipe))
+    if namespace.preset:
+        raise UsageError("--preset is for recipes; a script builds its own model")
+    target = (
+        ScriptTarget(namespace.script, tuple(own)) if namespace.script else ModuleTarget(namespace.module, tuple(own))
+    )
+    return ScriptSubject(target, resolve_flags(namespace, None))

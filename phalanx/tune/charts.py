@@ -1,0 +1,108 @@
+"""What the pictures of a search show, as numbers: the same for the page and for the PNG files."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from phalanx.tune.table import brief
+from phalanx.tune.trial import State
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from phalanx.tune.domains import Domain
+    from phalanx.tune.objective import Objective
+    from phalanx.tune.space import SearchSpace
+    from phalanx.tune.trial import Trial
+
+_TICKS = 5
+_BELOW = -0.08
+UNUSED = object()
+"""Stands for the value of a hyperparameter that does not apply."""
+_WORST, _BEST = (203, 213, 225), (13, 90, 120)
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One upright axis: where values lie between 0 and 1, and what is written beside it."""
+
+    name: str
+    low: float = 0.0
+    high: float = 1.0
+    log: bool = False
+    names: tuple[Any, ...] = ()
+    """Choices, in order; empty for numbers."""
+    optional: bool = False
+    """Whether some trials do not have it: they pass below the axis."""
+
+    def position(self, value: Any) -> float:
+        """Return the place of a value."""
+        if value is UNUSED:
+            return _BELOW
+        if self.names:
+            place = self.names.index(value) if value in self.names else 0
+            return (place + 0.5) / len(self.names)
+        low, high, here = (math.log(n) if self.log else n for n in (self.low, self.high, value))
+        return 0.5 if high == low else (here - low) / (high - low)
+
+    def ticks(self) -> list[tuple[float, str]]:
+        """Return places and their labels."""
+        return self._values() + ([(_BELOW, "unused")] if self.optional else [])
+
+    def _values(self) -> list[tuple[float, str]]:
+        if self.names:
+            return [((place + 0.5) / len(self.names), brief(name)) for place, name in enumerate(self.names)]
+        shares = [place / (_TICKS - 1) for place in range(_TICKS)]
+        if self.low == self.high:
+            return [(0.5, brief(self.low))]
+        if self.log:
+            ratio = self.high / self.low
+            return [(share, brief(float(self.low * ratio**share))) for share in shares]
+        return [(share, brief(float(self.low + (self.high - self.low) * share))) for share in shares]
+
+
+@dataclass(frozen=True)
+class Line:
+    """A trial in the pictures."""
+
+    trial: Trial
+    positions: tuple[float, ...]
+    curve: tuple[tuple[int, float], ...]
+    goodness: float
+    """From 0, the worst, to 1, the best, by rank: one outlier does not wash out the rest."""
+
+    @property
+    def color(self) -> str:
+        """The better, the darker."""
+        red, green, blue = (round(w + (b - w) * self.goodness) for w, b in zip(_WORST, _BEST, strict=True))
+        return f"#{red:02x}{green:02x}{blue:02x}"
+
+
+def axes_and_lines(trials: Sequence[Trial], space: SearchSpace, objective: Objective) -> tuple[list[Axis], list[Line]]:
+    """Return the axes (hyperparameters, then the metric) and the trials that have come to something, worst first."""
+    shown = [
+        trial
+        for trial in trials
+        if trial.state in (State.FINISHED, State.STOPPED) and math.isfinite(trial.value(objective) or math.nan)
+    ]
+    values = [trial.value(objective) for trial in shown]
+    numbers = [value for value in values if value is not None]
+    axes = [_axis(name, domain) for name, domain in space.domains.items()]
+    axes.append(Axis(objective.metric, min(numbers, default=0.0), max(numbers, default=1.0)))
+    ordered = sorted(shown, key=lambda trial: (objective.goodness(trial.value(objective)), -trial.number))
+    most = max(1, len(ordered) - 1)
+    return axes, [_line(trial, axes, objective, rank / most) for rank, trial in enumerate(ordered)]
+
+
+def _axis(name: str, domain: Domain) -> Axis:
+    if domain.kind == "choice":
+        return Axis(name, names=tuple(dict.fromkeys(domain.arguments)), optional=bool(domain.when))
+    return Axis(name, float(domain.low), float(domain.high), log=domain.meaning.log, optional=bool(domain.when))
+
+
+def _line(trial: Trial, axes: list[Axis], objective: Objective, goodness: float) -> Line:
+    places = [axis.position(trial.params.get(axis.name, UNUSED)) for axis in axes[:-1]]
+    places.append(axes[-1].position(trial.value(objective)))
+    return Line(trial, tuple(places), tuple(trial.curve(objective)), goodness)

@@ -1,0 +1,189 @@
+"""The vocabulary of a search space: what a hyperparameter may be. The same words in Python and in TOML."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    import random
+    from collections.abc import Mapping, Sequence
+
+
+class Kind(NamedTuple):
+    """What a word means."""
+
+    arguments: str
+    integer: bool = False
+    log: bool = False
+    step: bool = False
+
+
+KINDS = {
+    "choice": Kind("a list of values"),
+    "uniform": Kind("low, high"),
+    "loguniform": Kind("low, high", log=True),
+    "quniform": Kind("low, high, step", step=True),
+    "qloguniform": Kind("low, high, step", log=True, step=True),
+    "randint": Kind("low, high", integer=True),
+    "lograndint": Kind("low, high", integer=True, log=True),
+    "qrandint": Kind("low, high, step", integer=True, step=True),
+    "qlograndint": Kind("low, high, step", integer=True, log=True, step=True),
+}
+"""Every word by its name. Bounds belong to the range, also those of whole numbers."""
+
+_MOST_GRID_VALUES = 1000
+_RESAMPLE_CHANCE = 0.25
+_FACTORS = (0.8, 1.2)
+
+
+@dataclass(frozen=True)
+class Domain:
+    """What one hyperparameter may be: a word, its arguments, and when it applies."""
+
+    kind: str
+    arguments: tuple[Any, ...]
+    when: Mapping[str, Any] = field(default_factory=dict)
+    """Names of other hyperparameters and the value, or list of values, at which this one applies."""
+
+    @property
+    def meaning(self) -> Kind:
+        """What the word means."""
+        return KINDS[self.kind]
+
+    @property
+    def low(self) -> Any:
+        """The lower bound."""
+        return self.arguments[0]
+
+    @property
+    def high(self) -> Any:
+        """The upper bound."""
+        return self.arguments[1]
+
+    @property
+    def step(self) -> Any:
+        """The distance between values, where there is one."""
+        return self.arguments[2] if self.meaning.step else 1 if self.meaning.integer else None
+
+    def mistakes(self) -> list[str]:
+        """Say what is wrong with the arguments."""
+        if self.kind == "choice":
+            return [] if self.arguments else ["choice of nothing: give at least one value"]
+        expected = 3 if self.meaning.step else 2
+        if len(self.arguments) != expected:
+            return [f"{self.kind} takes {self.meaning.arguments}; got {len(self.arguments)} values"]
+        wrong = [value for value in self.arguments if not _is_number(value, whole=self.meaning.integer)]
+        if wrong:
+            number = "whole numbers" if self.meaning.integer else "finite numbers"
+            return [f"{self.kind} takes {number}; got {', '.join(map(repr, wrong))}"]
+        return self._range_mistakes()
+
+    def _range_mistakes(self) -> list[str]:
+        found = []
+        if self.low > self.high:
+            found.append(f"the bounds are reversed: write {self.kind}({self.high}, {self.low})")
+        if self.meaning.log and self.low <= 0:
+            found.append(f"{self.kind} needs bounds above 0; got {self.low}")
+        if self.meaning.step and self.step <= 0:
+            found.append(f"the step must be above 0; got {self.step}")
+        return found
+
+    def grid(self) -> list[Any] | None:
+        """Return every value there is, or None where there is no end of them."""
+        if self.kind == "choice":
+            return list(self.arguments)
+        if self.step is None or self.meaning.log or (self.high - self.low) / self.step >= _MOST_GRID_VALUES:
+            return None
+        count = math.floor((self.high - self.low) / self.step + 1e-9) + 1
+        return [self.snap(self.low + place * self.step) for place in range(count)]
+
+    def sample(self, rng: random.Random) -> Any:
+        """Draw a value."""
+        if self.kind == "choice":
+            return self.arguments[rng.randrange(len(self.arguments))]
+        if self.meaning.log:
+            return self.snap(math.exp(rng.uniform(math.log(self.low), math.log(self.high))))
+        if self.step is not None:
+            count = math.floor((self.high - self.low) / self.step + 1e-9)
+            return self.snap(self.low + rng.randint(0, count) * self.step)
+        return self.snap(rng.uniform(self.low, self.high))
+
+    def snap(self, value: float) -> Any:
+        """Return the nearest value that the domain has."""
+        if self.step is not None:
+            # Multiples count from the lower bound; with a logarithm they count from zero, or few would be round.
+            start = 0 if self.meaning.log else self.low
+            value = start + round((value - start) / self.step) * self.step
+            value = round(value, 12) if not self.meaning.integer else value
+        value = min(max(value, self.low), self.high)
+        return int(value) if self.meaning.integer else float(value)
+
+    def perturb(self, value: Any, rng: random.Random) -> Any:
+        """Return another value near this one, or now and then a fresh draw (population-based training)."""
+        if rng.random() < _RESAMPLE_CHANCE:
+            return self.sample(rng)
+        if self.kind == "choice":
+            place = self.arguments.index(value) if value in self.arguments else 0
+            return self.arguments[min(max(place + rng.choice((-1, 1)), 0), len(self.arguments) - 1)]
+        factor = rng.choice(_FACTORS)
+        moved = self.snap(value * factor)
+        if moved == value and self.step is not None:  # a small whole number would never move
+            moved = self.snap(value + math.copysign(self.step, factor - 1))
+        return moved
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return it as a TOML table would have it."""
+        return {self.kind: list(self.arguments), **({"when": dict(self.when)} if self.when else {})}
+
+
+def _is_number(value: Any, *, whole: bool) -> bool:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    return isinstance(value, int) if whole else math.isfinite(value)
+
+
+def choice(values: Sequence[Any], *, when: Mapping[str, Any] | None = None) -> Domain:
+    """One of these values."""
+    return Domain("choice", tuple(values), when or {})
+
+
+def uniform(low: float, high: float, *, when: Mapping[str, Any] | None = None) -> Domain:
+    """Any number from low to high."""
+    return Domain("uniform", (low, high), when or {})
+
+
+def loguniform(low: float, high: float, *, when: Mapping[str, Any] | None = None) -> Domain:
+    """Any number from low to high, each order of magnitude as likely as another."""
+    return Domain("loguniform", (low, high), when or {})
+
+
+def quniform(low: float, high: float, step: float, *, when: Mapping[str, Any] | None = None) -> Domain:
+    """A number from low to high in steps."""
+    return Domain("quniform", (low, high, step), when or {})
+
+
+def qloguniform(low: float, high: float, step: float, *, when: Mapping[str, Any] | None = None) -> Domain:
+    """A multiple of step from low to high, each order of magnitude as likely as another."""
+    return Domain("qloguniform", (low, high, step), when or {})
+
+
+def randint(low: int, high: int, *, when: Mapping[str, Any] | None = None) -> Domain:
+    """A whole number from low to high; both belong to it."""
+    return Domain("randint", (low, high), when or {})
+
+
+def lograndint(low: int, high: int, *, when: Mapping[str, Any] | None = None) -> Domain:
+    """A whole number from low to high, each order of magnitude as likely as another."""
+    return Domain("lograndint", (low, high), when or {})
+
+
+def qrandint(low: int, high: int, step: int, *, when: Mapping[str, Any] | None = None) -> Domain:
+    """A whole number from low to high in steps."""
+    return Domain("qrandint", (low, high, step), when or {})
+
+
+def qlograndint(low: int, high: int, step: int, *, when: Mapping[str, Any] | None = None) -> Domain:
+    """A multiple of step from low to high, each order of magnitude as likely as another."""
+    return Domain("qlograndint", (low, high, step), when or {})

@@ -1,0 +1,277 @@
+"""The engine on Ray Tune: Ray places the trials on its cluster and schedules them, each trial is our own runner."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import logging
+import math
+import os
+import random
+import re
+import warnings
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from phalanx.errors import UsageError
+from phalanx.launch.ray_cluster import check_resources, open_cluster
+from phalanx.tune.ray_trial import ENDED, ITERATION, Work, number_of, pack, run_in_worker
+from phalanx.tune.suggest import make_search, suggest
+from phalanx.tune.trial import State, Trial
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from phalanx.launch.ray_cluster import Cluster
+    from phalanx.tune.objective import Objective
+    from phalanx.tune.search import Request
+    from phalanx.tune.space import SearchSpace
+    from phalanx.tune.subject import Subject
+    from phalanx.tune.table import LiveTable, PlainTable
+
+EXPERIMENT = "ray"
+"""Ray's own folder within that of the search."""
+_FARTHEST = 10**7
+
+
+def check_ray() -> None:
+    """Say what brings Ray where it is missing."""
+    if importlib.util.find_spec("ray") is None:
+        raise UsageError("engine = 'ray' needs Ray, which is not installed", hint="Run: pip install 'phalanx[ray]'")
+
+
+def run_on_ray(
+    subject: Subject,
+    space: SearchSpace,
+    objective: Objective,
+    request: Request,
+    folder: Path,
+    total: int,
+    table: PlainTable | LiveTable,
+) -> list[Trial]:
+    """Run the trials by Ray Tune, and return them as ours."""
+    needed = {"CPU": float(subject.resolved.config.total_ranks or 1)}
+    at_once = total if request.scheduler == "pbt" else request.trials
+    with open_cluster(request.address, num_cpus=_local_cpus(needed, at_once), notice=table.notice) as cluster:
+        needed = _with_gpus(needed, cluster, subject, request)
+        _check_room(cluster, needed, total, request)
+        work = _work(subject, space, objective, request, folder, total)
+        tuner = _tuner(work, request, folder, total, needed, table)
+        with _quiet():
+            found = tuner.fit()
+        rays = found._experiment_analysis.trials
+        trials = [_as_ours(one, result, work, folder) for one, result in zip(rays, found, strict=True)]
+        unfinished = [one for one in rays if not one.is_finished()]
+    if unfinished:
+        done = len(trials) - len(unfinished)
+        table.notice(
+            f"stopped after {done} of {total} trials; nothing that was finished is lost\n"
+            f"  To go on: the same command with --study-dir {folder} --resume (resume=True in Python)."
+        )
+        raise KeyboardInterrupt
+    return sorted(trials, key=lambda trial: trial.number)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Let our own table speak: Ray's tells every error twice, with its own frames."""
+    logger, variable = logging.getLogger("ray.tune"), "RAY_AIR_NEW_OUTPUT"
+    level, before = logger.level, os.environ.get(variable)
+    logger.setLevel(logging.CRITICAL)
+    os.environ[variable] = "0"
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # advice about Ray's own settings, which are not the user's
+            yield
+    finally:
+        logger.setLevel(level)
+        if before is None:
+            del os.environ[variable]
+        else:
+            os.environ[variable] = before
+
+
+def _local_cpus(needed: dict[str, float], at_once: int | None) -> float:
+    """A local Ray has the machine's cores, or as many as the trials that are wanted at once say."""
+    cores = len(os.sched_getaffinity(0))
+    return max(cores, needed["CPU"] * at_once) if at_once is not None else max(cores, needed["CPU"])
+
+
+def _with_gpus(needed: dict[str, float], cluster: Cluster, subject: Subject, request: Request) -> dict[str, float]:
+    config = subject.resolved.config
+    has_gpus = any(node.get("GPU") for node in cluster.nodes())
+    if config.device == "cpu" or not has_gpus:
+        return needed
+    return {**needed, "GPU": (config.total_ranks or 1) / request.trials_per_gpu}
+
+
+def _check_room(cluster: Cluster, needed: dict[str, float], total: int, request: Request) -> None:
+    """Refuse what Ray would wait for without end; its population-based training needs all members at once."""
+    check_resources(cluster, needed, total if request.scheduler == "pbt" else 1, what="trials")
+
+
+def _work(
+    subject: Subject, space: SearchSpace, objective: Objective, request: Request, folder: Path, total: int
+) -> Work:
+    seed = subject.resolved.config.seed
+    points: tuple[dict[str, Any], ...] = ()
+    if request.search != "optuna":
+        method = make_search(request.search, space, seed, objective)
+        points = tuple(method.point(number, []) for number in range(total))
+    return Work(
+        subject, space, objective, str(folder), points,
+        asks=request.scheduler != "none",
+        interval=request.interval if request.scheduler == "pbt" else None,
+        threads_per_rank=subject.resolved.config.threads_per_rank or 1,
+    )  # fmt: skip
+
+
+def _tuner(
+    work: Work, request: Request, folder: Path, total: int, needed: dict[str, float], table: PlainTable | LiveTable
+) -> Any:
+    from ray import tune
+
+    bare = functools.partial(run_in_worker, packed=pack(work))
+    bare.__name__ = "trial"  # type: ignore[attr-defined]
+    trainable = tune.with_resources(bare, needed)
+    learns = request.search == "optuna"
+    space = {} if learns else {"point": tune.grid_search(list(range(total)))}
+    if request.resume:
+        path = str(folder / EXPERIMENT)
+        return tune.Tuner.restore(path, trainable, resume_unfinished=True, param_space=space or None)
+    return tune.Tuner(
+        trainable,
+        param_space=space,
+        tune_config=tune.TuneConfig(
+            metric=work.objective.metric,
+            mode=work.objective.mode,
+            scheduler=_scheduler(work, request),
+            search_alg=_optuna(work) if learns else None,
+            num_samples=total if learns else 1,
+            max_concurrent_trials=_at_once(needed, request),
+        ),
+        run_config=tune.RunConfig(
+            name=EXPERIMENT,
+            storage_path=str(folder),
+            verbose=0,
+            callbacks=[_show_on(table, work)],
+            checkpoint_config=tune.CheckpointConfig(num_to_keep=3),
+        ),
+    )
+
+
+def _at_once(needed: dict[str, float], request: Request) -> int | None:
+    """Return how many trials run at once; None: as many as fit."""
+    if request.scheduler == "pbt":
+        return None
+    if request.trials is None and request.num_gpus is not None and "GPU" in needed:
+        return max(1, int(request.num_gpus / needed["GPU"] + 1e-9))
+    return request.trials
+
+
+def _optuna(work: Work) -> Any:
+    """Ray's own search by Optuna, over our space."""
+    from optuna.samplers import TPESampler
+    from ray.tune.search.optuna import OptunaSearch
+
+    def define(trial: Any) -> dict[str, Any]:
+        work.space.visit(lambda name, domain: suggest(trial, name, domain))
+        return {}
+
+    seed = work.subject.resolved.config.seed
+    sampler = TPESampler(seed=seed)
+    return OptunaSearch(space=define, metric=work.objective.metric, mode=work.objective.mode, sampler=sampler)
+
+
+def _scheduler(work: Work, request: Request) -> Any:
+    from ray.tune import schedulers
+
+    if request.scheduler == "asha":
+        return schedulers.ASHAScheduler(
+            time_attr=ITERATION, max_t=_FARTHEST, grace_period=request.grace, reduction_factor=request.eta
+        )
+    if request.scheduler == "median":
+        return schedulers.MedianStoppingRule(time_attr=ITERATION, grace_period=request.grace, min_samples_required=3)
+    if request.scheduler == "pbt":
+        return schedulers.PopulationBasedTraining(
+            time_attr=ITERATION,
+            perturbation_interval=request.interval,
+            custom_explore_fn=_explorer(work, request.mutate),
+            synch=True,
+        )
+    return None
+
+
+def _explorer(work: Work, mutate: tuple[str, ...] | None) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Perturb in our own words, conditions included; members are compared in step, so they are asked in order."""
+    rng = random.Random(work.subject.resolved.config.seed)
+
+    def explore(config: dict[str, Any]) -> dict[str, Any]:
+        return {**config, "params": work.space.perturbed(work.params(config), rng, mutate)}
+
+    return explore
+
+
+def _show_on(table: PlainTable | LiveTable, work: Work) -> Any:
+    """Return Ray's callback that keeps our table."""
+    from ray.tune import Callback
+
+    class Show(Callback):
+        def __init__(self) -> None:
+            self._trials: dict[int, Trial] = {}
+
+        def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+            self._update(trial, State.RUNNING)
+
+        def on_trial_result(
+            self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **info: Any
+        ) -> None:
+            self._update(trial, State.RUNNING, result)
+
+        def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+            self._update(trial, State.FINISHED if trial.last_result.get(ENDED) else State.STOPPED)
+
+        def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+            self._update(trial, State.FAILED)
+
+        def _update(self, rays: Any, state: State, result: dict[str, Any] | None = None) -> None:
+            number = number_of(rays.trial_id)
+            ours = self._trials.setdefault(number, Trial(number, {}, Path()))
+            ours.params, ours.state = work.params(rays.config), state
+            if result is not None:
+                ours.reports[result[ITERATION]] = _numbers(result)
+                ours.seconds = result.get("time_total_s", 0.0)
+            table.show([self._trials[number] for number in sorted(self._trials)])
+
+    return Show()
+
+
+def _as_ours(rays: Any, result: Any, work: Work, folder: Path) -> Trial:
+    """Return a trial of Ray's as one of ours."""
+    metrics, number = result.metrics or {}, number_of(rays.trial_id)
+    trial = Trial(number, work.params(rays.config), folder / "trials" / f"{number:04d}")
+    frame = result.metrics_dataframe
+    for row in [] if frame is None else frame.to_dict("records"):
+        trial.reports[int(row[ITERATION])] = _numbers(row)
+    trial.steps, trial.seconds = int(metrics.get("steps", 0)), float(metrics.get("time_total_s", 0.0))
+    if result.error is not None:
+        trial.state, trial.cause = State.FAILED, _cause(result.error)
+    else:
+        trial.state = State.FINISHED if metrics.get(ENDED) else State.STOPPED
+    return trial
+
+
+def _numbers(row: dict[str, Any]) -> dict[str, float]:
+    """Return what was measured, without Ray's own bookkeeping."""
+    own = {ITERATION, ENDED, "steps", "timestamp", "pid", "done", "should_checkpoint"}
+    plain = {name: value for name, value in row.items() if isinstance(value, (int, float)) and name not in own}
+    rays = re.compile(r"^(time_|training_iteration|iterations_since|timesteps|episodes|config/|checkpoint)")
+    return {name: float(v) for name, v in plain.items() if not rays.match(name) and not math.isnan(v)}
+
+
+def _cause(error: Exception) -> str:
+    """Return the trial's own words out of Ray's traceback."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    told = next((line for line in reversed(lines) if "TrialFailedError:" in line), lines[-1] if lines else "unknown")
+    return told.rpartition("TrialFailedError:")[2].strip()

@@ -1,0 +1,231 @@
+"""A trial on Ray: our runner inside Ray Tune's worker, with Ray's scheduler giving the word at every iteration."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import queue
+import signal
+import sys
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from phalanx.errors import PhalanxError
+from phalanx.launch.signals import SignalInbox
+from phalanx.tune.population import copy_checkpoints
+from phalanx.tune.runner import gate_of, nonfinite, run_trial
+from phalanx.tune.schedulers import Points
+from phalanx.tune.slots import Slot
+from phalanx.tune.suggest import stored
+from phalanx.tune.trial import Trial
+
+if TYPE_CHECKING:
+    from phalanx.tune.objective import Objective
+    from phalanx.tune.runner import Ending
+    from phalanx.tune.space import SearchSpace
+    from phalanx.tune.subject import Subject
+
+ITERATION, ENDED = "iteration", "ended"
+_LOOK_SECONDS = 0.5
+
+
+class TrialFailedError(PhalanxError):
+    """A trial failed; the message is its cause."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What every trial's worker needs to know."""
+
+    subject: Subject
+    space: SearchSpace
+    objective: Objective
+    folder: str
+    points: tuple[dict[str, Any], ...]
+    """The trials' points where they are known beforehand."""
+    asks: bool = True
+    """Whether a scheduler gives verdicts on the way."""
+    interval: int | None = None
+    """Population-based training: iterations between exchanges."""
+    threads_per_rank: int | None = None
+
+    def params(self, config: dict[str, Any]) -> dict[str, Any]:
+        """Return the point that Ray's config stands for."""
+        if "params" in config:  # a member that took over another's
+            return dict(config["params"])
+        if "point" in config:
+            return dict(self.points[config["point"]])
+        return self.space.visit(lambda name, domain: _restored(domain, config[name]))
+
+
+def _restored(domain: Any, value: Any) -> Any:
+    if domain.kind != "choice":
+        return domain.snap(value)
+    return next(one for one in domain.arguments if stored(domain, one) == value)
+
+
+def number_of(trial_id: str) -> int:
+    """Return a trial's number: Ray puts it at the end of the trial's name."""
+    return int(trial_id.rsplit("_", 1)[1])
+
+
+def pack(work: Work) -> dict[str, Any]:
+    """Return what travels to the workers: they find modules and relative paths as this process does."""
+    import cloudpickle
+
+    return {"work": cloudpickle.dumps(work), "path": list(sys.path), "folder": os.getcwd()}
+
+
+def run_in_worker(config: dict[str, Any], packed: dict[str, Any]) -> None:
+    """Ray Tune's function: run the trial, and hand every report to Ray."""
+    from ray import tune
+
+    sys.path += [entry for entry in packed["path"] if entry not in sys.path]
+    os.chdir(packed["folder"])
+    work: Work = pickle.loads(packed["work"])
+    number = number_of(tune.get_context().get_trial_id())
+    trial = Trial(number, work.params(config), Path(work.folder) / "trials" / f"{number:04d}")
+    trial.folder.mkdir(parents=True, exist_ok=True)
+    trial.read_events()
+    checkpoint = tune.get_checkpoint()
+    if checkpoint is not None:
+        with checkpoint.as_directory() as found:
+            copy_checkpoints(Path(found), trial.checkpoints)
+    (_run_in_slices if work.interval is not None else _run_and_follow)(trial, work)
+
+
+def _run_and_follow(trial: Trial, work: Work) -> None:
+    """Run the trial in one piece; it waits after every iteration until Ray lets it go on."""
+    points = Points(None) if work.asks else None
+    gate = gate_of(trial, points)
+    known = set(trial.reports)
+    if gate is not None:
+        gate.let_through(trial.iteration)
+    running = _Running(trial, work, points)
+    try:
+        while not running.wait():
+            _report_new(trial, work, known)
+            if gate is not None and trial.iteration:
+                gate.let_through(trial.iteration)
+        _report_new(trial, work, known)
+    except SystemExit:  # Ray's scheduler has given the trial up
+        if gate is not None:
+            gate.stop_at(trial.iteration)
+        running.stop()
+        raise
+    except BaseException:
+        running.stop()
+        raise
+    _close(trial, work, running.ending)
+
+
+def _run_in_slices(trial: Trial, work: Work) -> None:
+    """Run from one exchange to the next, and hand a checkpoint to Ray at each, from which another trial may go on."""
+    from ray import tune
+
+    assert work.interval is not None, "a population has an interval"
+    points = Points(None, 1, work.interval)
+    gate = gate_of(trial, points)
+    assert gate is not None, "there are points, so there is a gate"
+    while True:
+        boundary = (trial.iteration // work.interval + 1) * work.interval
+        gate.stop_at(boundary)
+        trial.run_status = ""
+        running = _Running(trial, work, points)
+        try:
+            while not running.wait():
+                continue
+        except BaseException:
+            running.stop()
+            raise
+        trial.read_events()
+        ending = running.ending
+        if ending.cause or not (ending.was_told_to or trial.run_status == "stopped"):
+            _close(trial, work, ending)
+            return
+        kept = tune.Checkpoint.from_directory(str(trial.checkpoints))
+        tune.report(_metrics(trial, trial.iteration, work), checkpoint=kept)
+
+
+def _report_new(trial: Trial, work: Work, known: set[int]) -> None:
+    from ray import tune
+
+    trial.read_events()
+    for iteration in sorted(set(trial.reports) - known):
+        known.add(iteration)
+        metrics = _metrics(trial, iteration, work)
+        if work.objective.metric in metrics:
+            tune.report(metrics)
+
+
+def _metrics(trial: Trial, iteration: int, work: Work) -> dict[str, Any]:
+    found: dict[str, Any] = {**trial.reports[iteration], ITERATION: iteration, "steps": trial.steps}
+    value = work.objective.value(trial.reports[iteration])
+    return found if value is None else found | {work.objective.metric: value}
+
+
+def _close(trial: Trial, work: Work, ending: Ending) -> None:
+    """Tell Ray that the trial came to its own end, or raise what it died of."""
+    from ray import tune
+
+    trial.read_events()
+    if ending.cause:
+        raise TrialFailedError(ending.cause)
+    value = trial.value(work.objective)
+    if value is None:
+        raise TrialFailedError(str(work.objective.missing(trial.last, f"trial {trial.number}")))
+    if value != value or value in (float("inf"), float("-inf")):
+        raise TrialFailedError(nonfinite(work.objective.metric, value, trial.iteration))
+    last = {**trial.last, work.objective.metric: value, ITERATION: trial.iteration, "steps": trial.steps}
+    tune.report({**last, ENDED: True})
+
+
+class _Running:
+    """A trial's launch in a thread of its own: Ray's thread must stay free to be told to stop."""
+
+    def __init__(self, trial: Trial, work: Work, points: Points | None) -> None:
+        self._signals = SignalInbox()
+        self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._ending: Ending | None = None
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, args=(trial, work, points), name="trial")
+        self._thread.start()
+
+    def _run(self, trial: Trial, work: Work, points: Points | None) -> None:
+        import ray
+
+        slot = Slot(0, tuple(range(len(ray.get_gpu_ids()))))
+        try:
+            self._ending = run_trial(
+                work.subject, trial, slot, points=points, threads_per_rank=work.threads_per_rank,
+                bell=lambda: self._bell.put(None), signals=self._signals,
+            )  # fmt: skip
+        except BaseException as error:  # noqa: BLE001 - raised again by the thread that waits
+            self._error = error
+        finally:
+            self._signals.close()
+            self._bell.put(None)
+
+    def wait(self) -> bool:
+        """Wait for news; return whether the trial has ended."""
+        try:
+            self._bell.get(timeout=_LOOK_SECONDS)
+        except queue.Empty:
+            return False
+        return not self._thread.is_alive() or self._ending is not None or self._error is not None
+
+    def stop(self) -> None:
+        """End the trial, and wait for its end."""
+        self._signals.post(signal.SIGTERM)
+        self._thread.join()
+
+    @property
+    def ending(self) -> Ending:
+        """How the trial ended."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        assert self._ending is not None, "a launch either ends or raises"
+        return self._ending

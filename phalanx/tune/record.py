@@ -1,0 +1,139 @@
+"""The record of a search: Optuna's own storage, a SQLite file that its tools read too."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import TYPE_CHECKING, Any
+
+from phalanx.errors import UsageError
+from phalanx.tune.suggest import distribution, import_optuna, stored
+from phalanx.tune.trial import State, Trial
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from phalanx.tune.objective import Objective
+    from phalanx.tune.space import SearchSpace
+
+FILE = "study.db"
+_STUDY = "phalanx"
+
+
+class Record:
+    """Every trial from its beginning, so that an interrupted search goes on where it was."""
+
+    def __init__(self, folder: Path, space: SearchSpace, objective: Objective, settings: dict[str, Any]) -> None:
+        """`settings`: what a resumed search must have in common with the one that began."""
+        self._optuna = import_optuna("tuning")
+        self._folder, self._space, self._objective = folder, space, objective
+        path = folder / FILE
+        self.existed = path.exists()
+        self._storage = self._optuna.storages.RDBStorage(f"sqlite:///{path}")
+        direction = "maximize" if objective.mode == "max" else "minimize"
+        self._study = self._optuna.create_study(
+            storage=self._storage,
+            study_name=_STUDY,
+            direction=direction,
+            load_if_exists=True,
+            sampler=self._optuna.samplers.RandomSampler(seed=0),
+        )
+        plain = {name: json.dumps(value, default=repr, sort_keys=True) for name, value in settings.items()}
+        self._check_same(plain)
+        for _ in self._study.get_trials(deepcopy=False, states=[self._optuna.trial.TrialState.WAITING]):
+            self._study.ask()  # opened when the interruption came: it runs now like the others
+        self._ids = {frozen.number: frozen._trial_id for frozen in self._study.get_trials(deepcopy=False)}
+        if not self.existed:
+            for name, text in plain.items():
+                self._study.set_user_attr(name, text)
+
+    def _check_same(self, settings: dict[str, str]) -> None:
+        before = self._study.user_attrs
+        changed = [name for name, text in settings.items() if name in before and before[name] != text]
+        if changed:
+            told = "\n  ".join(f"{name}: {before[name]} then, {settings[name]} now" for name in changed)
+            raise UsageError(
+                f"the search in {self._folder} was begun differently:\n  {told}",
+                hint="Resume it as it was begun, or begin another one in a folder of its own (--study-dir).",
+            )
+
+    def trials(self) -> list[Trial]:
+        """Return what was recorded; a trial that had not ended is read up from its own events."""
+        return [self._read(frozen) for frozen in self._study.get_trials(deepcopy=False)]
+
+    def _read(self, frozen: Any) -> Trial:
+        attrs = frozen.user_attrs
+        trial = Trial(frozen.number, json.loads(attrs["params"]), self.folder_of(frozen.number))
+        trial.params = self._restored(trial.params)
+        trial.lineage = json.loads(attrs.get("lineage", "[]"))
+        trial.stopped_at = attrs.get("stopped_at")
+        trial.seconds = attrs.get("seconds", 0.0)
+        trial.cause = attrs.get("cause", "")
+        trial.read_events()
+        trial.state = State(attrs["state"]) if "state" in attrs else State.PAUSED
+        return trial
+
+    def _restored(self, params: dict[str, Any]) -> dict[str, Any]:
+        """Give choices that are neither number nor text back as the space has them."""
+        fixed = dict(params)
+        for name, domain in self._space.domains.items():
+            if name in params and domain.kind == "choice":
+                fixed[name] = next((v for v in domain.arguments if stored(domain, v) == params[name]), params[name])
+        return fixed
+
+    def folder_of(self, number: int) -> Path:
+        """Return a trial's folder."""
+        return self._folder / "trials" / f"{number:04d}"
+
+    def open_trial(self, params: dict[str, Any]) -> Trial:
+        """Begin a trial."""
+        domains = {name: self._space.domains[name] for name in params if name in self._space.domains}
+        values = {name: stored(domain, params[name]) for name, domain in domains.items()}
+        # With its point from the first moment: an interruption must not leave a trial that nobody knows.
+        self._study.enqueue_trial(values, user_attrs={"params": json.dumps({**params, **values}, default=repr)})
+        asked = self._study.ask({name: distribution(domain) for name, domain in domains.items()})
+        self._ids[asked.number] = asked._trial_id
+        return Trial(asked.number, params, self.folder_of(asked.number))
+
+    def note(self, trial: Trial) -> None:
+        """Write down what a trial has become in the midst of its way."""
+        handle = self._handle(trial)
+        domains = self._space.domains
+        values = {n: stored(domains[n], v) if n in domains else v for n, v in trial.params.items()}
+        handle.set_user_attr("params", json.dumps(values, default=repr))
+        handle.set_user_attr("lineage", json.dumps(trial.lineage, default=repr))
+        if trial.stopped_at is not None:
+            handle.set_user_attr("stopped_at", trial.stopped_at)
+
+    def close_trial(self, trial: Trial) -> None:
+        """Write down how a trial ended."""
+        self.note(trial)
+        handle = self._handle(trial)
+        for iteration, value in trial.curve(self._objective):
+            handle.report(value, iteration)
+        handle.set_user_attr("cause", trial.cause)
+        handle.set_user_attr("seconds", trial.seconds)
+        handle.set_user_attr("state", str(trial.state))
+        states, final = self._optuna.trial.TrialState, trial.value(self._objective)
+        if trial.state is State.FAILED or final is None or not math.isfinite(final):
+            self._study.tell(trial.number, state=states.FAIL)
+        elif trial.state is State.STOPPED:
+            self._study.tell(trial.number, state=states.PRUNED)  # with its last report as its value
+        else:
+            self._study.tell(trial.number, final)
+
+    def _handle(self, trial: Trial) -> Any:
+        return self._optuna.trial.Trial(self._study, self._ids[trial.number])
+
+    def set(self, name: str, value: Any) -> None:
+        """Write down something of the whole search."""
+        self._study.set_user_attr(name, value)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Read it back."""
+        return self._study.user_attrs.get(name, default)
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._storage.remove_session()
+        self._storage.engine.dispose()

@@ -1,0 +1,112 @@
+"""What a search found: the best trial, all others, and the files that tell of them."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from phalanx.config import FIELDS, write_toml
+from phalanx.errors import PhalanxError
+from phalanx.tune.subject import OF_THE_TRIAL
+from phalanx.tune.table import ranked
+from phalanx.tune.trial import State
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from phalanx.config import DistributedConfig
+    from phalanx.tune.objective import Objective
+    from phalanx.tune.trial import Trial
+
+BEST_FILE = "best.toml"
+TRIALS_FILE = "trials.json"
+
+
+class SearchFailedError(PhalanxError):
+    """No trial came to anything."""
+
+
+@dataclass(frozen=True)
+class Results:
+    """All trials of a search, and the best of them."""
+
+    trials: tuple[Trial, ...]
+    objective: Objective
+    folder: Path
+
+    @property
+    def best(self) -> Trial:
+        """The trial with the best metric at its end."""
+        return ranked(self.trials, self.objective)[0]
+
+    @property
+    def best_params(self) -> dict[str, Any]:
+        """Its hyperparameters."""
+        return dict(self.best.params)
+
+    @property
+    def best_value(self) -> float:
+        """Its metric."""
+        value = self.best.value(self.objective)
+        assert value is not None, "a trial without the metric is not the best"
+        return value
+
+    @property
+    def failed(self) -> list[Trial]:
+        """The trials that failed; `cause` says why."""
+        return [trial for trial in self.trials if trial.state is State.FAILED]
+
+    def to_dataframe(self) -> Any:
+        """Return a pandas DataFrame with a row a trial."""
+        import pandas as pd
+
+        return pd.DataFrame([{**trial.to_dict(), **trial.params, **trial.last} for trial in self.trials])
+
+
+def check_some_worked(trials: Sequence[Trial]) -> None:
+    """Raise with the common cause when every trial failed."""
+    if any(trial.state in (State.FINISHED, State.STOPPED) for trial in trials):
+        return
+    causes = Counter(trial.cause or "unknown cause" for trial in trials).most_common()
+    cause, count = causes[0]
+    share = "all" if count == len(trials) else f"{count} of {len(trials)}"
+    others = f" (and {len(causes) - 1} other causes)" if len(causes) > 1 else ""
+    raise SearchFailedError(
+        f"all {len(trials)} trials failed; {share} of them: {cause}{others}",
+        hint=f"The first one's logs: {trials[0].folder / 'logs'}",
+    )
+
+
+def write_trials(results: Results) -> Path:
+    """Write every trial as JSON, for programs."""
+    path = results.folder / TRIALS_FILE
+    path.write_text(json.dumps([trial.to_dict() for trial in results.trials], indent=2, default=repr) + "\n")
+    return path
+
+
+def write_best(results: Results, config: DistributedConfig) -> Path:
+    """Write the best trial's settings as TOML that `phalanx train --config` takes; other names as comments."""
+    best = results.best
+    settings = {name: value for name, value in best.params.items() if name in FIELDS}
+    own = {name: value for name, value in best.params.items() if name not in FIELDS}
+    lines = [
+        f"# The best of {len(results.trials)} trials: trial {best.number}, "
+        f"{results.objective.metric} = {results.best_value:.6g} after {best.iteration} iterations.",
+        "# Use it with: phalanx train ... --config best.toml"
+        + (" -- " + " ".join(f"--{name}={value}" for name, value in own.items()) if own else ""),
+    ]
+    lines += [
+        f"# {name} = {json.dumps(value, default=repr)}  (an argument of the script)" for name, value in own.items()
+    ]
+    text = write_toml(config.replace(**settings), as_comments=_own_places(config))
+    path = results.folder / BEST_FILE
+    path.write_text("\n".join(lines) + "\n\n" + text, encoding="utf-8")
+    return path
+
+
+def _own_places(config: DistributedConfig) -> set[str]:
+    """Leave out what is each run's own, and what nobody has set."""
+    return {*OF_THE_TRIAL, *(name for name in FIELDS if getattr(config, name) is None)}

@@ -1,0 +1,137 @@
+"""Who goes on: rules that give up bad trials early. Pure functions of what was reported.
+
+A trial's verdict at a point uses only the reports of trials with lower numbers and its own, and waits for those that
+have yet to come to that point. So the verdicts do not depend on who happened to run faster, and a search with the same
+seed gives the same trials, verdicts and best point again.
+"""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from phalanx.errors import UsageError, unknown_name
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from phalanx.tune.objective import Objective
+    from phalanx.tune.trial import Trial
+
+SCHEDULERS = ("asha", "pbt", "median", "none")
+_FARTHEST = 10**7
+
+
+class Points(NamedTuple):
+    """The iterations at which trials wait for a verdict: these, or every `every`-th one from `first` on."""
+
+    at: tuple[int, ...] | None
+    first: int = 1
+    every: int = 1
+
+    def crossed(self, iteration: int) -> list[int]:
+        """Return the points up to an iteration."""
+        if self.at is not None:
+            return [point for point in self.at if point <= iteration]
+        return [number for number in range(self.first, iteration + 1) if number % self.every == 0]
+
+
+class Scheduler(Protocol):
+    """A rule that gives up trials."""
+
+    @property
+    def points(self) -> Points | None:
+        """Where it is asked; None: nowhere."""
+
+    def verdict(self, trial: Trial, point: int, others: Sequence[Trial], objective: Objective) -> bool | None:
+        """Whether the trial goes on after a point; None: not known before others have come there."""
+
+
+@dataclass(frozen=True)
+class NoScheduler:
+    """Every trial runs to its end."""
+
+    @property
+    def points(self) -> None:
+        """Nobody is asked."""
+        return
+
+    def verdict(self, trial: Trial, point: int, others: Sequence[Trial], objective: Objective) -> bool:
+        """Go on."""
+        return True
+
+
+@dataclass(frozen=True)
+class Asha:
+    """Asynchronous successive halving: at 1, eta, eta^2, ... iterations only the best 1/eta so far go on."""
+
+    eta: int = 3
+    grace: int = 1
+    """Iterations that every trial gets."""
+
+    def __post_init__(self) -> None:
+        if self.eta < 2 or self.grace < 1:
+            raise UsageError(f"asha: eta = {self.eta}, grace = {self.grace}: eta is 2 or more, grace 1 or more")
+
+    @property
+    def points(self) -> Points:
+        """The rungs."""
+        rungs, rung = [], self.grace
+        while rung < _FARTHEST:
+            rungs.append(rung)
+            rung *= self.eta
+        return Points(tuple(rungs))
+
+    def verdict(self, trial: Trial, point: int, others: Sequence[Trial], objective: Objective) -> bool | None:
+        """Keep what is among the best 1/eta of those that came here; the first is."""
+        if _someone_is_behind(others, point, objective):
+            return None
+        mine = objective.goodness(trial.value_from(point, objective))
+        values = [trial.value_from(point, objective) for trial in others]
+        ahead = sum(objective.goodness(value) >= mine for value in values if value is not None)
+        came = 1 + sum(value is not None for value in values)
+        return ahead < max(1, came // self.eta)
+
+
+@dataclass(frozen=True)
+class Median:
+    """Give up what is worse than the median of earlier trials at the same iteration."""
+
+    grace: int = 1
+    """Iterations that every trial gets."""
+    least: int = 3
+    """Trials that must have come as far before any is given up."""
+
+    def __post_init__(self) -> None:
+        if self.grace < 1:
+            raise UsageError(f"median: grace = {self.grace}: must be 1 or more")
+
+    @property
+    def points(self) -> Points:
+        """Every iteration after the grace."""
+        return Points(None, self.grace)
+
+    def verdict(self, trial: Trial, point: int, others: Sequence[Trial], objective: Objective) -> bool | None:
+        """Compare with those that came here."""
+        if _someone_is_behind(others, point, objective):
+            return None
+        came = [value for other in others if (value := other.value_from(point, objective)) is not None]
+        if len(came) < self.least:
+            return True
+        mine = trial.value_from(point, objective)
+        return objective.goodness(mine) >= statistics.median(objective.goodness(value) for value in came)
+
+
+def _someone_is_behind(others: Sequence[Trial], point: int, objective: Objective) -> bool:
+    """Whether a trial that counts may yet measure the metric at this point."""
+    return any(not other.state.is_final and other.value_from(point, objective) is None for other in others)
+
+
+def make_scheduler(name: str, *, eta: int = 3, grace: int = 1) -> Scheduler:
+    """Return a scheduler by its name."""
+    if name not in SCHEDULERS:
+        raise UsageError(unknown_name("scheduler", name, SCHEDULERS))
+    if name == "asha":
+        return Asha(eta, grace)
+    return Median(grace) if name == "median" else NoScheduler()

@@ -1,0 +1,255 @@
+"""One search from its request to its files: what the command line and `DistributedTuner` share."""
+
+from __future__ import annotations
+
+import re
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from phalanx.errors import UsageError, unknown_name
+from phalanx.launch import prestart
+from phalanx.tune.charts import axes_and_lines
+from phalanx.tune.engine import Engine, IndependentTrials, Plan
+from phalanx.tune.objective import Objective
+from phalanx.tune.page import PAGE_FILE, page
+from phalanx.tune.plots import draw_pictures
+from phalanx.tune.population import Population
+from phalanx.tune.record import FILE, Record
+from phalanx.tune.results import Results, check_some_worked, write_best, write_trials
+from phalanx.tune.schedulers import SCHEDULERS, make_scheduler
+from phalanx.tune.slots import plan_slots
+from phalanx.tune.subject import OF_THE_TRIAL
+from phalanx.tune.suggest import SEARCHES, make_search
+from phalanx.tune.table import open_table, point_words
+from phalanx.tune.tracking import open_tracking
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from phalanx.tune.slots import Slots
+    from phalanx.tune.space import SearchSpace
+    from phalanx.tune.subject import Subject
+    from phalanx.tune.table import LiveTable, PlainTable
+    from phalanx.tune.trial import Trial
+
+ENGINES = ("auto", "local", "ray")
+DEFAULT_SAMPLES = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """A search as it was asked for."""
+
+    metric: str
+    mode: str | None = None
+    num_samples: int | None = None
+    scheduler: str = "none"
+    search: str = "random"
+    engine: str = "auto"
+    address: str | None = None
+    """The Ray cluster to search on."""
+    trials: int | None = None
+    num_gpus: int | None = None
+    trials_per_gpu: int = 1
+    grace: int = 1
+    eta: int = 3
+    interval: int = 1
+    mutate: tuple[str, ...] | None = None
+    study_dir: str | None = None
+    resume: bool = False
+
+    def check(self, space: SearchSpace) -> None:
+        """Refuse names and numbers that mean nothing, all at once."""
+        wrong = [
+            unknown_name(kind, name, allowed)
+            for kind, name, allowed in (
+                ("scheduler", self.scheduler, SCHEDULERS),
+                ("search", self.search, SEARCHES),
+                ("engine", self.engine, ENGINES),
+            )
+            if name not in allowed
+        ]
+        if self.num_samples is not None and self.num_samples < 1:
+            wrong.append(f"num_samples = {self.num_samples}: must be 1 or more.")
+        if self.scheduler == "pbt" and self.search == "optuna":
+            wrong.append("scheduler = 'pbt' finds new points itself: search is 'random' or 'grid' beside it.")
+        strangers = [name for name in self.mutate or () if name not in space.domains]
+        wrong += [unknown_name("hyperparameter to mutate", name, space.domains) for name in strangers]
+        if self.address is not None and self.engine == "local":
+            wrong.append(f"address = {self.address!r} with engine = 'local': leave one of them out.")
+        if self.resume and self.study_dir is None:
+            wrong.append("resume needs to know which search: give its folder, study_dir (--study-dir).")
+        if wrong:
+            raise UsageError("\n  ".join(wrong))
+
+
+def search(subject: Subject, space: SearchSpace, request: Request) -> Results:
+    """Run a search to its end, write its files and return what was found."""
+    request.check(space)
+    _check_settings(subject)
+    subject.check([*space.domains, *space.fixed])
+    objective = Objective.of(request.metric, request.mode)
+    if _uses_ray(request):
+        return _search_on_ray(subject, space, objective, request)
+    slots = plan_slots(
+        subject.resolved.config,
+        num_gpus=request.num_gpus,
+        trials_per_gpu=request.trials_per_gpu,
+        trials=request.trials,
+    )
+    prestart()
+    return _search_here(subject, space, objective, request, slots)
+
+
+def _uses_ray(request: Request) -> bool:
+    """Ray where it was asked for, or where there is a cluster to run on; else this machine's own processes."""
+    if request.engine != "auto":
+        return request.engine == "ray"
+    return request.address is not None
+
+
+def _check_settings(subject: Subject) -> None:
+    origins, config = subject.resolved.origins, subject.resolved.config
+    given = [name for name in OF_THE_TRIAL if origins[name] != "default"]
+    if given:
+        raise UsageError(
+            f"{', '.join(given)}: every trial has its own",
+            hint="The folder of the whole search is --study-dir (study_dir).",
+        )
+    if config.launcher != "local":
+        raise UsageError(
+            f"backend = {config.backend!r}: trials start their ranks themselves, on one machine each",
+            hint="Leave backend out, or 'pytorch-fsdp' or 'deepspeed'; to search on a Ray cluster: --engine ray.",
+        )
+    if config.num_nodes > 1:
+        raise UsageError(f"num_nodes = {config.num_nodes}: a trial runs on one machine")
+
+
+def _search_here(subject: Subject, space: SearchSpace, objective: Objective, request: Request, slots: Slots) -> Results:
+    config = subject.resolved.config
+    method = make_search(request.search, space, config.seed, objective)
+    total = request.num_samples or method.size or DEFAULT_SAMPLES
+    folder = study_folder(request, subject.name)
+    record = Record(folder, space, objective, common_settings(subject, space, objective, request))
+    tracking = open_tracking(config, subject.name, objective, record)
+    plan = Plan(subject, space, objective, method, slots, folder, total, config.seed, tracking)
+    table = open_table(objective, progress=config.progress)
+    results = None
+    try:
+        trials = _run(_engine(plan, record, table, request), plan, table)
+        results = conclude(trials, space, objective, subject, folder, table)
+    finally:
+        tracking.close(results)
+        record.close()
+    return results
+
+
+def _search_on_ray(subject: Subject, space: SearchSpace, objective: Objective, request: Request) -> Results:
+    from phalanx.tune.ray_engine import EXPERIMENT, check_ray, run_on_ray
+
+    check_ray()
+    size = make_search("grid", space, 0, objective).size if request.search == "grid" else None
+    asked = request.num_samples or size or DEFAULT_SAMPLES
+    total = asked if size is None else min(asked, size)
+    folder = study_folder(request, subject.name, mark=f"{EXPERIMENT}/tuner.pkl")
+    table = open_table(objective, progress=subject.resolved.config.progress)
+    trials: list[Trial] = []
+    try:
+        table.notice(f"{total} trials of {subject.name} by Ray Tune; {folder}")
+        trials = run_on_ray(subject, space, objective, request, folder, total, table)
+    finally:
+        table.close(trials)
+    return conclude(trials, space, objective, subject, folder, table)
+
+
+def _run(engine: Engine, plan: Plan, table: PlainTable | LiveTable) -> list[Trial]:
+    table.notice(f"{plan.total} trials of {plan.subject.name}, {plan.slots.words}; {plan.folder}")
+    done = sum(trial.state.is_final for trial in engine.trials)
+    if done:
+        table.notice(f"{done} of them are done already")
+    try:
+        return engine.run()
+    finally:
+        table.close(engine.trials)
+
+
+def _engine(plan: Plan, record: Record, table: PlainTable | LiveTable, request: Request) -> Engine:
+    if request.scheduler == "pbt":
+        return Population(plan, record, table, interval=request.interval, mutate=request.mutate)
+    scheduler = make_scheduler(request.scheduler, eta=request.eta, grace=request.grace)
+    return IndependentTrials(plan, record, table, scheduler)
+
+
+def conclude(
+    trials: Sequence[Trial],
+    space: SearchSpace,
+    objective: Objective,
+    subject: Subject,
+    folder: Path,
+    table: PlainTable | LiveTable,
+) -> Results:
+    """Write the files of a search that has ended, and say where they are."""
+    check_some_worked(trials)
+    results = Results(tuple(trials), objective, folder)
+    write_trials(results)
+    best = write_best(results, subject.resolved.config)
+    table.notice(f"\nbest: trial {results.best.number}, {objective.metric} {results.best_value:.6g}")
+    table.notice(f"  {point_words(results.best_params)}")
+    if results.failed:
+        count = len(results.failed)
+        table.notice(f"{count} trial{'s' * (count > 1)} failed, the first with: {results.failed[0].cause}")
+    table.notice(f"settings: {best}")
+    for path in _draw(results, space, subject.name, table):
+        table.notice(f"picture: {path}")
+    return results
+
+
+def _draw(results: Results, space: SearchSpace, name: str, table: PlainTable | LiveTable) -> list[Path]:
+    """Write the page, and the pictures where they can be drawn."""
+    axes, lines = axes_and_lines(results.trials, space, results.objective)
+    path = results.folder / PAGE_FILE
+    path.write_text(page(results, axes, lines, f"Tuning {name}"), encoding="utf-8")
+    try:
+        return [path, *draw_pictures(axes, lines, results.folder)]
+    except UsageError as error:  # the search is what was asked for; a picture that cannot be drawn does not undo it
+        table.notice(str(error))
+        return [path]
+
+
+def common_settings(subject: Subject, space: SearchSpace, objective: Objective, request: Request) -> dict[str, Any]:
+    """Return what a resumed search must have in common with the one that began."""
+    return {
+        "subject": subject.name,
+        "space": space.to_plain(),
+        "metric": objective.metric,
+        "mode": objective.mode,
+        "scheduler": request.scheduler,
+        "search": request.search,
+        "seed": subject.resolved.config.seed,
+    }
+
+
+def study_folder(request: Request, name: str, mark: str = FILE) -> Path:
+    """Make the folder of the search; one that holds another search is refused unless that is to go on.
+
+    `mark`: the file by which a search is known.
+    """
+    if request.study_dir is None:
+        plain = re.sub(r"[^\w.-]+", "-", name).strip("-") or "search"
+        folder = Path("runs") / f"tune-{plain}-{time.strftime('%Y%m%d-%H%M%S')}"
+    else:
+        folder = Path(request.study_dir)
+    exists = (folder / mark).exists()
+    if request.resume and not exists:
+        raise UsageError(f"{folder} holds no search that could go on", hint="Leave --resume out to begin one there.")
+    if exists and not request.resume:
+        raise UsageError(
+            f"{folder} holds a search already", hint="Add --resume to go on with it, or choose another --study-dir."
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"the folder {folder} cannot be made: {error.strerror}") from None
+    return folder.absolute()

@@ -1,0 +1,154 @@
+"""The trials as a table: live on a terminal, as lines elsewhere, and once more at the end."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any, TextIO
+
+from phalanx.observe import words
+from phalanx.tune.trial import State
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from phalanx.tune.objective import Objective
+    from phalanx.tune.trial import Trial
+
+_MOST_ROWS = 20
+_REFRESH_PER_SECOND = 4
+_STYLES = {State.RUNNING: "cyan", State.FINISHED: "green", State.STOPPED: "yellow", State.FAILED: "red"}
+
+
+def brief(value: Any) -> str:
+    """Write a value as short as it can be told."""
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return str(value)
+
+
+def point_words(params: dict[str, Any]) -> str:
+    """Write a point of the space on one line."""
+    return ", ".join(f"{name} {brief(value)}" for name, value in params.items())
+
+
+def columns(trials: Sequence[Trial], objective: Objective) -> tuple[list[str], list[list[str]]]:
+    """Return the table's head and rows."""
+    names = list(dict.fromkeys(name for trial in trials for name in trial.params))
+    head = ["trial", "state", "iteration", objective.metric, *names, "time"]
+    return head, [_row(trial, names, objective) for trial in trials]
+
+
+def _row(trial: Trial, names: list[str], objective: Objective) -> list[str]:
+    value = trial.value(objective)
+    params = [brief(trial.params[name]) if name in trial.params else "" for name in names]
+    shown = "" if value is None else brief(value)
+    return [str(trial.number), str(trial.state), str(trial.iteration or ""), shown, *params, _time(trial)]
+
+
+def _time(trial: Trial) -> str:
+    return words.duration(trial.seconds) if trial.seconds else ""
+
+
+def ranked(trials: Sequence[Trial], objective: Objective) -> list[Trial]:
+    """Return the trials from the best to the worst; those that went to their end come before those given up."""
+    order = {State.FINISHED: 0, State.STOPPED: 1}
+    return sorted(trials, key=lambda t: (order.get(t.state, 2), -objective.goodness(t.value(objective)), t.number))
+
+
+def plain_table(head: list[str], rows: list[list[str]]) -> str:
+    """Return aligned columns."""
+    widths = [max(len(line[place]) for line in [head, *rows]) for place in range(len(head))]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+                     for line in [head, *rows])  # fmt: skip
+
+
+class PlainTable:
+    """Writes a line when a trial begins or ends."""
+
+    def __init__(self, objective: Objective, out: TextIO | None = None) -> None:
+        self._objective = objective
+        self._out = out or sys.stdout
+        self._shown: dict[int, State] = {}
+
+    def show(self, trials: Sequence[Trial]) -> None:
+        """Write what has changed."""
+        for trial in trials:
+            before, self._shown[trial.number] = self._shown.get(trial.number), trial.state
+            begins = before in (None, State.WAITING) and trial.state is State.RUNNING
+            if begins or (trial.state.is_final and before is not trial.state):
+                self.notice(self._line(trial))
+
+    def _line(self, trial: Trial) -> str:
+        if trial.state is State.RUNNING:
+            return f"trial {trial.number} started: {point_words(trial.params)}"
+        value = trial.value(self._objective)
+        found = "" if value is None else f", {self._objective.metric} {brief(value)}"
+        cause = f": {trial.cause}" if trial.cause else ""
+        return f"trial {trial.number} {trial.state} at iteration {trial.iteration}{found}{cause}"
+
+    def notice(self, text: str) -> None:
+        """Write a line."""
+        print(text, file=self._out, flush=True)
+
+    def close(self, trials: Sequence[Trial]) -> None:
+        """Write the whole table, the best first."""
+        if trials:
+            head, rows = columns(ranked(trials, self._objective), self._objective)
+            self.notice("\n" + plain_table(head, rows))
+
+
+class LiveTable:
+    """Draws the table in place."""
+
+    def __init__(self, objective: Objective) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        self._objective = objective
+        self._terminal = Console(highlight=False, emoji=False)
+        self._trials: Sequence[Trial] = ()
+        self._live = Live(
+            get_renderable=self._draw, console=self._terminal, refresh_per_second=_REFRESH_PER_SECOND, transient=True
+        )
+        self._live.start()
+
+    def show(self, trials: Sequence[Trial]) -> None:
+        """Take note; the refresh thread draws."""
+        self._trials = tuple(trials)
+
+    def notice(self, text: str) -> None:
+        """Write a line above the table."""
+        self._terminal.print(text, markup=False)
+
+    def close(self, trials: Sequence[Trial]) -> None:
+        """Leave the whole table on the screen, the best first."""
+        self._live.stop()
+        if trials:
+            self._terminal.print(self._table(ranked(trials, self._objective)))
+
+    def _draw(self) -> Any:
+        """Show what runs, and the best of the rest, as far as the screen goes."""
+        rows = max(5, min(_MOST_ROWS, self._terminal.height - 6))
+        active = [trial for trial in self._trials if trial.state is State.RUNNING]
+        rest = [trial for trial in ranked(self._trials, self._objective) if trial.state is not State.RUNNING]
+        shown = (active + rest)[:rows]
+        counts = {state: sum(trial.state is state for trial in self._trials) for state in State}
+        caption = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
+        return self._table(shown, caption)
+
+    def _table(self, trials: Sequence[Trial], caption: str | None = None) -> Any:
+        from rich.table import Table
+        from rich.text import Text
+
+        head, rows = columns(trials, self._objective)
+        table = Table(*head, caption=caption, caption_justify="left")
+        for trial, row in zip(trials, rows, strict=True):
+            table.add_row(
+                *(Text(cell, style=_STYLES.get(trial.state, "dim") if n == 1 else "") for n, cell in enumerate(row))
+            )
+        return table
+
+
+def open_table(objective: Objective, *, progress: bool) -> PlainTable | LiveTable:
+    """Return what suits where we write to."""
+    return LiveTable(objective) if progress and sys.stdout.isatty() else PlainTable(objective)

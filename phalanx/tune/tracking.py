@@ -1,0 +1,115 @@
+"""A search in MLflow: one run for the search, and a run of each trial below it, which the trial itself reports to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from phalanx.errors import UsageError
+from phalanx.tune.trial import State
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from phalanx.config import DistributedConfig
+    from phalanx.tune.objective import Objective
+    from phalanx.tune.record import Record
+    from phalanx.tune.results import Results
+    from phalanx.tune.trial import Trial
+
+_PARENT = "mlflow_parent"
+_RUN_FILE = "mlflow-run"
+_LONGEST = 500
+_STATUS = {State.FINISHED: "FINISHED", State.STOPPED: "FINISHED", State.FAILED: "FAILED"}
+
+
+class NoTracking:
+    """Where MLflow is not wanted."""
+
+    def environment(self, trial: Trial) -> dict[str, str]:
+        """Trials need to know nothing."""
+        return {}
+
+    def close_trial(self, trial: Trial) -> None:
+        """There is nothing to close."""
+
+    def close(self, results: Results | None) -> None:
+        """There is nothing to close."""
+
+
+class MlflowTracking:
+    """The search's run and its children, kept in the record so that a resumed search goes on with them."""
+
+    def __init__(self, config: DistributedConfig, name: str, objective: Objective, record: Record) -> None:
+        mlflow = _import_mlflow()
+        self.uri = mlflow.get_tracking_uri() if mlflow.is_tracking_uri_set() else f"sqlite:///{Path.cwd()}/mlflow.db"
+        self._client = mlflow.MlflowClient(tracking_uri=self.uri)
+        self._objective = objective
+        self._experiment = self._experiment_id(config.mlflow_experiment or "phalanx")
+        self._parent = record.get(_PARENT)
+        if self._parent is None:
+            self._parent = self._make(config.name or f"tune-{name}", {})
+            record.set(_PARENT, self._parent)
+
+    def _experiment_id(self, name: str) -> str:
+        known = self._client.get_experiment_by_name(name)
+        return str(known.experiment_id if known else self._client.create_experiment(name))
+
+    def _make(self, name: str, tags: dict[str, str]) -> str:
+        run = self._client.create_run(self._experiment, tags={"mlflow.runName": name, **tags})
+        return str(run.info.run_id)
+
+    def environment(self, trial: Trial) -> dict[str, str]:
+        """Return what lets a trial report to its own run, made when it first starts."""
+        file = trial.folder / _RUN_FILE
+        if not file.exists():
+            run = self._make(f"trial-{trial.number}", {"mlflow.parentRunId": self._parent})
+            self._log_params(run, trial.params)
+            file.write_text(run, encoding="utf-8")
+        return {"MLFLOW_RUN_ID": file.read_text(encoding="utf-8"), "MLFLOW_TRACKING_URI": self.uri}
+
+    def close_trial(self, trial: Trial) -> None:
+        """End a trial's run, with its curve where no trainer of ours has reported it already."""
+        run = self.environment(trial)["MLFLOW_RUN_ID"]
+        if self._objective.metric not in self._client.get_run(run).data.metrics:
+            for iteration, value in trial.curve(self._objective):
+                self._client.log_metric(run, self._objective.metric, value, step=iteration)
+        self._client.set_tag(run, "phalanx.state", str(trial.state))
+        if trial.cause:
+            self._client.set_tag(run, "phalanx.cause", trial.cause)
+        self._client.set_terminated(run, _STATUS.get(trial.state, "KILLED"))
+
+    def close(self, results: Results | None) -> None:
+        """End the search's run with the best point and the pictures."""
+        if results is None:
+            self._client.set_terminated(self._parent, "KILLED")
+            return
+        self._log_params(self._parent, {f"best/{name}": value for name, value in results.best_params.items()})
+        self._client.log_metric(self._parent, f"best/{results.objective.metric}", results.best_value)
+        for file in sorted(results.folder.iterdir()):
+            if file.suffix in (".html", ".png", ".toml"):
+                self._client.log_artifact(self._parent, str(file))
+        self._client.set_terminated(self._parent, "FINISHED")
+
+    def _log_params(self, run: str, params: Mapping[str, Any]) -> None:
+        for name, value in params.items():
+            self._client.log_param(run, name, str(value)[:_LONGEST])
+
+
+Tracking = NoTracking | MlflowTracking
+
+
+def open_tracking(config: DistributedConfig, name: str, objective: Objective, record: Record) -> Tracking:
+    """Return what reports the search, as the settings of its trials say."""
+    wanted = config.mlflow_tracking or config.mlflow_experiment is not None
+    return MlflowTracking(config, name, objective, record) if wanted else NoTracking()
+
+
+def _import_mlflow() -> Any:
+    try:
+        import mlflow
+    except ImportError as error:
+        raise UsageError(
+            "mlflow_tracking needs MLflow, which is not installed", hint="Run: pip install 'phalanx[mlflow]'"
+        ) from error
+    return mlflow

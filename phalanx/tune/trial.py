@@ -1,0 +1,148 @@
+"""One trial: its point of the space, its folder, what it reported and how it stands."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+from phalanx.observe.events import EpochDone, MetricsReported, RunEnded, StepDone, from_json
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from phalanx.tune.objective import Objective
+
+REPORTED = "tune"
+"""The split under which `phalanx.tune.report` writes its events."""
+
+
+class State(StrEnum):
+    """How a trial stands."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    PAUSED = "paused"
+    FINISHED = "finished"
+    STOPPED = "stopped"
+    """The scheduler gave it up."""
+    FAILED = "failed"
+
+    @property
+    def is_final(self) -> bool:
+        """Whether nothing more comes."""
+        return self in (State.FINISHED, State.STOPPED, State.FAILED)
+
+
+@dataclass
+class Trial:
+    """A trial and its record."""
+
+    number: int
+    params: dict[str, Any]
+    folder: Path
+    state: State = State.WAITING
+    reports: dict[int, dict[str, float]] = field(default_factory=dict)
+    """What was measured, by iteration: epochs of our loop, or what the script counts."""
+    steps: int = 0
+    """Optimizer steps that were taken."""
+    seconds: float = 0.0
+    cause: str = ""
+    """Why it failed."""
+    stopped_at: int | None = None
+    """The iteration after which it was told to end."""
+    lineage: list[dict[str, Any]] = field(default_factory=list)
+    """Population-based training: what it took over from whom, and after which iteration."""
+    run_status: str = ""
+    """How its run said that it ended, where it was a trainer of ours."""
+    passed: set[int] = field(default_factory=set)
+    """The points at which its scheduler let it go on."""
+    _read: int = 0
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where its checkpoints lie."""
+        return self.folder / "checkpoints"
+
+    @property
+    def iteration(self) -> int:
+        """How far it has come."""
+        return max(self.reports, default=0)
+
+    @property
+    def last(self) -> dict[str, float]:
+        """What was measured last, each metric at its latest."""
+        merged: dict[str, float] = {}
+        for iteration in sorted(self.reports):
+            merged |= self.reports[iteration]
+        return merged
+
+    def value(self, objective: Objective) -> float | None:
+        """Return the metric that is searched for, as it was last measured."""
+        return objective.value(self.last)
+
+    def value_from(self, iteration: int, objective: Objective) -> float | None:
+        """Return the metric at the first report at or after an iteration."""
+        reached = [number for number in sorted(self.reports) if number >= iteration]
+        values = (objective.value(self.reports[number]) for number in reached)
+        return next((value for value in values if value is not None), None)
+
+    def curve(self, objective: Objective) -> list[tuple[int, float]]:
+        """Return the metric over iterations, where it is a number."""
+        points = [(number, objective.value(self.reports[number])) for number in sorted(self.reports)]
+        return [(number, value) for number, value in points if value is not None and math.isfinite(value)]
+
+    def read_events(self) -> bool:
+        """Take in what the run has written since the last reading; return whether something was measured."""
+        path = self.folder / "events.jsonl"
+        if not path.exists():
+            return False
+        with path.open("rb") as file:
+            file.seek(self._read)
+            data = file.read()
+        whole = data[: data.rfind(b"\n") + 1]  # the rest of a line is still being written
+        self._read += len(whole)
+        before = len(self.reports), self.iteration
+        for line in whole.splitlines():
+            self._take(line)
+        return (len(self.reports), self.iteration) != before
+
+    def _take(self, line: bytes) -> None:
+        try:
+            event = from_json(line)
+        except (ValueError, TypeError):  # a killed writer's torn line
+            return
+        if isinstance(event, EpochDone):
+            self._report(event.epoch, {"train/loss": event.train_loss, **{f"val/{k}": v for k, v in event.val.items()}})
+        elif isinstance(event, MetricsReported) and event.split == REPORTED:
+            # What a function returns belongs to where it has come.
+            self._report(event.epoch or max(self.iteration, 1), event.values)
+        if isinstance(event, (EpochDone, StepDone, RunEnded)):
+            self.steps = max(self.steps, event.step)
+        if isinstance(event, RunEnded):
+            self.run_status = event.status
+
+    def _report(self, iteration: int, metrics: dict[str, float]) -> None:
+        if self.stopped_at is None or iteration <= self.stopped_at:
+            self.reports[iteration] = {**self.reports.get(iteration, {}), **metrics}
+
+    def end_after(self, iteration: int) -> None:
+        """Take note that it was given up after an iteration: what it measured beyond does not count."""
+        self.stopped_at = iteration
+        self.reports = {number: values for number, values in self.reports.items() if number <= iteration}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data for reports."""
+        return {
+            "number": self.number,
+            "params": self.params,
+            "state": str(self.state),
+            "iteration": self.iteration,
+            "steps": self.steps,
+            "seconds": self.seconds,
+            "cause": self.cause,
+            "metrics": self.last,
+            "lineage": self.lineage,
+            "folder": str(self.folder),
+        }

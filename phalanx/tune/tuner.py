@@ -1,0 +1,96 @@
+"""`DistributedTuner`: a search from Python."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from phalanx.config import resolve
+from phalanx.errors import UsageError
+from phalanx.launch import ScriptTarget
+from phalanx.recipes import load_recipe
+from phalanx.tune.search import Request, search
+from phalanx.tune.space import SearchSpace
+from phalanx.tune.subject import FunctionSubject, RecipeSubject, ScriptSubject
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from phalanx.tune.results import Results
+    from phalanx.tune.subject import Subject
+
+
+class DistributedTuner:
+    """Searches for the best hyperparameters of a function, a script or a recipe.
+
+    `train_fn(config)` gets a point of the space as a dict, and returns metrics as a dict (or the metric as a number).
+    Settings such as `num_workers=2` or `strategy="fsdp"` are those of each trial.
+    """
+
+    def __init__(
+        self,
+        train_fn: Callable[[dict[str, Any]], Any] | None = None,
+        search_space: Mapping[str, Any] | SearchSpace | str | None = None,
+        *,
+        script: str | None = None,
+        recipe: str | None = None,
+        metric: str = "loss",
+        mode: str | None = None,
+        num_gpus: int | None = None,
+        trials_per_gpu: int = 1,
+        trials: int | None = None,
+        scheduler: str = "none",
+        search: str = "random",
+        engine: str = "auto",
+        address: str | None = None,
+        grace: int = 1,
+        eta: int = 3,
+        interval: int = 1,
+        mutate: Sequence[str] | None = None,
+        study_dir: str | None = None,
+        resume: bool = False,
+        **settings: Any,
+    ) -> None:
+        self.space = _as_space(search_space)
+        self._subject = _subject(train_fn, script, recipe, metric, settings)
+        self._asked: dict[str, Any] = {
+            "metric": metric, "mode": mode, "num_gpus": num_gpus, "trials_per_gpu": trials_per_gpu, "trials": trials,
+            "scheduler": scheduler, "search": search, "engine": engine, "address": address, "grace": grace, "eta": eta,
+            "interval": interval, "mutate": None if mutate is None else tuple(mutate), "study_dir": study_dir,
+            "resume": resume,
+        }  # fmt: skip
+        Request(**self._asked).check(self.space)
+        self.results: Results | None = None
+
+    def tune(self, num_samples: int | None = None) -> dict[str, Any]:
+        """Run the trials and return the best one's hyperparameters; `results` has all of them."""
+        self.results = search(self._subject, self.space, Request(num_samples=num_samples, **self._asked))
+        return self.results.best_params
+
+
+def _as_space(given: Mapping[str, Any] | SearchSpace | str | None) -> SearchSpace:
+    if isinstance(given, SearchSpace):
+        return given
+    if isinstance(given, Mapping):
+        return SearchSpace(given)
+    if isinstance(given, str):
+        return SearchSpace.read(given)
+    raise UsageError(
+        f"search_space = {given!r}: expected a dict, or the path of a TOML file",
+        hint="Write search_space={'lr': phalanx.tune.loguniform(1e-4, 1e-1)}.",
+    )
+
+
+def _subject(
+    train_fn: Callable[..., Any] | None, script: str | None, recipe: str | None, metric: str, settings: dict[str, Any]
+) -> Subject:
+    if sum(one is not None for one in (train_fn, script, recipe)) != 1:
+        raise UsageError("nothing or several things to tune", hint="Give one of train_fn, script and recipe.")
+    if recipe is not None:
+        known = load_recipe(recipe)
+        return RecipeSubject(known, resolve(settings, recipe=known.settings, recipe_name=recipe))
+    resolved = resolve(settings)
+    if script is not None:
+        return ScriptSubject(ScriptTarget(script), resolved)
+    assert train_fn is not None, "one of three was given"
+    return FunctionSubject(train_fn, resolved, metric)

@@ -1,0 +1,103 @@
+"""Population-based training: weights that really change hands, settings that move, twice the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from phalanx.tune import DistributedTuner, choice, loguniform
+
+pytest.importorskip("optuna", reason="optuna is not installed: pip install 'phalanx[tune]'")
+
+
+def train(config):
+    """Fit a line, and leave the weights of each generation's first and last moment in the trial's folder."""
+    import os
+    from pathlib import Path
+
+    import torch
+
+    from phalanx import Callback, PyTorchDDPTrainer
+
+    folder = Path(os.environ["PHALANX_RUN_DIR"])
+
+    class KeepWeights(Callback):
+        def on_fit_start(self, trainer):
+            torch.save(trainer.task.model.state_dict(), folder / f"first-{trainer.epoch}.pt")
+
+        def on_fit_end(self, trainer):
+            torch.save(trainer.task.model.state_dict(), folder / f"last-{trainer.epoch}.pt")
+            group = trainer.optimizer.param_groups[0]
+            (folder / f"used-{trainer.epoch}").write_text(f"{group['lr']!r} {group['weight_decay']!r}")
+
+    inputs = torch.randn(16, 4, generator=torch.Generator().manual_seed(0))
+    data = torch.utils.data.TensorDataset(inputs, inputs.sum(1, keepdim=True))
+    torch.manual_seed(int(os.environ["PHALANX_TRIAL"]))
+    PyTorchDDPTrainer(
+        torch.nn.Linear(4, 1), loss_fn=torch.nn.MSELoss(), batch_size=8, epochs=3, callbacks=[KeepWeights()],
+        learning_rate=config["rate"], weight_decay=config["decay"], optimizer="sgd", momentum=0.0,
+    ).fit(data, data)  # fmt: skip
+
+
+SPACE = {"rate": loguniform(1e-6, 0.05), "decay": choice([0.0, 0.001, 0.01])}
+
+
+@pytest.fixture(scope="module")
+def searched(tmp_path_factory, warm_process):
+    """The same search twice."""
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PHALANX_DEVICE", "cpu")
+        for name in ("one", "two"):
+            folder = tmp_path_factory.mktemp(name) / "study"
+            tuner = DistributedTuner(
+                train, SPACE, metric="val/loss", scheduler="pbt", trials=2, study_dir=str(folder), seed=3
+            )
+            tuner.tune(num_samples=4)
+            found.append(tuner.results)
+    return found
+
+
+def test_an_exploit_copies_the_weights_of_a_better_trial(searched):
+    results = searched[0]
+    taken = [(trial, entry) for trial in results.trials for entry in trial.lineage]
+    assert len(taken) == 2, "one of four, at each of two boundaries"
+    for loser, entry in taken:
+        winner = results.trials[entry["from"]]
+        epoch = entry["iteration"]
+        then, own = load(loser, f"first-{epoch}"), load(loser, f"last-{epoch}")
+        best = load(winner, f"last-{epoch}")
+        assert all(torch.equal(then[name], best[name]) for name in best)
+        assert not all(torch.equal(then[name], own[name]) for name in own)
+        before, after = loser.reports[epoch]["val/loss"], loser.reports[epoch + 1]["val/loss"]
+        assert after < before
+
+
+def load(trial, name):
+    return torch.load(trial.folder / f"{name}.pt", weights_only=True)
+
+
+def test_settings_are_perturbed_and_take_effect(searched):
+    for trial in searched[0].trials:
+        for entry in trial.lineage:
+            epoch = entry["iteration"]
+            rate, decay = map(float, (trial.folder / f"used-{epoch + 1}").read_text().split())
+            assert rate == pytest.approx(entry["params"]["rate"])
+            assert decay == entry["params"]["decay"], "a loaded optimizer state does not bring the old one back"
+            source = searched[0].trials[entry["from"]]
+            assert entry["params"] != dict(source.params)
+
+
+def test_members_that_are_not_replaced_go_on_from_their_own_weights(searched):
+    untouched = [trial for trial in searched[0].trials if not trial.lineage]
+    assert untouched
+    for trial in untouched:
+        for epoch in (1, 2):
+            then, before = load(trial, f"first-{epoch}"), load(trial, f"last-{epoch}")
+            assert all(torch.equal(then[name], before[name]) for name in before)
+
+
+def test_the_same_seed_gives_the_same_population(searched):
+    first, second = ([(t.params, t.lineage, t.reports) for t in results.trials] for results in searched)
+    assert first == second
+    assert all(trial.iteration == 3 and str(trial.state) == "finished" for trial in searched[0].trials)

@@ -1,0 +1,143 @@
+"""Searches on Ray Tune: a real local Ray in a network namespace of its own, with our trials in its workers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import textwrap
+
+import pytest
+from command import ROOT, clean_environment
+
+from phalanx.errors import ConfigError
+from phalanx.tune.space import SearchSpace
+
+pytest.importorskip("optuna", reason="optuna is not installed: pip install 'phalanx[tune]'")
+
+_SCRIPT = """
+import json
+from test_tune_population import train as fit
+
+from phalanx import DistributedTuner, tune
+from phalanx.launch.ray_cluster import open_cluster
+
+
+def curve(config):
+    if config["x"] == "bad":
+        raise RuntimeError("the disk is on fire")
+    for step in range(1, 5):
+        tune.report(loss=config["x"] + 1 / step, step=step)
+
+
+def told(tuner):
+    return [[t.number, str(t.state), t.cause, t.params, t.reports] for t in tuner.results.trials]
+
+
+def halving(**more):
+    tuner = DistributedTuner(curve, {"x": tune.choice([1, 4, "bad"])}, search="grid", scheduler="asha", trials=1,
+                             engine="ray", study_dir="asha", **more)
+    tuner.tune()
+    return told(tuner)
+
+
+def population():
+    space = {"rate": tune.loguniform(1e-6, 0.05), "decay": tune.choice([0.0, 0.001, 0.01])}
+    tuner = DistributedTuner(fit, space, metric="val/loss", scheduler="pbt", engine="ray", seed=3, study_dir="pbt",
+                             interval=2)
+    tuner.tune(num_samples=2)
+    return told(tuner)
+
+
+found = {}
+with open_cluster(num_cpus=2):
+    found["asha"] = halving()
+    found["again"] = halving(resume=True)
+    found["pbt"] = population()
+    try:
+        DistributedTuner(curve, {"x": 1}, engine="ray", num_workers=64, study_dir="big").tune(num_samples=1)
+    except Exception as error:
+        found["big"] = str(error)
+with open("found.json", "w") as file:
+    json.dump(found, file)
+"""
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """Everything on one Ray, since starting it takes longest."""
+    pytest.importorskip("ray", reason="ray is not installed: pip install 'phalanx[ray]'")
+    if shutil.which("unshare") is None or subprocess.run(["unshare", "-n", "true"], check=False).returncode:
+        pytest.skip("Ray listens on all interfaces, and no network namespace of its own can be made for it here")
+    folder = tmp_path_factory.mktemp("ray")
+    (folder / "search.py").write_text(textwrap.dedent(_SCRIPT))
+    path = f"{ROOT}:{ROOT / 'tests'}:{ROOT / 'tests/engines'}"
+    env = {**clean_environment(PHALANX_DEVICE="cpu", OMP_NUM_THREADS="1"), "PYTHONPATH": path, "TMPDIR": "/tmp"}
+    env["RAY_raylet_start_wait_time_s"] = "120"  # a busy machine takes its time
+    words = ["unshare", "-n", "sh", "-c", 'ip link set lo up && exec "$0" search.py', sys.executable]
+    done = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, timeout=560, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder, json.loads((folder / "found.json").read_text()), done.stdout
+
+
+@pytest.mark.timeout(600)
+def test_rays_scheduler_stops_our_trials_and_failures_have_causes(found):
+    _, told, _ = found
+    states = [(number, state, cause) for number, state, cause, _, _ in told["asha"]]
+    assert states == [(0, "finished", ""), (1, "stopped", ""), (2, "failed", "RuntimeError: the disk is on fire")]
+    reports = [sorted(map(int, reports)) for *_, reports in told["asha"]]
+    assert reports == [[1, 2, 3, 4], [1], []]
+
+
+def test_a_restored_search_has_every_trial_and_runs_none_again(found):
+    folder, told, shown = found
+    assert told["again"] == told["asha"]
+    assert len((folder / "asha/trials/0000/events.jsonl").read_text().splitlines()) == 4
+    assert "best: trial 0, loss 1.25" in shown
+
+
+def test_an_exploit_on_ray_copies_weights_and_perturbs(found):
+    import torch
+
+    folder, told, _ = found
+    first = [reports["2"]["val/loss"] for *_, reports in told["pbt"]]
+    loser, winner = (0, 1) if first[0] > first[1] else (1, 0)
+    then, own, best = (
+        torch.load(folder / f"pbt/trials/{number:04d}/{name}.pt", weights_only=True)
+        for number, name in ((loser, "first-2"), (loser, "last-2"), (winner, "last-2"))
+    )
+    assert all(torch.equal(then[name], best[name]) for name in best)
+    assert not all(torch.equal(then[name], own[name]) for name in own)
+    assert told["pbt"][loser][3] != told["pbt"][winner][3]
+    assert [state for _, state, *_ in told["pbt"]] == ["finished", "finished"]
+
+
+def test_a_trial_that_fits_nowhere_is_refused(found):
+    _, told, _ = found
+    assert "1 trials with 64 CPU each do not fit" in told["big"]
+
+
+def test_rays_own_domains(monkeypatch):
+    monkeypatch.setenv("RAY_CLIENT_MODE", "0")  # Ray sets it itself when it is imported
+    ray_tune = pytest.importorskip("ray.tune", reason="ray is not installed")
+    space = SearchSpace(
+        {
+            "a": ray_tune.choice([1, 2]),
+            "b": ray_tune.loguniform(1e-3, 1),
+            "c": ray_tune.randint(1, 5),
+            "d": ray_tune.quniform(0, 1, 0.25),
+            "e": ray_tune.qrandint(2, 8, 2),
+            "f": ray_tune.grid_search([True, False]),
+        }
+    )
+    assert space.to_plain() == {
+        "a": {"choice": [1, 2]},
+        "b": {"loguniform": [1e-3, 1]},
+        "c": {"randint": [1, 4]},
+        "d": {"quniform": [0, 1, 0.25]},
+        "e": {"qrandint": [2, 8, 2]},
+        "f": {"choice": [True, False]},
+    }
+    with pytest.raises(ConfigError, match="has no word here"):
+        SearchSpace({"a": ray_tune.randn(0, 1)})

@@ -1,0 +1,133 @@
+"""Who is given up, who takes over, what a metric is called, and how many run at once: rules without processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from phalanx.config import DistributedConfig
+from phalanx.errors import UsageError
+from phalanx.observe.gate import Gate
+from phalanx.tune.objective import Objective
+from phalanx.tune.population import exploits
+from phalanx.tune.schedulers import Asha, Median, Points
+from phalanx.tune.slots import plan_slots
+from phalanx.tune.table import LiveTable
+from phalanx.tune.trial import State, Trial
+
+LOSS = Objective("loss", "min")
+
+
+def trial(number, *losses, state=State.RUNNING):
+    reports = {place + 1: {"loss": loss} for place, loss in enumerate(losses)}
+    return Trial(number, {}, Path("/nowhere"), state, reports)
+
+
+def test_asha_keeps_the_best_third():
+    asha = Asha(eta=3, grace=1)
+    assert asha.points.at[:4] == (1, 3, 9, 27)
+    others = [trial(number, loss) for number, loss in enumerate((5.0, 4.0, 6.0, 7.0, 8.0))]
+    assert asha.verdict(trial(0, 5.0), 1, [], LOSS) is True, "the first has nobody to compare with"
+    assert asha.verdict(trial(1, 6.0), 1, others[:1], LOSS) is False
+    assert asha.verdict(trial(5, 4.5), 1, others, LOSS) is True, "second of six"
+    assert asha.verdict(trial(5, 5.5), 1, others, LOSS) is False, "third of six"
+    assert asha.verdict(trial(5, float("nan")), 1, others, LOSS) is False
+
+
+def test_a_verdict_waits_for_lower_numbers_and_for_nobody_else():
+    asha = Asha(eta=2)
+    behind, gone = trial(0, 1.0), trial(1, 9.0, state=State.STOPPED)
+    late = trial(2, 2.0, 2.0)
+    assert asha.verdict(late, 2, [behind, gone], LOSS) is None
+    behind.reports[2] = {"loss": 3.0}
+    assert asha.verdict(late, 2, [behind, gone], LOSS) is True
+    behind.state = State.FAILED
+    del behind.reports[2]
+    assert asha.verdict(late, 2, [behind, gone], LOSS) is True
+
+
+def test_median_gives_up_what_is_worse_than_most():
+    median = Median(grace=2)
+    others = [trial(number, 0, loss) for number, loss in enumerate((1.0, 2.0, 3.0))]
+    assert median.points == Points(None, 2)
+    assert median.verdict(trial(3, 0, 2.0), 2, others, LOSS) is True
+    assert median.verdict(trial(3, 0, 2.1), 2, others, LOSS) is False
+    assert median.verdict(trial(2, 0, 9.9), 2, others[:2], LOSS) is True, "too few to judge by"
+
+
+def test_reports_beyond_a_point_count_from_the_first():
+    sparse = Trial(0, {}, Path("/nowhere"), State.RUNNING, {10: {"loss": 4.0}, 20: {"loss": 2.0}})
+    assert sparse.value_from(3, LOSS) == 4.0
+    assert sparse.value_from(11, LOSS) == 2.0
+    assert sparse.value_from(21, LOSS) is None
+
+
+def test_the_worst_quarter_takes_over_from_the_best():
+    members = [trial(number, float(loss)) for number, loss in enumerate((3, 1, 8, 2, 7, 4, 5, 6))]
+    found = exploits(members, 1, LOSS, seed=0)
+    assert [one.loser.number for one in found] == [2, 4]
+    assert {one.winner.number for one in found} <= {1, 3}
+    again = exploits(members, 1, LOSS, seed=0)
+    assert [(a.winner.number, a.rng.random()) for a in again] == [(b.winner.number, b.rng.random()) for b in found]
+    assert len(exploits(members[:3], 1, LOSS, seed=0)) == 1
+    assert exploits(members[:1], 1, LOSS, seed=0) == []
+
+
+def test_modes_by_name_and_metrics_by_their_short_name():
+    assert Objective.of("val/accuracy").mode == "max"
+    assert Objective.of("train/loss").mode == "min"
+    with pytest.raises(UsageError, match="whether more or less of 'wer'"):
+        Objective.of("wer")
+    assert Objective.of("accuracy").value({"val/accuracy": 0.5}) == 0.5
+    assert Objective.of("accuracy").value({"val/accuracy": 0.5, "accuracy": 0.7}) == 0.7
+    error = Objective.of("accurracy", "max").missing(["accuracy", "loss"], "trial 0")
+    assert "Did you mean 'accuracy'? It reported: accuracy, loss." in str(error)
+
+
+def test_the_gate_asks_at_its_points_and_after_a_jump(tmp_path):
+    gate = Gate(tmp_path / "gate", (1, 3, 9))
+    assert [number for number in range(1, 11) if gate.is_due(number)] == [1, 3, 9]
+    jumping = Gate(tmp_path / "gate", (1, 3, 9))
+    jumping.start_after(1)
+    assert [number for number in (2, 5, 7, 20) if jumping.is_due(number)] == [5, 20]
+    every = Gate(tmp_path / "gate", None, first=2, every=2)
+    assert [number for number in range(1, 8) if every.is_due(number)] == [2, 4, 6]
+    assert Gate.from_environment({"PHALANX_GATE": gate.to_text()}).to_text() == gate.to_text()
+
+
+def test_the_gates_word(tmp_path):
+    gate = Gate(tmp_path / "gate")
+    assert gate.wait(3, given_up=lambda: True) is True, "whoever ends the run otherwise needs no word"
+    gate.let_through(3)
+    assert gate.wait(3) is True
+    gate.stop_at(4)
+    assert [gate.wait(3), gate.wait(4), gate.wait(5)] == [True, False, False]
+
+
+def test_the_live_table_draws_and_leaves_the_best_first(capsys):
+    table = LiveTable(LOSS)
+    table.show([trial(0, 2.0), trial(1, 1.0)])
+    table.notice("a word [above]")
+    first, second = trial(0, 2.0, state=State.FINISHED), trial(1, 1.0, state=State.FINISHED)
+    table.close([first, second])
+    lines = capsys.readouterr().out.splitlines()
+    assert any("a word [above]" in line for line in lines)
+    rows = [line for line in lines if "finished" in line]
+    assert [row.split()[1] for row in rows] == ["1", "0"]
+
+
+def test_gpus_are_shared_out(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    two_ranks = DistributedConfig(num_workers=2)
+    slots = plan_slots(two_ranks, num_gpus=4, gpus_here=8)
+    assert [slot.gpus for slot in slots.places] == [(0, 1), (2, 3)]
+    shared = plan_slots(DistributedConfig(num_workers=1), trials_per_gpu=2, gpus_here=2)
+    assert [slot.gpus for slot in shared.places] == [(0,), (1,), (0,), (1,)]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
+    assert shared.places[1].environment() == {"CUDA_VISIBLE_DEVICES": "7"}
+    with pytest.raises(UsageError, match="num_gpus = 32, but this machine has 4 GPUs"):
+        plan_slots(two_ranks, num_gpus=32, gpus_here=4)
+    with pytest.raises(UsageError, match="trials_per_gpu=2"):
+        plan_slots(two_ranks, trials=4, gpus_here=4)
+    assert "no GPU was found" in plan_slots(two_ranks, num_gpus=32, gpus_here=0, trials=1).words
