@@ -27,14 +27,20 @@ $(VENV)/.phalanx: $(VENV)/.torch pyproject.toml constraints.txt
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.phalanx
+	$(UV) setuptools wheel
+	command -v cmake >/dev/null || $(UV) cmake
+	@# Horovod compiles for minutes, while the others are fetched. Where it cannot, its tests are skipped.
+	@{ $(BIN)/python -m phalanx.launch.horovod_build || echo "going on without Horovod: its tests are skipped (make horovod tries again)"; } & \
+	$(MAKE) --no-print-directory $(VENV)/.engines; status=$$?; wait; exit $$status
+	@touch $@
+
+$(VENV)/.engines: $(VENV)/.phalanx
 	$(UV) --editable '.[dev,engines]'
 	@# tf-keras would bring TensorFlow with CUDA beside the one that is here.
 	$(UV) tensorflow-cpu keras
 	$(UV) --no-deps tf-keras
 	@# DeepSpeed's setup asks the torch that is installed; it compiles nothing now, and what tests use never.
-	$(UV) setuptools
 	DS_BUILD_OPS=0 $(UV) --no-build-isolation 'deepspeed>=0.19'
-	@$(BIN)/python -m phalanx.launch.horovod_build || echo "going on without Horovod: its tests are skipped (make horovod tries again)"
 	@touch $@
 
 $(VENV)/.bench: $(VENV)/.dev
@@ -62,6 +68,7 @@ docs: $(VENV)/.dev ## build the documentation into site/, warnings are errors
 
 horovod: $(VENV)/.phalanx ## build Horovod against the installed torch; the wheel is kept under ~/.cache
 	$(UV) setuptools wheel
+	command -v cmake >/dev/null || $(UV) cmake
 	$(BIN)/python -m phalanx.launch.horovod_build
 
 bench: $(VENV)/.bench ## measure against the rivals (on an otherwise idle machine)

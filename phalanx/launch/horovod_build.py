@@ -120,7 +120,7 @@ def _check_tools() -> str:
     """Refuse to begin what cannot end: a compiler, CMake and setuptools must be there."""
     compiler = shutil.which(_compiler_name())
     missing = [] if compiler else [f"a C++ compiler ({_compiler_name()})"]
-    missing += [] if shutil.which("cmake") else ["cmake"]
+    missing += [] if shutil.which("cmake", path=_tool_path()) else ["cmake"]
     for module in ("setuptools", "pip"):
         try:
             importlib.metadata.version(module)
@@ -129,9 +129,14 @@ def _check_tools() -> str:
     if missing or compiler is None:
         raise UsageError(
             f"Horovod {VERSION} has to be compiled, and {' and '.join(missing)} is missing",
-            hint="On Debian or Ubuntu: apt install g++ cmake; Python packages: pip install setuptools pip.",
+            hint="On Debian or Ubuntu: apt install g++; Python packages: pip install cmake setuptools pip.",
         )
     return compiler
+
+
+def _tool_path() -> str:
+    """Return where programs are looked for: an environment's own CMake will do, though nobody activated it."""
+    return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
 
 
 def _write_wrapper(folder: Path, compiler: str) -> Path:
@@ -146,7 +151,9 @@ def _build_environment(wrapper: Path) -> dict[str, str]:
     return {
         **settings(),
         "CXX": str(wrapper),
-        "MAKEFLAGS": os.environ.get("MAKEFLAGS") or f"-j{len(os.sched_getaffinity(0))}",
+        "PATH": _tool_path(),
+        # Not what a make around us has set: without a number of jobs the compiler would use one core.
+        "MAKEFLAGS": f"-j{len(os.sched_getaffinity(0))}",
         # Newer CMakes refuse files that were written for old ones, unless told which they may take them for.
         "CMAKE_POLICY_VERSION_MINIMUM": os.environ.get("CMAKE_POLICY_VERSION_MINIMUM", "3.5"),
         "PIP_DISABLE_PIP_VERSION_CHECK": "1",

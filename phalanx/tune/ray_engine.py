@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from phalanx.tune.space import SearchSpace
     from phalanx.tune.subject import Subject
     from phalanx.tune.table import LiveTable, PlainTable
+    from phalanx.tune.tracking import Tracking
 
 EXPERIMENT = "ray"
 """Ray's own folder within that of the search."""
@@ -49,6 +50,7 @@ def run_on_ray(
     folder: Path,
     total: int,
     table: PlainTable | LiveTable,
+    tracking: Tracking,
 ) -> list[Trial]:
     """Run the trials by Ray Tune, and return them as ours."""
     needed = {"CPU": float(subject.resolved.config.total_ranks or 1)}
@@ -56,7 +58,7 @@ def run_on_ray(
     with open_cluster(request.address, num_cpus=_local_cpus(needed, at_once), notice=table.notice) as cluster:
         needed = _with_gpus(needed, cluster, subject, request)
         _check_room(cluster, needed, total, request)
-        work = _work(subject, space, objective, request, folder, total)
+        work = _work(subject, space, objective, request, folder, total, tracking)
         tuner = _tuner(work, request, folder, total, needed, table)
         with _quiet():
             found = tuner.fit()
@@ -112,7 +114,13 @@ def _check_room(cluster: Cluster, needed: dict[str, float], total: int, request:
 
 
 def _work(
-    subject: Subject, space: SearchSpace, objective: Objective, request: Request, folder: Path, total: int
+    subject: Subject,
+    space: SearchSpace,
+    objective: Objective,
+    request: Request,
+    folder: Path,
+    total: int,
+    tracking: Tracking,
 ) -> Work:
     seed = subject.resolved.config.seed
     points: tuple[dict[str, Any], ...] = ()
@@ -124,6 +132,7 @@ def _work(
         asks=request.scheduler != "none",
         interval=request.interval if request.scheduler == "pbt" else None,
         threads_per_rank=subject.resolved.config.threads_per_rank or 1,
+        tracking=tracking,
     )  # fmt: skip
 
 

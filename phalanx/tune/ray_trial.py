@@ -8,7 +8,7 @@ import queue
 import signal
 import sys
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from phalanx.tune.runner import gate_of, nonfinite, run_trial
 from phalanx.tune.schedulers import Points
 from phalanx.tune.slots import Slot
 from phalanx.tune.suggest import stored
+from phalanx.tune.tracking import NoTracking
 from phalanx.tune.trial import Trial
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from phalanx.tune.runner import Ending
     from phalanx.tune.space import SearchSpace
     from phalanx.tune.subject import Subject
+    from phalanx.tune.tracking import Tracking
 
 ITERATION, ENDED = "iteration", "ended"
 _LOOK_SECONDS = 0.5
@@ -50,6 +52,7 @@ class Work:
     interval: int | None = None
     """Population-based training: iterations between exchanges."""
     threads_per_rank: int | None = None
+    tracking: Tracking = field(default_factory=NoTracking)
 
     def params(self, config: dict[str, Any]) -> dict[str, Any]:
         """Return the point that Ray's config stands for."""
@@ -200,6 +203,7 @@ class _Running:
         try:
             self._ending = run_trial(
                 work.subject, trial, slot, points=points, threads_per_rank=work.threads_per_rank,
+                env=work.tracking.environment(trial),
                 bell=lambda: self._bell.put(None), signals=self._signals,
             )  # fmt: skip
         except BaseException as error:  # noqa: BLE001 - raised again by the thread that waits

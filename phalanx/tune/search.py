@@ -133,7 +133,7 @@ def _search_here(subject: Subject, space: SearchSpace, objective: Objective, req
     total = request.num_samples or method.size or DEFAULT_SAMPLES
     folder = study_folder(request, subject.name)
     record = Record(folder, space, objective, common_settings(subject, space, objective, request))
-    tracking = open_tracking(config, subject.name, objective, record)
+    tracking = open_tracking(config, subject.name, objective, folder)
     plan = Plan(subject, space, objective, method, slots, folder, total, config.seed, tracking)
     table = open_table(objective, progress=config.progress)
     results = None
@@ -154,14 +154,22 @@ def _search_on_ray(subject: Subject, space: SearchSpace, objective: Objective, r
     asked = request.num_samples or size or DEFAULT_SAMPLES
     total = asked if size is None else min(asked, size)
     folder = study_folder(request, subject.name, mark=f"{EXPERIMENT}/tuner.pkl")
+    tracking = open_tracking(subject.resolved.config, subject.name, objective, folder)
     table = open_table(objective, progress=subject.resolved.config.progress)
     trials: list[Trial] = []
+    results = None
     try:
-        table.notice(f"{total} trials of {subject.name} by Ray Tune; {folder}")
-        trials = run_on_ray(subject, space, objective, request, folder, total, table)
+        try:
+            table.notice(f"{total} trials of {subject.name} by Ray Tune; {folder}")
+            trials = run_on_ray(subject, space, objective, request, folder, total, table, tracking)
+        finally:
+            table.close(trials)
+        for trial in trials:
+            tracking.close_trial(trial)
+        results = conclude(trials, space, objective, subject, folder, table)
     finally:
-        table.close(trials)
-    return conclude(trials, space, objective, subject, folder, table)
+        tracking.close(results)
+    return results
 
 
 def _run(engine: Engine, plan: Plan, table: PlainTable | LiveTable) -> list[Trial]:

@@ -13,12 +13,11 @@ if TYPE_CHECKING:
 
     from phalanx.config import DistributedConfig
     from phalanx.tune.objective import Objective
-    from phalanx.tune.record import Record
     from phalanx.tune.results import Results
     from phalanx.tune.trial import Trial
 
-_PARENT = "mlflow_parent"
 _RUN_FILE = "mlflow-run"
+"""The id of the run that a folder belongs to: the search's, or a trial's."""
 _LONGEST = 500
 _STATUS = {State.FINISHED: "FINISHED", State.STOPPED: "FINISHED", State.FAILED: "FAILED"}
 
@@ -38,18 +37,24 @@ class NoTracking:
 
 
 class MlflowTracking:
-    """The search's run and its children, kept in the record so that a resumed search goes on with them."""
+    """The search's run and its children, named in their folders so that a resumed search goes on with them.
 
-    def __init__(self, config: DistributedConfig, name: str, objective: Objective, record: Record) -> None:
+    Plain data that can travel: on Ray a trial asks for its run where it runs.
+    """
+
+    def __init__(self, config: DistributedConfig, name: str, objective: Objective, folder: Path) -> None:
         mlflow = _import_mlflow()
         self.uri = mlflow.get_tracking_uri() if mlflow.is_tracking_uri_set() else f"sqlite:///{Path.cwd()}/mlflow.db"
-        self._client = mlflow.MlflowClient(tracking_uri=self.uri)
         self._objective = objective
         self._experiment = self._experiment_id(config.mlflow_experiment or "phalanx")
-        self._parent = record.get(_PARENT)
-        if self._parent is None:
-            self._parent = self._make(config.name or f"tune-{name}", {})
-            record.set(_PARENT, self._parent)
+        file = folder / _RUN_FILE
+        if not file.exists():
+            file.write_text(self._make(config.name or f"tune-{name}", {}), encoding="utf-8")
+        self._parent = file.read_text(encoding="utf-8")
+
+    @property
+    def _client(self) -> Any:
+        return _import_mlflow().MlflowClient(tracking_uri=self.uri)
 
     def _experiment_id(self, name: str) -> str:
         known = self._client.get_experiment_by_name(name)
@@ -99,10 +104,10 @@ class MlflowTracking:
 Tracking = NoTracking | MlflowTracking
 
 
-def open_tracking(config: DistributedConfig, name: str, objective: Objective, record: Record) -> Tracking:
+def open_tracking(config: DistributedConfig, name: str, objective: Objective, folder: Path) -> Tracking:
     """Return what reports the search, as the settings of its trials say."""
     wanted = config.mlflow_tracking or config.mlflow_experiment is not None
-    return MlflowTracking(config, name, objective, record) if wanted else NoTracking()
+    return MlflowTracking(config, name, objective, folder) if wanted else NoTracking()
 
 
 def _import_mlflow() -> Any:

@@ -41,7 +41,7 @@ def test_missing_tools_are_named(tmp_path):
     done = run(PATH=str(tmp_path), CXX="no-such-compiler")
     assert done.returncode == 2
     assert "a C++ compiler (no-such-compiler) and cmake is missing" in done.stderr
-    assert "apt install g++ cmake" in done.stderr
+    assert "apt install g++; Python packages: pip install cmake" in done.stderr
 
 
 def test_without_an_index_the_build_says_so(tmp_path):

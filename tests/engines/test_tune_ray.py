@@ -18,6 +18,8 @@ pytest.importorskip("optuna", reason="optuna is not installed: pip install 'phal
 
 _SCRIPT = """
 import json
+from importlib.util import find_spec
+
 from test_tune_population import train as fit
 
 from phalanx import DistributedTuner, tune
@@ -44,10 +46,20 @@ def halving(**more):
 
 def population():
     space = {"rate": tune.loguniform(1e-6, 0.05), "decay": tune.choice([0.0, 0.001, 0.01])}
+    tracked = {"mlflow_experiment": "population"} if find_spec("mlflow") else {}
     tuner = DistributedTuner(fit, space, metric="val/loss", scheduler="pbt", engine="ray", seed=3, study_dir="pbt",
-                             interval=2)
+                             interval=2, **tracked)
     tuner.tune(num_samples=2)
     return told(tuner)
+
+
+def tracked_runs():
+    import mlflow
+
+    client = mlflow.MlflowClient("sqlite:///mlflow.db")
+    runs = client.search_runs([client.get_experiment_by_name("population").experiment_id])
+    return {run.info.run_id: [run.info.run_name, run.info.status, run.data.tags.get("mlflow.parentRunId"),
+                              sorted(run.data.metrics)] for run in runs}
 
 
 found = {}
@@ -55,6 +67,7 @@ with open_cluster(num_cpus=2):
     found["asha"] = halving()
     found["again"] = halving(resume=True)
     found["pbt"] = population()
+    found["mlflow"] = tracked_runs() if find_spec("mlflow") else None
     try:
         DistributedTuner(curve, {"x": 1}, engine="ray", num_workers=64, study_dir="big").tune(num_samples=1)
     except Exception as error:
@@ -111,6 +124,17 @@ def test_an_exploit_on_ray_copies_weights_and_perturbs(found):
     assert not all(torch.equal(then[name], own[name]) for name in own)
     assert told["pbt"][loser][3] != told["pbt"][winner][3]
     assert [state for _, state, *_ in told["pbt"]] == ["finished", "finished"]
+
+
+def test_mlflow_shows_trials_on_ray_below_their_search(found):
+    runs = found[1]["mlflow"]
+    if runs is None:
+        pytest.skip("mlflow is not installed")
+    (parent,) = [run for run, told in runs.items() if told[2] is None]
+    assert runs[parent][1] == "FINISHED"
+    children = sorted(told for run, told in runs.items() if run != parent)
+    assert [told[:3] for told in children] == [[f"trial-{n}", "FINISHED", parent] for n in range(2)]
+    assert all("val/loss" in told[3] for told in children)
 
 
 def test_a_trial_that_fits_nowhere_is_refused(found):
