@@ -5,23 +5,22 @@ from __future__ import annotations
 import functools
 import importlib.util
 import logging
-import math
 import os
 import random
-import re
 import warnings
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from phalanx.errors import UsageError
 from phalanx.launch.ray_cluster import check_resources, open_cluster
+from phalanx.tune.ray_table import numbers_in, show_callback, shown_on
 from phalanx.tune.ray_trial import ENDED, ITERATION, Work, number_of, pack, run_in_worker
 from phalanx.tune.suggest import make_search, suggest
 from phalanx.tune.trial import State, Trial
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
     from phalanx.launch.ray_cluster import Cluster
     from phalanx.tune.objective import Objective
@@ -59,8 +58,8 @@ def run_on_ray(
         needed = _with_gpus(needed, cluster, subject, request)
         _check_room(cluster, needed, total, request)
         work = _work(subject, space, objective, request, folder, total, tracking)
-        tuner = _tuner(work, request, folder, total, needed, table)
-        with _quiet():
+        tuner = _tuner(work, request, folder, total, needed)
+        with _quiet(), shown_on(table, work):
             found = tuner.fit()
         rays = found._experiment_analysis.trials
         trials = [_as_ours(one, result, work, folder) for one, result in zip(rays, found, strict=True)]
@@ -136,9 +135,7 @@ def _work(
     )  # fmt: skip
 
 
-def _tuner(
-    work: Work, request: Request, folder: Path, total: int, needed: dict[str, float], table: PlainTable | LiveTable
-) -> Any:
+def _tuner(work: Work, request: Request, folder: Path, total: int, needed: dict[str, float]) -> Any:
     from ray import tune
 
     bare = functools.partial(run_in_worker, packed=pack(work))
@@ -164,7 +161,7 @@ def _tuner(
             name=EXPERIMENT,
             storage_path=str(folder),
             verbose=0,
-            callbacks=[_show_on(table, work)],
+            callbacks=[show_callback(work)],
             checkpoint_config=tune.CheckpointConfig(num_to_keep=3),
         ),
     )
@@ -222,61 +219,19 @@ def _explorer(work: Work, mutate: tuple[str, ...] | None) -> Callable[[dict[str,
     return explore
 
 
-def _show_on(table: PlainTable | LiveTable, work: Work) -> Any:
-    """Return Ray's callback that keeps our table."""
-    from ray.tune import Callback
-
-    class Show(Callback):
-        def __init__(self) -> None:
-            self._trials: dict[int, Trial] = {}
-
-        def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-            self._update(trial, State.RUNNING)
-
-        def on_trial_result(
-            self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **info: Any
-        ) -> None:
-            self._update(trial, State.RUNNING, result)
-
-        def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-            self._update(trial, State.FINISHED if trial.last_result.get(ENDED) else State.STOPPED)
-
-        def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-            self._update(trial, State.FAILED)
-
-        def _update(self, rays: Any, state: State, result: dict[str, Any] | None = None) -> None:
-            number = number_of(rays.trial_id)
-            ours = self._trials.setdefault(number, Trial(number, {}, Path()))
-            ours.params, ours.state = work.params(rays.config), state
-            if result is not None:
-                ours.reports[result[ITERATION]] = _numbers(result)
-                ours.seconds = result.get("time_total_s", 0.0)
-            table.show([self._trials[number] for number in sorted(self._trials)])
-
-    return Show()
-
-
 def _as_ours(rays: Any, result: Any, work: Work, folder: Path) -> Trial:
     """Return a trial of Ray's as one of ours."""
     metrics, number = result.metrics or {}, number_of(rays.trial_id)
     trial = Trial(number, work.params(rays.config), folder / "trials" / f"{number:04d}")
     frame = result.metrics_dataframe
     for row in [] if frame is None else frame.to_dict("records"):
-        trial.reports[int(row[ITERATION])] = _numbers(row)
+        trial.reports[int(row[ITERATION])] = numbers_in(row)
     trial.steps, trial.seconds = int(metrics.get("steps", 0)), float(metrics.get("time_total_s", 0.0))
     if result.error is not None:
         trial.state, trial.cause = State.FAILED, _cause(result.error)
     else:
         trial.state = State.FINISHED if metrics.get(ENDED) else State.STOPPED
     return trial
-
-
-def _numbers(row: dict[str, Any]) -> dict[str, float]:
-    """Return what was measured, without Ray's own bookkeeping."""
-    own = {ITERATION, ENDED, "steps", "timestamp", "pid", "done", "should_checkpoint"}
-    plain = {name: value for name, value in row.items() if isinstance(value, (int, float)) and name not in own}
-    rays = re.compile(r"^(time_|training_iteration|iterations_since|timesteps|episodes|config/|checkpoint)")
-    return {name: float(v) for name, v in plain.items() if not rays.match(name) and not math.isnan(v)}
 
 
 def _cause(error: Exception) -> str:

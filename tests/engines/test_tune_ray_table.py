@@ -1,0 +1,54 @@
+"""The table of a search on Ray: its callback travels as Ray's own pickle, and finds the table again."""
+
+from __future__ import annotations
+
+import io
+from types import SimpleNamespace
+
+import pytest
+
+from phalanx.config import resolve
+from phalanx.tune import choice
+from phalanx.tune.objective import Objective
+from phalanx.tune.ray_table import show_callback, shown_on
+from phalanx.tune.ray_trial import ENDED, Work
+from phalanx.tune.space import SearchSpace
+from phalanx.tune.subject import FunctionSubject
+from phalanx.tune.table import LiveTable, PlainTable
+
+pytest.importorskip("ray", reason="ray is not installed: pip install 'phalanx[ray]'")
+LOSS = Objective("loss", "min")
+
+
+def searched() -> Work:
+    subject = FunctionSubject(lambda config: config["x"], resolve({}), "loss")
+    return Work(subject, SearchSpace({"x": choice([1, 2])}), LOSS, "/nowhere", ({"x": 1}, {"x": 2}))
+
+
+def tell(callback, number: int) -> None:
+    trial = SimpleNamespace(trial_id=f"abc_{number:05d}", config={"point": number}, last_result={ENDED: True})
+    callback.on_trial_start(iteration=1, trials=[], trial=trial)
+    callback.on_trial_result(iteration=1, trials=[], trial=trial, result={"iteration": 1, "loss": 0.5, "pid": 7})
+    callback.on_trial_complete(iteration=1, trials=[], trial=trial)
+
+
+def test_what_ray_pickles_finds_the_terminal_again():
+    from ray import cloudpickle
+
+    work, table = searched(), LiveTable(LOSS)
+    try:
+        with shown_on(table, work):
+            tell(cloudpickle.loads(cloudpickle.dumps(show_callback(work))), 1)
+        assert [(one.number, one.params, one.reports) for one in table._trials] == [(1, {"x": 2}, {1: {"loss": 0.5}})]
+    finally:
+        table.close(())
+
+
+def test_each_search_writes_to_its_own_table(capsys):
+    work, out = searched(), io.StringIO()
+    callback = show_callback(work)
+    with shown_on(PlainTable(LOSS, out), work):
+        tell(callback, 0)
+    assert out.getvalue() == "trial 0 started: x 1\ntrial 0 finished at iteration 1, loss 0.5\n"
+    tell(show_callback(work), 1)
+    assert "trial 1 finished at iteration 1, loss 0.5" in capsys.readouterr().out, "elsewhere: lines, and no error"
