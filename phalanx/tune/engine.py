@@ -155,12 +155,21 @@ class Engine:
             )
 
     def _check_metric(self, trial: Trial) -> None:
-        """Refuse a search for what is not measured; a number that is none is the trial's failure."""
-        value = trial.value(self.plan.objective)
+        """Refuse a search for what no trial measures; one that alone lacks it, or has no number, has failed."""
+        objective, value = self.plan.objective, trial.value(self.plan.objective)
         if value is None and trial.state is State.FINISHED:
-            raise self.plan.objective.missing(trial.last, f"trial {trial.number}")
+            if not self._is_measured(besides=trial):
+                raise objective.missing(trial.last, f"trial {trial.number}")
+            trial.state, trial.cause = State.FAILED, str(objective.missing(trial.last, "the trial").message)
         if value is not None and not math.isfinite(value):
-            trial.state, trial.cause = State.FAILED, nonfinite(self.plan.objective.metric, value, trial.iteration)
+            trial.state, trial.cause = State.FAILED, nonfinite(objective.metric, value, trial.iteration)
+
+    def _is_measured(self, besides: Trial) -> bool:
+        """Whether another trial has measured the metric, or one that the search began with still may."""
+        began_with = self.trials[: len(self.plan.slots.places)]
+        return any(trial.value(self.plan.objective) is not None for trial in self.trials) or any(
+            trial is not besides and not trial.state.is_final for trial in began_with
+        )
 
     def _take_signals(self, numbers: list[signal.Signals], pool: Pool) -> None:
         for number in numbers:

@@ -17,6 +17,9 @@ from phalanx.world.env import read_rank_env
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+GOES_ON_AFTER = "PHALANX_TRIAL_GOES_ON_AFTER"
+"""The environment variable that says after which iteration a trial goes on from what it had saved."""
+
 
 class TrialStopped(SystemExit):
     """Raised in a trial that is told to end; no `except Exception` of the user's holds it up."""
@@ -35,7 +38,9 @@ class _Reporter:
         self._events = None if folder is None else JsonlSink(Path(folder) / "events.jsonl")
         self._bell = FdSink.from_environment()
         self._gate = Gate.from_environment()
-        self.iteration = 0
+        self.iteration = int(os.environ.get(GOES_ON_AFTER, "0"))
+        if self._gate is not None:
+            self._gate.start_after(self.iteration)
 
     def send(self, iteration: int, values: dict[str, float]) -> None:
         """Write the values down, and wait at the gate where that is asked for."""
@@ -55,8 +60,9 @@ _reporter: _Reporter | None = None
 def report(metrics: Mapping[str, float] | None = None, *, step: int | None = None, **more: float) -> None:
     """Report what a trial has measured: `report(loss=0.3)`, `report({"val/loss": 0.3}, step=4)`.
 
-    `step` says how far the trial is, from 1 (default: the number of calls so far). All ranks of a trial call it, the
-    first one's values count. It does not return when the trial is given up. Outside of a trial it does nothing.
+    `step` says how far the trial is, from 1. By default every call is one further; a trial that is started again counts
+    on from its last report where it had saved something in `checkpoint_dir()`, else from 1. All ranks of a trial call
+    it, the first one's values count. It does not return when the trial is given up. Outside of a trial it does nothing.
     """
     global _reporter
     if _reporter is None:

@@ -12,6 +12,7 @@ from phalanx.launch.record import read_record
 from phalanx.observe.gate import GATE, Gate
 from phalanx.trainers.launching import launch_spec
 from phalanx.trainers.preflight import check_packages
+from phalanx.tune.reporting import GOES_ON_AFTER
 from phalanx.world.layout import plan_layout
 
 if TYPE_CHECKING:
@@ -92,6 +93,7 @@ def run_trial(
         check_packages(config)
         gate = gate_of(trial, points)
         extra = {"PHALANX_TRIAL": str(trial.number), "PHALANX_DEVICE": layout.device, **slot.environment()}
+        extra[GOES_ON_AFTER] = str(trial.goes_on_after)
         if gate is not None:
             extra[GATE] = gate.to_text()
         spec = launch_spec(

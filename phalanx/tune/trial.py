@@ -71,6 +71,11 @@ class Trial:
         return max(self.reports, default=0)
 
     @property
+    def goes_on_after(self) -> int:
+        """The iteration after which it goes on when it is started now; without anything saved it begins anew."""
+        return self.iteration if self.checkpoints.is_dir() and any(self.checkpoints.iterdir()) else 0
+
+    @property
     def last(self) -> dict[str, float]:
         """What was measured last, each metric at its latest."""
         merged: dict[str, float] = {}

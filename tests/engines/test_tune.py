@@ -110,11 +110,13 @@ def ends_badly(config):
         raise MemoryError("1 TB asked for")
     if config["how"] == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
+    if config["how"] == "other":
+        return {"accuracy": 0.5}
     return {"loss": float("nan") if config["how"] == "nan" else 1.0, "accuracy": 0.5}
 
 
 def test_a_trial_that_fails_is_recorded_with_its_cause_and_stops_nothing():
-    space = {"how": choice(["crash", "memory", "killed", "nan", "well"])}
+    space = {"how": choice(["crash", "memory", "killed", "nan", "well", "other"])}
     tuner = DistributedTuner(ends_badly, space, search="grid", trials=2, study_dir="study")
     assert tuner.tune() == {"how": "well"}
     causes = {trial.params["how"]: trial.cause for trial in tuner.results.failed}
@@ -122,10 +124,11 @@ def test_a_trial_that_fails_is_recorded_with_its_cause_and_stops_nothing():
     assert causes["memory"] == "out of memory: 1 TB asked for"
     assert causes["killed"].startswith("out of memory, or killed")
     assert causes["nan"] == "loss became NaN at iteration 1"
+    assert causes["other"] == "the trial reported no 'loss'. It reported: accuracy."
     import optuna
 
     study = optuna.load_study(study_name="phalanx", storage="sqlite:///study/study.db")
-    assert [trial.state.name for trial in study.trials] == ["FAIL", "FAIL", "FAIL", "FAIL", "COMPLETE"]
+    assert [trial.state.name for trial in study.trials] == ["FAIL", "FAIL", "FAIL", "FAIL", "COMPLETE", "FAIL"]
     assert study.best_params == {"how": "well"}
 
 

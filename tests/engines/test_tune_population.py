@@ -101,3 +101,25 @@ def test_the_same_seed_gives_the_same_population(searched):
     first, second = ([(t.params, t.lineage, t.reports) for t in results.trials] for results in searched)
     assert first == second
     assert all(trial.iteration == 3 and str(trial.state) == "finished" for trial in searched[0].trials)
+
+
+def count_on(config):
+    """A loop of the user's own, which says nothing of steps."""
+    from phalanx import tune
+
+    file = tune.checkpoint_dir() / "epochs"
+    done = int(file.read_text()) if file.exists() else 0
+    for epoch in range(done + 1, 5):
+        file.write_text(str(epoch))
+        tune.report(loss=config["rate"], epoch=epoch)
+
+
+def test_reports_without_a_step_count_on_from_generation_to_generation(tmp_path, monkeypatch, warm_process):
+    monkeypatch.setenv("PHALANX_DEVICE", "cpu")
+    tuner = DistributedTuner(
+        count_on, {"rate": choice([1.0, 2.0])}, metric="loss", scheduler="pbt", search="grid", trials=2, interval=2,
+        study_dir=str(tmp_path / "study"),
+    )  # fmt: skip
+    tuner.tune()
+    for trial in tuner.results.trials:
+        assert {number: values["epoch"] for number, values in trial.reports.items()} == {1: 1, 2: 2, 3: 3, 4: 4}

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from phalanx.config import DistributedConfig
 from phalanx.errors import UsageError
-from phalanx.observe.gate import Gate
+from phalanx.observe.gate import GATE, Gate
+from phalanx.tune import reporting
+from phalanx.tune.engine import Engine
 from phalanx.tune.objective import Objective
 from phalanx.tune.population import exploits
 from phalanx.tune.schedulers import Asha, Median, Points
@@ -131,3 +134,36 @@ def test_gpus_are_shared_out(monkeypatch):
     with pytest.raises(UsageError, match="trials_per_gpu=2"):
         plan_slots(two_ranks, trials=4, gpus_here=4)
     assert "no GPU was found" in plan_slots(two_ranks, num_gpus=32, gpus_here=0, trials=1).words
+
+
+def test_a_trial_without_the_metric_ends_the_search_only_while_nobody_measures_it():
+    def is_measured(*others):
+        ended = Trial(0, {}, Path("/nowhere"), State.FINISHED, {1: {"accuracy": 1.0}})
+        plan = SimpleNamespace(objective=LOSS, slots=SimpleNamespace(places=(0, 1)))
+        return Engine(plan, SimpleNamespace(trials=lambda: [ended, *others]), None)._is_measured(besides=ended)
+
+    assert not is_measured(), "the only one"
+    assert not is_measured(trial(1, state=State.FAILED)), "the other came to nothing"
+    assert is_measured(trial(1, 0.5, state=State.FINISHED))
+    assert is_measured(trial(1)), "it began at the same time, and may still measure it"
+    assert not is_measured(trial(1, state=State.FAILED), trial(2)), "the search would never end, one after the other"
+
+
+def test_reports_count_on_from_where_the_trial_goes_on(tmp_path, monkeypatch):
+    again = Trial(0, {}, tmp_path, State.PAUSED, {2: {"loss": 1.0}})
+    assert again.goes_on_after == 0, "nothing was saved: it begins anew"
+    again.checkpoints.mkdir()
+    assert again.goes_on_after == 0
+    (again.checkpoints / "model.pt").touch()
+    assert again.goes_on_after == 2
+    monkeypatch.setenv("PHALANX_RUN_DIR", str(tmp_path))
+    monkeypatch.setenv(reporting.GOES_ON_AFTER, str(again.goes_on_after))
+    gate = Gate(tmp_path / "gate.json", at=(2, 4))
+    gate.stop_at(4)
+    monkeypatch.setenv(GATE, gate.to_text())
+    monkeypatch.setattr(reporting, "_reporter", None)
+    reporting.report(loss=0.5)
+    with pytest.raises(reporting.TrialStopped):
+        reporting.report(loss=0.25)
+    again.read_events()
+    assert again.reports == {2: {"loss": 1.0}, 3: {"loss": 0.5}, 4: {"loss": 0.25}}
