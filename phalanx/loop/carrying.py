@@ -49,6 +49,10 @@ class Position(Callback):
         """Note what this step has read."""
         self._note(trainer.formation)
 
+    def on_epoch_end(self, trainer: TrainLoop, epoch: int, metrics: dict[str, float]) -> None:
+        """Note that the epoch is over and told of: whoever goes on begins the next one."""
+        self._note(trainer.formation)
+
     def _note(self, formation: Formation) -> None:
         self.step = formation.step
         self.loaders = [loader.sharded.state_dict() for loader in formation.loaders]

@@ -37,6 +37,7 @@ class StopRequest:
         self._store = world.store if world.world_size > 1 else None
         self._key = f"{_WISH}/{world.env.attempt}"
         self._heard: str | None = None
+        self._asked: str | None = None
         self._wished = False
         self._previous: dict[signal.Signals, Any] = {}
         self._period = meets_every
@@ -59,24 +60,30 @@ class StopRequest:
     @property
     def heard(self) -> bool:
         """Whether this rank has been told to stop."""
-        return self._heard is not None or stop_wish.take() is not None
+        return self.told is not None or self._asked is not None
+
+    @property
+    def told(self) -> str | None:
+        """What told this rank from outside to stop, such as SIGTERM; None where only `ask` did, or nobody."""
+        self._heard = self._heard or stop_wish.take()
+        return self._heard
 
     def ask(self, reason: str) -> None:
         """Wish that all ranks stop at a boundary, as a signal would; from any thread."""
-        self._heard = self._heard or reason
+        self._asked = self._asked or reason
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         self._heard = signal.Signals(number).name
 
     def agreed(self, step: int) -> bool:
         """Whether all ranks stop after this step; every rank calls this after every step."""
-        self._heard = self._heard or stop_wish.take()
+        wish = self.told or self._asked
         if self._store is None:
-            self.reason = self._heard
-            return self._heard is not None
-        if self._heard is not None and not self._wished:
+            self.reason = wish
+            return wish is not None
+        if wish is not None and not self._wished:
             self._wished = True
-            self._store.compare_set(self._key, "", f"{step}:{self._heard}")
+            self._store.compare_set(self._key, "", f"{step}:{wish}")
         if self._period is None:
             self._measure()
         elif step % self._period:

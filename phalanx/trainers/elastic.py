@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import signal
+import threading
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 
 from phalanx.launch.blame import says_lost_peer
 from phalanx.loop.carrying import Carried, Position, carry, take_over
+from phalanx.loop.stopping import STOP_SIGNALS
 from phalanx.world.env import read_rank_env
 from phalanx.world.horovod import horovod, note_new_place
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
+    from types import FrameType
 
     from phalanx.loop.trainer import TrainLoop
     from phalanx.observe.history import History
@@ -28,6 +33,8 @@ class Survivor:
         self.run_dir: Path | None = None
         self.attempt = attempt
         self.hosts_changed = False
+        self.told_to_stop: str | None = None
+        """What told this process to stop while ranks were meeting, or before they met again: the next loop obeys."""
         self._carried: Carried | None = None
         self._loop: TrainLoop | None = None
 
@@ -42,9 +49,12 @@ class Survivor:
         self._loop = loop
         if self.hosts_changed:  # while the ranks were still meeting
             self.hear_of_hosts()
+        if self.told_to_stop is not None:
+            loop.stop.ask(self.told_to_stop)
         try:
             return loop.run()
         except BaseException:
+            self.told_to_stop = loop.stop.told or self.told_to_stop
             self._carried = carry(loop, position) or self._carried
             raise
         finally:
@@ -56,10 +66,33 @@ class Survivor:
         if self._loop is not None:
             self._loop.stop.ask("a change of machines")
 
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Hear of SIGTERM between the loops too, which listen for themselves while they run."""
+
+        def hear(number: int, frame: FrameType | None) -> None:
+            self.told_to_stop = signal.Signals(number).name
+            if self._loop is not None:
+                self._loop.stop.ask(self.told_to_stop)
+
+        in_main = threading.current_thread() is threading.main_thread()  # Python allows handlers in no other
+        before = {number: signal.signal(number, hear) for number in STOP_SIGNALS if in_main}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
     def _regroup_if_hosts_changed(self) -> None:
+        """At a boundary where all ranks stop: to meet again, unless rank 0 was told to end the run."""
         from horovod.common.exceptions import HostsUpdatedInterrupt
 
-        if horovod().broadcast_object(self.hosts_changed, root_rank=0, name="phalanx.hosts_changed"):
+        assert self._loop is not None, "called by the loop that runs"
+        told = self._loop.stop.told or self.told_to_stop
+        told, changed = horovod().broadcast_object((told, self.hosts_changed), root_rank=0, name="phalanx.why_stop")
+        if told is not None:
+            self._loop.stop.reason = told
+        elif changed:
             raise HostsUpdatedInterrupt(skip_sync=False)
 
 
@@ -82,7 +115,8 @@ def run_elastic(run_once: Callable[[Survivor], Result]) -> Result:
                 raise HorovodInternalError(str(error)) from error
             raise
 
-    result: Result = elastic.run(attempt)(_state_class()(hvd, survivor))
+    with survivor.listening():
+        result: Result = elastic.run(attempt)(_state_class()(hvd, survivor))
     return result
 
 
