@@ -1,8 +1,8 @@
 """Build Horovod against the installed torch: `python -m phalanx.launch.horovod_build`. The wheel is kept for next time.
 
 Horovod's last release has no wheels, and its CMake files ask for C++14, which torch's headers left behind: the compiler
-is called through a wrapper whose last word on the standard wins. HOROVOD_* variables that are set already are followed,
-such as HOROVOD_WITH_MPI=1 or HOROVOD_GPU_OPERATIONS=NCCL.
+is called through a wrapper whose last word on the standard wins. HOROVOD_* variables of the build that are set already
+are followed, such as HOROVOD_WITH_MPI=1 or HOROVOD_GPU_OPERATIONS=NCCL.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import hashlib
 import importlib.metadata
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -29,6 +30,10 @@ _DEFAULTS = {
     "HOROVOD_WITH_GLOO": "1",
     "HOROVOD_WITHOUT_MPI": "1",
 }
+_OF_THE_BUILD = re.compile(
+    r"HOROVOD_(WITH_|WITHOUT_|BUILD_|GPU|CPU_|CUDA_|NCCL_|ROCM_|CMAKE$|DEBUG$|ALLOW_MIXED_GPU_IMPL$)"
+)
+"""What Horovod's setup and CMake files read; other variables, such as HOROVOD_LOG_LEVEL, are for runs."""
 _OPPOSITES = ("TENSORFLOW", "MXNET", "MPI")
 _SAY_EVERY = 20.0
 _LOG_LINES = 12
@@ -47,8 +52,8 @@ def main() -> int:
 
 
 def settings() -> dict[str, str]:
-    """Return the HOROVOD_* variables of the build: ours, then those that are set."""
-    given = {name: value for name, value in os.environ.items() if name.startswith("HOROVOD_")}
+    """Return the HOROVOD_* variables of the build: ours, then those that are set. Those of runs change no wheel."""
+    given = {name: value for name, value in os.environ.items() if _OF_THE_BUILD.match(name)}
     chosen = {**_DEFAULTS, **given}
     for name in _OPPOSITES:
         if f"HOROVOD_WITH_{name}" in given:

@@ -61,6 +61,17 @@ def test_settings_have_wheels_of_their_own(monkeypatch, cache):
     assert "HOROVOD_WITHOUT_MPI" not in build.settings()
 
 
+def test_variables_of_runs_change_no_wheel(monkeypatch):
+    plain = build.wheel_folder()
+    for name in ("HOROVOD_LOG_LEVEL", "HOROVOD_FUSION_THRESHOLD", "HOROVOD_RANK", "HOROVOD_GLOO_IFACE"):
+        monkeypatch.setenv(name, "1")
+        assert build.wheel_folder() == plain, name
+    for name in ("HOROVOD_GPU_OPERATIONS", "HOROVOD_NCCL_HOME", "HOROVOD_BUILD_CUDA_CC_LIST", "HOROVOD_DEBUG"):
+        before = build.wheel_folder()
+        monkeypatch.setenv(name, "1")
+        assert build.wheel_folder() != before, name
+
+
 def test_a_kept_wheel_is_installed_and_not_built(monkeypatch):
     """The wheel is no real one: pip refuses it by name, and nothing was compiled."""
     folder = build.wheel_folder()
