@@ -39,12 +39,12 @@ class FixedOrderReducer(GradientReducer):
         self._arrivals = None
         self._used = [False] * len(self._parameters)
 
+    def _forget_pass(self) -> bool:
+        for parameter in self._parameters:  # what that pass left belongs to nobody
+            parameter.grad = None
+        return super()._forget_pass()
+
     def _take(self, number: int) -> None:
-        if torch._C._current_graph_task_id() != self._pass:
-            if self._pass is not None:  # that pass broke off: what it left belongs to nobody
-                for parameter in self._parameters:
-                    parameter.grad = None
-            self._begin()
         self._here[number] = True
 
     def _finish_pass(self) -> None:

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from phalanx.comm.backward import BackwardHooks
 from phalanx.comm.bucket import Bucket
 from phalanx.comm.bucketing import plan_buckets
 from phalanx.comm.courier import Courier
-from phalanx.errors import CommunicationError, ModelError, unused_parameters
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Iterable, Sequence
 
     from phalanx.comm.bucketing import BucketPlan
     from phalanx.comm.compress import Compressor
@@ -31,11 +31,8 @@ _ALIGNMENT = 64
 """Bytes to which buckets are aligned in their common memory: a cache line, and a multiple of every dtype."""
 
 
-class GradientReducer:
+class GradientReducer(BackwardHooks):
     """Averages the gradients of some parameters over the ranks of an exchange, at the end of each backward pass."""
-
-    _takes_every_pass = False
-    """Whether gradients are taken between the micro-batches of a step too, where they are not averaged yet."""
 
     def __init__(
         self,
@@ -47,11 +44,8 @@ class GradientReducer:
         memory: torch.Tensor,
         allow_unused: bool = False,
     ) -> None:
-        self.sync = True
-        """Whether a backward pass ends with averaged gradients; between the micro-batches of a step it does not."""
+        super().__init__(named_parameters)
         self.courier = Courier("phalanx-ring", memory.device)
-        self._names = [name for name, _ in named_parameters]
-        self._parameters = [parameter for _, parameter in named_parameters]
         self._exchange, self._compressor = exchange, compressor
         self._cap = cap_bytes
         self._allow_unused = allow_unused
@@ -61,15 +55,10 @@ class GradientReducer:
         self._memory = memory  # in one piece: whether there is room for it is known before the first step
         # The layers that forward uses last come first in backward.
         self._build(range(len(self._parameters) - 1, -1, -1))
-        self._handles = [
-            parameter.register_post_accumulate_grad_hook(self._hook(number))  # type: ignore[no-untyped-call]
-            for number, parameter in enumerate(self._parameters)
-        ]
 
     def close(self) -> None:
         """Take the hooks off, and give the parameters gradients of their own."""
-        for handle in self._handles:
-            handle.remove()
+        self._remove_hooks()
         self._detach_gradients()
         self.courier.close()
 
@@ -99,28 +88,16 @@ class GradientReducer:
         return tuple(self._names[number] for number in plan.members), parts
 
     def _reset(self) -> None:
-        self._pass: int | None = None
+        self._pass = None
         self._missing = [len(members) for members in self._members]
         self._next = 0
         self._here = [False] * len(self._parameters)
 
-    def _hook(self, number: int) -> Callable[[torch.nn.Parameter], None]:
-        def gradient_is_there(parameter: torch.nn.Parameter) -> None:
-            if self.sync or self._takes_every_pass:
-                self._take(number)
-
-        return gradient_is_there
-
     def _take(self, number: int) -> None:
-        if torch._C._current_graph_task_id() != self._pass:
-            self._begin()
         index = self._bucket_of[number]
         if self._here[number]:
             if index < self._next:
-                raise ModelError(
-                    f"{self._names[number]} got a second gradient in one backward pass, after its bucket was sent",
-                    hint="Checkpoint activations without reentrant autograd (use_reentrant=False).",
-                )
+                raise self._second_gradient(number)
             return
         if self._arrivals is not None:
             self._arrivals.append(number)
@@ -136,20 +113,15 @@ class GradientReducer:
         self.courier.submit(functools.partial(self._compressor.reduce, bucket, self._exchange))
 
     def _begin(self) -> None:
-        """At the first gradient of a backward pass: have its end told to us."""
-        if self._pass is not None:  # the pass before broke off, by an error that somebody caught
-            sent = self._next
-            self._reset()
-            if self._arrivals is not None:
-                self._arrivals.clear()
-            if sent:
-                raise CommunicationError(
-                    "the backward pass before this one broke off after some of its gradients were sent",
-                    hint="Ranks are out of step. Let the error end the run, and go on from a checkpoint.",
-                )
-        self._pass = torch._C._current_graph_task_id()
+        super()._begin()
         self._passes += 1
-        torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+
+    def _forget_pass(self) -> bool:
+        sent = self._next
+        self._reset()
+        if self._arrivals is not None:
+            self._arrivals.clear()
+        return sent > 0
 
     def _fill(self, index: int) -> Bucket:
         """Move the gradients of a bucket into it, where they stay."""
@@ -160,16 +132,7 @@ class GradientReducer:
             if parameter.grad is None:
                 part.zero_()
             elif parameter.grad is not part:
-                if parameter.grad.requires_grad:
-                    raise ModelError(
-                        "backward(create_graph=True) keeps the graph of gradients, which averaging would cut",
-                        hint="Take such gradients with torch.autograd.grad, and backward without create_graph.",
-                    )
-                if parameter.grad.layout is not torch.strided:
-                    raise ModelError(
-                        f"{self._names[number]} has a sparse gradient, which has no place in a bucket",
-                        hint="Build the embedding with sparse=False, or use strategy='parameter-server'.",
-                    )
+                self._check_dense(number, parameter.grad)
                 parts.append(part)
                 gradients.append(parameter.grad)
                 parameter.grad = part
@@ -199,9 +162,9 @@ class GradientReducer:
             self._follow_use(self._arrivals)
 
     def _check_use(self) -> None:
-        unused = [name for name, here in zip(self._names, self._here, strict=True) if not here]
+        unused = [number for number, here in enumerate(self._here) if not here]
         if unused and not self._allow_unused:
-            raise unused_parameters(unused, f"on rank {self._exchange.rank}, in backward pass {self._passes}")
+            raise self._unused(unused, f"on rank {self._exchange.rank}, in backward pass {self._passes}")
 
     def _mark_unused(self) -> None:
         """A parameter that some rank used gets the average; one that no rank used keeps no gradient."""
