@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from phalanx.config import deepspeed
 from phalanx.config.beside import compression_mistakes, pipeline_mistakes, server_mistakes, sharding_mistakes
+from phalanx.config.engine_groups import Engines
 from phalanx.config.engines import engine_mistakes
 from phalanx.config.groups import (
     BACKENDS,
@@ -20,7 +21,6 @@ from phalanx.config.groups import (
     Checkpointing,
     Communication,
     Elasticity,
-    Engines,
     Monitoring,
     Optimization,
     Parallelism,

@@ -48,7 +48,7 @@ from phalanx.world.seed import seed_everything
 from phalanx.world.world import join_world, leave_world
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
     from contextlib import AbstractContextManager
     from pathlib import Path
     from types import TracebackType
@@ -293,11 +293,3 @@ class Formation:
             self.close()
         else:  # the barrier in close would hide the cause
             self.release()
-
-    def named_tensors(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """Yield the model tensors a checkpoint holds, by canonical name."""
-        for number, wrapped in enumerate(self.models):
-            prefix = f"model{number}." if number else ""
-            for name, tensor in self.strategy.state(wrapped, [])["model"].items():
-                if isinstance(tensor, torch.Tensor):
-                    yield prefix + name, tensor

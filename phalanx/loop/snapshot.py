@@ -15,6 +15,7 @@ from phalanx.strategies.engine import OwnsStep
 from phalanx.world.seed import set_rng_state
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from torch import nn
@@ -84,12 +85,21 @@ def put_back(formation: Formation, tensors: dict[str, Any], step: int, shared: d
 
 def _described(formation: Formation) -> dict[str, tuple[torch.Size, torch.dtype]]:
     """Return shape and dtype of every model tensor by name, those of all pipeline stages together."""
-    here = {name: (tensor.shape, tensor.dtype) for name, tensor in formation.named_tensors()}
+    here = {name: (tensor.shape, tensor.dtype) for name, tensor in _named_tensors(formation)}
     if formation.world.mesh.pp == 1:
         return here
     parts: list[Any] = [None] * formation.world_size
     dist.all_gather_object(parts, here)
     return {name: info for part in parts for name, info in part.items()}
+
+
+def _named_tensors(formation: Formation) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the model tensors a checkpoint holds, by canonical name."""
+    for number, wrapped in enumerate(formation.models):
+        prefix = f"model{number}." if number else ""
+        for name, tensor in formation.strategy.state(wrapped, [])["model"].items():
+            if isinstance(tensor, torch.Tensor):
+                yield prefix + name, tensor
 
 
 def tensors_of(formation: Formation) -> dict[str, Any]:
