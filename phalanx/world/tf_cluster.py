@@ -129,8 +129,13 @@ def _own_address(env: RankEnv) -> str:
 
 def _keep_to_own_gpu(env: RankEnv) -> None:
     """Let each of several ranks of a machine see one GPU: TensorFlow takes all that it sees."""
-    if env.local_world_size > 1 and "CUDA_VISIBLE_DEVICES" not in os.environ:
+    if env.local_world_size == 1:
+        return
+    given = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    if not given:
         os.environ["CUDA_VISIBLE_DEVICES"] = str(env.local_rank)
+    elif len(given) >= env.local_world_size:  # a scheduler's choice for all of us; fewer are shared, as it wished
+        os.environ["CUDA_VISIBLE_DEVICES"] = given[env.local_rank]
 
 
 def _serve_until_done(task: Task, store: dist.Store) -> None:

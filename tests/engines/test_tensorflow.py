@@ -88,7 +88,7 @@ def mirrored(tmp_path_factory: pytest.TempPathFactory) -> Path:
         """
         # First of all: the logical CPUs can be made only before TensorFlow computes.
         one = trainer(strategy="mirrored", num_workers=2, batch_size=8, tensorboard=True)
-        history = one.fit((x, y), (x[:21], y[:21]))
+        history = one.fit((x, y), (x[:33], y[:33]))
         keep("two.npz", one)
         two = trainer(strategy="mirrored", num_workers=1, batch_size=16, run_dir="one")
         two.fit((x, y))
@@ -99,7 +99,12 @@ def mirrored(tmp_path_factory: pytest.TempPathFactory) -> Path:
                        resume_from_checkpoint=True)
         print("resumed epochs", [record.epoch for record in rest.fit((x, y)).epochs])
         keep("resumed.npz", rest)
-        found = one.evaluate((x[:21], y[:21]))
+        cut = {"strategy": "mirrored", "batch_size": 16, "checkpoint_dir": "cut"}
+        trainer(max_steps=7, run_dir="begun", **cut).fit((x, y))  # of 5 steps an epoch
+        mended = trainer(run_dir="mended", resume_from_checkpoint=True, **cut)
+        print("after the cut", [record.step for record in mended.fit((x, y)).epochs])
+        keep("cut.npz", mended)
+        found = one.evaluate((x[:33], y[:33]))
         print("agree", abs(found["accuracy"] - history.epochs[-1].val["accuracy"]) < 1e-6)
         one.save("weights.weights.h5")
         fresh = trainer()
@@ -126,7 +131,10 @@ def test_two_replicas_equal_one_and_a_resumed_run_an_unbroken_one(mirrored):
     one = weights(mirrored / "one.npz")
     assert equal(one, weights(mirrored / "two.npz"))
     assert equal(one, weights(mirrored / "resumed.npz"))
-    assert "resumed epochs [3]" in (mirrored / "out").read_text()
+    assert equal(one, weights(mirrored / "cut.npz"))
+    out = (mirrored / "out").read_text()
+    assert "resumed epochs [3]" in out
+    assert "after the cut [10, 15]" in out
 
 
 def test_the_face_is_that_of_the_other_trainers(mirrored):
@@ -171,7 +179,7 @@ def test_two_workers_equal_one_process_although_one_is_killed(mirrored, tmp_path
             return model
 
         two = trainer(model_fn=deadly, strategy="multiworker", num_workers=2, batch_size=8, max_restarts=1)
-        two.fit((x, y), (x[:21], y[:21]))
+        two.fit((x, y), (x[:33], y[:33]))
         keep("two.npz", two)
         """,
     )
@@ -184,15 +192,31 @@ def test_two_workers_equal_one_process_although_one_is_killed(mirrored, tmp_path
 
 
 def test_keras_3_models_train_on_workers_by_our_own_loop(mirrored, tmp_path):
-    done = run(
-        tmp_path,
-        """
-        two = trainer(model_fn=lambda: build("keras"), strategy="multiworker", num_workers=2, batch_size=8)
-        two.fit((x, y), (x[:21], y[:21]))
-        keep("two.npz", two)
-        """,
+    """In ranks that `phalanx train` started: arrays, then a dataset of several epochs in the same processes."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        PARTS
+        + textwrap.dedent(
+            """
+            two = trainer(model_fn=lambda: build("keras"), batch_size=8)
+            two.fit((x, y), (x[:33], y[:33]))
+            if os.environ["RANK"] == "0":
+                keep("two.npz", two)
+
+            def dataset():
+                import tensorflow as tf
+
+                return tf.data.Dataset.from_tensor_slices((x[:64], y[:64])).batch(16)
+
+            again = trainer(model_fn=lambda: build("keras"), run_dir="again").fit(dataset)
+            print("steps", [record.step for record in again.epochs])
+            """
+        )
     )
-    assert done.returncode == 0, done.stderr[-3000:]
+    words = "--backend tensorflow --num-workers 2 --run-dir run"
+    done = finish(start("train", "--script", script, *words.split(), cwd=tmp_path), 200)
+    assert done.code == 0, done.text[-3000:]
+    assert "steps [4, 8, 12]" in done.out
     assert equal(weights(mirrored / "one.npz"), weights(tmp_path / "two.npz"))
     ours, theirs = (
         [event["val"] for event in events(path) if event["event"] == "epoch"]
@@ -210,7 +234,7 @@ def test_a_script_trains_around_parameter_servers(tmp_path):
         + textwrap.dedent(
             """
             served = phalanx.TensorFlowDistributedTrainer(model_fn=build)
-            history = served.fit((x, y), (x[:21], y[:21]))
+            history = served.fit((x, y), (x[:33], y[:33]))
             print("epochs", len(history.epochs), os.environ["TF_CONFIG"])
             """
         )

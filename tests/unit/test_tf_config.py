@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 
 from phalanx import DistributedConfig
 from phalanx.cli import main
 from phalanx.errors import ConfigError, UsageError
+from phalanx.world import tf_cluster
+from phalanx.world.env import RankEnv
 from phalanx.world.layout import plan_layout
 from phalanx.world.tf_config import check_against, read_task, role_names, roles_of, task_of
 
@@ -83,6 +86,14 @@ def test_the_command_line_compares_them_too(monkeypatch, capsys, tmp_path):
     monkeypatch.setenv("TF_CONFIG", environ(TWO_WORKERS, "worker", 0)["TF_CONFIG"])
     assert main(["train", "--backend", "tensorflow", "--num-workers", "4", "--script", str(script)]) == 2
     assert "has 2 workers, but num_workers = 4 was given" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("given", "seen"), [("", "1"), ("2,3", "3"), ("5", "5")])
+def test_each_worker_of_a_machine_sees_a_gpu_of_its_own(given, seen, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+    env = RankEnv(1, 1, 2, 2, 0, "127.0.0.1", 0, "phalanx")
+    tf_cluster._keep_to_own_gpu(env)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == seen
 
 
 def test_layouts():

@@ -79,7 +79,7 @@ def as_callback(keras: Any, directory: Path, every: int, report: KerasReport) ->
     class Backup(keras.callbacks.BackupAndRestore):  # type: ignore[misc]
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
             last = epoch + 1 == self.params.get("epochs") or self.model.stop_training
-            if (epoch + 1) % every and not last:
+            if not report.epoch_is_whole or ((epoch + 1) % every and not last):
                 return
             began = time.monotonic()
             super().on_epoch_end(epoch, logs)

@@ -163,8 +163,10 @@ def _as_given(data: Any, strategy: Any) -> Feed:
     dataset = data() if callable(data) else data
     if is_empty_dataset(dataset):
         raise DataError("the training dataset is empty")
-    batch = _batch_of(dataset)
-    return Feed(strategy.experimental_distribute_dataset(_by_rows(dataset)), _steps_of(dataset), batch)
+    batch, steps = _batch_of(dataset), _steps_of(dataset)
+    # Without an end: one iterator serves all epochs, each of which has its number of steps.
+    endless = _by_rows(dataset.repeat() if steps is not None else dataset)
+    return Feed(strategy.experimental_distribute_dataset(endless), steps, batch)
 
 
 def _steps_of(dataset: Any) -> int | None:

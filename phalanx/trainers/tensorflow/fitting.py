@@ -93,7 +93,7 @@ def _own_backup_callback(keras: Any, kept: OwnBackup, directory: Path, every: in
 
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
             last = epoch + 1 == self.params["epochs"] or self.model.stop_training
-            if (epoch + 1) % every and not last:
+            if not report.epoch_is_whole or ((epoch + 1) % every and not last):
                 return
             began = time.monotonic()
             kept.save(epoch)

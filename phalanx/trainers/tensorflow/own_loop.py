@@ -34,6 +34,8 @@ class OwnLoop:
         self.val = val
         self.report = report
         self._keras = keras
+        self._test: Any = None
+        self._coordinator: Any = None
         self._own_callbacks = callbacks
 
     def run(self, first_epoch: int, epochs: int, max_steps: int | None) -> None:
@@ -132,14 +134,26 @@ class OwnLoop:
             for batch in self.val:
                 model.test_step(batch)
         else:
-            if not hasattr(self, "_test"):
-                self._test = tf.function(lambda batch: strategy.run(model.test_step, args=(batch,)))
+            if self._test is None:
+                self._test = tf.function(lambda batch: strategy.run(_test_rows, args=(model, batch)))
             for batch in strategy.experimental_distribute_dataset(self.val):
                 self._test(batch)
         self.report.end_evaluation()
         found = {f"val_{name}": float(value) for name, value in model.get_metrics_result().items()}
         model.reset_metrics()
         return found
+
+
+def _test_rows(model: Any, batch: Any) -> None:
+    """Evaluate a replica's rows; of the last batch some replicas may have none, whose mean would be no number."""
+    import tensorflow as tf
+
+    def evaluate() -> Any:
+        model.test_step(batch)
+        return tf.constant(True)
+
+    rows = tf.shape(tf.nest.flatten(batch)[0])[0]
+    tf.cond(rows > 0, evaluate, lambda: tf.constant(False))
 
 
 class OwnBackup:

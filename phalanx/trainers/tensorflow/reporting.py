@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 class KerasReport:
     """Takes Keras' moments on every rank; the stream of ranks that do not lead has no sinks."""
 
-    def __init__(self, config: DistributedConfig, events: EventStream, started: RunStarted) -> None:
+    def __init__(self, config: DistributedConfig, events: EventStream, started: RunStarted, steps: int) -> None:
         self._config = config
         self._events = events
         self._started = started
@@ -39,8 +39,14 @@ class KerasReport:
         self._step = started.first_step
         self._epoch = 0
         self._mean = (0, 0.0)
+        self._batches, self._steps_an_epoch = 0, steps
         self._evaluating = contextlib.ExitStack()
         self.backup: str | None = None
+
+    @property
+    def epoch_is_whole(self) -> bool:
+        """Whether the epoch has had all its steps: one that max_steps cut short is not done, and not backed up."""
+        return self._batches >= self._steps_an_epoch
 
     @property
     def step(self) -> int:
@@ -58,13 +64,14 @@ class KerasReport:
 
     def begin_epoch(self, epoch: int) -> None:
         """Note that an epoch begins."""
-        self._epoch, self._mean = epoch, (0, 0.0)
+        self._epoch, self._mean, self._batches = epoch, (0, 0.0), 0
         self._epoch_began = time.monotonic()
         self._speed.lap()
 
     def end_step(self, batch: int, loss: Callable[[], float], rate: Callable[[], float]) -> None:
         """Count a step; read its loss, which waits for the device, only where it is logged."""
         self._step += 1
+        self._batches += 1
         self._speed.add(self._started.global_batch)
         if self._step % self._config.log_every_n_steps and self._step != self._started.first_step + 1:
             return

@@ -51,7 +51,7 @@ def train(job: KerasJob) -> tuple[Any, KerasResult]:
     if leads:
         save_config(config, run_dir)
     events = EventStream(open_sinks(config, run_dir) if leads else [])
-    report = reporting.KerasReport(config, events, started)
+    report = reporting.KerasReport(config, events, started, feed.steps or 0)
     fitting = choose(model, strategy)
     try:
         report.begin()
