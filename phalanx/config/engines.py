@@ -23,7 +23,12 @@ class Package(NamedTuple):
 
 
 PACKAGES = {
-    "horovod": Package("horovod", "Horovod", "Build it: make horovod, or python -m phalanx.launch.horovod_build"),
+    "horovod": Package(
+        "horovod",
+        "Horovod",
+        "Build it: make horovod, or python -m phalanx.launch.horovod_build. (The extra phalanx[horovod] alone does not "
+        "compile: docs/horovod.md)",
+    ),
     "ray": Package("ray", "Ray", "Run: pip install 'phalanx[ray]'"),
     "tensorflow": Package("tensorflow", "TensorFlow", "Run: pip install 'phalanx[tensorflow]'"),
 }

@@ -247,7 +247,7 @@ class Checkpointing:
     """What is kept, how often, and where a run goes on."""
 
     checkpoint_dir: str | None = option(
-        None, "where checkpoints go (default: <run_dir>/checkpoints when checkpoint_frequency is set)"
+        None, "where checkpoints go (default: <run_dir>/checkpoints when checkpoint_frequency or max_restarts is set)"
     )
     checkpoint_frequency: int | str | None = option(None, "every n epochs (10), or every n steps ('500 steps')")
     keep_last: int | None = option(3, "how many checkpoints of this run to keep (none: all)", minimum=1)
@@ -275,7 +275,9 @@ class Monitoring:
 class Elasticity:
     """What happens when ranks fail or are told to stop."""
 
-    max_restarts: int = option(0, "restart all ranks this many times after a failure", minimum=0)
+    max_restarts: int = option(
+        0, "restart all ranks this many times after a failure, from the newest checkpoint", minimum=0
+    )
     stop_grace: float = option(4.5, "seconds between asking ranks to stop and killing them", above=0)
 
 

@@ -93,6 +93,7 @@ class HorovodRun:
             "OMP_NUM_THREADS": str(threads),
             "PHALANX_LOG_DIR": str(spec.log_dir.absolute()),
             "TORCHELASTIC_RESTART_COUNT": str(attempt),
+            "TORCHELASTIC_MAX_RESTARTS": str(spec.max_restarts),
         }
 
     def _machines(self) -> tuple[Host, ...]:

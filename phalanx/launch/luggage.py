@@ -1,7 +1,7 @@
 """What must travel to machines that may not see the files of this one: the sources around a script, and a payload.
 
-A machine that finds the same sources under the same path works in place; any other unpacks them into a folder of its
-own. Data files do not travel.
+A machine that sees the files of the one that started the launch works in place, whatever is edited meanwhile; so does
+one that has the same sources under the same path. Any other imports a copy of its own. Data files do not travel.
 """
 
 from __future__ import annotations
@@ -10,13 +10,15 @@ import dataclasses
 import hashlib
 import io
 import os
+import socket
 import sys
 import tarfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from phalanx.launch.spec import CallTarget, ScriptTarget
+from phalanx.errors import UsageError
+from phalanx.launch.spec import CallTarget, ModuleTarget, ScriptTarget
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -37,10 +39,13 @@ class Luggage:
     folder: str
     """Where the launch was started: relative paths are meant from here."""
     sources: bytes
+    """Empty: they must be on every machine already."""
     digest: str
     payload: bytes = b""
     own_path: tuple[str, ...] = field(default=())
     """Entries of the import path that are the user's own."""
+    beacon: str = ""
+    """A file of this launch alone: who sees it sees the files of the machine that started it."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,7 @@ class Unpacked:
     """Set where the payload was unpacked too, so that what appears beside it must be sent back."""
 
 
-def pack(target: Target, notice: Callable[[str], None]) -> Luggage:
+def pack(target: Target, notice: Callable[[str], None], beacon: Path | None = None) -> Luggage:
     """Collect the sources of a target. Above 32 MB nothing is sent, and the user is told to bring them himself."""
     root = _root(target)
     files = dict(_sources(root))
@@ -65,22 +70,72 @@ def pack(target: Target, notice: Callable[[str], None]) -> Luggage:
         files = {}
     payload = Path(target.payload).read_bytes() if isinstance(target, CallTarget) and target.payload else b""
     own = tuple(entry for entry in map(os.path.abspath, sys.path) if _is_users(entry))
-    return Luggage(target, str(root), os.getcwd(), _tar(files), _digest(files), payload, own)
+    return Luggage(
+        target=target,
+        root=str(root),
+        folder=os.getcwd(),
+        sources=_tar(files) if files else b"",
+        digest=_digest(files),
+        payload=payload,
+        own_path=own,
+        beacon="" if beacon is None else str(beacon.absolute()),
+    )
 
 
 def unpack(luggage: Luggage, scratch: Path) -> Unpacked:
-    """Use the files that are here already, or lay out those that were sent, in `scratch` or beside it."""
-    in_place = os.path.isdir(luggage.folder) and _digest(dict(_sources(Path(luggage.root)))) == luggage.digest
+    """Use the files that are here already, or lay out those that were sent, in `scratch` or beside it.
+
+    Every attempt of a run must choose the same working folder, for relative paths lead to its checkpoints: edits of the
+    sources do not count.
+    """
     target, payload_folder = _place_payload(luggage, scratch)
-    if in_place:
-        return Unpacked(target, luggage.folder, luggage.own_path, True, payload_folder)
-    root = scratch.parent / f"phalanx-ray-{luggage.digest}"  # stays, so that a restart finds what relative paths name
-    root.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(fileobj=io.BytesIO(luggage.sources)) as archive:
-        archive.extractall(root, filter="data")
+    in_place = luggage.beacon != "" and os.path.exists(luggage.beacon)
+    folder = _working_folder(luggage, in_place)
+    if folder and (in_place or _has_sources(luggage)):
+        return Unpacked(target, folder, luggage.own_path, in_place, payload_folder)
+    root = scratch.parent / f"phalanx-ray-{os.getuid()}-{luggage.digest}"  # stays, for the restarts of the run
+    _lay_out(luggage, root, scratch / "sources")
     if isinstance(target, ScriptTarget):
         target = dataclasses.replace(target, path=root / Path(target.path).name)
-    return Unpacked(target, str(root), (str(root),), False, payload_folder)
+    return Unpacked(target, folder or str(root), (str(root),), in_place, payload_folder)
+
+
+def _working_folder(luggage: Luggage, in_place: bool) -> str:
+    """Return the launch's own folder where it is of use here, else nothing."""
+    folder = luggage.folder
+    if in_place:
+        return folder if os.path.isdir(folder) else ""
+    if isinstance(luggage.target, ModuleTarget) and luggage.sources:
+        return ""  # `-m` imports from the working folder first: nothing but what was sent may lie there
+    return folder if os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK) else ""
+
+
+def _has_sources(luggage: Luggage) -> bool:
+    """Whether the sources lie here under the same path; of those that were not sent, only whether they are there."""
+    if luggage.sources:
+        return _digest(dict(_sources(Path(luggage.root)))) == luggage.digest
+    if isinstance(luggage.target, ScriptTarget):
+        return Path(luggage.folder, luggage.target.path).is_file()
+    return os.path.isdir(luggage.root)
+
+
+def _lay_out(luggage: Luggage, root: Path, aside: Path) -> None:
+    """Put the sources into `root`, each at once: other ranks of this machine may be reading them there."""
+    if not luggage.sources:
+        raise UsageError(
+            f"{socket.gethostname()} lacks {luggage.root} or {luggage.folder}, and no sources were sent: there are "
+            f"none that may travel, or more than {_MOST_BYTES >> 20} MB of them.",
+            hint="Put them on every machine under the same path, or start the script from a folder that holds less.",
+        )
+    root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if root.stat().st_uid != os.getuid():  # where all may write, somebody else could have laid out code of his own
+        raise UsageError(f"{root} belongs to another user.", hint="Remove it: the sources of this run go there.")
+    with tarfile.open(fileobj=io.BytesIO(luggage.sources)) as archive:
+        archive.extractall(aside, filter="data")
+    for path in aside.rglob("*.py"):
+        place = root / path.relative_to(aside)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        path.replace(place)
 
 
 def _place_payload(luggage: Luggage, scratch: Path) -> tuple[Target, Path | None]:
@@ -119,12 +174,20 @@ def _sources(root: Path) -> Iterator[tuple[str, bytes]]:
     for folder, names, files in os.walk(root):
         names[:] = sorted(name for name in names if _may_hold_sources(Path(folder, name)))
         for name in sorted(files):
-            if name.endswith(".py"):
-                content = Path(folder, name).read_bytes()
+            content = _read(Path(folder, name)) if name.endswith(".py") else None
+            if content is not None:
                 taken += len(content)
                 yield os.path.relpath(os.path.join(folder, name), root), content
         if taken > _MOST_BYTES:
             return
+
+
+def _read(path: Path) -> bytes | None:
+    """Return the content; of what cannot be imported here either, such as a dangling link (editors' locks), None."""
+    try:
+        return path.read_bytes() if path.is_file() else None
+    except OSError:
+        return None
 
 
 def _may_hold_sources(folder: Path) -> bool:

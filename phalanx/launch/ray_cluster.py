@@ -39,6 +39,8 @@ _QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_DISABLE_IMPORT_WARNING": "1",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    # Told by us in our own words, with the rank and its log; Ray would print paragraphs among the lines of the run.
+    "RAY_DEDUP_LOGS_SKIP_REGEX": "^A worker died or was killed while executing",
 }
 
 
@@ -97,17 +99,24 @@ def _connected(address: str, notice: Callable[[str], None]) -> Iterator[Cluster]
 
     check_address(address)
     notice(f"connecting to Ray at {address}")
-    try:
-        _join(address)
-    except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
-        if _BUSY_HEAD not in str(error):
-            raise _refused(address, error) from error
-        notice(f"the head at {address} could not start a server for this client in time: trying once more")
-        _join(address)
+    _join_patiently(address, notice)
     try:
         yield Cluster(f"the Ray cluster at {address}", is_client=address.startswith(_SCHEME))
     finally:
         ray.shutdown()
+
+
+def _join_patiently(address: str, notice: Callable[[str], None]) -> None:
+    """Join, at the second try where the head was only slow."""
+    for tries_left in (1, 0):
+        try:
+            _join(address)
+        except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
+            if not tries_left or _BUSY_HEAD not in str(error):
+                raise _refused(address, error) from error
+            notice(f"the head at {address} could not start a server for this client in time: trying once more")
+        else:
+            return
 
 
 def _join(address: str) -> None:

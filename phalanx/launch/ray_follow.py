@@ -160,9 +160,13 @@ class Follower:
 
     def _take_files(self, letter: dict[str, Any]) -> None:
         """Lay what a rank made elsewhere beside the payload, where the caller looks for it."""
-        if isinstance(self._spec.target, CallTarget):
-            for name, content in letter["files"].items():
-                (Path(self._spec.target.payload).parent / name).write_bytes(content)
+        assert isinstance(self._spec.target, CallTarget), "only a call has a payload"
+        folder = Path(self._spec.target.payload).parent
+        for name, content in letter["files"].items():
+            (folder / name).write_bytes(content)
+        for name, size in letter["left_out"].items():
+            if not (folder / name).exists():  # a rank of this machine may have left its own
+                self._console.notice(f"{name} ({size >> 20} MB) on {letter['host']} is too large to be sent back")
 
     # --- the end --------------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -66,7 +67,7 @@ class RayStarter:
             self._check_room(cluster)
             connected = time.monotonic()
             console.notice(f"{cluster.name}: ready after {connected - began:.1f} s; {self._wish()}")
-            with _Run(self, spec, cluster) as run:
+            with _Run(self, spec, cluster, console) as run:
                 return Follower(spec, console, run, self, connected).follow()
 
     def _check_room(self, cluster: Cluster) -> None:
@@ -132,10 +133,12 @@ def read_resources(text: str | None) -> dict[str, float]:
 class _Run:
     """The conductor of one launch, and the run that it conducts."""
 
-    def __init__(self, starter: RayStarter, spec: LaunchSpec, cluster: Cluster) -> None:
+    def __init__(self, starter: RayStarter, spec: LaunchSpec, cluster: Cluster, console: Console) -> None:
         self._starter = starter
         self._spec = spec
         self._cluster = cluster
+        self._console = console
+        self._beacon = spec.log_dir.absolute() / f".launch-{secrets.token_hex(8)}"
         self.cluster = cluster
         self.conductor: Any = None
         self.result: Any = None
@@ -152,7 +155,8 @@ class _Run:
         if self._cluster.started_here:  # its one machine is given back by us: nobody has to be told before
             variables.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")  # an actor less to start
         self.conductor = actor.remote(variables)
-        luggage = pack(self._spec.target, lambda text: None)
+        self._beacon.touch()
+        luggage = pack(self._spec.target, self._console.notice, self._beacon)
         order = RankOrder(luggage, self._environment(), self._threads(), self._max_failures())
         self.result = self.conductor.run.remote(self._arrangement(), order, dict(self._spec.data))
         return self
@@ -160,6 +164,7 @@ class _Run:
     def __exit__(self, *_: object) -> None:
         import ray
 
+        self._beacon.unlink(missing_ok=True)
         ray.kill(self.conductor)
 
     def _arrangement(self) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import os
 import selectors
 import shutil
@@ -39,6 +40,7 @@ UNDER_RAY = "PHALANX_UNDER_RAY"
 _FLUSH_SECONDS = 0.1
 _CHUNK = 1 << 16
 _MOST_RETURNED = 1 << 30
+"""Bytes of what a rank made that travel back to another machine."""
 
 
 class RankLostError(RuntimeError):
@@ -114,21 +116,21 @@ class _Rank:
         self._log_dir.mkdir()
         HeartbeatBoard.create(board_path(self._log_dir, self._place.node_rank), self._place.world_size).close()
         with _correspondence(self._conductor, self.rank) as post:
-            unpacked = unpack(self._order.luggage, self._scratch)
-            post.keeps_events = self.rank == 0 and not unpacked.in_place  # else the rank's own file is where it belongs
-            code = self._run_target(unpacked, post)
+            code = self._run_target(post)
             record = read_record(self._log_dir, self.rank)
             if record is not None:
                 post.letter({"record": record})
-            if code == 0 and self.rank == 0 and unpacked.payload_folder is not None:
-                post.letter({"files": _made_beside(unpacked.payload_folder)})
             post.letter({"ended": code, "rank": self.rank, "host": socket.gethostname()})
         return code
 
-    def _run_target(self, unpacked: Unpacked, post: _Post) -> int:
+    def _run_target(self, post: _Post) -> int:
         try:
+            unpacked = unpack(self._order.luggage, self._scratch)
+            post.keeps_events = self.rank == 0 and not unpacked.in_place  # else the rank's own file is where it belongs
             self._take_on(unpacked)
             run_target(unpacked.target, sys.path)
+            if self.rank == 0 and unpacked.payload_folder is not None:
+                post.letter(made_beside(unpacked.payload_folder))
         except BaseException as error:  # noqa: BLE001 - the rank ends here, whatever ended it
             if not isinstance(error, SystemExit):
                 post.last_words = self._record(error)
@@ -163,18 +165,26 @@ class _Rank:
         os.environ[UNDER_RAY] = "1"
         os.chdir(unpacked.folder)
         sys.path[:] = [*unpacked.path, *(entry for entry in sys.path if entry not in unpacked.path)]
+        logging.getLogger("ray.train").setLevel(logging.WARNING)  # the loop itself says what was saved and where
         set_compute_threads(int(os.environ["OMP_NUM_THREADS"]))
         announce_joining(socket.socket(fileno=os.dup(int(os.environ["PHALANX_EVENTS_FD"]))), self.rank)
 
 
-def _made_beside(folder: Path) -> dict[str, bytes]:
-    """Return the files that the target left beside its payload."""
-    files = [path for path in folder.iterdir() if path.is_file() and path.name != PAYLOAD_NAME]
-    size = sum(path.stat().st_size for path in files)
-    if size > _MOST_RETURNED:
-        print(f"phalanx: the trained weights ({size >> 20} MB) are not sent back; save them from the ranks", flush=True)
-        return {}
-    return {path.name: path.read_bytes() for path in files}
+def made_beside(folder: Path, most: int = _MOST_RETURNED) -> dict[str, Any]:
+    """Return a letter with the files that the target left beside its payload, and the sizes of those too large for it.
+
+    The smallest go first: a history must not stay behind because of the weights beside it.
+    """
+    letter: dict[str, Any] = {"files": {}, "left_out": {}, "host": socket.gethostname()}
+    made = [path for path in folder.iterdir() if path.is_file() and path.name != PAYLOAD_NAME]
+    for path in sorted(made, key=lambda path: path.stat().st_size):
+        size = path.stat().st_size
+        if size <= most:
+            letter["files"][path.name] = path.read_bytes()
+            most -= size
+        else:
+            letter["left_out"][path.name] = size
+    return letter
 
 
 class _Post:

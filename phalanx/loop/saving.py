@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from phalanx import checkpoint
 
 if TYPE_CHECKING:
@@ -16,9 +18,12 @@ class CheckpointPolicy:
 
     def __init__(self, formation: Formation, run_dir: Path) -> None:
         self._formation = formation
-        config = formation.config
+        config, env = formation.config, formation.world.env
         self.every = config.checkpoint_every
         wanted = config.checkpoint_dir is not None or self.every is not None
+        # A launcher of ours gives every attempt the same run folder, and a restart without checkpoints keeps nothing.
+        self._for_restarts = not wanted and env.supervised and env.max_restarts > 0
+        wanted = wanted or self._for_restarts
         self.directory = Path(config.checkpoint_dir or run_dir / "checkpoints") if wanted else None
         if self.directory is not None and self.every is None:
             self.every = (1, "epochs")
@@ -29,6 +34,20 @@ class CheckpointPolicy:
         """Fail before training, not after hours of it, when checkpoints could not be written."""
         if self.directory is not None and self._formation.is_main:
             checkpoint.check_writable(self.directory)
+        if self.directory is not None and self._for_restarts:
+            self._agree_on(self.directory)
+
+    def _agree_on(self, directory: Path) -> None:
+        """Do without checkpoints that nobody asked for where some machine would not see them, and say so."""
+        self._formation.reduce(0.0, "sum")  # the main rank has made the folder
+        if self._formation.reduce(torch.tensor(int(directory.is_dir())), "min") > 0:
+            self._formation.notes.append(f"checkpoints go to {directory} once an epoch: a restart goes on from there")
+            return
+        self._formation.notes.append(
+            f"no checkpoints, for some machine does not see {directory}: a restart begins at step 1. Set "
+            "checkpoint_dir to a folder that all machines share."
+        )
+        self.directory = self.every = None
 
     def due_after_step(self, step: int) -> bool:
         """Whether a checkpoint is due after this many steps."""

@@ -276,7 +276,7 @@ class TrainLoop:
         path = self.saving.last_path
         kept = f"checkpoint {path}" if path else "no checkpoint_dir was set, so nothing was kept"
         hint = (
-            "To go on, run it again with resume_from_checkpoint=True (--resume-from-checkpoint on the command line)."
+            f"To go on, run it again with resume_from_checkpoint={path!r} (--resume-from-checkpoint {path})."
             if path
             else "Set checkpoint_dir to keep the progress of a run that is stopped."
         )

@@ -17,6 +17,7 @@ import torch
 
 from phalanx.errors import CheckpointError, DataError, ModelError, UsageError
 from phalanx.launch import CallTarget, launch
+from phalanx.trainers.job import JobResult
 from phalanx.trainers.launching import launch_spec, raise_failure
 from phalanx.trainers.nvme import warn_of_slow_start
 from phalanx.trainers.terminal import open_console
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
     from phalanx.world.layout import Layout
 
 RESULT_NAME = "result.pt"
+WEIGHTS_NAME = "weights.pt"
+_HEAVY = ("weights", "optimizer_state")
+"""What of a result lies in a file of its own, which may be too large to come back from another machine."""
 
 
 class RemoteJob(Protocol):
@@ -94,12 +98,39 @@ def write_payload(job: object, path: Path) -> None:
 
 def write_result(result: object, folder: Path) -> None:
     """Store the main rank's result where the parent waits for it."""
-    temporary = folder / f".{RESULT_NAME}.{os.getpid()}"
+    if isinstance(result, JobResult) and result.weights is not None:
+        _write({name: getattr(result, name) for name in _HEAVY}, folder / WEIGHTS_NAME)
+        result = dataclasses.replace(result, weights={}, optimizer_state=None)
+    _write(result, folder / RESULT_NAME)
+
+
+def _write(content: object, path: Path) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with temporary.open("wb") as file:
-        torch.save(result, file)
-    temporary.replace(folder / RESULT_NAME)
+        torch.save(content, file)
+    temporary.replace(path)
 
 
 def read_result(folder: Path) -> Any:
     """Read the result; it was written by ranks that this process started from its own pickle."""
-    return torch.load(folder / RESULT_NAME, map_location="cpu", weights_only=False)
+    if not (folder / RESULT_NAME).exists():
+        raise UsageError(
+            "the ranks have ended well, but their result did not come back from the machine that holds it",
+            hint="Run on less data at a time, or write what you need from the ranks: phalanx train --script ...",
+        )
+    result = _read(folder / RESULT_NAME)
+    if not isinstance(result, JobResult) or result.weights is None:
+        return result
+    if (folder / WEIGHTS_NAME).exists():
+        return dataclasses.replace(result, **_read(folder / WEIGHTS_NAME))
+    print(
+        "phalanx: the trained weights did not come back: the model here is as it was before. Load them from a "
+        "checkpoint, trainer.load(checkpoint_dir), or train by phalanx train --script and save them there.",
+        file=sys.stderr,
+        flush=True,
+    )
+    return dataclasses.replace(result, weights=None)
+
+
+def _read(path: Path) -> Any:
+    return torch.load(path, map_location="cpu", weights_only=False)

@@ -36,6 +36,8 @@ class RankEnv:
     master_port: int
     started_by: str
     attempt: int = 0
+    max_restarts: int = 0
+    """How often whoever started the rank starts it again."""
     supervised: bool = False
     """Whether a launcher of ours waits for the rank's last words."""
 
@@ -103,6 +105,7 @@ def _from_torchrun(env: Mapping[str, str]) -> RankEnv:
         master_port=_integer(env, "MASTER_PORT", _DERIVED_PORTS[0]),
         started_by="phalanx" if _is_supervised(env) else "torchrun",
         attempt=_integer(env, "TORCHELASTIC_RESTART_COUNT", 0),
+        max_restarts=_integer(env, "TORCHELASTIC_MAX_RESTARTS", 0),
         supervised=_is_supervised(env),
     )
 
@@ -123,6 +126,7 @@ def _from_horovodrun(env: Mapping[str, str]) -> RankEnv:
         master_port=0,
         started_by="horovodrun",
         attempt=_integer(env, "TORCHELASTIC_RESTART_COUNT", 0),
+        max_restarts=_integer(env, "TORCHELASTIC_MAX_RESTARTS", 0),
         supervised=_is_supervised(env),
     )
 

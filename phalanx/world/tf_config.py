@@ -105,6 +105,8 @@ def check_against(task: Task, config: DistributedConfig) -> None:
         raise _refusal("has no ps in its cluster, but strategy = 'parameter-server' was given")
     if config.strategy in ("mirrored", "multiworker") and servers:
         raise _refusal(f"has {servers} ps in its cluster, but strategy = {config.strategy!r} was given")
+    if config.strategy == "mirrored" and sum(map(len, task.cluster.values())) > 1:
+        raise _refusal("names a cluster of several processes, but strategy = 'mirrored' is one process")
     # A chief of workers that all train is one of them; beside parameter servers it only directs.
     trains = workers if servers else workers + len(task.cluster.get("chief", ()))
     if config.total_ranks is not None and config.total_ranks != trains:

@@ -126,14 +126,14 @@ def elastic(folder: Path, *mode: str) -> subprocess.Popen[str]:
     return begin(folder, *mode, epochs=2, min_workers=1, host_discovery_script="./hosts.sh", log_every_n_steps=1)
 
 
-def assert_weights(file: Path, expected: dict[str, torch.Tensor]) -> None:
-    found = torch.load(file)
+def assert_weights(folder: Path, expected: dict[str, torch.Tensor]) -> None:
+    found = torch.load(min(folder.glob("weights-*.pt")))  # named by the rank at the start; the first may be gone
     for name, value in expected.items():
         assert torch.allclose(found[name], value, rtol=0, atol=1e-6), name
 
 
 def test_a_killed_rank_is_outlived_without_losing_a_step(tmp_path, warm_process):
-    """One machine under two names, as Horovod gives up a machine that lost a rank; which of them has rank 0 varies."""
+    """One machine under two names, as Horovod gives up a machine that lost a rank; the main rank is the one to go."""
     (tmp_path / "machines").write_text("localhost:1\n127.0.0.1:1\n")
     process = elastic(tmp_path, "die", "localhost")
     answer = ended(process)
@@ -143,8 +143,7 @@ def test_a_killed_rank_is_outlived_without_losing_a_step(tmp_path, warm_process)
     # 5 steps of 8 samples, then 14 of 4 to the epoch's end at 96, then 24 more.
     assert steps_of(tmp_path) == list(range(1, 5 + 14 + 24 + 1))
     first = {"num_workers": 2, "max_steps": 5, "epochs": 2}
-    (survivor,) = tmp_path.glob("weights-*.pt")
-    assert_weights(survivor, reference(tmp_path, first, {"num_workers": 1, "epochs": 2}))
+    assert_weights(tmp_path, reference(tmp_path, first, {"num_workers": 1, "epochs": 2}))
 
 
 def test_a_machine_that_comes_later_takes_part(tmp_path, warm_process):
@@ -167,7 +166,7 @@ def test_a_machine_that_comes_later_takes_part(tmp_path, warm_process):
     assert steps_of(tmp_path) == list(range(1, alone + left + 1))
     assert (tmp_path / "weights-1.pt").exists()
     first = {"num_workers": 1, "max_steps": alone, "epochs": 2}
-    assert_weights(tmp_path / "weights-0.pt", reference(tmp_path, first, {"num_workers": 2, "epochs": 2}))
+    assert_weights(tmp_path, reference(tmp_path, first, {"num_workers": 2, "epochs": 2}))
 
 
 def steps_of(folder: Path) -> list[int]:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -17,21 +15,23 @@ from command import COMMAND, ROOT, Answer, finish, write_script
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'phalanx[ray]'")
 
+from ray._private.ray_logging import LogDeduplicator
 from ray_cluster_hosts import TwoMachines, in_a_namespace_of_its_own, ray_environment, silent_port, why_no_namespaces
 
 from phalanx import DistributedConfig
 from phalanx.errors import UsageError
 from phalanx.launch import ray_cluster
-from phalanx.launch.luggage import pack, unpack
+from phalanx.launch.luggage import PAYLOAD_NAME
 from phalanx.launch.ray_cluster import check_address
 from phalanx.launch.ray_follow import describe_death
 from phalanx.launch.ray_train import read_resources, starter
-from phalanx.launch.spec import ScriptTarget
+from phalanx.launch.ray_worker import made_beside
 from phalanx.trainers.ray import split_hyperparameters
 from phalanx.world.layout import plan_layout
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 pytestmark = pytest.mark.timeout(600)
 """Ray's start is slow by itself, and slower still on a busy machine."""
@@ -139,9 +139,8 @@ def test_more_workers_than_fit_are_refused_with_what_is_there(machines, tmp_path
 
 def test_a_run_goes_on_with_fewer_ranks_when_a_machine_is_gone(machines, tmp_path):
     write_script(tmp_path / "train.py", SCRIPT)
-    running = start(
-        machines, tmp_path, "--script", "train.py", "--num-workers", "2", "--min-workers", "1", "--", "wait"
-    )
+    elastic = ("--num-workers", "2", "--min-workers", "1", "--checkpoint-dir", "kept")
+    running = start(machines, tmp_path, "--script", "train.py", *elastic, "--", "wait")
     deadline = time.monotonic() + 240
     while not all((tmp_path / f"reached-{rank}").exists() for rank in range(2)):
         assert running.poll() is None, finish(running).text
@@ -155,6 +154,7 @@ def test_a_run_goes_on_with_fewer_ranks_when_a_machine_is_gone(machines, tmp_pat
     begun = [(event["world_size"], event["first_step"]) for event in events(tmp_path, "run_started")]
     assert begun == [(2, 0), (1, 4)]
     assert "rank 0 of 1 ends after wait" in answer.out
+    assert "Checkpoint successfully created" not in answer.text, "Ray repeats what the loop has said"
 
 
 # --- one machine ------------------------------------------------------------------------------------------------
@@ -235,20 +235,35 @@ def test_gpus_of_a_cluster_are_not_looked_for_here():
     assert starter(config, layout).resources == {"CPU": 1.0, "GPU": 1.0}
 
 
-def test_sources_travel_to_a_machine_that_does_not_see_them(tmp_path):
-    home, away = tmp_path / "home", tmp_path / "away"
-    (home / "parts").mkdir(parents=True)
-    write_script(home / "train.py", "import parts.model")
-    write_script(home / "parts/model.py", "WIDTH = 8")
-    (home / "data.bin").write_bytes(b"much")
-    luggage = pack(ScriptTarget(home / "train.py"), print)
-    assert unpack(luggage, away).in_place
-    shutil.move(home, tmp_path / "moved")
-    laid_out = unpack(luggage, away)
-    assert not laid_out.in_place
-    root = Path(laid_out.folder)
-    assert sorted(str(path.relative_to(root)) for path in root.rglob("*.*")) == ["parts/model.py", "train.py"]
-    assert laid_out.target == ScriptTarget(root / "train.py")
+def test_a_head_that_stays_busy_is_told_as_one_that_could_not_be_joined(monkeypatch):
+    """The second try fails in the same words as the first would."""
+    tries: list[str] = []
+
+    def join(address: str) -> None:
+        tries.append(address)
+        raise ConnectionError("Starting Ray client server failed. See ray_client_server_23000.err")
+
+    monkeypatch.setattr(ray_cluster, "_join", join)
+    told: list[str] = []
+    with pytest.raises(UsageError, match="could not be joined: Starting Ray client server failed"):
+        ray_cluster._join_patiently("ray://head:10001", told.append)
+    assert (len(tries), len(told)) == (2, 1)
+
+
+def test_deaths_of_workers_are_told_by_us_and_not_by_ray_too():
+    skip = ray_cluster._QUIET["RAY_DEDUP_LOGS_SKIP_REGEX"]
+    told = ["A worker died or was killed while executing a task by an unexpected system error.", "memory is short"]
+    batches = LogDeduplicator(5, None, skip).deduplicate({"lines": told, "pid": "raylet", "is_err": False})
+    assert [line for batch in batches for line in batch["lines"]] == ["memory is short"]
+
+
+def test_files_too_large_to_send_back_do_not_keep_the_small_ones(tmp_path):
+    for name, size in {"weights.pt": 90, "result.pt": 30, PAYLOAD_NAME: 10}.items():
+        (tmp_path / name).write_bytes(b"." * size)
+    letter = made_beside(tmp_path, most=100)
+    assert letter["files"] == {"result.pt": b"." * 30}
+    assert letter["left_out"] == {"weights.pt": 90}
+    assert set(made_beside(tmp_path, most=120)["files"]) == {"weights.pt", "result.pt"}
 
 
 @pytest.mark.parametrize(

@@ -115,9 +115,9 @@ def mirrored(tmp_path_factory: pytest.TempPathFactory) -> Path:
         low.fit((x, y))
         print("policy", low.model.layers[0].dtype_policy.name)
         number = trainer(model_fn=lambda: 3)
-        for wrong in (lambda: low.fit((x, y[:3])), lambda: number.fit((x, y)), lambda: low.fit([1])):
+        for data in ((x, y[:3]), [1], (x, [1]), None):
             try:
-                wrong()
+                low.fit(data) if data else number.fit((x, y))
             except phalanx.PhalanxError as error:
                 print("refused:", error.message)
         """,
@@ -144,6 +144,7 @@ def test_the_face_is_that_of_the_other_trainers(mirrored):
     assert "refused: train has arrays of 3 and 71 rows" in out
     assert "refused: model_fn returned a int" in out
     assert "refused: train is a list" in out
+    assert "refused: train[1] is a list, not an array" in out
 
 
 def test_events_and_tensorboard_are_ours(mirrored):
@@ -189,6 +190,10 @@ def test_two_workers_equal_one_process_although_one_is_killed(mirrored, tmp_path
     told = events(tmp_path / "run")
     assert [event["epoch"] for event in told if event["event"] == "epoch"] == [1, 2, 3]
     assert any("Keras 2 (tf_keras)" in event.get("text", "") for event in told)
+    first, reference = (
+        next(event["loss"] for event in found if event["event"] == "step") for found in (told, events(mirrored / "run"))
+    )
+    assert first == pytest.approx(reference, rel=1e-4)
 
 
 def test_keras_3_models_train_on_workers_by_our_own_loop(mirrored, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -196,6 +197,16 @@ def test_a_killed_rank_is_restarted_and_ends_with_the_same_bits():
     assert "SIGKILL" in answer.text
     torch.testing.assert_close(weights(), expected, rtol=0, atol=0)
     torch.testing.assert_close(weights(1), expected, rtol=0, atol=0)
+
+
+def test_a_restart_goes_on_from_a_checkpoint_that_nobody_asked_for():
+    path = script(hook=KILL.replace("step == 8", "step == 12"))
+    path.write_text(path.read_text().replace(', checkpoint_dir="ckpt"', ""))
+    answer = train(path, "--max-restarts", 1, "--run-dir", "run")
+    assert answer.code == 0, answer.text
+    assert f"checkpoints go to {Path('run/checkpoints')} once an epoch" in answer.text
+    events = [json.loads(line) for line in Path("run/events.jsonl").read_text().splitlines()]
+    assert [event["first_step"] for event in events if event["event"] == "run_started"] == [0, 10]
 
 
 def test_a_killed_rank_without_restarts_is_named_with_its_step():

@@ -65,6 +65,7 @@ def test_what_it_cannot_mean_is_refused(value, words):
     [
         (TWO_WORKERS, {"num_workers": 3}, "has 2 workers, but num_workers = 3"),
         (TWO_WORKERS, {"strategy": "parameter-server"}, "has no ps"),
+        (TWO_WORKERS, {"strategy": "mirrored"}, "strategy = 'mirrored' is one process"),
         (SERVED, {"strategy": "multiworker"}, "has 1 ps in its cluster, but strategy = 'multiworker'"),
         (SERVED, {"strategy": "parameter-server", "num_servers": 2}, "has 1 ps, but num_servers = 2"),
     ],

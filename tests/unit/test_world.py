@@ -23,6 +23,9 @@ def test_nobody_started_us():
 def test_torchrun():
     env = read_rank_env({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1"})
     assert (env.rank, env.local_rank, env.node_rank, env.world_size) == (5, 1, 1, 8)
+    assert env.max_restarts == 0
+    again = read_rank_env({"RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_MAX_RESTARTS": "3"})
+    assert again.max_restarts == 3
 
 
 def test_bad_variables_are_named():

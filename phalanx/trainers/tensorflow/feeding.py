@@ -40,6 +40,9 @@ def check_data(data: Any, name: str) -> None:
             raise DataError(f"{name} has arrays of {' and '.join(str(count) for count in sorted(rows))} rows")
         if rows == {0}:
             raise DataError(f"{name} is empty")
+    elif isinstance(data, tuple) and len(data) in (2, 3):
+        place, part = next((n, part) for n, part in enumerate(data) if not hasattr(part, "shape"))
+        raise UsageError(f"{name}[{place}] is a {type(part).__name__}, not an array", hint="Give numpy.asarray(...).")
     elif not callable(data) and not hasattr(data, "element_spec"):
         raise UsageError(
             f"{name} is a {type(data).__name__}",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from phalanx.trainers.tensorflow.reporting import rate_of
+from phalanx.trainers.tensorflow.reporting import epoch_loss, rate_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -72,9 +72,8 @@ class OwnLoop:
         callbacks.on_train_end()
 
     def _loss(self) -> float:
-        """Return the mean loss of the epoch so far; every worker asks at the same steps, for they answer together."""
         self._meet()
-        return float(self.model.get_metrics_result()["loss"])
+        return epoch_loss(self.model)
 
     @property
     def _serves(self) -> bool:

@@ -160,7 +160,7 @@ def as_callback(keras: Any, report: KerasReport, max_steps: int | None) -> Any:
             report.begin_epoch(epoch)
 
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            report.end_step(batch, lambda: float((logs or {})["loss"]), lambda: rate_of(self.model))
+            report.end_step(batch, lambda: epoch_loss(self.model), lambda: rate_of(self.model))
             if max_steps is not None and report.step >= max_steps:
                 self.model.stop_training = True
 
@@ -174,6 +174,14 @@ def as_callback(keras: Any, report: KerasReport, max_steps: int | None) -> Any:
             report.end_epoch(epoch, logs or {}, rate_of(self.model))
 
     return Report()
+
+
+def epoch_loss(model: Any) -> float:
+    """Return the mean loss of the epoch so far; every worker asks at the same steps, for they answer together.
+
+    Not what Keras 2 hands to callbacks: there the losses of several workers are added up.
+    """
+    return float(model.get_metrics_result()["loss"])
 
 
 def rate_of(model: Any) -> float:

@@ -30,7 +30,7 @@ def stopping(report: KerasReport) -> Iterator[None]:
         kept = f"the last backup is {report.backup}" if report.backup else "there is no backup yet"
         raise PreemptedError(
             f"stopped by {name} after step {report.step}: {kept}",
-            hint="To go on from it, run it again with resume_from_checkpoint=True."
+            hint=f"To go on from it, run it again with resume_from_checkpoint={report.backup!r}."
             if report.backup
             else "Set checkpoint_dir or checkpoint_frequency to keep the progress of a run that is stopped.",
         )

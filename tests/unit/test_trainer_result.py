@@ -1,0 +1,45 @@
+"""A result on its way back from the ranks: whole, without weights that were too large to travel, or lost."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from phalanx.errors import UsageError
+from phalanx.observe.history import History
+from phalanx.trainers.job import JobResult
+from phalanx.trainers.remote import RESULT_NAME, WEIGHTS_NAME, read_result, write_result
+
+
+def trained() -> JobResult:
+    return JobResult(history=History(), weights={"bias": torch.ones(2)}, optimizer_state={"state": {}})
+
+
+def test_a_result_comes_back_whole(tmp_path, capsys):
+    write_result(trained(), tmp_path)
+    result = read_result(tmp_path)
+    assert result.history == History()
+    assert torch.equal(result.weights["bias"], torch.ones(2))
+    assert result.optimizer_state == {"state": {}}
+    assert capsys.readouterr().err == ""
+
+
+def test_a_history_comes_back_without_its_weights_and_says_so(tmp_path, capsys):
+    write_result(trained(), tmp_path)
+    (tmp_path / WEIGHTS_NAME).unlink()
+    result = read_result(tmp_path)
+    assert result.history == History()
+    assert result.weights is None
+    assert "the trained weights did not come back" in capsys.readouterr().err
+
+
+def test_metrics_have_no_weights_to_miss(tmp_path, capsys):
+    write_result(JobResult(metrics={"loss": 0.5}), tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [RESULT_NAME]
+    assert read_result(tmp_path).metrics == {"loss": 0.5}
+    assert capsys.readouterr().err == ""
+
+
+def test_a_result_that_did_not_come_back_is_told_in_words(tmp_path):
+    with pytest.raises(UsageError, match="result did not come back"):
+        read_result(tmp_path)
