@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx.errors import UsageError, unknown_name
 from phalanx.launch import prestart
+from phalanx.launch.ray_cluster import check_address
 from phalanx.tune.charts import axes_and_lines
 from phalanx.tune.engine import Engine, IndependentTrials, Plan
 from phalanx.tune.objective import Objective
@@ -26,7 +27,7 @@ from phalanx.tune.table import open_table, point_words
 from phalanx.tune.tracking import open_tracking
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from phalanx.tune.slots import Slots
     from phalanx.tune.space import SearchSpace
@@ -60,7 +61,7 @@ class Request:
     study_dir: str | None = None
     resume: bool = False
 
-    def check(self, space: SearchSpace) -> None:
+    def check(self, space: SearchSpace, given: Mapping[str, str]) -> None:
         """Refuse names and numbers that mean nothing, all at once."""
         wrong = [
             unknown_name(kind, name, allowed)
@@ -81,13 +82,19 @@ class Request:
             wrong.append(f"address = {self.address!r} with engine = 'local': leave one of them out.")
         if self.resume and self.study_dir is None:
             wrong.append("resume needs to know which search: give its folder, study_dir (--study-dir).")
+        if not space.domains and (self.num_samples or 0) != 1:
+            wrong.append("the space draws nothing: all its values are fixed, so all trials would be the same.")
+        twice = [name for name in space.domains if given.get(name) == "flag"]
+        wrong += [
+            f"{name} is searched, and --{name.replace('_', '-')} fixes it: leave one of them out." for name in twice
+        ]
         if wrong:
             raise UsageError("\n  ".join(wrong))
 
 
 def search(subject: Subject, space: SearchSpace, request: Request) -> Results:
     """Run a search to its end, write its files and return what was found."""
-    request.check(space)
+    request.check(space, subject.resolved.origins)
     _check_settings(subject)
     subject.check([*space.domains, *space.fixed])
     objective = Objective.of(request.metric, request.mode)
@@ -150,6 +157,8 @@ def _search_on_ray(subject: Subject, space: SearchSpace, objective: Objective, r
     from phalanx.tune.ray_engine import EXPERIMENT, check_ray, run_on_ray
 
     check_ray()
+    if request.address is not None:  # before a folder is made
+        check_address(request.address)
     size = make_search("grid", space, 0, objective).size if request.search == "grid" else None
     asked = request.num_samples or size or DEFAULT_SAMPLES
     total = asked if size is None else min(asked, size)

@@ -152,3 +152,8 @@ def test_perturbing_moves_only_what_is_named():
     everything = [space.perturbed(start, random.Random(seed)) for seed in range(20)]
     assert {point["kind"] for point in everything} >= {"a", "c"}
     assert all(point["width"] != 4 or point["lr"] != 0.01 for point in everything)
+
+
+def test_a_step_larger_than_the_range_is_refused():
+    with pytest.raises(UsageError, match="the step 5 is larger than the range from 1 to 2"):
+        SearchSpace({"layers": tune.qrandint(1, 2, 5)})
