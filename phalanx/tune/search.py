@@ -61,7 +61,7 @@ class Request:
     study_dir: str | None = None
     resume: bool = False
 
-    def check(self, space: SearchSpace, given: Mapping[str, str]) -> None:
+    def check(self, space: SearchSpace) -> None:
         """Refuse names and numbers that mean nothing, all at once."""
         wrong = [
             unknown_name(kind, name, allowed)
@@ -82,19 +82,14 @@ class Request:
             wrong.append(f"address = {self.address!r} with engine = 'local': leave one of them out.")
         if self.resume and self.study_dir is None:
             wrong.append("resume needs to know which search: give its folder, study_dir (--study-dir).")
-        if not space.domains and (self.num_samples or 0) != 1:
-            wrong.append("the space draws nothing: all its values are fixed, so all trials would be the same.")
-        twice = [name for name in space.domains if given.get(name) == "flag"]
-        wrong += [
-            f"{name} is searched, and --{name.replace('_', '-')} fixes it: leave one of them out." for name in twice
-        ]
         if wrong:
             raise UsageError("\n  ".join(wrong))
 
 
 def search(subject: Subject, space: SearchSpace, request: Request) -> Results:
     """Run a search to its end, write its files and return what was found."""
-    request.check(space, subject.resolved.origins)
+    request.check(space)
+    _check_draws(space, request, subject.resolved.origins)
     _check_settings(subject)
     subject.check([*space.domains, *space.fixed])
     objective = Objective.of(request.metric, request.mode)
@@ -115,6 +110,18 @@ def _uses_ray(request: Request) -> bool:
     if request.engine != "auto":
         return request.engine == "ray"
     return request.address is not None
+
+
+def _check_draws(space: SearchSpace, request: Request, origins: Mapping[str, str]) -> None:
+    """Refuse a search that would not search, and a value that is given beside its search."""
+    if not space.domains and request.num_samples != 1:
+        raise UsageError(
+            "the space draws nothing: all its values are fixed, so all trials would be the same",
+            hint="Give a value a range, such as { uniform = [0.1, 0.9] }, or ask for one trial: --num-samples 1.",
+        )
+    twice = [name for name in space.domains if origins.get(name) in ("flag", "argument")]
+    if twice:
+        raise UsageError(f"{', '.join(twice)}: searched, and given for all trials too", hint="Leave one of them out.")
 
 
 def _check_settings(subject: Subject) -> None:
