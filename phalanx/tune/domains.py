@@ -88,6 +88,8 @@ class Domain:
             found.append(f"{self.kind} needs bounds above 0; got {self.low}")
         if self.meaning.step and self.step <= 0:
             found.append(f"the step must be above 0; got {self.step}")
+        elif self.meaning.step and self.high > self.low and self.step > self.high - self.low:
+            found.append(f"the step {self.step} is larger than the range from {self.low} to {self.high}")
         return found
 
     def grid(self) -> list[Any] | None:

@@ -47,6 +47,8 @@ def run_file(payload: str) -> None:
 
 def _as_metrics(returned: Any, metric: str) -> dict[str, float]:
     if isinstance(returned, Mapping):
+        if isinstance(returned.get(metric), str):
+            raise UsageError(f"train_fn returned {metric} = {returned[metric]!r}, which is text, not a number")
         numbers = {str(name): value for name, value in returned.items() if not isinstance(value, str)}
         return {name: as_number(name, value) for name, value in numbers.items()}
     try:

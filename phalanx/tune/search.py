@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx.errors import UsageError, unknown_name
 from phalanx.launch import prestart
+from phalanx.launch.ray_cluster import check_address
 from phalanx.tune.charts import axes_and_lines
 from phalanx.tune.engine import Engine, IndependentTrials, Plan
 from phalanx.tune.objective import Objective
@@ -26,7 +27,7 @@ from phalanx.tune.table import open_table, point_words
 from phalanx.tune.tracking import open_tracking
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from phalanx.tune.slots import Slots
     from phalanx.tune.space import SearchSpace
@@ -88,6 +89,7 @@ class Request:
 def search(subject: Subject, space: SearchSpace, request: Request) -> Results:
     """Run a search to its end, write its files and return what was found."""
     request.check(space)
+    _check_draws(space, request, subject.resolved.origins)
     _check_settings(subject)
     subject.check([*space.domains, *space.fixed])
     objective = Objective.of(request.metric, request.mode)
@@ -108,6 +110,18 @@ def _uses_ray(request: Request) -> bool:
     if request.engine != "auto":
         return request.engine == "ray"
     return request.address is not None
+
+
+def _check_draws(space: SearchSpace, request: Request, origins: Mapping[str, str]) -> None:
+    """Refuse a search that would not search, and a value that is given beside its search."""
+    if not space.domains and request.num_samples != 1:
+        raise UsageError(
+            "the space draws nothing: all its values are fixed, so all trials would be the same",
+            hint="Give a value a range, such as { uniform = [0.1, 0.9] }, or ask for one trial: --num-samples 1.",
+        )
+    twice = [name for name in space.domains if origins.get(name) in ("flag", "argument")]
+    if twice:
+        raise UsageError(f"{', '.join(twice)}: searched, and given for all trials too", hint="Leave one of them out.")
 
 
 def _check_settings(subject: Subject) -> None:
@@ -150,6 +164,8 @@ def _search_on_ray(subject: Subject, space: SearchSpace, objective: Objective, r
     from phalanx.tune.ray_engine import EXPERIMENT, check_ray, run_on_ray
 
     check_ray()
+    if request.address is not None:  # before a folder is made
+        check_address(request.address)
     size = make_search("grid", space, 0, objective).size if request.search == "grid" else None
     asked = request.num_samples or size or DEFAULT_SAMPLES
     total = asked if size is None else min(asked, size)

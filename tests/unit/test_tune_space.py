@@ -129,6 +129,7 @@ def test_the_grid_has_every_point_once():
 )
 def test_draws_and_moves_stay_inside(kind, low, span, step, rng):
     meaning = KINDS[kind]
+    span = max(span, step)  # a step that is larger is refused
     bounds = (low, low + span, step)[: 3 if meaning.step else 2]
     domain = Domain(kind, bounds)
     assert domain.mistakes() == []
@@ -152,3 +153,8 @@ def test_perturbing_moves_only_what_is_named():
     everything = [space.perturbed(start, random.Random(seed)) for seed in range(20)]
     assert {point["kind"] for point in everything} >= {"a", "c"}
     assert all(point["width"] != 4 or point["lr"] != 0.01 for point in everything)
+
+
+def test_a_step_larger_than_the_range_is_refused():
+    with pytest.raises(UsageError, match="the step 5 is larger than the range from 1 to 2"):
+        SearchSpace({"layers": tune.qrandint(1, 2, 5)})
