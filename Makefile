@@ -7,10 +7,10 @@ TORCH_ARGS ?=
 UV := $(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt
 RANKS ?= 2
 
-.PHONY: help setup train test lint format docs bench horovod clean
+.PHONY: help setup train test test-all lint format docs bench horovod clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(VENV)/.phalanx ## make .venv and install phalanx in it
 
@@ -52,6 +52,9 @@ train: $(VENV)/.phalanx ## train a conv net on the embedded digits, on RANKS ran
 
 test: $(VENV)/.dev ## run the whole suite
 	$(BIN)/python -m pytest
+
+test-all: $(VENV)/.dev ## the suite with the proofs that take long: three quarters of an hour on two cores
+	PHALANX_ALL_TESTS=1 $(BIN)/python -m pytest
 
 lint: $(VENV)/.dev ## ruff, mypy and codespell
 	$(BIN)/ruff check .

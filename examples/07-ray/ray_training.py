@@ -45,10 +45,10 @@ def train_on_ray_data() -> None:
     print(f"ray data: {history.steps[-1]['step']} steps, accuracy {trainer.best_accuracy:.2f}")
 
 
-def search() -> None:
+def search(batch_sizes: list[int]) -> None:
     """Batches of 8 on one rank (in the trial itself) and of 4 on each of two (a Ray Train run inside the trial)."""
     workers = tune.sample_from(lambda spec: 1 if spec.config.batch_size == 8 else 2)
-    space = {"hidden_size": 8, "lr": 0.1, "batch_size": tune.grid_search([8, 4]), "num_workers": workers}
+    space = {"hidden_size": 8, "lr": 0.1, "batch_size": tune.grid_search(batch_sizes), "num_workers": workers}
     analysis = tune.run(
         train_fn,
         config=space,
@@ -65,7 +65,9 @@ def search() -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--address", help="a cluster to use; none: a Ray of this script's own")
-    with open_cluster(parser.parse_args().address, num_cpus=3):
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[8, 4])
+    options = parser.parse_args()
+    with open_cluster(options.address, num_cpus=3):
         train_on_ray_data()
-        search()
+        search(options.batch_sizes)
     print(f"Ray is {'still there' if ray.is_initialized() else 'stopped'}")

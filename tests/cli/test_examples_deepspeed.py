@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from long_proofs import long_proof
 from ranks import RecordingConsole
 
 from phalanx.launch import LaunchSpec, ScriptTarget, launch
@@ -69,6 +70,7 @@ def test_training_moves_between_stages_and_its_weights_serve(run_example, tmp_pa
 
 
 @pytest.mark.timeout(240)  # it and its ranks import DeepSpeed four times
+@long_proof
 def test_deepspeeds_launcher_gives_what_phalanx_gives(run_example, tmp_path):
     arguments = ["--config", str(CONFIGS / "zero2_config.json"), "--epochs", "1"]
     ours = accuracy(run_example("deepspeed_train.py", *arguments))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from command import COMMAND, ROOT, Answer, finish, write_script
+from long_proofs import ALL
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'phalanx[ray]'")
 
@@ -167,7 +168,7 @@ def test_the_example_trains_on_ray_data_and_in_tune_trials_on_a_local_ray(tmp_pa
     if reason is not None:
         pytest.skip(reason)
     process = subprocess.Popen(
-        in_a_namespace_of_its_own(sys.executable, str(EXAMPLE)),
+        in_a_namespace_of_its_own(sys.executable, str(EXAMPLE), "--batch-sizes", "8", *(["4"] if ALL else [])),
         cwd=tmp_path,
         env=ray_environment(HOME=str(tmp_path)),
         stdout=subprocess.PIPE,
@@ -178,11 +179,13 @@ def test_the_example_trains_on_ray_data_and_in_tune_trials_on_a_local_ray(tmp_pa
     answer = finish(process, 400)
     assert answer.code == 0, answer.text
     assert f"ray data: {STEPS} steps, accuracy 0." in answer.out
-    alone, on_two = re.findall(r"trial on (\d): loss ([\d.]+), accuracy ([\d.]+)", answer.out)
-    assert (alone[0], on_two[0]) == ("1", "2")
-    # The same global batch of 8, on one rank and on two.
-    assert float(on_two[1]) == pytest.approx(float(alone[1]), rel=1e-4)
-    assert on_two[2] == alone[2]
+    alone, *nested = re.findall(r"trial on (\d): loss ([\d.]+), accuracy ([\d.]+)", answer.out)
+    assert alone[0] == "1"
+    assert len(nested) == ALL
+    for on_two in nested:  # the same global batch of 8, on one rank and on two
+        assert on_two[0] == "2"
+        assert float(on_two[1]) == pytest.approx(float(alone[1]), rel=1e-4)
+        assert on_two[2] == alone[2]
     assert "Ray is stopped" in answer.out
     assert not (tmp_path / ".ray").exists(), "a token was written into the home directory"
 

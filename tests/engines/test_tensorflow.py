@@ -83,9 +83,11 @@ def events(path: Path) -> list[dict]:
 def mirrored(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One process: one replica, then two, a stop after an epoch and a resumption, and what can be asked afterwards."""
     folder = tmp_path_factory.mktemp("mirrored")
-    done = run(
-        folder,
-        """
+    script = folder / "script.py"
+    script.write_text(
+        PARTS
+        + textwrap.dedent(
+            """
         # First of all: the logical CPUs can be made only before TensorFlow computes.
         one = trainer(strategy="mirrored", num_workers=2, batch_size=8, tensorboard=True)
         history = one.fit((x, y), (x[:33], y[:33]))
@@ -120,10 +122,22 @@ def mirrored(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 low.fit(data) if data else number.fit((x, y))
             except phalanx.PhalanxError as error:
                 print("refused:", error.message)
-        """,
+
+        import tensorflow as tf
+
+        strategy = tf.distribute.MirroredStrategy(["CPU:0"])
+        with strategy.scope():
+            layers = [tf.keras.layers.Dense(8, activation="relu"), tf.keras.layers.Dense(2)]
+            model = tf.keras.Sequential(layers)
+            model.compile(optimizer="adam", loss="mse")
+        data = tf.data.Dataset.from_tensor_slices((np.ones((8, 4), "float32"), np.zeros((8, 2), "float32")))
+        model.fit(data.batch(4), epochs=2, verbose=2)
+        """
+        )
     )
-    assert done.returncode == 0, done.stderr[-3000:]
-    (folder / "out").write_text(done.stdout)
+    done = finish(start("train", "--backend", "tensorflow", "--script", script, cwd=folder, TMPDIR=str(folder)), 230)
+    assert done.code == 0, done.text[-3000:]
+    (folder / "out").write_text(done.out)
     return folder
 
 
@@ -254,23 +268,6 @@ def test_a_script_trains_around_parameter_servers(tmp_path):
     assert told[0]["strategy"] == "tensorflow parameter-server"
 
 
-def test_the_classic_form_runs_as_it_is(tmp_path):
-    script = tmp_path / "classic.py"
-    script.write_text(
-        textwrap.dedent(
-            """
-            import numpy as np
-            import tensorflow as tf
-
-            strategy = tf.distribute.MirroredStrategy()
-            with strategy.scope():
-                model = tf.keras.Sequential([tf.keras.layers.Dense(8, activation="relu"), tf.keras.layers.Dense(2)])
-                model.compile(optimizer="adam", loss="mse")
-            data = tf.data.Dataset.from_tensor_slices((np.ones((8, 4), "float32"), np.zeros((8, 2), "float32")))
-            model.fit(data.batch(4), epochs=2, verbose=2)
-            """
-        )
-    )
-    done = finish(start("train", "--backend", "tensorflow", "--script", script, cwd=tmp_path), 200)
-    assert done.code == 0, done.text[-3000:]
-    assert "Epoch 2/2" in done.out
+def test_the_classic_form_runs_as_it_is(mirrored):
+    """A strategy, a scope and a fit of the user's own, in a script that `phalanx train` runs."""
+    assert "Epoch 2/2" in (mirrored / "out").read_text()

@@ -10,6 +10,7 @@ import textwrap
 
 import pytest
 from command import ROOT, clean_environment
+from long_proofs import ALL, long_proof
 
 from phalanx.errors import ConfigError
 from phalanx.tune.space import SearchSpace
@@ -20,6 +21,7 @@ _SCRIPT = """
 import json
 from importlib.util import find_spec
 
+from long_proofs import ALL
 from test_tune_population import train as fit
 
 from phalanx import DistributedTuner, tune
@@ -66,8 +68,9 @@ found = {}
 with open_cluster(num_cpus=2):
     found["asha"] = halving()
     found["again"] = halving(resume=True)
-    found["pbt"] = population()
-    found["mlflow"] = tracked_runs() if find_spec("mlflow") else None
+    if ALL:
+        found["pbt"] = population()
+        found["mlflow"] = tracked_runs() if find_spec("mlflow") else None
     try:
         DistributedTuner(curve, {"x": 1}, engine="ray", num_workers=64, study_dir="big").tune(num_samples=1)
     except Exception as error:
@@ -87,6 +90,7 @@ def found(tmp_path_factory):
     (folder / "search.py").write_text(textwrap.dedent(_SCRIPT))
     path = f"{ROOT}:{ROOT / 'tests'}:{ROOT / 'tests/engines'}"
     env = {**clean_environment(PHALANX_DEVICE="cpu", OMP_NUM_THREADS="1"), "PYTHONPATH": path, "TMPDIR": "/tmp"}
+    env["PHALANX_ALL_TESTS"] = str(int(ALL))
     env["RAY_raylet_start_wait_time_s"] = "120"  # a busy machine takes its time
     words = ["unshare", "-n", "sh", "-c", 'ip link set lo up && exec "$0" search.py', sys.executable]
     done = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, timeout=560, check=False)
@@ -110,6 +114,7 @@ def test_a_restored_search_has_every_trial_and_runs_none_again(found):
     assert "best: trial 0, loss 1.25" in shown
 
 
+@long_proof
 def test_an_exploit_on_ray_copies_weights_and_perturbs(found):
     import torch
 
@@ -126,6 +131,7 @@ def test_an_exploit_on_ray_copies_weights_and_perturbs(found):
     assert [state for _, state, *_ in told["pbt"]] == ["finished", "finished"]
 
 
+@long_proof
 def test_mlflow_shows_trials_on_ray_below_their_search(found):
     runs = found[1]["mlflow"]
     if runs is None:
