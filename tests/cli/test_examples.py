@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from long_proofs import long_proof
 from ranks import RecordingConsole
 
 from phalanx.launch import LaunchSpec, ScriptTarget, launch
@@ -107,6 +108,7 @@ def test_a_loop_of_ones_own_goes_on_from_its_checkpoint(run_example):
     assert float(second.split()[-1]) > float(first.splitlines()[0].split()[-1])
 
 
+@long_proof
 def test_the_benchmark_measures_every_number_of_ranks_and_draws(tmp_path):
     small = ["--steps=10", "--width=32", "--layers=1", "--time=16", "--batch-size=4"]
     words = [

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from long_proofs import long_proof
 from ranks import RecordingConsole
 
 from phalanx.launch import LaunchSpec, ScriptTarget, launch
@@ -102,6 +103,7 @@ def test_checkpoints_go_from_two_ranks_to_three_and_to_one(run_example):
     assert f"step 0, loss {loss}" in run_example(script, "--weights", "kept/weights.safetensors", "--steps", "0")
 
 
+@long_proof
 @pytest.mark.timeout(240)
 def test_three_axes_are_proved_equal_to_one_process(tmp_path):
     text = run_python(ADVANCED / "hybrid_parallelism.py", "--layers", 2, "--steps", 2, cwd=tmp_path)

@@ -51,6 +51,7 @@ def accuracy(text: str) -> float:
     return float(re.findall(r"accuracy ([\d.]+)", text)[-1])
 
 
+@long_proof
 def test_training_moves_between_stages_and_its_weights_serve(run_example, tmp_path):
     """One epoch by stage 1 on one rank, the next by stage 3 on two, a third without DeepSpeed; then its inference."""
     common = ("--checkpoint-dir", "ckpt", "--resume", "--epochs")

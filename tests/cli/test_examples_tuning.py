@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from command import ROOT, clean_environment
+from long_proofs import long_proof
 
 EXAMPLES = ROOT / "examples" / "08-tuning"
 
@@ -34,6 +35,7 @@ def test_the_function_saves_epochs(tmp_path):
     assert (tmp_path / "asha/study.html").exists()
 
 
+@long_proof
 def test_the_population_exchanges_weights(tmp_path):
     text = run("bash", EXAMPLES / "population.sh", "--num-samples", 3, "--epochs", 2, cwd=tmp_path)
     trials = json.loads((tmp_path / "population/trials.json").read_text())

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from long_proofs import long_proof
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -174,6 +175,7 @@ def own_loop(stage: int | None, **settings) -> tuple[dict, float, float]:
     return dict(model.state_dict()), held, loss
 
 
+@long_proof
 @installed
 def test_a_loop_of_ones_own(ranks):
     expected, _, loss = ranks(own_loop, None, world_size=1)[0]
@@ -369,6 +371,7 @@ def test_a_train_batch_size_is_divided_or_refused():
         plan_mesh(DistributedConfig(deepspeed_config=given, batch_size=8), 4, 4)
 
 
+@long_proof
 @installed
 def test_a_plain_process_gets_the_whole_weights_back(tmp_path, monkeypatch, warm_process):
     """`fit` starts the ranks; stage 3 leaves each with parts. Then evaluation, which needs no engine, agrees."""

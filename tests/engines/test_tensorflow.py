@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -15,7 +16,9 @@ from command import clean_environment, finish, start
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytest.importorskip("tensorflow", reason="TensorFlow is not installed: pip install 'phalanx[tensorflow]'")
+# Not importorskip: TensorFlow takes long to import, and only the tests' own processes need it.
+if importlib.util.find_spec("tensorflow") is None:
+    pytest.skip("TensorFlow is not installed: pip install 'phalanx[tensorflow]'", allow_module_level=True)
 
 pytestmark = pytest.mark.timeout(240)
 
