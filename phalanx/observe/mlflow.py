@@ -35,7 +35,7 @@ class MlflowSink:
         params: Mapping[str, Any] | None = None,
         run_dir: Path | None = None,
     ) -> None:
-        self._mlflow = _import_mlflow()
+        self._mlflow = import_mlflow()
         self._status = "KILLED"
         self._run_dir = run_dir
         active = self._mlflow.active_run()
@@ -106,7 +106,8 @@ def _as_params(mlflow: Any, values: Mapping[str, str]) -> list[Any]:
     return [mlflow.entities.Param(name, value) for name, value in values.items()]
 
 
-def _import_mlflow() -> Any:
+def import_mlflow() -> Any:
+    """Import MLflow, or say what brings it."""
     try:
         import mlflow
     except ImportError as error:

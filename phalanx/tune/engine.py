@@ -6,6 +6,7 @@ import functools
 import math
 import shutil
 import signal
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -61,7 +62,7 @@ class Plan:
         return self.num_samples if self.search.size is None else min(self.num_samples, self.search.size)
 
 
-class Engine:
+class Engine(ABC):
     """Starts trials, follows them, and records how they ended. What runs next is the subclass's affair."""
 
     points: Points | None = None
@@ -91,16 +92,16 @@ class Engine:
             self._leave()
         return self.trials
 
+    @abstractmethod
     def fill(self, pool: Pool) -> None:
         """Start what may be started now."""
-        raise NotImplementedError
 
     def judge(self) -> None:
         """Give the verdicts that can be given now."""
 
+    @abstractmethod
     def outcome(self, trial: Trial, ending: Ending) -> State:
         """Return how a trial stands whose run ended well."""
-        raise NotImplementedError
 
     def start(self, trial: Trial, pool: Pool, *, stop_at: int | None = None) -> None:
         """Start a trial, or start it again; `stop_at`: the iteration after which it is to leave."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from phalanx.errors import UsageError
+from phalanx.observe.mlflow import import_mlflow
 from phalanx.tune.trial import State
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class MlflowTracking:
     """
 
     def __init__(self, config: DistributedConfig, name: str, objective: Objective, folder: Path) -> None:
-        mlflow = _import_mlflow()
+        mlflow = import_mlflow()
         self.uri = mlflow.get_tracking_uri() if mlflow.is_tracking_uri_set() else f"sqlite:///{Path.cwd()}/mlflow.db"
         self._objective = objective
         self._experiment = self._experiment_id(config.mlflow_experiment or "phalanx")
@@ -54,7 +54,7 @@ class MlflowTracking:
 
     @property
     def _client(self) -> Any:
-        return _import_mlflow().MlflowClient(tracking_uri=self.uri)
+        return import_mlflow().MlflowClient(tracking_uri=self.uri)
 
     def _experiment_id(self, name: str) -> str:
         known = self._client.get_experiment_by_name(name)
@@ -108,13 +108,3 @@ def open_tracking(config: DistributedConfig, name: str, objective: Objective, fo
     """Return what reports the search, as the settings of its trials say."""
     wanted = config.mlflow_tracking or config.mlflow_experiment is not None
     return MlflowTracking(config, name, objective, folder) if wanted else NoTracking()
-
-
-def _import_mlflow() -> Any:
-    try:
-        import mlflow
-    except ImportError as error:
-        raise UsageError(
-            "mlflow_tracking needs MLflow, which is not installed", hint="Run: pip install 'phalanx[mlflow]'"
-        ) from error
-    return mlflow
