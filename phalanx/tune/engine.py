@@ -96,7 +96,7 @@ class Engine(ABC):
     def fill(self, pool: Pool) -> None:
         """Start what may be started now."""
 
-    def judge(self) -> None:
+    def judge(self) -> None:  # noqa: B027 - not every engine has any
         """Give the verdicts that can be given now."""
 
     @abstractmethod

@@ -11,10 +11,10 @@ from phalanx.config import DistributedConfig
 from phalanx.errors import UsageError
 from phalanx.observe.gate import GATE, Gate
 from phalanx.tune import reporting
-from phalanx.tune.engine import Engine
+from phalanx.tune.engine import IndependentTrials
 from phalanx.tune.objective import Objective
 from phalanx.tune.population import exploits
-from phalanx.tune.schedulers import Asha, Median, Points
+from phalanx.tune.schedulers import Asha, Median, Points, make_scheduler
 from phalanx.tune.slots import plan_slots
 from phalanx.tune.table import LiveTable
 from phalanx.tune.trial import State, Trial
@@ -140,7 +140,8 @@ def test_a_trial_without_the_metric_ends_the_search_only_while_nobody_measures_i
     def is_measured(*others):
         ended = Trial(0, {}, Path("/nowhere"), State.FINISHED, {1: {"accuracy": 1.0}})
         plan = SimpleNamespace(objective=LOSS, slots=SimpleNamespace(places=(0, 1)))
-        return Engine(plan, SimpleNamespace(trials=lambda: [ended, *others]), None)._is_measured(besides=ended)
+        record = SimpleNamespace(trials=lambda: [ended, *others])
+        return IndependentTrials(plan, record, None, make_scheduler("none", eta=3, grace=1))._is_measured(besides=ended)
 
     assert not is_measured(), "the only one"
     assert not is_measured(trial(1, state=State.FAILED)), "the other came to nothing"
