@@ -13,7 +13,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
 # The tail of the list is what a first optimizer step, data loader worker or checkpoint imports by itself.
 _MODULES = (
@@ -38,10 +38,17 @@ _WHERE_PRESENT = ("torch.profiler._cupti_monitor", "torch.distributed.checkpoint
 
 def preload() -> None:
     """Import everything on the list, and let ranks share the pages it lies in."""
+    for _ in import_one_by_one():
+        continue
+
+
+def import_one_by_one(first: Sequence[str] = ()) -> Iterator[None]:
+    """Import `first` and everything on the list, with a pause after each for who has something else to do."""
     # Modules do not become garbage: looking for some between their imports costs a sixth of the time.
     gc.disable()
-    for name in _MODULES:
+    for name in (*first, *_MODULES):
         importlib.import_module(name)
+        yield
     for name in _WHERE_PRESENT:
         _import_if_possible(name)
     # Objects that the collector never touches stay in pages that ranks share.

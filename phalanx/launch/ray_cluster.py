@@ -1,27 +1,19 @@
-"""A Ray cluster for as long as it is needed: one that is there already, or a quiet local one that goes again.
-
-A local Ray binds to 127.0.0.1, starts no dashboard, sends no usage figures, and asks for a token that only this
-process and its workers know (in the environment, not in a file at home).
-"""
+"""A Ray cluster for as long as it is needed: one that is there already, or a quiet local one that goes again."""
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
-import secrets
-import shutil
-import signal
 import socket
 import sys
-import tempfile
-import threading
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from phalanx.errors import UsageError
+from phalanx.launch.ray_local import local_ray
+from phalanx.launch.ray_surroundings import own_sigterm, surroundings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -31,8 +23,6 @@ PROBE_SECONDS = 5.0
 _SCHEME = "ray://"
 _CLIENT_PORT = 10001
 _BUSY_HEAD = "Starting Ray client server failed"
-_LONGEST_TEMP = 24
-"""Ray puts sockets some 80 characters deeper, and their paths must stay below 108."""
 _SETTINGS_FRAME = b"\x04"
 _HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0" + _SETTINGS_FRAME + b"\0" + b"\0\0\0\0"
 _QUIET = {
@@ -78,10 +68,8 @@ def open_cluster(
     `address` is ray://host:port (Ray's client), host:port or "auto" (this machine is part of the cluster). A Ray that
     this process has initialised already is used as it is, and left alone.
     """
-    with _surroundings(_QUIET):
-        import ray
-
-        if ray.is_initialized():
+    with surroundings(_QUIET):
+        if "ray" in sys.modules and sys.modules["ray"].is_initialized():
             yield Cluster("the Ray that this process has joined", is_client=_is_client())
             return
         address = address or os.environ.get("RAY_ADDRESS") or None
@@ -122,34 +110,15 @@ def _join_patiently(address: str, notice: Callable[[str], None]) -> None:
 def _join(address: str) -> None:
     import ray
 
-    with _own_sigterm():
+    with own_sigterm():
         ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
 
 
 @contextmanager
 def _local(num_cpus: float | None, num_gpus: int | None, notice: Callable[[str], None]) -> Iterator[Cluster]:
-    import ray
-
     notice("starting a local Ray")
-    folder = tempfile.mkdtemp(prefix="ray-", dir=_short_temp())
-    # Ray itself turns tokens on for a cluster that it starts; with one in the environment it writes none to a file.
-    with _surroundings({"RAY_AUTH_TOKEN": _token()}, also="RAY_AUTH_MODE"):
-        try:
-            with _own_sigterm():
-                ray.init(
-                    "local",
-                    num_cpus=None if num_cpus is None else int(max(1, -(-num_cpus // 1))),
-                    num_gpus=num_gpus,
-                    include_dashboard=False,
-                    log_to_driver=False,
-                    logging_level=logging.ERROR,
-                    _temp_dir=folder,
-                    _node_ip_address="127.0.0.1",
-                )
-            yield Cluster("the local Ray", started_here=True)
-        finally:
-            ray.shutdown()
-            shutil.rmtree(folder, ignore_errors=True)
+    with local_ray(num_cpus, num_gpus):
+        yield Cluster("the local Ray", started_here=True)
 
 
 def check_address(address: str) -> None:
@@ -270,40 +239,3 @@ def _of_all(nodes: list[dict[str, float]]) -> str:
 def _is_client() -> bool:
     client: Any = import_module("ray.util.client").ray
     return bool(client.is_connected())
-
-
-@functools.cache
-def _token() -> str:
-    """Return this process's token: Ray reads it once, so a second local Ray must have the same."""
-    return os.environ.get("RAY_AUTH_TOKEN") or secrets.token_hex(32)
-
-
-def _short_temp() -> str:
-    usual = tempfile.gettempdir()
-    return usual if len(usual) <= _LONGEST_TEMP or not os.path.isdir("/tmp") else "/tmp"
-
-
-@contextmanager
-def _surroundings(variables: Mapping[str, str], also: str = "") -> Iterator[None]:
-    """Set environment variables that the user has not set, and take them back, `also` one that Ray may set itself."""
-    before = set(os.environ)
-    ours = {name: value for name, value in variables.items() if name not in os.environ}
-    os.environ.update(ours)
-    try:
-        yield
-    finally:
-        for name in {*ours, also} - before:
-            os.environ.pop(name, None)
-
-
-@contextmanager
-def _own_sigterm() -> Iterator[None]:
-    """Keep the handler of SIGTERM that was there: Ray's ends the process without a word."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before: Any = signal.getsignal(signal.SIGTERM)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

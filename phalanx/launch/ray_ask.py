@@ -1,0 +1,55 @@
+"""What the raylet of a local Ray executes for a worker: ask the warm process for a fork, and be gone.
+
+A script that imports next to nothing, run as Ray runs its own two (`setup_worker.py` before a worker with a runtime
+environment, `default_worker.py` otherwise). Without a warm process those are executed instead.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+
+WARM = "PHALANX_RAY_WARM"
+"""The variable that names the socket of the warm process."""
+_FORKED = b"+"
+
+
+def main() -> None:
+    """Hand over arguments, environment, folder and the three standard streams."""
+    if not _is_forked(os.environ.get(WARM, "")):
+        become_rays_own(sys.argv[1:])
+
+
+def _is_forked(address: str) -> bool:
+    request = {"arguments": sys.argv[1:], "env": dict(os.environ), "folder": os.getcwd()}
+    body = os.memfd_create("worker", os.MFD_CLOEXEC)
+    os.write(body, json.dumps(request).encode())
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as line:
+        try:
+            line.connect(address)
+            socket.send_fds(line, [_FORKED], [body, 0, 1, 2])
+            return line.recv(1) == _FORKED
+        except OSError:
+            return False
+
+
+def become_rays_own(arguments: list[str]) -> None:
+    """Execute the script of Ray's that these arguments were meant for."""
+    ours, default = os.path.abspath(__file__), rays_own("default_worker.py")
+    script = rays_own("setup_worker.py") if ours in arguments else default
+    os.environ.pop(WARM, None)
+    words = [default if word == ours else word for word in arguments]
+    os.execv(sys.executable, [sys.executable, script, *words])
+
+
+def rays_own(name: str) -> str:
+    """Return the path of a script with which Ray starts workers."""
+    import ray._private.workers as workers
+
+    return os.path.join(os.path.dirname(str(workers.__file__)), name)
+
+
+if __name__ == "__main__":
+    main()

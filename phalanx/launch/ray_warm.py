@@ -1,0 +1,143 @@
+"""The warm process of a local Ray: imports Ray Train and torch once, then forks Ray's workers in milliseconds.
+
+Ray starts some eight processes for a run, each of which would import the same for seconds. It runs as
+`python -m phalanx.launch.ray_warm <fd> <pid>`; `ray_ask` is what the raylet executes instead of a worker.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from phalanx.launch import ray_ask, wire
+from phalanx.launch.preload import import_one_by_one
+from phalanx.launch.process import die_with, set_name
+from phalanx.launch.warm import import_settings
+
+Job = Callable[[], None]
+
+_MODULES = ("ray._private.workers", "phalanx.launch.ray_fit", "phalanx.launch.ray_conductor")
+
+_FOR_SETUP = ("--serialized-runtime-env-context=", "--language=")
+_SET_BY_RAY = ("PYTHONBREAKPOINT", "PYTHONUNBUFFERED")
+
+
+class RayWarm:
+    """Takes requests at a socket, one after the other; ends with the process that started it."""
+
+    def __init__(self, listener: socket.socket, owner: int) -> None:
+        self._listener = listener
+        self._owner = os.pidfd_open(owner)
+        self._settings = _settings()  # torch sets some itself when it is imported
+
+    def serve(self) -> Job:
+        """Fork for whoever asks, between the imports too; return, in a fork, what it is to do."""
+        for _ in import_one_by_one(_MODULES):
+            while self._is_asked(0.0):
+                if (job := self._take()) is not None:
+                    return job
+        while True:
+            if self._is_asked(None) and (job := self._take()) is not None:
+                return job
+
+    def _is_asked(self, seconds: float | None) -> bool:
+        ready, _, _ = select.select([self._listener, self._owner], [], [], seconds)
+        if self._owner in ready:
+            os._exit(0)  # the kernel ends the forks
+        return bool(ready)
+
+    def _take(self) -> Job | None:
+        line, _ = self._listener.accept()
+        with line:
+            received = wire.receive(line)
+            if received is None:
+                return None
+            request, streams = received
+            parent = os.getpid()
+            if os.fork() == 0:
+                os.setpgid(0, 0)  # Ray ends a worker with its whole group
+                die_with(parent)
+                self._listener.close()
+                os.close(self._owner)
+                return lambda: _become(request, streams, self._settings)
+            line.send(b"+")
+        for stream in streams:
+            os.close(stream)
+        return None
+
+
+def _become(request: dict[str, Any], streams: list[int], imported_under: dict[str, str]) -> None:
+    """Turn this fresh fork into the worker that Ray meant."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    gc.enable()
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
+        os.close(stream)
+    os.environ.clear()
+    os.environ.update(request["env"])
+    os.chdir(request["folder"])
+    arguments = _worker_arguments(request["arguments"])
+    if arguments is None or _settings() != imported_under:
+        ray_ask.become_rays_own(request["arguments"])
+        return
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()  # else every fork would draw the same
+    script = ray_ask.rays_own("default_worker.py")
+    sys.argv = [script, *arguments]
+    runpy.run_path(script, run_name="__main__")
+
+
+def _settings() -> dict[str, str]:
+    """Return the variables that count while modules are imported, without those that Ray itself sets for workers."""
+    return {name: value for name, value in import_settings(os.environ).items() if name not in _SET_BY_RAY}
+
+
+def _worker_arguments(given: list[str]) -> list[str] | None:
+    """Take on a runtime environment of variables alone, and return the worker's own arguments; None: leave it to Ray."""
+    for_setup, arguments = _parted(given)
+    if for_setup is None:
+        return arguments
+    context = json.loads(for_setup.get("--serialized-runtime-env-context") or "{}")
+    others = {name: value for name, value in context.items() if value and name not in ("env_vars", "py_executable")}
+    if others or for_setup.get("--language") != "PYTHON" or context.get("py_executable") not in (None, sys.executable):
+        return None
+    from ray._private.utils import update_envs
+
+    update_envs(context.get("env_vars") or {})
+    return arguments
+
+
+def _parted(given: list[str]) -> tuple[dict[str, str] | None, list[str]]:
+    """Part what is for the setup of a worker, if it was to run before it, from what is for the worker."""
+    ours = os.path.abspath(ray_ask.__file__)
+    if ours not in given:
+        return None, given
+    for_setup = [word for word in given if word.startswith(_FOR_SETUP)]
+    return dict(word.split("=", 1) for word in for_setup), [
+        word for word in given if word != ours and word not in for_setup
+    ]
+
+
+def main() -> None:
+    """Serve the process whose id is the second argument at the socket that is the first."""
+    descriptor, owner = (int(word) for word in sys.argv[1:])
+    listener = socket.socket(fileno=descriptor)
+    listener.set_inheritable(False)
+    set_name("phalanx-ray-warm")
+    # Nobody waits for the forks: Ray watches its workers by their sockets.
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    RayWarm(listener, owner).serve()()
+
+
+if __name__ == "__main__":
+    main()
