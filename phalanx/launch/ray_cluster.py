@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 import sys
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,19 +11,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from phalanx.errors import UsageError
+from phalanx.launch.ray_address import SCHEME, check_address
 from phalanx.launch.ray_local import local_ray
 from phalanx.launch.ray_surroundings import own_sigterm, surroundings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-PROBE_SECONDS = 5.0
-"""How long an address may take to answer at all."""
-_SCHEME = "ray://"
-_CLIENT_PORT = 10001
 _BUSY_HEAD = "Starting Ray client server failed"
-_SETTINGS_FRAME = b"\x04"
-_HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0" + _SETTINGS_FRAME + b"\0" + b"\0\0\0\0"
 _QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_DISABLE_IMPORT_WARNING": "1",
@@ -89,7 +83,7 @@ def _connected(address: str, notice: Callable[[str], None]) -> Iterator[Cluster]
     notice(f"connecting to Ray at {address}")
     _join_patiently(address, notice)
     try:
-        yield Cluster(f"the Ray cluster at {address}", is_client=address.startswith(_SCHEME))
+        yield Cluster(f"the Ray cluster at {address}", is_client=address.startswith(SCHEME))
     finally:
         ray.shutdown()
 
@@ -119,58 +113,6 @@ def _local(num_cpus: float | None, num_gpus: int | None, notice: Callable[[str],
     notice("starting a local Ray")
     with local_ray(num_cpus, num_gpus):
         yield Cluster("the local Ray", started_here=True)
-
-
-def check_address(address: str) -> None:
-    """Refuse an address that is malformed or where nobody listens, within seconds; Ray itself would try for minutes."""
-    if address in ("auto", "local"):
-        return
-    rest = address.removeprefix(_SCHEME)
-    if "://" in rest:
-        scheme = rest.split("://")[0]
-        raise UsageError(
-            f"address '{address}' begins with '{scheme}://', which is no way to reach Ray.",
-            hint="Write ray://head:10001 (Ray's client), head:6379 (from a machine of the cluster) or auto.",
-        )
-    host, separator, port = rest.rpartition(":")
-    if not separator and address.startswith(_SCHEME):
-        host, port = rest, str(_CLIENT_PORT)
-    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
-        raise UsageError(f"address '{address}' is no host:port.", hint="Write it like ray://head:10001 or head:6379.")
-    _probe(address, host.strip("[]"), int(port))
-
-
-def _probe(address: str, host: str, port: int) -> None:
-    try:
-        with socket.create_connection((host, port), timeout=PROBE_SECONDS) as connection:
-            speaks = os.environ.get("RAY_USE_TLS") == "1" or _speaks_grpc(connection)
-    except OSError as error:
-        why = "no answer" if isinstance(error, TimeoutError) else (error.strerror or str(error)).lower()
-        raise _nobody(
-            address, f"a connection to {host} port {port} was tried for up to {PROBE_SECONDS:g} s: {why}"
-        ) from error
-    if not speaks:
-        raise _nobody(address, f"what listens at {host} port {port} did not answer as Ray does in {PROBE_SECONDS:g} s")
-
-
-def _speaks_grpc(connection: socket.socket) -> bool:
-    """Greet as HTTP/2 clients do, and see whether a frame of settings comes back, as from any gRPC server."""
-    connection.sendall(_HTTP2_GREETING)
-    answer = b""
-    try:
-        while len(answer) < 4 and (more := connection.recv(9)):
-            answer += more
-    except TimeoutError:
-        return False
-    return answer[3:4] == _SETTINGS_FRAME
-
-
-def _nobody(address: str, tried: str) -> UsageError:
-    return UsageError(
-        f"no Ray answers at {address} ({tried}).",
-        hint="On the head node, `ray status` says whether Ray runs; ray:// is port 10001 of the head, host:port is "
-        "6379 unless `ray start --port` said otherwise. Leave address out for a local Ray.",
-    )
 
 
 def _refused(address: str, error: Exception) -> UsageError:

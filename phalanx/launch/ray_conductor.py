@@ -32,6 +32,8 @@ class Arrangement:
     storage: str
     name: str
     resize_seconds: float = 20.0
+    own_ray: bool = False
+    """Whether the Ray was started for this run and ends with it."""
 
 
 class Conductor:

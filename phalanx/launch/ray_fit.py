@@ -11,7 +11,7 @@ from ray.train import DataConfig, TrainingFailedError
 from ray.train.backend import Backend, BackendConfig
 from ray.train.v2.api.callback import UserCallback
 from ray.train.v2.api.config import FailureConfig, RunConfig, ScalingConfig  # ray.train shows type checkers V1's
-from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer as RaysTrainer
 
 from phalanx.launch.ray_worker import run_rank
 
@@ -54,9 +54,25 @@ class _TellLosses(UserCallback):
         ray.get(self._conductor.post.remote([{"lost": lost}]))
 
 
+class _Trainer(RaysTrainer):
+    """Ray's own, which on a Ray of the run's own needs nobody to tidy up after it: all of it goes with the run.
+
+    That actor would ask the dashboard every second, and where there is none wait for it at the end.
+    """
+
+    keeps_tidier = True
+
+    def _create_default_callbacks(self) -> list[Any]:
+        callbacks: list[Any] = super()._create_default_callbacks()
+        return [one for one in callbacks if self.keeps_tidier or type(one).__name__ != _TIDIER]
+
+
+_TIDIER = "PlacementGroupCleanerCallback"
+
+
 def fit(arrangement: Arrangement, order: RankOrder, data: dict[str, Any], conductor: Any) -> str:
     """Run the order on workers of Ray Train until it ends; return what went wrong, or nothing."""
-    trainer = DataParallelTrainer(
+    trainer = _Trainer(
         run_rank,
         train_loop_config={"order": order, "conductor": conductor},
         backend_config=_Telling(conductor),
@@ -76,6 +92,7 @@ def fit(arrangement: Arrangement, order: RankOrder, data: dict[str, Any], conduc
         datasets=data,
         dataset_config=DataConfig(datasets_to_split=["train"] if "train" in data else []),
     )
+    trainer.keeps_tidier = not arrangement.own_ray
     try:
         trainer.fit()
     except (TrainingFailedError, RayActorError) as error:  # the latter: the launcher has ended it

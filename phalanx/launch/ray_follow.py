@@ -14,6 +14,7 @@ from phalanx.launch.blame import RankExit, find_guilty
 from phalanx.launch.failure import Failure
 from phalanx.launch.output import LineSplitter, log_path, log_tail
 from phalanx.launch.policy import WELL, stopped
+from phalanx.launch.ray_seats import Seats
 from phalanx.launch.record import record_path
 from phalanx.launch.reminders import MOMENTS, Reminder, in_words
 from phalanx.launch.report import explain
@@ -45,6 +46,7 @@ class Follower:
         self._attempt = -1
         self._world_size = starter.workers
         self._lines = LineSplitter()
+        self._seats = Seats()
         self._records: dict[int, dict[str, Any]] = {}
         self._ends: dict[int, tuple[int, str]] = {}
         self._failure: Failure | None = None
@@ -60,6 +62,8 @@ class Follower:
                 return self._follow(inbox)
         except (ray.exceptions.RayError, ConnectionError) as error:
             return LaunchResult(1, self._attempt + 1, self._without_ray(str(error)))
+        finally:
+            self._seats.tidy()
 
     def _follow(self, inbox: SignalInbox) -> LaunchResult:
         import ray
@@ -103,6 +107,8 @@ class Follower:
             "begun": self._take_begun,
             "lost": self._take_lost,
             "ended": self._take_ended,
+            "seat": self._seats.take,
+            "at": self._seats.take,
             "files": self._take_files,
         }
         takers[next(iter(letter))](letter)
@@ -145,6 +151,7 @@ class Follower:
                 f"{why}restart {self._attempt} with {self._world_size} rank{'s' * (self._world_size > 1)}"
             )
         self._failure = None
+        self._seats.tidy()
         self._records.clear()
         self._ends.clear()
         for rank in range(self._starter.workers):
@@ -211,7 +218,7 @@ class Follower:
             guilty,
             label=self._spec.label(guilty.rank),
             host=guilty.record["host"] if guilty.record else self._ends[guilty.rank][1],
-            step=None,
+            step=self._seats.step(guilty.rank),
             killed_for_memory=False,
             log=log_path(self._spec.log_dir, guilty.rank),
         )
@@ -223,6 +230,8 @@ class Follower:
             exit_code=128 + signal.SIGKILL,
             rank=rank,
             label=self._spec.label(rank),
+            host=self._seats.host(rank),
+            step=self._seats.step(rank),
             others_stopped=self._world_size - 1,
             logs=str(log_path(self._spec.log_dir, rank)),
         )

@@ -69,7 +69,7 @@ def local_ray(num_cpus: float | None, num_gpus: int | None) -> Iterator[None]:
                 yield
     finally:
         import_module("ray").shutdown()
-        os.environ.get("KEEPRAY") or shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _init(address: str, **more: Any) -> None:
@@ -109,10 +109,11 @@ def _node(folder: Path, resources: dict[str, int | None]) -> Iterator[str]:
     node: Any = import_module("ray._private.node")
     parameter: Any = import_module("ray._private.parameter")
 
-    class Quiet(node.Node):  # type: ignore[misc, name-defined]
+    class Quiet(node.Node):  # type: ignore[misc]
         def start_api_server(self, **_: Any) -> None:
             """Start none: it serves the dashboard, and takes seconds to say that there is none."""
 
+    import_module("ray._raylet").Config.initialize("")  # reads the token's mode from the environment, again
     script = os.path.abspath(ray_ask.__file__)
     asked = parameter.RayParams(
         **resources,

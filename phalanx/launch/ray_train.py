@@ -182,6 +182,7 @@ class _Run:
             max_failures=self._max_failures(),
             storage=str(folder.parent),
             name=folder.name,
+            own_ray=self._cluster.started_here,
         )
 
     def _max_failures(self) -> int:

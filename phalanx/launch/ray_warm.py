@@ -14,7 +14,8 @@ import select
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from phalanx.launch import ray_ask, wire
@@ -36,20 +37,25 @@ class RayWarm:
     def __init__(self, listener: socket.socket, owner: int) -> None:
         self._listener = listener
         self._owner = os.pidfd_open(owner)
+        self._draw_apart: bool | None = None
+        """Whether forks draw different random numbers for Ray's ids; None: it has to be tried."""
         self._settings = _settings()  # torch sets some itself when it is imported
 
     def serve(self) -> Job:
         """Fork for whoever asks, between the imports too; return, in a fork, what it is to do."""
-        for _ in import_one_by_one(_MODULES):
-            while self._is_asked(0.0):
-                if (job := self._take()) is not None:
-                    return job
+        with _classes_named_by_the_kernel():
+            for _ in import_one_by_one(_MODULES):
+                self._draw_apart = None
+                while self._is_asked(0.0):
+                    if (job := self._take()) is not None:
+                        return job
         while True:
             if self._is_asked(None) and (job := self._take()) is not None:
                 return job
 
     def _is_asked(self, seconds: float | None) -> bool:
-        ready, _, _ = select.select([self._listener, self._owner], [], [], seconds)
+        descriptors = [self._listener.fileno(), self._owner]
+        ready, _, _ = select.select(descriptors, [], [], seconds)
         if self._owner in ready:
             os._exit(0)  # the kernel ends the forks
         return bool(ready)
@@ -61,21 +67,59 @@ class RayWarm:
             if received is None:
                 return None
             request, streams = received
+            if self._draw_apart is None:
+                self._draw_apart = _drawn_in_a_fork() != _drawn_in_a_fork()
             parent = os.getpid()
             if os.fork() == 0:
                 os.setpgid(0, 0)  # Ray ends a worker with its whole group
                 die_with(parent)
                 self._listener.close()
                 os.close(self._owner)
-                return lambda: _become(request, streams, self._settings)
-            line.send(b"+")
+                return lambda: _become(request, streams, self._settings if self._draw_apart else None)
+            with suppress(OSError):  # who asked was killed meanwhile; Ray will miss the worker and ask again
+                line.send(b"+")
         for stream in streams:
             os.close(stream)
         return None
 
 
-def _become(request: dict[str, Any], streams: list[int], imported_under: dict[str, str]) -> None:
-    """Turn this fresh fork into the worker that Ray meant."""
+@contextmanager
+def _classes_named_by_the_kernel() -> Iterator[None]:
+    """Let classes of actors take their random ids from the kernel while they are defined.
+
+    Ray's own generator must not have been used before the fork: from then on all forks would draw the same ids.
+    """
+    import ray.actor
+
+    usual: Any = ray.actor.ActorClassID
+
+    class FromTheKernel:
+        @staticmethod
+        def from_random() -> Any:
+            return usual(os.urandom(usual.size()))
+
+    ray.actor.ActorClassID = FromTheKernel  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        ray.actor.ActorClassID = usual  # type: ignore[attr-defined]
+
+
+def _drawn_in_a_fork() -> bytes:
+    """Return an id as a fork would draw it."""
+    from ray import WorkerID
+
+    read_end, write_end = os.pipe()
+    if os.fork() == 0:
+        os.write(write_end, WorkerID.from_random().binary())
+        os._exit(0)
+    os.close(write_end)
+    with open(read_end, "rb") as file:
+        return file.read()
+
+
+def _become(request: dict[str, Any], streams: list[int], imported_under: dict[str, str] | None) -> None:
+    """Turn this fresh fork into the worker that Ray meant; by Ray's own script where the fork will not do."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     gc.enable()
     for number, stream in enumerate(streams):
@@ -101,7 +145,7 @@ def _settings() -> dict[str, str]:
 
 
 def _worker_arguments(given: list[str]) -> list[str] | None:
-    """Take on a runtime environment of variables alone, and return the worker's own arguments; None: leave it to Ray."""
+    """Take on a runtime environment of variables alone and return the worker's arguments; None: leave it to Ray."""
     for_setup, arguments = _parted(given)
     if for_setup is None:
         return arguments

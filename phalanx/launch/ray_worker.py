@@ -3,42 +3,34 @@
 from __future__ import annotations
 
 import io
-import json
 import logging
 import os
-import selectors
 import shutil
 import socket
 import sys
 import tempfile
-import threading
-from contextlib import contextmanager, redirect_stderr
+from contextlib import closing, redirect_stderr
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from phalanx.errors import EXIT_PREEMPTED
-from phalanx.launch import wire
 from phalanx.launch.environment import Place, rank_environment
 from phalanx.launch.joining import announce_joining
 from phalanx.launch.luggage import PAYLOAD_NAME, Luggage, unpack
 from phalanx.launch.preload import set_compute_threads
+from phalanx.launch.ray_post import Post, correspondence
 from phalanx.launch.record import exit_code_of, read_record, record_exception
 from phalanx.launch.spec import LaunchSpec
 from phalanx.launch.target import run_target
-from phalanx.observe import stop_wish
 from phalanx.observe.board import HeartbeatBoard, board_path
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from phalanx.launch.luggage import Unpacked
 
 UNDER_RAY = "PHALANX_UNDER_RAY"
 """Set in ranks that this module started."""
-_FLUSH_SECONDS = 0.1
-_CHUNK = 1 << 16
 _MOST_RETURNED = 1 << 30
 """Bytes of what a rank made that travel back to another machine."""
 
@@ -114,8 +106,10 @@ class _Rank:
     def run(self) -> int:
         """Run the target and return its exit code; whatever ended it is recorded."""
         self._log_dir.mkdir()
-        HeartbeatBoard.create(board_path(self._log_dir, self._place.node_rank), self._place.world_size).close()
-        with _correspondence(self._conductor, self.rank) as post:
+        path = board_path(self._log_dir, self._place.node_rank)
+        board = HeartbeatBoard.create(path, self._place.world_size)
+        with closing(board), correspondence(self._conductor, self.rank, board) as post:
+            post.letter({"seat": self.rank, "host": socket.gethostname(), "board": str(path)})
             code = self._run_target(post)
             record = read_record(self._log_dir, self.rank)
             if record is not None:
@@ -123,7 +117,7 @@ class _Rank:
             post.letter({"ended": code, "rank": self.rank, "host": socket.gethostname()})
         return code
 
-    def _run_target(self, post: _Post) -> int:
+    def _run_target(self, post: Post) -> int:
         try:
             unpacked = unpack(self._order.luggage, self._scratch)
             post.keeps_events = self.rank == 0 and not unpacked.in_place  # else the rank's own file is where it belongs
@@ -185,110 +179,3 @@ def made_beside(folder: Path, most: int = _MOST_RETURNED) -> dict[str, Any]:
         else:
             letter["left_out"][path.name] = size
     return letter
-
-
-class _Post:
-    """Collects what the rank prints and tells, and sends it home a few times a second."""
-
-    def __init__(self, conductor: Any, rank: int) -> None:
-        self._conductor = conductor
-        self._rank = rank
-        self.last_words = ""
-        self.keeps_events = False
-        """Whether the launcher is to write the run's events down: the rank's file is on another machine."""
-        self._letters: list[dict[str, Any]] = []
-        self._lock = threading.Lock()
-        self._output, self.output_end = os.pipe2(os.O_CLOEXEC)
-        self._events, self.events_end = wire.socket_pair()
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._carry, name="phalanx-post", daemon=True)
-        self._stop: Any = conductor.stop_reason.remote()
-        os.set_blocking(self._output, False)
-        self._events.setblocking(False)
-        self._thread.start()
-
-    def letter(self, letter: dict[str, Any]) -> None:
-        """Send one letter with the next batch."""
-        with self._lock:
-            self._letters.append(letter)
-
-    def close(self) -> None:
-        """Send the rest and wait until it has arrived."""
-        self._ended.set()
-        self._thread.join()
-        for end in (self._output, self.output_end):
-            os.close(end)
-        self._events.close()
-        self.events_end.close()
-
-    def _carry(self) -> None:
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._output, selectors.EVENT_READ)
-            selector.register(self._events, selectors.EVENT_READ)
-            while not self._ended.is_set():
-                selector.select(_FLUSH_SECONDS * 2)
-                self._ended.wait(_FLUSH_SECONDS)  # what comes in one burst travels in one letter
-                self._deliver()
-        self._deliver(wait=True)
-
-    def _deliver(self, *, wait: bool = False) -> None:
-        import ray
-
-        self._read()
-        with self._lock:
-            letters, self._letters = self._letters, []
-        if wait and self.last_words:
-            letters.append({"log": self.last_words.encode(), "rank": self._rank})
-        if letters:
-            sent = self._conductor.post.remote(letters)
-            if wait:
-                ray.get(sent)
-        if self._stop is not None and ray.wait([self._stop], timeout=0)[0]:
-            stop_wish.wish(ray.get(self._stop))
-            self._stop = None
-
-    def _read(self) -> None:
-        output = b""
-        while chunk := _read_some(self._output):
-            output += chunk
-        if output:
-            self.letter({"output": output, "rank": self._rank})
-        while data := _receive_some(self._events):
-            self.letter({"event": json.loads(data), "keep": self.keeps_events})
-
-
-def _read_some(descriptor: int) -> bytes:
-    try:
-        return os.read(descriptor, _CHUNK)
-    except BlockingIOError:
-        return b""
-
-
-def _receive_some(connection: socket.socket) -> bytes:
-    try:
-        return connection.recv(1 << 18)
-    except BlockingIOError:
-        return b""
-
-
-@contextmanager
-def _correspondence(conductor: Any, rank: int) -> Iterator[_Post]:
-    """Send home what is printed here, to whichever stream and from whatever library, and the events of the loop."""
-    post = _Post(conductor, rank)
-    before = [os.dup(1), os.dup(2)]
-    streams = sys.stdout, sys.stderr
-    for number in (1, 2):
-        os.dup2(post.output_end, number)
-    sys.stdout, sys.stderr = (os.fdopen(os.dup(number), "w", buffering=1) for number in (1, 2))
-    os.environ["PHALANX_EVENTS_FD"] = str(post.events_end.fileno())
-    try:
-        yield post
-    finally:
-        ours = sys.stdout, sys.stderr
-        sys.stdout, sys.stderr = streams
-        for stream in ours:
-            stream.close()
-        for number, saved in enumerate(before, start=1):
-            os.dup2(saved, number)
-            os.close(saved)
-        post.close()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx.errors import UsageError, unknown_name
 from phalanx.launch import prestart
-from phalanx.launch.ray_cluster import check_address
+from phalanx.launch.ray_address import check_address
 from phalanx.tune.charts import axes_and_lines
 from phalanx.tune.engine import Engine, IndependentTrials, Plan
 from phalanx.tune.objective import Objective

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from command import COMMAND, ROOT, Answer, finish, write_script
+from command import COMMAND, ROOT, Answer, finish, phalanx, write_script
 from long_proofs import ALL
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'phalanx[ray]'")
@@ -21,9 +23,9 @@ from ray_cluster_hosts import TwoMachines, in_a_namespace_of_its_own, ray_enviro
 
 from phalanx import DistributedConfig
 from phalanx.errors import UsageError
-from phalanx.launch import ray_cluster
+from phalanx.launch import ray_address, ray_cluster
 from phalanx.launch.luggage import PAYLOAD_NAME
-from phalanx.launch.ray_cluster import check_address
+from phalanx.launch.ray_address import check_address
 from phalanx.launch.ray_follow import describe_death
 from phalanx.launch.ray_train import read_resources, starter
 from phalanx.launch.ray_worker import made_beside
@@ -114,7 +116,8 @@ def test_a_killed_worker_restarts_from_the_checkpoint_and_ends_with_the_weights_
     answer = train(machines, on_ray, "--script", "train.py", "--num-workers", "2", "--max-restarts", "1", "--", "die")
     assert answer.code == 0, answer.text
     assert "rank 0 of 2 ends after die" in answer.out
-    assert re.search(r"rank 1 is gone: .*its process was killed", answer.err)  # by Ray's word, or by its own silence
+    # By Ray's word, or by its own silence.
+    assert re.search(rf"rank 1 on {socket.gethostname()} at step 5 is gone: .*its process was killed", answer.err)
     assert "restart 1 with 2 ranks" in answer.err
     assert [event["first_step"] for event in events(on_ray, "run_started")] == [0, 4]
     assert "ends after die" in (on_ray / "run/logs/rank-1.log").read_text()
@@ -190,6 +193,31 @@ def test_the_example_trains_on_ray_data_and_in_tune_trials_on_a_local_ray(tmp_pa
     assert not (tmp_path / ".ray").exists(), "a token was written into the home directory"
 
 
+def test_fsdp_times_tensor_parallel_on_rays_workers_trains_what_it_trains_without_ray(tmp_path):
+    reason = why_no_namespaces()
+    if reason is not None:
+        pytest.skip(reason)
+    layout = ("--strategy", "fsdp", "--tensor-parallel", "2", "--num-workers", "4")
+    words = ("train", "gpt", "--preset", "debug", *layout, "--max-steps", "3", "--device", "cpu", "--no-progress")
+    on_ray = ("--backend", "ray", "--cpus-per-worker", "0.5", "--run-dir", tmp_path / "ray/run")
+    process = subprocess.Popen(
+        in_a_namespace_of_its_own(*map(str, (*COMMAND, *words, *on_ray))),
+        cwd=tmp_path,
+        env=ray_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    answer = finish(process, 200)
+    assert answer.code == 0, answer.text
+    here = phalanx(*words, "--run-dir", tmp_path / "local/run")
+    assert here.code == 0, here.text
+    losses = [[event["loss"] for event in events(tmp_path / name, "step")] for name in ("ray", "local")]
+    assert losses[0][-1] < losses[0][0]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
 # --- what needs no cluster --------------------------------------------------------------------------------------
 
 
@@ -209,11 +237,27 @@ def test_a_wrong_address_is_refused_at_once(address, words):
 
 
 def test_a_port_that_does_not_speak_rays_language_is_refused_and_says_after_how_long(monkeypatch):
-    monkeypatch.setattr(ray_cluster, "PROBE_SECONDS", 0.3)
+    monkeypatch.setattr(ray_address, "PROBE_SECONDS", 0.3)
     with silent_port() as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
         with pytest.raises(UsageError, match=r"did not answer as Ray does in 0\.3 s"):
             check_address(address)
+
+
+@pytest.mark.parametrize(("scheme", "what"), [("ray://", "Ray's client server"), ("", "the head of a Ray cluster")])
+def test_a_server_that_speaks_grpc_but_is_no_ray_is_refused_at_once(scheme, what):
+    grpc = pytest.importorskip("grpc", reason="grpcio is not installed")
+    with ThreadPoolExecutor(1) as pool:
+        server = grpc.server(pool)
+        port = server.add_insecure_port("127.0.0.1:0")
+        server.start()
+        try:
+            began = time.monotonic()
+            with pytest.raises(UsageError, match=f"speaks gRPC, but is not {what}"):
+                check_address(f"{scheme}127.0.0.1:{port}")
+            assert time.monotonic() - began < 3
+        finally:
+            server.stop(None).wait()
 
 
 def test_resources_are_read_and_mistakes_named():

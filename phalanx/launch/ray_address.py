@@ -1,0 +1,96 @@
+"""Whether an address leads to a Ray, found out within seconds: Ray itself would try for minutes, in its own words."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+from phalanx.errors import UsageError
+
+SCHEME = "ray://"
+PROBE_SECONDS = 5.0
+"""How long an address may take to answer at all."""
+_CLIENT_PORT = 10001
+_SETTINGS_FRAME = b"\x04"
+_HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0" + _SETTINGS_FRAME + b"\0" + b"\0\0\0\0"
+_CLIENT = ("Ray's client server", "/ray.rpc.RayletDriver/ClusterInfo")
+_HEAD = ("the head of a Ray cluster", "/ray.rpc.NodeInfoGcsService/GetClusterId")
+"""What answers at an address of each kind, and a call that it knows."""
+
+
+def check_address(address: str) -> None:
+    """Refuse an address that is malformed or where nobody listens, within seconds; Ray itself would try for minutes."""
+    if address in ("auto", "local"):
+        return
+    rest = address.removeprefix(SCHEME)
+    if "://" in rest:
+        scheme = rest.split("://")[0]
+        raise UsageError(
+            f"address '{address}' begins with '{scheme}://', which is no way to reach Ray.",
+            hint="Write ray://head:10001 (Ray's client), head:6379 (from a machine of the cluster) or auto.",
+        )
+    host, separator, port = rest.rpartition(":")
+    if not separator and address.startswith(SCHEME):
+        host, port = rest, str(_CLIENT_PORT)
+    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+        raise UsageError(f"address '{address}' is no host:port.", hint="Write it like ray://head:10001 or head:6379.")
+    _probe(address, host.strip("[]"), int(port))
+
+
+def _probe(address: str, host: str, port: int) -> None:
+    """See that somebody listens, speaks Ray's protocol, and knows Ray's words."""
+    encrypted = os.environ.get("RAY_USE_TLS") == "1"  # then Ray alone has the certificates to ask with
+    try:
+        with socket.create_connection((host, port), timeout=PROBE_SECONDS) as connection:
+            speaks = encrypted or _speaks_grpc(connection)
+    except OSError as error:
+        why = "no answer" if isinstance(error, TimeoutError) else (error.strerror or str(error)).lower()
+        raise _nobody(
+            address, f"a connection to {host} port {port} was tried for up to {PROBE_SECONDS:g} s: {why}"
+        ) from error
+    if not speaks:
+        raise _nobody(address, f"what listens at {host} port {port} did not answer as Ray does in {PROBE_SECONDS:g} s")
+    if not encrypted and find_spec("grpc") is not None:
+        _ask(address, f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
+
+
+def _ask(address: str, target: str) -> None:
+    """Call what only Ray has; any answer but "no such method" is one of Ray's."""
+    grpc: Any = import_module("grpc")  # carries no types
+    what, method = _CLIENT if address.startswith(SCHEME) else _HEAD
+    began = time.monotonic()
+    with grpc.insecure_channel(target) as channel:
+        try:
+            channel.unary_unary(method)(b"", timeout=PROBE_SECONDS)
+        except grpc.RpcError as error:
+            took = time.monotonic() - began
+            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                raise _nobody(address, f"what listens there speaks gRPC, but is not {what}") from error
+            if error.code() in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE):
+                raise _nobody(
+                    address, f"what listens there speaks gRPC, but gave {what}'s answer not within {took:.1f} s"
+                ) from error
+
+
+def _speaks_grpc(connection: socket.socket) -> bool:
+    """Greet as HTTP/2 clients do, and see whether a frame of settings comes back, as from any gRPC server."""
+    connection.sendall(_HTTP2_GREETING)
+    answer = b""
+    try:
+        while len(answer) < 4 and (more := connection.recv(9)):
+            answer += more
+    except TimeoutError:
+        return False
+    return answer[3:4] == _SETTINGS_FRAME
+
+
+def _nobody(address: str, tried: str) -> UsageError:
+    return UsageError(
+        f"no Ray answers at {address} ({tried}).",
+        hint="On the head node, `ray status` says whether Ray runs; ray:// is port 10001 of the head, host:port is "
+        "6379 unless `ray start --port` said otherwise. Leave address out for a local Ray.",
+    )

@@ -1,0 +1,143 @@
+"""What a rank on Ray prints and tells, collected and sent home a few times a second by a thread of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from phalanx.launch import wire
+from phalanx.observe import stop_wish
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Iterator
+
+    from phalanx.observe.board import HeartbeatBoard
+
+_FLUSH_SECONDS = 0.1
+_STEP_SECONDS = 1.0
+_CHUNK = 1 << 16
+
+
+class Post:
+    """Collects what the rank prints and tells, and sends it home a few times a second."""
+
+    def __init__(self, conductor: Any, rank: int, board: HeartbeatBoard) -> None:
+        self._conductor = conductor
+        self._rank = rank
+        self._board = board
+        self._told: int | None = None
+        self._tell_at = 0.0
+        self.last_words = ""
+        self.keeps_events = False
+        """Whether the launcher is to write the run's events down: the rank's file is on another machine."""
+        self._letters: list[dict[str, Any]] = []
+        self._lock = threading.Lock()
+        self._output, self.output_end = os.pipe2(os.O_CLOEXEC)
+        self._events, self.events_end = wire.socket_pair()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._carry, name="phalanx-post", daemon=True)
+        self._stop: Any = conductor.stop_reason.remote()
+        os.set_blocking(self._output, False)
+        self._events.setblocking(False)
+        self._thread.start()
+
+    def letter(self, letter: dict[str, Any]) -> None:
+        """Send one letter with the next batch."""
+        with self._lock:
+            self._letters.append(letter)
+
+    def close(self) -> None:
+        """Send the rest and wait until it has arrived."""
+        self._ended.set()
+        self._thread.join()
+        for end in (self._output, self.output_end):
+            os.close(end)
+        self._events.close()
+        self.events_end.close()
+
+    def _carry(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._output, selectors.EVENT_READ)
+            selector.register(self._events, selectors.EVENT_READ)
+            while not self._ended.is_set():
+                selector.select(_FLUSH_SECONDS * 2)
+                self._ended.wait(_FLUSH_SECONDS)  # what comes in one burst travels in one letter
+                self._deliver()
+        self._deliver(wait=True)
+
+    def _deliver(self, *, wait: bool = False) -> None:
+        import ray
+
+        self._read()
+        self._tell_step()
+        with self._lock:
+            letters, self._letters = self._letters, []
+        if wait and self.last_words:
+            letters.append({"log": self.last_words.encode(), "rank": self._rank})
+        if letters:
+            sent = self._conductor.post.remote(letters)
+            if wait:
+                ray.get(sent)
+        if self._stop is not None and ray.wait([self._stop], timeout=0)[0]:
+            stop_wish.wish(ray.get(self._stop))
+            self._stop = None
+
+    def _tell_step(self) -> None:
+        """Say now and then which step this is: should the machine go, it is all that is known."""
+        beat = self._board.read(self._rank)
+        if beat is not None and beat.step != self._told and time.monotonic() >= self._tell_at:
+            self._told, self._tell_at = beat.step, time.monotonic() + _STEP_SECONDS
+            self.letter({"at": beat.step, "rank": self._rank})
+
+    def _read(self) -> None:
+        output = b""
+        while chunk := _read_some(self._output):
+            output += chunk
+        if output:
+            self.letter({"output": output, "rank": self._rank})
+        while data := _receive_some(self._events):
+            self.letter({"event": json.loads(data), "keep": self.keeps_events})
+
+
+def _read_some(descriptor: int) -> bytes:
+    try:
+        return os.read(descriptor, _CHUNK)
+    except BlockingIOError:
+        return b""
+
+
+def _receive_some(connection: socket.socket) -> bytes:
+    try:
+        return connection.recv(1 << 18)
+    except BlockingIOError:
+        return b""
+
+
+@contextmanager
+def correspondence(conductor: Any, rank: int, board: HeartbeatBoard) -> Iterator[Post]:
+    """Send home what is printed here, to whichever stream and from whatever library, and the events of the loop."""
+    post = Post(conductor, rank, board)
+    before = [os.dup(1), os.dup(2)]
+    streams = sys.stdout, sys.stderr
+    for number in (1, 2):
+        os.dup2(post.output_end, number)
+    sys.stdout, sys.stderr = (os.fdopen(os.dup(number), "w", buffering=1) for number in (1, 2))
+    os.environ["PHALANX_EVENTS_FD"] = str(post.events_end.fileno())
+    try:
+        yield post
+    finally:
+        ours = sys.stdout, sys.stderr
+        sys.stdout, sys.stderr = streams
+        for stream in ours:
+            stream.close()
+        for number, saved in enumerate(before, start=1):
+            os.dup2(saved, number)
+            os.close(saved)
+        post.close()
