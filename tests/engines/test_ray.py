@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from command import COMMAND, ROOT, Answer, finish, phalanx, write_script
+from command import COMMAND, ROOT, Answer, finish, write_script
 from long_proofs import ALL
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'phalanx[ray]'")
@@ -193,29 +193,45 @@ def test_the_example_trains_on_ray_data_and_in_tune_trials_on_a_local_ray(tmp_pa
     assert not (tmp_path / ".ray").exists(), "a token was written into the home directory"
 
 
+LAYOUT_SCRIPT = """
+import os, sys
+import torch
+from phalanx import PyTorchDDPTrainer
+from phalanx.models.gpt import gpt
+from phalanx.trainers.gathering import whole_weights
+from torch.utils.data import TensorDataset
+
+torch.manual_seed(0)
+tokens = torch.randint(61, (16, 9))
+model = gpt(vocab_size=61, layers=2, width=32, heads=4, block_size=16).double()
+trainer = PyTorchDDPTrainer(model, batch_size=4, epochs=1)
+trainer.fit(TensorDataset(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()))
+weights = whole_weights(trainer.model)
+if os.environ["RANK"] == "0":
+    torch.save(weights, sys.argv[1])
+"""
+
+
 def test_fsdp_times_tensor_parallel_on_rays_workers_trains_what_it_trains_without_ray(tmp_path):
     reason = why_no_namespaces()
     if reason is not None:
         pytest.skip(reason)
-    layout = ("--strategy", "fsdp", "--tensor-parallel", "2", "--num-workers", "4")
-    words = ("train", "gpt", "--preset", "debug", *layout, "--max-steps", "3", "--device", "cpu", "--no-progress")
-    on_ray = ("--backend", "ray", "--cpus-per-worker", "0.5", "--run-dir", tmp_path / "ray/run")
-    process = subprocess.Popen(
-        in_a_namespace_of_its_own(*map(str, (*COMMAND, *words, *on_ray))),
-        cwd=tmp_path,
-        env=ray_environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    answer = finish(process, 200)
-    assert answer.code == 0, answer.text
-    here = phalanx(*words, "--run-dir", tmp_path / "local/run")
-    assert here.code == 0, here.text
-    losses = [[event["loss"] for event in events(tmp_path / name, "step")] for name in ("ray", "local")]
-    assert losses[0][-1] < losses[0][0]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    write_script(tmp_path / "train.py", LAYOUT_SCRIPT)
+    layout = ("--strategy", "fsdp", "--tensor-parallel", "2", "--num-workers", "4", "--device", "cpu", "--no-progress")
+    words = (*COMMAND, "train", "--script", "train.py", *layout)
+    runs = {
+        "local": [*words, "--", "local.pt"],
+        "ray": in_a_namespace_of_its_own(*words, "--backend", "ray", "--cpus-per-worker", "0.5", "--", "ray.pt"),
+    }
+    for command in runs.values():
+        done = subprocess.run(
+            command, cwd=tmp_path, env=ray_environment(), check=False, capture_output=True, text=True, timeout=200
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+    ours, theirs = (torch.load(tmp_path / f"{name}.pt") for name in ("ray", "local"))
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        torch.testing.assert_close(ours[name], tensor, rtol=1e-10, atol=1e-12)
 
 
 # --- what needs no cluster --------------------------------------------------------------------------------------
