@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 from phalanx.errors import UsageError
 from phalanx.launch.ray_cluster import check_resources, open_cluster
 from phalanx.tune.ray_table import numbers_in, show_callback, shown_on
-from phalanx.tune.ray_trial import ENDED, ITERATION, Work, number_of, pack, run_in_worker
+from phalanx.tune.ray_trial import ENDED, ITERATION, Work, pack, run_in_worker
+from phalanx.tune.ray_verdict import folder_of, marking_callback, number_of
+from phalanx.tune.schedulers import make_scheduler
 from phalanx.tune.suggest import make_search, suggest
 from phalanx.tune.trial import State, Trial
 
@@ -32,7 +34,6 @@ if TYPE_CHECKING:
 
 EXPERIMENT = "ray"
 """Ray's own folder within that of the search."""
-_FARTHEST = 10**7
 
 
 def check_ray() -> None:
@@ -128,7 +129,7 @@ def _work(
         points = tuple(method.point(number, []) for number in range(total))
     return Work(
         subject, space, objective, str(folder), points,
-        asks=request.scheduler != "none",
+        scheduler=make_scheduler(request.scheduler, eta=request.eta, grace=request.grace),
         interval=request.interval if request.scheduler == "pbt" else None,
         threads_per_rank=subject.resolved.config.threads_per_rank or 1,
         tracking=tracking,
@@ -161,7 +162,7 @@ def _tuner(work: Work, request: Request, folder: Path, total: int, needed: dict[
             name=EXPERIMENT,
             storage_path=str(folder),
             verbose=0,
-            callbacks=[show_callback(work)],
+            callbacks=[show_callback(work), marking_callback(work.folder)],
             checkpoint_config=tune.CheckpointConfig(num_to_keep=3),
         ),
     )
@@ -191,14 +192,9 @@ def _optuna(work: Work) -> Any:
 
 
 def _scheduler(work: Work, request: Request) -> Any:
+    """Return what Ray is to decide; who goes on is decided in the trials, by our own rules."""
     from ray.tune import schedulers
 
-    if request.scheduler == "asha":
-        return schedulers.ASHAScheduler(
-            time_attr=ITERATION, max_t=_FARTHEST, grace_period=request.grace, reduction_factor=request.eta
-        )
-    if request.scheduler == "median":
-        return schedulers.MedianStoppingRule(time_attr=ITERATION, grace_period=request.grace, min_samples_required=3)
     if request.scheduler == "pbt":
         return schedulers.PopulationBasedTraining(
             time_attr=ITERATION,
@@ -222,7 +218,7 @@ def _explorer(work: Work, mutate: tuple[str, ...] | None) -> Callable[[dict[str,
 def _as_ours(rays: Any, result: Any, work: Work, folder: Path) -> Trial:
     """Return a trial of Ray's as one of ours."""
     metrics, number = result.metrics or {}, number_of(rays.trial_id)
-    trial = Trial(number, work.params(rays.config), folder / "trials" / f"{number:04d}")
+    trial = Trial(number, work.params(rays.config), folder_of(str(folder), number))
     frame = result.metrics_dataframe
     for row in [] if frame is None else frame.to_dict("records"):
         trial.reports[int(row[ITERATION])] = numbers_in(row)

@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from phalanx.tune.ray_trial import ENDED, ITERATION, number_of
+from phalanx.tune.ray_trial import ENDED, ITERATION
+from phalanx.tune.ray_verdict import number_of
 from phalanx.tune.table import PlainTable
 from phalanx.tune.trial import State, Trial
 

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 from phalanx.errors import PhalanxError
 from phalanx.launch.signals import SignalInbox
 from phalanx.tune.population import copy_checkpoints
+from phalanx.tune.ray_verdict import Judge, folder_of, number_of
 from phalanx.tune.runner import gate_of, nonfinite, run_trial
-from phalanx.tune.schedulers import Points
+from phalanx.tune.schedulers import NoScheduler, Points
 from phalanx.tune.slots import Slot
 from phalanx.tune.suggest import stored
 from phalanx.tune.tracking import NoTracking
@@ -25,6 +26,7 @@ from phalanx.tune.trial import Trial
 if TYPE_CHECKING:
     from phalanx.tune.objective import Objective
     from phalanx.tune.runner import Ending
+    from phalanx.tune.schedulers import Scheduler
     from phalanx.tune.space import SearchSpace
     from phalanx.tune.subject import Subject
     from phalanx.tune.tracking import Tracking
@@ -47,8 +49,8 @@ class Work:
     folder: str
     points: tuple[dict[str, Any], ...]
     """The trials' points where they are known beforehand."""
-    asks: bool = True
-    """Whether a scheduler gives verdicts on the way."""
+    scheduler: Scheduler = field(default_factory=NoScheduler)
+    """Who goes on, unless it is Ray that says it (population-based training)."""
     interval: int | None = None
     """Population-based training: iterations between exchanges."""
     threads_per_rank: int | None = None
@@ -69,11 +71,6 @@ def _restored(domain: Any, value: Any) -> Any:
     return next(one for one in domain.arguments if stored(domain, one) == value)
 
 
-def number_of(trial_id: str) -> int:
-    """Return a trial's number: Ray puts it at the end of the trial's name."""
-    return int(trial_id.rsplit("_", 1)[1])
-
-
 def pack(work: Work) -> dict[str, Any]:
     """Return what travels to the workers: they find modules and relative paths as this process does."""
     import cloudpickle
@@ -89,7 +86,7 @@ def run_in_worker(config: dict[str, Any], packed: dict[str, Any]) -> None:
     os.chdir(packed["folder"])
     work: Work = pickle.loads(packed["work"])
     number = number_of(tune.get_context().get_trial_id())
-    trial = Trial(number, work.params(config), Path(work.folder) / "trials" / f"{number:04d}")
+    trial = Trial(number, work.params(config), folder_of(work.folder, number))
     trial.folder.mkdir(parents=True, exist_ok=True)
     trial.read_events()
     checkpoint = tune.get_checkpoint()
@@ -100,28 +97,23 @@ def run_in_worker(config: dict[str, Any], packed: dict[str, Any]) -> None:
 
 
 def _run_and_follow(trial: Trial, work: Work) -> None:
-    """Run the trial in one piece; it waits after every iteration until Ray lets it go on."""
-    points = Points(None) if work.asks else None
-    gate = gate_of(trial, points)
+    """Run the trial in one piece; at the points of its scheduler it waits for the verdict."""
+    judge = Judge(trial, work.scheduler, work.objective, work.folder) if work.scheduler.points is not None else None
     known = set(trial.reports)
-    if gate is not None:
-        gate.let_through(trial.iteration)
-    running = _Running(trial, work, points)
+    running = _Running(trial, work, work.scheduler.points)
     try:
         while not running.wait():
+            trial.read_events()
+            if judge is not None and trial.stopped_at is None:
+                judge.judge()
             _report_new(trial, work, known)
-            if gate is not None and trial.iteration:
-                gate.let_through(trial.iteration)
         _report_new(trial, work, known)
-    except SystemExit:  # Ray's scheduler has given the trial up
-        if gate is not None:
-            gate.stop_at(trial.iteration)
-        running.stop()
-        raise
     except BaseException:
         running.stop()
         raise
-    _close(trial, work, running.ending)
+    left_early = running.ending.was_told_to or trial.run_status == "stopped"
+    if trial.stopped_at is None or not left_early:
+        _close(trial, work, running.ending)
 
 
 def _run_in_slices(trial: Trial, work: Work) -> None:

@@ -19,6 +19,7 @@ pytest.importorskip("optuna", reason="optuna is not installed: pip install 'phal
 
 _SCRIPT = """
 import json
+import time
 from importlib.util import find_spec
 
 from long_proofs import ALL
@@ -35,6 +36,13 @@ def curve(config):
         tune.report(loss=config["x"] + 1 / step, step=step)
 
 
+def uneven(config):
+    for step in range(1, 5):
+        if config["x"] == 3:
+            time.sleep(0.3)  # the first trial comes last to every point
+        tune.report(loss=config["x"] + 1 / step, step=step)
+
+
 def told(tuner):
     return [[t.number, str(t.state), t.cause, t.params, t.reports] for t in tuner.results.trials]
 
@@ -42,6 +50,13 @@ def told(tuner):
 def halving(**more):
     tuner = DistributedTuner(curve, {"x": tune.choice([1, 4, "bad"])}, search="grid", scheduler="asha", trials=1,
                              engine="ray", study_dir="asha", **more)
+    tuner.tune()
+    return told(tuner)
+
+
+def race(engine):
+    tuner = DistributedTuner(uneven, {"x": tune.choice([3, 1, 4, 2])}, search="grid", scheduler="asha", eta=2, trials=2,
+                             engine=engine, study_dir=f"race-{engine}")
     tuner.tune()
     return told(tuner)
 
@@ -68,6 +83,7 @@ found = {}
 with open_cluster(num_cpus=2):
     found["asha"] = halving()
     found["again"] = halving(resume=True)
+    found["race"] = [race("ray"), race("local")]
     if ALL:
         found["pbt"] = population()
         found["mlflow"] = tracked_runs() if find_spec("mlflow") else None
@@ -99,12 +115,18 @@ def found(tmp_path_factory):
 
 
 @pytest.mark.timeout(600)
-def test_rays_scheduler_stops_our_trials_and_failures_have_causes(found):
+def test_bad_trials_are_stopped_and_failures_have_causes(found):
     _, told, _ = found
     states = [(number, state, cause) for number, state, cause, _, _ in told["asha"]]
     assert states == [(0, "finished", ""), (1, "stopped", ""), (2, "failed", "RuntimeError: the disk is on fire")]
     reports = [sorted(map(int, reports)) for *_, reports in told["asha"]]
     assert reports == [[1, 2, 3, 4], [1], []]
+
+
+def test_verdicts_are_those_of_the_local_engine_whoever_comes_first(found):
+    on_ray, here = found[1]["race"]
+    assert on_ray == here
+    assert {state for _, state, *_ in on_ray} == {"finished", "stopped"}
 
 
 def test_a_restored_search_has_every_trial_and_runs_none_again(found):
