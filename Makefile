@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 TORCH_ARGS ?=
 UV := $(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt
 RANKS ?= 2
+# Tests start hundreds of Python processes: without bytecode on the disk each compiles all that it imports.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup train test test-all lint format docs bench horovod clean
 

@@ -54,20 +54,25 @@ class _TellLosses(UserCallback):
         ray.get(self._conductor.post.remote([{"lost": lost}]))
 
 
+_TIDIER, _DEALER = "PlacementGroupCleanerCallback", "DatasetsCallback"
+
+
 class _Trainer(RaysTrainer):
-    """Ray's own, which on a Ray of the run's own needs nobody to tidy up after it: all of it goes with the run.
+    """Ray's own, without the actors that a run does not need: each is a process that imports Ray Train first."""
 
-    That actor would ask the dashboard every second, and where there is none wait for it at the end.
-    """
-
-    keeps_tidier = True
+    unneeded: tuple[str, ...] = ()
 
     def _create_default_callbacks(self) -> list[Any]:
         callbacks: list[Any] = super()._create_default_callbacks()
-        return [one for one in callbacks if self.keeps_tidier or type(one).__name__ != _TIDIER]
+        return [one for one in callbacks if type(one).__name__ not in self.unneeded]
 
 
-_TIDIER = "PlacementGroupCleanerCallback"
+def _unneeded(arrangement: Arrangement, data: dict[str, Any]) -> tuple[str, ...]:
+    """Name what nobody would miss: who deals data where there are none, and who tidies up what goes with the run.
+
+    The latter asks the dashboard every second, and where there is none keeps the run's end waiting for it.
+    """
+    return (*((_TIDIER,) if arrangement.own_ray else ()), *(() if data else (_DEALER,)))
 
 
 def fit(arrangement: Arrangement, order: RankOrder, data: dict[str, Any], conductor: Any) -> str:
@@ -92,7 +97,7 @@ def fit(arrangement: Arrangement, order: RankOrder, data: dict[str, Any], conduc
         datasets=data,
         dataset_config=DataConfig(datasets_to_split=["train"] if "train" in data else []),
     )
-    trainer.keeps_tidier = not arrangement.own_ray
+    trainer.unneeded = _unneeded(arrangement, data)
     try:
         trainer.fit()
     except (TrainingFailedError, RayActorError) as error:  # the latter: the launcher has ended it

@@ -19,6 +19,7 @@ import sys
 import tempfile
 from contextlib import contextmanager
 from importlib import import_module
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,10 +59,9 @@ def local_ray(num_cpus: float | None, num_gpus: int | None) -> Iterator[None]:
     # Ray itself turns tokens on for a cluster that it starts; with one in the environment it writes none to a file.
     settings = {**_SETTINGS, "RAY_AUTH_TOKEN": _token(), "RAY_AUTH_MODE": "token", ray_ask.WARM: str(folder / "warm")}
     try:
-        with surroundings(settings), _warm(folder):
-            ray: Any = import_module("ray")
-            if ray.__version__.startswith(TRIED):
-                with _node(folder, resources) as address:
+        with surroundings(settings):
+            if version("ray").startswith(TRIED):
+                with _warm(folder), _node(folder, resources) as address:  # imports while Ray's own processes start
                     _init(address)
                     yield
             else:
@@ -80,7 +80,7 @@ def _init(address: str, **more: Any) -> None:
 
 @contextmanager
 def _warm(folder: Path) -> Iterator[None]:
-    """Have the warm process; it imports while Ray's own processes start."""
+    """Have the warm process."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(str(folder / "warm"))
         listener.listen(64)

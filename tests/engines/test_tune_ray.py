@@ -19,9 +19,12 @@ pytest.importorskip("optuna", reason="optuna is not installed: pip install 'phal
 
 _SCRIPT = """
 import json
+import os
+import random
 import time
 from importlib.util import find_spec
 
+import psutil
 from long_proofs import ALL
 from test_tune_population import train as fit
 
@@ -79,8 +82,22 @@ def tracked_runs():
                               sorted(run.data.metrics)] for run in runs}
 
 
+def workers():
+    import ray
+
+    @ray.remote(num_cpus=0)
+    class Worker:
+        def tell(self):
+            parent = " ".join(psutil.Process(os.getppid()).cmdline())
+            return [parent, os.nice(0), os.environ.get("GIVEN"), ray.WorkerID.from_random().hex(), random.random()]
+
+    two = Worker.remote(), Worker.options(runtime_env={"env_vars": {"GIVEN": "yes"}}).remote()
+    return ray.get([worker.tell.remote() for worker in two])
+
+
 found = {}
 with open_cluster(num_cpus=2):
+    found["workers"] = workers()
     found["asha"] = halving()
     found["again"] = halving(resume=True)
     found["race"] = [race("ray"), race("local")]
@@ -112,6 +129,15 @@ def found(tmp_path_factory):
     done = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, timeout=560, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder, json.loads((folder / "found.json").read_text()), done.stdout
+
+
+@pytest.mark.timeout(600)
+def test_workers_of_a_local_ray_are_forks_that_share_no_random_numbers(found):
+    (parent, nice, given, *drawn), (other_parent, _, others, *others_drawn) = found[1]["workers"]
+    assert parent == other_parent
+    assert "phalanx.launch.ray_warm" in parent
+    assert (nice, given, others) == (0, None, "yes")
+    assert not set(drawn) & set(others_drawn)
 
 
 @pytest.mark.timeout(600)
