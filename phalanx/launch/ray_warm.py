@@ -16,6 +16,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from importlib import import_module
 from typing import Any
 
 from phalanx.launch import ray_ask, wire
@@ -89,20 +90,19 @@ def _classes_named_by_the_kernel() -> Iterator[None]:
 
     Ray's own generator must not have been used before the fork: from then on all forks would draw the same ids.
     """
-    import ray.actor
-
-    usual: Any = ray.actor.ActorClassID
+    actor: Any = import_module("ray.actor")
+    usual: Any = actor.ActorClassID
 
     class FromTheKernel:
         @staticmethod
         def from_random() -> Any:
             return usual(os.urandom(usual.size()))
 
-    ray.actor.ActorClassID = FromTheKernel  # type: ignore[attr-defined]
+    actor.ActorClassID = FromTheKernel
     try:
         yield
     finally:
-        ray.actor.ActorClassID = usual  # type: ignore[attr-defined]
+        actor.ActorClassID = usual
 
 
 def _drawn_in_a_fork() -> bytes:

@@ -58,7 +58,7 @@ def halving(**more):
 
 
 def race(engine):
-    tuner = DistributedTuner(uneven, {"x": tune.choice([3, 1, 4, 2])}, search="grid", scheduler="asha", eta=2, trials=2,
+    tuner = DistributedTuner(uneven, {"x": tune.choice([3, 1, 2])}, search="grid", scheduler="asha", eta=2, trials=2,
                              engine=engine, study_dir=f"race-{engine}")
     tuner.tune()
     return told(tuner)
