@@ -219,6 +219,7 @@ def _as_ours(rays: Any, result: Any, work: Work, folder: Path) -> Trial:
     """Return a trial of Ray's as one of ours."""
     metrics, number = result.metrics or {}, number_of(rays.trial_id)
     trial = Trial(number, work.params(rays.config), folder_of(str(folder), number))
+    trial.read_events()  # Ray's own file may lack what came shortly before a member of a population was paused
     frame = result.metrics_dataframe
     for row in [] if frame is None else frame.to_dict("records"):
         trial.reports[int(row[ITERATION])] = numbers_in(row)
