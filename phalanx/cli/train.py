@@ -17,7 +17,7 @@ from phalanx.launch import ModuleTarget, ScriptTarget, count_gpus, launch, prest
 from phalanx.launch.nccl import nccl_environment
 from phalanx.recipes import Recipe, load_recipe, recipe_names
 from phalanx.trainers.folders import discard_unused, make_run_dir
-from phalanx.trainers.launching import launch_spec, raise_failure
+from phalanx.trainers.launching import engine_environment, launch_spec, raise_failure
 from phalanx.trainers.nvme import warn_of_slow_start
 from phalanx.trainers.preflight import check_before_start, check_packages, check_script_starter
 from phalanx.trainers.targets import given_settings, recipe_target, settings_environment
@@ -57,7 +57,7 @@ def run(arguments: Sequence[str]) -> int:
         resolved = _as_node(started, resolved)
     layout = plan_layout(resolved.config, count_gpus())
     if resolved.config.launcher == "local":
-        prestart()
+        prestart(engine_environment(resolved.config, layout.device))
     return _launch(recipe, resolved, target, layout)
 
 

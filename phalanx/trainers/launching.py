@@ -10,6 +10,7 @@ from phalanx import errors
 from phalanx.launch import CallTarget, LaunchSpec
 from phalanx.launch.nccl import nccl_environment
 from phalanx.launch.record import read_record
+from phalanx.world.tf_cluster import import_environment
 from phalanx.world.tf_config import ROLES_VARIABLE, roles_of
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def launch_spec(
         num_nodes=layout.num_nodes,
         node_rank=config.node_rank,
         rdzv_endpoint=config.rdzv_endpoint or "",
-        env={**nccl_environment(config.nccl_env, os.environ), **_engine_environment(config), **env},
+        env={**nccl_environment(config.nccl_env, os.environ), **engine_environment(config, layout.device), **env},
         log_dir=log_dir,
         labels=_labels(layout, target),
         console_ranks="all" if config.console_ranks == "all" else "0",
@@ -52,8 +53,12 @@ def launch_spec(
     )
 
 
-def _engine_environment(config: DistributedConfig) -> dict[str, str]:
-    return {ROLES_VARIABLE: ",".join(roles_of(config))} if config.backend == "tensorflow" else {}
+def engine_environment(config: DistributedConfig, device: str) -> dict[str, str]:
+    """Return what the backend needs in the environment of ranks, and of the process that they are forked from."""
+    if config.backend != "tensorflow":
+        return {}
+    roles = roles_of(config)
+    return {ROLES_VARIABLE: ",".join(roles), **import_environment(os.environ, len(roles), device)}
 
 
 _STARTERS = {"horovodrun": "phalanx.launch.horovodrun", "ray": "phalanx.launch.ray_train"}

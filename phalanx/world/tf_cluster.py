@@ -17,6 +17,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from phalanx.launch.joining import announce
+from phalanx.launch.preload import PRELOAD
 from phalanx.world.env import read_rank_env
 from phalanx.world.tf_config import ROLES_VARIABLE, VARIABLE, read_task, task_of
 
@@ -31,7 +32,10 @@ if TYPE_CHECKING:
 _PORTS = range(15000, 31000)
 """Below what Linux hands out by itself."""
 _LANES = 16
+_QUIET = {"TF_CPP_MIN_LOG_LEVEL": "2", "TF_FORCE_GPU_ALLOW_GROWTH": "true"}
 _LEGACY = "TF_USE_LEGACY_KERAS"
+_KERAS_2, _KERAS_3 = "tf_keras.api._v2.keras", "keras._tf_keras.keras"
+"""What `tf.keras` imports when it is first used."""
 _POLL = timedelta(seconds=3600 * 24 * 365)
 
 
@@ -81,12 +85,23 @@ def legacy_environment(environ: Mapping[str, str]) -> dict[str, str]:
     return {_LEGACY: "1"} if wanted else {}
 
 
+def import_environment(environ: Mapping[str, str], processes: int, device: str) -> dict[str, str]:
+    """Return what has to be known when TensorFlow is imported, and whether the warm process does that for the ranks.
+
+    It does on CPUs: what TensorFlow may do with a GPU while it is imported must not happen before a fork.
+    """
+    wanted = {name: value for name, value in _QUIET.items() if name not in environ}
+    wanted |= legacy_environment(environ) if processes > 1 else {}
+    if device == "cpu":
+        legacy = {**environ, **wanted}.get(_LEGACY) in ("1", "true", "True")
+        wanted[PRELOAD] = ",".join(("tensorflow", _KERAS_2 if legacy else _KERAS_3))
+    return wanted
+
+
 def quiet_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """Return what keeps TensorFlow from talking about itself, and to the threads that the rank was given."""
     threads = environ.get("OMP_NUM_THREADS", "")
-    wanted = {"TF_CPP_MIN_LOG_LEVEL": "2", "TF_FORCE_GPU_ALLOW_GROWTH": "true"}
-    if threads.isdecimal():
-        wanted["TF_NUM_INTRAOP_THREADS"] = threads
+    wanted = {**_QUIET, "TF_NUM_INTRAOP_THREADS": threads} if threads.isdecimal() else _QUIET
     return {name: value for name, value in wanted.items() if name not in environ}
 
 
