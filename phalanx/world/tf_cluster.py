@@ -72,6 +72,13 @@ def enter_alone() -> None:
         _start_server(task).join()
 
 
+def open_store(task: Task | None) -> dist.Store | None:
+    """Return what the workers of our launcher's run talk through beside TensorFlow; None where one process trains."""
+    env = read_rank_env()
+    trains_alone = task is None or "ps" in task.cluster or sum(map(len, task.cluster.values())) == 1
+    return None if env is None or trains_alone else _open_store(env)
+
+
 def prepare_task(task: Task) -> None:
     """Choose the Keras whose `fit` runs on several machines, where the user has not chosen one."""
     os.environ.update(legacy_environment(os.environ))

@@ -56,7 +56,7 @@ def train(job: KerasJob) -> tuple[Any, KerasResult]:
         val = validation_feed(job.task.val, batch=feed.global_batch or None)
         with stopping(report):
             fitting.run(job, feed, val, directory, start, report, leads=leads)
-        report.end("finished")
+        report.end()
     except PreemptedError:
         report.end("preempted")
         raise
