@@ -20,6 +20,7 @@ from phalanx.launch.joining import announce
 from phalanx.launch.preload import PRELOAD
 from phalanx.world.env import read_rank_env
 from phalanx.world.tf_config import ROLES_VARIABLE, VARIABLE, read_task, task_of
+from phalanx.world.tf_peers import watch_peers
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -61,7 +62,7 @@ def enter() -> None:
     _keep_to_own_gpu(env)
 
 
-def enter_alone() -> None:
+def enter_alone(start_timeout: float | None) -> None:
     """Take the place that TF_CONFIG names, where somebody else started this process."""
     task = read_task()
     os.environ.update(quiet_environment(os.environ))
@@ -70,6 +71,7 @@ def enter_alone() -> None:
     prepare_task(task)
     if task.serves:
         _start_server(task).join()
+    watch_peers(task, start_timeout)
 
 
 def open_store(task: Task | None) -> dist.Store | None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 
+import numpy as np
 import pytest
 
+import phalanx
 from phalanx import DistributedConfig
 from phalanx.cli import main
 from phalanx.errors import ConfigError, UsageError
@@ -53,6 +55,14 @@ def test_a_process_on_its_own_has_no_task(text):
         (json.dumps({"cluster": {"boss": ["a:1"]}, "task": {"type": "boss", "index": 0}}), '"boss"'),
         (json.dumps({"cluster": TWO_WORKERS, "task": {"type": "ps", "index": 0}}), "has only worker"),
         (json.dumps({"cluster": TWO_WORKERS, "task": {"type": "worker", "index": 2}}), "has 2 of them"),
+        (
+            json.dumps({"cluster": {"chief": ["a:1", "b:2"]}, "task": {"type": "chief", "index": 0}}),
+            "has 2 chiefs in its cluster; there can be one",
+        ),
+        (
+            json.dumps({"cluster": {"worker": ["a:1"], "ps": ["b:2"]}, "task": {"type": "ps", "index": 0}}),
+            "has ps in its cluster and no chief",
+        ),
     ],
 )
 def test_what_it_cannot_mean_is_refused(value, words):
@@ -74,6 +84,32 @@ def test_a_cluster_that_contradicts_the_settings_is_refused(cluster, settings, w
     task = read_task(environ(cluster, "worker", 0))
     with pytest.raises(UsageError, match=words):
         check_against(task, DistributedConfig(backend="tensorflow", **settings))
+
+
+def test_a_number_of_servers_that_was_given_counts_even_where_it_is_the_default():
+    task = read_task(environ({**SERVED, "ps": ["c:4", "d:5"]}, "worker", 0))
+    config = DistributedConfig(backend="tensorflow", strategy="parameter-server", num_servers=1)
+    check_against(task, config)
+    with pytest.raises(UsageError, match="has 2 ps, but num_servers = 1 was given"):
+        check_against(task, config, {"num_servers"})
+
+
+def test_the_trainer_and_the_command_line_know_what_was_given(monkeypatch, capsys, tmp_path):
+    cluster = {**SERVED, "ps": ["c:4", "d:5"]}
+    monkeypatch.setenv("TF_CONFIG", environ(cluster, "worker", 0)["TF_CONFIG"])
+    script = tmp_path / "train.py"
+    script.write_text("")
+    words = ["--backend", "tensorflow", "--strategy", "parameter-server", "--num-servers", "1"]
+    assert main(["train", *words, "--script", str(script)]) == 2
+    assert "has 2 ps, but num_servers = 1 was given" in capsys.readouterr().err
+    data = (np.zeros((4, 2)), np.zeros(4))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: True)  # TensorFlow is not reached
+    trainer = phalanx.TensorFlowDistributedTrainer(model_fn=lambda: None, strategy="parameter-server", num_servers=1)
+    with pytest.raises(UsageError, match="has 2 ps, but num_servers = 1 was given"):
+        trainer.fit(data)
+    trainer = phalanx.TensorFlowDistributedTrainer(model_fn=lambda: None, strategy="parameter-server")
+    with pytest.raises(UsageError, match="has 2 ps, but num_servers = 1 was given"):
+        trainer.fit(data, num_servers=1)
 
 
 def test_a_chief_of_equals_is_one_of_the_workers():
