@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import os
+import signal
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,22 @@ def build(library: str = "tensorflow.keras", rate: float = 1e-2) -> Any:
     model = keras.Sequential(layers)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(optimizer=keras.optimizers.Adam(rate), loss=loss, metrics=["accuracy"])
+    return model
+
+
+def build_deadly(where: str) -> Any:
+    """Build a model whose second worker dies when the second epoch begins, the first time."""
+    import tensorflow as tf
+
+    class Die(tf.keras.callbacks.Callback):  # type: ignore[misc]
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            if epoch == 1 and os.environ["RANK"] == "1" and not os.path.exists(where):
+                open(where, "w").close()
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    model = build()
+    fit = model.fit
+    model.fit = lambda *args, callbacks=(), **named: fit(*args, callbacks=[*callbacks, Die()], **named)
     return model
 
 

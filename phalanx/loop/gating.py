@@ -1,4 +1,4 @@
-"""A loop at a gate: after an epoch the main rank asks, and every rank does as it was told. Keras' loops come here too."""
+"""A loop at a gate: after an epoch the main rank asks, and every rank does as it was told. Keras' loops come too."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class EpochGate:
         asks: bool,
         given_up: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`store`: where the rank that `asks` tells the others (None: there are none); `given_up`: the run ends anyway."""
+        """`store`: where the rank that `asks` tells the others (None: there are none); `given_up`: it ends anyway."""
         self._gate = Gate.from_environment()
         self._store = store
         self._asks = asks

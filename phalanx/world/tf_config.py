@@ -103,7 +103,7 @@ def _checked(cluster: Mapping[str, Any], task: Mapping[str, Any]) -> Task:
 
 
 def check_against(task: Task, config: DistributedConfig, given: Collection[str] = ()) -> None:
-    """Refuse a cluster that contradicts the settings of the run; `given`: those that somebody set, to whatever value."""
+    """Refuse a cluster that contradicts the settings of the run; `given`: those that somebody set, to any value."""
     workers = len(task.cluster.get("worker", ()))
     servers = len(task.cluster.get("ps", ()))
     if config.strategy == "parameter-server" and not servers:

@@ -147,7 +147,11 @@ def test_layouts():
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"gradient_clipping": 1.0}, "tell Keras in model.compile"),
+        ({"gradient_clipping": 1.0}, r"write in model_fn: keras.optimizers.Adam\(\.\.\., global_clipnorm=1\.0\)"),
+        ({"gradient_accumulation_steps": 4}, "gradient_accumulation_steps=4"),
+        ({"lr_schedule": "cosine"}, "schedules.CosineDecay"),
+        ({"compile": True}, "jit_compile=True"),
+        ({"keep_last": 1}, "which does not follow it: leave keep_last out"),
         ({"tensor_parallel": 2}, "which does not follow it"),
         ({"strategy": "fsdp"}, "which has 'mirrored', 'multiworker', 'parameter-server'"),
         ({"backend": "pytorch-ddp", "strategy": "multiworker"}, "write backend = 'tensorflow'"),

@@ -103,9 +103,7 @@ class TensorFlowDistributedTrainer:
         self.history = result.history
         return result.history
 
-    def _run_where_it_belongs(
-        self, task: KerasTask, config: DistributedConfig, given: Collection[str]
-    ) -> KerasResult:
+    def _run_where_it_belongs(self, task: KerasTask, config: DistributedConfig, given: Collection[str]) -> KerasResult:
         """Run here in a process of a cluster and where one process is enough; else start the processes."""
         check_before_start(config)
         member = read_task()

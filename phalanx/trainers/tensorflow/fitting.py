@@ -60,7 +60,6 @@ class Fitting:
             verbose=0,
         )
 
-
     def _after_epochs(
         self, config: DistributedConfig, directory: Path | None, start: Start, report: KerasReport, *, leads: bool
     ) -> list[Any]:

@@ -41,7 +41,7 @@ def as_callback(keras: Any, gate: EpochGate, report: KerasReport) -> Any:
 
 
 def rate_keeper(keras: Any, model: Any) -> Any:
-    """Return a callback that stands behind the backup: a trial trains at its own rate, whoever's weights it goes on from.
+    """Return a callback that stands behind the backup: a trial keeps its own rate, whoever's weights it has.
 
     Backups hold the rate among the optimizer's variables. A schedule is no variable, and stays the model's own anyway.
     """

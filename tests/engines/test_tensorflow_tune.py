@@ -1,4 +1,4 @@
-"""Searches over Keras models: ASHA stops all workers of a bad trial, a population hands on weights and changes rates."""
+"""Searches over Keras models: ASHA stops all workers of a bad trial, a population hands on weights and rates."""
 
 from __future__ import annotations
 
