@@ -33,7 +33,7 @@ _INSTEAD = {
     "scaler_init_scale": "keras.mixed_precision.LossScaleOptimizer(optimizer, initial_scale={value})",
     "scaler_growth_interval": "keras.mixed_precision.LossScaleOptimizer(optimizer, dynamic_growth_steps={value})",
     "compile": "model.compile(..., jit_compile=True)",
-    "on_nonfinite": "callbacks=[keras.callbacks.TerminateOnNaN()]",
+    "on_nonfinite": "keras.mixed_precision.LossScaleOptimizer(optimizer), which skips steps that are not finite",
     "deterministic": "tf.config.experimental.enable_op_determinism()",
     "activation_checkpointing": "with keras.RematScope(mode='full'): around the layers, of Keras 3",
     "lora_rank": "layer.enable_lora({value}) for layers of Keras 3",

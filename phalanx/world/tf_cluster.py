@@ -17,7 +17,6 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from phalanx.launch.joining import announce
-from phalanx.launch.preload import PRELOAD
 from phalanx.world.env import read_rank_env
 from phalanx.world.tf_config import ROLES_VARIABLE, VARIABLE, read_task, task_of
 from phalanx.world.tf_peers import watch_peers
@@ -94,17 +93,15 @@ def legacy_environment(environ: Mapping[str, str]) -> dict[str, str]:
     return {_LEGACY: "1"} if wanted else {}
 
 
-def import_environment(environ: Mapping[str, str], processes: int, device: str) -> dict[str, str]:
-    """Return what has to be known when TensorFlow is imported, and whether the warm process does that for the ranks.
-
-    It does on CPUs: what TensorFlow may do with a GPU while it is imported must not happen before a fork.
-    """
+def import_environment(environ: Mapping[str, str], processes: int) -> dict[str, str]:
+    """Return what TensorFlow has to find in the environment when it is imported."""
     wanted = {name: value for name, value in _QUIET.items() if name not in environ}
-    wanted |= legacy_environment(environ) if processes > 1 else {}
-    if device == "cpu":
-        legacy = {**environ, **wanted}.get(_LEGACY) in ("1", "true", "True")
-        wanted[PRELOAD] = ",".join(("tensorflow", _KERAS_2 if legacy else _KERAS_3))
-    return wanted
+    return wanted | (legacy_environment(environ) if processes > 1 else {})
+
+
+def tensorflow_modules(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Return what a rank imports before it can build a model: TensorFlow, and the Keras that `tf.keras` is there."""
+    return ("tensorflow", _KERAS_2 if environ.get(_LEGACY) in ("1", "true", "True") else _KERAS_3)
 
 
 def quiet_environment(environ: Mapping[str, str]) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import socket
 import subprocess
@@ -12,19 +13,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from command import clean_environment, finish, start
+from command import clean_environment, phalanx
+from tune_parts import train_line
+
+from phalanx.tune import DistributedTuner, choice
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-mlflow = pytest.importorskip("mlflow", reason="MLflow is not installed: pip install 'phalanx[mlflow]'")
+if importlib.util.find_spec("mlflow") is None:  # importing it takes seconds, which collecting tests need not
+    pytest.skip("MLflow is not installed: pip install 'phalanx[mlflow]'", allow_module_level=True)
 
 pytestmark = pytest.mark.timeout(180)
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A tracking server on a SQLite file, without the workers it starts for other purposes."""
+@pytest.fixture(scope="module", autouse=True)
+def starting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """A tracking server on a SQLite file, without the workers it starts for other purposes; it takes long to start."""
     folder = tmp_path_factory.mktemp("mlflow")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -39,30 +44,83 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             stderr=log,
             start_new_session=True,
         )
-    address = f"http://127.0.0.1:{port}"
     try:
-        _wait_until_it_answers(address, process)
-        yield address
+        yield f"http://127.0.0.1:{port}", process
     finally:
         os.killpg(process.pid, 15)
         process.wait(20)
 
 
-def _wait_until_it_answers(address: str, process: subprocess.Popen[bytes]) -> None:
+@pytest.fixture
+def server(starting: tuple[str, subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch) -> str:
+    """The address of the server, which answers; runs go there."""
+    address, process = starting
     deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and process.poll() is None:
-        try:
-            with urllib.request.urlopen(f"{address}/health", timeout=1):
-                return
-        except OSError:
-            time.sleep(0.1)
-    pytest.fail("the MLflow server did not come up")
+    while not _answers(address):
+        assert process.poll() is None, "the MLflow server has ended"
+        assert time.monotonic() < deadline, "the MLflow server did not come up"
+        time.sleep(0.1)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
+    return address
+
+
+def _answers(address: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{address}/health", timeout=1):
+            return True
+    except OSError:
+        return False
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warm_process: None) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PHALANX_DEVICE", "cpu")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+
+
+def test_a_server_that_does_not_answer_is_named_before_training(monkeypatch):
+    """First, while the server starts."""
+    with socket.socket() as probe:  # bound, not listening: nobody answers, at once
+        probe.bind(("127.0.0.1", 0))
+        address = f"http://127.0.0.1:{probe.getsockname()[1]}"
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
+        monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+        done = phalanx("train", "digits", "--mlflow-tracking")
+    assert done.code == 2, done.text
+    assert f"MLflow at {address} took no run" in done.err
+    assert "Traceback" not in done.text
+
+
+def test_trials_are_shown_below_their_search_in_a_local_store(tmp_path):
+    pytest.importorskip("optuna", reason="optuna is not installed: pip install 'phalanx[tune]'")
+    import mlflow
+
+    tuner = DistributedTuner(train_line, {"rate": choice([0.1, 0.01])}, metric="val/loss", search="grid", trials=2,
+                             mlflow_experiment="tuning", scheduler="asha")  # fmt: skip
+    tuner.tune()
+    client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{tmp_path}/mlflow.db")
+    experiment = client.get_experiment_by_name("tuning")
+    runs = {run.info.run_name: run for run in client.search_runs([experiment.experiment_id])}
+    assert set(runs) == {"tune-train_line", "trial-0", "trial-1"}
+    parent = runs["tune-train_line"]
+    for number in (0, 1):
+        child = runs[f"trial-{number}"]
+        assert child.data.tags["mlflow.parentRunId"] == parent.info.run_id
+        assert child.info.status == "FINISHED"
+        assert float(child.data.params["rate"]) == (0.1, 0.01)[number]
+    history = client.get_metric_history(runs["trial-0"].info.run_id, "val/loss")
+    assert len(history) == 9
+    assert parent.data.metrics["best/val/loss"] == tuner.results.best_value
+    assert parent.info.status == "FINISHED"
 
 
 def test_a_run_of_two_ranks_is_one_run_on_the_server(server, tmp_path):
     words = "train digits --num-workers 2 --epochs 2 --mlflow-experiment digits --checkpoint-frequency 1 --name first"
-    done = finish(start(*words.split(), cwd=tmp_path, MLFLOW_TRACKING_URI=server), 150)
+    done = phalanx(*words.split())
     assert done.code == 0, done.text
+    import mlflow
+
     client = mlflow.MlflowClient(server)
     experiment = client.get_experiment_by_name("digits")
     (run,) = client.search_runs([experiment.experiment_id])
@@ -95,24 +153,14 @@ def test_a_script_joins_the_run_it_opened(server, tmp_path):
         "    trainer.fit(data)\n"
         "    mlflow.log_metric('own', 7)\n"
     )
-    environment = clean_environment(MLFLOW_TRACKING_URI=server)
     done = subprocess.run(
-        [sys.executable, script], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+        [sys.executable, script], env=clean_environment(), capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
+    import mlflow
+
     client = mlflow.MlflowClient(server)
     (run,) = client.search_runs([client.get_experiment_by_name("scripts").experiment_id])
     assert (run.info.run_name, run.info.status) == ("mine", "FINISHED")
     assert run.data.metrics["own"] == 7
     assert "train/epoch_loss" in run.data.metrics
-
-
-def test_a_server_that_does_not_answer_is_named_before_training(tmp_path):
-    with socket.socket() as probe:  # bound, not listening: nobody answers, at once
-        probe.bind(("127.0.0.1", 0))
-        address = f"http://127.0.0.1:{probe.getsockname()[1]}"
-        quick = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
-        done = finish(start("train", "digits", "--mlflow-tracking", cwd=tmp_path, MLFLOW_TRACKING_URI=address, **quick))
-    assert done.code == 2, done.text
-    assert f"MLflow at {address} took no run" in done.err
-    assert "Traceback" not in done.text
