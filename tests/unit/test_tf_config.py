@@ -12,6 +12,9 @@ import phalanx
 from phalanx import DistributedConfig
 from phalanx.cli import main
 from phalanx.errors import ConfigError, UsageError
+from phalanx.launch.preload import extra_modules
+from phalanx.launch.warm import import_settings
+from phalanx.trainers.launching import engine_environment
 from phalanx.world import tf_cluster
 from phalanx.world.env import RankEnv
 from phalanx.world.layout import plan_layout
@@ -165,3 +168,28 @@ def test_settings_that_keras_does_not_follow_are_refused(settings, words):
 def test_recipes_are_torch_models(capsys):
     assert main(["train", "digits", "--backend", "tensorflow"]) == 2
     assert "is a torch model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("settings", "device", "imported"),
+    [
+        ({"backend": "tensorflow", "num_workers": 2}, "cpu", ("tensorflow", "tf_keras.api._v2.keras")),
+        ({"backend": "tensorflow"}, "cpu", ("tensorflow", "keras._tf_keras.keras")),
+        ({"backend": "tensorflow", "num_workers": 2}, "cuda", ()),
+        ({"backend": "tensorflow", "mlflow_tracking": True}, "cuda", ("mlflow",)),
+        ({"mlflow_experiment": "mine"}, "cpu", ("mlflow",)),
+        ({}, "cpu", ()),
+    ],
+)
+def test_what_ranks_need_is_imported_before_they_are_forked(settings, device, imported, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: True)
+    monkeypatch.delenv("TF_USE_LEGACY_KERAS", raising=False)
+    environment = engine_environment(DistributedConfig(**settings), device)
+    assert extra_modules(environment) == imported
+
+
+def test_a_warm_process_with_another_keras_is_not_used():
+    plain = {"TF_USE_LEGACY_KERAS": "1", "HOME": "/"}
+    assert import_settings(plain) == {}, "torch does not read it"
+    served = {**plain, "PHALANX_PRELOAD": "tensorflow"}
+    assert import_settings(served) == {"TF_USE_LEGACY_KERAS": "1", "PHALANX_PRELOAD": "tensorflow"}
