@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -12,14 +13,17 @@ import urllib.request
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import psutil
 import pytest
+import torch
 from command import clean_environment, phalanx
 from tune_parts import train_line
 
+from phalanx import PyTorchDDPTrainer
 from phalanx.tune import DistributedTuner, choice
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 if importlib.util.find_spec("mlflow") is None:  # importing it takes seconds, which collecting tests need not
     pytest.skip("MLflow is not installed: pip install 'phalanx[mlflow]'", allow_module_level=True)
@@ -28,40 +32,47 @@ pytestmark = pytest.mark.timeout(180)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def starting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    """A tracking server on a SQLite file, without the workers it starts for other purposes; it takes long to start."""
+def starting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A tracking server on a SQLite file, without the workers it starts for other purposes; it takes long to start.
+
+    No child of this process: it begins workers of its own while tests run, and those are no leaks.
+    """
     folder = tmp_path_factory.mktemp("mlflow")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     words = f"mlflow server --workers 1 --host 127.0.0.1 --port {port} --backend-store-uri sqlite:///store.db"
     with (folder / "log").open("w") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", *words.split(), "--artifacts-destination", str(folder / "artifacts")],
+        subprocess.run(
+            ["setsid", "--fork", "sh", "-c", 'echo $$ > pid; exec "$@"', "sh", sys.executable, "-m", *words.split(),
+             "--artifacts-destination", str(folder / "artifacts")],
             cwd=folder,
             env=clean_environment(MLFLOW_SERVER_ENABLE_JOB_EXECUTION="false"),
             stdout=log,
             stderr=log,
-            start_new_session=True,
-        )
+            check=True,
+        )  # fmt: skip
     try:
-        yield f"http://127.0.0.1:{port}", process
+        yield f"http://127.0.0.1:{port}"
     finally:
-        os.killpg(process.pid, 15)
-        process.wait(20)
+        leader = int((folder / "pid").read_text())
+        os.killpg(leader, signal.SIGTERM)
+        _wait_until(lambda: not psutil.pid_exists(leader), 20)
 
 
 @pytest.fixture
-def server(starting: tuple[str, subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch) -> str:
+def server(starting: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """The address of the server, which answers; runs go there."""
-    address, process = starting
-    deadline = time.monotonic() + 120
-    while not _answers(address):
-        assert process.poll() is None, "the MLflow server has ended"
-        assert time.monotonic() < deadline, "the MLflow server did not come up"
+    _wait_until(lambda: _answers(starting), 120)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", starting)
+    return starting
+
+
+def _wait_until(condition: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "the MLflow server is not as it should be"
         time.sleep(0.1)
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
-    return address
 
 
 def _answers(address: str) -> bool:
@@ -140,27 +151,18 @@ def test_a_run_of_two_ranks_is_one_run_on_the_server(server, tmp_path):
     assert "num_workers = 2" in Path(kept).read_text()
 
 
-def test_a_script_joins_the_run_it_opened(server, tmp_path):
-    script = tmp_path / "train.py"
-    script.write_text(
-        "import mlflow, phalanx, torch\n"
-        "model = torch.nn.Linear(4, 2)\n"
-        "data = [(torch.randn(4), torch.tensor(n % 2)) for n in range(32)]\n"
-        "mlflow.set_experiment('scripts')\n"
-        "with mlflow.start_run(run_name='mine') as run:\n"
-        "    trainer = phalanx.PyTorchDDPTrainer(model, mlflow_tracking=True, num_workers=2, batch_size=8,\n"
-        "                                        loss_fn=torch.nn.CrossEntropyLoss(), progress=False, device='cpu')\n"
-        "    trainer.fit(data)\n"
-        "    mlflow.log_metric('own', 7)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, script], env=clean_environment(), capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
+def test_a_trainer_joins_the_run_that_was_opened_around_it(server):
     import mlflow
 
     client = mlflow.MlflowClient(server)
-    (run,) = client.search_runs([client.get_experiment_by_name("scripts").experiment_id])
+    experiment = client.create_experiment("scripts")
+    data = [(torch.randn(4), torch.tensor(n % 2)) for n in range(32)]
+    with mlflow.start_run(run_name="mine", experiment_id=experiment):
+        trainer = PyTorchDDPTrainer(torch.nn.Linear(4, 2), mlflow_tracking=True, num_workers=2, batch_size=8,
+                                    loss_fn=torch.nn.CrossEntropyLoss(), progress=False)  # fmt: skip
+        trainer.fit(data)
+        mlflow.log_metric("own", 7)
+    (run,) = client.search_runs([experiment])
     assert (run.info.run_name, run.info.status) == ("mine", "FINISHED")
     assert run.data.metrics["own"] == 7
     assert "train/epoch_loss" in run.data.metrics
