@@ -26,10 +26,10 @@ from phalanx.world.env import read_rank_env
 HOROVODRUN = str(Path(sys.executable).with_name("horovodrun"))
 
 
-def horovodrun(*words: object, cwd: Path, ranks: int = 2) -> str:
-    """Run a command on ranks of horovodrun's, and return what they printed."""
+def horovodrun(*words: object, cwd: Path) -> str:
+    """Run a command on two ranks of horovodrun's, and return what they printed."""
     done = subprocess.run(
-        [HOROVODRUN, "--gloo", "-np", str(ranks), sys.executable, *map(str, words)],
+        [HOROVODRUN, *map(str, words)],
         cwd=cwd,
         env=clean_environment(PYTHONPATH=f"{ROOT}:{ROOT / 'tests'}", OMP_NUM_THREADS="1"),
         capture_output=True,
@@ -45,7 +45,7 @@ def horovodrun(*words: object, cwd: Path, ranks: int = 2) -> str:
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What all cases gave on each of two ranks of one horovodrun."""
     folder = tmp_path_factory.mktemp("horovod")
-    horovodrun(ROOT / "tests" / "horovod_cases.py", folder, cwd=folder)
+    horovodrun("--gloo", "-np", 2, sys.executable, ROOT / "tests" / "horovod_cases.py", folder, cwd=folder)
     return [torch.load(folder / f"found-{rank}.pt") for rank in range(2)]
 
 
@@ -108,6 +108,7 @@ def test_the_command_line_starts_horovodrun_and_writes_a_timeline(tmp_path):
 
 
 def test_horovodrun_starts_the_command_line(tmp_path):
+    """As the user writes it: with a build that has MPI, it is mpirun that starts the ranks."""
     script = write_script(
         tmp_path / "train.py",
         """
@@ -120,7 +121,8 @@ def test_horovodrun_starts_the_command_line(tmp_path):
             print("sum", int(formation.reduce(hvd.rank() + 1, "sum")), flush=True)
         """,
     )
-    said = horovodrun("-m", "phalanx.cli", "train", "--script", script, "--backend", "horovod", cwd=tmp_path)
+    command = ("-np", 2, sys.executable, "-m", "phalanx.cli", "train", "--script", script, "--backend", "horovod")
+    said = horovodrun(*command, cwd=tmp_path)
     assert "rank 0 of 2 horovod" in said
     assert "rank 1 of 2 horovod" in said
     assert said.count("sum 3") == 2
@@ -151,12 +153,11 @@ def test_ranks_of_another_starter_are_told(ranks):
     assert "hvd.init() found a world of 1" in second
 
 
-def test_adasum_says_which_build_has_it(found):
+def test_ranks_that_speak_gloo_are_told_what_adasum_needs(found):
     import horovod.torch as hvd
 
-    if hvd.mpi_built():
-        pytest.skip("this build has Adasum")
-    assert "HOROVOD_WITH_MPI=1" in found[0]["adasum"]
+    said = "horovodrun --mpi" if hvd.mpi_built() else "libopenmpi-dev"
+    assert said in found[0]["adasum"]
 
 
 def test_a_script_made_for_horovod_needs_horovodrun(tmp_path):
@@ -164,7 +165,8 @@ def test_a_script_made_for_horovod_needs_horovodrun(tmp_path):
     for other in ("phalanx", "torchrun"):
         with pytest.raises(UsageError, match="each rank would train alone"):
             check_script_starter(script, other)
-    check_script_starter(script, "horovodrun")
+    for fit in ("horovodrun", "mpirun"):
+        check_script_starter(script, fit)
     maybe = write_script(tmp_path / "maybe.py", "try:\n    import horovod\nexcept ImportError:\n    pass")
     check_script_starter(maybe, "phalanx")
     answer = finish(start("train", "--script", script, "--num-workers", 2, "--device", "cpu", cwd=tmp_path))
