@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -91,20 +90,6 @@ def test_horovods_own_names(found):
 def test_a_plain_script_starts_horovodrun_itself(tmp_path, by_ddp):
     weights = cases.train(HorovodTrainer, "accumulated and clipped", tmp_path, num_workers=2)
     assert difference(weights, by_ddp["accumulated and clipped"]) < 1e-6
-
-
-def test_the_command_line_starts_horovodrun_and_writes_a_timeline(tmp_path):
-    words = ("train", "digits", "--backend", "horovod", "--num-workers", 2, "--max-steps", 12, "--device", "cpu")
-    answer = finish(start(*words, "--run-dir", "run", "--horovod-timeline", "wire.json", cwd=tmp_path), seconds=150)
-    assert answer.code == 0, answer.text
-    assert "2 ranks on cpu · horovod" in answer.text
-    events = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
-    assert events[0]["strategy"] == "horovod"
-    assert {path.name for path in (tmp_path / "run/logs").glob("*.log")} <= {"rank-0.log", "rank-1.log"}
-    wire = json.loads((tmp_path / "wire.json").read_text())
-    named = {entry["args"]["name"] for entry in wire if entry.get("name") == "process_name" and "name" in entry["args"]}
-    assert any(name.startswith("allreduce.") and name.endswith("weight") for name in named)
-    assert any(entry.get("name") == "NEGOTIATE_ALLREDUCE" for entry in wire)
 
 
 def test_horovodrun_starts_the_command_line(tmp_path):
