@@ -28,7 +28,7 @@ HOROVODRUN = str(Path(sys.executable).with_name("horovodrun"))
 def horovodrun(*words: object, cwd: Path) -> str:
     """Run a command on two ranks of horovodrun's, and return what they printed."""
     done = subprocess.run(
-        [HOROVODRUN, *map(str, words)],
+        [HOROVODRUN, "--gloo", "-np", "2", sys.executable, *map(str, words)],
         cwd=cwd,
         env=clean_environment(PYTHONPATH=f"{ROOT}:{ROOT / 'tests'}", OMP_NUM_THREADS="1"),
         capture_output=True,
@@ -44,7 +44,7 @@ def horovodrun(*words: object, cwd: Path) -> str:
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What all cases gave on each of two ranks of one horovodrun."""
     folder = tmp_path_factory.mktemp("horovod")
-    horovodrun("--gloo", "-np", 2, sys.executable, ROOT / "tests" / "horovod_cases.py", folder, cwd=folder)
+    horovodrun(ROOT / "tests" / "horovod_cases.py", folder, cwd=folder)
     return [torch.load(folder / f"found-{rank}.pt") for rank in range(2)]
 
 
@@ -82,6 +82,12 @@ def test_moments_start_from_rank_0s_and_nothing_moves_meanwhile(found, by_ddp):
     assert difference(found[0]["past"], by_ddp["past"]) < 1e-6
 
 
+def test_a_rank_that_waits_leaves_its_core_to_others(found):
+    seconds, computed = found[0]["late"]
+    assert seconds > 0.3
+    assert computed < seconds / 2
+
+
 def test_horovods_own_names(found):
     assert [part["average"] for part in found] == [1.5, 1.5]
     assert found[0]["accumulation"] == 3
@@ -93,7 +99,6 @@ def test_a_plain_script_starts_horovodrun_itself(tmp_path, by_ddp):
 
 
 def test_horovodrun_starts_the_command_line(tmp_path):
-    """As the user writes it: with a build that has MPI, it is mpirun that starts the ranks."""
     script = write_script(
         tmp_path / "train.py",
         """
@@ -106,8 +111,7 @@ def test_horovodrun_starts_the_command_line(tmp_path):
             print("sum", int(formation.reduce(hvd.rank() + 1, "sum")), flush=True)
         """,
     )
-    command = ("-np", 2, sys.executable, "-m", "phalanx.cli", "train", "--script", script, "--backend", "horovod")
-    said = horovodrun(*command, cwd=tmp_path)
+    said = horovodrun("-m", "phalanx.cli", "train", "--script", script, "--backend", "horovod", cwd=tmp_path)
     assert "rank 0 of 2 horovod" in said
     assert "rank 1 of 2 horovod" in said
     assert said.count("sum 3") == 2

@@ -24,9 +24,11 @@ with_mpi = pytest.mark.skipif(
 
 SCRIPT = """
     import sys
+    import horovod.torch as hvd
     import torch
     import phalanx
 
+    hvd.init()
     with phalanx.Formation() as formation:
         if sys.argv[1:] == ["raise"] and formation.rank == 1:
             raise ValueError("out of luck")
