@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from command import COMMAND, Answer, clean_environment, phalanx, write_script
+from curves import scalars
 
 DIGITS = ("train", "digits", "--device", "cpu", "--run-dir", "run")
 
@@ -71,13 +72,10 @@ def test_a_run_leaves_its_config_events_logs_checkpoint_and_curves():
 
 def test_tensorboard_files_hold_the_promised_curves():
     trained(*DIGITS, "--max-steps", 3, "--log-every-n-steps", 1)
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    board = EventAccumulator("run/tensorboard")
-    board.Reload()
+    curves = scalars("run/tensorboard")
     promised = {"train/loss", "learning_rate", "grad_norm", "throughput/samples_per_second", "memory/bytes"}
-    assert promised | {"val/loss", "val/accuracy"} <= set(board.Tags()["scalars"])
-    read = [(point.step, point.value) for point in board.Scalars("train/loss")]
+    assert promised | {"val/loss", "val/accuracy"} <= set(curves)
+    read = curves["train/loss"]
     told = [(event["step"], event["loss"]) for event in of_kind("step")]
     assert [step for step, _ in read] == [step for step, _ in told]
     assert [value for _, value in read] == pytest.approx([loss for _, loss in told], rel=1e-6)

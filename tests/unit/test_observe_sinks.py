@@ -6,9 +6,9 @@ import json
 import math
 import subprocess
 import sys
-import types
 
 import pytest
+from curves import scalars
 
 from phalanx.errors import UsageError
 from phalanx.observe import events
@@ -20,16 +20,6 @@ from phalanx.observe.timing import Stopwatch, Throughput
 
 def step(number: int, **changes) -> events.StepDone:
     return events.StepDone(number, 1, **{"loss": 1 / number, "learning_rate": 0.5, "memory_bytes": 1024, **changes})
-
-
-def scalars(directory) -> dict[str, list[tuple[int, float]]]:
-    # Where this module exists, TensorBoard reads without TensorFlow, which takes long to import.
-    sys.modules.setdefault("tensorboard.compat.notf", types.ModuleType("notf"))
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    reader = EventAccumulator(str(directory))
-    reader.Reload()
-    return {tag: [(item.step, item.value) for item in reader.Scalars(tag)] for tag in reader.Tags()["scalars"]}
 
 
 def test_tensorboard_reads_what_was_written(tmp_path):
