@@ -106,6 +106,8 @@ def _horovod_mistakes(config: DistributedConfig, known: Collection[str]) -> Iter
             f"min_workers = {config.min_workers}: a run that goes on without some machines must know of several: write "
             "host_discovery_script = './hosts.sh', or hosts = 'node1:8,node2:8'.",
         )
+    if config.adasum and (config.min_workers is not None or config.host_discovery_script is not None):
+        yield "adasum", "adasum = True: Adasum is done by MPI, which cannot lose or add ranks: leave adasum out."
     if config.hosts is None or "hosts" in known:
         return
     try:
