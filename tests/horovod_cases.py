@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from phalanx.comm.horovod import HorovodReducer
 from phalanx.errors import UsageError
 
 SAMPLES = 45
@@ -108,6 +110,19 @@ def refusal_of_adasum(trainer: type, folder: Path) -> str:
     return ""
 
 
+def wait_for_a_late_rank(hvd: Any) -> tuple[float, float]:
+    """Return the seconds, and those of them that this thread computed, of a backward pass that rank 1 begins late."""
+    parameter = nn.Parameter(torch.ones(3))
+    reducer = HorovodReducer(hvd, [("late", parameter)])
+    hvd.allreduce(torch.zeros(1), name="together")
+    if hvd.rank() == 1:
+        time.sleep(0.5)
+    began, computed = time.perf_counter(), time.thread_time()
+    parameter.sum().backward()
+    reducer.close()
+    return time.perf_counter() - began, time.thread_time() - computed
+
+
 def main(folder: Path) -> None:
     """In a rank of horovodrun, whose script has called hvd.init() itself: run all cases, leave what they gave."""
     import horovod.torch as hvd
@@ -123,6 +138,7 @@ def main(folder: Path) -> None:
     found["accumulation"] = trainer.config.gradient_accumulation_steps
     found["average"] = trainer.metric_average(torch.tensor(float(hvd.rank() + 1)), name="rank")
     found["adasum"] = refusal_of_adasum(HorovodTrainer, folder)
+    found["late"] = wait_for_a_late_rank(hvd)
     torch.save(found, folder / f"found-{hvd.rank()}.pt")
 
 

@@ -17,7 +17,7 @@ from phalanx.launch import ModuleTarget, ScriptTarget, count_gpus, launch, prest
 from phalanx.launch.nccl import nccl_environment
 from phalanx.recipes import Recipe, load_recipe, recipe_names
 from phalanx.trainers.folders import discard_unused, make_run_dir
-from phalanx.trainers.launching import launch_spec, raise_failure
+from phalanx.trainers.launching import engine_environment, launch_spec, raise_failure
 from phalanx.trainers.nvme import warn_of_slow_start
 from phalanx.trainers.preflight import check_before_start, check_packages, check_script_starter
 from phalanx.trainers.targets import given_settings, recipe_target, settings_environment
@@ -49,7 +49,7 @@ def run(arguments: Sequence[str]) -> int:
     started = read_rank_env()
     if isinstance(target, ScriptTarget):
         _check_starter(Path(target.path), resolved.config, started)
-    if started is None and _is_task_of_cluster(resolved.config):
+    if started is None and _is_task_of_cluster(resolved):
         return _be_the_task(resolved, target)
     if started is not None and not _is_node_of(started, resolved.config):
         return _be_the_rank(started, recipe, resolved, target)  # torchrun, srun or mpirun started us: start no more
@@ -57,7 +57,7 @@ def run(arguments: Sequence[str]) -> int:
         resolved = _as_node(started, resolved)
     layout = plan_layout(resolved.config, count_gpus())
     if resolved.config.launcher == "local":
-        prestart()
+        prestart(engine_environment(resolved.config, layout.device))
     return _launch(recipe, resolved, target, layout)
 
 
@@ -178,11 +178,11 @@ def _as_node(started: RankEnv, resolved: Resolved) -> Resolved:
     return Resolved(config.replace(node_rank=node_rank, rdzv_endpoint=endpoint), resolved.origins)
 
 
-def _is_task_of_cluster(config: DistributedConfig) -> bool:
+def _is_task_of_cluster(resolved: Resolved) -> bool:
     """Whether somebody who writes TF_CONFIG (Kubeflow, say) started this process of a TensorFlow cluster."""
-    task = read_task() if config.backend == "tensorflow" else None
+    task = read_task() if resolved.config.backend == "tensorflow" else None
     if task is not None:
-        check_against(task, config)
+        check_against(task, resolved.config, resolved.given)
     return task is not None
 
 
@@ -193,7 +193,7 @@ def _be_the_task(resolved: Resolved, target: ScriptTarget | ModuleTarget | None)
     assert target is not None, "recipes are torch models, and were refused"
     check_packages(resolved.config)
     os.environ.update(_rank_environment(resolved, resolved.config))
-    enter_alone()
+    enter_alone(resolved.config.start_timeout)
     run_target(target, sys.path)
     return 0
 

@@ -7,6 +7,7 @@ loop finds averaged gradients where it clips, weighs and steps, as with every ot
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +16,10 @@ from phalanx.comm.backward import BackwardHooks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+_PAUSE = 50e-6
+"""Seconds between two looks at what is under way. Horovod's own wait looks all the time: it keeps a core busy, which
+Horovod's threads, and other ranks of the machine, need to come to an end."""
 
 
 class HorovodReducer(BackwardHooks):
@@ -63,6 +68,8 @@ class HorovodReducer(BackwardHooks):
         try:
             self._send_the_rest()
             for number, (handle, context) in self._under_way.items():
+                while not self._hvd.poll(handle):
+                    time.sleep(_PAUSE)
                 averaged = self._compression.decompress(self._hvd.synchronize(handle), context)
                 gradient = self._parameters[number].grad
                 if averaged is not gradient:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from phalanx.config.groups import TENSORFLOW_STRATEGIES
 from phalanx.config.hosts import parse_hosts
+from phalanx.config.keras import keras_mistakes
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
@@ -47,16 +48,6 @@ _FOLLOWED_BY = {
 }
 """Which backends follow a setting."""
 
-_KERAS_FOLLOWS = {
-    *("num_workers", "num_gpus", "num_nodes", "gpus_per_node", "node_rank", "rdzv_endpoint", "device"),
-    *("threads_per_rank", "backend", "strategy", "batch_size", "epochs", "max_steps", "learning_rate", "optimizer"),
-    *("momentum", "weight_decay", "seed", "drop_last", "data_dir", "mixed_precision", "timeout", "start_timeout"),
-    *("num_servers", "checkpoint_dir", "checkpoint_frequency", "resume_from_checkpoint", "run_dir", "name"),
-    *("tensorboard", "tensorboard_dir", "mlflow_tracking", "mlflow_experiment", "log_every_n_steps", "progress"),
-    *("console_ranks", "max_restarts", "stop_grace"),
-}
-"""The settings that mean something to a Keras model; the others are torch's, and Keras has ways of its own for them."""
-
 _STRATEGIES_OF = {"horovod": ("horovod",), "tensorflow": TENSORFLOW_STRATEGIES}
 _BACKEND_OF = {"horovod": "horovod", "mirrored": "tensorflow", "multiworker": "tensorflow"}
 
@@ -90,7 +81,7 @@ def engine_mistakes(
     if config.backend == "horovod":
         yield from _horovod_mistakes(config, known)
     if config.backend == "tensorflow":
-        yield from _keras_mistakes(config, defaults, known)
+        yield from keras_mistakes(config, defaults, {*known, *_FOLLOWED_BY})
     most = config.total_ranks
     if {"min_workers", "num_workers"} & set(known) or config.min_workers is None:
         return
@@ -115,6 +106,8 @@ def _horovod_mistakes(config: DistributedConfig, known: Collection[str]) -> Iter
             f"min_workers = {config.min_workers}: a run that goes on without some machines must know of several: write "
             "host_discovery_script = './hosts.sh', or hosts = 'node1:8,node2:8'.",
         )
+    if config.adasum and (config.min_workers is not None or config.host_discovery_script is not None):
+        yield "adasum", "adasum = True: Adasum is done by MPI, which cannot lose or add ranks: leave adasum out."
     if config.hosts is None or "hosts" in known:
         return
     try:
@@ -131,20 +124,6 @@ def _horovod_mistakes(config: DistributedConfig, known: Collection[str]) -> Iter
             f"min_workers = {config.min_workers} with one machine: Horovod gives up a machine that lost a rank, so "
             "there must be two. On one machine, give it under two names: hosts = 'localhost:1,127.0.0.1:1'.",
         )
-
-
-def _keras_mistakes(
-    config: DistributedConfig, defaults: Mapping[str, Any], known: Collection[str]
-) -> Iterator[tuple[str, str]]:
-    for name, default in defaults.items():
-        if name not in _KERAS_FOLLOWS and name not in _FOLLOWED_BY and name not in known:
-            value = getattr(config, name)
-            if value != default:
-                yield (
-                    name,
-                    f"{name} = {value!r} with backend = 'tensorflow', which does not follow it: tell Keras in "
-                    f"model.compile(), or leave {name} out.",
-                )
 
 
 def _strategy_mistakes(config: DistributedConfig) -> Iterator[tuple[str, str]]:

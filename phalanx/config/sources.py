@@ -27,6 +27,11 @@ class Resolved:
     config: DistributedConfig
     origins: dict[str, str]
 
+    @property
+    def given(self) -> frozenset[str]:
+        """The settings that somebody set, be it to their default."""
+        return frozenset(name for name, origin in self.origins.items() if origin != "default")
+
 
 def resolve(
     given: Mapping[str, Any],

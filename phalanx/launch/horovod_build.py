@@ -1,12 +1,14 @@
 """Build Horovod against the installed torch: `python -m phalanx.launch.horovod_build`. The wheel is kept for next time.
 
 Horovod's last release has no wheels, and its CMake files ask for C++14, which torch's headers left behind: the compiler
-is called through a wrapper whose last word on the standard wins. HOROVOD_* variables of the build that are set already
-are followed, such as HOROVOD_WITH_MPI=1 or HOROVOD_GPU_OPERATIONS=NCCL.
+is called through a wrapper whose last word on the standard wins. MPI is built in where its compiler and headers are.
+HOROVOD_* variables of the build that are set already are followed, such as HOROVOD_WITHOUT_MPI=1 or
+HOROVOD_GPU_OPERATIONS=NCCL.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.metadata
 import os
@@ -28,7 +30,6 @@ _DEFAULTS = {
     "HOROVOD_WITHOUT_TENSORFLOW": "1",
     "HOROVOD_WITHOUT_MXNET": "1",
     "HOROVOD_WITH_GLOO": "1",
-    "HOROVOD_WITHOUT_MPI": "1",
 }
 _OF_THE_BUILD = re.compile(
     r"HOROVOD_(WITH_|WITHOUT_|BUILD_|GPU|CPU_|CUDA_|NCCL_|ROCM_|CMAKE$|DEBUG$|ALLOW_MIXED_GPU_IMPL$)"
@@ -54,11 +55,26 @@ def main() -> int:
 def settings() -> dict[str, str]:
     """Return the HOROVOD_* variables of the build: ours, then those that are set. Those of runs change no wheel."""
     given = {name: value for name, value in os.environ.items() if _OF_THE_BUILD.match(name)}
-    chosen = {**_DEFAULTS, **given}
+    mpi = "HOROVOD_WITH_MPI" if _has_mpi() else "HOROVOD_WITHOUT_MPI"
+    chosen = {**_DEFAULTS, mpi: "1", **given}
     for name in _OPPOSITES:
         if f"HOROVOD_WITH_{name}" in given:
             chosen.pop(f"HOROVOD_WITHOUT_{name}", None)
+        if f"HOROVOD_WITHOUT_{name}" in given:
+            chosen.pop(f"HOROVOD_WITH_{name}", None)
     return chosen
+
+
+def _has_mpi() -> bool:
+    """Whether MPI can be compiled against: its compiler alone, which comes with mpirun, will not do."""
+    compiler = shutil.which("mpicxx")
+    return compiler is not None and _finds_header(compiler)
+
+
+@functools.cache
+def _finds_header(compiler: str) -> bool:
+    words = [compiler, "-x", "c++", "-include", "mpi.h", "-fsyntax-only", os.devnull]
+    return subprocess.run(words, capture_output=True, check=False).returncode == 0
 
 
 def wheel_folder() -> Path:

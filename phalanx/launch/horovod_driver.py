@@ -13,7 +13,7 @@ def main(parent: int) -> None:
     os.environ.setdefault("PYTHONWARNINGS", "ignore::DeprecationWarning")
     from horovod.runner import launch
 
-    # It would import torch and all of itself in one more process, only to ask whether it was built with gloo.
-    # Ranks of a build without say so themselves.
-    launch.gloo_built = lambda verbose=False: True
+    # It would import torch and all of itself in one more process, only to ask what it was built with.
+    # Ranks of a build without it say so themselves.
+    launch.gloo_built = launch.mpi_built = lambda verbose=False: True
     launch.run_commandline()

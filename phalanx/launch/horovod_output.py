@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _LINE = re.compile(rb"[^\r\n]*(?:\r\n|\n|\r)")
-_OF_RANK = re.compile(rb"\[(\d+)\]<(?:stdout|stderr)>:(.*)", re.DOTALL)
+_OF_RANK = re.compile(rb"\[(?:\d+,)?(\d+)\]<(?:stdout|stderr)>:(.*)", re.DOTALL)
+"""horovodrun writes [rank], Open MPI [job,rank]."""
 _ENDED = re.compile(r"Process (\d+) exit with status code (\d+)")
 _OWN_LINES = 60
 _SHELLS_WORDS = ("Terminated", "Killed")

@@ -26,12 +26,14 @@ if TYPE_CHECKING:
 
 STARTED = "horovod_rank_started"
 ENDED = "horovod_rank_ended"
+_NUMBERS = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+"""Where horovodrun says who this is: itself, or by Open MPI or MPICH, which it lets start the ranks."""
 
 
 def main() -> NoReturn:
     """Be the rank that the environment names."""
     request: Message = json.loads(sys.argv[1])
-    rank = request["rank"] = int(os.environ["HOROVOD_RANK"])
+    rank = request["rank"] = int(next(os.environ[name] for name in _NUMBERS if name in os.environ))
     Path(request["log_dir"]).mkdir(parents=True, exist_ok=True)
     launcher = _connect(request["events"])
     log = None if launcher is None else open_log(Path(request["log_dir"]), rank)

@@ -41,6 +41,8 @@ class HorovodRun:
     least: int | None = None
     discovery: str | None = None
     timeline: str | None = None
+    mpi: bool = False
+    """Whether it lets mpirun start the ranks, which then speak MPI; else it does so itself, and they speak gloo."""
 
     @property
     def elastic(self) -> bool:
@@ -63,7 +65,7 @@ class HorovodRun:
 
     def command(self, spec: LaunchSpec, hosts: Sequence[Host], events: str) -> list[str]:
         """Return horovodrun's whole command line."""
-        words = ["--gloo", "--disable-cache", "-np", str(self.least or self.ranks)]
+        words = ["--mpi" if self.mpi else "--gloo", "--disable-cache", "-np", str(self.least or self.ranks)]
         if self.elastic:
             words += ["--min-np", str(self.least or self.ranks), "--max-np", str(self.ranks)]
             if _all_here(hosts):
@@ -88,8 +90,10 @@ class HorovodRun:
         densest = max((host.slots for host in hosts), default=self.ranks)
         here = sum(host.slots for host in hosts) if _all_here(hosts) else densest
         threads = threads_per_rank(dataclasses.replace(spec, ranks_per_node=max(1, min(here, self.ranks))), shared)
+        first = {"MASTER_ADDR": hosts[0].name} if self.mpi and not _all_here(hosts) else {}  # MPI does not tell it
         return {
             **shared,
+            **first,
             "OMP_NUM_THREADS": str(threads),
             "PHALANX_LOG_DIR": str(spec.log_dir.absolute()),
             "TORCHELASTIC_RESTART_COUNT": str(attempt),
@@ -119,6 +123,7 @@ def starter(config: DistributedConfig, layout: Ranks) -> HorovodRun:
         least=config.min_workers,
         discovery=config.host_discovery_script,
         timeline=config.horovod_timeline,
+        mpi=config.adasum,
     )
 
 

@@ -33,6 +33,9 @@ _MODULES = (
     "multiprocessing.queues",
     "cloudpickle",
 )
+PRELOAD = "PHALANX_PRELOAD"
+"""The environment variable that names, with commas, what else the warm process imports: an engine's own library."""
+
 _WHERE_PRESENT = ("torch.profiler._cupti_monitor", "torch.distributed.checkpoint._fsspec_filesystem")
 
 
@@ -49,11 +52,16 @@ def import_one_by_one(first: Sequence[str] = ()) -> Iterator[None]:
     for name in (*first, *_MODULES):
         importlib.import_module(name)
         yield
-    for name in _WHERE_PRESENT:
+    for name in (*_WHERE_PRESENT, *extra_modules(os.environ)):
         _import_if_possible(name)
     # Objects that the collector never touches stay in pages that ranks share.
     gc.freeze()
     gc.enable()
+
+
+def extra_modules(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Return what is imported beside torch."""
+    return tuple(name for name in environ.get(PRELOAD, "").split(",") if name)
 
 
 def preload_for(target: Mapping[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from phalanx.launch.preload import extra_modules
 from phalanx.launch.reminders import MOMENTS, Reminder, in_words
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ class Prelude:
     def __init__(self, spec: LaunchSpec, now: float, *, serving: bool) -> None:
         self._endpoint = spec.rdzv_endpoint
         self._machines = spec.num_nodes
+        self._imports = " and ".join(["torch", *extra_modules(spec.env)[:1]])
         # Node 0 is at the endpoint itself.
         self._arrived = 1 if spec.node_rank == 0 else 0
         self._serving = False
@@ -55,7 +57,7 @@ class Prelude:
     def activity(self) -> str:
         """What goes on, as the end of a sentence: "importing torch", "waiting for 1 of 2 machines at node0:29400"."""
         if not self._serving:
-            return "importing torch"
+            return f"importing {self._imports}"
         missing = self._machines - max(self._arrived, 1)
         if self._machines == 1 or missing <= 0:
             return "starting the ranks"

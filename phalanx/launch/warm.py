@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from phalanx.errors import PhalanxError
 from phalanx.launch import wire
-from phalanx.launch.preload import SINGLE_THREADED
+from phalanx.launch.preload import PRELOAD, SINGLE_THREADED
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -23,14 +23,16 @@ if TYPE_CHECKING:
 # imported under other values would not obey them.
 _READ_AT_IMPORT = ("PYTHON", "TORCH", "PYTORCH", "OMP_", "KMP_", "MKL_", "GOMP_", "LD_", "MALLOC_")
 _SET_IN_EVERY_RANK = ("OMP_NUM_THREADS", "TORCHELASTIC_")
+_READ_BY_TENSORFLOW = (PRELOAD, "TF_", "KERAS_", "XLA_")
 
 
 def import_settings(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that take effect only while torch is imported."""
+    """Return the variables that take effect only while torch, and what is imported beside it, is imported."""
+    read = (*_READ_AT_IMPORT, *_READ_BY_TENSORFLOW) if environ.get(PRELOAD) else _READ_AT_IMPORT
     return {
         name: value
         for name, value in environ.items()
-        if name.startswith(_READ_AT_IMPORT) and not name.startswith(_SET_IN_EVERY_RANK)
+        if name.startswith(read) and not name.startswith(_SET_IN_EVERY_RANK)
     }
 
 
@@ -238,9 +240,12 @@ def warm_process(environ: Mapping[str, str] | None = None) -> WarmProcess:
         return _current
 
 
-def prestart() -> None:
-    """Start importing torch in the background now, so that a launch a moment later finds it done."""
-    warm_process()
+def prestart(env: Mapping[str, str] | None = None) -> None:
+    """Start importing torch in the background now, so that a launch a moment later finds it done.
+
+    `env`: what the launch will add to this process's environment.
+    """
+    warm_process({**os.environ, **(env or {})})
 
 
 def current_pid() -> int | None:

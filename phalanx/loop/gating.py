@@ -1,4 +1,4 @@
-"""The loop at a gate: after an epoch the main rank asks, and every rank does as it was told."""
+"""A loop at a gate: after an epoch the main rank asks, and every rank does as it was told. Keras' loops come too."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import time
 from typing import TYPE_CHECKING
 
 from phalanx.observe.gate import Gate
+from phalanx.world.env import read_rank_env
 
 if TYPE_CHECKING:
-    from phalanx.loop.stopping import StopRequest
-    from phalanx.world.world import World
+    from collections.abc import Callable
+
+    import torch.distributed as dist
 
 _LOOK_SECONDS = 0.02
 
@@ -17,10 +19,23 @@ _LOOK_SECONDS = 0.02
 class EpochGate:
     """Asks after epochs whether the run goes on, where whoever started it wants to be asked."""
 
-    def __init__(self, world: World, stop: StopRequest) -> None:
+    def __init__(
+        self,
+        store: dist.Store | None,
+        *,
+        asks: bool,
+        given_up: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """`store`: where the rank that `asks` tells the others (None: there are none); `given_up`: it ends anyway."""
         self._gate = Gate.from_environment()
-        self._world = world
-        self._stop = stop
+        self._store = store
+        self._asks = asks
+        self._given_up = given_up
+
+    @property
+    def is_there(self) -> bool:
+        """Whether this run is a trial that may be stopped."""
+        return self._gate is not None
 
     def start_after(self, epochs: int) -> None:
         """Take note of the epochs that a resumed run has behind it."""
@@ -31,18 +46,16 @@ class EpochGate:
         """Whether training goes on after this many epochs; every rank calls this, and gets the same answer."""
         if self._gate is None or not self._gate.is_due(epochs):
             return True
-        if self._world.world_size == 1:
-            return self._ask(epochs)
-        return self._agree(epochs)
+        return self._ask(epochs) if self._store is None else self._agree(self._store, epochs)
 
     def _ask(self, epochs: int) -> bool:
         assert self._gate is not None, "asked for only where there is a gate"
-        return self._gate.wait(epochs, given_up=lambda: self._stop.heard)
+        return self._gate.wait(epochs, given_up=self._given_up)
 
-    def _agree(self, epochs: int) -> bool:
-        store, key = self._world.store, f"gate/{self._world.env.attempt}/{epochs}"
-        assert store is not None, "ranks that are several have a store"
-        if self._world.is_main:
+    def _agree(self, store: dist.Store, epochs: int) -> bool:
+        env = read_rank_env()
+        key = f"gate/{env.attempt if env is not None else 0}/{epochs}"
+        if self._asks:
             passes = self._ask(epochs)
             store.set(key, "on" if passes else "stop")
             return passes

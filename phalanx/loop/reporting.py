@@ -173,7 +173,9 @@ class Reporter:
         self._events.emit(MetricsReported(self._loop.step, epoch + 1, "val", values, ended_epoch is not None))
 
     def epoch_done(self, epoch: int, metrics: dict[str, float]) -> None:
-        """Close an epoch's record."""
+        """Close an epoch's record, once: where ranks were lost at its end, those that are left come here again."""
+        if [(told.epoch, told.step) for told in self.history.epochs[-1:]] == [(epoch + 1, self._loop.step)]:
+            return
         seconds = time.monotonic() - self._epoch_began
         loss = self._loss_sum / self._loss_count if self._loss_count else float("nan")
         speed = self._epoch_samples / seconds if seconds else 0.0

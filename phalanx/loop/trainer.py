@@ -54,7 +54,8 @@ class TrainLoop:
         self.ledger = LossLedger(formation.world)
         meets_every = None if formation.strategy.in_lockstep else self.config.log_every_n_steps
         self.stop = StopRequest(formation.world, meets_every)
-        self.gate = EpochGate(formation.world, self.stop)
+        world = formation.world
+        self.gate = EpochGate(world.store, asks=world.is_main, given_up=lambda: self.stop.heard)
         self.saving = CheckpointPolicy(formation, run_dir)
         self.report = Reporter(self, events, run_dir)
         self.restore: Callable[[], dict[str, Any] | None] = self.saving.restore

@@ -104,11 +104,23 @@ def _horovod_of(world: World) -> Any:
 
 
 def _check_build(hvd: Any, config: DistributedConfig) -> None:
-    if config.adasum and not hvd.mpi_built():
+    if not config.adasum:
+        return
+    if not hvd.mpi_built():
         raise UsageError(
             "adasum = true: this Horovod was built without MPI, and Adasum is not in such a build",
-            hint="Build it where MPI's compiler (mpicxx) is installed: HOROVOD_WITH_MPI=1 make horovod; or leave "
-            "adasum out.",
+            hint="Install MPI's compiler and headers (Debian: apt install libopenmpi-dev) and build it again: make "
+            "horovod; or leave adasum out.",
+        )
+    if not hvd.mpi_enabled():
+        raise UsageError(
+            "adasum = true: Adasum is done by MPI, and these ranks were started to speak gloo",
+            hint="Start them with phalanx train --backend horovod --adasum, horovodrun --mpi, or mpirun.",
+        )
+    if hvd.size().bit_count() != 1:
+        raise UsageError(
+            f"adasum = true with {hvd.size()} ranks: Adasum combines pairs, then pairs of pairs, and so on",
+            hint="Give it 2, 4, 8, 16, ... ranks.",
         )
 
 

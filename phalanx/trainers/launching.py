@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 from phalanx import errors
 from phalanx.launch import CallTarget, LaunchSpec
 from phalanx.launch.nccl import nccl_environment
+from phalanx.launch.preload import PRELOAD
 from phalanx.launch.record import read_record
+from phalanx.world.tf_cluster import import_environment, tensorflow_modules
 from phalanx.world.tf_config import ROLES_VARIABLE, roles_of
 
 if TYPE_CHECKING:
@@ -38,7 +40,7 @@ def launch_spec(
         num_nodes=layout.num_nodes,
         node_rank=config.node_rank,
         rdzv_endpoint=config.rdzv_endpoint or "",
-        env={**nccl_environment(config.nccl_env, os.environ), **_engine_environment(config), **env},
+        env={**nccl_environment(config.nccl_env, os.environ), **engine_environment(config, layout.device), **env},
         log_dir=log_dir,
         labels=_labels(layout, target),
         console_ranks="all" if config.console_ranks == "all" else "0",
@@ -52,8 +54,16 @@ def launch_spec(
     )
 
 
-def _engine_environment(config: DistributedConfig) -> dict[str, str]:
-    return {ROLES_VARIABLE: ",".join(roles_of(config))} if config.backend == "tensorflow" else {}
+def engine_environment(config: DistributedConfig, device: str) -> dict[str, str]:
+    """Return what ranks need beside torch in their environment, and the process that they are forked from imports."""
+    imports = ["mlflow"] if config.mlflow_tracking or config.mlflow_experiment else []
+    found = {}
+    if config.backend == "tensorflow":
+        roles = roles_of(config)
+        found = {ROLES_VARIABLE: ",".join(roles), **import_environment(os.environ, len(roles))}
+        # What TensorFlow may do with a GPU while it is imported must not happen before a fork.
+        imports = [*tensorflow_modules({**os.environ, **found}), *imports] if device == "cpu" else imports
+    return {**found, PRELOAD: ",".join(imports)} if imports else found
 
 
 _STARTERS = {"horovodrun": "phalanx.launch.horovodrun", "ray": "phalanx.launch.ray_train"}

@@ -31,7 +31,7 @@ def check_before_start(config: DistributedConfig) -> None:
 
 def check_script_starter(script: Path, starter: str) -> None:
     """Refuse a script made for Horovod whose ranks something else starts: each of them would train alone."""
-    if starter == "horovodrun" or not _imports_horovod(script):
+    if starter in ("horovodrun", "mpirun") or not _imports_horovod(script):  # horovodrun may let mpirun start them
         return
     raise UsageError(
         f"{script} imports horovod, but {starter} would start its ranks, and hvd.init() meets other ranks only where "

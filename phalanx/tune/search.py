@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from phalanx.errors import UsageError, unknown_name
 from phalanx.launch import prestart
 from phalanx.launch.ray_address import check_address
+from phalanx.trainers.launching import engine_environment
 from phalanx.tune.charts import axes_and_lines
 from phalanx.tune.engine import Engine, IndependentTrials, Plan
 from phalanx.tune.objective import Objective
@@ -101,7 +102,7 @@ def search(subject: Subject, space: SearchSpace, request: Request) -> Results:
         trials_per_gpu=request.trials_per_gpu,
         trials=request.trials,
     )
-    prestart()
+    prestart(engine_environment(subject.resolved.config, "cuda" if slots.places[0].gpus else "cpu"))
     return _search_here(subject, space, objective, request, slots)
 
 

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 _DERIVED_PORTS = (29500, 20000)
 """First port and number of ports for starters that name no port; the job's own id picks one, equally on every rank."""
 
+_OPEN_MPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
+_MPICH = ("PMI_RANK", "PMI_SIZE")
+
 
 @dataclass(frozen=True)
 class RankEnv:
@@ -103,11 +106,19 @@ def _from_torchrun(env: Mapping[str, str]) -> RankEnv:
         node_rank=_integer(env, "GROUP_RANK", rank // local_world_size),
         master_addr=env.get("MASTER_ADDR", "127.0.0.1"),
         master_port=_integer(env, "MASTER_PORT", _DERIVED_PORTS[0]),
-        started_by="phalanx" if _is_supervised(env) else "torchrun",
+        started_by=_who_set_torchruns(env),
         attempt=_integer(env, "TORCHELASTIC_RESTART_COUNT", 0),
         max_restarts=_integer(env, "TORCHELASTIC_MAX_RESTARTS", 0),
         supervised=_is_supervised(env),
     )
+
+
+def _who_set_torchruns(env: Mapping[str, str]) -> str:
+    """Say who set torchrun's variables: in a rank of mpirun they are ours, and say the same as MPI's."""
+    for rank, size in (_OPEN_MPI, _MPICH):
+        if (env.get(rank), env.get(size)) == (env["RANK"], env["WORLD_SIZE"]):
+            return "mpirun"
+    return "phalanx" if _is_supervised(env) else "torchrun"
 
 
 def _is_supervised(env: Mapping[str, str]) -> bool:
@@ -181,6 +192,9 @@ def _from_openmpi(env: Mapping[str, str]) -> RankEnv:
         master_addr=_mpi_master(env, one_host=local_world_size == world_size),
         master_port=_integer(env, "MASTER_PORT", _derived_port(job)),
         started_by="mpirun",
+        attempt=_integer(env, "TORCHELASTIC_RESTART_COUNT", 0),
+        max_restarts=_integer(env, "TORCHELASTIC_MAX_RESTARTS", 0),
+        supervised=_is_supervised(env),
     )
 
 
@@ -202,8 +216,8 @@ def _from_mpich(env: Mapping[str, str]) -> RankEnv:
 _STARTERS: tuple[tuple[tuple[str, ...], Callable[[Mapping[str, str]], RankEnv]], ...] = (
     (("HOROVOD_RANK", "HOROVOD_SIZE"), _from_horovodrun),
     (("RANK", "WORLD_SIZE"), _from_torchrun),
-    (("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), _from_openmpi),
-    (("PMI_RANK", "PMI_SIZE"), _from_mpich),
+    (_OPEN_MPI, _from_openmpi),
+    (_MPICH, _from_mpich),
     # A batch script itself has SLURM_PROCID too; only a step that srun started is a rank.
     (("SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_ID", "SLURM_SRUN_COMM_PORT"), _from_slurm),
 )

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from phalanx.launch.joining import announce
 from phalanx.world.env import read_rank_env
 from phalanx.world.tf_config import ROLES_VARIABLE, VARIABLE, read_task, task_of
+from phalanx.world.tf_peers import watch_peers
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -31,7 +32,10 @@ if TYPE_CHECKING:
 _PORTS = range(15000, 31000)
 """Below what Linux hands out by itself."""
 _LANES = 16
+_QUIET = {"TF_CPP_MIN_LOG_LEVEL": "2", "TF_FORCE_GPU_ALLOW_GROWTH": "true"}
 _LEGACY = "TF_USE_LEGACY_KERAS"
+_KERAS_2, _KERAS_3 = "tf_keras.api._v2.keras", "keras._tf_keras.keras"
+"""What `tf.keras` imports when it is first used."""
 _POLL = timedelta(seconds=3600 * 24 * 365)
 
 
@@ -57,7 +61,7 @@ def enter() -> None:
     _keep_to_own_gpu(env)
 
 
-def enter_alone() -> None:
+def enter_alone(start_timeout: float | None) -> None:
     """Take the place that TF_CONFIG names, where somebody else started this process."""
     task = read_task()
     os.environ.update(quiet_environment(os.environ))
@@ -66,6 +70,14 @@ def enter_alone() -> None:
     prepare_task(task)
     if task.serves:
         _start_server(task).join()
+    watch_peers(task, start_timeout)
+
+
+def open_store(task: Task | None) -> dist.Store | None:
+    """Return what the workers of our launcher's run talk through beside TensorFlow; None where one process trains."""
+    env = read_rank_env()
+    trains_alone = task is None or "ps" in task.cluster or sum(map(len, task.cluster.values())) == 1
+    return None if env is None or trains_alone else _open_store(env)
 
 
 def prepare_task(task: Task) -> None:
@@ -81,12 +93,21 @@ def legacy_environment(environ: Mapping[str, str]) -> dict[str, str]:
     return {_LEGACY: "1"} if wanted else {}
 
 
+def import_environment(environ: Mapping[str, str], processes: int) -> dict[str, str]:
+    """Return what TensorFlow has to find in the environment when it is imported."""
+    wanted = {name: value for name, value in _QUIET.items() if name not in environ}
+    return wanted | (legacy_environment(environ) if processes > 1 else {})
+
+
+def tensorflow_modules(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Return what a rank imports before it can build a model: TensorFlow, and the Keras that `tf.keras` is there."""
+    return ("tensorflow", _KERAS_2 if environ.get(_LEGACY) in ("1", "true", "True") else _KERAS_3)
+
+
 def quiet_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """Return what keeps TensorFlow from talking about itself, and to the threads that the rank was given."""
     threads = environ.get("OMP_NUM_THREADS", "")
-    wanted = {"TF_CPP_MIN_LOG_LEVEL": "2", "TF_FORCE_GPU_ALLOW_GROWTH": "true"}
-    if threads.isdecimal():
-        wanted["TF_NUM_INTRAOP_THREADS"] = threads
+    wanted = {**_QUIET, "TF_NUM_INTRAOP_THREADS": threads} if threads.isdecimal() else _QUIET
     return {name: value for name, value in wanted.items() if name not in environ}
 
 

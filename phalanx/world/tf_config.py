@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ VARIABLE = "TF_CONFIG"
 ROLES_VARIABLE = "PHALANX_TF_ROLES"
 """What each rank is, in the order of ranks, with commas: how our launcher tells them."""
 
+_SERVERS_UNASKED = 1
 _ROLES = ("chief", "worker", "ps", "evaluator")
 
 
@@ -89,6 +90,10 @@ def _checked(cluster: Mapping[str, Any], task: Mapping[str, Any]) -> Task:
     for name, hosts in cluster.items():
         if name not in _ROLES or not isinstance(hosts, list) or not hosts:
             raise _refusal(f'has "{name}": {hosts!r} in its cluster; it takes lists of hosts for {", ".join(_ROLES)}')
+    if len(cluster.get("chief", ())) > 1:
+        raise _refusal(f"has {len(cluster['chief'])} chiefs in its cluster; there can be one")
+    if cluster.get("ps") and not cluster.get("chief"):
+        raise _refusal("has ps in its cluster and no chief, without whom workers and servers do nothing")
     role, index = str(task.get("type")), task.get("index")
     if role not in cluster:
         raise _refusal(f"says that this is a {role!r}, and its cluster has only {', '.join(cluster)}")
@@ -97,8 +102,8 @@ def _checked(cluster: Mapping[str, Any], task: Mapping[str, Any]) -> Task:
     return Task(role, index, dict(cluster))
 
 
-def check_against(task: Task, config: DistributedConfig) -> None:
-    """Refuse a cluster that contradicts the settings of the run."""
+def check_against(task: Task, config: DistributedConfig, given: Collection[str] = ()) -> None:
+    """Refuse a cluster that contradicts the settings of the run; `given`: those that somebody set, to any value."""
     workers = len(task.cluster.get("worker", ()))
     servers = len(task.cluster.get("ps", ()))
     if config.strategy == "parameter-server" and not servers:
@@ -111,7 +116,8 @@ def check_against(task: Task, config: DistributedConfig) -> None:
     trains = workers if servers else workers + len(task.cluster.get("chief", ()))
     if config.total_ranks is not None and config.total_ranks != trains:
         raise _refusal(f"has {trains} worker{'s' * (trains != 1)}, but num_workers = {config.total_ranks} was given")
-    if servers and config.num_servers not in (1, servers):  # 1 is what it is when nobody says
+    asked = "num_servers" in given or config.num_servers != _SERVERS_UNASKED
+    if servers and asked and config.num_servers != servers:
         raise _refusal(f"has {servers} ps, but num_servers = {config.num_servers} was given")
 
 

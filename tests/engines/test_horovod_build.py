@@ -53,12 +53,26 @@ def test_without_an_index_the_build_says_so(tmp_path):
 
 
 def test_settings_have_wheels_of_their_own(monkeypatch, cache):
+    monkeypatch.setenv("HOROVOD_WITHOUT_MPI", "1")
     plain = build.wheel_folder()
     assert plain.is_relative_to(cache / "phalanx" / "wheels")
-    assert build.settings()["HOROVOD_WITHOUT_MPI"] == "1"
+    assert "HOROVOD_WITH_MPI" not in build.settings()
+    monkeypatch.delenv("HOROVOD_WITHOUT_MPI")
     monkeypatch.setenv("HOROVOD_WITH_MPI", "1")
     assert build.wheel_folder() != plain
     assert "HOROVOD_WITHOUT_MPI" not in build.settings()
+
+
+@pytest.mark.parametrize("has_headers", [True, False])
+def test_mpi_is_built_in_where_it_can_be(tmp_path, monkeypatch, has_headers):
+    """Its compiler comes with mpirun, its headers do not."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    compiler = folder / "mpicxx"
+    compiler.write_text(f"#!/bin/sh\nexit {0 if has_headers else 1}\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder))
+    assert build.settings()["HOROVOD_WITH_MPI" if has_headers else "HOROVOD_WITHOUT_MPI"] == "1"
 
 
 def test_variables_of_runs_change_no_wheel(monkeypatch):
@@ -74,6 +88,7 @@ def test_variables_of_runs_change_no_wheel(monkeypatch):
 
 def test_a_kept_wheel_is_installed_and_not_built(monkeypatch):
     """The wheel is no real one: pip refuses it by name, and nothing was compiled."""
+    monkeypatch.setenv("HOROVOD_WITHOUT_MPI", "1")  # PATH, which is taken away below, would say whether it is there
     folder = build.wheel_folder()
     folder.mkdir(parents=True)
     kept = folder / "horovod-0.28.1-py3-none-any.whl"

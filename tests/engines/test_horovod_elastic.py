@@ -75,6 +75,25 @@ def test_a_change_of_machines_at_an_epochs_last_step_repeats_nothing(tmp_path, m
     assert [(epoch.epoch, epoch.step) for epoch in history.epochs] == [(1, 4), (2, 8), (3, 12)]
 
 
+def test_an_epochs_end_in_which_a_rank_is_lost_is_told_again_and_counts_once(tmp_path, monkeypatch):
+    """What a callback was doing there with the other ranks is not done, so all of them begin it again."""
+    run = Run(tmp_path, monkeypatch, lambda run, step: None)
+    calls = []
+
+    class Breaks(Callback):
+        def on_epoch_end(self, trainer, epoch, metrics):
+            calls.append(epoch)
+            if len(calls) == 1:
+                raise exceptions.HorovodInternalError("a peer is gone")
+
+    run.task.callbacks.append(Breaks())
+    with pytest.raises(exceptions.HorovodInternalError):
+        run.meet()
+    history = run.meet_again()
+    assert calls == [0, 0, 1, 2]
+    assert [(epoch.epoch, epoch.step) for epoch in history.epochs] == [(1, 4), (2, 8), (3, 12)]
+
+
 def hosts_and_signal(run, step):
     if step == 6 and run.survivor.attempt == 0:
         run.change_hosts()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     import subprocess
     from pathlib import Path
 
+EPOCHS = 4
 SCRIPT = """
     import os, signal, sys, time
     import torch
@@ -33,14 +35,21 @@ SCRIPT = """
     def after_step(info):
         if mode == "raise" and rank == 1 and info.step == 3:
             raise ValueError("out of luck")
-        if mode == "die" and host == sys.argv[2] and info.step == 5:
-            os.kill(os.getpid(), signal.SIGKILL)
-        if mode == "slow":
-            time.sleep(0.03)
-        if mode == "wait" and info.step == 8:
+        if mode == "change":
+            change(info.step)
+
+    def change(step):
+        # Wait for another machine; when it has been there for five steps, the one that was first dies.
+        global met_after
+        if os.environ["HOROVOD_SIZE"] == "1" and met_after is None and step >= 8:
             open("at-step-8", "w").close()
-        if mode == "wait" and int(os.environ["HOROVOD_SIZE"]) == 1 and info.step >= 8:
             time.sleep(0.1)
+        if os.environ["HOROVOD_SIZE"] == "2":
+            met_after = step - 1 if met_after is None else met_after
+            if host == sys.argv[2] and step == met_after + 5:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    met_after = None
 
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(1)
@@ -93,26 +102,45 @@ def test_the_rank_that_raised_is_named(tmp_path):
     assert "hello from 1" not in answer.out
 
 
-def test_sigterm_ends_a_run_with_a_checkpoint(tmp_path):
-    process = begin(tmp_path, "slow", epochs=500, checkpoint_dir="kept")
-    wait_for(process, "step 1/")
+def test_sigterm_ends_a_recipe_with_a_checkpoint_and_a_whole_timeline(tmp_path):
+    words = ("train", "digits", "--backend", "horovod", "--num-workers", 2, "--epochs", 500, "--device", "cpu")
+    kept = ("--run-dir", "run", "--checkpoint-dir", "kept", "--horovod-timeline", "wire.json")
+    process = start(*words, *kept, cwd=tmp_path, OMP_NUM_THREADS="1")
+    said = wait_for(process, "step 1/")
     process.send_signal(signal.SIGTERM)
     answer = ended(process)
     assert answer.code == 75, answer.text
+    assert "2 ranks on cpu · horovod" in said
     assert "stopped by SIGTERM" in answer.err
     assert [path.name for path in (tmp_path / "kept").glob("step-*")]
+    events = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
+    assert events[0]["strategy"] == "horovod"
+    assert {path.name for path in (tmp_path / "run/logs").glob("*.log")} <= {"rank-0.log", "rank-1.log"}
+    wire = json.loads((tmp_path / "wire.json").read_text())
+    named = {entry["args"]["name"] for entry in wire if entry.get("name") == "process_name" and "name" in entry["args"]}
+    assert any(name.startswith("allreduce.") and name.endswith("weight") for name in named)
+    assert any(entry.get("name") == "NEGOTIATE_ALLREDUCE" for entry in wire)
 
 
-def reference(folder: Path, first: dict[str, Any], then: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Train some steps on one number of ranks, and the rest from the checkpoint on another."""
+def reference(folder: Path, *stages: tuple[int, int]) -> dict[str, torch.Tensor]:
+    """Train on each number of ranks until its last step, from the checkpoint of the stage before."""
     torch.manual_seed(0)
     x = torch.randn(96, 6, generator=torch.Generator().manual_seed(1))
     data = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
     model = nn.Linear(6, 1)
-    common = {"batch_size": 4, "device": "cpu", "progress": False, "checkpoint_dir": folder / "reference"}
-    for settings in (first, {**then, "resume_from_checkpoint": True}):
+    for number, (ranks, last_step) in enumerate(stages):
         trainer = PyTorchDDPTrainer(
-            model, loss_fn=nn.functional.mse_loss, run_dir=folder / f"ref-{len(settings)}", **common, **settings
+            model,
+            loss_fn=nn.functional.mse_loss,
+            num_workers=ranks,
+            max_steps=last_step,
+            epochs=EPOCHS,
+            batch_size=4,
+            device="cpu",
+            progress=False,
+            run_dir=folder / f"reference-{number}",
+            checkpoint_dir=folder / "reference",
+            resume_from_checkpoint=number > 0,
         )
         trainer.fit(data)
     return model.state_dict()
@@ -123,7 +151,7 @@ def elastic(folder: Path, *mode: str) -> subprocess.Popen[str]:
     script = folder / "hosts.sh"
     script.write_text(f"#!/bin/sh\ncat {folder}/machines\n")
     script.chmod(0o755)
-    return begin(folder, *mode, epochs=2, min_workers=1, host_discovery_script="./hosts.sh", log_every_n_steps=1)
+    return begin(folder, *mode, epochs=EPOCHS, min_workers=1, host_discovery_script="./hosts.sh", log_every_n_steps=1)
 
 
 def assert_weights(folder: Path, expected: dict[str, torch.Tensor]) -> None:
@@ -132,26 +160,20 @@ def assert_weights(folder: Path, expected: dict[str, torch.Tensor]) -> None:
         assert torch.allclose(found[name], value, rtol=0, atol=1e-6), name
 
 
-def test_a_killed_rank_is_outlived_without_losing_a_step(tmp_path, warm_process):
-    """One machine under two names, as Horovod gives up a machine that lost a rank; the main rank is the one to go."""
-    (tmp_path / "machines").write_text("localhost:1\n127.0.0.1:1\n")
-    process = elastic(tmp_path, "die", "localhost")
-    answer = ended(process)
-    assert answer.code == 0, answer.text
-    assert "the ranks were 2 and are 1: going on after step 5" in answer.text
-    assert "is gone (exit code 137)" in answer.text
-    # 5 steps of 8 samples, then 14 of 4 to the epoch's end at 96, then 24 more.
-    assert steps_of(tmp_path) == list(range(1, 5 + 14 + 24 + 1))
-    first = {"num_workers": 2, "max_steps": 5, "epochs": 2}
-    assert_weights(tmp_path, reference(tmp_path, first, {"num_workers": 1, "epochs": 2}))
+def went_on(text: str, was: int, are: int) -> int:
+    """After which step the ranks met again, by what the run said."""
+    found = re.search(rf"the ranks were {was} and are {are}: going on after step (\d+)", text)
+    assert found is not None, text
+    return int(found[1])
 
 
-def test_a_machine_that_comes_later_takes_part(tmp_path, warm_process):
+def test_a_machine_comes_and_the_first_one_is_lost_without_losing_a_step(tmp_path, warm_process):
+    """One machine under two names, as Horovod gives up a machine that lost a rank; it is the main rank that goes."""
     machines = tmp_path / "machines"
     machines.write_text("localhost:1\n")
-    process = elastic(tmp_path, "wait")
+    process = elastic(tmp_path, "change", "localhost")
     try:
-        deadline = time.monotonic() + 40
+        deadline = time.monotonic() + 60
         while not (tmp_path / "at-step-8").exists() and time.monotonic() < deadline and process.poll() is None:
             time.sleep(0.05)
         machines.write_text("localhost:1\n127.0.0.1:1\n")
@@ -159,14 +181,23 @@ def test_a_machine_that_comes_later_takes_part(tmp_path, warm_process):
     finally:
         end(process)
     assert answer.code == 0, answer.text
-    assert "the ranks were 1 and are 2: going on after step" in answer.text
-    alone = int(answer.text.partition("going on after step ")[2].split()[0])
-    epoch, rest = divmod(alone * 4, 96)
-    left = -(-(96 - rest) // 8) + 12 * (1 - epoch)
-    assert steps_of(tmp_path) == list(range(1, alone + left + 1))
-    assert (tmp_path / "weights-1.pt").exists()
-    first = {"num_workers": 1, "max_steps": alone, "epochs": 2}
-    assert_weights(tmp_path, reference(tmp_path, first, {"num_workers": 2, "epochs": 2}))
+    alone, together = went_on(answer.text, 1, 2), went_on(answer.text, 2, 1)
+    assert "is gone (exit code 137)" in answer.text
+    assert together == alone + 5
+    # Every sample of each epoch is visited once: 4 in a step of one rank, 8 in one of two, fewer where an epoch ends.
+    steps = steps_of(tmp_path)
+    assert steps == list(range(1, together + steps_left(alone, together) + 1))
+    assert_weights(tmp_path, reference(tmp_path, (1, alone), (2, together), (1, steps[-1])))
+
+
+def steps_left(alone: int, together: int) -> int:
+    """How many steps one rank needs for what is left of the epochs."""
+    epoch, position = divmod(alone * 4, 96)
+    for _ in range(together - alone):
+        position = min(96, position + 8)
+        if position == 96:
+            epoch, position = epoch + 1, 0
+    return (EPOCHS - epoch) * 24 - position // 4
 
 
 def steps_of(folder: Path) -> list[int]:
@@ -176,6 +207,6 @@ def steps_of(folder: Path) -> list[int]:
 
 
 def test_a_discovery_script_that_cannot_run_is_named(tmp_path):
-    answer = ended(begin(tmp_path, "slow", min_workers=1, host_discovery_script="./nowhere.sh"))
+    answer = ended(begin(tmp_path, "plain", min_workers=1, host_discovery_script="./nowhere.sh"))
     assert answer.code == 2
     assert "'./nowhere.sh' does not exist" in answer.err

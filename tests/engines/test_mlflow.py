@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -11,58 +13,125 @@ import urllib.request
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import psutil
 import pytest
-from command import clean_environment, finish, start
+import torch
+from command import clean_environment, phalanx
+from tune_parts import train_line
+
+from phalanx import PyTorchDDPTrainer
+from phalanx.tune import DistributedTuner, choice
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
-mlflow = pytest.importorskip("mlflow", reason="MLflow is not installed: pip install 'phalanx[mlflow]'")
+if importlib.util.find_spec("mlflow") is None:  # importing it takes seconds, which collecting tests need not
+    pytest.skip("MLflow is not installed: pip install 'phalanx[mlflow]'", allow_module_level=True)
 
 pytestmark = pytest.mark.timeout(180)
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A tracking server on a SQLite file, without the workers it starts for other purposes."""
+@pytest.fixture(scope="module", autouse=True)
+def starting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A tracking server on a SQLite file, without the workers it starts for other purposes; it takes long to start.
+
+    No child of this process: it begins workers of its own while tests run, and those are no leaks.
+    """
     folder = tmp_path_factory.mktemp("mlflow")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     words = f"mlflow server --workers 1 --host 127.0.0.1 --port {port} --backend-store-uri sqlite:///store.db"
     with (folder / "log").open("w") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", *words.split(), "--artifacts-destination", str(folder / "artifacts")],
+        subprocess.run(
+            ["setsid", "--fork", "sh", "-c", 'echo $$ > pid; exec "$@"', "sh", sys.executable, "-m", *words.split(),
+             "--artifacts-destination", str(folder / "artifacts")],
             cwd=folder,
             env=clean_environment(MLFLOW_SERVER_ENABLE_JOB_EXECUTION="false"),
             stdout=log,
             stderr=log,
-            start_new_session=True,
-        )
-    address = f"http://127.0.0.1:{port}"
+            check=True,
+        )  # fmt: skip
     try:
-        _wait_until_it_answers(address, process)
-        yield address
+        yield f"http://127.0.0.1:{port}"
     finally:
-        os.killpg(process.pid, 15)
-        process.wait(20)
+        leader = int((folder / "pid").read_text())
+        os.killpg(leader, signal.SIGTERM)
+        _wait_until(lambda: not psutil.pid_exists(leader), 20)
 
 
-def _wait_until_it_answers(address: str, process: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and process.poll() is None:
-        try:
-            with urllib.request.urlopen(f"{address}/health", timeout=1):
-                return
-        except OSError:
-            time.sleep(0.1)
-    pytest.fail("the MLflow server did not come up")
+@pytest.fixture
+def server(starting: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The address of the server, which answers; runs go there."""
+    _wait_until(lambda: _answers(starting), 120)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", starting)
+    return starting
+
+
+def _wait_until(condition: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "the MLflow server is not as it should be"
+        time.sleep(0.1)
+
+
+def _answers(address: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{address}/health", timeout=1):
+            return True
+    except OSError:
+        return False
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warm_process: None) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PHALANX_DEVICE", "cpu")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+
+
+def test_a_server_that_does_not_answer_is_named_before_training(monkeypatch):
+    """First, while the server starts."""
+    with socket.socket() as probe:  # bound, not listening: nobody answers, at once
+        probe.bind(("127.0.0.1", 0))
+        address = f"http://127.0.0.1:{probe.getsockname()[1]}"
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
+        monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+        done = phalanx("train", "digits", "--mlflow-tracking")
+    assert done.code == 2, done.text
+    assert f"MLflow at {address} took no run" in done.err
+    assert "Traceback" not in done.text
+
+
+def test_trials_are_shown_below_their_search_in_a_local_store(tmp_path):
+    pytest.importorskip("optuna", reason="optuna is not installed: pip install 'phalanx[tune]'")
+    import mlflow
+
+    tuner = DistributedTuner(train_line, {"rate": choice([0.1, 0.01])}, metric="val/loss", search="grid", trials=2,
+                             mlflow_experiment="tuning", scheduler="asha")  # fmt: skip
+    tuner.tune()
+    client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{tmp_path}/mlflow.db")
+    experiment = client.get_experiment_by_name("tuning")
+    runs = {run.info.run_name: run for run in client.search_runs([experiment.experiment_id])}
+    assert set(runs) == {"tune-train_line", "trial-0", "trial-1"}
+    parent = runs["tune-train_line"]
+    for number in (0, 1):
+        child = runs[f"trial-{number}"]
+        assert child.data.tags["mlflow.parentRunId"] == parent.info.run_id
+        assert child.info.status == "FINISHED"
+        assert float(child.data.params["rate"]) == (0.1, 0.01)[number]
+    history = client.get_metric_history(runs["trial-0"].info.run_id, "val/loss")
+    assert len(history) == 9
+    assert parent.data.metrics["best/val/loss"] == tuner.results.best_value
+    assert parent.info.status == "FINISHED"
 
 
 def test_a_run_of_two_ranks_is_one_run_on_the_server(server, tmp_path):
     words = "train digits --num-workers 2 --epochs 2 --mlflow-experiment digits --checkpoint-frequency 1 --name first"
-    done = finish(start(*words.split(), cwd=tmp_path, MLFLOW_TRACKING_URI=server), 150)
+    done = phalanx(*words.split())
     assert done.code == 0, done.text
+    import mlflow
+
     client = mlflow.MlflowClient(server)
     experiment = client.get_experiment_by_name("digits")
     (run,) = client.search_runs([experiment.experiment_id])
@@ -82,37 +151,18 @@ def test_a_run_of_two_ranks_is_one_run_on_the_server(server, tmp_path):
     assert "num_workers = 2" in Path(kept).read_text()
 
 
-def test_a_script_joins_the_run_it_opened(server, tmp_path):
-    script = tmp_path / "train.py"
-    script.write_text(
-        "import mlflow, phalanx, torch\n"
-        "model = torch.nn.Linear(4, 2)\n"
-        "data = [(torch.randn(4), torch.tensor(n % 2)) for n in range(32)]\n"
-        "mlflow.set_experiment('scripts')\n"
-        "with mlflow.start_run(run_name='mine') as run:\n"
-        "    trainer = phalanx.PyTorchDDPTrainer(model, mlflow_tracking=True, num_workers=2, batch_size=8,\n"
-        "                                        loss_fn=torch.nn.CrossEntropyLoss(), progress=False, device='cpu')\n"
-        "    trainer.fit(data)\n"
-        "    mlflow.log_metric('own', 7)\n"
-    )
-    environment = clean_environment(MLFLOW_TRACKING_URI=server)
-    done = subprocess.run(
-        [sys.executable, script], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
+def test_a_trainer_joins_the_run_that_was_opened_around_it(server):
+    import mlflow
+
     client = mlflow.MlflowClient(server)
-    (run,) = client.search_runs([client.get_experiment_by_name("scripts").experiment_id])
+    experiment = client.create_experiment("scripts")
+    data = [(torch.randn(4), torch.tensor(n % 2)) for n in range(32)]
+    with mlflow.start_run(run_name="mine", experiment_id=experiment):
+        trainer = PyTorchDDPTrainer(torch.nn.Linear(4, 2), mlflow_tracking=True, num_workers=2, batch_size=8,
+                                    loss_fn=torch.nn.CrossEntropyLoss(), progress=False)  # fmt: skip
+        trainer.fit(data)
+        mlflow.log_metric("own", 7)
+    (run,) = client.search_runs([experiment])
     assert (run.info.run_name, run.info.status) == ("mine", "FINISHED")
     assert run.data.metrics["own"] == 7
     assert "train/epoch_loss" in run.data.metrics
-
-
-def test_a_server_that_does_not_answer_is_named_before_training(tmp_path):
-    with socket.socket() as probe:  # bound, not listening: nobody answers, at once
-        probe.bind(("127.0.0.1", 0))
-        address = f"http://127.0.0.1:{probe.getsockname()[1]}"
-        quick = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
-        done = finish(start("train", "digits", "--mlflow-tracking", cwd=tmp_path, MLFLOW_TRACKING_URI=address, **quick))
-    assert done.code == 2, done.text
-    assert f"MLflow at {address} took no run" in done.err
-    assert "Traceback" not in done.text

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
-import subprocess
-import sys
 import textwrap
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from command import clean_environment, finish, start
+from command import ROOT, finish, phalanx, start
+from keras_parts import build_deadly, trainer, x, y
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -22,51 +22,17 @@ if importlib.util.find_spec("tensorflow") is None:
 
 pytestmark = pytest.mark.timeout(240)
 
-PARTS = """
-import os, signal, sys
-import numpy as np
-import phalanx
-
-rng = np.random.default_rng(0)
-x = rng.normal(size=(71, 8)).astype("float32")
-y = rng.integers(0, 3, size=71)
+PARTS = "import os\nfrom keras_parts import *\n"
+PATH = f"{ROOT}:{ROOT / 'tests'}"
 
 
-def build(library="tensorflow.keras"):
-    if library == "keras":
-        import keras
-    else:
-        import tensorflow
-        keras = tensorflow.keras
-    layers = [keras.layers.Input((8,)), keras.layers.Dense(16, activation="relu"), keras.layers.Dense(3)]
-    model = keras.Sequential(layers)
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(optimizer=keras.optimizers.Adam(1e-2), loss=loss, metrics=["accuracy"])
-    return model
-
-
-def trainer(model_fn=build, **settings):
-    settings = {"epochs": 3, "progress": False, "run_dir": "run", **settings}
-    return phalanx.TensorFlowDistributedTrainer(model_fn=model_fn, **settings)
-
-
-def keep(name, trained):
-    np.savez(name, *trained.weights)
-"""
-
-
-def run(folder: Path, source: str) -> subprocess.CompletedProcess[str]:
-    script = folder / "script.py"
-    script.write_text(PARTS + textwrap.dedent(source))
-    return subprocess.run(
-        [sys.executable, str(script)],
-        cwd=folder,
-        env=clean_environment(TMPDIR=str(folder)),  # a killed TensorFlow leaves files of its own
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warm_process: None) -> Path:
+    """The working folder of ranks that are forked from the tests' own warm process: TensorFlow is imported once."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PHALANX_DEVICE", "cpu")
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # a killed TensorFlow leaves files of its own
+    return tmp_path
 
 
 def weights(path: Path) -> list[np.ndarray]:
@@ -116,6 +82,10 @@ def mirrored(tmp_path_factory: pytest.TempPathFactory) -> Path:
         fresh.load("weights.weights.h5")
         print("loaded", np.array_equal(fresh.model.get_weights()[0], one.model.get_weights()[0]))
         print("shape", one.predict(x[:5]).shape, "best", one.best_accuracy == history.best_accuracy)
+        try:
+            half.fit((x, y))
+        except phalanx.PhalanxError as error:
+            print("refused:", error.message)
         low = trainer(strategy="mirrored", batch_size=16, epochs=1, mixed_precision=True, run_dir="low")
         low.fit((x, y))
         print("policy", low.model.layers[0].dtype_policy.name)
@@ -126,7 +96,19 @@ def mirrored(tmp_path_factory: pytest.TempPathFactory) -> Path:
             except phalanx.PhalanxError as error:
                 print("refused:", error.message)
 
+        import keras
         import tensorflow as tf
+
+        rate = keras.optimizers.schedules.CosineDecay(0.0, decay_steps=9, warmup_target=0.001, warmup_steps=3)
+        keras.optimizers.Adam(rate, global_clipnorm=1.0)
+        adam = keras.optimizers.Adam(0.1, gradient_accumulation_steps=4)
+        keras.optimizers.schedules.PolynomialDecay(0.001, decay_steps=1000, end_learning_rate=0.0)
+        keras.mixed_precision.LossScaleOptimizer(adam, initial_scale=2.0, dynamic_growth_steps=3)
+        with keras.RematScope(mode="full"):
+            layer = keras.layers.Dense(4)
+        layer.build((None, 4))
+        layer.enable_lora(2)
+        print("Keras takes what is written instead of our settings")
 
         strategy = tf.distribute.MirroredStrategy(["CPU:0"])
         with strategy.scope():
@@ -138,7 +120,8 @@ def mirrored(tmp_path_factory: pytest.TempPathFactory) -> Path:
         """
         )
     )
-    done = finish(start("train", "--backend", "tensorflow", "--script", script, cwd=folder, TMPDIR=str(folder)), 230)
+    words = ("train", "--backend", "tensorflow", "--script", script)
+    done = finish(start(*words, cwd=folder, TMPDIR=str(folder), PYTHONPATH=PATH), 230)
     assert done.code == 0, done.text[-3000:]
     (folder / "out").write_text(done.out)
     return folder
@@ -162,6 +145,8 @@ def test_the_face_is_that_of_the_other_trainers(mirrored):
     assert "refused: model_fn returned a int" in out
     assert "refused: train is a list" in out
     assert "refused: train[1] is a list, not an array" in out
+    assert "refused: kept/half holds the backup of an earlier run" in out
+    assert "Keras takes what is written instead of our settings" in out
 
 
 def test_events_and_tensorboard_are_ours(mirrored):
@@ -175,36 +160,14 @@ def test_events_and_tensorboard_are_ours(mirrored):
     assert (mirrored / "run" / "config.toml").exists()
 
 
-def test_two_workers_equal_one_process_although_one_is_killed(mirrored, tmp_path):
+def test_two_workers_equal_one_process_although_one_is_killed(mirrored, here):
     """Keras 2's fit: worker 1 dies in the second epoch; all start again from the backup of the first."""
-    done = run(
-        tmp_path,
-        """
-        def die(where):
-            import tensorflow as tf
-
-            class Die(tf.keras.callbacks.Callback):
-                def on_epoch_begin(self, epoch, logs=None):
-                    if epoch == 1 and os.environ["RANK"] == "1" and not os.path.exists(where):
-                        open(where, "w").close()
-                        os.kill(os.getpid(), signal.SIGKILL)
-            return Die
-
-        def deadly(where=os.path.abspath("died")):
-            model = build()
-            fit, Callback = model.fit, die(where)
-            model.fit = lambda *args, callbacks=(), **named: fit(*args, callbacks=[*callbacks, Callback()], **named)
-            return model
-
-        two = trainer(model_fn=deadly, strategy="multiworker", num_workers=2, batch_size=8, max_restarts=1)
-        two.fit((x, y), (x[:33], y[:33]))
-        keep("two.npz", two)
-        """,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert (tmp_path / "died").exists()
-    assert equal(weights(mirrored / "one.npz"), weights(tmp_path / "two.npz"))
-    told = events(tmp_path / "run")
+    deadly = functools.partial(build_deadly, str(here / "died"))
+    two = trainer(model_fn=deadly, strategy="multiworker", num_workers=2, batch_size=8, max_restarts=1)
+    two.fit((x, y), (x[:33], y[:33]))
+    assert (here / "died").exists()
+    assert equal(weights(mirrored / "one.npz"), two.weights)
+    told = events(here / "run")
     assert [event["epoch"] for event in told if event["event"] == "epoch"] == [1, 2, 3]
     assert any("Keras 2 (tf_keras)" in event.get("text", "") for event in told)
     first, reference = (
@@ -213,9 +176,9 @@ def test_two_workers_equal_one_process_although_one_is_killed(mirrored, tmp_path
     assert first == pytest.approx(reference, rel=1e-4)
 
 
-def test_keras_3_models_train_on_workers_by_our_own_loop(mirrored, tmp_path):
+def test_keras_3_models_train_on_workers_by_our_own_loop(mirrored, here):
     """In ranks that `phalanx train` started: arrays, then a dataset of several epochs in the same processes."""
-    script = tmp_path / "train.py"
+    script = here / "train.py"
     script.write_text(
         PARTS
         + textwrap.dedent(
@@ -236,21 +199,21 @@ def test_keras_3_models_train_on_workers_by_our_own_loop(mirrored, tmp_path):
         )
     )
     words = "--backend tensorflow --num-workers 2 --run-dir run"
-    done = finish(start("train", "--script", script, *words.split(), cwd=tmp_path), 200)
+    done = phalanx("train", "--script", script, *words.split())
     assert done.code == 0, done.text[-3000:]
     assert "steps [4, 8, 12]" in done.out
-    assert equal(weights(mirrored / "one.npz"), weights(tmp_path / "two.npz"))
+    assert equal(weights(mirrored / "one.npz"), weights(here / "two.npz"))
     ours, theirs = (
         [event["val"] for event in events(path) if event["event"] == "epoch"]
-        for path in (tmp_path / "run", mirrored / "run")
+        for path in (here / "run", mirrored / "run")
     )
     assert ours == [pytest.approx(values, rel=1e-4) for values in theirs]
-    assert any("phalanx' own loop" in event.get("text", "") for event in events(tmp_path / "run"))
+    assert any("phalanx' own loop" in event.get("text", "") for event in events(here / "run"))
 
 
-def test_a_script_trains_around_parameter_servers(tmp_path):
+def test_a_script_trains_around_parameter_servers(here):
     """`phalanx train` starts a chief, two workers and a server; the trainer in the script joins them."""
-    script = tmp_path / "train.py"
+    script = here / "train.py"
     script.write_text(
         PARTS
         + textwrap.dedent(
@@ -262,10 +225,10 @@ def test_a_script_trains_around_parameter_servers(tmp_path):
         )
     )
     words = "--backend tensorflow --strategy parameter-server --num-workers 2 --num-servers 1 --epochs 5 --batch-size 8"
-    done = finish(start("train", "--script", script, *words.split(), "--run-dir", "run", cwd=tmp_path), 200)
+    done = phalanx("train", "--script", script, *words.split(), "--run-dir", "run")
     assert done.code == 0, done.text[-3000:]
     assert "epochs 5" in done.out
-    told = events(tmp_path / "run")
+    told = events(here / "run")
     losses = [event["train_loss"] for event in told if event["event"] == "epoch"]
     assert losses[-1] < losses[0]
     assert told[0]["strategy"] == "tensorflow parameter-server"

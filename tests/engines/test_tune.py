@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 from command import finish, phalanx, start
+from tune_parts import curve, ends_badly, train_line
 
 from phalanx.errors import PhalanxError, UsageError
-from phalanx.tune import DistributedTuner, choice, quniform, report, uniform
+from phalanx.tune import DistributedTuner, choice, quniform, uniform
 from phalanx.tune.record import Record
 from phalanx.tune.results import SearchFailedError
 from phalanx.tune.trial import State
@@ -25,28 +26,6 @@ pytest.importorskip("optuna", reason="optuna is not installed: pip install 'phal
 def _folder(tmp_path, monkeypatch, warm_process):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PHALANX_DEVICE", "cpu")
-
-
-def train_line(config):
-    """Fit a line with our trainer; how well it goes depends on the rate alone."""
-    import torch
-
-    from phalanx import PyTorchDDPTrainer
-
-    torch.manual_seed(0)
-    inputs = torch.randn(16, 4)
-    data = torch.utils.data.TensorDataset(inputs, inputs.sum(1, keepdim=True))
-    trainer = PyTorchDDPTrainer(torch.nn.Linear(4, 1), loss_fn=torch.nn.MSELoss(), optimizer="sgd", momentum=0.0,
-                                learning_rate=config["rate"], batch_size=8, epochs=9)  # fmt: skip
-    trainer.fit(data, data)
-
-
-def curve(config):
-    """A trial without any training: a curve, at a pace that the test sets."""
-    for step in range(1, 10):
-        if os.environ.get("SLOW") == str(config["x"] > 0):
-            time.sleep(0.02)
-        report(loss=(config["x"] - 1) ** 2 + 1 / step)
 
 
 def told(tuner):
@@ -101,18 +80,6 @@ def test_another_seed_is_another_search_and_a_search_can_be_made_longer():
     assert more[:2] == first
     assert len(more) == 3
     assert Path("study/trials/0000/events.jsonl").read_text() == events, "what was done is not done again"
-
-
-def ends_badly(config):
-    if config["how"] == "crash":
-        raise RuntimeError("the disk is on fire")
-    if config["how"] == "memory":
-        raise MemoryError("1 TB asked for")
-    if config["how"] == "killed":
-        os.kill(os.getpid(), signal.SIGKILL)
-    if config["how"] == "other":
-        return {"accuracy": 0.5}
-    return {"loss": float("nan") if config["how"] == "nan" else 1.0, "accuracy": 0.5}
 
 
 def test_a_trial_that_fails_is_recorded_with_its_cause_and_stops_nothing():
@@ -311,25 +278,3 @@ def test_without_matplotlib_the_search_ends_well_and_says_what_is_missing(tmp_pa
     assert "the PNG pictures need matplotlib" in capsys.readouterr().out
     assert (tmp_path / "s/study.html").exists()
     assert not (tmp_path / "s/parallel.png").exists()
-
-
-def test_mlflow_shows_trials_below_their_search(tmp_path, monkeypatch):
-    mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed")
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    tuner = DistributedTuner(train_line, {"rate": choice([0.1, 0.01])}, metric="val/loss", search="grid", trials=2,
-                             mlflow_experiment="tuning", scheduler="asha")  # fmt: skip
-    tuner.tune()
-    client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{tmp_path}/mlflow.db")
-    experiment = client.get_experiment_by_name("tuning")
-    runs = {run.info.run_name: run for run in client.search_runs([experiment.experiment_id])}
-    assert set(runs) == {"tune-train_line", "trial-0", "trial-1"}
-    parent = runs["tune-train_line"]
-    for number in (0, 1):
-        child = runs[f"trial-{number}"]
-        assert child.data.tags["mlflow.parentRunId"] == parent.info.run_id
-        assert child.info.status == "FINISHED"
-        assert float(child.data.params["rate"]) == (0.1, 0.01)[number]
-    history = client.get_metric_history(runs["trial-0"].info.run_id, "val/loss")
-    assert len(history) == 9
-    assert parent.data.metrics["best/val/loss"] == tuner.results.best_value
-    assert parent.info.status == "FINISHED"

@@ -4,39 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tune_parts import count_on, train
 
 from phalanx.tune import DistributedTuner, choice, loguniform
 
 pytest.importorskip("optuna", reason="optuna is not installed: pip install 'phalanx[tune]'")
-
-
-def train(config):
-    """Fit a line, and leave the weights of each generation's first and last moment in the trial's folder."""
-    import os
-    from pathlib import Path
-
-    import torch
-
-    from phalanx import Callback, PyTorchDDPTrainer
-
-    folder = Path(os.environ["PHALANX_RUN_DIR"])
-
-    class KeepWeights(Callback):
-        def on_fit_start(self, trainer):
-            torch.save(trainer.task.model.state_dict(), folder / f"first-{trainer.epoch}.pt")
-
-        def on_fit_end(self, trainer):
-            torch.save(trainer.task.model.state_dict(), folder / f"last-{trainer.epoch}.pt")
-            group = trainer.optimizer.param_groups[0]
-            (folder / f"used-{trainer.epoch}").write_text(f"{group['lr']!r} {group['weight_decay']!r}")
-
-    inputs = torch.randn(16, 4, generator=torch.Generator().manual_seed(0))
-    data = torch.utils.data.TensorDataset(inputs, inputs.sum(1, keepdim=True))
-    torch.manual_seed(int(os.environ["PHALANX_TRIAL"]))
-    PyTorchDDPTrainer(
-        torch.nn.Linear(4, 1), loss_fn=torch.nn.MSELoss(), batch_size=8, epochs=3, callbacks=[KeepWeights()],
-        learning_rate=config["rate"], weight_decay=config["decay"], optimizer="sgd", momentum=0.0,
-    ).fit(data, data)  # fmt: skip
 
 
 SPACE = {"rate": loguniform(1e-6, 0.05), "decay": choice([0.0, 0.001, 0.01])}
@@ -101,17 +73,6 @@ def test_the_same_seed_gives_the_same_population(searched):
     first, second = ([(t.params, t.lineage, t.reports) for t in results.trials] for results in searched)
     assert first == second
     assert all(trial.iteration == 3 and str(trial.state) == "finished" for trial in searched[0].trials)
-
-
-def count_on(config):
-    """A loop of the user's own, which says nothing of steps."""
-    from phalanx import tune
-
-    file = tune.checkpoint_dir() / "epochs"
-    done = int(file.read_text()) if file.exists() else 0
-    for epoch in range(done + 1, 5):
-        file.write_text(str(epoch))
-        tune.report(loss=config["rate"], epoch=epoch)
 
 
 def test_reports_without_a_step_count_on_from_generation_to_generation(tmp_path, monkeypatch, warm_process):

@@ -17,7 +17,7 @@ def alone():
     none = SimpleNamespace(compress=lambda tensor: (tensor, None), decompress=lambda tensor, context: tensor)
     return SimpleNamespace(
         Compression=SimpleNamespace(none=none), Average=1, Adasum=2, Max=3, rank=lambda: 0,
-        allreduce_async_=lambda tensor, name, op: tensor, synchronize=lambda handle: handle,
+        allreduce_async_=lambda tensor, name, op: tensor, poll=lambda handle: True, synchronize=lambda handle: handle,
     )  # fmt: skip
 
 

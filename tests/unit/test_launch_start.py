@@ -94,6 +94,11 @@ def test_a_slow_import_is_called_by_its_name(tmp_path):
     assert (prelude.next_deadline, prelude.take_notice(1e6)) == (None, None)
 
 
+def test_what_is_imported_beside_torch_is_named_too(tmp_path):
+    spec = _spec(tmp_path, env={"PHALANX_PRELOAD": "tensorflow,keras._tf_keras.keras"})
+    assert Prelude(spec, 0.0, serving=False).activity == "importing torch and tensorflow"
+
+
 def test_missing_machines_are_counted(tmp_path):
     prelude = Prelude(_spec(tmp_path, num_nodes=4, rdzv_endpoint="a:1"), 0.0, serving=False)
     assert prelude.activity == "importing torch"

@@ -5,11 +5,16 @@ from __future__ import annotations
 import json
 import os
 
+import numpy as np
 import pytest
 
+import phalanx
 from phalanx import DistributedConfig
 from phalanx.cli import main
 from phalanx.errors import ConfigError, UsageError
+from phalanx.launch.preload import extra_modules
+from phalanx.launch.warm import import_settings
+from phalanx.trainers.launching import engine_environment
 from phalanx.world import tf_cluster
 from phalanx.world.env import RankEnv
 from phalanx.world.layout import plan_layout
@@ -53,6 +58,14 @@ def test_a_process_on_its_own_has_no_task(text):
         (json.dumps({"cluster": {"boss": ["a:1"]}, "task": {"type": "boss", "index": 0}}), '"boss"'),
         (json.dumps({"cluster": TWO_WORKERS, "task": {"type": "ps", "index": 0}}), "has only worker"),
         (json.dumps({"cluster": TWO_WORKERS, "task": {"type": "worker", "index": 2}}), "has 2 of them"),
+        (
+            json.dumps({"cluster": {"chief": ["a:1", "b:2"]}, "task": {"type": "chief", "index": 0}}),
+            "has 2 chiefs in its cluster; there can be one",
+        ),
+        (
+            json.dumps({"cluster": {"worker": ["a:1"], "ps": ["b:2"]}, "task": {"type": "ps", "index": 0}}),
+            "has ps in its cluster and no chief",
+        ),
     ],
 )
 def test_what_it_cannot_mean_is_refused(value, words):
@@ -74,6 +87,32 @@ def test_a_cluster_that_contradicts_the_settings_is_refused(cluster, settings, w
     task = read_task(environ(cluster, "worker", 0))
     with pytest.raises(UsageError, match=words):
         check_against(task, DistributedConfig(backend="tensorflow", **settings))
+
+
+def test_a_number_of_servers_that_was_given_counts_even_where_it_is_the_default():
+    task = read_task(environ({**SERVED, "ps": ["c:4", "d:5"]}, "worker", 0))
+    config = DistributedConfig(backend="tensorflow", strategy="parameter-server", num_servers=1)
+    check_against(task, config)
+    with pytest.raises(UsageError, match="has 2 ps, but num_servers = 1 was given"):
+        check_against(task, config, {"num_servers"})
+
+
+def test_the_trainer_and_the_command_line_know_what_was_given(monkeypatch, capsys, tmp_path):
+    cluster = {**SERVED, "ps": ["c:4", "d:5"]}
+    monkeypatch.setenv("TF_CONFIG", environ(cluster, "worker", 0)["TF_CONFIG"])
+    script = tmp_path / "train.py"
+    script.write_text("")
+    words = ["--backend", "tensorflow", "--strategy", "parameter-server", "--num-servers", "1"]
+    assert main(["train", *words, "--script", str(script)]) == 2
+    assert "has 2 ps, but num_servers = 1 was given" in capsys.readouterr().err
+    data = (np.zeros((4, 2)), np.zeros(4))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: True)  # TensorFlow is not reached
+    trainer = phalanx.TensorFlowDistributedTrainer(model_fn=lambda: None, strategy="parameter-server", num_servers=1)
+    with pytest.raises(UsageError, match="has 2 ps, but num_servers = 1 was given"):
+        trainer.fit(data)
+    trainer = phalanx.TensorFlowDistributedTrainer(model_fn=lambda: None, strategy="parameter-server")
+    with pytest.raises(UsageError, match="has 2 ps, but num_servers = 1 was given"):
+        trainer.fit(data, num_servers=1)
 
 
 def test_a_chief_of_equals_is_one_of_the_workers():
@@ -111,7 +150,11 @@ def test_layouts():
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"gradient_clipping": 1.0}, "tell Keras in model.compile"),
+        ({"gradient_clipping": 1.0}, r"write in model_fn: keras.optimizers.Adam\(\.\.\., global_clipnorm=1\.0\)"),
+        ({"gradient_accumulation_steps": 4}, "gradient_accumulation_steps=4"),
+        ({"lr_schedule": "cosine"}, "schedules.CosineDecay"),
+        ({"compile": True}, "jit_compile=True"),
+        ({"keep_last": 1}, "which does not follow it: leave keep_last out"),
         ({"tensor_parallel": 2}, "which does not follow it"),
         ({"strategy": "fsdp"}, "which has 'mirrored', 'multiworker', 'parameter-server'"),
         ({"backend": "pytorch-ddp", "strategy": "multiworker"}, "write backend = 'tensorflow'"),
@@ -125,3 +168,28 @@ def test_settings_that_keras_does_not_follow_are_refused(settings, words):
 def test_recipes_are_torch_models(capsys):
     assert main(["train", "digits", "--backend", "tensorflow"]) == 2
     assert "is a torch model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("settings", "device", "imported"),
+    [
+        ({"backend": "tensorflow", "num_workers": 2}, "cpu", ("tensorflow", "tf_keras.api._v2.keras")),
+        ({"backend": "tensorflow"}, "cpu", ("tensorflow", "keras._tf_keras.keras")),
+        ({"backend": "tensorflow", "num_workers": 2}, "cuda", ()),
+        ({"backend": "tensorflow", "mlflow_tracking": True}, "cuda", ("mlflow",)),
+        ({"mlflow_experiment": "mine"}, "cpu", ("mlflow",)),
+        ({}, "cpu", ()),
+    ],
+)
+def test_what_ranks_need_is_imported_before_they_are_forked(settings, device, imported, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: True)
+    monkeypatch.delenv("TF_USE_LEGACY_KERAS", raising=False)
+    environment = engine_environment(DistributedConfig(**settings), device)
+    assert extra_modules(environment) == imported
+
+
+def test_a_warm_process_with_another_keras_is_not_used():
+    plain = {"TF_USE_LEGACY_KERAS": "1", "HOME": "/"}
+    assert import_settings(plain) == {}, "torch does not read it"
+    served = {**plain, "PHALANX_PRELOAD": "tensorflow"}
+    assert import_settings(served) == {"TF_USE_LEGACY_KERAS": "1", "PHALANX_PRELOAD": "tensorflow"}

@@ -85,6 +85,14 @@ def test_mpirun_on_one_host_and_on_several():
     assert read_rank_env({**several, "MASTER_ADDR": "head"}).master_addr == "head"
 
 
+def test_torchruns_variables_in_a_rank_of_mpirun():
+    """We write them there ourselves, for the user's script; torchrun within mpirun's job says something else."""
+    mpi = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "RANK": "1", "WORLD_SIZE": "2"}
+    assert read_rank_env(mpi).started_by == "mpirun"
+    assert read_rank_env({**mpi, "PHALANX_LOG_DIR": "logs"}).supervised
+    assert read_rank_env({**mpi, "RANK": "5", "WORLD_SIZE": "8"}).started_by == "torchrun"
+
+
 def test_torchrun_wins_inside_slurm():
     assert read_rank_env({**slurm(), "RANK": "0", "WORLD_SIZE": "2"}).started_by == "torchrun"
 

@@ -35,9 +35,14 @@ def backup_dir(config: DistributedConfig, run_dir: Path, attempt: int) -> Path |
             )
         return found
     own = root / run_dir.name
-    if attempt or not wish:
-        return own
-    return _newest(root) or own
+    if wish:
+        return _newest(root) or own
+    if attempt == 0 and _is_backup(own):
+        raise UsageError(
+            f"{own} holds the backup of an earlier run",
+            hint="To go on from it: resume_from_checkpoint=True. To begin anew: another run_dir, or remove it.",
+        )
+    return own
 
 
 def _root(config: DistributedConfig, run_dir: Path) -> Path | None:

@@ -17,9 +17,10 @@ from phalanx.world.env import read_rank_env
 from phalanx.world.layout import plan_layout
 from phalanx.world.tf_cluster import quiet_environment
 from phalanx.world.tf_config import check_against, read_task
+from phalanx.world.tf_peers import watch_peers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
     from phalanx.observe.history import History
     from phalanx.trainers.tensorflow.task import KerasResult
@@ -53,6 +54,7 @@ class TensorFlowDistributedTrainer:
             )
         if isinstance(optimizer, str) and optimizer in ("adamw", "adam", "sgd", "rmsprop", "adagrad"):
             settings["optimizer"], optimizer = optimizer, None
+        self._given = frozenset(settings)
         self.config = self._configure(config, settings)
         self.callbacks = list(callbacks or [])
         self.history: History | None = None
@@ -63,7 +65,9 @@ class TensorFlowDistributedTrainer:
 
     def _configure(self, config: DistributedConfig | None, settings: dict[str, Any]) -> DistributedConfig:
         if config is None:
-            return resolve({"backend": self.backend, **settings}).config
+            resolved = resolve({"backend": self.backend, **settings})
+            self._given = resolved.given
+            return resolved.config
         return config.replace(**{"backend": self.backend, **settings})
 
     @property
@@ -95,17 +99,20 @@ class TensorFlowDistributedTrainer:
             check_data(val, "val")
         name = config.name or getattr(self._model_fn, "__name__", "keras").strip("<>")
         task = KerasTask(self._model_fn, train, val, callbacks=self.callbacks, name=name, **self._parts)
-        result = self._run_where_it_belongs(task, config)
+        result = self._run_where_it_belongs(task, config, self._given | settings.keys())
         self.history = result.history
         return result.history
 
-    def _run_where_it_belongs(self, task: KerasTask, config: DistributedConfig) -> KerasResult:
+    def _run_where_it_belongs(self, task: KerasTask, config: DistributedConfig, given: Collection[str]) -> KerasResult:
         """Run here in a process of a cluster and where one process is enough; else start the processes."""
         check_before_start(config)
         member = read_task()
         if member is not None:
-            check_against(member, config)
-        started = read_rank_env() is not None or member is not None
+            check_against(member, config, given)
+        ours = read_rank_env() is not None
+        if member is not None and not ours:
+            watch_peers(member, config.start_timeout)
+        started = ours or member is not None
         layout = None if started else plan_layout(config, count_gpus())
         if layout is None or layout.world_size == 1:
             return self._train_here(KerasJob(task, config))

@@ -7,12 +7,15 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from phalanx.trainers.tensorflow import backup, reporting
+from phalanx.trainers.tensorflow import backup, gating, reporting
 from phalanx.trainers.tensorflow.own_loop import OwnBackup, OwnLoop
+from phalanx.world.tf_cluster import open_store
+from phalanx.world.tf_config import read_task
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from phalanx.config import DistributedConfig
     from phalanx.trainers.tensorflow.feeding import Feed, Start
     from phalanx.trainers.tensorflow.reporting import KerasReport
     from phalanx.trainers.tensorflow.task import KerasJob
@@ -41,28 +44,37 @@ class Fitting:
     ) -> None:
         """Train from `start` to the end."""
         config = job.config
-        callbacks = list(job.task.callbacks)
         epochs = config.epochs or 1
-        every = (config.checkpoint_every or (1, ""))[0]
+        callbacks = [*job.task.callbacks, *self._after_epochs(config, directory, start, report, leads=leads)]
         if self.own:
-            if directory is not None:
-                kept = OwnBackup(self.model, directory, leads=leads)
-                callbacks.append(_own_backup_callback(self.keras, kept, directory, every, report))
             loop = OwnLoop(self.keras, self.model, self.strategy, feed, val, report, callbacks)
             loop.run(start.epoch, epochs, config.max_steps)
             return
-        callbacks.insert(0, reporting.as_callback(self.keras, report, config.max_steps))
-        if directory is not None:
-            callbacks.append(backup.as_callback(self.keras, directory, every, report))
         self.model.fit(
             feed.data,
             epochs=epochs,
             steps_per_epoch=feed.steps,
             validation_data=val,
-            callbacks=callbacks,
+            callbacks=[reporting.as_callback(self.keras, report, config.max_steps), *callbacks],
             shuffle=False,  # the feed has its own order
             verbose=0,
         )
+
+    def _after_epochs(
+        self, config: DistributedConfig, directory: Path | None, start: Start, report: KerasReport, *, leads: bool
+    ) -> list[Any]:
+        """Return what of ours follows the user's callbacks: the gate of a search, then the backup."""
+        gate = gating.open_gate(open_store(read_task()), leads=leads, done=start.epoch)
+        found = [] if gate is None else [gating.as_callback(self.keras, gate, report)]
+        if directory is None:
+            return found
+        every = (config.checkpoint_every or (1, ""))[0]
+        if self.own:
+            kept = OwnBackup(self.model, directory, leads=leads)
+            found.append(_own_backup_callback(self.keras, kept, directory, every, report))
+        else:
+            found.append(backup.as_callback(self.keras, directory, every, report))
+        return found if gate is None else [*found, gating.rate_keeper(self.keras, self.model)]
 
 
 def choose(model: Any, strategy: Any) -> Fitting:

@@ -42,6 +42,7 @@ class KerasReport:
         self._batches, self._steps_an_epoch = 0, steps
         self._evaluating = contextlib.ExitStack()
         self.backup: str | None = None
+        self.status = "finished"
 
     @property
     def epoch_is_whole(self) -> bool:
@@ -125,8 +126,9 @@ class KerasReport:
         self.backup = self.history.checkpoint = path
         self._events.emit(CheckpointSaved(self._step, path, seconds, size))
 
-    def end(self, status: str) -> None:
-        """Close the run's record."""
+    def end(self, status: str | None = None) -> None:
+        """Close the run's record; without another word it ended as it had to: finished, or stopped at a gate."""
+        status = status or self.status
         self.history.status = status
         self._update()
         best = {"accuracy": self.history.best_accuracy, "loss": self.history.best_loss}

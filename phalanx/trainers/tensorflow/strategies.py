@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import json
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +25,15 @@ def make_strategy(config: DistributedConfig) -> Any:
     task = read_task()
     if task is None:
         return tf.distribute.MirroredStrategy(_devices(tf, config))
-    if "ps" not in task.cluster:
+    return _strategy_of_cluster(task.to_json())
+
+
+@functools.cache
+def _strategy_of_cluster(task: str) -> Any:
+    """Return the strategy of this process's task. A second would reset what others may be sending through."""
+    import tensorflow as tf
+
+    if "ps" not in json.loads(task)["cluster"]:
         return tf.distribute.MultiWorkerMirroredStrategy()
     resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
     return tf.distribute.ParameterServerStrategy(resolver)

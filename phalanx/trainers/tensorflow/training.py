@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import sys
 from typing import TYPE_CHECKING, Any
 
 from phalanx.config.precision import precision_name
@@ -38,11 +38,8 @@ def train(job: KerasJob) -> tuple[Any, KerasResult]:
     run_dir = job.run_dir or make_run_dir(config, job.task.name)
     strategy = make_strategy(config)
     device = device_kind(config)
-    _seed(config.seed)
     with strategy.scope():
-        for keras in _loaded_keras():
-            set_precision(config, keras, device)
-        model = _compiled(job.task, config)
+        model = _built(job.task, config, device)
     directory = backup.backup_dir(config, run_dir, 0 if env is None else env.attempt)
     start = backup.start_of(directory)
     feed = _feed(job, strategy, start)
@@ -59,7 +56,7 @@ def train(job: KerasJob) -> tuple[Any, KerasResult]:
         val = validation_feed(job.task.val, batch=feed.global_batch or None)
         with stopping(report):
             fitting.run(job, feed, val, directory, start, report, leads=leads)
-        report.end("finished")
+        report.end()
     except PreemptedError:
         report.end("preempted")
         raise
@@ -71,22 +68,35 @@ def train(job: KerasJob) -> tuple[Any, KerasResult]:
     return model, KerasResult(report.history, model.get_weights())
 
 
-def _loaded_keras() -> list[Any]:
-    """Return the Kerases that a model may be made with: `tf.keras`, and Keras 3 where that is another one.
+def _built(task: KerasTask, config: DistributedConfig, device: str) -> Any:
+    """Build and compile the model with the seed and the precision of the run.
 
-    Imported here even if the model may not use it: imported by `model_fn`, it would draw from the seeded numbers.
+    Where `tf.keras` is Keras 2, Keras 3 may be imported by `model_fn` itself: that draws from the seeded numbers, and
+    nobody has told it the precision, so the model is built once more.
     """
+    loaded = _prepare_keras(config, device)
+    model = _compiled(task, config)
+    if len(_loaded_keras()) > loaded:
+        _prepare_keras(config, device)
+        model = _compiled(task, config)
+    return model
+
+
+def _prepare_keras(config: DistributedConfig, device: str) -> int:
+    loaded = _loaded_keras()
+    for keras in loaded:
+        keras.utils.set_random_seed(config.seed)
+        set_precision(config, keras, device)
+    return len(loaded)
+
+
+def _loaded_keras() -> list[Any]:
+    """Return the Kerases that are in use: `tf.keras`, and Keras 3 where that is another one and was imported."""
     import tensorflow as tf
 
-    found = [tf.keras]
-    if tf.keras.Model.__module__.startswith("tf_keras") and importlib.util.find_spec("keras") is not None:
-        found.append(importlib.import_module("keras"))
-    return found
-
-
-def _seed(seed: int) -> None:
-    for keras in _loaded_keras():
-        keras.utils.set_random_seed(seed)
+    keras = sys.modules.get("keras")
+    is_older = tf.keras.Model.__module__.startswith("tf_keras")
+    return [tf.keras, keras] if is_older and keras is not None else [tf.keras]
 
 
 def _compiled(task: KerasTask, config: DistributedConfig) -> Any:

@@ -1,0 +1,68 @@
+"""Peers of a TF_CONFIG that never come: named in words, while the process that waits holds the interpreter's lock."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import socket
+
+import pytest
+from command import finish, start
+
+from phalanx.errors import CommunicationError
+from phalanx.world.tf_config import Task
+from phalanx.world.tf_peers import needed_peers, wait_for_peers
+
+SERVED = {"chief": ["a:1"], "worker": ["a:2", "b:3"], "ps": ["c:4"]}
+
+
+@pytest.fixture
+def silent():
+    """An address at which nobody listens."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        yield f"127.0.0.1:{held.getsockname()[1]}"
+
+
+@pytest.fixture
+def listening():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+
+
+@pytest.mark.parametrize(
+    ("task", "names"),
+    [
+        (Task("worker", 0, {"worker": ["a:1", "b:2", "c:3"]}), ["worker 1", "worker 2"]),
+        (Task("worker", 0, {"chief": ["a:1"], "worker": ["b:2"], "evaluator": ["c:3"]}), ["chief"]),
+        (Task("chief", 0, SERVED), ["worker 0", "worker 1", "ps 0"]),
+        (Task("ps", 0, SERVED), []),
+        (Task("evaluator", 0, {"worker": ["a:1"], "evaluator": ["c:3"]}), []),
+    ],
+)
+def test_whom_a_task_waits_for(task, names):
+    assert list(needed_peers(task)) == names
+
+
+def test_those_that_do_not_answer_are_named(silent, listening):
+    wait_for_peers({"worker 1": listening}, 0.01, print)
+    peers = {"worker 1": silent, "worker 2": listening, "ps 0": "no port"}
+    with pytest.raises(CommunicationError) as caught:
+        wait_for_peers(peers, 0.01, print)
+    assert caught.value.message == (
+        f"2 tasks of TF_CONFIG did not answer within 0.01 s: worker 1 ({silent}), ps 0 (no port)"
+    )
+
+
+@pytest.mark.skipif(importlib.util.find_spec("tensorflow") is None, reason="TensorFlow is not installed")
+def test_a_process_that_waits_in_vain_is_ended_with_the_reason(tmp_path, silent, listening):
+    """The script waits as TensorFlow does: in C, with the interpreter's lock held."""
+    script = tmp_path / "train.py"
+    script.write_text("import ctypes\nctypes.PyDLL(None).sleep(60)\n")
+    cluster = {"worker": ["127.0.0.1:1", silent, listening]}
+    config = json.dumps({"cluster": cluster, "task": {"type": "worker", "index": 0}})
+    words = ("train", "--backend", "tensorflow", "--start-timeout", 0.2, "--script", script)
+    done = finish(start(*words, cwd=tmp_path, TF_CONFIG=config))
+    assert done.code == 1
+    assert f"1 task of TF_CONFIG did not answer within 0.2 s: worker 1 ({silent})" in done.err
+    assert "--start-timeout" in done.err
