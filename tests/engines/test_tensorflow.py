@@ -22,7 +22,7 @@ if importlib.util.find_spec("tensorflow") is None:
 
 pytestmark = pytest.mark.timeout(240)
 
-PARTS = "import os\nfrom keras_parts import *\n"
+PARTS = f"import os\nimport sys\nsys.path.insert(0, {str(ROOT / 'tests')!r})\nfrom keras_parts import *\n"
 PATH = f"{ROOT}:{ROOT / 'tests'}"
 
 
