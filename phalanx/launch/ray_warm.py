@@ -64,7 +64,7 @@ class RayWarm:
     def _take(self) -> Job | None:
         line, _ = self._listener.accept()
         with line:
-            received = wire.receive(line)
+            received = wire.receive(line) if ray_ask.is_own(line) else None
             if received is None:
                 return None
             request, streams = received

@@ -82,6 +82,14 @@ def tracked_runs():
                               sorted(run.data.metrics)] for run in runs}
 
 
+def modes():
+    import ray
+
+    rays = ray.get_runtime_context().get_temp_dir()
+    ours = os.path.dirname(os.environ["PHALANX_RAY_WARM"])
+    return [os.path.dirname(rays) == ours, os.stat(ours).st_mode & 0o777]
+
+
 def workers():
     import ray
 
@@ -97,6 +105,7 @@ def workers():
 
 found = {}
 with open_cluster(num_cpus=2):
+    found["modes"] = modes()
     found["workers"] = workers()
     found["asha"] = halving()
     found["again"] = halving(resume=True)
@@ -138,6 +147,10 @@ def test_workers_of_a_local_ray_are_forks_that_share_no_random_numbers(found):
     assert "phalanx.launch.ray_warm" in parent
     assert (nice, given, others) == (0, None, "yes")
     assert not set(drawn) & set(others_drawn)
+
+
+def test_nobody_else_can_reach_what_lies_in_the_folder_of_a_local_ray(found):
+    assert found[1]["modes"] == [True, 0o700]
 
 
 @pytest.mark.timeout(600)
