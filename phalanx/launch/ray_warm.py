@@ -121,6 +121,7 @@ def _drawn_in_a_fork() -> bytes:
 def _become(request: dict[str, Any], streams: list[int], imported_under: dict[str, str] | None) -> None:
     """Turn this fresh fork into the worker that Ray meant; by Ray's own script where the fork will not do."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ray.cancel interrupts by it
     gc.enable()
     for number, stream in enumerate(streams):
         os.dup2(stream, number)

@@ -23,6 +23,7 @@ import os
 import random
 import time
 from importlib.util import find_spec
+from pathlib import Path
 
 import psutil
 from long_proofs import ALL
@@ -103,10 +104,32 @@ def workers():
     return ray.get([worker.tell.remote() for worker in two])
 
 
+def cancelled():
+    import ray
+
+    @ray.remote(num_cpus=0)
+    def endless():
+        Path("endless").touch()
+        while True:
+            time.sleep(0.01)
+
+    task = endless.remote()
+    while not Path("endless").exists():
+        time.sleep(0.01)
+    ray.cancel(task)
+    try:
+        ray.get(task, timeout=30)
+    except ray.exceptions.TaskCancelledError:
+        return True
+    except ray.exceptions.GetTimeoutError:
+        return False
+
+
 found = {}
 with open_cluster(num_cpus=2):
     found["modes"] = modes()
     found["workers"] = workers()
+    found["cancelled"] = cancelled()
     found["asha"] = halving()
     found["again"] = halving(resume=True)
     found["race"] = [race("ray"), race("local")]
@@ -147,6 +170,10 @@ def test_workers_of_a_local_ray_are_forks_that_share_no_random_numbers(found):
     assert "phalanx.launch.ray_warm" in parent
     assert (nice, given, others) == (0, None, "yes")
     assert not set(drawn) & set(others_drawn)
+
+
+def test_a_task_on_a_forked_worker_can_be_cancelled(found):
+    assert found[1]["cancelled"]
 
 
 def test_nobody_else_can_reach_what_lies_in_the_folder_of_a_local_ray(found):
