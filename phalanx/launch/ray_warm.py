@@ -126,11 +126,11 @@ def _become(request: dict[str, Any], streams: list[int], imported_under: dict[st
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
         os.close(stream)
-    os.environ.clear()
-    os.environ.update(request["env"])
+    _put_on(request["env"])
     os.chdir(request["folder"])
     arguments = _worker_arguments(request["arguments"])
     if arguments is None or _settings() != imported_under:
+        _put_on(request["env"])  # as it came: Ray's script adds the variables of a runtime environment itself
         ray_ask.become_rays_own(request["arguments"])
         return
     if "numpy" in sys.modules:
@@ -138,6 +138,11 @@ def _become(request: dict[str, Any], streams: list[int], imported_under: dict[st
     script = ray_ask.rays_own("default_worker.py")
     sys.argv = [script, *arguments]
     runpy.run_path(script, run_name="__main__")
+
+
+def _put_on(environment: dict[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
 
 
 def _settings() -> dict[str, str]:

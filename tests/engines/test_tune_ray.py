@@ -145,14 +145,39 @@ with open("found.json", "w") as file:
 """
 
 
+_UNTRIED = """
+import json
+
+import psutil
+
+from phalanx.launch import ray_local
+from phalanx.launch.ray_cluster import open_cluster
+
+ray_local.TRIED = ()
+with open_cluster(num_cpus=2):
+    import ray
+
+    @ray.remote
+    def tell():
+        return " ".join(psutil.Process().parent().cmdline())
+
+    found = [ray.get(tell.remote()), [node["NodeManagerAddress"] for node in ray.nodes()]]
+with open("found.json", "w") as file:
+    json.dump(found, file)
+"""
+
+
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     """Everything on one Ray, since starting it takes longest."""
+    return _run(tmp_path_factory.mktemp("ray"), _SCRIPT)
+
+
+def _run(folder, script):
     pytest.importorskip("ray", reason="ray is not installed: pip install 'phalanx[ray]'")
     if shutil.which("unshare") is None or subprocess.run(["unshare", "-n", "true"], check=False).returncode:
         pytest.skip("Ray listens on all interfaces, and no network namespace of its own can be made for it here")
-    folder = tmp_path_factory.mktemp("ray")
-    (folder / "search.py").write_text(textwrap.dedent(_SCRIPT))
+    (folder / "search.py").write_text(textwrap.dedent(script))
     path = f"{ROOT}:{ROOT / 'tests'}:{ROOT / 'tests/engines'}"
     env = {**clean_environment(PHALANX_DEVICE="cpu", OMP_NUM_THREADS="1"), "PYTHONPATH": path, "TMPDIR": "/tmp"}
     env["PHALANX_ALL_TESTS"] = str(int(ALL))
@@ -178,6 +203,14 @@ def test_a_task_on_a_forked_worker_can_be_cancelled(found):
 
 def test_nobody_else_can_reach_what_lies_in_the_folder_of_a_local_ray(found):
     assert found[1]["modes"] == [True, 0o700]
+
+
+@long_proof
+@pytest.mark.timeout(600)
+def test_a_version_of_ray_that_was_not_tried_starts_as_it_would_by_itself(tmp_path):
+    _, (parent, addresses), _ = _run(tmp_path, _UNTRIED)
+    assert "raylet" in parent
+    assert addresses == ["127.0.0.1"]
 
 
 @pytest.mark.timeout(600)

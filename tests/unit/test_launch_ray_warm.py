@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import socket
+import sys
 
 import pytest
 
-from phalanx.launch import ray_ask
+from phalanx.launch import ray_ask, ray_warm
 from phalanx.launch.ray_warm import RayWarm
 
 
@@ -47,3 +50,55 @@ def test_nobody_but_the_same_user_is_forked_for(listener, line, monkeypatch):
         assert warm._take() is None
     finally:
         os.close(warm._owner)
+
+
+# --- where a fork will not do ---------------------------------------------------------------------------------------
+
+CHANGED = (signal.SIGCHLD, signal.SIGINT)
+OURS = os.path.abspath(ray_ask.__file__)
+
+
+@pytest.fixture
+def executed(monkeypatch):
+    """Let nothing be executed, but tell what would be, and under which PYTHONPATH."""
+    before, signals, folder = dict(os.environ), {n: signal.getsignal(n) for n in CHANGED}, os.getcwd()
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'phalanx[ray]'")
+    told: list[tuple[list[str], str | None]] = []
+    monkeypatch.setattr(os, "execv", lambda _, words: told.append((words, os.environ.get("PYTHONPATH"))))
+    os.environ |= {ray_ask.WARM: "/nowhere", "PYTHONPATH": "mine"}
+    yield told
+    assert ray_ask.WARM not in os.environ, "Ray's own script would ask again"
+    os.environ.clear()
+    os.environ.update(before)
+    os.chdir(folder)
+    for number, handler in signals.items():
+        signal.signal(number, handler)
+
+
+def test_without_a_warm_process_the_script_is_executed_that_ray_meant(executed):
+    ray_ask.become_rays_own(["--node-id=1"])
+    ray_ask.become_rays_own(["--language=PYTHON", OURS, "--node-id=1"])
+    default, setup = ray_ask.rays_own("default_worker.py"), ray_ask.rays_own("setup_worker.py")
+    assert [words for words, _ in executed] == [
+        [sys.executable, default, "--node-id=1"],
+        [sys.executable, setup, "--language=PYTHON", default, "--node-id=1"],
+    ]
+    assert os.path.isfile(default)
+    assert os.path.isfile(setup)
+
+
+@pytest.mark.parametrize(
+    "context",
+    [
+        {"env_vars": {"PYTHONPATH": "more:${PYTHONPATH}"}},  # read while modules were imported
+        {"env_vars": {"PYTHONPATH": "more:${PYTHONPATH}"}, "command_prefix": ["numactl"]},
+    ],
+)
+def test_variables_are_left_to_ray_where_the_worker_is(executed, context, tmp_path):
+    imported_under = ray_warm._settings()
+    arguments = [f"--serialized-runtime-env-context={json.dumps(context)}", "--language=PYTHON", OURS, "--node-id=1"]
+    request = {"env": dict(os.environ), "folder": str(tmp_path), "arguments": arguments}
+    ray_warm._become(request, [], imported_under)
+    ((words, path),) = executed
+    assert words[1:3] == [ray_ask.rays_own("setup_worker.py"), arguments[0]]
+    assert path == "mine"
