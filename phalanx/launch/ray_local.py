@@ -90,7 +90,7 @@ def _warm(folder: Path) -> Iterator[None]:
         listener.listen(64)
         with (folder / "warm.log").open("wb") as log:
             process = subprocess.Popen(
-                [sys.executable, "-m", "phalanx.launch.ray_warm", str(listener.fileno()), str(os.getpid())],
+                [sys.executable, "-m", "phalanx.launch.ray_warm", *map(str, (listener.fileno(), os.getpid(), folder))],
                 env={**os.environ, **SINGLE_THREADED, **_READ_WHEN_LOADED, "RAY_RAYLET_PID": str(os.getpid())},
                 # The package is importable from here, installed or not.
                 cwd=Path(__file__).resolve().parents[2],

@@ -6,9 +6,11 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import sys
 
 import pytest
+from command import ROOT
 
 from phalanx.launch import ray_ask, ray_warm
 from phalanx.launch.ray_warm import RayWarm
@@ -44,12 +46,34 @@ def test_nobody_but_the_same_user_is_forked_for(listener, line, monkeypatch):
 
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     monkeypatch.setattr(os, "fork", fork)
-    warm = RayWarm(listener, os.getpid())
+    warm = RayWarm(listener, os.getpid(), folder="/nowhere")
     try:
         line.send(b"+")  # from another user not even looked at
         assert warm._take() is None
     finally:
         os.close(warm._owner)
+
+
+KILLED = """
+import os, socket, sys
+from phalanx.launch.ray_warm import RayWarm
+
+owner = os.fork()
+if owner == 0:
+    os._exit(0)
+silent, other_end = socket.socketpair()
+RayWarm(silent, owner, sys.argv[1])._is_asked(60.0)
+os._exit(1)
+"""
+
+
+def test_the_folder_of_a_killed_owner_is_removed(tmp_path):
+    left = tmp_path / "ray-1"
+    (left / "r/session/logs").mkdir(parents=True)
+    # Its output ends with the last process that has it.
+    done = subprocess.run([sys.executable, "-c", KILLED, left], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert not left.exists()
 
 
 # --- where a fork will not do ---------------------------------------------------------------------------------------
