@@ -116,6 +116,14 @@ def _node(folder: Path, resources: dict[str, int | None]) -> Iterator[str]:
     parameter: Any = import_module("ray._private.parameter")
 
     class Quiet(node.Node):  # type: ignore[misc]
+        def __init__(self, *arguments: Any, **named: Any) -> None:
+            try:
+                super().__init__(*arguments, **named)
+            except BaseException:  # Ctrl-C: what has started would stay for as long as this process does
+                if hasattr(self, "all_processes"):
+                    self.kill_all_processes(check_alive=False, allow_graceful=False, wait=True)
+                raise
+
         def start_api_server(self, **_: Any) -> None:
             """Start none: it serves the dashboard, and takes seconds to say that there is none."""
 

@@ -83,6 +83,26 @@ def tracked_runs():
                               sorted(run.data.metrics)] for run in runs}
 
 
+def broken_off():
+    import ray._private.node as node
+
+    folders = []
+
+    def interrupted(self):  # by Ctrl-C, when the first of Ray's processes runs
+        folders.append(os.path.dirname(self.get_temp_dir_path()))
+        assert len(psutil.Process().children()) == 2
+        raise KeyboardInterrupt
+
+    usual, node.Node.start_ray_processes = node.Node.start_ray_processes, interrupted
+    try:
+        with open_cluster(num_cpus=2):
+            pass
+    except KeyboardInterrupt:
+        return [len(psutil.Process().children()), *map(os.path.exists, folders)]
+    finally:
+        node.Node.start_ray_processes = usual
+
+
 def modes():
     import ray
 
@@ -125,7 +145,7 @@ def cancelled():
         return False
 
 
-found = {}
+found = {"broken_off": broken_off()}
 with open_cluster(num_cpus=2):
     found["modes"] = modes()
     found["workers"] = workers()
@@ -195,6 +215,10 @@ def test_workers_of_a_local_ray_are_forks_that_share_no_random_numbers(found):
     assert "phalanx.launch.ray_warm" in parent
     assert (nice, given, others) == (0, None, "yes")
     assert not set(drawn) & set(others_drawn)
+
+
+def test_ctrl_c_while_ray_starts_leaves_nothing_and_another_can_start(found):
+    assert found[1]["broken_off"] == [0, False]
 
 
 def test_a_task_on_a_forked_worker_can_be_cancelled(found):
