@@ -40,6 +40,18 @@ def check_address(address: str) -> None:
     _probe(address, host.strip("[]"), int(port))
 
 
+def started_on_this_machine() -> str:
+    """Return where the Ray listens that `ray start` started here last; no other's, who may have one for a run alone."""
+    utils: Any = import_module("ray._private.utils")
+    found: str | None = utils.read_ray_address()
+    if found is None:
+        raise UsageError(
+            "address 'auto': `ray start` has started no Ray on this machine, or `ray stop` ended it",
+            hint="Start one with `ray start --head`, or leave address out for a local Ray of this run's own.",
+        )
+    return found
+
+
 def _probe(address: str, host: str, port: int) -> None:
     """See that somebody listens, speaks Ray's protocol, and knows Ray's words."""
     encrypted = os.environ.get("RAY_USE_TLS") == "1"  # then Ray alone has the certificates to ask with

@@ -26,7 +26,7 @@ from phalanx import DistributedConfig
 from phalanx.errors import UsageError
 from phalanx.launch import ray_address, ray_cluster
 from phalanx.launch.luggage import PAYLOAD_NAME
-from phalanx.launch.ray_address import check_address
+from phalanx.launch.ray_address import check_address, started_on_this_machine
 from phalanx.launch.ray_follow import describe_death
 from phalanx.launch.ray_train import read_resources, starter
 from phalanx.launch.ray_worker import made_beside
@@ -251,6 +251,15 @@ def test_a_wrong_address_is_refused_at_once(address, words):
     with pytest.raises(UsageError, match=words):
         check_address(address)
     assert time.monotonic() - began < 2
+
+
+def test_auto_means_what_ray_start_started_here_and_no_other(monkeypatch, tmp_path):
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    with pytest.raises(UsageError, match="`ray start` has started no Ray on this machine"):
+        started_on_this_machine()
+    (tmp_path / "ray").mkdir()
+    (tmp_path / "ray" / "ray_current_cluster").write_text("198.51.100.7:6379")
+    assert started_on_this_machine() == "198.51.100.7:6379"
 
 
 def test_a_port_that_does_not_speak_rays_language_is_refused_and_says_after_how_long(monkeypatch):
