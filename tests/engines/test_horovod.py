@@ -173,6 +173,8 @@ def test_a_script_made_for_horovod_needs_horovodrun(tmp_path):
         ({"num_workers": 2, "min_workers": 1}, "host_discovery_script"),
         ({"num_workers": 2, "min_workers": 1, "hosts": "localhost:2"}, "there must be two"),
         ({"num_workers": 2, "num_nodes": 2}, "hosts = 'node1:8,node2:8'"),
+        ({"num_workers": 3, "adasum": True}, "adasum = True with 3 ranks"),
+        ({"hosts": "a:2,b:4", "adasum": True}, "adasum = True with 6 ranks"),
         ({"num_workers": 2, "tensor_parallel": 2}, "write backend = 'pytorch-ddp'"),
         ({"num_workers": 2, "zero_stage": 2}, "zero_stage = 2"),
         ({"num_workers": 2, "compression": "topk"}, "which has 'fp16' only"),
