@@ -84,7 +84,7 @@ def test_moments_start_from_rank_0s_and_nothing_moves_meanwhile(found, by_ddp):
 
 def test_a_rank_that_waits_leaves_its_core_to_others(found):
     seconds, computed = found[0]["late"]
-    assert seconds > 0.3
+    assert seconds > 0.4
     assert computed < seconds / 2
 
 
