@@ -130,14 +130,13 @@ def _adasum_mistakes(config: DistributedConfig, known: Collection[str]) -> Itera
     if config.min_workers is not None or config.host_discovery_script is not None:
         yield "adasum", "adasum = True: Adasum is done by MPI, which cannot lose or add ranks: leave adasum out."
         return
-    ranks = (
-        None if {"num_workers", "num_gpus", "gpus_per_node", "num_nodes", "hosts"} & set(known) else config.total_ranks
-    )
+    is_wrong = {"num_workers", "num_gpus", "gpus_per_node", "num_nodes", "hosts"} & set(known)
+    ranks = None if is_wrong else config.total_ranks
     if ranks is not None and ranks.bit_count() != 1:
         yield (
             "adasum",
-            f"adasum = True with {ranks} ranks: Adasum combines pairs, then pairs of pairs, and so on: give it 2, 4, 8, "
-            "16, ... ranks, or leave adasum out.",
+            f"adasum = True with {ranks} ranks: Adasum combines pairs, then pairs of pairs, and so on: give it 2, 4, "
+            "8, 16, ... ranks, or leave adasum out.",
         )
 
 

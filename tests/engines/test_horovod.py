@@ -175,7 +175,7 @@ def test_mpirun_may_start_a_script_only_where_horovod_speaks_mpi(tmp_path, monke
     compiled.write_bytes(b"\0MPI_Init_thread\0")
     check_script_starter(script, "mpirun")
     compiled.write_bytes(b"\0gloo\0")
-    with pytest.raises(UsageError, match="built without MPI, .*each rank would train alone"):
+    with pytest.raises(UsageError, match=r"built without MPI, .*each rank would train alone"):
         check_script_starter(script, "mpirun")
 
 

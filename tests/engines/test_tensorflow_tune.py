@@ -97,7 +97,7 @@ def test_a_population_takes_over_weights_and_trains_at_rates_of_its_own(monkeypa
         then, best, own = load(loser, f"first-{epoch}"), load(winner, f"last-{epoch}"), load(loser, f"last-{epoch}")
         assert all(np.array_equal(a, b) for a, b in zip(then, best, strict=True))
         assert not all(np.array_equal(a, b) for a, b in zip(then, own, strict=True))
-        assert rate_of(loser, epoch) == pytest.approx(entry["params"]["rate"]), "not the winner's, nor what became of it"
+        assert rate_of(loser, epoch) == pytest.approx(entry["params"]["rate"]), "not what became of the winner's"
     kept = [(trial, epoch) for trial in results.trials for epoch in (1, 2) if not was_given(trial, epoch)]
     assert len(kept) == 2
     for trial, epoch in kept:
