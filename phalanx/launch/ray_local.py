@@ -45,11 +45,9 @@ _SETTINGS = {
 }
 """Read by Ray's C++ processes."""
 
-_READ_WHEN_LOADED = {
-    "RAY_JOB_ID": "ffffffff",  # none yet: the worker learns it with its first task, as those do that wait for one
-    "JE_ARROW_MALLOC_CONF": "background_thread:false",  # a thread would not survive the fork
-}
-"""What libraries of the warm process read before it forks. Ray's also asks whose death ends the workers: ours."""
+_NO_JOB = {"RAY_JOB_ID": "ffffffff"}
+"""What Ray's library reads when the warm process loads it: the worker learns its job with its first task, as those do
+that wait for one. It also asks whose death ends the workers: ours."""
 
 
 @contextmanager
@@ -91,7 +89,7 @@ def _warm(folder: Path) -> Iterator[None]:
         with (folder / "warm.log").open("wb") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", "phalanx.launch.ray_warm", *map(str, (listener.fileno(), os.getpid(), folder))],
-                env={**os.environ, **SINGLE_THREADED, **_READ_WHEN_LOADED, "RAY_RAYLET_PID": str(os.getpid())},
+                env={**os.environ, **SINGLE_THREADED, **_NO_JOB, "RAY_RAYLET_PID": str(os.getpid())},
                 # The package is importable from here, installed or not.
                 cwd=Path(__file__).resolve().parents[2],
                 stdin=subprocess.DEVNULL,
