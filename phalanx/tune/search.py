@@ -75,6 +75,8 @@ class Request:
         ]
         if self.num_samples is not None and self.num_samples < 1:
             wrong.append(f"num_samples = {self.num_samples}: must be 1 or more.")
+        if self.scheduler == "pbt" and self.num_samples == 1:
+            wrong.append("scheduler = 'pbt' with num_samples = 1: a population has 2 members or more, better 4.")
         if self.scheduler == "pbt" and self.search == "optuna":
             wrong.append("scheduler = 'pbt' finds new points itself: search is 'random' or 'grid' beside it.")
         strangers = [name for name in self.mutate or () if name not in space.domains]

@@ -10,12 +10,14 @@ import pytest
 from phalanx.config import DistributedConfig
 from phalanx.errors import UsageError
 from phalanx.observe.gate import GATE, Gate
-from phalanx.tune import reporting
+from phalanx.tune import reporting, uniform
 from phalanx.tune.engine import IndependentTrials
 from phalanx.tune.objective import Objective
 from phalanx.tune.population import exploits
 from phalanx.tune.schedulers import Asha, Median, Points, make_scheduler
+from phalanx.tune.search import Request
 from phalanx.tune.slots import plan_slots
+from phalanx.tune.space import SearchSpace
 from phalanx.tune.table import LiveTable
 from phalanx.tune.trial import State, Trial
 
@@ -118,6 +120,11 @@ def test_the_live_table_draws_and_leaves_the_best_first(capsys):
     assert any("a word [above]" in line for line in lines)
     rows = [line for line in lines if "finished" in line]
     assert [row.split()[1] for row in rows] == ["1", "0"]
+
+
+def test_a_population_of_one_is_refused():
+    with pytest.raises(UsageError, match="a population has 2 members or more"):
+        Request(scheduler="pbt", num_samples=1).check(SearchSpace({"x": uniform(0, 1)}))
 
 
 def test_gpus_are_shared_out(monkeypatch):
