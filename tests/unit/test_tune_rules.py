@@ -124,7 +124,7 @@ def test_the_live_table_draws_and_leaves_the_best_first(capsys):
 
 def test_a_population_of_one_is_refused():
     with pytest.raises(UsageError, match="a population has 2 members or more"):
-        Request(scheduler="pbt", num_samples=1).check(SearchSpace({"x": uniform(0, 1)}))
+        Request(metric="loss", scheduler="pbt", num_samples=1).check(SearchSpace({"x": uniform(0, 1)}))
 
 
 def test_gpus_are_shared_out(monkeypatch):
