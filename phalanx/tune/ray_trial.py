@@ -1,4 +1,4 @@
-"""A trial on Ray: our runner inside Ray Tune's worker, with Ray's scheduler giving the word at every iteration."""
+"""A trial on Ray: our runner inside Ray Tune's worker, which judges the trial, or hands a member to its population."""
 
 from __future__ import annotations
 
