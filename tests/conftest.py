@@ -32,8 +32,8 @@ _SET_BY_OTHERS = {
 """pytest names the test, torch its caches and tools when its compiler is imported; DeepSpeed how it looks for GPUs."""
 _THREADS_OF_OTHERS = ("tqdm_monitor", "Dummy-", "Mlflow")
 """A compiler's progress bar, threads of its C++ that called into Python, MLflow's pool for artifacts."""
-_CACHES = "torchinductor_"
-"""torch makes its cache directory once, when its compiler is imported."""
+_CACHES = ("torchinductor_", "__pycache__")
+"""torch makes its cache directory once, when its compiler is imported; TensorFlow imports code that it writes there."""
 _PATIENCE_SECONDS = 1.0
 
 

@@ -110,14 +110,18 @@ def refusal_of_adasum(trainer: type, folder: Path) -> str:
     return ""
 
 
-def wait_for_a_late_rank(hvd: Any) -> tuple[float, float]:
-    """Return the seconds, and those of them that this thread computed, of a backward pass that rank 1 begins late."""
+def wait_for_a_late_rank(hvd: Any, folder: Path) -> tuple[float, float]:
+    """Return rank 0's seconds, and those of them that it computed, of a backward pass that rank 1 begins after it."""
     parameter = nn.Parameter(torch.ones(3))
     reducer = HorovodReducer(hvd, [("late", parameter)])
-    hvd.allreduce(torch.zeros(1), name="together")
+    waiting = folder / "waiting"
     if hvd.rank() == 1:
+        while not waiting.exists():
+            time.sleep(0.01)
         time.sleep(0.5)
     began, computed = time.perf_counter(), time.thread_time()
+    if hvd.rank() == 0:
+        waiting.touch()
     parameter.sum().backward()
     reducer.close()
     return time.perf_counter() - began, time.thread_time() - computed
@@ -138,7 +142,7 @@ def main(folder: Path) -> None:
     found["accumulation"] = trainer.config.gradient_accumulation_steps
     found["average"] = trainer.metric_average(torch.tensor(float(hvd.rank() + 1)), name="rank")
     found["adasum"] = refusal_of_adasum(HorovodTrainer, folder)
-    found["late"] = wait_for_a_late_rank(hvd)
+    found["late"] = wait_for_a_late_rank(hvd, folder)
     torch.save(found, folder / f"found-{hvd.rank()}.pt")
 
 

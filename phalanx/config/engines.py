@@ -106,8 +106,8 @@ def _horovod_mistakes(config: DistributedConfig, known: Collection[str]) -> Iter
             f"min_workers = {config.min_workers}: a run that goes on without some machines must know of several: write "
             "host_discovery_script = './hosts.sh', or hosts = 'node1:8,node2:8'.",
         )
-    if config.adasum and (config.min_workers is not None or config.host_discovery_script is not None):
-        yield "adasum", "adasum = True: Adasum is done by MPI, which cannot lose or add ranks: leave adasum out."
+    if config.adasum and "adasum" not in known:
+        yield from _adasum_mistakes(config, known)
     if config.hosts is None or "hosts" in known:
         return
     try:
@@ -123,6 +123,20 @@ def _horovod_mistakes(config: DistributedConfig, known: Collection[str]) -> Iter
             "min_workers",
             f"min_workers = {config.min_workers} with one machine: Horovod gives up a machine that lost a rank, so "
             "there must be two. On one machine, give it under two names: hosts = 'localhost:1,127.0.0.1:1'.",
+        )
+
+
+def _adasum_mistakes(config: DistributedConfig, known: Collection[str]) -> Iterator[tuple[str, str]]:
+    if config.min_workers is not None or config.host_discovery_script is not None:
+        yield "adasum", "adasum = True: Adasum is done by MPI, which cannot lose or add ranks: leave adasum out."
+        return
+    is_wrong = {"num_workers", "num_gpus", "gpus_per_node", "num_nodes", "hosts"} & set(known)
+    ranks = None if is_wrong else config.total_ranks
+    if ranks is not None and ranks.bit_count() != 1:
+        yield (
+            "adasum",
+            f"adasum = True with {ranks} ranks: Adasum combines pairs, then pairs of pairs, and so on: give it 2, 4, "
+            "8, 16, ... ranks, or leave adasum out.",
         )
 
 

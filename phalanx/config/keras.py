@@ -21,24 +21,23 @@ _FOLLOWED = {
 _SCHEDULES = {
     "linear": "keras.optimizers.schedules.PolynomialDecay(0.001, decay_steps=1000, end_learning_rate=0.0)",
     "cosine": "keras.optimizers.schedules.CosineDecay(0.001, decay_steps=1000)",
-    "inverse-sqrt": "a class of your own derived from keras.optimizers.schedules.LearningRateSchedule",
+    "inverse-sqrt": "MySchedule(), a class of yours derived from keras.optimizers.schedules.LearningRateSchedule",
 }
 _INSTEAD = {
     "gradient_clipping": "keras.optimizers.Adam(..., global_clipnorm={value})",
     "gradient_accumulation_steps": "keras.optimizers.Adam(..., gradient_accumulation_steps={value}), of Keras 3",
     "lr_schedule": "learning_rate={schedule}",
     "warmup": "learning_rate=keras.optimizers.schedules.CosineDecay(0.0, decay_steps=1000, warmup_target=0.001, "
-    "warmup_steps=100)",
+    "warmup_steps={steps})",
     "lr_scaling": "the scaled rate itself: keras.optimizers.Adam(0.001 * workers)",
     "scaler_init_scale": "keras.mixed_precision.LossScaleOptimizer(optimizer, initial_scale={value})",
     "scaler_growth_interval": "keras.mixed_precision.LossScaleOptimizer(optimizer, dynamic_growth_steps={value})",
     "compile": "model.compile(..., jit_compile=True)",
     "on_nonfinite": "keras.mixed_precision.LossScaleOptimizer(optimizer), which skips steps that are not finite",
     "deterministic": "tf.config.experimental.enable_op_determinism()",
-    "activation_checkpointing": "with keras.RematScope(mode='full'): around the layers, of Keras 3",
     "lora_rank": "layer.enable_lora({value}) for layers of Keras 3",
 }
-"""What to write in `model_fn`, where Keras has the same thing; the values are examples."""
+"""What to write in `model_fn`, where Keras has the same thing; rates and numbers of steps are examples."""
 
 
 def keras_mistakes(
@@ -51,7 +50,11 @@ def keras_mistakes(
             continue
         refused = f"{name} = {value!r} with backend = 'tensorflow', which does not follow it: "
         if name in _INSTEAD:
-            line = _INSTEAD[name].format(value=value, schedule=_SCHEDULES.get(str(value), ""))
-            yield name, f"{refused}Keras has its own. Leave {name} out, and write in model_fn: {line}"
+            steps = value if isinstance(value, int) else 100
+            line = _INSTEAD[name].format(value=value, steps=steps, schedule=_SCHEDULES.get(str(value), ""))
+            yield (
+                name,
+                f"{refused}Keras has its own. Leave {name} out, and write in model_fn, by your model's Keras: {line}",
+            )
         else:
             yield name, f"{refused}leave {name} out."

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import re
@@ -75,6 +76,18 @@ def _has_mpi() -> bool:
 def _finds_header(compiler: str) -> bool:
     words = [compiler, "-x", "c++", "-include", "mpi.h", "-fsyntax-only", os.devnull]
     return subprocess.run(words, capture_output=True, check=False).returncode == 0
+
+
+def installed_library() -> Path | None:
+    """Return the compiled half of the Horovod that is installed, if any; nothing is imported."""
+    found = importlib.util.find_spec("horovod")
+    folders = [] if found is None else found.submodule_search_locations or []
+    return next((library for folder in folders for library in sorted(Path(folder).glob("*/mpi_lib*.so"))), None)
+
+
+def speaks_mpi(library: Path) -> bool:
+    """Whether a Horovod was built with MPI: told by what it calls, as loading it would load torch."""
+    return b"MPI_Init_thread" in library.read_bytes()
 
 
 def wheel_folder() -> Path:

@@ -8,7 +8,10 @@ from phalanx.launch.process import die_with
 
 
 def main(parent: int) -> None:
-    """Run horovodrun with the words that follow; its helpers end their ranks when it is gone."""
+    """Run horovodrun with the words that follow; when it is gone, its helpers end their ranks.
+
+    It may become a shell that starts mpirun, which would go on: then the ranks see to their end themselves.
+    """
     die_with(parent)
     os.environ.setdefault("PYTHONWARNINGS", "ignore::DeprecationWarning")
     from horovod.runner import launch

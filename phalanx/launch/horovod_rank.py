@@ -1,7 +1,8 @@
 """What a process that horovodrun started for us does: tell the launcher who it is, run the target, leave in words.
 
 The launcher's socket is there only on its own machine. Elsewhere the rank's output, which horovodrun carries, is all
-that the launcher hears.
+that the launcher hears. The socket's end is the launcher's: mpirun would let the ranks go on without it, so those that
+have a line to it end themselves, and mpirun then ends those of other machines.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import os
 import signal
 import socket
 import sys
+import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -35,7 +38,7 @@ def main() -> NoReturn:
     request: Message = json.loads(sys.argv[1])
     rank = request["rank"] = int(next(os.environ[name] for name in _NUMBERS if name in os.environ))
     Path(request["log_dir"]).mkdir(parents=True, exist_ok=True)
-    launcher = _connect(request["events"])
+    launcher = _connect(request["events"], request["network"])
     log = None if launcher is None else open_log(Path(request["log_dir"]), rank)
     _tell(launcher, {"event": STARTED, "rank": rank, "pid": os.getpid()})
     _prepare(request, launcher, log)
@@ -45,15 +48,30 @@ def main() -> NoReturn:
     leave(0 if code == EXIT_PREEMPTED else code)
 
 
-def _connect(name: str) -> socket.socket | None:
+def network() -> str:
+    """Return what is equal where the launcher's socket can be reached: the machine since it booted, and its network."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return f"{boot} {os.readlink('/proc/self/ns/net')}"
+
+
+def _connect(name: str, launchers: str) -> socket.socket | None:
     """Return a line to the launcher, or None on another machine than its own."""
+    if network() != launchers:
+        return None
     line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         line.connect("\0" + name)
-    except OSError:
-        line.close()
-        return None
+    except ConnectionRefusedError:
+        sys.exit("phalanx: the launcher was gone before this rank began")
+    threading.Thread(target=_end_with, args=(line,), name="phalanx-launcher", daemon=True).start()
     return line
+
+
+def _end_with(launcher: socket.socket) -> None:
+    """Kill this process when the launcher is gone, however it went. It never says anything: only its end is heard."""
+    with suppress(ConnectionResetError):
+        launcher.recv(1)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _prepare(request: Message, launcher: socket.socket | None, log: int | None) -> None:
@@ -75,5 +93,5 @@ def _tell(launcher: socket.socket | None, message: dict[str, Any]) -> None:
     try:
         launcher.send(json.dumps(message).encode())
     except (BrokenPipeError, ConnectionResetError):
-        # The launcher is gone, and horovodrun ends its ranks.
+        # The launcher is gone, and this rank is about to be.
         return

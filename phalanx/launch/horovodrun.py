@@ -16,6 +16,7 @@ from phalanx.config.hosts import Host, parse_hosts
 from phalanx.errors import UsageError
 from phalanx.launch.environment import shared_environment, threads_per_rank
 from phalanx.launch.horovod_attempt import HorovodAttempt
+from phalanx.launch.horovod_rank import network
 from phalanx.launch.policy import Restart, decide
 from phalanx.launch.signals import SignalInbox
 from phalanx.launch.spec import LaunchResult
@@ -81,6 +82,7 @@ class HorovodRun:
             "path": [entry or os.getcwd() for entry in sys.path],
             "log_dir": str(spec.log_dir.absolute()),
             "events": events,
+            "network": network(),
         }
         driver = [*_python("phalanx.launch.horovod_driver", f"main({os.getpid()})"), *words]
         return [*driver, *_python("phalanx.launch.horovod_rank", "main()"), json.dumps(request)]

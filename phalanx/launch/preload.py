@@ -80,8 +80,9 @@ def _import_if_possible(name: str) -> None:
         print(f"not preloaded: {name}: {error}", file=sys.stderr)
 
 
-SINGLE_THREADED = {"OPENBLAS_NUM_THREADS": "1"}
-"""OpenBLAS starts its threads when numpy is imported; with this in the environment it starts none."""
+SINGLE_THREADED = {"OPENBLAS_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
+"""What keeps libraries from starting threads when they are imported: OpenBLAS, which numpy brings, its compute threads,
+and Arrow, which TensorFlow, Ray and MLflow bring, one that tidies its memory."""
 
 
 def set_compute_threads(threads: int) -> None:

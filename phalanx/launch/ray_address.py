@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import time
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -41,6 +40,18 @@ def check_address(address: str) -> None:
     _probe(address, host.strip("[]"), int(port))
 
 
+def started_on_this_machine() -> str:
+    """Return where the Ray listens that `ray start` started here last; no other's, who may have one for a run alone."""
+    utils: Any = import_module("ray._private.utils")
+    found: str | None = utils.read_ray_address()
+    if found is None:
+        raise UsageError(
+            "address 'auto': `ray start` has started no Ray on this machine, or `ray stop` ended it",
+            hint="Start one with `ray start --head`, or leave address out for a local Ray of this run's own.",
+        )
+    return found
+
+
 def _probe(address: str, host: str, port: int) -> None:
     """See that somebody listens, speaks Ray's protocol, and knows Ray's words."""
     encrypted = os.environ.get("RAY_USE_TLS") == "1"  # then Ray alone has the certificates to ask with
@@ -62,18 +73,18 @@ def _ask(address: str, target: str) -> None:
     """Call what only Ray has; any answer but "no such method" is one of Ray's."""
     grpc: Any = import_module("grpc")  # carries no types
     what, method = _CLIENT if address.startswith(SCHEME) else _HEAD
-    began = time.monotonic()
-    with grpc.insecure_channel(target) as channel:
+    directly = [("grpc.enable_http_proxy", 0)]  # as Ray itself goes, and as the connection before was made
+    with grpc.insecure_channel(target, options=directly) as channel:
         try:
             channel.unary_unary(method)(b"", timeout=PROBE_SECONDS)
         except grpc.RpcError as error:
-            took = time.monotonic() - began
-            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-                raise _nobody(address, f"what listens there speaks gRPC, but is not {what}") from error
-            if error.code() in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE):
-                raise _nobody(
-                    address, f"what listens there speaks gRPC, but gave {what}'s answer not within {took:.1f} s"
-                ) from error
+            but = {
+                grpc.StatusCode.UNIMPLEMENTED: f"is not {what}",
+                grpc.StatusCode.DEADLINE_EXCEEDED: f"gave {what}'s answer not within {PROBE_SECONDS:g} s",
+                grpc.StatusCode.UNAVAILABLE: f"broke off when it was asked for {what}'s answer",
+            }
+            if error.code() in but:
+                raise _nobody(address, f"what listens there speaks gRPC, but {but[error.code()]}") from error
 
 
 def _speaks_grpc(connection: socket.socket) -> bool:

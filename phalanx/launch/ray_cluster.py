@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from phalanx.errors import UsageError
-from phalanx.launch.ray_address import SCHEME, check_address
+from phalanx.launch.ray_address import SCHEME, check_address, started_on_this_machine
 from phalanx.launch.ray_local import local_ray
 from phalanx.launch.ray_surroundings import own_sigterm, surroundings
 
@@ -79,6 +79,8 @@ def open_cluster(
 def _connected(address: str, notice: Callable[[str], None]) -> Iterator[Cluster]:
     import ray
 
+    if address == "auto":
+        address = started_on_this_machine()
     check_address(address)
     notice(f"connecting to Ray at {address}")
     _join_patiently(address, notice)
@@ -124,11 +126,6 @@ def _refused(address: str, error: Exception) -> UsageError:
         return UsageError(
             f"the Ray cluster at {address} runs other versions than this environment, which has {here}: {text}",
             hint="Ray wants the same Ray and the same Python (x.y) on every machine and where the run is started.",
-        )
-    if address == "auto":
-        return UsageError(
-            f"address 'auto': {text.splitlines()[0] if text else 'no Ray runs on this machine'}",
-            hint="Start one with `ray start --head`, or leave address out for a local Ray of this run's own.",
         )
     return UsageError(f"the Ray cluster at {address} could not be joined: {text}")
 

@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 TRIED = ("2.60.",)
 """Versions of Ray whose parts are known to fit together as `_start_node` does it."""
 _LONGEST_TEMP = 24
-"""Ray puts sockets some 80 characters deeper, and their paths must stay below 108."""
+"""Ray's sockets lie some 80 characters deeper, and their paths must stay below 108."""
+_RAYS_FOLDER = "r"
 _ADDRESS = "127.0.0.1"
 _SETTINGS = {
     "RAY_worker_niceness": "0",  # Ray's workers step back behind everything else, but here nothing else matters
@@ -44,28 +45,28 @@ _SETTINGS = {
 }
 """Read by Ray's C++ processes."""
 
-_READ_WHEN_LOADED = {
-    "RAY_JOB_ID": "ffffffff",  # none yet: the worker learns it with its first task, as those do that wait for one
-    "JE_ARROW_MALLOC_CONF": "background_thread:false",  # a thread would not survive the fork
-}
-"""What libraries of the warm process read before it forks. Ray's also asks whose death ends the workers: ours."""
+_NO_JOB = {"RAY_JOB_ID": "ffffffff"}
+"""What Ray's library reads when the warm process loads it: the worker learns its job with its first task, as those do
+that wait for one. It also asks whose death ends the workers: ours."""
 
 
 @contextmanager
 def local_ray(num_cpus: float | None, num_gpus: int | None) -> Iterator[None]:
     """Have a Ray of one's own, and be connected to it."""
+    # Nobody else can look into this folder. Ray opens the one that it is given to everybody, so it gets one inside.
     folder = Path(tempfile.mkdtemp(prefix="ray-", dir=_short_temp()))
+    rays = folder / _RAYS_FOLDER
     resources = {"num_cpus": None if num_cpus is None else int(max(1, -(-num_cpus // 1))), "num_gpus": num_gpus}
     # Ray itself turns tokens on for a cluster that it starts; with one in the environment it writes none to a file.
-    settings = {**_SETTINGS, "RAY_AUTH_TOKEN": _token(), "RAY_AUTH_MODE": "token", ray_ask.WARM: str(folder / "warm")}
+    settings = {**_SETTINGS, "RAY_AUTH_TOKEN": _token(), "RAY_AUTH_MODE": "token"}
     try:
         with surroundings(settings):
             if version("ray").startswith(TRIED):
-                with _warm(folder), _node(folder, resources) as address:  # imports while Ray's own processes start
+                with _warm(folder), _node(rays, resources) as address:  # imports while Ray's own processes start
                     _init(address)
                     yield
             else:
-                _init("local", **resources, include_dashboard=False, _temp_dir=str(folder))
+                _init("local", **resources, include_dashboard=False, _temp_dir=str(rays))
                 yield
     finally:
         import_module("ray").shutdown()
@@ -80,14 +81,15 @@ def _init(address: str, **more: Any) -> None:
 
 @contextmanager
 def _warm(folder: Path) -> Iterator[None]:
-    """Have the warm process."""
+    """Have the warm process, and its socket in the environment."""
+    address = str(folder / "warm")
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        listener.bind(str(folder / "warm"))
+        listener.bind(address)
         listener.listen(64)
         with (folder / "warm.log").open("wb") as log:
             process = subprocess.Popen(
-                [sys.executable, "-m", "phalanx.launch.ray_warm", str(listener.fileno()), str(os.getpid())],
-                env={**os.environ, **SINGLE_THREADED, **_READ_WHEN_LOADED, "RAY_RAYLET_PID": str(os.getpid())},
+                [sys.executable, "-m", "phalanx.launch.ray_warm", *map(str, (listener.fileno(), os.getpid(), folder))],
+                env={**os.environ, **SINGLE_THREADED, **_NO_JOB, "RAY_RAYLET_PID": str(os.getpid())},
                 # The package is importable from here, installed or not.
                 cwd=Path(__file__).resolve().parents[2],
                 stdin=subprocess.DEVNULL,
@@ -96,9 +98,11 @@ def _warm(folder: Path) -> Iterator[None]:
                 pass_fds=[listener.fileno()],
                 start_new_session=True,  # Ctrl-C at the terminal is for the launcher alone
             )
+    os.environ[ray_ask.WARM] = address  # whatever was there: a worker of another Ray may have started us
     try:
         yield
     finally:
+        os.environ.pop(ray_ask.WARM, None)
         process.kill()
         process.wait()
 
@@ -110,6 +114,14 @@ def _node(folder: Path, resources: dict[str, int | None]) -> Iterator[str]:
     parameter: Any = import_module("ray._private.parameter")
 
     class Quiet(node.Node):  # type: ignore[misc]
+        def __init__(self, *arguments: Any, **named: Any) -> None:
+            try:
+                super().__init__(*arguments, **named)
+            except BaseException:  # Ctrl-C: what has started would stay for as long as this process does
+                if hasattr(self, "all_processes"):
+                    self.kill_all_processes(check_alive=False, allow_graceful=False, wait=True)
+                raise
+
         def start_api_server(self, **_: Any) -> None:
             """Start none: it serves the dashboard, and takes seconds to say that there is none."""
 
@@ -126,6 +138,8 @@ def _node(folder: Path, resources: dict[str, int | None]) -> Iterator[str]:
         setup_worker_path=script,
     )
     running = Quiet(asked, head=True, shutdown_at_exit=False, spawn_reaper=True, ray_init_cluster=True)
+    # Whose node is known keeps 127.0.0.1; else Ray takes the machine's outer address for it, where nobody listens.
+    import_module("ray._private.worker")._global_node = running  # `ray.init` puts its own in this place
     try:
         yield running.address
     finally:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -63,12 +64,17 @@ class RayStarter:
         """Run the target on Ray's workers and return when every one of them is gone."""
         began = time.monotonic()
         num_cpus = max(os.cpu_count() or 1, self.workers * self.resources.get("CPU", 1))
-        with open_cluster(self.address, num_cpus=num_cpus, notice=console.notice) as cluster:
-            self._check_room(cluster)
-            connected = time.monotonic()
-            console.notice(f"{cluster.name}: ready after {connected - began:.1f} s; {self._wish()}")
-            with _Run(self, spec, cluster, console) as run:
-                return Follower(spec, console, run, self, connected).follow()
+        with ExitStack() as held:
+            try:
+                cluster = held.enter_context(open_cluster(self.address, num_cpus=num_cpus, notice=console.notice))
+                self._check_room(cluster)
+                connected = time.monotonic()
+                console.notice(f"{cluster.name}: ready after {connected - began:.1f} s; {self._wish()}")
+                run = held.enter_context(_Run(self, spec, cluster, console))
+            except KeyboardInterrupt:
+                console.notice("SIGINT: stopped while Ray was starting; no rank had started")
+                raise
+            return Follower(spec, console, run, self, connected).follow()
 
     def _check_room(self, cluster: Cluster) -> None:
         """Refuse what never fits, unless the user has said how long machines may take to come."""

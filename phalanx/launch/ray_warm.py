@@ -1,7 +1,7 @@
 """The warm process of a local Ray: imports Ray Train and torch once, then forks Ray's workers in milliseconds.
 
 Ray starts some eight processes for a run, each of which would import the same for seconds. It runs as
-`python -m phalanx.launch.ray_warm <fd> <pid>`; `ray_ask` is what the raylet executes instead of a worker.
+`python -m phalanx.launch.ray_warm <fd> <pid> <folder>`; `ray_ask` is what the raylet executes instead of a worker.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ import json
 import os
 import runpy
 import select
+import shutil
 import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
-from typing import Any
+from typing import Any, NoReturn
 
 from phalanx.launch import ray_ask, wire
 from phalanx.launch.preload import import_one_by_one
@@ -35,9 +36,10 @@ _SET_BY_RAY = ("PYTHONBREAKPOINT", "PYTHONUNBUFFERED")
 class RayWarm:
     """Takes requests at a socket, one after the other; ends with the process that started it."""
 
-    def __init__(self, listener: socket.socket, owner: int) -> None:
+    def __init__(self, listener: socket.socket, owner: int, folder: str) -> None:
         self._listener = listener
         self._owner = os.pidfd_open(owner)
+        self._folder = folder
         self._draw_apart: bool | None = None
         """Whether forks draw different random numbers for Ray's ids; None: it has to be tried."""
         self._settings = _settings()  # torch sets some itself when it is imported
@@ -58,13 +60,19 @@ class RayWarm:
         descriptors = [self._listener.fileno(), self._owner]
         ready, _, _ = select.select(descriptors, [], [], seconds)
         if self._owner in ready:
-            os._exit(0)  # the kernel ends the forks
+            self._leave()
         return bool(ready)
+
+    def _leave(self) -> NoReturn:
+        """End without having been told to: the owner was killed, and its Ray with it."""
+        if os.fork() == 0:  # the workers, which write there, end with the process that forked them
+            shutil.rmtree(self._folder, ignore_errors=True)
+        os._exit(0)
 
     def _take(self) -> Job | None:
         line, _ = self._listener.accept()
         with line:
-            received = wire.receive(line)
+            received = wire.receive(line) if ray_ask.is_own(line) else None
             if received is None:
                 return None
             request, streams = received
@@ -121,15 +129,16 @@ def _drawn_in_a_fork() -> bytes:
 def _become(request: dict[str, Any], streams: list[int], imported_under: dict[str, str] | None) -> None:
     """Turn this fresh fork into the worker that Ray meant; by Ray's own script where the fork will not do."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ray.cancel interrupts by it
     gc.enable()
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
         os.close(stream)
-    os.environ.clear()
-    os.environ.update(request["env"])
+    _put_on(request["env"])
     os.chdir(request["folder"])
     arguments = _worker_arguments(request["arguments"])
     if arguments is None or _settings() != imported_under:
+        _put_on(request["env"])  # as it came: Ray's script adds the variables of a runtime environment itself
         ray_ask.become_rays_own(request["arguments"])
         return
     if "numpy" in sys.modules:
@@ -137,6 +146,11 @@ def _become(request: dict[str, Any], streams: list[int], imported_under: dict[st
     script = ray_ask.rays_own("default_worker.py")
     sys.argv = [script, *arguments]
     runpy.run_path(script, run_name="__main__")
+
+
+def _put_on(environment: dict[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
 
 
 def _settings() -> dict[str, str]:
@@ -171,8 +185,8 @@ def _parted(given: list[str]) -> tuple[dict[str, str] | None, list[str]]:
 
 
 def main() -> None:
-    """Serve the process whose id is the second argument at the socket that is the first."""
-    descriptor, owner = (int(word) for word in sys.argv[1:])
+    """Serve a process at a socket, and remove a folder that it leaves; the three are the arguments."""
+    descriptor, owner, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     listener = socket.socket(fileno=descriptor)
     listener.set_inheritable(False)
     set_name("phalanx-ray-warm")
@@ -180,7 +194,7 @@ def main() -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
-    RayWarm(listener, owner).serve()()
+    RayWarm(listener, owner, folder).serve()()
 
 
 if __name__ == "__main__":

@@ -31,13 +31,25 @@ def check_before_start(config: DistributedConfig) -> None:
 
 def check_script_starter(script: Path, starter: str) -> None:
     """Refuse a script made for Horovod whose ranks something else starts: each of them would train alone."""
-    if starter in ("horovodrun", "mpirun") or not _imports_horovod(script):  # horovodrun may let mpirun start them
+    if starter == "horovodrun" or not _imports_horovod(script):
+        return
+    if starter != "mpirun":
+        why = "hvd.init() meets other ranks only where horovodrun started them"
+    elif _horovod_lacks_mpi():  # where it has it, horovodrun too may let mpirun start the ranks
+        why = "this Horovod was built without MPI, by which it would meet them"
+    else:
         return
     raise UsageError(
-        f"{script} imports horovod, but {starter} would start its ranks, and hvd.init() meets other ranks only where "
-        "horovodrun started them: each rank would train alone",
+        f"{script} imports horovod, but {starter} would start its ranks, and {why}: each rank would train alone",
         hint=f"Write: phalanx train --script {script} --backend horovod, or horovodrun -np N python {script}",
     )
+
+
+def _horovod_lacks_mpi() -> bool:
+    from phalanx.launch.horovod_build import installed_library, speaks_mpi
+
+    library = installed_library()
+    return library is not None and not speaks_mpi(library)
 
 
 def _imports_horovod(script: Path) -> bool:

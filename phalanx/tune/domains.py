@@ -83,7 +83,10 @@ class Domain:
     def _range_mistakes(self) -> list[str]:
         found = []
         if self.low > self.high:
-            found.append(f"the bounds are reversed: write {self.kind}({self.high}, {self.low})")
+            ordered = ", ".join(map(str, (self.high, self.low, *self.arguments[2:])))
+            found.append(
+                f"the bounds are reversed: write {self.kind} = [{ordered}], or {self.kind}({ordered}) in Python"
+            )
         if self.meaning.log and self.low <= 0:
             found.append(f"{self.kind} needs bounds above 0; got {self.low}")
         if self.meaning.step and self.step <= 0:

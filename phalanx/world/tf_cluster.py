@@ -17,6 +17,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from phalanx.launch.joining import announce
+from phalanx.observe.gate import Gate
 from phalanx.world.env import read_rank_env
 from phalanx.world.tf_config import ROLES_VARIABLE, VARIABLE, read_task, task_of
 from phalanx.world.tf_peers import watch_peers
@@ -74,10 +75,15 @@ def enter_alone(start_timeout: float | None) -> None:
 
 
 def open_store(task: Task | None) -> dist.Store | None:
-    """Return what the workers of our launcher's run talk through beside TensorFlow; None where one process trains."""
+    """Return what the workers of a search's trial talk through beside TensorFlow; None where they need no such thing.
+
+    Only our launcher has a store for them: ranks that mpirun started with a TF_CONFIG of theirs have none.
+    """
     env = read_rank_env()
     trains_alone = task is None or "ps" in task.cluster or sum(map(len, task.cluster.values())) == 1
-    return None if env is None or trains_alone else _open_store(env)
+    if env is None or not env.supervised or trains_alone or Gate.from_environment() is None:
+        return None
+    return _open_store(env)
 
 
 def prepare_task(task: Task) -> None:

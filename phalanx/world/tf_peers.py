@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from typing import TYPE_CHECKING
 
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
 _LOOK_SECONDS = 0.5
 _ANSWER_SECONDS = 1.0
 _LEAVE_SECONDS = 2.0
+_libc = ctypes.CDLL(None)
+_libc.signal.argtypes, _libc.signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
+_leave = ctypes.cast(_libc._exit, ctypes.c_void_p)
 
 
 def needed_peers(task: Task) -> dict[str, str]:
@@ -88,12 +92,16 @@ def watch_peers(task: Task, limit: float | None) -> None:
     global _watcher
     if _watcher is not None or not needed_peers(task):
         return
-    _leave_on_hangup()
+    takes_hangup = signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
+    if takes_hangup:  # nohup has it ignored, and a script may have a use for it
+        _leave_on_hangup()
     _watcher = subprocess.Popen(
         [sys.executable, "-m", "phalanx.world.tf_peers", str(os.getpid()), str(limit or "")],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
     )
+    if takes_hangup:
+        threading.Thread(target=_give_back_hangup, args=(_watcher,), name="phalanx-peers", daemon=True).start()
 
 
 def _leave_on_hangup() -> None:
@@ -101,12 +109,19 @@ def _leave_on_hangup() -> None:
 
     The kernel calls libc's `_exit` with the signal's number, which is the code of a run that could not start.
     """
-    library = ctypes.CDLL(None)
-    library.signal(int(signal.SIGHUP), ctypes.cast(library._exit, ctypes.c_void_p))
+    _libc.signal(int(signal.SIGHUP), _leave)
+
+
+def _give_back_hangup(watcher: subprocess.Popen[bytes]) -> None:
+    """Let SIGHUP mean what it did once nobody watches any more, unless it has got another meaning meanwhile."""
+    watcher.wait()
+    found = _libc.signal(int(signal.SIGHUP), int(signal.SIG_DFL))
+    if found != _leave.value:
+        _libc.signal(int(signal.SIGHUP), found)
 
 
 def _end(process: int) -> None:
-    """End the one that waits; a script may have taken SIGHUP for itself."""
+    """End the one that waits; SIGHUP may be ignored or the script's own."""
     os.kill(process, signal.SIGHUP)
     time.sleep(_LEAVE_SECONDS)
     os.kill(process, signal.SIGKILL)  # never a stranger: this process dies with its parent

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -25,7 +26,7 @@ from phalanx import DistributedConfig
 from phalanx.errors import UsageError
 from phalanx.launch import ray_address, ray_cluster
 from phalanx.launch.luggage import PAYLOAD_NAME
-from phalanx.launch.ray_address import check_address
+from phalanx.launch.ray_address import check_address, started_on_this_machine
 from phalanx.launch.ray_follow import describe_death
 from phalanx.launch.ray_train import read_resources, starter
 from phalanx.launch.ray_worker import made_beside
@@ -33,7 +34,7 @@ from phalanx.trainers.ray import split_hyperparameters
 from phalanx.world.layout import plan_layout
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 pytestmark = pytest.mark.timeout(600)
@@ -252,6 +253,15 @@ def test_a_wrong_address_is_refused_at_once(address, words):
     assert time.monotonic() - began < 2
 
 
+def test_auto_means_what_ray_start_started_here_and_no_other(monkeypatch, tmp_path):
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    with pytest.raises(UsageError, match="`ray start` has started no Ray on this machine"):
+        started_on_this_machine()
+    (tmp_path / "ray").mkdir()
+    (tmp_path / "ray" / "ray_current_cluster").write_text("198.51.100.7:6379")
+    assert started_on_this_machine() == "198.51.100.7:6379"
+
+
 def test_a_port_that_does_not_speak_rays_language_is_refused_and_says_after_how_long(monkeypatch):
     monkeypatch.setattr(ray_address, "PROBE_SECONDS", 0.3)
     with silent_port() as listener:
@@ -260,20 +270,49 @@ def test_a_port_that_does_not_speak_rays_language_is_refused_and_says_after_how_
             check_address(address)
 
 
-@pytest.mark.parametrize(("scheme", "what"), [("ray://", "Ray's client server"), ("", "the head of a Ray cluster")])
-def test_a_server_that_speaks_grpc_but_is_no_ray_is_refused_at_once(scheme, what):
+@contextmanager
+def grpc_server(answer: Callable[[Any], Any] | None = None) -> Iterator[str]:
+    """Serve gRPC, with an answer for every method or for none; tell the address."""
     grpc = pytest.importorskip("grpc", reason="grpcio is not installed")
+
+    class Everything(grpc.GenericRpcHandler):  # type: ignore[misc]
+        def service(self, details: object) -> Any:
+            return grpc.unary_unary_rpc_method_handler(lambda request, context: answer(context)) if answer else None
+
     with ThreadPoolExecutor(1) as pool:
-        server = grpc.server(pool)
+        server = grpc.server(pool, handlers=[Everything()])
         port = server.add_insecure_port("127.0.0.1:0")
         server.start()
         try:
-            began = time.monotonic()
-            with pytest.raises(UsageError, match=f"speaks gRPC, but is not {what}"):
-                check_address(f"{scheme}127.0.0.1:{port}")
-            assert time.monotonic() - began < 3
+            yield f"127.0.0.1:{port}"
         finally:
             server.stop(None).wait()
+
+
+@pytest.mark.parametrize(("scheme", "what"), [("ray://", "Ray's client server"), ("", "the head of a Ray cluster")])
+def test_a_server_that_speaks_grpc_but_is_no_ray_is_refused_at_once(scheme, what):
+    with grpc_server() as address:
+        began = time.monotonic()
+        with pytest.raises(UsageError, match=f"speaks gRPC, but is not {what}"):
+            check_address(scheme + address)
+        assert time.monotonic() - began < 3
+
+
+def test_a_proxy_in_the_environment_is_not_between_us_and_a_head(monkeypatch):
+    for name in ("no_grpc_proxy", "no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("grpc_proxy", "http_proxy", "https_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # where nobody listens
+    with grpc_server(lambda context: b"") as address:
+        check_address(address)
+
+
+def test_a_head_that_breaks_off_is_not_told_as_one_that_took_too_long():
+    def break_off(context: Any) -> None:
+        context.abort(sys.modules["grpc"].StatusCode.UNAVAILABLE, "leaving")
+
+    with grpc_server(break_off) as address, pytest.raises(UsageError, match="but broke off when it was asked for"):
+        check_address(address)
 
 
 def test_resources_are_read_and_mistakes_named():

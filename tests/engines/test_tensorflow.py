@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import json
+import os
 import textwrap
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,8 @@ import numpy as np
 import pytest
 from command import ROOT, finish, phalanx, start
 from keras_parts import build_deadly, trainer, x, y
+
+from phalanx.launch import warm
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -22,7 +25,7 @@ if importlib.util.find_spec("tensorflow") is None:
 
 pytestmark = pytest.mark.timeout(240)
 
-PARTS = "import os\nfrom keras_parts import *\n"
+PARTS = f"import os\nimport sys\nsys.path.insert(0, {str(ROOT / 'tests')!r})\nfrom keras_parts import *\n"
 PATH = f"{ROOT}:{ROOT / 'tests'}"
 
 
@@ -232,6 +235,7 @@ def test_a_script_trains_around_parameter_servers(here):
     losses = [event["train_loss"] for event in told if event["event"] == "epoch"]
     assert losses[-1] < losses[0]
     assert told[0]["strategy"] == "tensorflow parameter-server"
+    assert len(os.listdir(f"/proc/{warm.current_pid()}/task")) == 1, "a thread would not survive the fork"
 
 
 def test_the_classic_form_runs_as_it_is(mirrored):

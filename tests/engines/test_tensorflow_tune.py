@@ -48,7 +48,7 @@ def test_asha_stops_all_workers_of_a_bad_trial():
 
 
 def train_and_watch(config):
-    """Leave what each generation began and ended with in the trial's folder."""
+    """Leave what each generation began and ended with in the trial's folder; after an epoch the rate is halved."""
     import tensorflow as tf
 
     folder = Path(os.environ["PHALANX_RUN_DIR"])
@@ -60,6 +60,8 @@ def train_and_watch(config):
 
         def on_epoch_end(self, epoch, logs=None):
             np.savez(folder / f"last-{epoch + 1}.npz", *self.model.get_weights())
+            rate = self.model.optimizer.learning_rate
+            rate.assign(rate / 2)
 
     settings = {"run_dir": str(folder), "epochs": 3, "batch_size": 16, "seed": int(os.environ["PHALANX_TRIAL"])}
     fitted = trainer(lambda: build(rate=config["rate"]), callbacks=[Watch()], **settings)
@@ -69,6 +71,15 @@ def train_and_watch(config):
 def load(trial, name):
     with np.load(trial.folder / f"{name}.npz") as arrays:
         return [arrays[part] for part in arrays.files]
+
+
+def rate_of(trial, epoch):
+    return float((trial.folder / f"rate-{epoch}").read_text())
+
+
+def was_given(trial, epoch):
+    """Whether the trial took over another's state after so many epochs."""
+    return any(entry["iteration"] == epoch for entry in trial.lineage)
 
 
 def test_a_population_takes_over_weights_and_trains_at_rates_of_its_own(monkeypatch):
@@ -86,5 +97,8 @@ def test_a_population_takes_over_weights_and_trains_at_rates_of_its_own(monkeypa
         then, best, own = load(loser, f"first-{epoch}"), load(winner, f"last-{epoch}"), load(loser, f"last-{epoch}")
         assert all(np.array_equal(a, b) for a, b in zip(then, best, strict=True))
         assert not all(np.array_equal(a, b) for a, b in zip(then, own, strict=True))
-        used = float((loser.folder / f"rate-{epoch}").read_text())
-        assert used == pytest.approx(entry["params"]["rate"]), "a loaded optimizer does not bring the winner's rate"
+        assert rate_of(loser, epoch) == pytest.approx(entry["params"]["rate"]), "not what became of the winner's"
+    kept = [(trial, epoch) for trial in results.trials for epoch in (1, 2) if not was_given(trial, epoch)]
+    assert len(kept) == 2
+    for trial, epoch in kept:
+        assert rate_of(trial, epoch) == pytest.approx(rate_of(trial, epoch - 1) / 2), "what a callback made of it"

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
+from importlib.util import find_spec
 
 import pytest
 from command import ROOT, clean_environment
@@ -23,6 +24,7 @@ import os
 import random
 import time
 from importlib.util import find_spec
+from pathlib import Path
 
 import psutil
 from long_proofs import ALL
@@ -99,6 +101,34 @@ def tracked_runs():
                               sorted(run.data.metrics)] for run in runs}
 
 
+def broken_off():
+    import ray._private.node as node
+
+    folders = []
+
+    def interrupted(self):  # by Ctrl-C, when the first of Ray's processes runs
+        folders.append(os.path.dirname(self.get_temp_dir_path()))
+        assert len(psutil.Process().children()) == 2
+        raise KeyboardInterrupt
+
+    usual, node.Node.start_ray_processes = node.Node.start_ray_processes, interrupted
+    try:
+        with open_cluster(num_cpus=2):
+            pass
+    except KeyboardInterrupt:
+        return [len(psutil.Process().children()), *map(os.path.exists, folders)]
+    finally:
+        node.Node.start_ray_processes = usual
+
+
+def modes():
+    import ray
+
+    rays = ray.get_runtime_context().get_temp_dir()
+    ours = os.path.dirname(os.environ["PHALANX_RAY_WARM"])
+    return [os.path.dirname(rays) == ours, os.stat(ours).st_mode & 0o777]
+
+
 def workers():
     import ray
 
@@ -112,9 +142,32 @@ def workers():
     return ray.get([worker.tell.remote() for worker in two])
 
 
-found = {}
+def cancelled():
+    import ray
+
+    @ray.remote(num_cpus=0)
+    def endless():
+        Path("endless").touch()
+        while True:
+            time.sleep(0.01)
+
+    task = endless.remote()
+    while not Path("endless").exists():
+        time.sleep(0.01)
+    ray.cancel(task)
+    try:
+        ray.get(task, timeout=30)
+    except ray.exceptions.TaskCancelledError:
+        return True
+    except ray.exceptions.GetTimeoutError:
+        return False
+
+
+found = {"broken_off": broken_off()}
 with open_cluster(num_cpus=2):
+    found["modes"] = modes()
     found["workers"] = workers()
+    found["cancelled"] = cancelled()
     found["asha"] = halving()
     found["again"] = halving(resume=True)
     found["race"] = [race("ray"), race("local")]
@@ -132,14 +185,40 @@ with open("found.json", "w") as file:
 """
 
 
+_UNTRIED = """
+import json
+
+import psutil
+
+from phalanx.launch import ray_local
+from phalanx.launch.ray_cluster import open_cluster
+
+ray_local.TRIED = ()
+with open_cluster(num_cpus=2):
+    import ray
+
+    @ray.remote
+    def tell():
+        return " ".join(psutil.Process().parent().cmdline())
+
+    found = [ray.get(tell.remote()), [node["NodeManagerAddress"] for node in ray.nodes()]]
+with open("found.json", "w") as file:
+    json.dump(found, file)
+"""
+
+
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     """Everything on one Ray, since starting it takes longest."""
-    pytest.importorskip("ray", reason="ray is not installed: pip install 'phalanx[ray]'")
+    return _run(tmp_path_factory.mktemp("ray"), _SCRIPT)
+
+
+def _run(folder, script):
+    if find_spec("ray") is None:  # not imported here: it takes seconds, and sets variables
+        pytest.skip("ray is not installed: pip install 'phalanx[ray]'")
     if shutil.which("unshare") is None or subprocess.run(["unshare", "-n", "true"], check=False).returncode:
         pytest.skip("Ray listens on all interfaces, and no network namespace of its own can be made for it here")
-    folder = tmp_path_factory.mktemp("ray")
-    (folder / "search.py").write_text(textwrap.dedent(_SCRIPT))
+    (folder / "search.py").write_text(textwrap.dedent(script))
     path = f"{ROOT}:{ROOT / 'tests'}:{ROOT / 'tests/engines'}"
     env = {**clean_environment(PHALANX_DEVICE="cpu", OMP_NUM_THREADS="1"), "PYTHONPATH": path, "TMPDIR": "/tmp"}
     env["PHALANX_ALL_TESTS"] = str(int(ALL))
@@ -157,6 +236,26 @@ def test_workers_of_a_local_ray_are_forks_that_share_no_random_numbers(found):
     assert "phalanx.launch.ray_warm" in parent
     assert (nice, given, others) == (0, None, "yes")
     assert not set(drawn) & set(others_drawn)
+
+
+def test_ctrl_c_while_ray_starts_leaves_nothing_and_another_can_start(found):
+    assert found[1]["broken_off"] == [0, False]
+
+
+def test_a_task_on_a_forked_worker_can_be_cancelled(found):
+    assert found[1]["cancelled"]
+
+
+def test_nobody_else_can_reach_what_lies_in_the_folder_of_a_local_ray(found):
+    assert found[1]["modes"] == [True, 0o700]
+
+
+@long_proof
+@pytest.mark.timeout(600)
+def test_a_version_of_ray_that_was_not_tried_starts_as_it_would_by_itself(tmp_path):
+    _, (parent, addresses), _ = _run(tmp_path, _UNTRIED)
+    assert "raylet" in parent
+    assert addresses == ["127.0.0.1"]
 
 
 @pytest.mark.timeout(600)

@@ -14,6 +14,7 @@ from phalanx.cli import main
 from phalanx.errors import ConfigError, UsageError
 from phalanx.launch.preload import extra_modules
 from phalanx.launch.warm import import_settings
+from phalanx.observe.gate import GATE, Gate
 from phalanx.trainers.launching import engine_environment
 from phalanx.world import tf_cluster
 from phalanx.world.env import RankEnv
@@ -150,9 +151,13 @@ def test_layouts():
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"gradient_clipping": 1.0}, r"write in model_fn: keras.optimizers.Adam\(\.\.\., global_clipnorm=1\.0\)"),
+        (
+            {"gradient_clipping": 1.0},
+            r"write in model_fn, by your model's Keras: keras.optimizers.Adam\(\.\.\., global_clipnorm=1\.0\)",
+        ),
         ({"gradient_accumulation_steps": 4}, "gradient_accumulation_steps=4"),
         ({"lr_schedule": "cosine"}, "schedules.CosineDecay"),
+        ({"warmup": 10}, r"warmup_steps=10\)"),
         ({"compile": True}, "jit_compile=True"),
         ({"keep_last": 1}, "which does not follow it: leave keep_last out"),
         ({"tensor_parallel": 2}, "which does not follow it"),
@@ -193,3 +198,28 @@ def test_a_warm_process_with_another_keras_is_not_used():
     assert import_settings(plain) == {}, "torch does not read it"
     served = {**plain, "PHALANX_PRELOAD": "tensorflow"}
     assert import_settings(served) == {"TF_USE_LEGACY_KERAS": "1", "PHALANX_PRELOAD": "tensorflow"}
+
+
+BY_MPI = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
+BY_US = {"RANK": "0", "WORLD_SIZE": "2", "PHALANX_LOG_DIR": "logs"}
+
+
+@pytest.mark.parametrize(
+    ("started", "cluster", "gated", "opened"),
+    [
+        (BY_MPI, TWO_WORKERS, False, False),
+        (BY_MPI, TWO_WORKERS, True, False),
+        (BY_US, TWO_WORKERS, False, False),
+        (BY_US, TWO_WORKERS, True, True),
+        (BY_US, SERVED, True, False),
+    ],
+)
+def test_only_workers_of_our_own_that_ask_at_a_gate_need_a_store(started, cluster, gated, opened, monkeypatch):
+    """Nobody listens where a rank of another starter would look for one."""
+    tried = []
+    monkeypatch.setattr(tf_cluster, "_open_store", tried.append)
+    gate = {GATE: Gate("gate.json").to_text()} if gated else {}
+    for name, value in {**started, **gate}.items():
+        monkeypatch.setenv(name, value)
+    tf_cluster.open_store(read_task(environ(cluster, "worker", 0)))
+    assert len(tried) == opened

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import signal
 import socket
+import subprocess
+import sys
 
 import pytest
-from command import finish, start
+from command import clean_environment, finish, start, write_script
 
 from phalanx.errors import CommunicationError
 from phalanx.world.tf_config import Task
@@ -66,3 +69,49 @@ def test_a_process_that_waits_in_vain_is_ended_with_the_reason(tmp_path, silent,
     assert done.code == 1
     assert f"1 task of TF_CONFIG did not answer within 0.2 s: worker 1 ({silent})" in done.err
     assert "--start-timeout" in done.err
+
+
+HANGUP = """
+    import os, signal, sys, threading
+    from phalanx.world.tf_config import Task
+    from phalanx.world import tf_peers
+
+    before = sys.argv[1]
+    if before != "default":
+        signal.signal(signal.SIGHUP, signal.SIG_IGN if before == "ignored" else lambda number, frame: print("heard"))
+    tf_peers.watch_peers(Task("worker", 0, {"worker": ["127.0.0.1:1", sys.argv[2]]}), None)
+    if sys.argv[3] == "afterwards":
+        assert tf_peers._watcher.wait() == 0
+        for thread in threading.enumerate():
+            if thread is not threading.main_thread():
+                thread.join()
+    os.kill(os.getpid(), signal.SIGHUP)
+    print("still here", flush=True)
+    tf_peers._watcher.kill()
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "when", "code", "said"),
+    [
+        ("default", "meanwhile", 1, ""),
+        ("default", "afterwards", -signal.SIGHUP, ""),
+        ("ignored", "meanwhile", 0, "still here\n"),
+        ("own", "meanwhile", 0, "heard\nstill here\n"),
+    ],
+)
+def test_a_hangup_is_taken_only_from_who_has_no_use_for_it_and_is_given_back(
+    before, when, code, said, tmp_path, silent, listening
+):
+    script = write_script(tmp_path / "train.py", HANGUP)
+    peer = listening if when == "afterwards" else silent
+    config = json.dumps({"cluster": {"worker": ["127.0.0.1:1", peer]}, "task": {"type": "worker", "index": 0}})
+    done = subprocess.run(
+        [sys.executable, script, before, peer, when],
+        env=clean_environment(TF_CONFIG=config),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (code, said), done.stderr

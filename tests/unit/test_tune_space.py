@@ -59,7 +59,7 @@ def test_every_mistake_is_told_at_once():
     text = str(caught.value)
     for expected in (
         "a: choice of nothing",
-        "b: the bounds are reversed: write uniform(0, 1)",
+        "b: the bounds are reversed: write uniform = [0, 1], or uniform(0, 1) in Python",
         "c: loguniform needs bounds above 0",
         "d: unknown word 'unifrom'. Did you mean 'uniform'?",
         "e: its condition asks for 'optimiser', which is not in the space. Did you mean 'optimizer'?",

@@ -74,7 +74,9 @@ class Fitting:
             found.append(_own_backup_callback(self.keras, kept, directory, every, report))
         else:
             found.append(backup.as_callback(self.keras, directory, every, report))
-        return found if gate is None else [*found, gating.rate_keeper(self.keras, self.model)]
+        if gate is not None:
+            found.append(gating.rate_keeper(self.keras, self.model, directory, leads=leads))
+        return found
 
 
 def choose(model: Any, strategy: Any) -> Fitting:

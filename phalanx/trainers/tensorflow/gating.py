@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import itertools
+import os
 from typing import TYPE_CHECKING, Any
 
 from phalanx.loop.gating import EpochGate
+from phalanx.trainers.tensorflow.backup import start_of
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch.distributed as dist
 
     from phalanx.trainers.tensorflow.reporting import KerasReport
 
 _fits = itertools.count()
+_OWNER = "trial"
+"""A file in a backup's folder that names the trial whose backup it is."""
 
 
 def open_gate(store: dist.Store | None, *, leads: bool, done: int) -> EpochGate | None:
@@ -40,18 +46,25 @@ def as_callback(keras: Any, gate: EpochGate, report: KerasReport) -> Any:
     return AtTheGate()
 
 
-def rate_keeper(keras: Any, model: Any) -> Any:
-    """Return a callback that stands behind the backup: a trial keeps its own rate, whoever's weights it has.
+def rate_keeper(keras: Any, model: Any, directory: Path, *, leads: bool) -> Any:
+    """Return a callback that stands behind the backup: a trial that took over another's keeps its own rate.
 
-    Backups hold the rate among the optimizer's variables. A schedule is no variable, and stays the model's own anyway.
+    Backups hold the rate among the optimizer's variables. In a trial's own backup it is what callbacks made of it. A
+    schedule is no variable, and stays the model's own anyway.
     """
     optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
     compiled = optimizer.learning_rate
     own = float(compiled.numpy()) if hasattr(compiled, "assign") else None
+    note, trial = directory / _OWNER, os.environ.get("PHALANX_TRIAL", "")
+    is_ours = note.exists() and note.read_text(encoding="ascii") == trial
 
     class KeepTheRate(keras.callbacks.Callback):  # type: ignore[misc]
         def on_train_begin(self, logs: Any = None) -> None:
-            if own is not None:
+            if own is not None and not is_ours:
                 optimizer.learning_rate = own
+
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            if leads and start_of(directory).epoch == epoch + 1:  # not before: a kill may leave the other's backup
+                note.write_text(trial, encoding="ascii")
 
     return KeepTheRate()
