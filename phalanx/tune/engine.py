@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 from phalanx.errors import PreemptedError, UsageError
 from phalanx.tune.pool import Pool
 from phalanx.tune.runner import gate_of, nonfinite, run_trial
+from phalanx.tune.schedulers import decide
 from phalanx.tune.tracking import NoTracking
 from phalanx.tune.trial import State
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    from phalanx.observe.gate import Gate
     from phalanx.tune.objective import Objective
     from phalanx.tune.record import Record
     from phalanx.tune.runner import Ending
@@ -232,24 +234,14 @@ class IndependentTrials(Engine):
     def _judge(self, trial: Trial, points: Points) -> None:
         gate = gate_of(trial, points)
         assert gate is not None, "there are points, so there is a gate"
-        for point in points.crossed(trial.iteration):
-            if point in trial.passed or trial.value_from(point, self.plan.objective) is None:
-                continue
-            verdict = self._scheduler.verdict(trial, point, self.trials[: trial.number], self.plan.objective)
-            if verdict is None:
-                return
-            if not verdict:
-                self._give_up(trial, point)
-                return
-            trial.passed.add(point)
-        if trial.state is State.RUNNING and trial.iteration:
+        goes_on = decide(trial, self.trials[: trial.number], self._scheduler, self.plan.objective)
+        if goes_on is False:
+            self._give_up(trial, gate)
+        elif goes_on and trial.state is State.RUNNING and trial.iteration:
             gate.let_through(trial.iteration)
 
-    def _give_up(self, trial: Trial, point: int) -> None:
-        trial.end_after(min(number for number in trial.reports if number >= point))
+    def _give_up(self, trial: Trial, gate: Gate) -> None:
         if trial.state is State.RUNNING:
-            gate = gate_of(trial, self.points)
-            assert gate is not None, "given up at a point of its gate"
             gate.stop_at(trial.iteration)
         else:  # an interruption came between its report and the verdict
             trial.state = State.STOPPED

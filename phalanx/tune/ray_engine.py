@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx.errors import UsageError
 from phalanx.launch.ray_cluster import check_resources, open_cluster
-from phalanx.tune.ray_table import numbers_in, show_callback, shown_on
-from phalanx.tune.ray_trial import ENDED, ITERATION, Work, pack, run_in_worker
-from phalanx.tune.ray_verdict import folder_of, marking_callback, number_of
+from phalanx.tune.ray_record import NUMBER, marking_callback, number_of
+from phalanx.tune.ray_table import show_callback, shown_on
+from phalanx.tune.ray_trial import ITERATION, Work, pack, run_in_worker
 from phalanx.tune.schedulers import make_scheduler
-from phalanx.tune.suggest import make_search, suggest
-from phalanx.tune.trial import State, Trial
+from phalanx.tune.suggest import make_search
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from phalanx.tune.subject import Subject
     from phalanx.tune.table import LiveTable, PlainTable
     from phalanx.tune.tracking import Tracking
+    from phalanx.tune.trial import Trial
 
 EXPERIMENT = "ray"
 """Ray's own folder within that of the search."""
@@ -53,26 +53,37 @@ def run_on_ray(
     tracking: Tracking,
 ) -> list[Trial]:
     """Run the trials by Ray Tune, and return them as ours."""
-    needed = {"CPU": float(subject.resolved.config.total_ranks or 1)}
-    at_once = total if request.scheduler == "pbt" else request.trials
-    with open_cluster(request.address, num_cpus=_local_cpus(needed, at_once), notice=table.notice) as cluster:
-        needed = _with_gpus(needed, cluster, subject, request)
-        _check_room(cluster, needed, total, request)
-        work = _work(subject, space, objective, request, folder, total, tracking)
-        tuner = _tuner(work, request, folder, total, needed)
-        with _quiet(), shown_on(table, work):
-            found = tuner.fit()
-        rays = found._experiment_analysis.trials
-        trials = [_as_ours(one, result, work, folder) for one, result in zip(rays, found, strict=True)]
-        unfinished = [one for one in rays if not one.is_finished()]
-    if unfinished:
-        done = len(trials) - len(unfinished)
+    if request.resume:
+        total = max(total, sum(1 for _ in folder.glob("trials/*")))  # it may be asked for fewer than it had
+    work = _work(subject, space, objective, request, folder, total, tracking)
+    numbers = _unfinished(work, total)
+    if len(numbers) < total:
+        table.notice(f"{total - len(numbers)} of them are done already")
+    if numbers:
+        needed = {"CPU": float(subject.resolved.config.total_ranks or 1)}
+        at_once = total if request.scheduler == "pbt" else request.trials
+        with open_cluster(request.address, num_cpus=_local_cpus(needed, at_once), notice=table.notice) as cluster:
+            needed = _with_gpus(needed, cluster, subject, request)
+            _check_room(cluster, needed, total, request)
+            tuner = _tuner(work, request, folder, numbers, needed)
+            with _quiet(), shown_on(table, work):
+                rays = tuner.fit()._experiment_analysis.trials
+    trials = [work.trial(number) for number in range(total)]
+    if request.scheduler == "pbt" and numbers:
+        for one in rays:  # members have other points by now
+            trials[number_of(one.trial_id, one.config)].params = work.params(one.config)
+    if unfinished := _unfinished(work, total):
         table.notice(
-            f"stopped after {done} of {total} trials; nothing that was finished is lost\n"
+            f"stopped after {total - len(unfinished)} of {total} trials; nothing that was finished is lost\n"
             f"  To go on: the same command with --study-dir {folder} --resume (resume=True in Python)."
         )
         raise KeyboardInterrupt
-    return sorted(trials, key=lambda trial: trial.number)
+    return trials
+
+
+def _unfinished(work: Work, total: int) -> list[int]:
+    """Return the trials that have not written down their end; what Ray stopped with itself counts as ended there."""
+    return [number for number in range(total) if not work.trial(number).state.is_final]
 
 
 @contextmanager
@@ -136,17 +147,23 @@ def _work(
     )  # fmt: skip
 
 
-def _tuner(work: Work, request: Request, folder: Path, total: int, needed: dict[str, float]) -> Any:
+def _tuner(work: Work, request: Request, folder: Path, numbers: list[int], needed: dict[str, float]) -> Any:
+    """Return Ray's search for these trials.
+
+    One that goes on is a new one for Ray, of the trials that are left, in order: Ray would start those again first that
+    reported last, and on fewer slots they would wait without end for the verdicts on lower numbers. Only a population,
+    whose members all run at once, is restored, since what was exchanged is Ray's own.
+    """
     from ray import tune
 
     bare = functools.partial(run_in_worker, packed=pack(work))
     bare.__name__ = "trial"  # type: ignore[attr-defined]
     trainable = tune.with_resources(bare, needed)
-    learns = request.search == "optuna"
-    space = {} if learns else {"point": tune.grid_search(list(range(total)))}
-    if request.resume:
-        path = str(folder / EXPERIMENT)
-        return tune.Tuner.restore(path, trainable, resume_unfinished=True, param_space=space or None)
+    learns, is_population = request.search == "optuna", request.scheduler == "pbt"
+    every = tune.grid_search(list(range(len(work.points))) if is_population else numbers)
+    space = {"point" if is_population else NUMBER: every} if not learns else {}
+    if request.resume and is_population:
+        return tune.Tuner.restore(str(folder / EXPERIMENT), trainable, resume_unfinished=True, param_space=space)
     return tune.Tuner(
         trainable,
         param_space=space,
@@ -154,8 +171,8 @@ def _tuner(work: Work, request: Request, folder: Path, total: int, needed: dict[
             metric=work.objective.metric,
             mode=work.objective.mode,
             scheduler=_scheduler(work, request),
-            search_alg=_optuna(work) if learns else None,
-            num_samples=total if learns else 1,
+            search_alg=_learnt(work, numbers, _at_once(needed, request)) if learns else None,
+            num_samples=len(numbers) if learns else 1,
             max_concurrent_trials=_at_once(needed, request),
         ),
         run_config=tune.RunConfig(
@@ -177,18 +194,10 @@ def _at_once(needed: dict[str, float], request: Request) -> int | None:
     return request.trials
 
 
-def _optuna(work: Work) -> Any:
-    """Ray's own search by Optuna, over our space."""
-    from optuna.samplers import TPESampler
-    from ray.tune.search.optuna import OptunaSearch
+def _learnt(work: Work, numbers: list[int], at_once: int | None) -> Any:
+    from phalanx.tune.ray_search import LearntPoints  # which imports Ray
 
-    def define(trial: Any) -> dict[str, Any]:
-        work.space.visit(lambda name, domain: suggest(trial, name, domain))
-        return {}
-
-    seed = work.subject.resolved.config.seed
-    sampler = TPESampler(seed=seed)
-    return OptunaSearch(space=define, metric=work.objective.metric, mode=work.objective.mode, sampler=sampler)
+    return LearntPoints(work, numbers, at_once)
 
 
 def _scheduler(work: Work, request: Request) -> Any:
@@ -213,26 +222,3 @@ def _explorer(work: Work, mutate: tuple[str, ...] | None) -> Callable[[dict[str,
         return {**config, "params": work.space.perturbed(work.params(config), rng, mutate)}
 
     return explore
-
-
-def _as_ours(rays: Any, result: Any, work: Work, folder: Path) -> Trial:
-    """Return a trial of Ray's as one of ours."""
-    metrics, number = result.metrics or {}, number_of(rays.trial_id)
-    trial = Trial(number, work.params(rays.config), folder_of(str(folder), number))
-    trial.read_events()  # Ray's own file may lack what came shortly before a member of a population was paused
-    frame = result.metrics_dataframe
-    for row in [] if frame is None else frame.to_dict("records"):
-        trial.reports[int(row[ITERATION])] = numbers_in(row)
-    trial.steps, trial.seconds = int(metrics.get("steps", 0)), float(metrics.get("time_total_s", 0.0))
-    if result.error is not None:
-        trial.state, trial.cause = State.FAILED, _cause(result.error)
-    else:
-        trial.state = State.FINISHED if metrics.get(ENDED) else State.STOPPED
-    return trial
-
-
-def _cause(error: Exception) -> str:
-    """Return the trial's own words out of Ray's traceback."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    told = next((line for line in reversed(lines) if "TrialFailedError:" in line), lines[-1] if lines else "unknown")
-    return told.rpartition("TrialFailedError:")[2].strip()

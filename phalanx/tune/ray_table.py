@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from phalanx.tune.ray_record import number_of
 from phalanx.tune.ray_trial import ENDED, ITERATION
-from phalanx.tune.ray_verdict import number_of
 from phalanx.tune.table import PlainTable
 from phalanx.tune.trial import State, Trial
 
@@ -63,7 +63,7 @@ def show_callback(work: Work) -> Any:
             self._update(trial, State.FAILED)
 
         def _update(self, rays: Any, state: State, result: dict[str, Any] | None = None) -> None:
-            number = number_of(rays.trial_id)
+            number = number_of(rays.trial_id, rays.config)
             ours = self._trials.setdefault(number, Trial(number, {}, Path()))
             ours.params, ours.state = work.params(rays.config), state
             if result is not None:

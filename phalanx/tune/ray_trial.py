@@ -1,4 +1,4 @@
-"""A trial on Ray: our runner inside Ray Tune's worker, with Ray's scheduler giving the word at every iteration."""
+"""A trial on Ray: our runner inside Ray Tune's worker, which judges the trial, or hands a member to its population."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import queue
 import signal
 import sys
 import threading
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 from phalanx.errors import PhalanxError
 from phalanx.launch.signals import SignalInbox
 from phalanx.tune.population import copy_checkpoints
-from phalanx.tune.ray_verdict import Judge, folder_of, number_of
+from phalanx.tune.ray_record import NUMBER, folder_of, forget_end, note_end, number_of, read_point, read_up
+from phalanx.tune.ray_verdict import Judge
 from phalanx.tune.runner import gate_of, nonfinite, run_trial
 from phalanx.tune.schedulers import NoScheduler, Points
 from phalanx.tune.slots import Slot
-from phalanx.tune.suggest import stored
 from phalanx.tune.tracking import NoTracking
-from phalanx.tune.trial import Trial
+from phalanx.tune.trial import State, Trial
 
 if TYPE_CHECKING:
     from phalanx.tune.objective import Objective
@@ -60,15 +61,19 @@ class Work:
         """Return the point that Ray's config stands for."""
         if "params" in config:  # a member that took over another's
             return dict(config["params"])
-        if "point" in config:
-            return dict(self.points[config["point"]])
-        return self.space.visit(lambda name, domain: _restored(domain, config[name]))
+        return self.point(config["point"] if "point" in config else config[NUMBER])
 
+    def point(self, number: int) -> dict[str, Any]:
+        """Return a trial's point, as it began; empty for one that has none yet."""
+        if self.points:
+            return dict(self.points[number])
+        return read_point(self.folder, number, self.space) or {}
 
-def _restored(domain: Any, value: Any) -> Any:
-    if domain.kind != "choice":
-        return domain.snap(value)
-    return next(one for one in domain.arguments if stored(domain, one) == value)
+    def trial(self, number: int) -> Trial:
+        """Return a trial as its folder tells of it."""
+        trial = Trial(number, self.point(number), folder_of(self.folder, number))
+        read_up(trial)
+        return trial
 
 
 def pack(work: Work) -> dict[str, Any]:
@@ -85,15 +90,24 @@ def run_in_worker(config: dict[str, Any], packed: dict[str, Any]) -> None:
     sys.path += [entry for entry in packed["path"] if entry not in sys.path]
     os.chdir(packed["folder"])
     work: Work = pickle.loads(packed["work"])
-    number = number_of(tune.get_context().get_trial_id())
+    began, number = time.monotonic(), number_of(tune.get_context().get_trial_id(), config)
     trial = Trial(number, work.params(config), folder_of(work.folder, number))
     trial.folder.mkdir(parents=True, exist_ok=True)
+    forget_end(trial)
     trial.read_events()
     checkpoint = tune.get_checkpoint()
     if checkpoint is not None:
         with checkpoint.as_directory() as found:
             copy_checkpoints(Path(found), trial.checkpoints)
-    (_run_in_slices if work.interval is not None else _run_and_follow)(trial, work)
+    try:
+        (_run_in_slices if work.interval is not None else _run_and_follow)(trial, work)
+    except TrialFailedError as error:
+        trial.state, trial.cause = State.FAILED, error.message
+        raise
+    finally:  # one that Ray takes back is unfinished
+        trial.seconds = time.monotonic() - began
+        if trial.state.is_final:
+            note_end(trial)
 
 
 def _run_and_follow(trial: Trial, work: Work) -> None:
@@ -112,7 +126,9 @@ def _run_and_follow(trial: Trial, work: Work) -> None:
         running.stop()
         raise
     left_early = running.ending.was_told_to or trial.run_status == "stopped"
-    if trial.stopped_at is None or not left_early:
+    if trial.stopped_at is not None and left_early:
+        trial.state = State.STOPPED
+    else:
         _close(trial, work, running.ending)
 
 
@@ -170,11 +186,12 @@ def _close(trial: Trial, work: Work, ending: Ending) -> None:
         raise TrialFailedError(ending.cause)
     value = trial.value(work.objective)
     if value is None:
-        raise TrialFailedError(str(work.objective.missing(trial.last, f"trial {trial.number}")))
+        raise TrialFailedError(work.objective.missing(trial.last, f"trial {trial.number}").message)
     if value != value or value in (float("inf"), float("-inf")):
         raise TrialFailedError(nonfinite(work.objective.metric, value, trial.iteration))
     last = {**trial.last, work.objective.metric: value, ITERATION: trial.iteration, "steps": trial.steps}
     tune.report({**last, ENDED: True})
+    trial.state = State.FINISHED
 
 
 class _Running:

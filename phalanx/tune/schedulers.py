@@ -128,6 +128,40 @@ def _someone_is_behind(others: Sequence[Trial], point: int, objective: Objective
     return any(not other.state.is_final and other.value_from(point, objective) is None for other in others)
 
 
+def undecided(trial: Trial, scheduler: Scheduler, objective: Objective) -> list[int]:
+    """Return the points at which a trial has measured the metric, and has no verdict yet."""
+    crossed = scheduler.points.crossed(trial.iteration) if scheduler.points is not None else []
+    return [
+        point for point in crossed if point not in trial.passed and trial.measured_from(point, objective) is not None
+    ]
+
+
+def _runs(trial: Trial) -> bool:
+    return not trial.state.is_final and trial.stopped_at is None
+
+
+def decide(trial: Trial, others: Sequence[Trial], scheduler: Scheduler, objective: Objective) -> bool | None:
+    """Give a trial its verdicts, and return whether it goes on from where it stands; None: not known yet.
+
+    `others`: those with lower numbers, whose own verdicts have been given as far as they can be. A trial that is given
+    up keeps its reports up to the one that was judged.
+    """
+    open_points = [min(undecided(other, scheduler, objective), default=_FARTHEST) for other in others if _runs(other)]
+    for point in undecided(trial, scheduler, objective):
+        if min(open_points, default=_FARTHEST) < point:
+            return None  # a report that comes after an open verdict may yet turn out not to count
+        verdict = scheduler.verdict(trial, point, others, objective)
+        if verdict is None:
+            return None
+        if not verdict:
+            judged = trial.measured_from(point, objective)
+            assert judged is not None, "a verdict needs the metric"
+            trial.end_after(judged)
+            return False
+        trial.passed.add(point)
+    return True
+
+
 def make_scheduler(name: str, *, eta: int = 3, grace: int = 1) -> Scheduler:
     """Return a scheduler by its name."""
     if name not in SCHEDULERS:

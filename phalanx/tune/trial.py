@@ -88,10 +88,14 @@ class Trial:
         return objective.value(self.last)
 
     def value_from(self, iteration: int, objective: Objective) -> float | None:
-        """Return the metric at the first report at or after an iteration."""
-        reached = [number for number in sorted(self.reports) if number >= iteration]
-        values = (objective.value(self.reports[number]) for number in reached)
-        return next((value for value in values if value is not None), None)
+        """Return the metric at the first report at or after an iteration that has it."""
+        measured = self.measured_from(iteration, objective)
+        return None if measured is None else objective.value(self.reports[measured])
+
+    def measured_from(self, iteration: int, objective: Objective) -> int | None:
+        """Return the first iteration at or after another at which the metric was measured."""
+        reached = (number for number in sorted(self.reports) if number >= iteration)
+        return next((number for number in reached if objective.value(self.reports[number]) is not None), None)
 
     def curve(self, objective: Objective) -> list[tuple[int, float]]:
         """Return the metric over iterations, where it is a number."""

@@ -66,6 +66,23 @@ def race(engine):
     return told(tuner)
 
 
+def rest_of_race():
+    for number in (0, 1):
+        os.remove(f"race-ray/trials/{number:04d}/ended")  # as if an interruption had come before their ends
+    tuner = DistributedTuner(uneven, {"x": tune.choice([3, 1, 2])}, search="grid", scheduler="asha", eta=2, trials=1,
+                             engine="ray", study_dir="race-ray", resume=True)
+    tuner.tune()
+    return told(tuner)
+
+
+def learnt(engine):
+    space = {"x": tune.uniform(0, 1), "shape": tune.choice([(1, 2), (3, 4)])}
+    tuner = DistributedTuner(lambda config: config["x"] + config["shape"][0], space, search="optuna", trials=2,
+                             engine=engine, study_dir=f"learnt-{engine}")
+    tuner.tune(num_samples=3)
+    return told(tuner)
+
+
 def population():
     space = {"rate": tune.loguniform(1e-6, 0.05), "decay": tune.choice([0.0, 0.001, 0.01])}
     tracked = {"mlflow_experiment": "population"} if find_spec("mlflow") else {}
@@ -154,6 +171,8 @@ with open_cluster(num_cpus=2):
     found["asha"] = halving()
     found["again"] = halving(resume=True)
     found["race"] = [race("ray"), race("local")]
+    found["rest"] = rest_of_race()
+    found["learnt"] = [learnt("ray"), learnt("local")]
     if ALL:
         found["pbt"] = population()
         found["mlflow"] = tracked_runs() if find_spec("mlflow") else None
@@ -259,6 +278,21 @@ def test_a_restored_search_has_every_trial_and_runs_none_again(found):
     assert told["again"] == told["asha"]
     assert len((folder / "asha/trials/0000/events.jsonl").read_text().splitlines()) == 4
     assert "best: trial 0, loss 1.25" in shown
+
+
+def test_the_rest_of_a_search_runs_on_fewer_slots_and_comes_to_the_same(found):
+    folder, told, shown = found
+    assert told["rest"] == told["race"][0]
+    assert "1 of them are done already" in shown
+    reports = [(folder / f"race-ray/trials/{n:04d}/events.jsonl").read_text().count("loss") for n in range(3)]
+    assert reports[0] == 2 * 4, "without a checkpoint it begins anew"
+    assert reports[2] == len(told["rest"][2][4]), "what had ended is not run again"
+
+
+def test_optuna_on_ray_learns_what_it_learns_here(found):
+    on_ray, here = found[1]["learnt"]
+    assert on_ray == here
+    assert [state for _, state, *_ in on_ray] == ["finished"] * 3
 
 
 @long_proof

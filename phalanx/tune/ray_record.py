@@ -1,0 +1,109 @@
+"""What trials on Ray leave in their folders: their points, and how they ended. All machines see the study's folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from phalanx.tune.suggest import stored
+from phalanx.tune.trial import State, Trial
+
+if TYPE_CHECKING:
+    from phalanx.tune.space import SearchSpace
+
+NUMBER = "number"
+"""The trial's number in Ray's config, where the trial is not a member of a population."""
+
+_ENDING, _ENDED, _POINT = "ending", "ended", "point.json"
+
+
+def folder_of(folder: str, number: int) -> Path:
+    """Return the folder of a trial."""
+    return Path(folder) / "trials" / f"{number:04d}"
+
+
+def number_of(trial_id: str, config: dict[str, Any]) -> int:
+    """Return a trial's number. A member of a population takes over others' configs: its number is in its name."""
+    return int(config[NUMBER]) if NUMBER in config else int(trial_id.rsplit("_", 1)[1])
+
+
+def note_end(trial: Trial) -> None:
+    """Write down, in the trial's worker, how it ended. It counts once Ray has heard of the end too."""
+    told = {"state": trial.state, "stopped_at": trial.stopped_at, "cause": trial.cause, "seconds": trial.seconds}
+    _write(trial.folder / _ENDING, told)
+
+
+def forget_end(trial: Trial) -> None:
+    """Begin: what an interrupted worker wrote last, while it was being killed, does not count."""
+    (trial.folder / _ENDING).unlink(missing_ok=True)
+
+
+def mark_ended(folder: Path) -> None:
+    """Take note that nothing more comes. A trial without this mark is unfinished."""
+    if (folder / _ENDING).exists():
+        (folder / _ENDING).replace(folder / _ENDED)
+
+
+def read_up(trial: Trial) -> None:
+    """Read what a trial has reported, and how it ended. The mark first: then all that it reported is there."""
+    mark = trial.folder / _ENDED
+    told = json.loads(mark.read_text()) if not trial.state.is_final and mark.exists() else None
+    trial.read_events()
+    if told is None:
+        return
+    trial.state, trial.cause, trial.seconds = State(told["state"]), told["cause"], told["seconds"]
+    if told["stopped_at"] is not None:
+        trial.end_after(told["stopped_at"])
+
+
+def write_point(folder: str, number: int, space: SearchSpace, point: dict[str, Any]) -> None:
+    """Write down a point that was learnt, so that an interrupted trial goes on with it."""
+    values = {name: stored(domain, point[name]) for name, domain in space.domains.items() if name in point}
+    _write(folder_of(folder, number) / _POINT, values)
+
+
+def read_point(folder: str, number: int, space: SearchSpace) -> dict[str, Any] | None:
+    """Return a point that was written down."""
+    path = folder_of(folder, number) / _POINT
+    if not path.exists():
+        return None
+    values = json.loads(path.read_text())
+    return space.visit(lambda name, domain: _restored(domain, values[name]))
+
+
+def _restored(domain: Any, value: Any) -> Any:
+    if domain.kind != "choice":
+        return domain.snap(value)
+    return next(one for one in domain.arguments if stored(domain, one) == value)
+
+
+def marking_callback(folder: str) -> Any:
+    """Return Ray's callback that marks trials as ended. Ray does not call it for those that an interruption stops."""
+    from ray.tune import Callback
+
+    class Mark(Callback):
+        def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+            mark_ended(folder_of(folder, number_of(trial.trial_id, trial.config)))
+
+        def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+            number = number_of(trial.trial_id, trial.config)
+            ours = Trial(number, {}, folder_of(folder, number), State.FAILED, cause=_last_line(trial.get_error()))
+            if not (ours.folder / _ENDING).exists():  # its worker died
+                note_end(ours)
+            mark_ended(ours.folder)
+
+    return Mark()
+
+
+def _last_line(error: Exception | None) -> str:
+    """Return what Ray's traceback comes to."""
+    lines = [line.strip() for line in str(error or "").splitlines() if line.strip()]
+    return lines[-1] if lines else "its worker ended without a word"
+
+
+def _write(path: Path, told: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = path.with_name(f"{path.name}.new")
+    fresh.write_text(json.dumps(told))
+    fresh.replace(path)
