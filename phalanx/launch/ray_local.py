@@ -139,7 +139,8 @@ def _node(folder: Path, resources: dict[str, int | None]) -> Iterator[str]:
     )
     running = Quiet(asked, head=True, shutdown_at_exit=False, spawn_reaper=True, ray_init_cluster=True)
     # Whose node is known keeps 127.0.0.1; else Ray takes the machine's outer address for it, where nobody listens.
-    import_module("ray._private.worker")._global_node = running  # `ray.init` puts its own in this place
+    worker: Any = import_module("ray._private.worker")
+    worker._global_node = running  # `ray.init` puts its own in this place
     try:
         yield running.address
     finally:
