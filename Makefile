@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # On a machine without a GPU, torch's CPU wheels are far smaller: make train TORCH_ARGS="--index-url <torch's CPU index>"
 TORCH_ARGS ?=
 UV := $(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt
-RANKS ?= 2
+RANKS ?=
 # Tests start hundreds of Python processes: without bytecode on the disk each compiles all that it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -49,8 +49,8 @@ $(VENV)/.bench: $(VENV)/.dev
 	$(UV) --editable '.[bench]'
 	@touch $@
 
-train: $(VENV)/.phalanx ## train a conv net on the embedded digits, on RANKS ranks (default 2)
-	$(BIN)/phalanx train digits --num-workers $(RANKS)
+train: $(VENV)/.phalanx ## train a conv net on the embedded digits, on RANKS ranks (default: 2, or a rank for each GPU)
+	$(BIN)/phalanx train digits $(if $(RANKS),--num-workers $(RANKS))
 
 test: $(VENV)/.dev ## run the whole suite
 	$(BIN)/python -m pytest

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from phalanx.config import FIELDS, GROUPS, parse_text, resolve
 from phalanx.config.option import kinds
 from phalanx.errors import UsageError, nearest
+from phalanx.launch import count_gpus
 
 if TYPE_CHECKING:
     import dataclasses
@@ -113,7 +114,7 @@ def resolve_flags(namespace: argparse.Namespace, recipe: Recipe | None) -> Resol
         _given_settings(namespace),
         given_as="flag",
         file=namespace.config,
-        recipe=recipe.settings if recipe else None,
+        recipe=recipe.settings_for(count_gpus()) if recipe else None,
         recipe_name=recipe.name if recipe else "",
     )
 

@@ -25,6 +25,11 @@ class Recipe:
     presets: tuple[str, ...] = ()
     sample: dict[str, Any] = field(default_factory=dict)
 
+    def settings_for(self, gpus: int) -> dict[str, Any]:
+        """Return the settings on a machine with so many GPUs: where those are fewer than the ranks, a rank for each."""
+        ranks = self.settings.get("num_workers", 1)
+        return {**self.settings, "num_workers": gpus} if 0 < gpus < ranks else self.settings
+
     def with_preset(self, preset: str | None) -> Recipe:
         """Return the recipe with another size of its model; an unknown one is refused with the nearest."""
         if preset is None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx.config import resolve
 from phalanx.errors import UsageError
-from phalanx.launch import ScriptTarget
+from phalanx.launch import ScriptTarget, count_gpus
 from phalanx.recipes import load_recipe
 from phalanx.tune.search import Request, search
 from phalanx.tune.space import SearchSpace
@@ -88,7 +88,7 @@ def _subject(
         raise UsageError("nothing or several things to tune", hint="Give one of train_fn, script and recipe.")
     if recipe is not None:
         known = load_recipe(recipe)
-        return RecipeSubject(known, resolve(settings, recipe=known.settings, recipe_name=recipe))
+        return RecipeSubject(known, resolve(settings, recipe=known.settings_for(count_gpus()), recipe_name=recipe))
     resolved = resolve(settings)
     if script is not None:
         return ScriptSubject(ScriptTarget(script), resolved)

@@ -1,0 +1,14 @@
+"""Recipes suit the machine: two ranks on CPUs, no more ranks than GPUs on GPUs."""
+
+from __future__ import annotations
+
+import pytest
+
+from phalanx.recipes import load_recipe, recipe_names
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_a_recipe_asks_for_no_more_ranks_than_there_are_gpus(name):
+    recipe = load_recipe(name)
+    assert [recipe.settings_for(gpus)["num_workers"] for gpus in (0, 1, 2, 8)] == [2, 1, 2, 2]
+    assert recipe.settings_for(1) == {**recipe.settings, "num_workers": 1}
