@@ -19,6 +19,14 @@ from phalanx.world.tf_peers import needed_peers, wait_for_peers
 SERVED = {"chief": ["a:1"], "worker": ["a:2", "b:3"], "ps": ["c:4"]}
 
 
+@pytest.fixture(autouse=True)
+def _default_hangup():
+    """Programs that the tests start hear a hangup as usual, although the tests themselves may run under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 @pytest.fixture
 def silent():
     """An address at which nobody listens."""
