@@ -28,47 +28,56 @@ $(VENV)/.phalanx: $(VENV)/.torch pyproject.toml constraints.txt
 	$(UV) --editable .
 	@touch $@
 
-$(VENV)/.dev: $(VENV)/.phalanx
+$(VENV)/.test: $(VENV)/.phalanx
+	$(UV) --editable '.[test,docs]'
 	$(UV) setuptools wheel
 	command -v cmake >/dev/null || $(UV) cmake
-	@# Horovod compiles for minutes, while the others are fetched. Where it cannot, its tests are skipped.
-	@{ $(BIN)/python -m phalanx.launch.horovod_build || echo "going on without Horovod: its tests are skipped (make horovod tries again)"; } & \
+	@# Horovod compiles for minutes, while the others are fetched.
+	@$(call optional,Horovod,$(BIN)/python -m phalanx.launch.horovod_build) & \
 	$(MAKE) --no-print-directory $(VENV)/.engines; status=$$?; wait; exit $$status
 	@touch $@
 
+# An engine that cannot be installed on this machine leaves one line, and its tests are skipped.
+optional = { $(2) || echo "going on without $(1): its tests are skipped"; }
+
 $(VENV)/.engines: $(VENV)/.phalanx
-	$(UV) --editable '.[dev,engines]'
+	@$(call optional,Ray,$(UV) --editable '.[ray]')
+	@$(call optional,MLflow,$(UV) --editable '.[mlflow]')
+	@$(call optional,Optuna,$(UV) --editable '.[tune]')
 	@# tf-keras would bring TensorFlow with CUDA beside the one that is here.
-	$(UV) tensorflow-cpu keras
-	$(UV) --no-deps tf-keras
+	@$(call optional,TensorFlow,$(UV) --editable '.[tensorflow-cpu]' && $(UV) --no-deps tf-keras)
 	@# DeepSpeed's setup asks the torch that is installed; it compiles nothing now, and what tests use never.
-	DS_BUILD_OPS=0 $(UV) --no-build-isolation 'deepspeed>=0.19'
+	@$(call optional,DeepSpeed,DS_BUILD_OPS=0 $(UV) --no-build-isolation 'deepspeed>=0.19')
 	@touch $@
 
-$(VENV)/.bench: $(VENV)/.dev
+$(VENV)/.lint: $(VENV)/.phalanx
+	$(UV) --editable '.[lint]'
+	@touch $@
+
+$(VENV)/.bench: $(VENV)/.test
 	$(UV) --editable '.[bench]'
 	@touch $@
 
 train: $(VENV)/.phalanx ## train a conv net on the embedded digits, on RANKS ranks (default: 2, or a rank for each GPU)
 	$(BIN)/phalanx train digits $(if $(RANKS),--num-workers $(RANKS))
 
-test: $(VENV)/.dev ## run the whole suite
+test: $(VENV)/.test ## run the whole suite
 	$(BIN)/python -m pytest
 
-test-all: $(VENV)/.dev ## the suite with the proofs that take long: three quarters of an hour on two cores
+test-all: $(VENV)/.test ## the suite with the proofs that take long: three quarters of an hour on two cores
 	PHALANX_ALL_TESTS=1 $(BIN)/python -m pytest
 
-lint: $(VENV)/.dev ## ruff, mypy and codespell
+lint: $(VENV)/.test $(VENV)/.lint ## ruff, mypy and codespell
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/codespell
 
-format: $(VENV)/.dev ## format the code
+format: $(VENV)/.lint ## format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: $(VENV)/.dev ## build the documentation into site/, warnings are errors
+docs: $(VENV)/.test ## build the documentation into site/, warnings are errors
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 horovod: $(VENV)/.phalanx ## build Horovod against the installed torch; the wheel is kept under ~/.cache
