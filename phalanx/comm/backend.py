@@ -115,7 +115,7 @@ class PhalanxGroup(_Base):  # type: ignore[misc]
             gathered = tensor.new_empty((len(parts), *tensor.shape))
             path.all_gather(gathered, tensor)
             for part, row in zip(parts, gathered, strict=True):
-                part.copy_(row)
+                part.data.copy_(row)
         return _done([part for parts in outputs for part in parts])
 
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
@@ -156,7 +156,7 @@ class PhalanxGroup(_Base):  # type: ignore[misc]
         if any(part.shape != outputs[0].shape for part in inputs[0]):
             return self._by_gloo("reduce_scatter").reduce_scatter(outputs, inputs, opts or dist.ReduceScatterOptions())
         for output, parts in zip(outputs, inputs, strict=True):
-            self.reduce_scatter_single(output, torch.stack(parts), opts).wait()
+            self.reduce_scatter_single(output, torch.stack([part.data for part in parts]), opts).wait()
         return _done(outputs)
 
     def all_to_all_single(

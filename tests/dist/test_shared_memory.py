@@ -55,6 +55,10 @@ def reduce_everything() -> None:
     strided = torch.zeros(100, 60)[:, ::2].add_(rank)
     group.all_reduce(strided)
     assert torch.equal(strided, torch.full((100, 30), float(sum(range(size)))))
+    paged = group.empty(20_000).zero_()
+    paged[::2].add_(rank)
+    group.all_reduce(paged[::2])
+    assert torch.equal(paged, torch.tensor([float(sum(range(size))), 0.0]).repeat(10_000))
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
@@ -322,6 +326,51 @@ def train_on(backend: str) -> tuple[list[Any], list[Any]]:
             optimizer.step()
     sharded = [parameter.full_tensor().tolist() for parameter in twin.parameters()]  # type: ignore[attr-defined]
     return [parameter.tolist() for parameter in model.parameters()], sharded
+
+
+def contrast(backend: str) -> tuple[list[float], bool]:
+    """A contrastive loss over features gathered from all ranks, and collectives on parameters themselves."""
+    register()
+    group = dist.new_group(backend=backend)
+    torch.manual_seed(0)
+    weight = torch.nn.Parameter(torch.randn(6, 6))
+    seen = []
+    for step in range(4):
+        inputs = torch.randn(5, 6, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+        features = inputs @ weight
+        parts = [torch.empty_like(features) for _ in range(2)]
+        dist.all_gather(parts, features, group=group)
+        (features @ torch.cat(parts).T).square().sum().backward()
+        seen.append(float(weight.grad.norm()))
+        dist.all_reduce(weight.grad, group=group)
+        dist.all_reduce(weight, group=group)
+        dist.broadcast(weight, 0, group=group)
+        assert not any(part.requires_grad for part in parts)
+        weight.grad = None
+    free = torch.ones(3)
+    dist.all_reduce(free, group=group)
+    return [*seen, float(weight.detach().norm())], free.requires_grad
+
+
+def test_collectives_take_no_part_in_autograd(ranks):
+    found = ranks(contrast, "phalanx", world_size=2)
+    assert found == ranks(contrast, "gloo", world_size=2)
+    assert not found[0][1]
+
+
+def share_while_pinned() -> tuple[list[str], float]:
+    os.sched_setaffinity(0, {0} if dist.get_rank() == 0 else os.sched_getaffinity(0))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        register()
+        group = dist.new_group(backend="phalanx")
+        tensor = torch.ones(3)
+        dist.all_reduce(tensor, group=group)
+    return [str(warning.message) for warning in caught if "shared memory" in str(warning.message)], float(tensor.sum())
+
+
+def test_ranks_pinned_to_unequal_numbers_of_cores_share_memory(ranks):
+    assert ranks(share_while_pinned, world_size=2) == [([], 6.0)] * 2
 
 
 def test_plain_ddp_and_fsdp_run_on_it_bit_for_bit(ranks):

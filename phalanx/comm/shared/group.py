@@ -45,8 +45,9 @@ class SharedGroup:
         self, tell: Tell, rank: int, size: int, *, timeout: float = 600.0, room: int = 0, half: int | None = None
     ) -> None:
         self.rank, self.size = rank, size
-        if half is None:  # ranks that share a core pay more for a meeting
-            half = HALF if size <= len(os.sched_getaffinity(0)) else 2 * HALF
+        if half is None:  # ranks that share a core pay more for a meeting; rank 0 decides, as ranks may be pinned unequally
+            own = HALF if size <= len(os.sched_getaffinity(0)) else 2 * HALF
+            half = int(tell(str(own))[0])
         self._half = half
         slots = round_up(size * SLOT)
         later = size * round_up(room)  # what `empty` will be asked for
@@ -91,8 +92,7 @@ class SharedGroup:
             self._reduce_at_once(flat, op, shape)
         else:
             self._reduce_staged(flat, op, shape)
-        if flat is not tensor:
-            _back(tensor, flat)
+        _back(tensor, flat)
 
     def _reduce_at_once(self, flat: torch.Tensor, op: str, shape: torch.Size) -> None:
         count = flat.numel()
@@ -135,7 +135,7 @@ class SharedGroup:
 
     def reduce_scatter(self, out: torch.Tensor, tensor: torch.Tensor, op: str = "sum") -> None:
         """Combine a tensor over the ranks; rank r gets the r-th of its equal parts."""
-        rows, out_flat = tensor.reshape(self.size, -1), _flat(out)
+        rows, out_flat = tensor.data.reshape(self.size, -1), _flat(out)
         self._meet("reduce_scatter", op, rows.dtype, tensor.shape)
         for begin, end in self._rounds(rows.shape[1], rows.element_size(), parts=self.size):
             stage, width = self._next_half(rows.dtype), end - begin
@@ -149,7 +149,7 @@ class SharedGroup:
 
     def all_gather(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
         """Collect the ranks' tensors, one after the other, in `out`."""
-        rows, flat = _flat(out), tensor.reshape(-1)
+        rows, flat = _flat(out), tensor.data.reshape(-1)
         by_rank = rows.view(self.size, -1)
         self._meet("all_gather", "", flat.dtype, tensor.shape)
         for begin, end in self._rounds(flat.numel(), flat.element_size()):
@@ -162,7 +162,7 @@ class SharedGroup:
 
     def all_to_all(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
         """Send the r-th of a tensor's equal parts to rank r; `out` gets what the ranks sent here, in their order."""
-        rows, received = tensor.reshape(self.size, -1), _flat(out)
+        rows, received = tensor.data.reshape(self.size, -1), _flat(out)
         by_rank = received.view(self.size, -1)
         self._meet("all_to_all", "", rows.dtype, tensor.shape)
         for begin, end in self._rounds(rows.shape[1], rows.element_size(), parts=self.size):
@@ -246,12 +246,13 @@ class SharedGroup:
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a flat tensor to work in: a view where that is possible, else a copy for `_back`."""
-    if tensor.dim() == 1 and tensor.is_contiguous():
-        return tensor
-    return tensor.view(-1) if tensor.is_contiguous() else tensor.reshape(-1)
+    """Return a flat tensor to work in: a view where that is possible, else a copy for `_back`.
+
+    `data`: like gloo and nccl, a collective takes no part in autograd. The staging area must never hold a graph.
+    """
+    return tensor.data.contiguous().view(-1)
 
 
 def _back(tensor: torch.Tensor, flat: torch.Tensor) -> None:
     if not tensor.is_contiguous():
-        tensor.copy_(flat.view(tensor.shape))
+        tensor.data.copy_(flat.view(tensor.shape))

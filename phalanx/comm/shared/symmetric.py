@@ -34,7 +34,7 @@ class SymmetricTensors:
         return everyones[self._rank].view(dtype)
 
     def find(self, flat: torch.Tensor) -> list[torch.Tensor] | None:
-        """Return what lies at the same place on each rank, if this flat tensor lies in shared pages."""
+        """Return what lies at the same place on each rank, if this flat, contiguous tensor lies in shared pages."""
         key = (flat.data_ptr(), flat.numel(), flat.dtype)
         found = self._found.get(key)
         if found is None:
