@@ -6,12 +6,13 @@ import json
 import secrets
 from typing import TYPE_CHECKING
 
+import torch
+import torch.distributed as dist
+
 from phalanx.comm.server import ParameterClient, Rules, ShardProcess, ShardSpec, StateSlots
 from phalanx.launch.interfaces import address_towards
 
 if TYPE_CHECKING:
-    import torch
-
     from phalanx.comm.server import Placement
     from phalanx.config import DistributedConfig
     from phalanx.world.world import World
@@ -31,7 +32,7 @@ class ServerGroup:
         self.shards: dict[int, ShardProcess] = {}
         self._client: ParameterClient | None = None
         try:
-            token = self._share("token", secrets.token_hex(32) if world.is_main else None)
+            token = _draw_token(world)
             rules = Rules(world.world_size, config.resolved_server_mode, config.staleness or 0)
             for number in range(config.num_servers):
                 if owner(number, world.world_size, world.env.local_world_size) == world.rank:
@@ -72,6 +73,19 @@ class ServerGroup:
             self._client.close()
         for shard in self.shards.values():
             shard.stop()
+
+
+def _draw_token(world: World) -> str:
+    """Return a secret that rank 0 draws for this job.
+
+    It goes through the process group, whose connections were made among the ranks, and never lies in the store: there
+    every process that reaches the port could read it at any time.
+    """
+    token = torch.tensor(list(secrets.token_bytes(32)), dtype=torch.uint8)
+    if world.world_size > 1:
+        token = token.to(world.device)
+        dist.broadcast(token, 0)
+    return bytes(token.tolist()).hex()
 
 
 def owner(number: int, world_size: int, per_node: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -15,13 +16,24 @@ import pytest
 import torch
 from torch import nn
 
-from phalanx.comm.server import ParameterClient, Placement, Rules, ServerError, ShardProcess, ShardSpec, plan_placement
+from phalanx.comm.server import (
+    ParameterClient,
+    Placement,
+    Rules,
+    ServerError,
+    ShardProcess,
+    ShardSpec,
+    handshake,
+    plan_placement,
+)
+from phalanx.comm.server.core import ShardCore
 from phalanx.comm.server.frames import Kind, receive, send
 from phalanx.comm.server.handshake import introduce
+from phalanx.comm.server.shard import _MAX_UNPROVEN
 from phalanx.loop.formation import Formation
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 STEPS = 6
@@ -230,6 +242,87 @@ def test_strangers_are_refused_and_disturb_nobody():
         take_step(client, named, 0, 0)
         silent.close()
         assert_weights(named, expected_weights([[0]]))
+
+
+def test_many_silent_callers_keep_no_worker_out():
+    with job(Rules(workers=1), shards=1) as running:
+        address = running.shards[0].address
+        silent = [socket.create_connection(address) for _ in range(_MAX_UNPROVEN + 20)]
+        running.fill()
+        client, named = running.client(0)
+        client.pull()
+        take_step(client, named, 0, 0)
+        silent[0].settimeout(3)
+        while silent[0].recv(64):  # the challenge, then the end: the longest silent was dropped
+            pass
+        for connection in silent:
+            connection.close()
+        assert_weights(named, expected_weights([[0]]))
+
+
+def test_a_caller_that_sends_byte_by_byte_is_dropped_in_time(monkeypatch):
+    monkeypatch.setattr(handshake, "SECONDS", 0.4)
+    shard, caller = socket.socketpair()
+
+    def trickle() -> None:
+        with contextlib.suppress(OSError):
+            for _ in range(64):
+                caller.send(b"x")
+                time.sleep(0.1)
+
+    thread = threading.Thread(target=trickle)
+    thread.start()
+    begin = time.monotonic()
+    with shard, pytest.raises(TimeoutError):
+        handshake.greet(shard, TOKEN)
+    assert time.monotonic() - begin < 1.5
+    thread.join()
+    caller.close()
+
+
+def test_a_shard_ends_at_once_though_later_children_of_its_parent_live():
+    """Workers of a DataLoader are such children: they hold copies of everything that was open when they were forked."""
+    running = Job(Rules(workers=1), shards=1)
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(20,))
+    child.start()
+    try:
+        begin = time.monotonic()
+        running.shards[0].stop()
+        assert time.monotonic() - begin < 5
+        assert child.is_alive()
+    finally:
+        child.kill()
+        child.join()
+
+
+def test_a_link_lost_between_norm_and_commit_does_not_change_the_step():
+    rules = Rules(workers=2)
+    model = nn.Linear(2, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    core = ShardCore(ShardSpec(0, plan_placement(model, optimizer, 1), optimizer, rules, TOKEN))
+
+    def push(worker: int) -> None:
+        part = core.contribution(worker, 1)
+        part.memory.views[0].fill_(1.0 + 2.0 * worker)
+        part.dense.add(0)
+
+    def together(call: Callable[[int], object]) -> None:
+        threads = [threading.Thread(target=call, args=(worker,)) for worker in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(10)
+
+    for worker in range(2):
+        core.hello(worker, 1 + worker, None)
+        push(worker)
+    together(lambda worker: core.norm(worker, 1))
+    for worker in (1, 0):  # both lose their links: one holds the sums in its memory, the other only was read
+        core.hello(worker, 3 + worker, 0)
+        push(worker)
+    together(lambda worker: core.commit(worker, 1, {"factor": 1.0}))
+    assert core.fetch().tensors[0, "="].flatten().tolist() == [-2.0, -2.0]
 
 
 def test_a_worker_with_another_model_is_refused():

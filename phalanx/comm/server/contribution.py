@@ -47,6 +47,8 @@ class Merged:
     """The sum of several workers' gradients, by piece."""
 
     count: int
+    base: Contribution | None = None
+    """The worker whose memory holds the sums: when it pushes the step again, they are overwritten."""
     gradients: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def square(self) -> float:
@@ -66,7 +68,7 @@ class Merged:
 
 def merge(parts: Sequence[Contribution], pieces: Sequence[Piece]) -> Merged:
     """Add up contributions in the order given: the same order gives the same bits. Their memory is used up."""
-    merged = Merged(len(parts))
+    merged = Merged(len(parts), parts[0] if parts else None)
     for index, piece in enumerate(pieces):
         dense = [part.memory.views[index] for part in parts if index in part.dense]
         rows = [part.rows[index] for part in parts if index in part.rows]

@@ -59,6 +59,7 @@ class ShardCore:
         with self._changed:
             start = self._roster.start_of(worker, self.clock, together=self.together)
             self._roster.come(worker, connection, start if passed is None else passed)
+            self._forget_sums_in(self._contributions.get(worker))
             self._seen.pop(worker, None)
             self._complete_rounds()
             self._changed.notify_all()
@@ -210,6 +211,15 @@ class ShardCore:
         if self._merged is None or self._merged[0] != seq:
             self._merged = (seq, merge(self._parts(seq, self._contributions), self.pieces))
         return self._merged[1]
+
+    def _forget_sums_in(self, part: Contribution | None) -> None:
+        """Forget the sums of a step that lie in the memory of a worker which will push that step again.
+
+        The memory of the other workers is as they left it, so the sums are made again. A worker whose memory only was
+        read pushes the same values again: there the sums stay.
+        """
+        if part is not None and self._merged is not None and self._merged[1].base is part:
+            self._merged = None
 
     def _parts(self, seq: int, workers: dict[int, Any]) -> list[Contribution]:
         """Return the whole contributions to a step, by worker: one that died half-way has none."""

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 _HEADER = struct.Struct("!4sBxxxIQQ")
 _MAGIC = b"phx1"
-_MAX_META = 64 << 20
+_MAX_META = 16 << 20
+"""Descriptions of many thousands of pieces fit; a caller cannot make a shard reserve more by announcing more."""
 _JOINED_BYTES = 64 << 10
 """Up to here one copy is cheaper than several system calls."""
 _KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 15_000}

@@ -7,7 +7,6 @@ listening socket open, so callers of a shard that is being started again wait in
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import faulthandler
 import gc
 import logging
@@ -22,13 +21,13 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 
 from phalanx.comm.server.shard import ServerShard
+from phalanx.launch.process import die_with
 
 if TYPE_CHECKING:
     from phalanx.comm.server.rules import ShardSpec
 
 _log = logging.getLogger("phalanx.server")
 _BACKLOG = 256
-_PR_SET_PDEATHSIG = 1
 
 
 def listen(host: str, port: int = 0) -> socket.socket:
@@ -46,13 +45,18 @@ class ShardProcess:
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
         self._stopping = False
         self.deaths = 0
-        # Nobody writes into the pipe. When the last copy of its end here is closed, by us or by our death, the child
-        # reads the end of it.
-        read, self._lifeline = os.pipe()
-        self._child_end = read
-        self.pid = self._fork()
+        self._forking = threading.Lock()
+        self._start()
         self._watcher = threading.Thread(target=self._watch, name="phalanx-shard-watch", daemon=True)
         self._watcher.start()
+
+    def _start(self) -> bool:
+        """Fork the shard, unless `stop` was called; return whether it runs. Its pidfd cannot name another process."""
+        with self._forking:
+            if not self._stopping:
+                self.pid = self._fork()
+                self._pidfd = os.pidfd_open(self.pid)
+            return not self._stopping
 
     def _fork(self) -> int:
         sys.stdout.flush()
@@ -60,15 +64,19 @@ class ShardProcess:
         with warnings.catch_warnings():
             # Of locks that other threads hold: the child uses none of theirs (see `_be_shard`).
             warnings.filterwarnings("ignore", message=".*multi-threaded.*fork", category=DeprecationWarning)
+            parent = os.getpid()
             pid = os.fork()
         if pid == 0:
-            _be_shard(self._spec, self._listener, self._child_end)
+            _be_shard(self._spec, self._listener, parent)
         return pid
 
     def _watch(self) -> None:
         """Wait for the child's end; one that nobody asked for is followed by another child."""
         while True:
             _, status = os.waitpid(self.pid, 0)
+            with self._forking:
+                os.close(self._pidfd)
+                self._pidfd = -1
             if self._stopping:
                 return
             self.deaths += 1
@@ -78,16 +86,22 @@ class ShardProcess:
                 self._listener.close()  # callers are refused at once, where they would wait in line for ever
                 return
             _log.warning("%s: starting it again from its saved state", ended)
-            self.pid = self._fork()
+            if not self._start():
+                return
 
     def stop(self) -> None:
-        """End the shard and wait for it."""
-        if self._stopping:
-            return
-        self._stopping = True
-        os.close(self._lifeline)
+        """End the shard and wait for it.
+
+        By a signal: the end of a pipe would be seen only when all processes that this one forked since, such as the
+        workers of a DataLoader, have closed their copies of it.
+        """
+        with self._forking:
+            if self._stopping:
+                return
+            self._stopping = True
+            with contextlib.suppress(OSError):  # it has ended by itself
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
         self._watcher.join()
-        os.close(self._child_end)
         self._listener.close()
         if self._spec.slots is not None:
             self._spec.slots.close()
@@ -98,19 +112,18 @@ def serve(spec: ShardSpec, listener: socket.socket) -> None:
     ServerShard(spec, listener).serve()
 
 
-def _be_shard(spec: ShardSpec, listener: socket.socket, lifeline: int) -> NoReturn:
+def _be_shard(spec: ShardSpec, listener: socket.socket, parent: int) -> NoReturn:
     """In the child: let go of everything that was the parent's, and serve."""
     code = 1
     try:
-        _die_with_parent()
+        die_with(parent)
         gc.freeze()  # the parent's process groups must not be torn down here: their threads are not here
         faulthandler.disable()  # it would write into a descriptor that is closed now
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT):
             signal.signal(number, signal.SIG_IGN)  # the rank decides: it may have a last checkpoint to write
         slots = spec.slots.descriptors if spec.slots is not None else set()
-        _close_inherited({0, 1, 2, listener.fileno(), lifeline, *slots})
+        _close_inherited({0, 1, 2, listener.fileno(), *slots})
         torch.set_num_threads(1)  # OpenMP's threads did not come along
-        threading.Thread(target=_end_with, args=(lifeline,), daemon=True).start()
         serve(spec, listener)
         code = 0
     except BaseException:
@@ -120,20 +133,9 @@ def _be_shard(spec: ShardSpec, listener: socket.socket, lifeline: int) -> NoRetu
         os._exit(code)
 
 
-def _end_with(lifeline: int) -> NoReturn:
-    os.read(lifeline, 1)
-    os._exit(0)
-
-
 def _close_inherited(kept: set[int]) -> None:
     """Close the parent's descriptors: an open copy of its sockets would hide its death from the other ranks."""
     for name in os.listdir("/proc/self/fd"):
         if int(name) not in kept:
             with contextlib.suppress(OSError):  # the listing's own descriptor is closed already
                 os.close(int(name))
-
-
-def _die_with_parent() -> None:
-    """Ask the kernel for SIGKILL when the parent dies, in case another child of its holds the lifeline open."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -32,6 +32,12 @@ if TYPE_CHECKING:
     from phalanx.comm.server.rules import ShardSpec
 
 _log = logging.getLogger("phalanx.server")
+_MAX_UNPROVEN = 64
+"""Callers that have not yet shown the token, each with a thread. When one more comes the longest waiting is dropped: a
+worker proves itself in milliseconds."""
+_MAX_STATE_FACTOR = 32
+"""No optimizer keeps this many times the parameters' bytes: a larger LOAD is refused before memory is reserved."""
+_SLACK_BYTES = 1 << 20
 
 
 class ServerShard:
@@ -43,6 +49,7 @@ class ServerShard:
         self._listener = listener
         self._numbers = itertools.count(1)
         self._open: set[socket.socket] = set()
+        self._unproven: dict[socket.socket, None] = {}
         self._threads: list[threading.Thread] = []
         self._closing = threading.Event()
 
@@ -55,9 +62,19 @@ class ServerShard:
                 if self._closing.is_set():
                     return
                 raise
+            self._admit(connection)
             thread = threading.Thread(target=self._attend, args=(connection,), name="phalanx-shard", daemon=True)
             self._threads = [other for other in self._threads if other.is_alive()] + [thread]
             thread.start()
+
+    def _admit(self, connection: socket.socket) -> None:
+        """Note a caller without proof, and drop the one that has been without it longest where there are too many."""
+        self._unproven[connection] = None
+        if len(self._unproven) > _MAX_UNPROVEN:
+            oldest = next(iter(self._unproven))
+            self._unproven.pop(oldest, None)
+            with contextlib.suppress(OSError):  # its thread may just be closing it
+                oldest.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """End all connections and their threads."""
@@ -79,6 +96,7 @@ class ServerShard:
             with connection:
                 tune(connection)
                 greet(connection, self._spec.token)
+                self._unproven.pop(connection, None)
                 worker = self._welcome(connection, number)
                 while True:
                     self._answer(connection, worker)
@@ -87,6 +105,7 @@ class ServerShard:
         except (ServerError, ValueError) as error:  # what a caller sent cannot be read
             _log.warning("shard %d: %s", self._spec.number, error)
         finally:
+            self._unproven.pop(connection, None)
             self._open.discard(connection)
             if worker is not None:
                 self.core.goodbye(worker, number)
@@ -165,6 +184,9 @@ class ServerShard:
             raise ServerError("a push is longer than its parts")
 
     def _take_bundle(self, connection: socket.socket, head: Head) -> Bundle:
+        limit = _MAX_STATE_FACTOR * sum(piece.nbytes for piece in self.core.pieces) + _SLACK_BYTES
+        if head.payload > limit:
+            raise ServerError(f"{head.payload} bytes of state were announced; this shard takes up to {limit}")
         bundle = Bundle.allocate(head.meta, head.payload)
         for view in bundle.buffers():
             receive_into(connection, view)

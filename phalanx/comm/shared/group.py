@@ -45,7 +45,9 @@ class SharedGroup:
         self, tell: Tell, rank: int, size: int, *, timeout: float = 600.0, room: int = 0, half: int | None = None
     ) -> None:
         self.rank, self.size = rank, size
-        if half is None:  # ranks that share a core pay more for a meeting; rank 0 decides, as ranks may be pinned unequally
+        if (
+            half is None
+        ):  # ranks that share a core pay more for a meeting; rank 0 decides, as ranks may be pinned unequally
             own = HALF if size <= len(os.sched_getaffinity(0)) else 2 * HALF
             half = int(tell(str(own))[0])
         self._half = half
