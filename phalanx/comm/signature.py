@@ -25,6 +25,8 @@ HEADER_BYTES = _LAYOUT.size
 """What one rank sends in one round."""
 
 _NOBODY = -1
+_REMEMBERED = 256
+"""Headers that are kept, by what they say."""
 
 
 @dataclass(frozen=True)
@@ -78,12 +80,13 @@ class Enquiry:
     def __init__(self, wire: Wire, description: str) -> None:
         self._wire = wire
         self._heard = Heard(wire.peers[wire.rank], description.encode()[:_TEXT_BYTES])
+        self._header = _header_of(wire, description, self._heard)
         self._distance = 1
         self._departures: list[Handle] = []
         self._pass_on()
 
     def settle(self) -> None:
-        """Take part in all rounds; raise when somebody means something else."""
+        """Take part in all rounds; raise when a rank means something else."""
         while True:
             self._listen()
             self._distance *= 2
@@ -97,18 +100,35 @@ class Enquiry:
 
     def _pass_on(self) -> None:
         """Tell the rank `distance` further what was heard, and ask to hear from the one as far behind."""
-        wire, heard = self._wire, self._heard
-        header = bytearray(_LAYOUT.pack(heard.rank, heard.other, heard.text, heard.other_text))
-        outgoing = torch.frombuffer(header, dtype=torch.uint8).to(wire.device)
-        self._incoming = torch.empty(HEADER_BYTES, dtype=torch.uint8, device=wire.device)
+        wire = self._wire
+        outgoing = self._header if self._heard.other == _NOBODY else _packed(self._heard, wire)
+        self._incoming = torch.empty_like(outgoing)
         self._arrival = wire.receive(self._incoming, (wire.rank - self._distance) % wire.size, is_control=True)
         departure = wire.send(outgoing, (wire.rank + self._distance) % wire.size, is_control=True)
         self._departures.append(departure)
 
     def _listen(self) -> None:
         self._arrival.wait()
+        # All but the number of the rank: what ranks that agree send is equal, and needs no reading.
+        if torch.equal(self._incoming[4:], self._header[4:]):
+            return
         rank, other, text, other_text = _LAYOUT.unpack(bytes(self._incoming.cpu().numpy()))
         self._heard = self._heard.and_also(Heard(rank, text.rstrip(b"\0"), other, other_text.rstrip(b"\0")))
+
+
+def _header_of(wire: Wire, description: str, own: Heard) -> torch.Tensor:
+    """Return what a rank sends that has heard of no disagreement; kept, for training repeats its collectives."""
+    header = wire.headers.get(description)
+    if header is None:
+        if len(wire.headers) >= _REMEMBERED:
+            wire.headers.clear()
+        header = wire.headers[description] = _packed(own, wire)
+    return header
+
+
+def _packed(heard: Heard, wire: Wire) -> torch.Tensor:
+    header = bytearray(_LAYOUT.pack(heard.rank, heard.other, heard.text, heard.other_text))
+    return torch.frombuffer(header, dtype=torch.uint8).to(wire.device)
 
 
 def _disagreement(heard: Heard) -> CommunicationError:

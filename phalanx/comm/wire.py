@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 import torch.distributed as dist
 
+from phalanx.comm.gloo_threads import let_compute_go_first
 from phalanx.errors import CommunicationError
 
 if TYPE_CHECKING:
@@ -77,10 +78,15 @@ class Wire:
         self.peers: tuple[int, ...] = tuple(range(dist.get_world_size(group)))
         self.rank = dist.get_rank(group)
         self.tally = Tally()
+        self._pg: Any = group if group is not None else dist.group.WORLD
         # nccl moves a tensor when both sides have asked for it in one batch; gloo at any time.
         self.is_batched = "nccl" in dist.get_backend(group)
+        if not self.is_batched:
+            let_compute_go_first()
         self.tag = 0
         self.calls = 0
+        self.headers: dict[str, torch.Tensor] = {}
+        """What this rank says before a collective, by its description (`signature`)."""
         self._asked: list[_BatchedReceive] = []
 
     @property
@@ -132,24 +138,25 @@ class Wire:
             self.tally.control_bytes += tensor.nbytes
         else:
             self.tally.sent_bytes += tensor.nbytes
-        flat, peer = _as_bytes(tensor), self.peers[to]
+        peer = self.peers[to]
         if self.is_batched:
-            work = self._start_batch(dist.P2POp(dist.isend, flat, group=self.group, group_peer=peer))
+            tensor = _as_bytes(tensor)
+            work = self._start_batch(dist.P2POp(dist.isend, tensor, group=self.group, group_peer=peer))
         else:
-            work = dist.isend(flat, group=self.group, group_dst=peer, tag=0 if is_control else self.tag)
-        return self._under_way(_Message(self, work, peer, flat, is_control))
+            work = self._pg.send([tensor], peer, 0 if is_control else self.tag)
+        return self._under_way(_Message(self, work, peer, tensor, is_control))
 
     def receive(self, tensor: torch.Tensor, source: int, *, is_control: bool = False) -> Handle:
         """Begin to receive into a contiguous tensor; it is whole when the handle was waited for."""
         if tensor.numel() == 0:
             return _DONE
-        flat, peer = _as_bytes(tensor), self.peers[source]
+        peer = self.peers[source]
         if self.is_batched:
-            asked = _BatchedReceive(self, dist.P2POp(dist.irecv, flat, group=self.group, group_peer=peer))
+            asked = _BatchedReceive(self, dist.P2POp(dist.irecv, _as_bytes(tensor), group=self.group, group_peer=peer))
             self._asked.append(asked)
             return asked
-        work = dist.irecv(flat, group=self.group, group_src=peer, tag=0 if is_control else self.tag)
-        return self._under_way(_Message(self, work, peer, flat, is_control))
+        work = self._pg.recv([tensor], peer, 0 if is_control else self.tag)
+        return self._under_way(_Message(self, work, peer, tensor, is_control))
 
     def scratch(self, count: int, like: torch.Tensor) -> torch.Tensor:
         """Return memory for `count` elements such as those of `like`; the next call may return the same."""
@@ -216,5 +223,5 @@ class _BatchedReceive:
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """View any dtype as bytes: the backends know only some of them."""
+    """View any dtype as bytes: nccl knows only some of them. gloo's messages are bytes already."""
     return (tensor if tensor.dim() == 1 else tensor.view(-1)).view(torch.uint8)
