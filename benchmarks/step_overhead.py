@@ -5,8 +5,9 @@
     python benchmarks/step_overhead.py --model mlp --only raw phalanx --rounds 10 --json steps.json
 
 Every round trains each contestant once in fresh processes, one contestant after the other, so that a busy moment of the
-machine hits all of them alike. All use the same model, TensorDataset, batch size and fused AdamW, and have logging,
-checkpoints and progress bars turned off. The stopwatch is a hook on the optimizer in rank 0 (see clock.py): it takes
+machine hits all of them alike. All use the same model, batch size and fused AdamW, and a plain Dataset (a length and a
+`__getitem__`), as users have it; two more rows train on a TensorDataset. Phalanx runs with its logging as it comes, the
+rivals with logging, checkpoints and progress bars turned off. The stopwatch is a hook on the optimizer in rank 0 (see clock.py): it takes
 the time between two optimizer steps, warm-up excluded, and so needs nothing of the framework that it measures.
 """
 
@@ -23,7 +24,7 @@ from report import describe, environment, ratio, table, write_json
 from workloads import WORKLOADS, Workload
 
 _MODELS = {"cpu": ["mlp", "gpt"], "cuda": ["mlp", "gpt", "gpt2"]}
-_APART = ("phalanx-fsdp", "raw-fsdp", "phalanx-ring", "raw-on-phalanx")
+_APART = ("phalanx-fsdp", "raw-fsdp", "raw-on-phalanx")
 """Who is measured only where --only says so, or by distributed_benchmarks.py."""
 _HEAVY = ["raw", "phalanx", "accelerate", "lightning"]
 """Who trains the big model unless --only says otherwise: the device's time is dear."""
@@ -60,8 +61,9 @@ def _parse() -> argparse.Namespace:
 
 def _chosen(options: argparse.Namespace, model: str) -> list[str]:
     names = options.only or (_HEAVY if model.startswith("gpt2") else [n for n in CONTESTANTS if n not in _APART])
-    if options.ranks > 1:  # there raw is in DDP already
-        names = [name for name in names if name not in ("raw-ddp", "raw-fsdp")]
+    # With several ranks raw is in DDP already; with one there is nothing to average.
+    useless = ("raw-ddp", "raw-fsdp") if options.ranks > 1 else ("phalanx-ddp", "phalanx-ring")
+    names = [name for name in names if name not in useless or name in (options.only or ())]
     return ["raw", *(name for name in names if name != "raw")]
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from clock import StepClock
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout need not be installed
 
@@ -72,13 +72,29 @@ class GptWithLoss(nn.Module):
         return loss
 
 
+class PlainDataset(Dataset[tuple[Tensor, ...]]):
+    """What users write: a length and a `__getitem__`. Nothing tells a framework that it could fetch whole batches."""
+
+    def __init__(self, tensors: TensorDataset) -> None:
+        self.tensors = tensors
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        inputs, targets = self.tensors.tensors
+        return inputs[index], targets[index]
+
+
 @dataclass
 class Task:
     """One contestant's copy of a workload on this rank."""
 
     workload: Workload
     model: nn.Module
-    dataset: TensorDataset
+    dataset: Dataset[tuple[Tensor, ...]]
+    tensors: TensorDataset
+    """The same samples as a TensorDataset, for those who are measured with one."""
     clock: StepClock
     device: str
     world_size: int
@@ -107,7 +123,8 @@ def build_task(name: str, *, device: str, world_size: int, steps: int | None = N
     )
     # Two steps more than needed: a loop that looks one batch ahead must not meet the end of the epoch.
     samples = workload.batch_size * world_size * (clock.total_steps + 2)
-    return Task(workload, model, _dataset(workload, samples), clock, device, world_size)
+    tensors = _dataset(workload, samples)
+    return Task(workload, model, PlainDataset(tensors), tensors, clock, device, world_size)
 
 
 def _dataset(workload: Workload, samples: int) -> TensorDataset:

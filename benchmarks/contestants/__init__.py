@@ -23,10 +23,15 @@ class Contestant:
 
 CONTESTANTS = {
     "raw": Contestant("raw PyTorch loop", "contestants.raw", ("torch",)),
+    "raw-tensors": Contestant("raw loop, TensorDataset", "contestants.raw", ("torch",), "run_on_tensors"),
     "raw-ddp": Contestant("raw loop, DDP of one rank", "contestants.raw", ("torch",), "run_in_ddp"),
     "raw-fsdp": Contestant("raw loop, fully_shard of one rank", "contestants.raw", ("torch",), "run_in_fsdp"),
     "phalanx": Contestant("Phalanx", "contestants.phalanx_trainer", ("phalanx",)),
+    "phalanx-tensors": Contestant(
+        "Phalanx, TensorDataset", "contestants.phalanx_trainer", ("phalanx",), "run_on_tensors"
+    ),
     "raw-on-phalanx": Contestant("raw loop, DDP on our backend", "contestants.raw", ("torch",), "run_on_our_backend"),
+    "phalanx-ddp": Contestant("Phalanx, ddp", "contestants.phalanx_trainer", ("phalanx",), "run_ddp"),
     "phalanx-ring": Contestant("Phalanx, ring", "contestants.phalanx_trainer", ("phalanx",), "run_ring"),
     "phalanx-fsdp": Contestant("Phalanx, fsdp", "contestants.phalanx_trainer", ("phalanx",), "run_fsdp"),
     "accelerate": Contestant("Accelerate", "contestants.accelerate_loop", ("accelerate",)),

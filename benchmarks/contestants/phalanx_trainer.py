@@ -1,9 +1,9 @@
-"""Phalanx by its public trainer, without progress bar and periodic reports, as the rivals run without theirs."""
+"""Phalanx by its public trainer as it comes: with its periodic reports, its event file and its console."""
 
 from __future__ import annotations
 
 import tempfile
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader
 
@@ -15,7 +15,18 @@ if TYPE_CHECKING:
 
 def run(task: Task) -> None:
     """Train with the trainer that joins the ranks which are started already."""
+    _train(task)
+
+
+def run_ddp(task: Task) -> None:
+    """Train the same with torch's DDP."""
     _train(task, strategy="ddp")
+
+
+def run_on_tensors(task: Task) -> None:
+    """Train on the same samples, held as a TensorDataset."""
+    task.dataset = task.tensors
+    _train(task)
 
 
 def run_fsdp(task: Task) -> None:
@@ -24,7 +35,7 @@ def run_fsdp(task: Task) -> None:
 
 
 def run_ring(task: Task) -> None:
-    """Train the same with gradients that our own hands average."""
+    """Train the same with gradients that are averaged by our own reducer."""
     _train(task, strategy="ring")
 
 
@@ -33,18 +44,16 @@ def run_deepspeed(task: Task) -> None:
     _train(task, strategy="deepspeed")
 
 
-def _train(task: Task, strategy: str) -> None:
+def _train(task: Task, **settings: Any) -> None:
     workload = task.workload
     trainer = PyTorchDDPTrainer(
         task.model,
         optimizer=task.optimizer,
         device=task.device,
-        strategy=strategy,
+        **settings,
         max_steps=task.steps,
         mixed_precision="bf16" if workload.bf16 else False,
         compile=workload.compile,
-        progress=False,
-        log_every_n_steps=10 * task.steps,
     )
     loader = DataLoader(task.dataset, batch_size=workload.batch_size, shuffle=True, pin_memory=task.device == "cuda")
     with tempfile.TemporaryDirectory(prefix="phalanx-bench-") as run_dir:

@@ -24,6 +24,12 @@ def run(task: Task) -> None:
         _train(task, task.model.to(task.device), sampler=None)
 
 
+def run_on_tensors(task: Task) -> None:
+    """Train on the same samples, held as a TensorDataset."""
+    task.dataset = task.tensors
+    run(task)
+
+
 def run_on_our_backend(task: Task) -> None:
     """Train in torch's DDP, with `init_process_group("phalanx")`."""
     import phalanx.comm.register
