@@ -17,7 +17,7 @@ _TASKS = Path("/proc/self/task")
 
 
 def let_compute_go_first() -> None:
-    """Put gloo's network threads of this process behind threads that compute; do nothing where threads have no names."""
+    """Put gloo's network threads of this process behind threads that compute, where threads have names."""
     if not _TASKS.is_dir():
         return
     for task in _TASKS.iterdir():

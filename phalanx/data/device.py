@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from phalanx.data.order import MicroInfo
 
 
+_SMALL_BYTES = 64 << 10
+"""Up to here CUDA stages a copy from pageable memory itself, and returns without waiting for the device."""
+
+
 def map_batch(batch: Any, function: Callable[[Any], Any], is_leaf: Callable[[Any], bool]) -> Any:
     """Rebuild `batch` with `function` applied to every leaf of its lists, (named) tuples, mappings and dataclasses."""
     if is_leaf(batch):
@@ -71,7 +75,7 @@ def batch_length(batch: Any) -> int:
 def staged(
     pairs: Iterator[tuple[MicroInfo, Any]], device: torch.device, *, pin_first: bool
 ) -> Iterator[tuple[MicroInfo, Any]]:
-    """Put each batch on `device`: on CUDA by a side stream, one batch ahead; on the CPU at no cost."""
+    """Put each batch on `device`: on CUDA one batch ahead, large ones by a side stream; on the CPU at no cost."""
     if device.type == "cpu":
         return pairs
     if device.type == "cuda":
@@ -84,20 +88,37 @@ def _one_ahead(
 ) -> Iterator[tuple[MicroInfo, Any]]:
     side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def stage(pair: tuple[MicroInfo, Any]) -> tuple[MicroInfo, Any]:
-        batch = pin(pair[1]) if pin_first else pair[1]
+    def stage(pair: tuple[MicroInfo, Any]) -> tuple[MicroInfo, Any, bool]:
+        info, batch = pair
+        if _is_small(batch):
+            return info, to_device(batch, device, non_blocking=True), False
+        batch = pin(batch) if pin_first else batch
         with torch.cuda.stream(side):
-            return pair[0], to_device(batch, device, non_blocking=True)
+            return info, to_device(batch, device, non_blocking=True), True
 
     following = next(pairs, None)
     ahead = stage(following) if following is not None else None
     while ahead is not None:
-        ready = ahead
-        # Before the next copy is queued, so that the computation waits for its own batch only.
-        _hand_over(ready[1], side, device)
+        info, batch, aside = ahead
+        if aside:  # before the next copy is queued, so that the computation waits for its own batch only
+            _hand_over(batch, side, device)
         following = next(pairs, None)
         ahead = stage(following) if following is not None else None
-        yield ready
+        yield info, batch
+
+
+def _is_small(batch: Any) -> bool:
+    """Whether a batch of plain tensors is so small that the driver takes it at once.
+
+    Then pinning it and a second stream cost more than the copy, which needs no pinned memory to go on by itself.
+    """
+    parts = batch if isinstance(batch, (list, tuple)) else batch.values() if type(batch) is dict else (batch,)
+    total = 0
+    for part in parts:
+        if type(part) is not torch.Tensor:
+            return False
+        total += part.nbytes
+    return total <= _SMALL_BYTES
 
 
 def _hand_over(batch: Any, side: torch.cuda.Stream, device: torch.device) -> None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.random import mtrand
 
 _MASK = (1 << 64) - 1
-_SCOPED = np.random.MT19937()
-"""NumPy's generator inside `rng_scope`; it is seeded each time."""
 
 
 def derive_seed(*parts: int) -> int:
@@ -31,11 +32,8 @@ def seed_process(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
 
 
-class rng_scope:  # noqa: N801 - used like a function
-    """Run a block under `seed` and put this process's generators back as they were.
-
-    It runs once per batch. NumPy's generator is exchanged for another one, not copied: copying takes 100 times longer.
-    """
+class rng_scope:
+    """Run a block under `seed` and put this process's generators back as they were."""
 
     __slots__ = ("_numpy", "_python", "_seed", "_torch")
 
@@ -45,12 +43,59 @@ class rng_scope:  # noqa: N801 - used like a function
     def __enter__(self) -> None:
         self._python = random.getstate()
         self._torch = torch.default_generator.get_state()
-        self._numpy = np.random.get_bit_generator()
-        # A scope within a scope needs a generator of its own.
-        np.random.set_bit_generator(_SCOPED if self._numpy is not _SCOPED else np.random.MT19937())
+        self._numpy = _NUMPY.lend()
         seed_process(self._seed)
 
     def __exit__(self, *error: object) -> None:
         random.setstate(self._python)
         torch.default_generator.set_state(self._torch)
-        np.random.set_bit_generator(self._numpy)
+        _NUMPY.take_back(*self._numpy)
+
+
+class _NumpyGenerator:
+    """NumPy's global generator, exchanged for another one while data are read.
+
+    Copying its state takes 100 times longer than exchanging it, and this happens once per batch. Only one thing is lost
+    in an exchange: the second of two normal numbers that NumPy draws at once. So the state is copied where numbers were
+    drawn since the last exchange, or such a second number waits.
+    """
+
+    def __init__(self) -> None:
+        self._seen: object = None
+        self._mark: tuple[int, ...] = ()
+        self._words: Any = None
+
+    def lend(self) -> tuple[Any, Any]:
+        """Put a generator for the data in place; return what `take_back` needs."""
+        own = mtrand.get_bit_generator()
+        state = None
+        if own is not self._seen or self._mark != self._position():
+            state = np.random.get_state(legacy=False)
+        # A scope within a scope needs a generator of its own.
+        mtrand.set_bit_generator(_FOR_DATA if own is not _FOR_DATA else np.random.MT19937())
+        return own, state
+
+    def take_back(self, own: Any, state: Any) -> None:
+        """Put the process's own generator back as it was."""
+        mtrand.set_bit_generator(own)
+        if state is None:
+            return
+        waits = bool(state["has_gauss"])
+        if waits:
+            np.random.set_state(state)
+        known = isinstance(own, np.random.MT19937) and own is not _FOR_DATA and not waits
+        self._seen = own if known else None
+        if known:
+            self._words = (ctypes.c_uint32 * (_KEY_WORDS + 1)).from_address(own.ctypes.state_address)
+            self._mark = self._position()
+
+    def _position(self) -> tuple[int, ...]:
+        """Return what changes whenever a number is drawn: where in its block of words MT19937 is, and two of them."""
+        words = self._words
+        return words[_KEY_WORDS], words[0], words[_KEY_WORDS - 1]
+
+
+_KEY_WORDS = 624
+"""Words of MT19937's block; its position follows them in memory."""
+_FOR_DATA = np.random.MT19937()
+_NUMPY = _NumpyGenerator()

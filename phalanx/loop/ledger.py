@@ -34,23 +34,50 @@ class LossLedger:
         """Return step -> loss of its global batch, and forget them; all ranks must call this together."""
         if not self._losses:
             return {}
-        first = self._step_of[0]
-        rows = torch.tensor([step - first for step in self._step_of])
+        first, alone = self._step_of[0], self._world.world_size == 1
         losses = torch.stack(self._losses).double()
-        device = losses.device
-        shares = _on_device(self._shares, device)
-        # A stand-in batch has share 0; its loss must not turn a NaN into everyone's NaN.
-        weighted = torch.where(shares > 0, losses * shares, torch.zeros_like(losses))
-        table = torch.zeros(2, int(rows[-1]) + 1, dtype=torch.float64, device=device)
-        table[0].index_add_(0, rows.to(device), weighted)
-        table[1].index_add_(0, rows.to(device), shares)
-        if self._world.world_size > 1:
+        if alone or losses.device.type == "cpu":
+            # One transfer, or none: the host adds up a few numbers faster than a device starts its kernels.
+            table = self._sums(losses.tolist(), _on_host(self._shares))
+        else:
+            table = self._sums_on_device(losses)
+        if not alone:
             dist.all_reduce(table)
         self._losses.clear()
         self._shares.clear()
         self._step_of.clear()
         means = (table[0] / table[1]).tolist()
         return {first + row: mean for row, mean in enumerate(means)}
+
+    def _sums(self, losses: list[float], shares: list[float]) -> torch.Tensor:
+        """Return two rows, by step: the weighted losses and the weights.
+
+        A stand-in batch has share 0; its loss must not turn a NaN into everyone's NaN.
+        """
+        first = self._step_of[0]
+        weighted, weights = ([0.0] * (self._step_of[-1] - first + 1) for _ in range(2))
+        for step, loss, share in zip(self._step_of, losses, shares, strict=True):
+            if share > 0:
+                weighted[step - first] += loss * share
+                weights[step - first] += share
+        return torch.tensor([weighted, weights], dtype=torch.float64)
+
+    def _sums_on_device(self, losses: torch.Tensor) -> torch.Tensor:
+        device, first = losses.device, self._step_of[0]
+        rows = torch.tensor([step - first for step in self._step_of], device=device)
+        shares = _on_device(self._shares, device)
+        weighted = torch.where(shares > 0, losses * shares, torch.zeros_like(losses))
+        table = torch.zeros(2, self._step_of[-1] - first + 1, dtype=torch.float64, device=device)
+        table[0].index_add_(0, rows, weighted)
+        table[1].index_add_(0, rows, shares)
+        return table
+
+
+def _on_host(shares: list[float | torch.Tensor]) -> list[float]:
+    numbers = [share for share in shares if not isinstance(share, torch.Tensor)]
+    if len(numbers) == len(shares):
+        return numbers
+    return torch.stack([torch.as_tensor(share).double() for share in shares]).tolist()
 
 
 def _on_device(shares: list[float | torch.Tensor], device: torch.device) -> torch.Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import shutil
 import sys
 import time
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from phalanx.loop.speed import TokenRate, token_rate
+from phalanx.loop.speed import PeakMemory, TokenRate, token_rate
 from phalanx.observe.events import (
     CheckpointSaved,
     EpochDone,
@@ -60,6 +59,7 @@ class Reporter:
         self._loss_count = 0
         self._said: set[str] = set()
         self._token_rate = TokenRate()
+        self._memory = PeakMemory(loop.formation.device)
         self._resumed_from: str | None = None
 
     def resumed(self, state: dict[str, Any]) -> None:
@@ -154,7 +154,7 @@ class Reporter:
             grad_norm=None if grad_norm is None else float(grad_norm),
             samples_per_second=rate,
             step_seconds=seconds,
-            memory_bytes=_memory(loop.formation.device),
+            memory_bytes=self._memory.bytes(),
             samples=self.samples,
             tokens_per_second=self._token_rate.tokens(rate),
             mfu=self._token_rate.mfu(rate),
@@ -271,13 +271,6 @@ def tensorboard_dir(config: Any, run_dir: Path) -> str | None:
     if config.tensorboard_dir is not None:
         return str(config.tensorboard_dir)
     return str(run_dir / "tensorboard") if config.tensorboard else None
-
-
-def _memory(device: torch.device) -> int:
-    """Return the peak memory of this rank: the device's for CUDA, the process's on the CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _count_parameters(loop: TrainLoop) -> int:

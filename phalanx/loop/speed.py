@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import resource
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -33,6 +36,30 @@ class TokenRate:
         return None if tokens is None or self.peak_share_per_token is None else tokens * self.peak_share_per_token
 
 
+class PeakMemory:
+    """The peak memory of this rank: the device's on CUDA, the process's on the CPU.
+
+    Asking takes up to half a millisecond, as long as a small step, so it is asked once per second at most.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._asked = -math.inf
+        self._peak = 0
+
+    def bytes(self) -> int:
+        """Return the peak as it was at most a second ago."""
+        now = time.monotonic()
+        if now - self._asked >= 1.0:
+            self._asked, self._peak = now, self._ask()
+        return self._peak
+
+    def _ask(self) -> int:
+        if self._device.type == "cuda":
+            return int(torch.cuda.memory_stats_as_nested_dict(self._device)["allocated_bytes"]["all"]["peak"])
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
 def token_rate(model: nn.Module, batch: Any, formation: Formation) -> TokenRate:
     """Look at the first batch: integers [batch, time] for a model that knows its operations a token are tokens."""
     inputs = batch[0] if isinstance(batch, Sequence) and len(batch) else batch
@@ -40,9 +67,9 @@ def token_rate(model: nn.Module, batch: Any, formation: Formation) -> TokenRate:
     is_tokens = isinstance(inputs, torch.Tensor) and inputs.ndim == 2 and not inputs.is_floating_point()
     if not is_tokens or not callable(count):
         return TokenRate()
-    time = int(inputs.shape[1])
+    length = int(inputs.shape[1])
     peak = _peak(model, formation)
-    return TokenRate(time, None if peak is None else float(count(time)) / (peak * formation.world_size))
+    return TokenRate(length, None if peak is None else float(count(length)) / (peak * formation.world_size))
 
 
 def _peak(model: nn.Module, formation: Formation) -> float | None:
