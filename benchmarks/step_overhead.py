@@ -8,8 +8,8 @@ Every round trains each contestant once in fresh processes, one contestant after
 machine hits all of them alike. All use the same model, batch size and fused AdamW, and a plain Dataset (a length and a
 `__getitem__`), as users have it; two more rows train on a TensorDataset. Phalanx runs with its logging as it comes, the
 rivals with logging, checkpoints and progress bars turned off. The stopwatch is a hook on the optimizer in rank 0 (see
-clock.py): it takes the time between two optimizer steps, warm-up excluded, and so needs nothing of the framework that it
-measures.
+clock.py): it takes the time between two optimizer steps, warm-up excluded, and so needs nothing of the framework that
+it measures.
 """
 
 from __future__ import annotations

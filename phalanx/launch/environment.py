@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from phalanx.launch.interfaces import network_environment
+from phalanx.launch.interfaces import loopback_environment, network_environment
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -50,7 +50,7 @@ def rank_environment(
     log_dir = spec.log_dir.absolute()
     return {
         **shared,
-        **(network_environment(place.master_addr, shared) if place.num_nodes > 1 else {}),
+        **(network_environment(place.master_addr, shared) if place.num_nodes > 1 else loopback_environment(shared)),
         "RANK": rank,
         "LOCAL_RANK": str(local_rank),
         "WORLD_SIZE": world_size,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -52,6 +53,7 @@ class HorovodAttempt:
         self._evidence = Evidence(spec, Place(0, 1, 0, ranks, "", 0))
         self._states = {rank: RankState(rank, spec.label(rank)) for rank in range(ranks)}
         self._lost: set[int] = set()
+        self._pidfds: dict[int, int] = {}
         """Ranks without which an elastic run goes on."""
         self._requested: signal.Signals | None = None
         self._over = False
@@ -131,9 +133,10 @@ class HorovodAttempt:
         state = self._states.get(event.get("rank", -1))
         if event["event"] == STARTED and state is not None:
             state.pid, state.code = event["pid"], None
+            self._hold(state.rank, event["pid"])
             self._lost.discard(state.rank)
             if self._requested is not None:
-                send_signal(event["pid"], signal.SIGTERM)
+                self._signal(state.rank, signal.SIGTERM)
         elif event["event"] == ENDED and state is not None:
             self._end(state, event["code"])
         else:
@@ -174,10 +177,22 @@ class HorovodAttempt:
         self._later(self._spec.grace_seconds, self._kill)
 
     def _signal_ranks(self, number: int) -> bool:
-        pids = [state.pid for state in self._states.values() if state.alive and state.pid is not None]
-        for pid in pids:
-            send_signal(pid, number)
-        return bool(pids)
+        living = [state.rank for state in self._states.values() if state.alive and state.pid is not None]
+        for rank in living:
+            self._signal(rank, number)
+        return bool(living)
+
+    def _hold(self, rank: int, pid: int) -> None:
+        """Open a rank's process: its number may be given to another one after an end that is not told here."""
+        old = self._pidfds.pop(rank, None)
+        if old is not None:
+            os.close(old)
+        with contextlib.suppress(ProcessLookupError):  # it has ended already
+            self._pidfds[rank] = os.pidfd_open(pid)
+
+    def _signal(self, rank: int, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError, KeyError):
+            signal.pidfd_send_signal(self._pidfds[rank], number)
 
     def _kill(self) -> None:
         self._signal_ranks(signal.SIGKILL)
@@ -210,6 +225,8 @@ class HorovodAttempt:
         self._process.stdout.close()
         for line in (*self._lines, self._door):
             line.close()
+        for descriptor in self._pidfds.values():
+            os.close(descriptor)
         self._output.close()
         self._evidence.close()
         self._selector.close()

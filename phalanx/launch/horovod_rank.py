@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from phalanx.errors import EXIT_PREEMPTED
 from phalanx.launch.group import stack_path
+from phalanx.launch.horovod_driver import bind_to_loopback
 from phalanx.launch.output import open_log
 from phalanx.launch.rank import leave, lift, run_to_end
 from phalanx.launch.target import from_message, run_target
@@ -41,6 +42,8 @@ def main() -> NoReturn:
     launcher = _connect(request["events"], request["network"])
     log = None if launcher is None else open_log(Path(request["log_dir"]), rank)
     _tell(launcher, {"event": STARTED, "rank": rank, "pid": os.getpid()})
+    if request["loopback"]:
+        bind_to_loopback()
     _prepare(request, launcher, log)
     code = run_to_end(lambda: run_target(from_message(request["target"]), request["path"]), request, log)
     _tell(launcher, {"event": ENDED, "rank": rank, "code": code})

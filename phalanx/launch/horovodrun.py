@@ -69,8 +69,9 @@ class HorovodRun:
         words = ["--mpi" if self.mpi else "--gloo", "--disable-cache", "-np", str(self.least or self.ranks)]
         if self.elastic:
             words += ["--min-np", str(self.least or self.ranks), "--max-np", str(self.ranks)]
-            if _all_here(hosts):
-                words += ["--network-interfaces", "lo"]
+        loopback = _all_here(hosts) and not self.mpi
+        if loopback:
+            words += ["--network-interfaces", "lo"]
         if self.discovery is not None:
             words += ["--host-discovery-script", str(Path(self.discovery).absolute())]
         else:
@@ -83,8 +84,9 @@ class HorovodRun:
             "log_dir": str(spec.log_dir.absolute()),
             "events": events,
             "network": network(),
+            "loopback": loopback and self.elastic,  # only then ranks open servers of Horovod
         }
-        driver = [*_python("phalanx.launch.horovod_driver", f"main({os.getpid()})"), *words]
+        driver = [*_python("phalanx.launch.horovod_driver", f"main({os.getpid()}, {loopback})"), *words]
         return [*driver, *_python("phalanx.launch.horovod_rank", "main()"), json.dumps(request)]
 
     def _environment(self, spec: LaunchSpec, hosts: Sequence[Host], attempt: int) -> dict[str, str]:

@@ -22,6 +22,12 @@ _ELSEWHERE = "192.0.2.1"
 """An address reserved for documentation: asking for the way there sends nothing and finds the default route."""
 
 
+def loopback_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that keep ranks of one machine on loopback: gloo and nccl listen for anyone who connects."""
+    card = _card_with("127.0.0.1")
+    return {name: card for name in (VARIABLE, "NCCL_SOCKET_IFNAME") if card is not None and name not in environ}
+
+
 def network_environment(master: str, environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variable that lets ranks on several hosts reach each other, where torch would choose wrongly."""
     if VARIABLE in environ:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import selectors
 import socket
 import time
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from phalanx.launch import wire
 from phalanx.launch.environment import Place
+from phalanx.launch.signed_store import VARIABLE
 from phalanx.launch.warm import WarmProcessDiedError
 
 if TYPE_CHECKING:
@@ -55,6 +57,7 @@ class Meeting:
                 "run_id": self._spec.rdzv_id,
                 "ranks_per_node": self._spec.ranks_per_node,
                 "seconds": self._spec.join_timeout or _GATHER_SECONDS,
+                "secret": {**os.environ, **self._spec.env}.get(VARIABLE),
             }
             self._fork_agent("store", request, [])
         self._say({"gather": attempt})

@@ -1,21 +1,25 @@
-"""Several nodes, one supervisor each: gather at torch's c10d rendezvous, share the first failure, leave together."""
+"""Several nodes, one supervisor each: gather at the rendezvous endpoint, share the first failure, leave together.
+
+The nodes meet in a TCPStore. Values there are JSON, signed where the job has a secret (`signed_store`): torch's own
+rendezvous would unpickle what any process that reaches the port has written.
+"""
 
 from __future__ import annotations
 
 import json
-import os
 import socket
 import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from phalanx.errors import PhalanxError, UsageError
+from phalanx.launch.signed_store import VARIABLE, sign_store
 from phalanx.launch.spec import split_endpoint
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torch.distributed import PrefixStore, TCPStore
+    from torch.distributed import Store, TCPStore
 
     from phalanx.launch.wire import Message
 
@@ -23,6 +27,9 @@ _CONNECT_SECONDS = 60.0
 _LEAVE_SECONDS = 3.0
 _ARRIVAL_POLL_SECONDS = 0.05
 _ENDS, _LEFT, _FAILURE = "ends", "left", "failure"
+_ARRIVED, _NODE, _BEAT, _MEMBERS = "arrived", "node", "beat", "members"
+_SILENT_SECONDS = 5.0
+"""A node that waits gives a sign of life at every look; one without for so long has gone."""
 
 
 class NodeGroup:
@@ -35,7 +42,7 @@ class NodeGroup:
         self._seconds: float = request["seconds"]
         self._hosts_store = False
         self._store = self._meet()
-        self._board: PrefixStore | None = None
+        self._board: Store | None = None
         self._rank_store: TCPStore | None = None
         self._attempt = 0
         self._said_failure = self._said_end = False
@@ -79,16 +86,19 @@ class NodeGroup:
 
     def gather(self, attempt: int, tell: Callable[[Message], None]) -> dict[str, Any]:
         """Wait for all nodes, agree on their order, and return this node's place with the ranks' fresh store."""
-        from torch.distributed import PrefixStore
+        from torch.distributed import DistNetworkError, PrefixStore
 
         self._attempt = attempt
-        self._await_all(tell, time.monotonic() + self._seconds)
-        arrival = self._rendezvous(f"{self._request['run_id']}.{attempt}")
-        self._board = PrefixStore(f"phalanx/{self._request['run_id']}/{attempt}", self._store)
+        prefix = f"phalanx/{self._request['run_id']}/{attempt}"
+        self._board = sign_store(PrefixStore(prefix, self._store), {VARIABLE: self._request.get("secret") or ""})
         self._said_failure = self._said_end = False
-        nodes = self._exchange(arrival)
-        order = order_nodes([node["node_rank"] for node in nodes], [node["host"] for node in nodes])
-        node_rank = order.index(arrival)
+        try:
+            nodes, own = self._meet_all(self._board, tell, time.monotonic() + self._seconds)
+            order = order_nodes([node["node_rank"] for node in nodes], [node["host"] for node in nodes])
+            port = self._share_rank_store(self._board)
+        except (DistNetworkError, RuntimeError) as error:
+            raise self._host_is_lost() from error
+        node_rank = order.index(own)
         sizes = [nodes[index]["ranks"] for index in order]
         return {
             "node_rank": node_rank,
@@ -96,50 +106,42 @@ class NodeGroup:
             "first_rank": sum(sizes[:node_rank]),
             "world_size": sum(sizes),
             "master_addr": self._host,
-            "master_port": self._share_rank_store(),
+            "master_port": port,
         }
 
-    def _await_all(self, tell: Callable[[Message], None], deadline: float) -> None:
-        """Count who comes, and tell it: torch's rendezvous, which decides, says nothing while it waits."""
-        from torch.distributed import DistNetworkError
+    def _meet_all(
+        self, board: Store, tell: Callable[[Message], None], deadline: float
+    ) -> tuple[list[dict[str, Any]], int]:
+        """Return what all nodes say of themselves, in the order of their arrival, and which of them is this one.
 
-        key = f"phalanx/{self._request['run_id']}/{self._attempt}/arrived"
-        told, arrived = 0, 1
-        try:
-            arrived = self._store.add(key, 1)
-            while arrived < self._num_nodes and time.monotonic() < deadline:
-                if arrived != told:
-                    tell({"arrived": arrived, "attempt": self._attempt})
-                told = arrived
-                time.sleep(_ARRIVAL_POLL_SECONDS)
-                arrived = self._store.add(key, 0)
-        except (DistNetworkError, RuntimeError) as error:
-            raise self._host_is_lost() from error
-        if arrived < self._num_nodes:
-            raise self._not_all_came()
+        The node that hosts the store decides who takes part: the first nodes, as many as needed, that still give signs
+        of life. So a node that came, died and was started again counts once.
+        """
+        own = board.add(_ARRIVED, 1)
+        mine = {"node_rank": self._request["node_rank"], "host": socket.gethostname()}
+        board.set(f"{_NODE}/{own}", json.dumps({**mine, "ranks": self._request["ranks_per_node"]}))
+        census, told = Census(), 0
+        while not board.check([_MEMBERS]):
+            if time.monotonic() > deadline:
+                raise self._not_all_came()
+            board.add(f"{_BEAT}/{own}", 1)
+            present = census.take({n: board.add(f"{_BEAT}/{n}", 0) for n in range(1, board.add(_ARRIVED, 0) + 1)})
+            if self._hosts_store and len(present) >= self._num_nodes:
+                board.set(_MEMBERS, json.dumps(present[: self._num_nodes]))
+            elif len(present) != told:
+                told = len(present)
+                tell({"arrived": told, "attempt": self._attempt})
+            time.sleep(_ARRIVAL_POLL_SECONDS)
+        members = json.loads(board.get(_MEMBERS))
+        if own not in members:
+            raise self._all_places_taken()
+        return [json.loads(board.get(f"{_NODE}/{number}")) for number in members], members.index(own)
 
-    def _rendezvous(self, run_id: str) -> int:
-        """Return this node's place in the order of arrival, from torch's rendezvous."""
-        from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousError
-        from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
-        from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
-
-        # The ranks get a store of ours at an address known to be reachable: torch need not make one by host name.
-        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-        handler = DynamicRendezvousHandler.from_backend(
-            run_id,
-            self._store,
-            C10dRendezvousBackend(self._store, run_id),
-            min_nodes=self._num_nodes,
-            max_nodes=self._num_nodes,
-            timeout=RendezvousTimeout(join=timedelta(seconds=self._seconds)),
+    def _all_places_taken(self) -> UsageError:
+        return UsageError(
+            f"{self._num_nodes} nodes have met at {self._host}:{self._port} without this one.",
+            hint="Start one supervisor per node, and give every job a port or an --rdzv-id of its own.",
         )
-        try:
-            return int(handler.next_rendezvous().rank)
-        except RendezvousConnectionError as error:
-            raise self._host_is_lost() from error
-        except RendezvousError as error:
-            raise self._not_all_came() from error
 
     def _not_all_came(self) -> PhalanxError:
         return PhalanxError(
@@ -153,23 +155,12 @@ class NodeGroup:
             hint="Look at that node's own output: its supervisor is gone.",
         )
 
-    def _exchange(self, arrival: int) -> list[dict[str, Any]]:
-        assert self._board is not None
-        mine = {
-            "node_rank": self._request["node_rank"],
-            "host": socket.gethostname(),
-            "ranks": self._request["ranks_per_node"],
-        }
-        self._board.set(f"node/{arrival}", json.dumps(mine))
-        return [json.loads(self._board.get(f"node/{index}")) for index in range(self._num_nodes)]
-
-    def _share_rank_store(self) -> int:
-        """Whoever hosts the endpoint hosts the ranks' store too: its address is the one all nodes can reach."""
-        assert self._board is not None
+    def _share_rank_store(self, board: Store) -> int:
+        """Return the port of the ranks' store; it is where the endpoint is: that address all nodes can reach."""
         if self._hosts_store:
             self._rank_store = self._open_store(0, is_master=True)
-            self._board.set("rank-store", str(self._rank_store.port))
-        return int(self._board.get("rank-store"))
+            board.set("rank-store", str(self._rank_store.port))
+        return int(board.get("rank-store"))
 
     def publish_failure(self, failure: dict[str, Any]) -> None:
         """Tell the other nodes, unless one of them was first."""
@@ -221,6 +212,22 @@ class NodeGroup:
         while self._hosts_store and left < self._num_nodes and time.monotonic() < deadline:
             time.sleep(0.05)
             left = self._board.add(_LEFT, 0)
+
+
+class Census:
+    """Which nodes are there, by the counters that each raises while it waits."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._seen: dict[int, tuple[int, float]] = {}
+
+    def take(self, beats: dict[int, int]) -> list[int]:
+        """Return the numbers of the nodes whose counters have moved lately, in the order of their arrival."""
+        now = self._clock()
+        for number, beat in beats.items():
+            if self._seen.get(number, (0, 0.0))[0] != beat:
+                self._seen[number] = (beat, now)
+        return [number for number, (_, moved) in sorted(self._seen.items()) if now - moved < _SILENT_SECONDS]
 
 
 def order_nodes(node_ranks: list[int | None], hosts: list[str]) -> list[int]:

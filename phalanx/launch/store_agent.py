@@ -45,9 +45,10 @@ def _serve_one_node(line: socket.socket, listener: int) -> None:
     from torch.distributed import TCPStore
 
     port = socket.socket(fileno=os.dup(listener)).getsockname()[1]
-    # libuv would do as well here; the plain server starts no event loop for a handful of loopback clients.
+    # libuv's server reads what comes: the plain one waits for the rest of a request, and every process of this machine
+    # could stop the run by sending half of one.
     store = TCPStore(
-        "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener, use_libuv=False
+        "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener, use_libuv=True
     )
     wire.receive(line)
     assert store.port == port

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from typing import TYPE_CHECKING
 
 from phalanx.errors import UsageError
@@ -11,6 +12,7 @@ from phalanx.launch.environment import shared_environment
 from phalanx.launch.meeting import Meeting
 from phalanx.launch.policy import Outcome, Restart, decide
 from phalanx.launch.signals import SignalInbox
+from phalanx.launch.signed_store import VARIABLE
 from phalanx.launch.spec import LaunchResult, LaunchSpec, check_endpoint
 from phalanx.launch.warm import warm_process
 
@@ -36,6 +38,8 @@ def launch(spec: LaunchSpec, console: Console | None = None, signals: SignalInbo
         check_endpoint(spec.rdzv_endpoint)
     shared_env = shared_environment(spec)
     session = warm_process(shared_env).open_session()
+    if spec.num_nodes == 1:
+        shared_env.setdefault(VARIABLE, secrets.token_hex(32))
     try:
         return _run_attempts(spec, console, session, shared_env, signals or SignalInbox())
     finally:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import socket
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 if TYPE_CHECKING:
+    from datetime import timedelta
+
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
     from phalanx.world.mesh import Mesh
 
 
+LOOPBACK = "127.0.0.1"
 _MADE: dict[Any, Any] = {}
 """Groups and meshes of this process by what they are made of: each fit would make its own, and torch keeps them all."""
 
@@ -57,6 +61,20 @@ def _is_alive(made: Any) -> bool:
         return False
     groups = made.get_all_groups() if hasattr(made, "get_all_groups") else [made]
     return all(group in dist.distributed_c10d._world.pg_map for group in groups)
+
+
+def open_loopback_store(port: int, timeout: timedelta, *, is_master: bool) -> dist.TCPStore:
+    """Host or reach the store of ranks that are all on this machine: nothing outside it can connect.
+
+    torch's own server listens on every interface. Port 0: any that is free, for the host alone.
+    """
+    if not is_master:
+        return dist.TCPStore(LOOPBACK, port, is_master=False, timeout=timeout)
+    listener = socket.create_server((LOOPBACK, port), backlog=1024)
+    found = listener.getsockname()[1]
+    return dist.TCPStore(
+        LOOPBACK, found, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listener.detach()
+    )
 
 
 def join_alone(device: torch.device) -> None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from phalanx.errors import UsageError
 from phalanx.launch.interfaces import VARIABLE, address_of_card, default_interface
 from phalanx.world.env import write_horovod_env
-from phalanx.world.groups import forget_groups
+from phalanx.world.groups import forget_groups, open_loopback_store
 
 if TYPE_CHECKING:
     from phalanx.world.env import RankEnv
@@ -47,8 +47,11 @@ def meet(env: RankEnv, seconds: float) -> tuple[RankEnv, dist.Store]:
 @functools.cache
 def _meet(env: RankEnv, seconds: float) -> tuple[RankEnv, dist.Store]:
     hvd, timeout = horovod(), timedelta(seconds=seconds)
-    host, server = _own_address(one_machine=env.local_world_size == env.world_size), None
-    if env.rank == 0:
+    one_machine = env.local_world_size == env.world_size
+    host, server = _own_address(one_machine=one_machine), None
+    if env.rank == 0 and one_machine:
+        server = open_loopback_store(0, timeout, is_master=True)
+    elif env.rank == 0:
         server = dist.TCPStore(host, 0, is_master=True, timeout=timeout, wait_for_workers=False)
     place = (host, server.port) if server is not None else None
     host, port = hvd.broadcast_object(place, root_rank=0, name=f"phalanx.meet.{env.attempt}")

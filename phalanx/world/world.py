@@ -14,10 +14,11 @@ import torch
 import torch.distributed as dist
 
 from phalanx.errors import UsageError
-from phalanx.launch.interfaces import network_environment
+from phalanx.launch.interfaces import loopback_environment, network_environment
+from phalanx.launch.signed_store import sign_store
 from phalanx.world import horovod
 from phalanx.world.env import RankEnv, export_rank_env, read_rank_env
-from phalanx.world.groups import forget_groups
+from phalanx.world.groups import forget_groups, open_loopback_store
 from phalanx.world.layout import check_device
 from phalanx.world.mesh import Mesh, plan_mesh
 
@@ -90,10 +91,13 @@ def join_world(config: DistributedConfig) -> World:
     if dist.is_initialized():  # the user's script met the others already: join in, and leave the leaving to it
         store = dist.distributed_c10d._get_default_store()
         return World(env, device, mesh, dist.get_backend(), dist.PrefixStore(name, store), owns_group=False)
-    env, store = _meet(env, config.timeout)
+    # nccl's own threads read the store: they would have to ask Python for every value.
+    env, store = _meet(env, config.timeout, signed="nccl" not in backend)
     export_rank_env(env)
-    if env.local_world_size < env.world_size:
-        os.environ.update(network_environment(env.master_addr, os.environ))
+    on_one_machine = env.local_world_size >= env.world_size
+    os.environ.update(
+        loopback_environment(os.environ) if on_one_machine else network_environment(env.master_addr, os.environ)
+    )
     dist.init_process_group(
         backend,
         store=dist.PrefixStore(f"{name}/group", store),
@@ -105,11 +109,16 @@ def join_world(config: DistributedConfig) -> World:
     return World(env, device, mesh, backend, dist.PrefixStore(name, store), owns_group=True)
 
 
-def _meet(env: RankEnv, seconds: float) -> tuple[RankEnv, dist.Store]:
+def _meet(env: RankEnv, seconds: float, *, signed: bool) -> tuple[RankEnv, dist.Store]:
     """Return the ranks' store, and this rank's place with the store's address in it."""
     if env.started_by == horovod.STARTED_BY:
         return horovod.meet(env, seconds)
-    return env, _connect(env, seconds)
+    return env, _connect_signed(env, seconds) if signed else _connect(env, seconds)
+
+
+@functools.cache
+def _connect_signed(env: RankEnv, seconds: float) -> dist.Store:
+    return sign_store(_connect(env, seconds))
 
 
 @functools.cache
@@ -117,8 +126,12 @@ def _connect(env: RankEnv, seconds: float) -> dist.Store:
     """Connect to the ranks' store, once: were it closed and opened again, a quick rank would meet the dying one."""
     export_rank_env(env)
     timeout = timedelta(seconds=seconds)
+    hosted_by_a_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store: dist.Store
-    store, _, _ = next(iter(dist.rendezvous("env://", env.rank, env.world_size, timeout=timeout)))
+    if env.local_world_size >= env.world_size and not hosted_by_a_launcher:
+        store = open_loopback_store(env.master_port, timeout, is_master=env.rank == 0)
+    else:
+        store, _, _ = next(iter(dist.rendezvous("env://", env.rank, env.world_size, timeout=timeout)))
     store.set_timeout(timeout)
     return store
 

@@ -49,7 +49,7 @@ def _run_nodes(tmp_path, source, *, node_ranks=(0, 1), sizes=(2, 1), endpoint=No
 
 
 def test_numbered_nodes_of_different_size_form_one_group(tmp_path, warm_process):
-    first, second = _run_nodes(tmp_path, SUM)
+    first, second = _run_nodes(tmp_path, SUM, env={"PHALANX_JOB_SECRET": "of both nodes"})
     assert first.result.failure is None, first.report
     assert sorted(line for _, line in first.console.lines) == ["0 0 0 3", "0 1 1 3"]
     assert [line for _, line in second.console.lines] == ["1 0 2 3"]

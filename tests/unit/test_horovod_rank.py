@@ -28,6 +28,7 @@ def begin(folder, name, where, program):
     """Start rank 0 as mpirun does."""
     target = {"script": str(write_script(folder / "train.py", program)), "args": []}
     request = {"target": target, "path": [], "log_dir": str(folder / "logs"), "events": name, "network": where}
+    request["loopback"] = False
     return subprocess.Popen(
         [sys.executable, "-c", "from phalanx.launch.horovod_rank import main; main()", json.dumps(request)],
         env=clean_environment(OMPI_COMM_WORLD_RANK="0"),

@@ -1,0 +1,114 @@
+"""Signed values in the ranks' store.
+
+torch's TCPStore answers every process that reaches its port. Whoever may write there could send ranks to a process of
+its own, which would pose as a rank. Ranks that share a secret sign what they write and refuse what is not signed. The
+launcher draws a secret for the ranks of one machine and hands it over in their environment; for several machines the
+user exports one. Counters are not signed: at worst a run waits for something that never comes.
+"""
+
+from __future__ import annotations
+
+import functools
+import hmac
+import os
+from typing import TYPE_CHECKING, Any
+
+from phalanx.errors import CommunicationError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from datetime import timedelta
+
+    from torch.distributed import Store
+
+VARIABLE = "PHALANX_JOB_SECRET"
+"""The environment variable that holds the secret of a job."""
+_SIGNATURE = 32
+
+
+def sign_store(store: Store, environ: Mapping[str, str] = os.environ) -> Store:
+    """Return a store that signs and verifies values with the job's secret; the same store where there is none.
+
+    Keep the returned object as long as torch uses it: torch calls its Python methods without owning it.
+    """
+    secret = environ.get(VARIABLE)
+    return _signed_store_class()(store, secret.encode()) if secret else store
+
+
+@functools.cache
+def _signed_store_class() -> Any:
+    """Build the class when torch is needed anyway: the launcher itself imports none."""
+    from torch import distributed as dist
+
+    class SignedStore(dist.Store):
+        """A store whose values carry a signature of key and value."""
+
+        def __init__(self, inner: Store, secret: bytes) -> None:
+            super().__init__()
+            self._inner: Any = inner  # torch's stubs lack some of its methods
+            self._secret = secret
+
+        def set(self, key: str, value: str | bytes) -> None:
+            """Write a signed value."""
+            self._inner.set(key, self._sealed(key, value))
+
+        def get(self, key: str) -> bytes:
+            """Wait for a value, verify it and return it."""
+            return self._opened(key, self._inner.get(key))
+
+        def compare_set(self, key: str, expected: str | bytes, value: str | bytes) -> bytes:
+            """Write a value where the key holds `expected` ("": nothing); return what it holds now."""
+            seen = self._sealed(key, expected) if expected else ""
+            return self._opened(key, self._inner.compare_set(key, seen, self._sealed(key, value)))
+
+        def add(self, key: str, amount: int) -> int:
+            """Add to a counter and return it."""
+            return int(self._inner.add(key, amount))
+
+        def check(self, keys: list[str]) -> bool:
+            """Whether all keys are there."""
+            return bool(self._inner.check(keys))
+
+        def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+            """Wait until all keys are there."""
+            if timeout is None:
+                self._inner.wait(keys)
+            else:
+                self._inner.wait(keys, timeout)
+
+        def delete_key(self, key: str) -> bool:
+            """Remove a key."""
+            return bool(self._inner.delete_key(key))
+
+        def num_keys(self) -> int:
+            """Return how many keys there are."""
+            return int(self._inner.num_keys())
+
+        def set_timeout(self, timeout: timedelta) -> None:
+            """Set how long `get` and `wait` take at most."""
+            self._inner.set_timeout(timeout)
+
+        @property
+        def timeout(self) -> timedelta:
+            """How long `get` and `wait` take at most."""
+            found: timedelta = self._inner.timeout
+            return found
+
+        def clone(self) -> Store:
+            """Return another connection to the same store."""
+            return SignedStore(self._inner.clone(), self._secret)
+
+        def _sealed(self, key: str, value: str | bytes) -> bytes:
+            plain = value.encode() if isinstance(value, str) else bytes(value)
+            return hmac.digest(self._secret, key.encode() + b"\0" + plain, "sha256") + plain
+
+        def _opened(self, key: str, sealed: bytes) -> bytes:
+            plain = sealed[_SIGNATURE:]
+            if not hmac.compare_digest(sealed, self._sealed(key, plain)):
+                raise CommunicationError(
+                    f"the store holds a value under {key!r} that no rank of this job has signed",
+                    hint=f"Another process writes to this job's store, or {VARIABLE} differs between the nodes.",
+                )
+            return plain
+
+    return SignedStore
