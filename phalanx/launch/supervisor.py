@@ -30,12 +30,12 @@ def launch(spec: LaunchSpec, console: Console | None = None, signals: SignalInbo
     raise.
     """
     spec.target.check()
+    if spec.num_nodes > 1 and spec.starter is None:
+        check_endpoint(spec.rdzv_endpoint)
     _make_directory(spec.log_dir)
     console = console or PlainConsole(labelled=spec.console_ranks == "all")
     if spec.starter is not None:
         return spec.starter.launch(spec, console)
-    if spec.num_nodes > 1:
-        check_endpoint(spec.rdzv_endpoint)
     shared_env = shared_environment(spec)
     session = warm_process(shared_env).open_session()
     if spec.num_nodes == 1:
