@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from phalanx.config import DistributedConfig
 
 _ALONE = RankEnv(0, 0, 1, 1, 0, "127.0.0.1", 0, started_by="python")
+_LOOPBACK_STORES: dict[int, dist.Store] = {}
 _JOINS = itertools.count()
 """A rank may join again and again (fit, evaluate, fit): what an earlier group left in the store must not be read."""
 
@@ -129,17 +130,18 @@ def _connect(env: RankEnv, seconds: float) -> dist.Store:
     hosted_by_a_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store: dist.Store
     if env.local_world_size >= env.world_size and not hosted_by_a_launcher:
-        store = _loopback_store(env.master_port, seconds, is_master=env.rank == 0)
+        store = _loopback_store(env.master_port, timeout, is_master=env.rank == 0)
     else:
         store, _, _ = next(iter(dist.rendezvous("env://", env.rank, env.world_size, timeout=timeout)))
     store.set_timeout(timeout)
     return store
 
 
-@functools.cache
-def _loopback_store(port: int, seconds: float, *, is_master: bool) -> dist.Store:
+def _loopback_store(port: int, timeout: timedelta, *, is_master: bool) -> dist.Store:
     """Open the store at a port once: a rank's place may be described anew between two runs, its port stays."""
-    return open_loopback_store(port, timedelta(seconds=seconds), is_master=is_master)
+    if port not in _LOOPBACK_STORES:
+        _LOOPBACK_STORES[port] = open_loopback_store(port, timeout, is_master=is_master)
+    return _LOOPBACK_STORES[port]
 
 
 def leave_world(world: World) -> None:
