@@ -19,7 +19,7 @@ class Entry:
 CATALOG = (
     Entry(
         "ddp",
-        "--strategy ddp (the default)",
+        "--strategy ddp (the default; without the flag, CPU ranks of one machine average in shared memory)",
         "every rank holds the whole model; gradients are averaged during backward",
         "the model, its gradients and optimizer states fit on one device",
         "everything below but fsdp and zero; beside another axis the data axis is sharded",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from phalanx.errors import UsageError, unknown_name
+from phalanx.strategies.auto import Auto
 from phalanx.strategies.compose import Composed
 from phalanx.strategies.ddp import DDP
 from phalanx.strategies.deepspeed import DeepSpeed
@@ -31,5 +32,7 @@ def build_strategy(config: DistributedConfig, world: World) -> Strategy:
     if name not in STRATEGIES:
         raise UsageError(unknown_name("strategy", name, STRATEGIES))
     mesh = world.mesh
-    composed = max(mesh.pp, mesh.cp, mesh.tp, config.expert_parallel) > 1
-    return Composed(config, world) if composed else STRATEGIES[name](config, world)
+    if max(mesh.pp, mesh.cp, mesh.tp, config.expert_parallel) > 1:
+        return Composed(config, world)
+    automatic = name == "ddp" and config.strategy == "auto" and config.compression == "none" and not config.fixed_order
+    return Auto(config, world) if automatic else STRATEGIES[name](config, world)

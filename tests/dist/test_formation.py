@@ -120,7 +120,7 @@ def test_gradients_travel_only_on_the_last_micro_batch(ranks):
             reduced.append(1)
             return dist.all_reduce(bucket.buffer().div_(2), async_op=True).get_future().then(lambda f: f.value()[0])
 
-        with make_formation(batch_size=2, gradient_accumulation_steps=4) as formation:
+        with make_formation(batch_size=2, gradient_accumulation_steps=4, strategy="ddp") as formation:
             wrapped, optimizer, loader = _prepared(formation, 32)
             wrapped.register_comm_hook(None, counting)
             counts = []

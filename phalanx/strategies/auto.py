@@ -1,0 +1,76 @@
+"""auto: what ddp does, by the fastest way that these ranks have. It is what runs when no strategy is named.
+
+Ranks that compute on the CPUs of one machine add up their gradients in memory that all of them see (`ring_ddp`): the
+same weights to the last bit with two ranks, and a fraction of the time. All others, and models with sparse gradients,
+are given to torch's DistributedDataParallel.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch.nn.parallel import DistributedDataParallel
+
+from phalanx.comm.reducer import bytes_for
+from phalanx.comm.shared.opening import share_gradients
+from phalanx.comm.shared.telling import tell_through
+from phalanx.comm.throttle import is_emulated
+from phalanx.strategies.ddp import DDP
+from phalanx.strategies.ring_ddp import RingDDP
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from phalanx.comm.exchange import Exchange
+    from phalanx.config import DistributedConfig
+    from phalanx.world.world import World
+
+
+class Auto(RingDDP):
+    """Shared memory where it can be had, else torch's DDP; decided for each model."""
+
+    name = "ddp"
+
+    def __init__(self, config: DistributedConfig, world: World) -> None:
+        super().__init__(config, world)
+        self._ddp = DDP(config, world)
+        self._shared: tuple[Exchange, torch.Tensor] | None = None
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """Try shared memory for the model's gradients; all ranks come to the same answer."""
+        self._shared = self._share(model)
+        return self._ddp.wrap(model) if self._shared is None else super().wrap(model)
+
+    def unwrap(self, wrapped: nn.Module) -> nn.Module:
+        """Return the user's own model."""
+        return self._ddp.unwrap(wrapped)
+
+    def set_sync(self, wrapped: nn.Module, sync: bool) -> None:
+        """Say whether the next backward pass ends with averaged gradients."""
+        if isinstance(wrapped, DistributedDataParallel):
+            self._ddp.set_sync(wrapped, sync)
+        else:
+            super().set_sync(wrapped, sync)
+
+    def _share(self, model: nn.Module) -> tuple[Exchange, torch.Tensor] | None:
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        if not trained or not may_share_memory(self.world) or any(_is_sparse(module) for module in model.modules()):
+            return None
+        size, timeout = self.world.world_size, self.config.timeout
+        return share_gradients(tell_through(None), self.world.rank, size, bytes_for(trained), timeout=timeout)
+
+    def _open_exchange(self, nbytes: int) -> tuple[Exchange, torch.Tensor]:
+        assert self._shared is not None, "wrap() has opened it"
+        shared, self._shared = self._shared, None
+        return shared
+
+
+def may_share_memory(world: World) -> bool:
+    """Whether all ranks compute on the CPUs of this machine; one rank alone has nothing to share."""
+    alone, on_one_machine = world.world_size == 1, world.env.local_world_size >= world.world_size
+    return world.device.type == "cpu" and on_one_machine and not alone and not is_emulated()
+
+
+def _is_sparse(module: nn.Module) -> bool:
+    return getattr(module, "sparse", False) is True
