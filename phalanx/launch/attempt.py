@@ -87,7 +87,11 @@ class Attempt:
 
     def _start(self, place: Place) -> None:
         self._prelude.take_place(time.monotonic())
-        self._evidence = Evidence(self._spec, place)
+        try:
+            self._evidence = Evidence(self._spec, place)
+        except OSError as error:
+            self._fail(Failure(cause=f"{self._spec.log_dir} cannot be written: {error.strerror}.", exit_code=1))
+            return
         self._group = RankGroup(self._spec, place, self._session, self._console)
         ranks = tuple(state.rank for state in self._group.ranks.values())
         self._evidence.clear(ranks, self._number)
@@ -149,7 +153,10 @@ class Attempt:
             self._fail(Failure(cause=message["error"], hint=message["hint"], exit_code=code), tell=False)
 
     def _take_signals(self) -> None:
-        for number in self._inbox.take():
+        received = self._inbox.take()
+        if self._inbox.take_resize() and self._group is not None:
+            self._group.resize()
+        for number in received:
             if number == signal.SIGUSR1:
                 # Ranks that know it leave with a checkpoint, in their own time.
                 self._signal(number)

@@ -61,7 +61,7 @@ class HorovodAttempt:
         self._door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._door.bind("\0" + self.name)
         self._door.listen(ranks)
-        self._output = HorovodOutput(spec.log_dir, self._show, self._take_exit)
+        self._output = HorovodOutput(spec.log_dir, self._show, self._take_exit, console.notice)
 
     def run(self, command: list[str], environment: dict[str, str]) -> Outcome:
         """Start horovodrun and follow it to its end."""

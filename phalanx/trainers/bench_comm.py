@@ -30,7 +30,7 @@ def run_bench(plan: BenchPlan, ranks: int, console: Console, *, threads: int | N
         from phalanx.comm.bench.rank import measure
 
         export_rank_env(started)
-        found = measure(plan, lambda text: console.rank_output(0, "r0", text))
+        found = measure(plan, lambda text: console.rank_output(0, "r0", f"{text}\n"))
         return found if started.rank == 0 else None
     if ranks < 1:
         raise UsageError(f"--num-workers is {ranks}", hint="It must be 1 or more.")

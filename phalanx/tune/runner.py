@@ -10,6 +10,7 @@ from phalanx.errors import EXIT_PREEMPTED, PhalanxError
 from phalanx.launch import launch
 from phalanx.launch.record import read_record
 from phalanx.observe.gate import GATE, Gate
+from phalanx.observe.streams import Streams
 from phalanx.trainers.launching import launch_spec
 from phalanx.trainers.preflight import check_packages
 from phalanx.tune.reporting import GOES_ON_AFTER
@@ -49,8 +50,9 @@ class TrialConsole:
     def __init__(self, trial: Trial, bell: Callable[[], None]) -> None:
         self._notices = trial.folder / "launcher.log"
         self._bell = bell
+        self.streams = Streams()
 
-    def rank_output(self, rank: int, label: str, line: str) -> None:
+    def rank_output(self, rank: int, label: str, text: str, *, err: bool = False) -> None:
         """Leave it to the log."""
 
     def handle(self, event: dict[str, Any]) -> None:

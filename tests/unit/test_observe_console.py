@@ -56,7 +56,7 @@ def test_the_lines_in_a_pipe_are_stable():
     out, err = io.StringIO(), io.StringIO()
     console = Console(out=out, err=err)
     console.handle(RUN)
-    console.rank_output(0, "r0", "hello")
+    console.rank_output(0, "r0", "hello\n")
     console.handle(step(120).to_dict())
     console.handle({"event": "joining", "rank": 1})
     console.handle(events.MetricsReported(120, 2, "val", {"loss": 0.5, "accuracy": 0.91}))
@@ -100,7 +100,7 @@ def test_several_ranks_are_labelled_and_redrawn_lines_stay_on_their_row():
     out = io.StringIO()
     console = Console(out=out, err=out, show_labels=True)
     console.rank_output(3, "r3 dp1", "50%\r")
-    console.rank_output(3, "r3 dp1", "done")
+    console.rank_output(3, "r3 dp1", "done\n")
     assert out.getvalue() == "[r3 dp1] 50%\r[r3 dp1] done\n"
 
 
@@ -162,7 +162,7 @@ def test_on_a_terminal_everything_scrolls_above_the_bar_and_nothing_is_left(monk
     console = Console(out=out, err=err)
     console.handle(RUN)
     console.handle(step(120))
-    console.rank_output(0, "r0", "[bold]not markup[/bold]")
+    console.rank_output(0, "r0", "[bold]not markup[/bold]\n")
     console.error("it broke")
     console.handle(END)
     console.close()
