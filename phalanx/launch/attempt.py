@@ -16,6 +16,7 @@ from phalanx.launch.failure import Failure
 from phalanx.launch.group import RankGroup, RankState
 from phalanx.launch.policy import WELL, Outcome, ended_well, stopped
 from phalanx.launch.prelude import Prelude
+from phalanx.launch.process import how_it_ended
 from phalanx.launch.start_watch import Hang, StartWatch
 from phalanx.launch.warm import WarmProcessDiedError
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 _FAILURE_GRACE = 1.0
 _STACK_SECONDS = 0.3
 _REMOTE_SECONDS = 1.0
+_KILL_SECONDS = 5.0
 
 
 class Attempt:
@@ -100,7 +102,7 @@ class Attempt:
         self._group.start(self._number, self._shared_env, self._selector)
 
     @property
-    def _has_started(self) -> bool:
+    def has_started(self) -> bool:
         """Whether any rank has been forked, as far as we have heard."""
         return self._group is not None and self._group.has_started
 
@@ -112,12 +114,12 @@ class Attempt:
         self._prelude.take_serving(now)
         if self._meeting.agent_key and message.get("exited") == self._meeting.agent_key:
             self._fail(
-                Failure(cause=f"the process that hosts the ranks' store ended (code {message['code']}).", exit_code=1)
+                Failure(cause=f"the process that hosts the ranks' store {how_it_ended(message['code'])}.", exit_code=1)
             )
         if self._group is None or self._watch is None:
             return
         ended = self._group.take_message(message)
-        if self._has_started:
+        if self.has_started:
             self._prelude.end()
         if ended is not None:
             self._watch.take_exit(ended.rank, now)
@@ -145,7 +147,7 @@ class Attempt:
         elif "remote_failure" in message:
             # Ours may have been told at the same time; the store keeps the first.
             self._failure = Failure.from_message(message["remote_failure"])
-            self._stop_ranks(_FAILURE_GRACE)
+            self._stop_ranks(signal.SIGTERM, _FAILURE_GRACE)
         elif "all_ended" in message:
             self._all_ended = True
         elif "error" in message:
@@ -161,13 +163,13 @@ class Attempt:
                 # Ranks that know it leave with a checkpoint, in their own time.
                 self._signal(number)
             elif number == signal.SIGINT and (self._requested is not None or self._failure is not None):
-                self._signal(signal.SIGKILL)
+                self._kill_ranks()
             elif self._requested is None:
                 self._requested = number
                 again = " (Ctrl-C again to kill)" if number == signal.SIGINT else ""
-                what = f" the ranks{again}" if self._has_started else ""
+                what = f" the ranks{again}" if self.has_started else ""
                 self._console.notice(f"{number.name}: stopping{what}")
-                self._stop_ranks(self._spec.grace_seconds)
+                self._stop_ranks(number, self._spec.grace_seconds)
 
     # --- what follows from it -----------------------------------------------------------------------------------
 
@@ -193,11 +195,23 @@ class Attempt:
         self._failure = failure
         if tell:
             self._meeting.tell_failure(failure)
-        self._stop_ranks(_FAILURE_GRACE)
+        self._stop_ranks(signal.SIGTERM, _FAILURE_GRACE)
 
-    def _stop_ranks(self, grace: float) -> None:
-        self._signal(signal.SIGTERM)
-        self._later(grace, lambda: self._signal(signal.SIGKILL))
+    def _stop_ranks(self, number: signal.Signals, grace: float) -> None:
+        """Pass a signal on as it came, so that a script's own handlers and `except KeyboardInterrupt` are reached."""
+        self._session.wake()
+        self._signal(number)
+        self._later(grace, self._kill_ranks)
+
+    def _kill_ranks(self) -> None:
+        self._signal(signal.SIGKILL)
+        self._later(_KILL_SECONDS, self._kill_without_warm_process)
+
+    def _kill_without_warm_process(self) -> None:
+        """Kill what is left from here: the warm process, which kills ranks for us, has not answered."""
+        if self._group is not None and self._group.alive:
+            self._group.kill_directly()
+            self._session.kill_warm_process()
 
     def _signal(self, number: int) -> None:
         if self._group is not None:
@@ -257,7 +271,7 @@ class Attempt:
     def _is_over(self) -> bool:
         if self._group is None:
             return self._failure is not None or self._requested is not None
-        if self._requested is not None and not self._has_started:
+        if self._requested is not None and not self.has_started:
             return True
         if self._group.alive:
             return False
@@ -284,7 +298,7 @@ class Attempt:
             return Outcome(self._failure.exit_code, self._failure, interrupted=self._requested is not None)
         if self._requested is None:
             return Outcome(EXIT_PREEMPTED if EXIT_PREEMPTED in codes else 0)
-        outcome = stopped(self._requested, codes, "" if self._has_started else self._prelude.activity)
+        outcome = stopped(self._requested, codes, "" if self.has_started else self._prelude.activity)
         if not ended_well(codes):
             cause = f"{socket.gethostname()} was told to stop ({self._requested.name})."
             self._meeting.tell_failure(Failure(cause=cause, exit_code=outcome.exit_code))

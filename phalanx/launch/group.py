@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from phalanx.launch import wire
 from phalanx.launch.environment import Place, rank_environment, threads_per_rank
 from phalanx.launch.output import OutputPump, RankLog
+from phalanx.launch.process import kill_group
 from phalanx.launch.spec import CallTarget
 from phalanx.launch.target import to_message
 
@@ -172,6 +173,12 @@ class RankGroup:
         """Send a signal to the given ranks, or to all that are alive; SIGKILL takes along what they started."""
         for state in self.alive if states is None else states:
             self._session.signal(f"r{state.rank}", number)
+
+    def kill_directly(self) -> None:
+        """Kill the ranks with what they started, without the warm process; it has not reaped them, so pids hold."""
+        for state in self.alive:
+            if state.pid is not None:
+                kill_group(state.pid)
 
     def resize(self) -> None:
         """Pass on that the console's terminal has another size."""

@@ -133,7 +133,7 @@ class HorovodAttempt:
             state.pid, state.code = event["pid"], None
             self._lost.discard(state.rank)
             if self._requested is not None:
-                send_signal(event["pid"], signal.SIGTERM)
+                send_signal(event["pid"], self._requested)
         elif event["event"] == ENDED and state is not None:
             self._end(state, event["code"])
         else:
@@ -163,13 +163,13 @@ class HorovodAttempt:
                 self._requested = number
                 again = " (Ctrl-C again to kill)" if number == signal.SIGINT else ""
                 self._console.notice(f"{number.name}: stopping the ranks{again}")
-                self._stop()
+                self._stop(number)
 
     # --- the end ------------------------------------------------------------------------------------------------
 
-    def _stop(self) -> None:
+    def _stop(self, number: signal.Signals) -> None:
         """Let the ranks leave at a step's boundary: one that hears the signal tells the others, on any machine."""
-        if not self._signal_ranks(signal.SIGTERM):
+        if not self._signal_ranks(number):
             send_signal(self._process.pid, signal.SIGTERM)
         self._later(self._spec.grace_seconds, self._kill)
 

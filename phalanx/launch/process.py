@@ -41,6 +41,14 @@ def kill_group(leader: int) -> None:
         return
 
 
+def how_it_ended(code: int) -> str:
+    """Put an exit code, as `subprocess` has it, into words that follow "the process"."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    known = {number.value: f"{number.name} (signal {number.value})" for number in signal.Signals}
+    return f"was killed by {known.get(-code, f'signal {-code}')}"
+
+
 def send_signal(pid: int, number: int) -> None:
     """Send a signal to one process that has not been reaped; one that is just leaving is no error."""
     try:

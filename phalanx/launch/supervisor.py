@@ -8,11 +8,12 @@ from phalanx.errors import UsageError
 from phalanx.launch.attempt import Attempt
 from phalanx.launch.console import Console, PlainConsole
 from phalanx.launch.environment import shared_environment
+from phalanx.launch.failure import Failure
 from phalanx.launch.meeting import Meeting
 from phalanx.launch.policy import Outcome, Restart, decide
 from phalanx.launch.signals import SignalInbox
 from phalanx.launch.spec import LaunchResult, LaunchSpec, check_endpoint
-from phalanx.launch.warm import warm_process
+from phalanx.launch.warm import WarmProcessDiedError, warm_process
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -34,31 +35,62 @@ def launch(spec: LaunchSpec, console: Console | None = None, signals: SignalInbo
         return spec.starter.launch(spec, console)
     if spec.num_nodes > 1:
         check_endpoint(spec.rdzv_endpoint)
-    shared_env = shared_environment(spec)
-    session = warm_process(shared_env).open_session()
+    launching = _Launching(spec, console, shared_environment(spec))
     try:
-        return _run_attempts(spec, console, session, shared_env, signals or SignalInbox())
+        return launching.run(signals or SignalInbox())
     finally:
-        session.close()
+        launching.close()
 
 
-def _run_attempts(
-    spec: LaunchSpec, console: Console, session: Session, shared_env: dict[str, str], signals: SignalInbox
-) -> LaunchResult:
-    meeting = Meeting(spec, session)
-    number = 0
-    with signals as inbox:
+class _Launching:
+    """One attempt after another. A warm process that dies takes the ranks and the store along; the next is fresh."""
+
+    def __init__(self, spec: LaunchSpec, console: Console, shared_env: dict[str, str]) -> None:
+        self._spec = spec
+        self._console = console
+        self._shared_env = shared_env
+        self._open()
+
+    def _open(self) -> None:
         try:
+            self._session = warm_process(self._shared_env).open_session()
+        except WarmProcessDiedError:  # since it was last used
+            self._session = warm_process(self._shared_env).open_session()
+        self._meeting = Meeting(self._spec, self._session)
+
+    def close(self) -> None:
+        """Let go of the agent and the warm process."""
+        self._meeting.close()
+        self._session.close()
+
+    def run(self, signals: SignalInbox) -> LaunchResult:
+        number = 0
+        with signals as inbox:
             while True:
-                outcome = Attempt(spec, console, session, meeting, inbox, number).run(shared_env)
-                decision = decide(outcome, attempt=number, max_restarts=spec.max_restarts)
+                outcome = self._attempt(inbox, number)
+                decision = decide(outcome, attempt=number, max_restarts=self._spec.max_restarts)
                 if not isinstance(decision, Restart):
-                    _leave(meeting, session, outcome)
+                    _leave(self._meeting, self._session, outcome)
                     return LaunchResult(outcome.exit_code, number + 1, outcome.failure)
-                console.notice(f"{outcome.failure}\n{decision.why}")
+                self._console.notice(f"{outcome.failure}\n{decision.why}")
                 number += 1
-        finally:
-            meeting.close()
+
+    def _attempt(self, inbox: SignalInbox, number: int) -> Outcome:
+        attempt = self._new_attempt(inbox, number)
+        try:
+            return attempt.run(self._shared_env)
+        except WarmProcessDiedError as death:
+            if not self._session.is_serving:  # it cannot import torch, and the next could not either
+                raise
+            self.close()
+            self._open()
+            if not attempt.has_started:  # it was dying already
+                return self._new_attempt(inbox, number).run(self._shared_env)
+            failure = Failure(cause=death.message, hint=death.hint, exit_code=death.exit_code)
+            return Outcome(failure.exit_code, failure)
+
+    def _new_attempt(self, inbox: SignalInbox, number: int) -> Attempt:
+        return Attempt(self._spec, self._console, self._session, self._meeting, inbox, number)
 
 
 def _leave(meeting: Meeting, session: Session, outcome: Outcome) -> None:

@@ -109,6 +109,7 @@ def _in_terminal(words, cwd, *, err=None, rows=30, columns=91):
 
     def take_terminal():
         os.setsid()
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may run under nohup
         fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
     process = subprocess.Popen(
