@@ -38,6 +38,7 @@ def run(arguments: Sequence[str]) -> int:
     """Run the verb."""
     words, own = _split(list(arguments))
     parser = _parser()
+    _check_own_arguments(parser, words, own)
     namespace = parser.parse_all(words)
     recipe = _check_target(namespace, own)
     resolved = resolve_flags(namespace, recipe)
@@ -75,6 +76,33 @@ def _split(words: list[str]) -> tuple[list[str], list[str]]:
     """Part our words from the script's own, which follow --."""
     place = words.index("--") if "--" in words else len(words)
     return words[:place], words[place + 1 :]
+
+
+def _check_own_arguments(parser: FlagParser, words: list[str], own: list[str]) -> None:
+    """Refuse arguments of a script that stand before --, with the command line as it should be."""
+    namespace, unknown = parser.parse_known_args(words)
+    named = namespace.recipe if namespace.recipe not in recipe_names() else None
+    if not (namespace.script or namespace.module) or not (unknown or named):
+        return
+    ours, scripts = _part(words, [*unknown, *([named] if named else [])])
+    flags = parser.describe_unknown([word for word in unknown if word.startswith("-")])
+    said = flags or [f"unexpected argument{'s' * (len(scripts) > 1)} {shlex.join(scripts)}."]
+    raise UsageError(
+        "\n  ".join([*said, "A script's own arguments go after --:"]),
+        hint=shlex.join(["phalanx", "train", *ours, "--", *scripts, *own]),
+    )
+
+
+def _part(words: list[str], chosen: list[str]) -> tuple[list[str], list[str]]:
+    """Part the chosen words from the others; both keep their order."""
+    left, rest, taken = list(chosen), [], []
+    for word in words:
+        if word in left:
+            left.remove(word)
+            taken.append(word)
+        else:
+            rest.append(word)
+    return rest, taken
 
 
 def _parser() -> FlagParser:

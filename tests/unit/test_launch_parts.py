@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import linecache
 import os
 import time
 
@@ -235,3 +236,27 @@ def test_a_stream_that_fails_is_told_of_once_on_the_other(tmp_path):
     assert err.getvalue().splitlines() == [
         "phalanx: standard output failed (No space left on device): nothing more is written there, the run goes on"
     ]
+
+
+def _report_of(traceback, tmp_path):
+    record = {"time": 0.0, "type": "ValueError", "message": "bad", "hint": "", "step": None, "traceback": traceback}
+    ended = RankExit(0, 1, 0.0, record, ())
+    return explain(ended, label="r0", host="a", step=None, killed_for_memory=False, log=tmp_path / "rank-0.log").details
+
+
+def test_a_long_traceback_is_cut_before_a_frame_and_says_so(tmp_path):
+    frames = [line for n in range(20) for line in (f'  File "/x/train.py", line {n}, in f', f"    f({n})", "    ^^^^")]
+    head, mark, first, *rest = _report_of(["Traceback (most recent call last):", *frames, "ValueError: bad"], tmp_path)
+    assert head == "Traceback (most recent call last):"
+    assert first.startswith('  File "/x/train.py"')
+    assert mark == f"  ... {60 - 1 - len(rest) + 1} lines are left out here: the log has them"
+    assert rest[-1] == "ValueError: bad"
+    assert len(rest) + 3 <= 16
+
+
+def test_a_traceback_shows_the_line_of_a_notebooks_cell(tmp_path, monkeypatch):
+    """Only the notebook's own process knows it."""
+    cell = "/tmp/ipykernel_1/123.py"
+    monkeypatch.setitem(linecache.cache, cell, (9, None, ["def forward(x):\n", "    return x.no_such\n"], cell))
+    lines = ["Traceback (most recent call last):", f'  File "{cell}", line 2, in forward', "ValueError: bad"]
+    assert _report_of(lines, tmp_path) == (*lines[:2], "    return x.no_such", lines[2])
