@@ -7,15 +7,13 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from phalanx.errors import PhalanxError
 from phalanx.launch import wire
 from phalanx.launch.preload import PRELOAD, SINGLE_THREADED
-from phalanx.launch.process import how_it_ended
+from phalanx.launch.process import how_it_ended, own_python
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -60,10 +58,8 @@ class WarmProcess:
         self._control, far_end = wire.socket_pair()
         with far_end:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "phalanx.launch.zygote", str(far_end.fileno()), str(_tied_to())],
+                own_python("from phalanx.launch.zygote import main; main()", far_end.fileno(), _tied_to()),
                 env={**environ, **SINGLE_THREADED},
-                # The package is importable from here, installed or not.
-                cwd=Path(__file__).resolve().parents[2],
                 stdin=subprocess.DEVNULL,
                 stdout=self._words,
                 stderr=self._words,
