@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
-import shutil
 import sys
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +13,7 @@ from phalanx.config import Resolved
 from phalanx.errors import PhalanxError, UsageError
 from phalanx.launch import ModuleTarget, ScriptTarget, count_gpus, launch, prestart
 from phalanx.launch.nccl import nccl_environment
+from phalanx.launch.scratch import close_scratch, open_scratch
 from phalanx.recipes import Recipe, load_recipe, recipe_names
 from phalanx.trainers.folders import discard_unused, make_run_dir
 from phalanx.trainers.launching import engine_environment, launch_spec, raise_failure
@@ -162,7 +161,7 @@ def _launch(
     if recipe is not None:  # a script may bring settings of its own
         check_before_start(config)
     run_dir = make_run_dir(config, _name(recipe, script))
-    folder = Path(tempfile.mkdtemp(prefix="phalanx-run-"))
+    folder = open_scratch("run")
     try:
         target: Target | None = script if recipe is None else recipe_target(recipe, config, run_dir, folder)
         assert target is not None, "either a recipe or a script was named"
@@ -174,7 +173,7 @@ def _launch(
             warn_of_slow_start(config, console)
             result = launch(spec, console)
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        close_scratch(folder)
     try:
         raise_failure(result, run_dir / "logs")
     except PhalanxError:

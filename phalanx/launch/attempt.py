@@ -22,6 +22,7 @@ from phalanx.launch.warm import WarmProcessDiedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from phalanx.launch.console import Console
     from phalanx.launch.meeting import Meeting
@@ -39,14 +40,23 @@ class Attempt:
     """Runs once. Everything that happens arrives as a callback of the selector or of a timer."""
 
     def __init__(
-        self, spec: LaunchSpec, console: Console, session: Session, meeting: Meeting, inbox: SignalInbox, number: int
+        self,
+        spec: LaunchSpec,
+        console: Console,
+        session: Session,
+        meeting: Meeting,
+        inbox: SignalInbox,
+        number: int,
+        scratch: Path,
     ) -> None:
+        """`scratch`: a folder for what ranks would leave in the temporary folder when they are killed."""
         self._spec = spec
         self._console = console
         self._session = session
         self._meeting = meeting
         self._inbox = inbox
         self._number = number
+        self._scratch = scratch
         self._selector = selectors.DefaultSelector()
         self._timers: list[tuple[float, Callable[[], None]]] = []
         self._group: RankGroup | None = None
@@ -99,7 +109,7 @@ class Attempt:
         self._evidence.clear(ranks, self._number)
         self._watch = StartWatch(self._spec, ranks, place.world_size)
         self._group.on_event = self._take_event
-        self._group.start(self._number, self._shared_env, self._selector)
+        self._group.start(self._number, self._shared_env, self._selector, self._scratch)
 
     @property
     def has_started(self) -> bool:

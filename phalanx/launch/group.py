@@ -80,8 +80,8 @@ class RankGroup:
         """Whether any rank has been forked or refused."""
         return any(state.pid is not None or state.code is not None for state in self.ranks.values())
 
-    def start(self, attempt: int, shared_env: dict[str, str], selector: selectors.BaseSelector) -> None:
-        """Fork every rank and listen to them."""
+    def start(self, attempt: int, shared_env: dict[str, str], selector: selectors.BaseSelector, scratch: Path) -> None:
+        """Fork every rank and listen to them; each has a folder for its sockets in `scratch`."""
         selector.register(self._events, selectors.EVENT_READ, lambda: self._take_events())
         threads = threads_per_rank(self._spec, shared_env)
         common = {
@@ -95,7 +95,8 @@ class RankGroup:
         }
         for local_rank, (key, state) in enumerate(self.ranks.items()):
             env = rank_environment(self._spec, self._place, local_rank, attempt, shared_env)
-            self._fork({**common, "key": key, "rank": state.rank, "env": env}, state, selector)
+            own = {"key": key, "rank": state.rank, "env": env, "scratch": str(scratch / f"{attempt}-{state.rank}")}
+            self._fork({**common, **own}, state, selector)
         self._events_far.close()
 
     def _fork(self, request: wire.Message, state: RankState, selector: selectors.BaseSelector) -> None:

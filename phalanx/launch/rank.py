@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import multiprocessing.process
 import os
 import signal
 import socket
@@ -87,6 +88,7 @@ def _take_on(request: wire.Message, files: _Files, events: int) -> None:
     if request["writes_log"]:
         guard_own_output(lambda text: _tell_launcher(request["rank"], text))
     _forget_the_warm_process()
+    _use_scratch(request["scratch"])
     set_compute_threads(request["threads"])
     announce_joining(socket.socket(fileno=os.dup(int(os.environ["PHALANX_EVENTS_FD"]))), request["rank"])
 
@@ -114,6 +116,12 @@ def _forget_the_warm_process() -> None:
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed()
+
+
+def _use_scratch(folder: str) -> None:
+    """Let multiprocessing keep its sockets where the launcher removes them even if this rank is killed."""
+    os.mkdir(folder, 0o700)
+    multiprocessing.process.current_process()._config["tempdir"] = folder  # type: ignore[attr-defined]
 
 
 def _send_to_log(log: int) -> None:

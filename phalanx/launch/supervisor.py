@@ -11,9 +11,11 @@ from phalanx.launch.environment import shared_environment
 from phalanx.launch.failure import Failure
 from phalanx.launch.meeting import Meeting
 from phalanx.launch.policy import Outcome, Restart, decide
+from phalanx.launch.scratch import scratch_folder
 from phalanx.launch.signals import SignalInbox
 from phalanx.launch.spec import LaunchResult, LaunchSpec, check_endpoint
 from phalanx.launch.warm import WarmProcessDiedError, warm_process
+from phalanx.observe.folders import make_private
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -35,20 +37,22 @@ def launch(spec: LaunchSpec, console: Console | None = None, signals: SignalInbo
         return spec.starter.launch(spec, console)
     if spec.num_nodes > 1:
         check_endpoint(spec.rdzv_endpoint)
-    launching = _Launching(spec, console, shared_environment(spec))
-    try:
-        return launching.run(signals or SignalInbox())
-    finally:
-        launching.close()
+    with scratch_folder("ranks") as scratch:
+        launching = _Launching(spec, console, shared_environment(spec), scratch)
+        try:
+            return launching.run(signals or SignalInbox())
+        finally:
+            launching.close()
 
 
 class _Launching:
     """One attempt after another. A warm process that dies takes the ranks and the store along; the next is fresh."""
 
-    def __init__(self, spec: LaunchSpec, console: Console, shared_env: dict[str, str]) -> None:
+    def __init__(self, spec: LaunchSpec, console: Console, shared_env: dict[str, str], scratch: Path) -> None:
         self._spec = spec
         self._console = console
         self._shared_env = shared_env
+        self._scratch = scratch
         self._open()
 
     def _open(self) -> None:
@@ -90,7 +94,7 @@ class _Launching:
             return Outcome(failure.exit_code, failure)
 
     def _new_attempt(self, inbox: SignalInbox, number: int) -> Attempt:
-        return Attempt(self._spec, self._console, self._session, self._meeting, inbox, number)
+        return Attempt(self._spec, self._console, self._session, self._meeting, inbox, number, self._scratch)
 
 
 def _leave(meeting: Meeting, session: Session, outcome: Outcome) -> None:
@@ -103,6 +107,6 @@ def _leave(meeting: Meeting, session: Session, outcome: Outcome) -> None:
 
 def _make_directory(path: Path) -> None:
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        make_private(path)
     except OSError as error:
         raise UsageError(f"log directory '{path}' cannot be made: {error.strerror}.") from error

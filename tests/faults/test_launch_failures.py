@@ -239,7 +239,7 @@ def test_a_slow_start_is_told_with_the_line_and_the_way_to_limit_it(launch_scrip
     assert re.match(words, second)
 
 
-def test_data_loader_workers_die_with_their_rank(launch_script, tmp_path):
+def test_data_loader_workers_and_their_files_die_with_their_rank(launch_script):
     source = """
     import os, time, torch
     from torch.utils.data import DataLoader
@@ -250,8 +250,7 @@ def test_data_loader_workers_die_with_their_rank(launch_script, tmp_path):
     next(workers)
     os._exit(5)
     """
-    # Left in a hurry, multiprocessing does not clean up its temporary directory.
-    run = launch_script(source, ranks_per_node=1, env={"TMPDIR": str(tmp_path)})
+    run = launch_script(source, ranks_per_node=1)
     assert run.result.exit_code == 5
     _assert_nothing_runs()
 

@@ -184,7 +184,7 @@ def test_a_supervisor_that_is_signalled_leaves_nothing_running(tmp_path, number,
         [sys.executable, "-c", SUPERVISOR, str(tmp_path / "train.py"), str(tmp_path / "logs")],
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)},
         start_new_session=True,
     )
     with supervisor:
