@@ -31,12 +31,12 @@ def launch(spec: LaunchSpec, console: Console | None = None, signals: SignalInbo
     raise.
     """
     spec.target.check()
+    if spec.num_nodes > 1 and spec.starter is None:
+        check_endpoint(spec.rdzv_endpoint)
     _make_directory(spec.log_dir)
     console = console or PlainConsole(labelled=spec.console_ranks == "all")
     if spec.starter is not None:
         return spec.starter.launch(spec, console)
-    if spec.num_nodes > 1:
-        check_endpoint(spec.rdzv_endpoint)
     with scratch_folder("ranks") as scratch:
         launching = _Launching(spec, console, shared_environment(spec), scratch)
         try:

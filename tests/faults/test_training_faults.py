@@ -216,7 +216,7 @@ def test_a_restart_goes_on_from_a_checkpoint_that_nobody_asked_for():
 def test_a_killed_rank_without_restarts_is_named_with_its_step():
     answer = train(script(hook=KILL))
     assert answer.code != 0
-    assert answer.err.splitlines()[0].startswith("phalanx: rank 1 ")
+    assert next(line for line in answer.err.splitlines() if line.startswith("phalanx: ")).startswith("phalanx: rank 1 ")
     assert "SIGKILL" in answer.err
     assert "at step 8" in answer.err
     assert "1 other rank stopped because of it." in answer.err

@@ -174,6 +174,25 @@ def test_on_a_terminal_everything_scrolls_above_the_bar_and_nothing_is_left(monk
     assert "it broke" in err.getvalue()
 
 
+def test_a_line_that_comes_in_parts_has_a_row_below_the_bar_until_it_ends():
+    out = Tty()
+    view = RichView(out, Tty())
+    view.begin(RUN)
+    for text, row in (
+        ("\r", ""),
+        (" 10%", " 10%"),
+        ("\r", " 10%\r"),
+        (" 20%", " 20%"),
+        ("\r", " 20%\r"),
+        ("end", "end"),
+    ):
+        view.output(text)
+        assert view._row.lstrip("\r") == row
+    view.output("ed\n")
+    view.close()
+    assert (view._row, "ended" in out.getvalue(), "20%ended" in out.getvalue()) == ("", True, False)
+
+
 def test_no_color_is_honoured(monkeypatch):
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("NO_COLOR", "1")
