@@ -120,7 +120,7 @@ def _forget_the_warm_process() -> None:
 
 def _use_scratch(folder: str) -> None:
     """Let multiprocessing keep its sockets where the launcher removes them even if this rank is killed."""
-    os.mkdir(folder, 0o700)
+    os.makedirs(folder, 0o700, exist_ok=True)
     multiprocessing.process.current_process()._config["tempdir"] = folder  # type: ignore[attr-defined]
 
 
