@@ -13,6 +13,7 @@ import cloudpickle
 
 from phalanx.errors import RankFailedError
 from phalanx.launch import CallTarget, LaunchResult, LaunchSpec, ScriptTarget, launch
+from phalanx.observe.streams import Streams
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -91,8 +92,10 @@ class RecordingConsole:
     notices: list[str] = field(default_factory=list)
     on_line: Callable[[str], object] = lambda line: None
     on_event: Callable[[dict[str, Any]], object] = lambda event: None
+    streams: Streams = field(default_factory=Streams)
 
-    def rank_output(self, rank: int, label: str, line: str) -> None:
+    def rank_output(self, rank: int, label: str, text: str, *, err: bool = False) -> None:
+        line = text.removesuffix("\n").removesuffix("\r") if text.endswith("\n") else text
         self.lines.append((rank, line))
         self.on_line(line)
 

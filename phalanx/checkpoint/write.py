@@ -26,6 +26,7 @@ from phalanx.checkpoint.publish import publish
 from phalanx.checkpoint.snapshot import SavedCheckpoint, Snapshot
 from phalanx.checkpoint.storage import PlainSavePlanner, ShardWriter, first_cause, quiet_without_group
 from phalanx.errors import CheckpointError
+from phalanx.observe.folders import make_private
 from phalanx.version import __version__
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ def check_writable(directory: Path | str) -> None:
     directory = Path(directory)
     probe = directory / f".probe-{os.getpid()}-{secrets.token_hex(3)}"
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        make_private(directory)
         try:
             with probe.open("xb") as file:
                 file.write(b"phalanx")
@@ -94,7 +95,7 @@ def _begin(directory: Path, step: int) -> Path:
     """Create the directory to write into, after clearing what dead writers left there."""
     written = directory / writing_name(step)
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        make_private(directory)
         clear_leftovers(directory, older_than=time.time())
         written.mkdir()
     except (FileExistsError, NotADirectoryError):

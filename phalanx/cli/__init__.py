@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import re
+import select
 import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 from phalanx.errors import EXIT_INTERRUPTED, EXIT_USAGE, PhalanxError, unknown_name
+from phalanx.observe.guard import discard_output, say_to_user
 from phalanx.version import __version__
 
 if TYPE_CHECKING:
@@ -30,15 +33,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if words and re.fullmatch(r"--local[-_]rank=\d+", words[0]):  # DeepSpeed's launcher puts it first
         words = words[1:]
     try:
-        return _dispatch(words)
+        code = _dispatch(words)
+        sys.stdout.flush()
     except PhalanxError as error:
-        print(f"phalanx: {error}", file=sys.stderr)
+        say_to_user(str(error))
         return error.exit_code
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
-    except BrokenPipeError:  # the reader (head, less) has gone: that is no failure of ours
-        sys.stderr.close()
-        return 0
+    except OSError as error:
+        if not _is_about_output(error):
+            raise
+        discard_output(sys.stdout)
+        if isinstance(error, BrokenPipeError):  # head or less wants no more; a training run goes on without it
+            return 0
+        say_to_user(f"standard output failed ({error.strerror}).")
+        return 1
+    return code
+
+
+def _is_about_output(error: OSError) -> bool:
+    """Whether an error is that of a write to standard output, and not of another file or socket."""
+    if error.filename is not None or sys.stdout is not sys.__stdout__:
+        return False
+    if isinstance(error, BrokenPipeError):
+        poller = select.poll()
+        poller.register(1, 0)
+        return bool(poller.poll(0))  # the pipe of standard output has no reader
+    return error.errno in (errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EFBIG)
 
 
 def _dispatch(words: list[str]) -> int:
@@ -49,7 +70,7 @@ def _dispatch(words: list[str]) -> int:
         print(f"phalanx {__version__}")
         return 0
     if words[0] not in VERBS:
-        print(f"phalanx: {unknown_name('command', words[0], VERBS)}", file=sys.stderr)
+        say_to_user(unknown_name("command", words[0], VERBS))
         return EXIT_USAGE
     result: int = import_module(f"phalanx.cli.{words[0].replace('-', '_')}").run(words[1:])
     return result

@@ -34,10 +34,14 @@ class FlagParser(argparse.ArgumentParser):
         """Parse, and name every unknown flag with the nearest known one."""
         known, unknown = self.parse_known_args(list(arguments))
         if unknown:
-            flags = [flag for action in self._actions for flag in action.option_strings]
-            told = [word for place, word in enumerate(unknown) if not _is_value_of_unknown(unknown, place)]
-            raise UsageError("\n  ".join(_unknown(word, flags) for word in told), hint=f"See {self.prog} --help")
+            raise UsageError("\n  ".join(self.describe_unknown(unknown)), hint=f"See {self.prog} --help")
         return known
+
+    def describe_unknown(self, words: Sequence[str]) -> list[str]:
+        """Say of every word that no flag takes what is wrong with it."""
+        flags = [flag for action in self._actions for flag in action.option_strings]
+        told = [word for place, word in enumerate(words) if not _is_value_of_unknown(words, place)]
+        return [_unknown(word, flags) for word in told]
 
 
 def _is_value_of_unknown(words: Sequence[str], place: int) -> bool:
@@ -59,7 +63,8 @@ def _unknown(word: str, flags: Iterable[str]) -> str:
     if not word.startswith("-"):
         return f"unexpected argument '{word}'. A script's own arguments go after --."
     name = word.split("=", 1)[0]
-    close = nearest(name, flags)
+    by_name = {flag.lstrip("-"): flag for flag in flags}  # dashes are what all flags have in common
+    close = by_name.get(nearest(name.lstrip("-"), by_name) or "")
     return f"unknown flag '{name}'.{f' Did you mean {close}?' if close else ''}"
 
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
-import shutil
 import sys
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +13,7 @@ from phalanx.config import Resolved
 from phalanx.errors import PhalanxError, UsageError
 from phalanx.launch import ModuleTarget, ScriptTarget, count_gpus, launch, prestart
 from phalanx.launch.nccl import nccl_environment
+from phalanx.launch.scratch import close_scratch, open_scratch
 from phalanx.recipes import Recipe, load_recipe, recipe_names
 from phalanx.trainers.folders import discard_unused, make_run_dir
 from phalanx.trainers.launching import engine_environment, launch_spec, raise_failure
@@ -38,6 +37,7 @@ def run(arguments: Sequence[str]) -> int:
     """Run the verb."""
     words, own = _split(list(arguments))
     parser = _parser()
+    _check_own_arguments(parser, words, own)
     namespace = parser.parse_all(words)
     recipe = _check_target(namespace, own)
     resolved = resolve_flags(namespace, recipe)
@@ -75,6 +75,33 @@ def _split(words: list[str]) -> tuple[list[str], list[str]]:
     """Part our words from the script's own, which follow --."""
     place = words.index("--") if "--" in words else len(words)
     return words[:place], words[place + 1 :]
+
+
+def _check_own_arguments(parser: FlagParser, words: list[str], own: list[str]) -> None:
+    """Refuse arguments of a script that stand before --, with the command line as it should be."""
+    namespace, unknown = parser.parse_known_args(words)
+    named = namespace.recipe if namespace.recipe not in recipe_names() else None
+    if not (namespace.script or namespace.module) or not (unknown or named):
+        return
+    ours, scripts = _part(words, [*unknown, *([named] if named else [])])
+    flags = parser.describe_unknown([word for word in unknown if word.startswith("-")])
+    said = flags or [f"unexpected argument{'s' * (len(scripts) > 1)} {shlex.join(scripts)}."]
+    raise UsageError(
+        "\n  ".join([*said, "A script's own arguments go after --:"]),
+        hint=shlex.join(["phalanx", "train", *ours, "--", *scripts, *own]),
+    )
+
+
+def _part(words: list[str], chosen: list[str]) -> tuple[list[str], list[str]]:
+    """Part the chosen words from the others; both keep their order."""
+    left, rest, taken = list(chosen), [], []
+    for word in words:
+        if word in left:
+            left.remove(word)
+            taken.append(word)
+        else:
+            rest.append(word)
+    return rest, taken
 
 
 def _parser() -> FlagParser:
@@ -134,7 +161,7 @@ def _launch(
     if recipe is not None:  # a script may bring settings of its own
         check_before_start(config)
     run_dir = make_run_dir(config, _name(recipe, script))
-    folder = Path(tempfile.mkdtemp(prefix="phalanx-run-"))
+    folder = open_scratch("run")
     try:
         target: Target | None = script if recipe is None else recipe_target(recipe, config, run_dir, folder)
         assert target is not None, "either a recipe or a script was named"
@@ -146,7 +173,7 @@ def _launch(
             warn_of_slow_start(config, console)
             result = launch(spec, console)
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        close_scratch(folder)
     try:
         raise_failure(result, run_dir / "logs")
     except PhalanxError:

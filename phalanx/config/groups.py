@@ -63,7 +63,11 @@ class Parallelism:
     """Who starts the ranks and who keeps them in step."""
 
     backend: str = option("pytorch-ddp", "a launcher and a strategy under one name", choices=tuple(BACKENDS))
-    strategy: str = option("auto", "how the ranks share the work (auto: the backend's own; ddp then uses shared memory on the CPUs of one machine)", choices=STRATEGIES)
+    strategy: str = option(
+        "auto",
+        "how the ranks share the work (auto: the backend's own; ddp then uses shared memory on the CPUs of one machine)",
+        choices=STRATEGIES,
+    )
     tensor_parallel: int = option(
         1, "split every layer of the model over this many neighbouring ranks, by the model's tensor_plan()", minimum=1
     )

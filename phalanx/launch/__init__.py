@@ -8,8 +8,8 @@ The flow of one launch:
    with several nodes it gathers them: `nodes`), then has each rank forked by the `group`. Until then the `prelude`
    knows what is being waited for, and tells the user now and then.
 4. A `rank` takes on its environment and runs the user's `target` the way Python itself would. Upwards it sends events
-   (one socket), output (`output`: a pipe for the console's rank, a file for the others) and, when an exception ends
-   it, a `record`.
+   (one socket), output (`output`: pipes or a terminal for the console's rank, a file for the others) and, when an
+   exception ends it, a `record`.
 5. The attempt's loop waits for exits, events, output, `signals` and timers. When a rank fails, `evidence` and `blame`
    find the guilty one, the others are stopped, and `report` says it in words. `start_watch` names a rank that never
    joins.

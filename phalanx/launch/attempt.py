@@ -16,11 +16,13 @@ from phalanx.launch.failure import Failure
 from phalanx.launch.group import RankGroup, RankState
 from phalanx.launch.policy import WELL, Outcome, ended_well, stopped
 from phalanx.launch.prelude import Prelude
+from phalanx.launch.process import how_it_ended
 from phalanx.launch.start_watch import Hang, StartWatch
 from phalanx.launch.warm import WarmProcessDiedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from phalanx.launch.console import Console
     from phalanx.launch.meeting import Meeting
@@ -31,20 +33,30 @@ if TYPE_CHECKING:
 _FAILURE_GRACE = 1.0
 _STACK_SECONDS = 0.3
 _REMOTE_SECONDS = 1.0
+_KILL_SECONDS = 5.0
 
 
 class Attempt:
     """Runs once. Everything that happens arrives as a callback of the selector or of a timer."""
 
     def __init__(
-        self, spec: LaunchSpec, console: Console, session: Session, meeting: Meeting, inbox: SignalInbox, number: int
+        self,
+        spec: LaunchSpec,
+        console: Console,
+        session: Session,
+        meeting: Meeting,
+        inbox: SignalInbox,
+        number: int,
+        scratch: Path,
     ) -> None:
+        """`scratch`: a folder for what ranks would leave in the temporary folder when they are killed."""
         self._spec = spec
         self._console = console
         self._session = session
         self._meeting = meeting
         self._inbox = inbox
         self._number = number
+        self._scratch = scratch
         self._selector = selectors.DefaultSelector()
         self._timers: list[tuple[float, Callable[[], None]]] = []
         self._group: RankGroup | None = None
@@ -87,16 +99,20 @@ class Attempt:
 
     def _start(self, place: Place) -> None:
         self._prelude.take_place(time.monotonic())
-        self._evidence = Evidence(self._spec, place)
+        try:
+            self._evidence = Evidence(self._spec, place)
+        except OSError as error:
+            self._fail(Failure(cause=f"{self._spec.log_dir} cannot be written: {error.strerror}.", exit_code=1))
+            return
         self._group = RankGroup(self._spec, place, self._session, self._console)
         ranks = tuple(state.rank for state in self._group.ranks.values())
         self._evidence.clear(ranks, self._number)
         self._watch = StartWatch(self._spec, ranks, place.world_size)
         self._group.on_event = self._take_event
-        self._group.start(self._number, self._shared_env, self._selector)
+        self._group.start(self._number, self._shared_env, self._selector, self._scratch)
 
     @property
-    def _has_started(self) -> bool:
+    def has_started(self) -> bool:
         """Whether any rank has been forked, as far as we have heard."""
         return self._group is not None and self._group.has_started
 
@@ -108,12 +124,12 @@ class Attempt:
         self._prelude.take_serving(now)
         if self._meeting.agent_key and message.get("exited") == self._meeting.agent_key:
             self._fail(
-                Failure(cause=f"the process that hosts the ranks' store ended (code {message['code']}).", exit_code=1)
+                Failure(cause=f"the process that hosts the ranks' store {how_it_ended(message['code'])}.", exit_code=1)
             )
         if self._group is None or self._watch is None:
             return
         ended = self._group.take_message(message)
-        if self._has_started:
+        if self.has_started:
             self._prelude.end()
         if ended is not None:
             self._watch.take_exit(ended.rank, now)
@@ -141,7 +157,7 @@ class Attempt:
         elif "remote_failure" in message:
             # Ours may have been told at the same time; the store keeps the first.
             self._failure = Failure.from_message(message["remote_failure"])
-            self._stop_ranks(_FAILURE_GRACE)
+            self._stop_ranks(signal.SIGTERM, _FAILURE_GRACE)
         elif "all_ended" in message:
             self._all_ended = True
         elif "error" in message:
@@ -149,18 +165,21 @@ class Attempt:
             self._fail(Failure(cause=message["error"], hint=message["hint"], exit_code=code), tell=False)
 
     def _take_signals(self) -> None:
-        for number in self._inbox.take():
+        received = self._inbox.take()
+        if self._inbox.take_resize() and self._group is not None:
+            self._group.resize()
+        for number in received:
             if number == signal.SIGUSR1:
                 # Ranks that know it leave with a checkpoint, in their own time.
                 self._signal(number)
             elif number == signal.SIGINT and (self._requested is not None or self._failure is not None):
-                self._signal(signal.SIGKILL)
+                self._kill_ranks()
             elif self._requested is None:
                 self._requested = number
                 again = " (Ctrl-C again to kill)" if number == signal.SIGINT else ""
-                what = f" the ranks{again}" if self._has_started else ""
+                what = f" the ranks{again}" if self.has_started else ""
                 self._console.notice(f"{number.name}: stopping{what}")
-                self._stop_ranks(self._spec.grace_seconds)
+                self._stop_ranks(number, self._spec.grace_seconds)
 
     # --- what follows from it -----------------------------------------------------------------------------------
 
@@ -186,11 +205,23 @@ class Attempt:
         self._failure = failure
         if tell:
             self._meeting.tell_failure(failure)
-        self._stop_ranks(_FAILURE_GRACE)
+        self._stop_ranks(signal.SIGTERM, _FAILURE_GRACE)
 
-    def _stop_ranks(self, grace: float) -> None:
-        self._signal(signal.SIGTERM)
-        self._later(grace, lambda: self._signal(signal.SIGKILL))
+    def _stop_ranks(self, number: signal.Signals, grace: float) -> None:
+        """Pass a signal on as it came, so that a script's own handlers and `except KeyboardInterrupt` are reached."""
+        self._session.wake()
+        self._signal(number)
+        self._later(grace, self._kill_ranks)
+
+    def _kill_ranks(self) -> None:
+        self._signal(signal.SIGKILL)
+        self._later(_KILL_SECONDS, self._kill_without_warm_process)
+
+    def _kill_without_warm_process(self) -> None:
+        """Kill what is left from here: the warm process, which kills ranks for us, has not answered."""
+        if self._group is not None and self._group.alive:
+            self._group.kill_directly()
+            self._session.kill_warm_process()
 
     def _signal(self, number: int) -> None:
         if self._group is not None:
@@ -250,7 +281,7 @@ class Attempt:
     def _is_over(self) -> bool:
         if self._group is None:
             return self._failure is not None or self._requested is not None
-        if self._requested is not None and not self._has_started:
+        if self._requested is not None and not self.has_started:
             return True
         if self._group.alive:
             return False
@@ -277,7 +308,7 @@ class Attempt:
             return Outcome(self._failure.exit_code, self._failure, interrupted=self._requested is not None)
         if self._requested is None:
             return Outcome(EXIT_PREEMPTED if EXIT_PREEMPTED in codes else 0)
-        outcome = stopped(self._requested, codes, "" if self._has_started else self._prelude.activity)
+        outcome = stopped(self._requested, codes, "" if self.has_started else self._prelude.activity)
         if not ended_well(codes):
             cause = f"{socket.gethostname()} was told to stop ({self._requested.name})."
             self._meeting.tell_failure(Failure(cause=cause, exit_code=outcome.exit_code))

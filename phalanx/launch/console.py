@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any, Protocol, TextIO
+
+from phalanx.observe.guard import guarded_streams
+from phalanx.observe.streams import Streams, labelled_line
 
 
 class Console(Protocol):
     """What the supervisor tells while the ranks run. Called from the supervisor's own thread only."""
 
-    def rank_output(self, rank: int, label: str, line: str) -> None:
-        """Show one line a rank printed, without its newline; a trailing carriage return means it will be redrawn."""
+    streams: Streams
+
+    def rank_output(self, rank: int, label: str, text: str, *, err: bool = False) -> None:
+        r"""Show a line that a rank printed, with its end: "\n", "\r\n", or "\r" where it will be redrawn.
+
+        A text without an end is the beginning of a line whose rest follows. `err`: it came from standard error.
+        """
 
     def handle(self, event: dict[str, Any]) -> None:
         """Take one event a rank sent: a dict with an "event" key."""
@@ -24,18 +31,20 @@ class PlainConsole:
 
     def __init__(self, *, labelled: bool = False, out: TextIO | None = None, err: TextIO | None = None) -> None:
         self._labelled = labelled
-        self._out = out
-        self._err = err
+        self._out, self._err = guarded_streams(out, err)
+        self.streams = Streams.of(self._out, self._err)
 
-    def rank_output(self, rank: int, label: str, line: str) -> None:
-        """Print the line; keep a redrawn line on the same row of the terminal."""
-        prefix = f"[{label}] " if self._labelled else ""
-        end = "" if line.endswith("\r") else "\n"
-        print(f"{prefix}{line}", end=end, file=self._out or sys.stdout, flush=True)
+    def rank_output(self, rank: int, label: str, text: str, *, err: bool = False) -> None:
+        """Print the text; keep a redrawn line on the same row of the terminal."""
+        self._write(self._err if err else self._out, labelled_line(label, text) if self._labelled else text)
 
     def handle(self, event: dict[str, Any]) -> None:
         """Ignore events: they are for consoles that draw."""
 
     def notice(self, text: str) -> None:
         """Print the launcher's words to stderr, so that piped output stays the ranks' own."""
-        print(f"phalanx: {text}", file=self._err or sys.stderr, flush=True)
+        self._write(self._err, f"phalanx: {text}\n")
+
+    def _write(self, stream: TextIO, text: str) -> None:
+        stream.write(text)
+        stream.flush()

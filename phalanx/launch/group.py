@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import selectors
+import signal
 import sys
 import time
 from dataclasses import dataclass
@@ -12,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx.launch import wire
 from phalanx.launch.environment import Place, rank_environment, threads_per_rank
-from phalanx.launch.output import OutputPump, open_log
+from phalanx.launch.output import OutputPump, RankLog
+from phalanx.launch.process import kill_group
+from phalanx.launch.spec import CallTarget
 from phalanx.launch.target import to_message
 
 if TYPE_CHECKING:
@@ -58,6 +61,7 @@ class RankGroup:
         self._session = session
         self._console = console
         self._pumps: list[OutputPump] = []
+        self._logs: list[RankLog] = []
         self._events, self._events_far = wire.socket_pair()
         self._events.setblocking(False)
         self.on_event: Callable[[dict[str, Any]], None] = console.handle
@@ -76,8 +80,8 @@ class RankGroup:
         """Whether any rank has been forked or refused."""
         return any(state.pid is not None or state.code is not None for state in self.ranks.values())
 
-    def start(self, attempt: int, shared_env: dict[str, str], selector: selectors.BaseSelector) -> None:
-        """Fork every rank and listen to them."""
+    def start(self, attempt: int, shared_env: dict[str, str], selector: selectors.BaseSelector, scratch: Path) -> None:
+        """Fork every rank and listen to them; each has a folder for its sockets in `scratch`."""
         selector.register(self._events, selectors.EVENT_READ, lambda: self._take_events())
         threads = threads_per_rank(self._spec, shared_env)
         common = {
@@ -91,31 +95,48 @@ class RankGroup:
         }
         for local_rank, (key, state) in enumerate(self.ranks.items()):
             env = rank_environment(self._spec, self._place, local_rank, attempt, shared_env)
-            self._fork({**common, "key": key, "rank": state.rank, "env": env}, state, selector)
+            own = {"key": key, "rank": state.rank, "env": env, "scratch": str(scratch / f"{attempt}-{state.rank}")}
+            self._fork({**common, **own}, state, selector)
         self._events_far.close()
 
     def _fork(self, request: wire.Message, state: RankState, selector: selectors.BaseSelector) -> None:
-        log = open_log(self._spec.log_dir, state.rank)
+        log = RankLog(self._spec.log_dir, state.rank, self._console.notice)
+        self._logs.append(log)
         stack = os.open(
             stack_path(self._spec.log_dir, state.rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644
         )
         stdin = _stdin()
-        pump = self._make_pump(state, log, selector)
-        out = pump.write_end if pump else log
+        pumps = self._make_pumps(state, log, selector)
+        out, err = (pumps[0].write_end, pumps[-1].write_end) if pumps else (log.descriptor, log.descriptor)
+        request["writes_log"] = not pumps
         try:
-            self._session.fork(request, [stdin, out, out, log, stack, self._events_far.fileno()])
+            self._session.fork(request, [stdin, out, err, log.descriptor, stack, self._events_far.fileno()])
         finally:
             os.close(stdin)
             os.close(stack)
-            if pump:
+            for pump in pumps:
                 pump.close_write_end()
-            else:
-                os.close(log)
 
-    def _make_pump(self, state: RankState, log: int, selector: selectors.BaseSelector) -> OutputPump | None:
-        if self._spec.console_ranks == "0" and state.rank != 0:
-            return None
-        pump = OutputPump(state.rank, state.label, log, self._console)
+    def _make_pumps(self, state: RankState, log: RankLog, selector: selectors.BaseSelector) -> list[OutputPump]:
+        """Make what carries a shown rank's standard output and error: one pump for both where they end in one place.
+
+        Where one rank of a program of the user's is shown on a terminal, that rank writes to a terminal too.
+        """
+        alone = self._spec.console_ranks == "0"
+        if alone and state.rank != 0:
+            return []
+        streams = self._console.streams
+        terminals = [streams.out_terminal] if streams.same else [streams.out_terminal, streams.err_terminal]
+        if not alone or isinstance(self._spec.target, CallTarget):
+            terminals = [None] * len(terminals)
+        return [
+            self._listen(
+                OutputPump(state.rank, state.label, log, self._console, err=number > 0, terminal=terminal), selector
+            )
+            for number, terminal in enumerate(terminals)
+        ]
+
+    def _listen(self, pump: OutputPump, selector: selectors.BaseSelector) -> OutputPump:
         self._pumps.append(pump)
 
         def pass_on() -> None:
@@ -154,6 +175,18 @@ class RankGroup:
         for state in self.alive if states is None else states:
             self._session.signal(f"r{state.rank}", number)
 
+    def kill_directly(self) -> None:
+        """Kill the ranks with what they started, without the warm process; it has not reaped them, so pids hold."""
+        for state in self.alive:
+            if state.pid is not None:
+                kill_group(state.pid)
+
+    def resize(self) -> None:
+        """Pass on that the console's terminal has another size."""
+        for pump in self._pumps:
+            pump.resize()
+        self.signal(signal.SIGWINCH)
+
     def close(self, selector: selectors.BaseSelector) -> None:
         """Pass on the last output and events, and let go of everything."""
         self._take_events()
@@ -164,6 +197,8 @@ class RankGroup:
             if pump in selector.get_map():
                 selector.unregister(pump)
             pump.close()
+        for log in self._logs:
+            log.close()
 
 
 def _stdin() -> int:

@@ -63,7 +63,7 @@ class HorovodAttempt:
         self._door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._door.bind("\0" + self.name)
         self._door.listen(ranks)
-        self._output = HorovodOutput(spec.log_dir, self._show, self._take_exit)
+        self._output = HorovodOutput(spec.log_dir, self._show, self._take_exit, console.notice)
 
     def run(self, command: list[str], environment: dict[str, str]) -> Outcome:
         """Start horovodrun and follow it to its end."""
@@ -136,7 +136,7 @@ class HorovodAttempt:
             self._hold(state.rank, event["pid"])
             self._lost.discard(state.rank)
             if self._requested is not None:
-                self._signal(state.rank, signal.SIGTERM)
+                self._signal(state.rank, self._requested)
         elif event["event"] == ENDED and state is not None:
             self._end(state, event["code"])
         else:
@@ -166,13 +166,13 @@ class HorovodAttempt:
                 self._requested = number
                 again = " (Ctrl-C again to kill)" if number == signal.SIGINT else ""
                 self._console.notice(f"{number.name}: stopping the ranks{again}")
-                self._stop()
+                self._stop(number)
 
     # --- the end ------------------------------------------------------------------------------------------------
 
-    def _stop(self) -> None:
+    def _stop(self, number: signal.Signals) -> None:
         """Let the ranks leave at a step's boundary: one that hears the signal tells the others, on any machine."""
-        if not self._signal_ranks(signal.SIGTERM):
+        if not self._signal_ranks(number):
             send_signal(self._process.pid, signal.SIGTERM)
         self._later(self._spec.grace_seconds, self._kill)
 

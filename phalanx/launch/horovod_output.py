@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import re
 from typing import TYPE_CHECKING
 
-from phalanx.launch.output import open_log
+from phalanx.launch.output import RankLog
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-_LINE = re.compile(rb"[^\r\n]*(?:\r\n|\n|\r)")
+_END = re.compile(rb"\r\n|\n|\r")
+_LONGEST = 1 << 20
 _OF_RANK = re.compile(rb"\[(?:\d+,)?(\d+)\]<(?:stdout|stderr)>:(.*)", re.DOTALL)
 """horovodrun writes [rank], Open MPI [job,rank]."""
 _ENDED = re.compile(r"Process (\d+) exit with status code (\d+)")
@@ -24,22 +24,33 @@ _SHELLS_WORDS = ("Terminated", "Killed")
 class HorovodOutput:
     """Every rank's lines go to its log and to `show`; what horovodrun says itself is kept."""
 
-    def __init__(self, log_dir: Path, show: Callable[[int, str], None], on_exit: Callable[[int, int], None]) -> None:
+    def __init__(
+        self,
+        log_dir: Path,
+        show: Callable[[int, str], None],
+        on_exit: Callable[[int, int], None],
+        tell: Callable[[str], None],
+    ) -> None:
         self._log_dir = log_dir
         self._show = show
         self._on_exit = on_exit
-        self._logs: dict[int, int] = {}
+        self._tell = tell
+        self._logs: dict[int, RankLog] = {}
         self._partial = b""
         self.own: list[str] = []
         """The last lines of horovodrun's own."""
 
     def feed(self, data: bytes) -> None:
         """Take what came, and pass on the lines that are complete."""
-        text, end = self._partial + data, 0
-        for match in _LINE.finditer(text):
-            self._take(match[0])
-            end = match.end()
-        self._partial = text[end:]
+        begun, start = self._partial, 0
+        for end in _END.finditer(data):
+            self._take(begun + data[start : end.end()])
+            begun, start = b"", end.end()
+        self._partial = begun + data[start:]
+        if len(self._partial) > _LONGEST:
+            self._take(self._partial)
+            of_rank = _OF_RANK.match(self._partial)
+            self._partial = self._partial[: of_rank.start(2)] if of_rank else b""
 
     def close(self) -> None:
         """Pass on the rest, and close the logs."""
@@ -47,7 +58,7 @@ class HorovodOutput:
             self._take(self._partial + b"\n")
         self._partial = b""
         for log in self._logs.values():
-            os.close(log)
+            log.close()
         self._logs.clear()
 
     def _take(self, line: bytes) -> None:
@@ -56,11 +67,10 @@ class HorovodOutput:
             self._take_own(line.decode(errors="replace").rstrip())
             return
         rank, said = int(of_rank[1]), of_rank[2]
-        os.write(self._log(rank), said)
-        text = said.rstrip(b"\r\n").decode(errors="replace")
-        if text in _SHELLS_WORDS:
-            return
-        self._show(rank, f"{text}\r" if said.endswith(b"\r") else text)
+        self._log(rank).write(said)
+        text = said.decode(errors="replace")
+        if text.rstrip() not in _SHELLS_WORDS:
+            self._show(rank, text)
 
     def _take_own(self, line: str) -> None:
         self.own = [*self.own, line][-_OWN_LINES:] if line else self.own
@@ -68,7 +78,7 @@ class HorovodOutput:
         if ended is not None:
             self._on_exit(int(ended[1]), int(ended[2]))
 
-    def _log(self, rank: int) -> int:
+    def _log(self, rank: int) -> RankLog:
         if rank not in self._logs:
-            self._logs[rank] = open_log(self._log_dir, rank)
+            self._logs[rank] = RankLog(self._log_dir, rank, self._tell)
         return self._logs[rank]

@@ -24,6 +24,7 @@ from phalanx.launch.horovod_driver import bind_to_loopback
 from phalanx.launch.output import open_log
 from phalanx.launch.rank import leave, lift, run_to_end
 from phalanx.launch.target import from_message, run_target
+from phalanx.observe.folders import make_private
 
 if TYPE_CHECKING:
     from phalanx.launch.wire import Message
@@ -38,7 +39,7 @@ def main() -> NoReturn:
     """Be the rank that the environment names."""
     request: Message = json.loads(sys.argv[1])
     rank = request["rank"] = int(next(os.environ[name] for name in _NUMBERS if name in os.environ))
-    Path(request["log_dir"]).mkdir(parents=True, exist_ok=True)
+    make_private(Path(request["log_dir"]))
     launcher = _connect(request["events"], request["network"])
     log = None if launcher is None else open_log(Path(request["log_dir"]), rank)
     _tell(launcher, {"event": STARTED, "rank": rank, "pid": os.getpid()})

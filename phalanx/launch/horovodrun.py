@@ -18,6 +18,7 @@ from phalanx.launch.environment import shared_environment, threads_per_rank
 from phalanx.launch.horovod_attempt import HorovodAttempt
 from phalanx.launch.horovod_rank import network
 from phalanx.launch.policy import Restart, decide
+from phalanx.launch.process import own_python
 from phalanx.launch.signals import SignalInbox
 from phalanx.launch.spec import LaunchResult
 from phalanx.launch.target import to_message
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from phalanx.launch.console import Console
     from phalanx.launch.spec import LaunchSpec
 
-_ROOT = str(Path(__file__).resolve().parents[2])
 _SCRIPT_SECONDS = 30.0
 
 
@@ -86,8 +86,8 @@ class HorovodRun:
             "network": network(),
             "loopback": loopback and self.elastic,  # only then ranks open servers of Horovod
         }
-        driver = [*_python("phalanx.launch.horovod_driver", f"main({os.getpid()}, {loopback})"), *words]
-        return [*driver, *_python("phalanx.launch.horovod_rank", "main()"), json.dumps(request)]
+        driver = own_python(f"from phalanx.launch.horovod_driver import main; main({os.getpid()}, {loopback})", *words)
+        return [*driver, *own_python("from phalanx.launch.horovod_rank import main; main()", json.dumps(request))]
 
     def _environment(self, spec: LaunchSpec, hosts: Sequence[Host], attempt: int) -> dict[str, str]:
         shared = shared_environment(spec)
@@ -129,12 +129,6 @@ def starter(config: DistributedConfig, layout: Ranks) -> HorovodRun:
         timeline=config.horovod_timeline,
         mpi=config.adasum,
     )
-
-
-def _python(module: str, call: str) -> list[str]:
-    """Return a Python that runs a function of ours, wherever it is started and whether or not we are installed."""
-    name = call.partition("(")[0]
-    return [sys.executable, "-c", f"import sys; sys.path[0] = {_ROOT!r}; from {module} import {name}; {call}"]
 
 
 def _discover(script: str) -> tuple[Host, ...]:

@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
+import errno
+import fcntl
 import os
 import re
+import termios
+from collections import defaultdict
 from typing import TYPE_CHECKING
 
+from phalanx.observe.guard import Guard
+
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from phalanx.launch.console import Console
 
-_CHUNK = 1 << 16
-_LINE = re.compile(rb"[^\r\n]*(?:\r\n|\n|\r(?=.)|\r$)", re.DOTALL)
+_CHUNK = 1 << 14
+"""How much is read at a time: between two reads the launcher serves signals and other ranks."""
+_PIPE_BYTES = 1 << 20
+"""More than a pipe holds: what is still read when all writers should be gone."""
+_LONGEST = 1 << 16
+"""How much of a line without an end is kept back."""
+_END = re.compile(r"\r\n|\n|\r")
 _TAIL_BYTES = 1 << 16
+_SIZE_BYTES = 8
 
 
 def log_path(log_dir: Path, rank: int) -> Path:
@@ -39,43 +52,79 @@ def log_tail(log_dir: Path, rank: int, lines: int = 40) -> tuple[str, ...]:
 
 
 class LineSplitter:
-    """Cuts what ranks print into lines, as it comes in pieces; a trailing carriage return stays on a line."""
+    """Cuts what ranks print into lines, each with its end. A very long line comes in parts, of which the last has one.
 
-    def __init__(self) -> None:
-        self._partial: dict[int, bytes] = {}
+    `eager`: a line's beginning is not kept back at all, for a terminal that shows prompts and progress bars.
+    """
+
+    def __init__(self, *, eager: bool = False) -> None:
+        self._keeps = 0 if eager else _LONGEST
+        self._partial: dict[int, str] = {}
+        self._decoders: dict[int, codecs.IncrementalDecoder] = defaultdict(
+            lambda: codecs.getincrementaldecoder("utf-8")("replace")
+        )
 
     def split(self, rank: int, chunk: bytes) -> Iterator[str]:
         """Yield the lines that are complete with this piece."""
-        text = self._partial.get(rank, b"") + chunk
-        end = 0
-        for match in _LINE.finditer(text):
-            end = match.end()
-            yield _as_text(match[0])
-        self._partial[rank] = text[end:]
+        text = self._decoders[rank].decode(chunk)
+        begun, start = self._partial.pop(rank, ""), 0
+        for end in _END.finditer(text):
+            yield begun + text[start : end.end()]
+            begun, start = "", end.end()
+        begun += text[start:]
+        if len(begun) > self._keeps:
+            yield begun
+        else:
+            self._partial[rank] = begun
 
     def rest(self) -> Iterator[tuple[int, str]]:
         """Yield what came without a line's end, by rank."""
         for rank, text in self._partial.items():
             if text:
-                yield rank, _as_text(text)
+                yield rank, text
         self._partial.clear()
 
 
-def _as_text(line: bytes) -> str:
-    text = line.rstrip(b"\r\n").decode(errors="replace")
-    return f"{text}\r" if line.endswith(b"\r") else text
+class RankLog:
+    """A rank's log file; when it cannot be written any more it is dropped with one notice."""
+
+    def __init__(self, log_dir: Path, rank: int, tell: Callable[[str], object]) -> None:
+        self.descriptor = open_log(log_dir, rank)
+        self._guard = Guard(f"the log of rank {rank} in {log_dir}", tell)
+
+    def write(self, data: bytes) -> None:
+        """Append."""
+        self._guard.attempt(lambda: _write_all(self.descriptor, data))
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self.descriptor)
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(descriptor, data) :]
 
 
 class OutputPump:
-    """The read end of a rank's stdout and stderr. Bytes go to the log as they are, lines to the console."""
+    """The read end of what a rank prints. Bytes go to the log as they are, lines to the console.
 
-    def __init__(self, rank: int, label: str, log: int, console: Console) -> None:
+    `terminal`: the descriptor of the terminal that the console is. The rank then writes to a terminal too, of the same
+    size, so that its libraries draw what they would draw there.
+    """
+
+    def __init__(
+        self, rank: int, label: str, log: RankLog, console: Console, *, err: bool = False, terminal: int | None = None
+    ) -> None:
         self._rank = rank
         self._label = label
         self._log = log
         self._console = console
-        self._lines = LineSplitter()
-        self._read, self.write_end = os.pipe2(os.O_CLOEXEC)
+        self._err = err
+        self._terminal = terminal
+        self._lines = LineSplitter(eager=terminal is not None)
+        self._read, self.write_end = os.pipe2(os.O_CLOEXEC) if terminal is None else _open_terminal()
+        self.resize()
         os.set_blocking(self._read, False)
 
     def fileno(self) -> int:
@@ -86,23 +135,46 @@ class OutputPump:
         """Leave the writing to the rank."""
         os.close(self.write_end)
 
-    def pump(self) -> bool:
-        """Pass on what there is; return False at the end of the output."""
-        with contextlib.suppress(BlockingIOError):
-            while chunk := os.read(self._read, _CHUNK):
-                os.write(self._log, chunk)
-                self._show(chunk)
-            return False
-        return True
+    def resize(self) -> None:
+        """Give the rank's terminal the size of the console's."""
+        if self._terminal is not None:
+            with contextlib.suppress(OSError):  # a terminal that has been closed has no size
+                size = fcntl.ioctl(self._terminal, termios.TIOCGWINSZ, bytes(_SIZE_BYTES))
+                fcntl.ioctl(self._read, termios.TIOCSWINSZ, size)
 
-    def _show(self, chunk: bytes) -> None:
+    def pump(self) -> bool:
+        """Pass on a part of what there is; return False at the end of the output."""
+        try:
+            chunk = os.read(self._read, _CHUNK)
+        except BlockingIOError:
+            return True
+        except OSError as error:
+            if error.errno != errno.EIO:  # how a terminal says that its last writer has gone
+                raise
+            return False
+        self._log.write(chunk)
         for line in self._lines.split(self._rank, chunk):
-            self._console.rank_output(self._rank, self._label, line)
+            self._show(line)
+        return bool(chunk)
+
+    def _show(self, text: str) -> None:
+        self._console.rank_output(self._rank, self._label, text, err=self._err)
 
     def close(self) -> None:
-        """Pass on the rest, with or without its newline, and let go."""
-        self.pump()
+        """Pass on what is left, the last line with or without its newline, and let go."""
+        for _ in range(_PIPE_BYTES // _CHUNK):
+            if not self.pump():
+                break
         for _, line in self._lines.rest():
-            self._console.rank_output(self._rank, self._label, line)
+            self._show(f"{line}\n")
         os.close(self._read)
-        os.close(self._log)
+
+
+def _open_terminal() -> tuple[int, int]:
+    """Make a terminal that changes nothing of what is written to it; the console's terminal does that."""
+    read_end, write_end = os.openpty()
+    settings = termios.tcgetattr(write_end)
+    settings[1] &= ~termios.OPOST
+    settings[3] &= ~(termios.ECHO | termios.ICANON | termios.ISIG)
+    termios.tcsetattr(write_end, termios.TCSANOW, settings)
+    return read_end, write_end

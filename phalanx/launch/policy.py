@@ -48,8 +48,11 @@ def ended_well(codes: Sequence[int | None]) -> bool:
 
 
 def stopped(requested: signal.Signals, codes: Sequence[int | None], activity: str) -> Outcome:
-    """Return the outcome of a stop on request; `activity` is what went on when no rank ran yet, else empty."""
-    if requested != signal.SIGINT and ended_well(codes):
+    """Return the outcome of a stop on request; `activity` is what went on when no rank ran yet, else empty.
+
+    Only a rank that left with EXIT_PREEMPTED says that it saved: a script that left with 0 may have saved nothing.
+    """
+    if requested != signal.SIGINT and EXIT_PREEMPTED in codes and ended_well(codes):
         return Outcome(EXIT_PREEMPTED, interrupted=True)
     code = 128 + requested
     if not activity:

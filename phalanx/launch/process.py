@@ -5,10 +5,36 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import sys
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _libc = ctypes.CDLL(None, use_errno=True)
+
+
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_ROOT = os.path.dirname(_PACKAGE)
+# One line: it may pass through a shell on another machine.
+_START = "; ".join(
+    (
+        "import sys",
+        "sys.flags.safe_path or sys.path.pop(0)",
+        "from importlib.util import module_from_spec, spec_from_file_location",
+        f"spec = spec_from_file_location('phalanx', {os.path.join(_PACKAGE, '__init__.py')!r})",
+        "sys.modules['phalanx'] = module_from_spec(spec)",
+        "spec.loader.exec_module(sys.modules['phalanx'])",
+        f"{_ROOT!r} in sys.path or sys.path.append({_ROOT!r})",
+    )
+)
+
+
+def own_python(code: str, *arguments: object) -> list[str]:
+    """Return a command that runs a line of code in a fresh Python with this very package, installed or not.
+
+    The folder that holds the package is not put before the standard library: it may be site-packages, where old
+    copies of standard modules lie.
+    """
+    return [sys.executable, "-c", f"{_START}; {code}", *map(str, arguments)]
 
 
 def die_with(parent: int) -> None:
@@ -39,6 +65,14 @@ def kill_group(leader: int) -> None:
     except PermissionError:
         # Only zombies are left in the group.
         return
+
+
+def how_it_ended(code: int) -> str:
+    """Put an exit code, as `subprocess` has it, into words that follow "the process"."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    known = {number.value: f"{number.name} (signal {number.value})" for number in signal.Signals}
+    return f"was killed by {known.get(-code, f'signal {-code}')}"
 
 
 def send_signal(pid: int, number: int) -> None:

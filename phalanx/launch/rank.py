@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import multiprocessing.process
 import os
 import signal
 import socket
@@ -19,11 +20,14 @@ from phalanx.launch.joining import announce_joining
 from phalanx.launch.preload import set_compute_threads
 from phalanx.launch.record import exit_code_of, record_exception
 from phalanx.launch.target import call, from_message, run_target
+from phalanx.observe.events import Message
+from phalanx.observe.fdsink import FdSink
+from phalanx.observe.guard import guard_own_output
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from phalanx.launch.wire import Message
+    from phalanx.launch import wire
 
 # A process started by the rank inherits the variable but not the descriptor: a high number makes it unlikely that the
 # same number is something else there.
@@ -36,7 +40,7 @@ class _Files:
     stack: int
 
 
-def run(request: Message, descriptors: list[int]) -> NoReturn:
+def run(request: wire.Message, descriptors: list[int]) -> NoReturn:
     """Be rank `request["rank"]` until the target ends, then leave without tearing torch down."""
     *stdio, log, stack, events = descriptors
     for number, descriptor in enumerate(stdio):
@@ -53,7 +57,7 @@ def run(request: Message, descriptors: list[int]) -> NoReturn:
     leave(run_to_end(be_the_rank, request, log))
 
 
-def run_to_end(program: Callable[[], None], request: Message, log: int | None) -> int:
+def run_to_end(program: Callable[[], None], request: wire.Message, log: int | None) -> int:
     """Run the rank's program and return its exit code; what ended it is recorded for the launcher.
 
     `log`: where the traceback goes instead of stderr, of which the launcher shows a part.
@@ -71,7 +75,7 @@ def run_to_end(program: Callable[[], None], request: Message, log: int | None) -
     return 0
 
 
-def _take_on(request: Message, files: _Files, events: int) -> None:
+def _take_on(request: wire.Message, files: _Files, events: int) -> None:
     os.environ.clear()
     os.environ.update(request["env"])
     os.environ["PHALANX_EVENTS_FD"] = str(lift(events))
@@ -81,9 +85,19 @@ def _take_on(request: Message, files: _Files, events: int) -> None:
     # The log, not stderr: a crash is reported by the launcher, once, and not in the middle of another rank's output.
     faulthandler.enable(files.log)
     faulthandler.register(signal.SIGQUIT, files.stack, all_threads=True)
+    if request["writes_log"]:
+        guard_own_output(lambda text: _tell_launcher(request["rank"], text))
     _forget_the_warm_process()
+    _use_scratch(request["scratch"])
     set_compute_threads(request["threads"])
     announce_joining(socket.socket(fileno=os.dup(int(os.environ["PHALANX_EVENTS_FD"]))), request["rank"])
+
+
+def _tell_launcher(rank: int, text: str) -> None:
+    sink = FdSink.from_environment()
+    if sink is not None:
+        sink.handle(Message("warning", f"rank {rank}: {text}", rank=rank))
+        sink.close()
 
 
 def lift(descriptor: int) -> int:
@@ -102,6 +116,12 @@ def _forget_the_warm_process() -> None:
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed()
+
+
+def _use_scratch(folder: str) -> None:
+    """Let multiprocessing keep its sockets where the launcher removes them even if this rank is killed."""
+    os.makedirs(folder, 0o700, exist_ok=True)
+    multiprocessing.process.current_process()._config["tempdir"] = folder  # type: ignore[attr-defined]
 
 
 def _send_to_log(log: int) -> None:

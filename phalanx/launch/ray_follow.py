@@ -20,6 +20,7 @@ from phalanx.launch.reminders import MOMENTS, Reminder, in_words
 from phalanx.launch.report import explain
 from phalanx.launch.signals import SignalInbox
 from phalanx.launch.spec import CallTarget, LaunchResult
+from phalanx.observe.guard import Guard
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -46,6 +47,7 @@ class Follower:
         self._attempt = -1
         self._world_size = starter.workers
         self._lines = LineSplitter()
+        self._folder = Guard(f"writing to {spec.log_dir.parent}", console.notice)
         self._seats = Seats()
         self._records: dict[int, dict[str, Any]] = {}
         self._ends: dict[int, tuple[int, str]] = {}
@@ -124,21 +126,28 @@ class Follower:
         self._write_log(letter["rank"], letter["log"])
 
     def _write_log(self, rank: int, output: bytes) -> None:
-        with log_path(self._spec.log_dir, rank).open("ab") as log:
-            log.write(output)
+        self._append(log_path(self._spec.log_dir, rank), output)
+
+    def _append(self, path: Path, data: bytes) -> None:
+        def append() -> None:
+            with path.open("ab") as file:
+                file.write(data)
+
+        self._folder.attempt(append)
 
     def _take_event(self, letter: dict[str, Any]) -> None:
         self._reminder = None  # from here on the ranks speak for themselves
         event = letter["event"]
         self._console.handle(event)
         if letter.get("keep") and event["event"] not in ("joining", "joined"):
-            with (self._spec.log_dir.parent / "events.jsonl").open("a", encoding="utf-8") as file:
-                file.write(json.dumps(event, separators=(",", ":")) + "\n")
+            line = json.dumps(event, separators=(",", ":")) + "\n"
+            self._append(self._spec.log_dir.parent / "events.jsonl", line.encode())
 
     def _take_record(self, letter: dict[str, Any]) -> None:
         record = letter["record"]
         self._records[record["rank"]] = record
-        record_path(self._spec.log_dir, record["rank"]).write_text(json.dumps(record))
+        path = record_path(self._spec.log_dir, record["rank"])
+        self._folder.attempt(lambda: path.write_text(json.dumps(record)))
 
     def _take_placed(self, letter: dict[str, Any]) -> None:
         self._doing = f"waiting for {letter['placed']} workers to import torch and to join"
@@ -243,7 +252,7 @@ class Follower:
 
     def _flush(self) -> None:
         for rank, line in self._lines.rest():
-            self._console.rank_output(rank, self._spec.label(rank), line)
+            self._console.rank_output(rank, self._spec.label(rank), f"{line}\n")
 
     # --- signals and patience -------------------------------------------------------------------------------------
 

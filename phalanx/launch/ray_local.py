@@ -15,7 +15,6 @@ import secrets
 import shutil
 import socket
 import subprocess
-import sys
 import tempfile
 from contextlib import contextmanager
 from importlib import import_module
@@ -25,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx.launch import ray_ask
 from phalanx.launch.preload import SINGLE_THREADED
+from phalanx.launch.process import own_python
 from phalanx.launch.ray_surroundings import own_sigterm, surroundings
 
 if TYPE_CHECKING:
@@ -88,10 +88,8 @@ def _warm(folder: Path) -> Iterator[None]:
         listener.listen(64)
         with (folder / "warm.log").open("wb") as log:
             process = subprocess.Popen(
-                [sys.executable, "-m", "phalanx.launch.ray_warm", *map(str, (listener.fileno(), os.getpid(), folder))],
+                own_python("from phalanx.launch.ray_warm import main; main()", listener.fileno(), os.getpid(), folder),
                 env={**os.environ, **SINGLE_THREADED, **_NO_JOB, "RAY_RAYLET_PID": str(os.getpid())},
-                # The package is importable from here, installed or not.
-                cwd=Path(__file__).resolve().parents[2],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

@@ -5,14 +5,11 @@ from __future__ import annotations
 import io
 import logging
 import os
-import shutil
 import socket
 import sys
-import tempfile
 from contextlib import closing, redirect_stderr
 from dataclasses import dataclass
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from phalanx.errors import EXIT_PREEMPTED
@@ -22,11 +19,14 @@ from phalanx.launch.luggage import PAYLOAD_NAME, Luggage, unpack
 from phalanx.launch.preload import set_compute_threads
 from phalanx.launch.ray_post import Post, correspondence
 from phalanx.launch.record import exit_code_of, read_record, record_exception
+from phalanx.launch.scratch import close_scratch, open_scratch
 from phalanx.launch.spec import LaunchSpec
 from phalanx.launch.target import run_target
 from phalanx.observe.board import HeartbeatBoard, board_path
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from phalanx.launch.luggage import Unpacked
 
 UNDER_RAY = "PHALANX_UNDER_RAY"
@@ -53,13 +53,13 @@ class RankOrder:
 def run_rank(config: dict[str, Any]) -> None:
     """Run the order on this worker; called by Ray Train, in a thread."""
     order, conductor = config["order"], config["conductor"]
-    scratch = Path(tempfile.mkdtemp(prefix="phalanx-ray-"))
+    scratch = open_scratch("ray")
     try:
         place, local_rank, attempt = _find_place(conductor)
         code = _Rank(order, conductor, scratch, place, local_rank, attempt).run()
     finally:
         os.chdir("/")
-        shutil.rmtree(scratch, ignore_errors=True)
+        close_scratch(scratch)
     if code not in (0, EXIT_PREEMPTED):
         raise RankLostError(f"rank {place.first_rank + local_rank} ended with exit code {code}")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import runpy
 import socket
 import sys
 import time
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
 
     from phalanx.launch.wire import Message
 
-_OWN_DIRECTORY = os.path.dirname(os.path.abspath(__file__))
-_PACKAGE = os.path.dirname(_OWN_DIRECTORY) + os.sep
+_OWN_DIRECTORY = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_PACKAGE = os.path.dirname(os.path.dirname(_OWN_DIRECTORY)) + os.sep
 
 
 def record_path(log_dir: Path, rank: int) -> Path:
@@ -96,7 +97,7 @@ def _is_librarys(filename: str) -> bool:
 
 
 def _is_ours(filename: str) -> bool:
-    return filename.startswith((_OWN_DIRECTORY, "<frozen runpy", "<frozen importlib")) or filename.endswith("/runpy.py")
+    return filename.startswith((_OWN_DIRECTORY, "<frozen runpy", "<frozen importlib")) or filename == runpy.__file__
 
 
 def _last_step(rank: int) -> int | None:
@@ -121,3 +122,9 @@ def read_record(log_dir: Path, rank: int) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     return record
+
+
+def any_record(log_dir: Path) -> dict[str, Any] | None:
+    """Return a rank's record, the lowest rank's that has one: ranks that were told to stop all leave the same words."""
+    ranks = sorted(int(path.name.split(".")[0].removeprefix("rank-")) for path in log_dir.glob("rank-*.error.json"))
+    return read_record(log_dir, ranks[0]) if ranks else None

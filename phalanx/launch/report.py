@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import linecache
+import re
 import signal
 from typing import TYPE_CHECKING
 
@@ -14,6 +16,8 @@ if TYPE_CHECKING:
     from phalanx.launch.blame import RankExit
 
 _TRACEBACK_LINES = 16
+_FRAME = re.compile(r'  File "(?P<file>.+)", line (?P<line>\d+), in ')
+_BEGINS = re.compile(r'  File "|(?:Original )?Traceback ')
 _LOG_LINES = 8
 _CRASHES = {
     signal.SIGSEGV: "crashed with a segmentation fault (SIGSEGV): native code touched memory it does not own",
@@ -55,7 +59,7 @@ def explain(ended: RankExit, *, label: str, host: str, step: int | None, killed_
     elif ended.code < 0:
         cause, details, hint = _killed(ended, killed_for_memory)
     else:
-        cause, details, hint = f"exited with code {ended.code}", ended.log_tail[-_LOG_LINES:], ""
+        cause, details, hint = f"exited with code {ended.code}", _log_end(ended), ""
     return Failure(
         cause=cause,
         exit_code=ended.code if ended.code > 0 else 128 - ended.code,
@@ -87,6 +91,34 @@ def _without_plumbing(lines: list[str]) -> list[str]:
     return kept if any(line.startswith("  File") for line in kept) else lines
 
 
+def _with_sources(lines: list[str]) -> list[str]:
+    """Add the lines of code that only this process knows: those of a notebook's cells and of a prompt."""
+    complete: list[str] = []
+    for place, line in enumerate(lines):
+        complete.append(line)
+        frame = _FRAME.match(line)
+        is_bare = place + 1 == len(lines) or not lines[place + 1].startswith("    ")
+        if frame and is_bare and (source := linecache.getline(frame["file"], int(frame["line"])).strip()):
+            complete.append(f"    {source}")
+    return complete
+
+
+def _shortened(lines: list[str]) -> list[str]:
+    """Keep the end of a long traceback, from a frame's first line on, and say that its beginning is missing."""
+    if len(lines) <= _TRACEBACK_LINES:
+        return lines
+    start = len(lines) - _TRACEBACK_LINES + 2
+    start = next((place for place in range(start, len(lines)) if _BEGINS.match(lines[place])), start)
+    head = [] if "Traceback" in lines[start] else [lines[0]]
+    return [*head, f"  ... {start - len(head)} lines are left out here: the log has them", *lines[start:]]
+
+
+def _log_end(ended: RankExit) -> tuple[str, ...]:
+    """Return the last lines of a rank's log, with a mark where there are more."""
+    tail = ended.log_tail[-_LOG_LINES:]
+    return ("...", *tail) if len(ended.log_tail) > len(tail) else tail
+
+
 def _raised(ended: RankExit) -> tuple[str, tuple[str, ...], str]:
     record = ended.record
     assert record is not None
@@ -96,7 +128,7 @@ def _raised(ended: RankExit) -> tuple[str, tuple[str, ...], str]:
         return f"stopped: {record['message']}", (), record["hint"]
     message = record["message"].splitlines()
     said = f": {message[0]}" if message else ""
-    return f"raised {record['type']}{said}", tuple(_without_plumbing(lines)[-_TRACEBACK_LINES:]), record["hint"]
+    return f"raised {record['type']}{said}", tuple(_shortened(_with_sources(_without_plumbing(lines)))), record["hint"]
 
 
 def _killed(ended: RankExit, killed_for_memory: bool) -> tuple[str, tuple[str, ...], str]:
@@ -106,12 +138,12 @@ def _killed(ended: RankExit, killed_for_memory: bool) -> tuple[str, tuple[str, .
     try:
         known = signal.Signals(number)
     except ValueError:
-        return f"was killed by signal {number}", ended.log_tail[-_LOG_LINES:], ""
+        return f"was killed by signal {number}", _log_end(ended), ""
     if known not in _CRASHES:
-        return f"was killed by {known.name}, which somebody else sent", ended.log_tail[-_LOG_LINES:], ""
+        return f"was killed by {known.name}, which somebody else sent", _log_end(ended), ""
     stack = main_stack("\n".join(ended.log_tail))
     python_stack = ("Python stack, innermost first:", *(f"  {frame}" for frame in stack[:_LOG_LINES]))
-    return _CRASHES[known], python_stack if stack else ended.log_tail[-_LOG_LINES:], ""
+    return _CRASHES[known], python_stack if stack else _log_end(ended), ""
 
 
 def _killed_outright(killed_for_memory: bool) -> tuple[str, tuple[str, ...], str]:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     Handler = Callable[[int, FrameType | None], object] | int | signal.Handlers | None
 
 _WATCHED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+_RESIZED = signal.SIGWINCH
 
 
 class SignalInbox:
@@ -25,11 +26,12 @@ class SignalInbox:
         self._before: dict[signal.Signals, Handler] = {}
         self._wakeup_before: int | None = None
         self._lock = threading.Lock()
+        self._was_resized = False
 
     def __enter__(self) -> SignalInbox:
         if threading.current_thread() is threading.main_thread():
             self._wakeup_before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-            for number in _WATCHED:
+            for number in (*_WATCHED, _RESIZED):
                 # Whoever started us with a signal ignored (nohup) wants it ignored.
                 if signal.getsignal(number) is not signal.SIG_IGN:
                     self._before[number] = signal.signal(number, lambda number, frame: None)
@@ -61,7 +63,13 @@ class SignalInbox:
         received = b""
         with contextlib.suppress(BlockingIOError):
             received = os.read(self._read, 4096)
+        self._was_resized = self._was_resized or _RESIZED in received
         return [signal.Signals(number) for number in received if number in _WATCHED]
+
+    def take_resize(self) -> bool:
+        """Return whether the terminal has got another size since the last call."""
+        was_resized, self._was_resized = self._was_resized, False
+        return was_resized
 
     def post(self, number: signal.Signals) -> None:
         """Put a signal in as if it had come from outside: a launch in another thread hears no real ones."""

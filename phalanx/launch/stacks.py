@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
+import runpy
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<function>.*)$')
-_OWN_DIRECTORY = str(Path(__file__).resolve().parent)
+_OWN_DIRECTORY = str(Path(__file__).resolve().parent) + os.sep
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,7 @@ class Frame:
     @property
     def is_launchers(self) -> bool:
         """Whether it belongs to this package or to the way modules are run."""
-        return self.file.startswith((_OWN_DIRECTORY, "<frozen runpy")) or self.file.endswith("/runpy.py")
+        return self.file.startswith((_OWN_DIRECTORY, "<frozen runpy")) or self.file == runpy.__file__
 
     @property
     def is_users(self) -> bool:

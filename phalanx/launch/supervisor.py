@@ -9,12 +9,15 @@ from phalanx.errors import UsageError
 from phalanx.launch.attempt import Attempt
 from phalanx.launch.console import Console, PlainConsole
 from phalanx.launch.environment import shared_environment
+from phalanx.launch.failure import Failure
 from phalanx.launch.meeting import Meeting
 from phalanx.launch.policy import Outcome, Restart, decide
+from phalanx.launch.scratch import scratch_folder
 from phalanx.launch.signals import SignalInbox
 from phalanx.launch.signed_store import VARIABLE
 from phalanx.launch.spec import LaunchResult, LaunchSpec, check_endpoint
-from phalanx.launch.warm import warm_process
+from phalanx.launch.warm import WarmProcessDiedError, warm_process
+from phalanx.observe.folders import make_private
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -36,33 +39,67 @@ def launch(spec: LaunchSpec, console: Console | None = None, signals: SignalInbo
     console = console or PlainConsole(labelled=spec.console_ranks == "all")
     if spec.starter is not None:
         return spec.starter.launch(spec, console)
-    shared_env = shared_environment(spec)
-    session = warm_process(shared_env).open_session()
-    if spec.num_nodes == 1:
-        shared_env.setdefault(VARIABLE, secrets.token_hex(32))
-    try:
-        return _run_attempts(spec, console, session, shared_env, signals or SignalInbox())
-    finally:
-        session.close()
-
-
-def _run_attempts(
-    spec: LaunchSpec, console: Console, session: Session, shared_env: dict[str, str], signals: SignalInbox
-) -> LaunchResult:
-    meeting = Meeting(spec, session)
-    number = 0
-    with signals as inbox:
+    with scratch_folder("ranks") as scratch:
+        launching = _Launching(spec, console, shared_environment(spec), scratch)
         try:
-            while True:
-                outcome = Attempt(spec, console, session, meeting, inbox, number).run(shared_env)
-                decision = decide(outcome, attempt=number, max_restarts=spec.max_restarts)
-                if not isinstance(decision, Restart):
-                    _leave(meeting, session, outcome)
-                    return LaunchResult(outcome.exit_code, number + 1, outcome.failure)
-                console.notice(f"{outcome.failure}\n{decision.why}")
-                number += 1
+            return launching.run(signals or SignalInbox())
         finally:
-            meeting.close()
+            launching.close()
+
+
+class _Launching:
+    """One attempt after another. A warm process that dies takes the ranks and the store along; the next is fresh."""
+
+    def __init__(self, spec: LaunchSpec, console: Console, shared_env: dict[str, str], scratch: Path) -> None:
+        self._spec = spec
+        self._console = console
+        self._shared_env = shared_env
+        self._rank_env = dict(shared_env)  # what the warm process has is compared with the environment before it
+        if spec.num_nodes == 1:
+            self._rank_env.setdefault(VARIABLE, secrets.token_hex(32))
+        self._scratch = scratch
+        self._open()
+
+    def _open(self) -> None:
+        try:
+            self._session = warm_process(self._shared_env).open_session()
+        except WarmProcessDiedError:  # since it was last used
+            self._session = warm_process(self._shared_env).open_session()
+        self._meeting = Meeting(self._spec, self._session)
+
+    def close(self) -> None:
+        """Let go of the agent and the warm process."""
+        self._meeting.close()
+        self._session.close()
+
+    def run(self, signals: SignalInbox) -> LaunchResult:
+        number = 0
+        with signals as inbox:
+            while True:
+                outcome = self._attempt(inbox, number)
+                decision = decide(outcome, attempt=number, max_restarts=self._spec.max_restarts)
+                if not isinstance(decision, Restart):
+                    _leave(self._meeting, self._session, outcome)
+                    return LaunchResult(outcome.exit_code, number + 1, outcome.failure)
+                self._console.notice(f"{outcome.failure}\n{decision.why}")
+                number += 1
+
+    def _attempt(self, inbox: SignalInbox, number: int) -> Outcome:
+        attempt = self._new_attempt(inbox, number)
+        try:
+            return attempt.run(self._rank_env)
+        except WarmProcessDiedError as death:
+            if not self._session.is_serving:  # it cannot import torch, and the next could not either
+                raise
+            self.close()
+            self._open()
+            if not attempt.has_started:  # it was dying already
+                return self._new_attempt(inbox, number).run(self._rank_env)
+            failure = Failure(cause=death.message, hint=death.hint, exit_code=death.exit_code)
+            return Outcome(failure.exit_code, failure)
+
+    def _new_attempt(self, inbox: SignalInbox, number: int) -> Attempt:
+        return Attempt(self._spec, self._console, self._session, self._meeting, inbox, number, self._scratch)
 
 
 def _leave(meeting: Meeting, session: Session, outcome: Outcome) -> None:
@@ -75,6 +112,6 @@ def _leave(meeting: Meeting, session: Session, outcome: Outcome) -> None:
 
 def _make_directory(path: Path) -> None:
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        make_private(path)
     except OSError as error:
         raise UsageError(f"log directory '{path}' cannot be made: {error.strerror}.") from error

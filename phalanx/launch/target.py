@@ -80,9 +80,9 @@ def call(function: str, *arguments: Any) -> None:
 
 
 def _interpreter_path() -> list[str]:
-    """Return the interpreter's own import path; the directory the warm process was started in goes last."""
+    """Return the interpreter's own import path; a folder that `python -m phalanx...` put first goes last."""
     package_root = str(Path(__file__).resolve().parents[2])
-    if sys.path[0] != package_root:
+    if sys.path[0] != package_root or package_root in os.environ.get("PYTHONPATH", "").split(os.pathsep):
         return list(sys.path)
     others = sys.path[1:]
     return others if package_root in others else [*others, package_root]

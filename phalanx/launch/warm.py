@@ -7,14 +7,13 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from phalanx.errors import PhalanxError
 from phalanx.launch import wire
 from phalanx.launch.preload import PRELOAD, SINGLE_THREADED
+from phalanx.launch.process import how_it_ended, own_python
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -37,6 +36,7 @@ def import_settings(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 _ANSWER_SECONDS = 0.5
+_END_SECONDS = 1.0
 
 
 class WarmProcessDiedError(PhalanxError):
@@ -58,10 +58,8 @@ class WarmProcess:
         self._control, far_end = wire.socket_pair()
         with far_end:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "phalanx.launch.zygote", str(far_end.fileno()), str(_tied_to())],
+                own_python("from phalanx.launch.zygote import main; main()", far_end.fileno(), _tied_to()),
                 env={**environ, **SINGLE_THREADED},
-                # The package is importable from here, installed or not.
-                cwd=Path(__file__).resolve().parents[2],
                 stdin=subprocess.DEVNULL,
                 stdout=self._words,
                 stderr=self._words,
@@ -113,8 +111,7 @@ class WarmProcess:
         with self._lock:
             shared = self._sessions > 1
         if not shared:
-            self._process.kill()
-            self._process.wait()
+            self.kill()
 
     def close(self) -> None:
         """End the process and everything it forked, and wait until it is gone."""
@@ -138,14 +135,31 @@ class WarmProcess:
 
     def death(self) -> WarmProcessDiedError:
         """Explain, with its own last words, why the warm process is gone."""
-        if (code := self._process.poll()) is not None and code < 0:
-            return WarmProcessDiedError(f"the warm process that starts the ranks was killed (signal {-code}).")
+        code = self._wait_for_end()
+        if code is not None and code < 0:
+            return WarmProcessDiedError(f"the warm process that starts the ranks {how_it_ended(code)}.")
         words = os.pread(self._words, 1 << 20, 0).decode(errors="replace").strip() if self._words >= 0 else ""
         tail = "\n  ".join(words.splitlines()[-12:])
         return WarmProcessDiedError(
             f"the warm process that starts the ranks has died{':' if tail else '.'}\n  {tail}".rstrip(),
             hint="Check that `python -c 'import torch'` works with this interpreter.",
         )
+
+    def _wait_for_end(self) -> int | None:
+        """Return the exit code; the end of a line to a process is seen a moment before its own end."""
+        try:
+            return self._process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def wake(self) -> None:
+        """Let it go on where it was stopped (SIGSTOP): it could pass no signal on."""
+        self._process.send_signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        """Kill it, and with it what it has forked."""
+        self._process.kill()
+        self._process.wait()
 
 
 def _tied_to() -> int:
@@ -181,6 +195,14 @@ class Session:
         except OSError:
             # Nobody is left to be signalled; `receive` says so.
             return
+
+    def wake(self) -> None:
+        """Let a warm process that was stopped go on."""
+        self._process.wake()
+
+    def kill_warm_process(self) -> None:
+        """Kill a warm process that no longer answers, and every rank that it has forked."""
+        self._process.kill()
 
     def receive(self) -> wire.Message:
         """Return the next "started", "exited" or "refused" message."""

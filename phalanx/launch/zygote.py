@@ -1,6 +1,6 @@
 """The warm process: imports torch once, then forks ranks on request in milliseconds.
 
-It runs as `python -m phalanx.launch.zygote <fd> <pid>` in a session of its own. One thread polls the control socket,
+It runs in a session of its own; its arguments are a descriptor and a process id. One thread polls the control socket,
 one socket a launch, and the pipe on which the kernel tells of ended children. A launch whose socket closes has its
 ranks killed; when the supervisor is gone, however it went, everything is killed and the warm process ends.
 """

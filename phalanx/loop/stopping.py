@@ -16,20 +16,20 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from phalanx.observe import stop_wish
+from phalanx.world.env import stop_signals
 
 if TYPE_CHECKING:
     from types import FrameType
 
     from phalanx.world.world import World
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 _LOOK_EVERY_SECONDS = 0.25
 _MEASURED_STEPS = 8
 _WISH = "stop_wish"
 
 
 class StopRequest:
-    """Hears SIGTERM and SIGUSR1, and tells every rank the same answer at the same step."""
+    """Hears the signals that stop a run, and tells every rank the same answer at the same step."""
 
     def __init__(self, world: World, meets_every: int | None = None) -> None:
         """`meets_every`: where ranks are not in lock-step, the steps after which they have met, and may look."""
@@ -48,7 +48,7 @@ class StopRequest:
     def listen(self) -> None:
         """Install the handlers; outside the main thread Python allows none: there a wish comes by `stop_wish`."""
         if threading.current_thread() is threading.main_thread():
-            for number in STOP_SIGNALS:
+            for number in stop_signals(self._world.env):
                 self._previous[number] = signal.signal(number, self._hear)
 
     def silence(self) -> None:

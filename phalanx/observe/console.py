@@ -6,11 +6,12 @@ Used by the launcher's own process or, when there is no launcher, as a sink of r
 from __future__ import annotations
 
 import os
-import sys
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from phalanx.observe import events, words
+from phalanx.observe.guard import guarded_streams
 from phalanx.observe.plainview import PlainView
+from phalanx.observe.streams import Streams, labelled_line
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -38,8 +39,8 @@ class View(Protocol):
     def line(self, text: str, *, kind: str = "info") -> None:
         """Show a line of ours."""
 
-    def output(self, text: str) -> None:
-        """Show a line of a rank's."""
+    def output(self, text: str, *, err: bool = False) -> None:
+        """Show what a rank printed to standard output or error: a line with its end, or a part of one."""
 
     def error(self, text: str) -> None:
         """Show an error."""
@@ -64,12 +65,13 @@ class Console:
     ) -> None:
         self._show_labels = show_labels
         self._run: RunStarted | None = None
-        out, err = out or sys.stdout, err or sys.stderr
+        out, err = guarded_streams(out, err)
+        self.streams = Streams.of(out, err)
         self._view = _rich_view(out, err) if _can_draw(out) else PlainView(out, err, interval=interval)
 
-    def rank_output(self, rank: int, label: str, line: str) -> None:
-        """Show a line that a rank printed, labelled when several ranks are shown."""
-        self._view.output(f"[{label}] {line}" if self._show_labels else line)
+    def rank_output(self, rank: int, label: str, text: str, *, err: bool = False) -> None:
+        """Show what a rank printed, labelled when several ranks are shown."""
+        self._view.output(labelled_line(label, text) if self._show_labels else text, err=err)
 
     def handle(self, event: Event | Mapping[str, Any]) -> None:
         """Show an event, given as such or as plain data; kinds that are not for the user are passed over."""

@@ -56,9 +56,9 @@ class PlainView:
             self.settle()
         self._write(self._out, f"{text}\n")
 
-    def output(self, text: str) -> None:
-        """Write a line that a rank printed; one that ends with a carriage return will be redrawn."""
-        self._write(self._out, text if text.endswith("\r") else f"{text}\n")
+    def output(self, text: str, *, err: bool = False) -> None:
+        """Write what a rank printed, as it is."""
+        self._write(self._err if err else self._out, text)
 
     def error(self, text: str) -> None:
         """Write to standard error."""
@@ -77,7 +77,5 @@ class PlainView:
         self.settle()
 
     def _write(self, stream: TextIO, text: str) -> None:
-        encoding = stream.encoding or "utf-8"
-        # A stream that knows no "·" (LANG=C) shows a substitute rather than ending the run.
-        stream.write(text.encode(encoding, "replace").decode(encoding))
+        stream.write(text)
         stream.flush()

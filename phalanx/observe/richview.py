@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _REFRESH_PER_SECOND = 8
 _NAME_WIDTH = 16
+_LONGEST_ROW = 1 << 16
 _STYLES = {"info": "", "dim": "dim", "good": "green", "warning": "yellow", "metrics": "cyan"}
 
 
@@ -38,7 +39,7 @@ class RichView:
         self._run: RunStarted | None = None
         self._last: StepDone | None = None
         self._activity: str | None = None
-        self._redrawn = ""
+        self._row = ""
         self._started = clock()
 
     def begin(self, run: RunStarted) -> None:
@@ -68,13 +69,21 @@ class RichView:
         """Write a line above the bar."""
         self._terminal.print(Text(text, style=_STYLES.get(kind, "")))
 
-    def output(self, text: str) -> None:
-        """Write a rank's line above the bar; one that will be redrawn gets a row of its own below it."""
-        if text.endswith("\r") and self._live is not None:
-            self._redrawn = text.rstrip("\r")
+    def output(self, text: str, *, err: bool = False) -> None:
+        """Write a rank's line above the bar; one that is not finished, or will be redrawn, gets a row below the bar.
+
+        Without a bar the terminal is the rank's alone, and gets its text as it is.
+        """
+        apart = err and not self._errors.is_terminal
+        if self._live is None or apart:
+            file = self._errors.file if err else self._terminal.file
+            file.write(text)
+            file.flush()
             return
-        self._redrawn = ""
-        self._terminal.print(Text.from_ansi(text.rstrip("\r")), soft_wrap=True)
+        self._row = _last_drawn(self._row + text)
+        if text.endswith("\n") or len(self._row) > _LONGEST_ROW:
+            self._terminal.print(Text.from_ansi(self._row.rstrip("\r\n")), soft_wrap=True)
+            self._row = ""
 
     def error(self, text: str) -> None:
         """Write to standard error, with the bar out of the way."""
@@ -110,8 +119,8 @@ class RichView:
 
     def _bar(self) -> RenderableType:
         rows: list[RenderableType] = [self._progress_row(), self._figures_row()]
-        if self._redrawn:
-            rows.append(Text(self._redrawn, no_wrap=True, overflow="ellipsis"))
+        if self._row:
+            rows.append(Text.from_ansi(self._row.rstrip("\r"), no_wrap=True, overflow="ellipsis"))
         return Group(*rows)
 
     def _progress_row(self) -> Table:
@@ -147,3 +156,9 @@ class RichView:
 
     def _first_step(self) -> int:
         return self._run.first_step if self._run else 0
+
+
+def _last_drawn(row: str) -> str:
+    """Return what a row shows after its carriage returns: the text after the last one that something follows."""
+    visible = row.rstrip("\r\n")
+    return row[visible.rfind("\r") + 1 :]

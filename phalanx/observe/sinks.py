@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from phalanx.observe.folders import make_private
+
 if TYPE_CHECKING:
     from phalanx.observe.events import Event
 
@@ -14,7 +16,7 @@ class JsonlSink:
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        make_private(self.path.parent)
         torn = _ends_inside_a_line(self.path)
         self._file = self.path.open("a", encoding="utf-8", buffering=1)
         if torn:

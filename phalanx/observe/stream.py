@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 import traceback
 from typing import TYPE_CHECKING, Protocol
+
+from phalanx.observe.guard import say_to_user
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -43,19 +44,20 @@ class EventStream:
         for sink in tuple(self._sinks):
             try:
                 sink.handle(event)
-            except Exception:  # noqa: BLE001 - whatever a logger breaks on, the run outlives it
-                self._drop(sink)
+            except Exception as error:  # noqa: BLE001 - whatever a logger breaks on, the run outlives it
+                self._drop(sink, error)
 
     def close(self) -> None:
         """Close every sink; the stream takes nothing more."""
         for sink in tuple(self._sinks):
             try:
                 sink.close()
-            except Exception:  # noqa: BLE001 - the trained model matters more than its log's last line
-                self._drop(sink)
+            except Exception as error:  # noqa: BLE001 - the trained model matters more than its log's last line
+                self._drop(sink, error)
         self._sinks.clear()
 
-    def _drop(self, sink: Sink) -> None:
+    def _drop(self, sink: Sink, error: Exception) -> None:
         self._sinks.remove(sink)
-        cause = traceback.format_exc(limit=-3)
-        print(f"phalanx: {type(sink).__name__} failed and gets no more events:\n{cause}", file=sys.stderr)
+        # A full disk explains itself; a mistake in a sink is found by its lines.
+        cause = f" {error}" if isinstance(error, OSError) else f"\n{traceback.format_exc(limit=-3)}"
+        say_to_user(f"{type(sink).__name__} failed and gets no more events:{cause.rstrip()}")

@@ -86,6 +86,7 @@ class TorchTrainer:
 
     def fit(self, train: Any, val: Any = None, **settings: Any) -> History:
         """Train on a DataLoader, data set or iterable of batches; settings given here win over the constructor's."""
+        __tracebackhide__ = True
         config = self.config.replace(**settings) if settings else self.config
         adapt(self.model, config)  # here, not in the ranks only: the trained adapters come back into this model
         if isinstance(self.optimizer, torch.optim.Optimizer):
@@ -99,10 +100,12 @@ class TorchTrainer:
 
     def evaluate(self, data: Any) -> dict[str, float]:
         """Return the mean loss and metrics over every sample of `data`."""
+        __tracebackhide__ = True
         return self._run("evaluate", self._task(val=data), self.config).metrics
 
     def predict(self, data: Any) -> Any:
         """Return the model's outputs for `data`, in its order (on a started rank: on the main rank only)."""
+        __tracebackhide__ = True
         return self._run("predict", self._task(val=data), self.config).predictions
 
     def save(self, path: str | Path) -> Path:
@@ -125,6 +128,7 @@ class TorchTrainer:
 
         Under `phalanx train` the launcher does that. In a plain script the scheduler must see it just as well.
         """
+        __tracebackhide__ = True
         try:
             return self._run_where_it_belongs(action, task, config)
         except PreemptedError as error:
@@ -136,6 +140,7 @@ class TorchTrainer:
 
     def _run_where_it_belongs(self, action: Any, task: TrainTask, config: DistributedConfig) -> JobResult:
         """Run here when this is a rank already or one rank is enough; else start the ranks."""
+        __tracebackhide__ = True  # in a notebook the rank's own traceback is what matters
         if read_rank_env() is not None:
             return run_job(Job(action, task, config), in_place=True)
         layout = plan_layout(config, count_gpus())
@@ -148,10 +153,10 @@ class TorchTrainer:
             result: JobResult = run_on_ranks(
                 Job(action, task, config_here, run_dir), layout, data=datasets_of(task.train, task.val)
             )
-        except PhalanxError:
+        except PhalanxError as error:
             if run_dir is not None:
                 discard_unused(config, run_dir)
-            raise
+            raise error.with_traceback(None)  # noqa: B904 - what it tells happened in a rank, not in these frames
         if result.weights is not None:
             hand_back(self.model, result.weights)
         if isinstance(self.optimizer, torch.optim.Optimizer) and result.optimizer_state is not None:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import shutil
-import tempfile
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from phalanx.errors import UsageError
 from phalanx.launch import CallTarget, LaunchSpec, launch
+from phalanx.launch.scratch import close_scratch, open_scratch
 from phalanx.trainers.launching import raise_failure
 from phalanx.world.env import export_rank_env, read_rank_env
 
@@ -30,11 +28,11 @@ def run_bench(plan: BenchPlan, ranks: int, console: Console, *, threads: int | N
         from phalanx.comm.bench.rank import measure
 
         export_rank_env(started)
-        found = measure(plan, lambda text: console.rank_output(0, "r0", text))
+        found = measure(plan, lambda text: console.rank_output(0, "r0", f"{text}\n"))
         return found if started.rank == 0 else None
     if ranks < 1:
         raise UsageError(f"--num-workers is {ranks}", hint="It must be 1 or more.")
-    folder = Path(tempfile.mkdtemp(prefix="phalanx-bench-"))
+    folder = open_scratch("bench")
     try:
         (folder / _PLAN).write_text(plan.to_json())
         target = CallTarget("phalanx.comm.bench.rank:run_plan", str(folder))
@@ -43,4 +41,4 @@ def run_bench(plan: BenchPlan, ranks: int, console: Console, *, threads: int | N
         left: dict[str, Any] = json.loads((folder / _RESULT).read_text())
         return left
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        close_scratch(folder)

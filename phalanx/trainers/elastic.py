@@ -11,8 +11,7 @@ import torch.distributed as dist
 
 from phalanx.launch.blame import says_lost_peer
 from phalanx.loop.carrying import Carried, Position, carry, take_over
-from phalanx.loop.stopping import STOP_SIGNALS
-from phalanx.world.env import read_rank_env
+from phalanx.world.env import read_rank_env, stop_signals
 from phalanx.world.horovod import horovod, note_new_place
 
 if TYPE_CHECKING:
@@ -76,7 +75,7 @@ class Survivor:
                 self._loop.stop.ask(self.told_to_stop)
 
         in_main = threading.current_thread() is threading.main_thread()  # Python allows handlers in no other
-        before = {number: signal.signal(number, hear) for number in STOP_SIGNALS if in_main}
+        before = {number: signal.signal(number, hear) for number in stop_signals(read_rank_env()) if in_main}
         try:
             yield
         finally:

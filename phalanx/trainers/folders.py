@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from phalanx.errors import UsageError
+from phalanx.observe.folders import make_private
 
 if TYPE_CHECKING:
     from phalanx.config import DistributedConfig
@@ -31,7 +32,7 @@ def make_run_dir(config: DistributedConfig, name: str) -> Path:
 
 def _make(path: Path, *, exist_ok: bool) -> Path:
     try:
-        path.mkdir(parents=True, exist_ok=exist_ok)
+        make_private(path, exist_ok=exist_ok)
     except OSError as error:
         if isinstance(error, FileExistsError) and not exist_ok:
             raise

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
+import signal
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from phalanx import errors
 from phalanx.launch import CallTarget, LaunchSpec
 from phalanx.launch.nccl import nccl_environment
 from phalanx.launch.preload import PRELOAD
-from phalanx.launch.record import read_record
+from phalanx.launch.record import any_record, read_record
 from phalanx.world.tf_cluster import import_environment, tensorflow_modules
 from phalanx.world.tf_config import ROLES_VARIABLE, roles_of
 
@@ -94,13 +95,21 @@ def raise_failure(result: LaunchResult, log_dir: Path) -> None:
     if result.exit_code == errors.EXIT_INTERRUPTED:
         raise KeyboardInterrupt
     failure = result.failure
-    spokesman = failure.rank if failure is not None else 0  # ranks that were told to stop all leave the same words
-    record = None if spokesman is None else read_record(log_dir, spokesman)
+    record = any_record(log_dir) if failure is None else _record_of(failure.rank, log_dir)
     kind = getattr(errors, record["type"], None) if record is not None else None
     if record is not None and isinstance(kind, type) and issubclass(kind, errors.PhalanxError):
         raise errors.rebuild(kind, record["message"], record["hint"])
     if failure is not None:
         raise errors.RankFailedError(str(failure), exit_code=result.exit_code)
     if result.exit_code == errors.EXIT_PREEMPTED:
-        raise errors.PreemptedError("stopped at a step boundary", hint=f"The ranks' last words are in {log_dir}.")
-    raise errors.RankFailedError(f"the ranks ended with exit code {result.exit_code}", exit_code=result.exit_code)
+        raise errors.PreemptedError(f"the program left with exit code {result.exit_code}", hint=f"Logs: {log_dir}")
+    raise errors.RankFailedError(_how_it_stopped(result.exit_code), exit_code=result.exit_code)
+
+
+def _record_of(rank: int | None, log_dir: Path) -> dict[str, Any] | None:
+    return None if rank is None else read_record(log_dir, rank)
+
+
+def _how_it_stopped(code: int) -> str:
+    by = {128 + number.value: number.name for number in (signal.SIGTERM, signal.SIGHUP)}
+    return f"stopped by {by[code]}; no checkpoint was saved" if code in by else f"the ranks ended with exit code {code}"

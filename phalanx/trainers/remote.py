@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import shutil
 import sys
-import tempfile
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from phalanx.errors import CheckpointError, DataError, ModelError, UsageError
 from phalanx.launch import CallTarget, launch
+from phalanx.launch.scratch import close_scratch, open_scratch
 from phalanx.trainers.job import JobResult
 from phalanx.trainers.launching import launch_spec, raise_failure
 from phalanx.trainers.nvme import warn_of_slow_start
@@ -24,6 +22,7 @@ from phalanx.trainers.terminal import open_console
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
     from phalanx.config import DistributedConfig
     from phalanx.world.layout import Layout
@@ -49,8 +48,9 @@ def run_on_ranks(job: RemoteJob, layout: Layout, data: Mapping[str, Any] | None 
 
     `data`: data sets that whoever starts the ranks deals out to them, by name.
     """
-    folder = Path(tempfile.mkdtemp(prefix="phalanx-job-"))
-    log_dir = Path(tempfile.mkdtemp(prefix="phalanx-logs-")) if job.run_dir is None else job.run_dir / "logs"
+    folder = open_scratch("job")
+    log_dir = open_scratch("logs") if job.run_dir is None else job.run_dir / "logs"
+    keep_logs = True
     try:
         payload = folder / "job.pkl"
         write_payload(job, payload)
@@ -61,15 +61,15 @@ def run_on_ranks(job: RemoteJob, layout: Layout, data: Mapping[str, Any] | None 
             warn_of_slow_start(job.config, console)
             result = launch(spec, console)
         raise_failure(result, log_dir)
-        if job.run_dir is None:
-            shutil.rmtree(log_dir, ignore_errors=True)
+        keep_logs = False
         return read_result(folder)
     except (UsageError, DataError, ModelError, CheckpointError):  # told in full; other reports name the logs
-        if job.run_dir is None:
-            shutil.rmtree(log_dir, ignore_errors=True)
+        keep_logs = False
         raise
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        if job.run_dir is None:
+            close_scratch(log_dir, keep=keep_logs)
+        close_scratch(folder)
 
 
 def _tracking_environment() -> Mapping[str, str]:

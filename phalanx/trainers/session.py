@@ -12,6 +12,7 @@ import torch.distributed as dist
 from phalanx.config import write_toml
 from phalanx.loop.reporting import tensorboard_dir
 from phalanx.observe.fdsink import FdSink
+from phalanx.observe.guard import Guard, say_to_user
 from phalanx.observe.sinks import JsonlSink
 from phalanx.observe.stream import EventStream, Sink
 
@@ -46,7 +47,8 @@ def agree_run_dir(world: World, make: Callable[[], Path], *, goes_on: bool = Fal
 def save_config(config: DistributedConfig, run_dir: Path) -> None:
     """Write the resolved config beside the run, as TOML that `--config` takes."""
     header = "# The resolved settings of this run. Use them again with: phalanx train ... --config config.toml\n"
-    (run_dir / "config.toml").write_text(header + write_toml(config), encoding="utf-8")
+    path = run_dir / "config.toml"
+    Guard(str(path), say_to_user).attempt(lambda: path.write_text(header + write_toml(config), encoding="utf-8"))
 
 
 def open_events(config: DistributedConfig, world: World, run_dir: Path) -> EventStream:

@@ -10,6 +10,8 @@ from phalanx.errors import EXIT_PREEMPTED, PhalanxError
 from phalanx.launch import launch
 from phalanx.launch.record import read_record
 from phalanx.observe.gate import GATE, Gate
+from phalanx.observe.guard import Guard, say_to_user
+from phalanx.observe.streams import Streams
 from phalanx.trainers.launching import launch_spec
 from phalanx.trainers.preflight import check_packages
 from phalanx.tune.reporting import GOES_ON_AFTER
@@ -48,9 +50,11 @@ class TrialConsole:
 
     def __init__(self, trial: Trial, bell: Callable[[], None]) -> None:
         self._notices = trial.folder / "launcher.log"
+        self._guard = Guard(str(self._notices), say_to_user)
         self._bell = bell
+        self.streams = Streams()
 
-    def rank_output(self, rank: int, label: str, line: str) -> None:
+    def rank_output(self, rank: int, label: str, text: str, *, err: bool = False) -> None:
         """Leave it to the log."""
 
     def handle(self, event: dict[str, Any]) -> None:
@@ -60,8 +64,12 @@ class TrialConsole:
 
     def notice(self, text: str) -> None:
         """Keep the launcher's words beside the trial."""
-        with self._notices.open("a", encoding="utf-8") as file:
-            file.write(f"{text}\n")
+
+        def keep() -> None:
+            with self._notices.open("a", encoding="utf-8") as file:
+                file.write(f"{text}\n")
+
+        self._guard.attempt(keep)
 
 
 def gate_of(trial: Trial, points: Points | None) -> Gate | None:

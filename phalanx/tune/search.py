@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from phalanx.errors import UsageError, unknown_name
 from phalanx.launch import prestart
 from phalanx.launch.ray_address import check_address
+from phalanx.observe.folders import make_private
 from phalanx.trainers.launching import engine_environment
 from phalanx.tune.charts import axes_and_lines
 from phalanx.tune.engine import Engine, IndependentTrials, Plan
@@ -276,7 +277,7 @@ def study_folder(request: Request, name: str, mark: str = FILE) -> Path:
             f"{folder} holds a search already", hint="Add --resume to go on with it, or choose another --study-dir."
         )
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_private(folder)
     except OSError as error:
         raise UsageError(f"the folder {folder} cannot be made: {error.strerror}") from None
     return folder.absolute()

@@ -6,6 +6,7 @@ import sys
 from typing import TYPE_CHECKING, Any, TextIO
 
 from phalanx.observe import words
+from phalanx.observe.guard import guarded_streams
 from phalanx.tune.trial import State
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ class PlainTable:
 
     def __init__(self, objective: Objective, out: TextIO | None = None) -> None:
         self._objective = objective
-        self._out = out or sys.stdout
+        self._out, _ = guarded_streams(out)
         self._shown: dict[int, State] = {}
 
     def show(self, trials: Sequence[Trial]) -> None:
@@ -105,7 +106,7 @@ class LiveTable:
         from rich.live import Live
 
         self._objective = objective
-        self._terminal = Console(highlight=False, emoji=False)
+        self._terminal = Console(file=guarded_streams()[0], highlight=False, emoji=False)
         self._trials: Sequence[Trial] = ()
         self._live = Live(
             get_renderable=self._draw, console=self._terminal, refresh_per_second=_REFRESH_PER_SECOND, transient=True

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import zlib
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -119,6 +120,16 @@ def _who_set_torchruns(env: Mapping[str, str]) -> str:
         if (env.get(rank), env.get(size)) == (env["RANK"], env["WORLD_SIZE"]):
             return "mpirun"
     return "phalanx" if _is_supervised(env) else "torchrun"
+
+
+def stop_signals(env: RankEnv | None) -> tuple[signal.Signals, ...]:
+    """Return the signals at which a training loop stops at a step boundary and saves.
+
+    Phalanx's launcher passes on what it gets itself: Ctrl-C and the end of its terminal mean the same there. Elsewhere
+    these two keep the meaning that Python gives them.
+    """
+    of_schedulers = (signal.SIGTERM, signal.SIGUSR1)
+    return (*of_schedulers, signal.SIGINT, signal.SIGHUP) if env is not None and env.supervised else of_schedulers
 
 
 def _is_supervised(env: Mapping[str, str]) -> bool:

@@ -17,7 +17,7 @@ import time
 from typing import TYPE_CHECKING
 
 from phalanx.errors import CommunicationError
-from phalanx.launch.process import die_with
+from phalanx.launch.process import die_with, own_python
 from phalanx.launch.reminders import Reminder, in_words
 from phalanx.world.tf_config import read_task
 
@@ -96,7 +96,7 @@ def watch_peers(task: Task, limit: float | None) -> None:
     if takes_hangup:  # nohup has it ignored, and a script may have a use for it
         _leave_on_hangup()
     _watcher = subprocess.Popen(
-        [sys.executable, "-m", "phalanx.world.tf_peers", str(os.getpid()), str(limit or "")],
+        own_python("from phalanx.world.tf_peers import main; main()", os.getpid(), limit or ""),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
     )

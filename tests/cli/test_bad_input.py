@@ -71,6 +71,22 @@ def test_a_script_given_as_recipe_is_told_the_flag():
     assert "phalanx train --script train.py" in refused("train", "train.py")
 
 
+@pytest.mark.parametrize(
+    ("words", "said", "write"),
+    [
+        ("--lr 0.1 --num-workers 2", "unknown flag '--lr'.", "--num-workers 2 -- --lr 0.1"),
+        ("--batch-sz 3", "unknown flag '--batch-sz'. Did you mean --batch-size?", "-- --batch-sz 3"),
+        ("a", "unexpected argument a.", "-- a"),
+        ("a b -- c", "unexpected arguments a b.", "-- a b c"),
+    ],
+)
+def test_a_scripts_arguments_without_dashes_are_answered_with_the_command(words, said, write):
+    first, rule, command = refused("train", "--script", "main.py", *words.split()).splitlines()
+    assert first == f"phalanx: {said}"
+    assert rule.strip() == "A script's own arguments go after --:"
+    assert command.strip() == f"phalanx train --script main.py {write}"
+
+
 def test_a_misspelt_command_is_answered_with_the_nearest():
     assert "unknown command 'trian'. Did you mean 'train'?" in refused("trian", "digits")
 

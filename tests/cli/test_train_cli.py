@@ -70,6 +70,13 @@ def test_a_run_leaves_its_config_events_logs_checkpoint_and_curves():
     assert "tensorboard --logdir run/tensorboard" in answer.out
 
 
+def test_what_a_run_makes_is_for_its_owner_and_what_the_user_made_stays():
+    Path("kept").mkdir(mode=0o755)
+    trained(*DIGITS, "--max-steps", 1, "--checkpoint-dir", "kept/of-phalanx")
+    made = ("run", "kept/of-phalanx", "kept")
+    assert [Path(name).stat().st_mode & 0o777 for name in made] == [0o700, 0o700, 0o755]
+
+
 def test_tensorboard_files_hold_the_promised_curves():
     trained(*DIGITS, "--max-steps", 3, "--log-every-n-steps", 1)
     curves = scalars("run/tensorboard")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import threading
@@ -203,3 +204,20 @@ def _in_threads(*calls):
 def test_the_launcher_itself_imports_no_torch():
     code = "import sys, phalanx.launch, phalanx.observe.board; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+def test_what_lies_beside_the_package_does_not_shadow_the_standard_library(tmp_path):
+    """As in site-packages, where old copies of standard modules may be installed."""
+    shutil.copytree(ROOT / "phalanx", tmp_path / "site" / "phalanx")
+    (tmp_path / "site" / "selectors.py").write_text("raise ImportError('the wrong selectors')\n")
+    (tmp_path / "train.py").write_text("import selectors, phalanx\nprint(phalanx.__file__)\n")
+    code = f"""
+import selectors, sys
+sys.path.insert(0, {str(tmp_path / "site")!r})
+import phalanx
+del sys.path[0]
+from phalanx.cli import main
+sys.exit(main(["train", "--script", "train.py", "--device", "cpu"]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, f"{tmp_path}/site/phalanx/__init__.py\n"), done.stderr

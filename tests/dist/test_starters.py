@@ -237,8 +237,9 @@ def test_a_crash_on_one_host_is_named_on_the_other(hosts, tmp_path):
     ]
     for answer in [finish(process, 60) for process in processes]:
         assert answer.code == 1, answer.text
-        assert "rank 1 " in answer.err.splitlines()[0]
-        assert "ValueError: only on the second host" in answer.err.splitlines()[0]
+        report = next(line for line in answer.err.splitlines() if line.startswith("phalanx: "))
+        assert "rank 1 " in report
+        assert "ValueError: only on the second host" in report
 
 
 ACROSS = """

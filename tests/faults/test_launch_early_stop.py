@@ -49,7 +49,7 @@ def _supervisor(tmp_path, source, **variables):
         [sys.executable, "-c", SUPERVISOR, str(tmp_path / "train.py"), str(tmp_path / "logs")],
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **variables},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path), **variables},
         start_new_session=True,
     )
     with process:
@@ -117,7 +117,7 @@ def test_a_signal_for_a_rank_that_was_just_forked_is_neither_lost_nor_ours(tmp_p
     for _ in range(10):
         group = RankGroup(spec, place, session, RecordingConsole())
         with selectors.DefaultSelector() as selector:
-            group.start(0, dict(os.environ), selector)
+            group.start(0, dict(os.environ), selector, tmp_path)
             # Right behind the request to fork: it arrives before the child has done anything.
             group.signal(signal.SIGTERM)
             while group.take_message(session.receive()) is None:

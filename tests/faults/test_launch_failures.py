@@ -6,12 +6,14 @@ import json
 import os
 import re
 import signal
+from pathlib import Path
 
 import psutil
 import pytest
 import torch
 from ranks import RecordingConsole
 
+import phalanx
 from phalanx import PyTorchDDPTrainer
 from phalanx.errors import RankFailedError, UsageError
 from phalanx.launch import CallTarget, LaunchSpec, ScriptTarget, launch, reminders, start_watch, warm
@@ -22,6 +24,9 @@ import torch.distributed as dist
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 """
+
+
+PACKAGE = Path(phalanx.__file__).parent
 
 
 def _assert_nothing_runs():
@@ -50,7 +55,7 @@ def test_an_exception_is_reported_with_the_users_frames_only(launch_script):
     assert lines[1] == "  Traceback (most recent call last):"
     assert 'train.py", line' in lines[2]
     assert "1 other rank stopped because of it." in lines
-    assert "phalanx" not in run.report
+    assert str(PACKAGE) not in run.report
     # The rank that lost its peer has its traceback in its log, not on the console.
     assert "Traceback" not in run.console.text
 
@@ -64,12 +69,13 @@ def test_a_trainers_frames_do_not_stand_before_the_models(tmp_path, warm_process
     trainer = PyTorchDDPTrainer(model=Broken(4, 2), num_workers=2, epochs=1, batch_size=2, run_dir=str(tmp_path))
     with pytest.raises(RankFailedError) as caught:
         trainer.fit(torch.utils.data.DataLoader(data))
+    assert {str(entry.path) for entry in caught.traceback} == {__file__, str(PACKAGE / "trainers" / "base.py")}
     head, trace, first, *_ = str(caught.value).splitlines()
     assert "raised ValueError: bad batch" in head
     assert trace == "  Traceback (most recent call last):"
-    assert "/phalanx/" not in first
+    assert str(PACKAGE) not in first
     log = max(tmp_path.rglob("rank-*.log"), key=lambda path: path.stat().st_size).read_text()
-    assert "/phalanx/loop/" in log
+    assert str(PACKAGE / "loop") in log
 
 
 def test_the_record_of_an_exception_has_rank_step_and_traceback(launch_script):
@@ -233,7 +239,7 @@ def test_a_slow_start_is_told_with_the_line_and_the_way_to_limit_it(launch_scrip
     assert re.match(words, second)
 
 
-def test_data_loader_workers_die_with_their_rank(launch_script, tmp_path):
+def test_data_loader_workers_and_their_files_die_with_their_rank(launch_script):
     source = """
     import os, time, torch
     from torch.utils.data import DataLoader
@@ -244,10 +250,38 @@ def test_data_loader_workers_die_with_their_rank(launch_script, tmp_path):
     next(workers)
     os._exit(5)
     """
-    # Left in a hurry, multiprocessing does not clean up its temporary directory.
-    run = launch_script(source, ranks_per_node=1, env={"TMPDIR": str(tmp_path)})
+    run = launch_script(source, ranks_per_node=1)
     assert run.result.exit_code == 5
     _assert_nothing_runs()
+
+
+KILLS_WARM_PROCESS = """
+import os, signal, time
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(60)
+"""
+
+
+def test_the_death_of_the_warm_process_is_a_failure_like_others(launch_script):
+    run = launch_script(KILLS_WARM_PROCESS, max_restarts=1)
+    assert (run.result.exit_code, run.result.attempts) == (0, 2)
+    assert "was killed by SIGKILL (signal 9)" in run.console.notices[0]
+    run = launch_script(KILLS_WARM_PROCESS)
+    assert run.result.exit_code == 1
+    assert run.report == "the warm process that starts the ranks was killed by SIGKILL (signal 9)."
+    assert launch_script("pass").result.exit_code == 0
+
+
+def test_the_death_of_the_store_is_told_with_its_signal(launch_script):
+    source = """
+    import os, psutil, time
+    [store] = [each for each in psutil.Process(os.getppid()).children() if each.name().startswith("phalanx-store")]
+    store.kill()
+    time.sleep(60)
+    """
+    run = launch_script(source, ranks_per_node=1)
+    assert run.report == "the process that hosts the ranks' store was killed by SIGKILL (signal 9)."
 
 
 def test_a_dead_warm_process_is_replaced(launch_script):

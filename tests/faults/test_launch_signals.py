@@ -13,6 +13,8 @@ import psutil
 import pytest
 from ranks import RecordingConsole
 
+from phalanx.launch import attempt, warm
+
 ROOT = Path(__file__).resolve().parents[2]
 
 SLEEPER = """
@@ -23,6 +25,7 @@ time.sleep(60)
 
 STUBBORN = """
 import signal, time
+signal.signal(signal.SIGINT, signal.SIG_IGN)
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 print("ready", flush=True)
 while True:
@@ -41,6 +44,23 @@ time.sleep(60)
 """
 
 
+INTERRUPTIBLE = """
+import time
+try:
+    print("ready", flush=True)
+    time.sleep(60)
+except KeyboardInterrupt:
+    print("saved", flush=True)
+"""
+
+TIDY = """
+import signal, sys, time
+signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
 def _all_ready(*signals):
     """A console that sends signals to this very process, the supervisor, once both ranks are up."""
     waiting = iter([None, signals])
@@ -54,6 +74,7 @@ def _all_ready(*signals):
 
 
 def _launch_timed(launch_script, source, console, **spec):
+    launch_script("pass")  # torch's import is not what is timed
     began = time.monotonic()
     run = launch_script(source, console, console_ranks="all", **spec)
     return run, time.monotonic() - began
@@ -64,6 +85,17 @@ def test_ctrl_c_ends_plain_scripts_with_130(launch_script):
     assert (run.result.exit_code, run.result.failure) == (130, None)
     assert seconds < 2
     assert "SIGINT" in run.console.notices[0]
+
+
+def test_ctrl_c_is_a_keyboard_interrupt_in_a_script(launch_script):
+    run, _ = _launch_timed(launch_script, INTERRUPTIBLE, _all_ready(signal.SIGINT))
+    assert (run.result.exit_code, run.result.failure) == (130, None)
+    assert run.console.text.count("saved") == 2
+
+
+def test_only_a_rank_that_says_so_has_saved(launch_script):
+    run, _ = _launch_timed(launch_script, TIDY, _all_ready(signal.SIGTERM))
+    assert (run.result.exit_code, run.result.failure) == (143, None)
 
 
 def test_ctrl_c_kills_what_does_not_leave_within_the_grace(launch_script):
@@ -102,6 +134,31 @@ def test_sigusr1_is_forwarded_and_75_is_no_failure(launch_script):
     assert (run.result.exit_code, run.result.attempts, run.result.failure) == (75, 1, None)
 
 
+@pytest.mark.parametrize("wakes", [True, False])
+def test_a_warm_process_that_is_stopped_does_not_keep_the_ranks_running(launch_script, monkeypatch, wakes):
+    if not wakes:  # as one that waits for a dead disk
+        monkeypatch.setattr(warm.Session, "wake", lambda self: None)
+        monkeypatch.setattr(attempt, "_KILL_SECONDS", 0.5)
+    waiting = iter([None, True])
+    pids = []
+
+    def on_line(line):
+        if line != "ready":
+            pids.append(int(line))
+        elif next(waiting):
+            os.kill(warm.current_pid(), signal.SIGSTOP)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    source = "import os, subprocess\nprint(subprocess.Popen(['sleep', '60']).pid, flush=True)\n" + SLEEPER
+    console = RecordingConsole(on_line=on_line)
+    run, seconds = _launch_timed(launch_script, source, console, grace_seconds=0.3)
+    assert (run.result.exit_code, run.result.failure) == (143, None)
+    assert seconds < 4
+    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=2)
+    assert alive == []
+    assert launch_script("pass").result.exit_code == 0
+
+
 def test_handlers_are_as_before_after_a_launch(launch_script):
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]
     launch_script("pass")
@@ -127,7 +184,7 @@ def test_a_supervisor_that_is_signalled_leaves_nothing_running(tmp_path, number,
         [sys.executable, "-c", SUPERVISOR, str(tmp_path / "train.py"), str(tmp_path / "logs")],
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)},
         start_new_session=True,
     )
     with supervisor:

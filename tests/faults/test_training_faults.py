@@ -152,7 +152,9 @@ def _wait_for(condition, process, seconds: float = 40) -> None:
 def running(tmp_path):
     """The real command, two ranks, stepping slowly and for ever; killed afterwards if it still lives."""
     path = script(hook=SLOW + "\n    open('stepping', 'w').close()", settings="epochs=1000")
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may run under nohup
     process = start("train", "--script", path, "--num-workers", 2, "--device", "cpu", cwd=tmp_path)
+    signal.signal(signal.SIGHUP, before)
     _wait_for(Path("stepping").exists, process)
     yield process
     if process.poll() is None:
@@ -160,13 +162,14 @@ def running(tmp_path):
         process.wait()
 
 
-def test_the_command_answers_sigterm_with_a_checkpoint_and_75(running):
-    running.send_signal(signal.SIGTERM)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_the_command_answers_a_signal_with_a_checkpoint_and_75(running, number):
+    running.send_signal(number)
     began = time.monotonic()
     answer = finish(running, 20)
     assert time.monotonic() - began < 5
     assert answer.code == EXIT_PREEMPTED, answer.text
-    assert "stopped by SIGTERM after step" in answer.err
+    assert f"stopped by {number.name} after step" in answer.err
     assert len(checkpoints()) == 1
 
 
@@ -177,6 +180,7 @@ def test_ctrl_c_ends_the_command_with_130_within_5_seconds(running):
     assert time.monotonic() - began < 5
     assert answer.code == 130, answer.text
     assert "Traceback" not in answer.text
+    assert len(checkpoints()) == 1
 
 
 # --- killed ranks -----------------------------------------------------------------------------------------------
@@ -212,7 +216,7 @@ def test_a_restart_goes_on_from_a_checkpoint_that_nobody_asked_for():
 def test_a_killed_rank_without_restarts_is_named_with_its_step():
     answer = train(script(hook=KILL))
     assert answer.code != 0
-    assert answer.err.splitlines()[0].startswith("phalanx: rank 1 ")
+    assert next(line for line in answer.err.splitlines() if line.startswith("phalanx: ")).startswith("phalanx: rank 1 ")
     assert "SIGKILL" in answer.err
     assert "at step 8" in answer.err
     assert "1 other rank stopped because of it." in answer.err

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import io
+import linecache
 import os
+import time
 
 import pytest
 from ranks import RecordingConsole
 
 from phalanx.errors import UsageError
-from phalanx.launch import CallTarget, Failure, LaunchSpec, ModuleTarget, ScriptTarget
+from phalanx.launch import CallTarget, Failure, LaunchSpec, ModuleTarget, PlainConsole, ScriptTarget
 from phalanx.launch.blame import RankExit, find_guilty
 from phalanx.launch.environment import threads_per_rank
 from phalanx.launch.gpus import _count_visible, count_gpus
 from phalanx.launch.memory import oom_kills
 from phalanx.launch.nodes import order_nodes
-from phalanx.launch.output import OutputPump, log_path, open_log
+from phalanx.launch.output import LineSplitter, OutputPump, RankLog, log_path
 from phalanx.launch.policy import Outcome, Restart, Stop, decide
 from phalanx.launch.report import explain
 from phalanx.launch.spec import check_endpoint, split_endpoint
@@ -162,11 +165,98 @@ def test_visible_gpus_are_counted_as_cuda_counts_them(monkeypatch):
 
 def test_output_goes_whole_to_the_log_and_in_lines_to_the_console(tmp_path):
     console = RecordingConsole()
-    pump = OutputPump(3, "r3", open_log(tmp_path, 3), console)
+    log = RankLog(tmp_path, 3, console.notice)
+    pump = OutputPump(3, "r3", log, console)
     for chunk in (b"one\ntw", b"o\r\n10%\r", b"20%\r", b"last"):
         os.write(pump.write_end, chunk)
         assert pump.pump()
     pump.close_write_end()
     pump.close()
+    log.close()
     assert console.lines == [(3, "one"), (3, "two"), (3, "10%\r"), (3, "20%\r"), (3, "last")]
     assert log_path(tmp_path, 3).read_bytes() == b"one\ntwo\r\n10%\r20%\rlast"
+
+
+def test_a_line_that_does_not_end_costs_neither_time_nor_memory():
+    lines, chunk = LineSplitter(), b"z" * (1 << 14)
+    began = time.process_time()
+    pieces = [piece for _ in range(1 << 10) for piece in lines.split(0, chunk)]  # 16 MB
+    assert time.process_time() - began < 2
+    rest = "".join(text for _, text in lines.rest())
+    assert len(rest) <= 1 << 16
+    assert "".join(pieces) + rest == "z" * (1 << 24)
+
+
+def test_a_character_that_comes_in_two_pieces_is_whole():
+    lines = LineSplitter()
+    assert list(lines.split(0, "é".encode()[:1])) == []
+    assert list(lines.split(0, "é\n".encode()[1:])) == ["é\n"]
+
+
+def test_one_turn_reads_a_bounded_amount(tmp_path):
+    """A rank that prints faster than the console shows must not keep the launcher from its signals."""
+    console = RecordingConsole()
+    log = RankLog(tmp_path, 0, console.notice)
+    pump = OutputPump(0, "r0", log, console)
+    console.on_line = lambda line: os.write(pump.write_end, b"again\n")
+    os.write(pump.write_end, b"line\n" * 100)
+    assert pump.pump()
+    assert len(console.lines) == 100
+    pump.close_write_end()
+    console.on_line = lambda line: None
+    pump.close()
+    log.close()
+
+
+def test_a_log_that_fails_is_dropped_with_one_notice(tmp_path):
+    console = RecordingConsole()
+    log = RankLog(tmp_path, 0, console.notice)
+    with open("/dev/full", "wb") as full:
+        os.dup2(full.fileno(), log.descriptor)
+    pump = OutputPump(0, "r0", log, console)
+    for _ in range(3):
+        os.write(pump.write_end, b"line\n")
+        assert pump.pump()
+    pump.close_write_end()
+    pump.close()
+    log.close()
+    assert len(console.lines) == 3
+    (notice,) = console.notices
+    assert "No space left on device" in notice
+
+
+def test_a_stream_that_fails_is_told_of_once_on_the_other(tmp_path):
+    err = io.StringIO()
+    with open("/dev/full", "w") as full:
+        console = PlainConsole(out=full, err=err)
+        for _ in range(3):
+            console.rank_output(0, "r0", "line\n")
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), full.fileno())  # else closing it fails as well
+    assert err.getvalue().splitlines() == [
+        "phalanx: standard output failed (No space left on device): nothing more is written there, the run goes on"
+    ]
+
+
+def _report_of(traceback, tmp_path):
+    record = {"time": 0.0, "type": "ValueError", "message": "bad", "hint": "", "step": None, "traceback": traceback}
+    ended = RankExit(0, 1, 0.0, record, ())
+    return explain(ended, label="r0", host="a", step=None, killed_for_memory=False, log=tmp_path / "rank-0.log").details
+
+
+def test_a_long_traceback_is_cut_before_a_frame_and_says_so(tmp_path):
+    frames = [line for n in range(20) for line in (f'  File "/x/train.py", line {n}, in f', f"    f({n})", "    ^^^^")]
+    head, mark, first, *rest = _report_of(["Traceback (most recent call last):", *frames, "ValueError: bad"], tmp_path)
+    assert head == "Traceback (most recent call last):"
+    assert first.startswith('  File "/x/train.py"')
+    assert mark == f"  ... {60 - 1 - len(rest) + 1} lines are left out here: the log has them"
+    assert rest[-1] == "ValueError: bad"
+    assert len(rest) + 3 <= 16
+
+
+def test_a_traceback_shows_the_line_of_a_notebooks_cell(tmp_path, monkeypatch):
+    """Only the notebook's own process knows it."""
+    cell = "/tmp/ipykernel_1/123.py"
+    monkeypatch.setitem(linecache.cache, cell, (9, None, ["def forward(x):\n", "    return x.no_such\n"], cell))
+    lines = ["Traceback (most recent call last):", f'  File "{cell}", line 2, in forward', "ValueError: bad"]
+    assert _report_of(lines, tmp_path) == (*lines[:2], "    return x.no_such", lines[2])

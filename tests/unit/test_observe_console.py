@@ -56,7 +56,7 @@ def test_the_lines_in_a_pipe_are_stable():
     out, err = io.StringIO(), io.StringIO()
     console = Console(out=out, err=err)
     console.handle(RUN)
-    console.rank_output(0, "r0", "hello")
+    console.rank_output(0, "r0", "hello\n")
     console.handle(step(120).to_dict())
     console.handle({"event": "joining", "rank": 1})
     console.handle(events.MetricsReported(120, 2, "val", {"loss": 0.5, "accuracy": 0.91}))
@@ -100,7 +100,7 @@ def test_several_ranks_are_labelled_and_redrawn_lines_stay_on_their_row():
     out = io.StringIO()
     console = Console(out=out, err=out, show_labels=True)
     console.rank_output(3, "r3 dp1", "50%\r")
-    console.rank_output(3, "r3 dp1", "done")
+    console.rank_output(3, "r3 dp1", "done\n")
     assert out.getvalue() == "[r3 dp1] 50%\r[r3 dp1] done\n"
 
 
@@ -162,7 +162,7 @@ def test_on_a_terminal_everything_scrolls_above_the_bar_and_nothing_is_left(monk
     console = Console(out=out, err=err)
     console.handle(RUN)
     console.handle(step(120))
-    console.rank_output(0, "r0", "[bold]not markup[/bold]")
+    console.rank_output(0, "r0", "[bold]not markup[/bold]\n")
     console.error("it broke")
     console.handle(END)
     console.close()
@@ -172,6 +172,25 @@ def test_on_a_terminal_everything_scrolls_above_the_bar_and_nothing_is_left(monk
     assert "phalanx eval runs/1" in shown
     assert shown.count("\x1b[?25l") == shown.count("\x1b[?25h") > 0, "the cursor must be given back"
     assert "it broke" in err.getvalue()
+
+
+def test_a_line_that_comes_in_parts_has_a_row_below_the_bar_until_it_ends():
+    out = Tty()
+    view = RichView(out, Tty())
+    view.begin(RUN)
+    for text, row in (
+        ("\r", ""),
+        (" 10%", " 10%"),
+        ("\r", " 10%\r"),
+        (" 20%", " 20%"),
+        ("\r", " 20%\r"),
+        ("end", "end"),
+    ):
+        view.output(text)
+        assert view._row.lstrip("\r") == row
+    view.output("ed\n")
+    view.close()
+    assert (view._row, "ended" in out.getvalue(), "20%ended" in out.getvalue()) == ("", True, False)
 
 
 def test_no_color_is_honoured(monkeypatch):

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shutil
 import subprocess
 import sys
-import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from phalanx.config import DistributedConfig
 from phalanx.errors import RankFailedError
 from phalanx.launch import CallTarget, LaunchSpec, launch
+from phalanx.launch.scratch import close_scratch, open_scratch
 from phalanx.trainers.compression_bench import netns
 from phalanx.trainers.compression_bench.plan import Case, Request, read_link
 from phalanx.trainers.launching import raise_failure
@@ -60,7 +59,7 @@ def run_bench(
 
 def probe(recipes: Sequence[str]) -> dict[str, Any]:
     """Measure on two ranks of this machine what the adviser asks for."""
-    folder = Path(tempfile.mkdtemp(prefix="phalanx-probe-"))
+    folder = open_scratch("probe")
     try:
         payload = folder / "request.json"
         payload.write_text(json.dumps({"recipes": list(recipes)}), encoding="utf-8")
@@ -68,7 +67,7 @@ def probe(recipes: Sequence[str]) -> dict[str, Any]:
         found: dict[str, Any] = json.loads((folder / "probe.json").read_text(encoding="utf-8"))
         return found
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        close_scratch(folder)
 
 
 def launch_ranks(function: str, payload: Path, **spec: Any) -> None:
@@ -94,16 +93,16 @@ def run_node(payload: str, node: int, endpoint: str) -> None:
 
 
 def _run_here(request: Request) -> dict[str, Any]:
-    folder = Path(tempfile.mkdtemp(prefix="phalanx-bench-"))
+    folder = open_scratch("bench")
     try:
         launch_ranks("phalanx.worker:run_compression_bench_file", _written(request, folder), threads_per_rank=1)
         return _read(request, folder)
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        close_scratch(folder)
 
 
 def _run_on_nodes(request: Request, nodes: netns.Nodes, rate: float) -> dict[str, Any]:
-    folder = Path(tempfile.mkdtemp(prefix="phalanx-bench-"))
+    folder = open_scratch("bench")
     try:
         payload = _written(request, folder)
         nodes.shape(rate)
@@ -120,7 +119,7 @@ def _run_on_nodes(request: Request, nodes: netns.Nodes, rate: float) -> dict[str
         _wait(processes)
         return _read(request, folder)
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        close_scratch(folder)
 
 
 def _wait(processes: list[subprocess.Popen[str]]) -> None:

@@ -8,14 +8,13 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from phalanx.errors import PreemptedError
+from phalanx.world.env import read_rank_env, stop_signals
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import FrameType
 
     from phalanx.trainers.tensorflow.reporting import KerasReport
-
-_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 @contextmanager
@@ -35,7 +34,7 @@ def stopping(report: KerasReport) -> Iterator[None]:
             else "Set checkpoint_dir or checkpoint_frequency to keep the progress of a run that is stopped.",
         )
 
-    before = {number: signal.signal(number, stop) for number in _SIGNALS}
+    before = {number: signal.signal(number, stop) for number in stop_signals(read_rank_env())}
     try:
         yield
     finally:

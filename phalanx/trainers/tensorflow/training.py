@@ -9,6 +9,7 @@ from phalanx.config.precision import precision_name
 from phalanx.errors import ModelError, PreemptedError, UsageError
 from phalanx.loop.reporting import tensorboard_dir
 from phalanx.observe.events import RunStarted
+from phalanx.observe.folders import make_private
 from phalanx.observe.stream import EventStream
 from phalanx.trainers.folders import make_run_dir
 from phalanx.trainers.session import open_sinks, save_config
@@ -41,6 +42,8 @@ def train(job: KerasJob) -> tuple[Any, KerasResult]:
     with strategy.scope():
         model = _built(job.task, config, device)
     directory = backup.backup_dir(config, run_dir, 0 if env is None else env.attempt)
+    if directory is not None:
+        make_private(directory.parent)
     start = backup.start_of(directory)
     feed = _feed(job, strategy, start)
     first_step = start.epoch * (feed.steps or 0)

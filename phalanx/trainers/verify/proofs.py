@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import shutil
-import tempfile
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from phalanx.config.groups import STRATEGIES
 from phalanx.errors import PreemptedError, RankFailedError, UsageError, unknown_name
 from phalanx.launch import CallTarget, count_gpus, launch
+from phalanx.launch.scratch import close_scratch, open_scratch
 from phalanx.trainers.launching import launch_spec, raise_failure
 from phalanx.trainers.remote import write_payload
 from phalanx.trainers.terminal import open_console
@@ -94,11 +92,11 @@ class Proof:
         self.layout = plan_layout(self.config, count_gpus())
         self.split = self.layout.mesh.dp_size * config.gradient_accumulation_steps
         self.steps = config.max_steps or DEFAULTS["max_steps"]
-        self._folder = Path(tempfile.mkdtemp(prefix="phalanx-verify-"))
+        self._folder = open_scratch("verify")
 
     def close(self) -> None:
         """Remove what the runs wrote."""
-        shutil.rmtree(self._folder, ignore_errors=True)
+        close_scratch(self._folder)
 
     def against_one_process(self) -> Verdict:
         """Compare the layout with one process, in float64 and in float32."""
@@ -171,7 +169,7 @@ class Proof:
 
     def _start(self, config: DistributedConfig, layout: Layout, target: CallTarget) -> None:
         """Launch; the logs of a rank that crashed outlive us, for the report names them."""
-        logs, crashed = Path(tempfile.mkdtemp(prefix="phalanx-logs-")), False
+        logs, crashed = open_scratch("logs"), False
         try:
             with open_console(config) as console:
                 result = launch(launch_spec(config, layout, target, logs, env={}), console)
@@ -184,8 +182,7 @@ class Proof:
                 "verify was stopped before it could compare", hint="It keeps nothing: run the same command again."
             ) from None
         finally:
-            if not crashed:
-                shutil.rmtree(logs, ignore_errors=True)
+            close_scratch(logs, keep=crashed)
 
     def _verdict(
         self, claim: str, run: Recording, comparisons: list[Comparison], problems: Sequence[str] = ()

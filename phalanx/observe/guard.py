@@ -1,0 +1,123 @@
+"""Output that fails is dropped with one notice: a full disk, a closed pipe or a closed terminal does not end a run."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from typing import TYPE_CHECKING, Any, TextIO, cast
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class Guard:
+    """Writes to one place until a write fails, then drops the place and says so once."""
+
+    def __init__(self, name: str, tell: Callable[[str], object], drop: Callable[[], object] = lambda: None) -> None:
+        """`name`: what the place is called in the notice, which `tell` shows; `drop` lets go of the place."""
+        self._name = name
+        self._tell = tell
+        self._let_go = drop
+        self.lost = False
+
+    def attempt(self, write: Callable[[], object]) -> None:
+        """Call `write`, unless an earlier call failed."""
+        if self.lost:
+            return
+        try:
+            write()
+        except OSError as error:
+            self._drop(error.strerror or str(error))
+        except ValueError as error:
+            if "closed file" not in str(error):
+                raise
+            self._drop("it is closed")
+
+    def _drop(self, why: str) -> None:
+        self.lost = True
+        self._let_go()
+        self._tell(f"{self._name} failed ({why}): nothing more is written there, the run goes on")
+
+
+class GuardedText:
+    """A text stream behind a guard. Characters that its encoding lacks are replaced."""
+
+    def __init__(self, stream: TextIO, name: str, tell: Callable[[str], object]) -> None:
+        self._stream = stream
+        self._guard = Guard(name, tell, lambda: discard_output(stream))
+
+    def write(self, text: str) -> int:
+        """Write, or drop the text where the stream has failed."""
+        encoding = self._stream.encoding or "utf-8"
+        fitting = text.encode(encoding, "replace").decode(encoding)
+        self._guard.attempt(lambda: self._stream.write(fitting))
+        return len(text)
+
+    def flush(self) -> None:
+        """Write out what is buffered."""
+        self._guard.attempt(self._stream.flush)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def discard_output(stream: TextIO) -> None:
+    """Send what is still buffered in one of the process's own streams, and what follows, to nowhere.
+
+    Python would try to write it again when the process exits, and exit with an error.
+    """
+    if stream in (sys.__stdout__, sys.__stderr__) and not stream.closed:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
+
+
+def guarded_streams(out: TextIO | None = None, err: TextIO | None = None) -> tuple[TextIO, TextIO]:
+    """Return standard output and error (or the given ones) behind guards; each tells of the other's failure."""
+
+    guarded_out = GuardedText(out or sys.stdout, "standard output", lambda text: _say(guarded_err, text))
+    guarded_err = GuardedText(err or sys.stderr, "standard error", lambda text: _say(guarded_out, text))
+    return cast("TextIO", guarded_out), cast("TextIO", guarded_err)
+
+
+def say_to_user(text: str) -> None:
+    """Write a notice to standard error, or to standard output where that fails."""
+    _, err = guarded_streams()
+    _say(err, text)
+
+
+def _say(stream: GuardedText | TextIO, text: str) -> None:
+    stream.write(f"phalanx: {text}\n")
+    stream.flush()
+
+
+class GuardedFile(io.FileIO):
+    """A descriptor behind a guard, for a rank whose output goes straight into a file."""
+
+    def __init__(self, descriptor: int, guard: Guard) -> None:
+        super().__init__(descriptor, "wb", closefd=False)
+        self._guard = guard
+
+    def write(self, data: Any, /) -> int:
+        """Write, or drop the bytes where the file has failed."""
+        written = memoryview(data).nbytes
+
+        def write() -> None:
+            nonlocal written
+            written = super(GuardedFile, self).write(data)
+
+        self._guard.attempt(write)
+        return written
+
+
+def guard_own_output(tell: Callable[[str], object]) -> None:
+    """Put this process's standard output and error, both one file, behind one guard."""
+    guard = Guard("the log of this rank", tell)
+    for name in ("stdout", "stderr"):
+        old = getattr(sys, name)
+        old.flush()
+        buffered = io.BufferedWriter(GuardedFile(old.fileno(), guard))
+        fresh = io.TextIOWrapper(buffered, encoding=old.encoding, errors=old.errors, line_buffering=True)
+        setattr(sys, name, fresh)
+        setattr(sys, f"__{name}__", fresh)
