@@ -65,7 +65,7 @@ class Parallelism:
     backend: str = option("pytorch-ddp", "a launcher and a strategy under one name", choices=tuple(BACKENDS))
     strategy: str = option(
         "auto",
-        "how the ranks share the work (auto: the backend's own; ddp then uses shared memory on the CPUs of one machine)",
+        "how the ranks share the work (auto: the backend's own, by shared memory on the CPUs of one machine)",
         choices=STRATEGIES,
     )
     tensor_parallel: int = option(

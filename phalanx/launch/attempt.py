@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
 _FAILURE_GRACE = 1.0
 _STACK_SECONDS = 0.3
-_REMOTE_SECONDS = 1.0
+_REMOTE_SECONDS = 2.5
+"""How much longer a lost connection is not blamed where there are other nodes: until a lost one is known to be so."""
 _KILL_SECONDS = 5.0
 
 
@@ -63,6 +64,7 @@ class Attempt:
         self._watch: StartWatch | None = None
         self._prelude = Prelude(spec, time.monotonic(), serving=session.is_serving)
         self._evidence: Evidence | None = None
+        self._silent_nodes: list[str] = []
         self._failure: Failure | None = None
         self._requested: signal.Signals | None = None
         self._blaming = False
@@ -157,7 +159,11 @@ class Attempt:
         elif "remote_failure" in message:
             # Ours may have been told at the same time; the store keeps the first.
             self._failure = Failure.from_message(message["remote_failure"])
+            if self._failure.rank is None:  # the cause may be here: keep where the ranks are
+                self._signal(signal.SIGQUIT)
             self._stop_ranks(signal.SIGTERM, _FAILURE_GRACE)
+        elif "silent_nodes" in message:
+            self._silent_nodes = message["silent_nodes"]
         elif "all_ended" in message:
             self._all_ended = True
         elif "error" in message:
@@ -195,9 +201,31 @@ class Attempt:
             self._later(YIELD_SECONDS + (_REMOTE_SECONDS if self._meeting.has_other_nodes else 0.0), self._blame)
 
     def _blame(self) -> None:
-        if self._failure is None and self._requested is None and self._group is not None:
-            assert self._evidence is not None
-            self._fail(self._evidence.find_failure(list(self._group.ranks.values())))
+        if self._failure is not None or self._requested is not None or self._group is None or self._diagnosing:
+            return
+        assert self._evidence is not None
+        states = list(self._group.ranks.values())
+        if not self._evidence.only_waited(states):
+            self._fail(self._evidence.find_failure(states))
+        elif silent := self._evidence.silent(states):  # where are those that were waited for?
+            self._diagnosing = True
+            self._group.signal(signal.SIGQUIT, silent)
+            self._later(_STACK_SECONDS, lambda: self._report_silence(silent))
+        elif self._meeting.has_other_nodes:
+            self._fail(self._evidence.explain_lost_nodes(states, self._silent_nodes))
+        else:
+            self._fail(self._evidence.find_failure(states))
+
+    def _report_silence(self, silent: list[RankState]) -> None:
+        assert self._evidence is not None
+        assert self._group is not None
+        states = list(self._group.ranks.values())
+        still = [state for state in silent if state in self._evidence.silent(states)]
+        if still and self._evidence.only_waited(states):
+            self._fail(self._evidence.explain_silence(states, still))
+        else:  # one of them has told its cause meanwhile
+            self._diagnosing = False
+            self._blame()
 
     def _fail(self, failure: Failure, *, tell: bool = True) -> None:
         if self._failure is not None or self._requested is not None:

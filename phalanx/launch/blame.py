@@ -18,7 +18,10 @@ _LOST_PEER = re.compile(
     r"|remote process (exited|has)|ncclRemoteError|NCCL communicator was aborted"
     r"|failed to recv, got 0 bytes|recvValue failed|sendBytes failed"
     r"|Horovod has been shut down|gloo.{0,40}connect"
-    r"|socket (error|timeout|closed)|timed out waiting .{0,40}(recv|send|operation)|watchdog caught collective",
+    r"|socket (error|timeout|closed)|timed out waiting .{0,40}(recv|send|operation)|watchdog caught collective"
+    # What our own collectives and parameter servers say.
+    r"|waited \d+ s in shared memory for|in shared memory$|exchange with rank \d+ broke off"
+    r"|parameter server at \S+ has (not answered|been out of reach)|a rank was lost before the ranks could share",
     re.IGNORECASE,
 )
 

@@ -13,10 +13,11 @@ from phalanx.launch.failure import Failure
 from phalanx.launch.group import stack_path
 from phalanx.launch.memory import oom_kills
 from phalanx.launch.output import log_path, log_tail
+from phalanx.launch.process import is_stopped
 from phalanx.launch.record import read_record, record_path
 from phalanx.launch.reminders import in_words
 from phalanx.launch.report import explain
-from phalanx.launch.stacks import whereabouts
+from phalanx.launch.stacks import is_waiting, whereabouts
 from phalanx.observe.board import HeartbeatBoard, board_path
 
 if TYPE_CHECKING:
@@ -72,6 +73,57 @@ class Evidence:
         )
         return dataclasses.replace(failure, others_stopped=self._others(states))
 
+    def only_waited(self, states: Sequence[RankState]) -> bool:
+        """Whether every rank that failed says no more than that it lost another, or waited for it in vain."""
+        suspects = [self.of(state) for state in states if self._is_suspect(state)]
+        return bool(suspects) and all(suspect.lost_peer for suspect in suspects)
+
+    def silent(self, states: Sequence[RankState]) -> list[RankState]:
+        """Return the ranks that live and have said nothing."""
+        return [state for state in states if state.alive and not self._is_suspect(state)]
+
+    def explain_silence(self, states: Sequence[RankState], silent: Sequence[RankState]) -> Failure:
+        """Name the rank that others waited for in vain: one that is not waiting itself, and the furthest behind."""
+        told = self.find_failure(states)
+        positions = {state.rank: self._position(state) for state in silent}
+        guilty = [state for state in silent if not is_waiting(stack_path(self._spec.log_dir, state.rank))]
+        if not guilty:  # they wait for each other: show where each of them does
+            lines = tuple(f"rank {rank} waits too: it is {where}" for rank, where in positions.items())
+            return dataclasses.replace(told, details=(*told.details, *lines))
+        first = min(guilty, key=lambda state: (self._step(state.rank) or 0, state.rank))
+        others = [rank for rank in positions if rank != first.rank]
+        lines = [f"rank {told.rank} gave up waiting: {_first_line(told.cause)}"]
+        lines += [f"rank {rank} has not answered either: it is {positions[rank]}" for rank in others]
+        return Failure(
+            cause=f"has not answered: it is {positions[first.rank]}",
+            details=tuple(lines),
+            exit_code=1,
+            rank=first.rank,
+            label=first.label,
+            host=socket.gethostname(),
+            step=self._step(first.rank),
+            hint="Its stack is in the .stack file beside its log.",
+            others_stopped=self._others(states),
+            logs=str(log_path(self._spec.log_dir, first.rank)),
+        )
+
+    def explain_lost_nodes(self, states: Sequence[RankState], nodes: Sequence[str]) -> Failure:
+        """Name the nodes that have fallen silent; without any, say that the cause is on another node."""
+        told = self.find_failure(states)
+        waited = f"rank {told.rank} here gave up waiting: {_first_line(told.cause)}"
+        if nodes:
+            lost = f"node{'s' * (len(nodes) > 1)} {', '.join(nodes)}"
+            cause = f"{lost} gave no sign of life: the machine, its network or its launcher is gone"
+        else:
+            cause = "a rank of another node was lost or did not answer"
+        hint = "Look at the output of the launcher there, and at the network between the nodes."
+        return Failure(cause=cause, details=(waited,), exit_code=1, hint=hint, others_stopped=0, logs=told.logs)
+
+    def _position(self, state: RankState) -> str:
+        if state.pid is not None and is_stopped(state.pid):
+            return "stopped (SIGSTOP or a debugger)"
+        return whereabouts(stack_path(self._spec.log_dir, state.rank))
+
     def explain_hang(self, hang: Hang, states: Sequence[RankState]) -> Failure:
         """Name the ranks that never joined, and where they are."""
         missing = [state for state in states if state.rank in hang.missing]
@@ -121,3 +173,7 @@ class Evidence:
     def close(self) -> None:
         """Let go of the heartbeat board."""
         self._board.close()
+
+
+def _first_line(cause: str) -> str:
+    return cause.removeprefix("raised ").splitlines()[0]

@@ -28,6 +28,9 @@ _LEAVE_SECONDS = 3.0
 _ARRIVAL_POLL_SECONDS = 0.05
 _ENDS, _LEFT, _FAILURE = "ends", "left", "failure"
 _ARRIVED, _NODE, _BEAT, _MEMBERS = "arrived", "node", "beat", "members"
+_ALIVE = "alive"
+_LOST_SECONDS = 2.0
+"""After so long without a sign of life a node of a running job is named when ranks elsewhere fail."""
 _SILENT_SECONDS = 5.0
 """A node that waits gives a sign of life at every look; one without for so long has gone."""
 
@@ -45,6 +48,9 @@ class NodeGroup:
         self._board: Store | None = None
         self._rank_store: TCPStore | None = None
         self._attempt = 0
+        self._node_rank = 0
+        self._names: list[str] = []
+        self._census, self._silent = Census(), []  # type: tuple[Census, list[str]]
         self._said_failure = self._said_end = False
 
     def _meet(self) -> TCPStore:
@@ -98,7 +104,9 @@ class NodeGroup:
             port = self._share_rank_store(self._board)
         except (DistNetworkError, RuntimeError) as error:
             raise self._host_is_lost() from error
-        node_rank = order.index(own)
+        node_rank = self._node_rank = order.index(own)
+        self._names = [f"{place} ({nodes[index]['host']})" for place, index in enumerate(order)]
+        self._census, self._silent = Census(seconds=_LOST_SECONDS), []
         sizes = [nodes[index]["ranks"] for index in order]
         return {
             "node_rank": node_rank,
@@ -181,7 +189,7 @@ class NodeGroup:
         if self._board is None:
             return []
         try:
-            return self._read_news()
+            return [*self._read_news(), *self._look_at_nodes()]
         except (DistNetworkError, RuntimeError) as error:
             self._board = None
             raise self._host_is_lost() from error
@@ -196,6 +204,20 @@ class NodeGroup:
             self._said_end = False
             return [{"all_ended": True, "attempt": self._attempt}]
         return []
+
+    def _look_at_nodes(self) -> list[Message]:
+        """Give a sign of life; the node that hosts the store looks at those of the others, and tells who has none."""
+        assert self._board is not None
+        self._board.add(f"{_ALIVE}/{self._node_rank}", 1)
+        if not self._hosts_store:
+            return []
+        beats = {node: self._board.add(f"{_ALIVE}/{node}", 0) for node in range(self._num_nodes)}
+        living = self._census.take(beats)
+        silent = [self._names[node] for node in beats if node not in living]
+        if silent == self._silent:
+            return []
+        self._silent = silent
+        return [{"silent_nodes": silent, "attempt": self._attempt}]
 
     def leave(self) -> None:
         """Leave the store's host last, so that the others still read what they need."""
@@ -217,8 +239,9 @@ class NodeGroup:
 class Census:
     """Which nodes are there, by the counters that each raises while it waits."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic, seconds: float = _SILENT_SECONDS) -> None:
         self._clock = clock
+        self._seconds = seconds
         self._seen: dict[int, tuple[int, float]] = {}
 
     def take(self, beats: dict[int, int]) -> list[int]:
@@ -227,7 +250,7 @@ class Census:
         for number, beat in beats.items():
             if self._seen.get(number, (0, 0.0))[0] != beat:
                 self._seen[number] = (beat, now)
-        return [number for number, (_, moved) in sorted(self._seen.items()) if now - moved < _SILENT_SECONDS]
+        return [number for number, (_, moved) in sorted(self._seen.items()) if now - moved < self._seconds]
 
 
 def order_nodes(node_ranks: list[int | None], hosts: list[str]) -> list[int]:

@@ -6,6 +6,7 @@ import ctypes
 import os
 import signal
 import sys
+from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
@@ -53,6 +54,15 @@ def outlive_parent() -> None:
 def set_name(name: str) -> None:
     """Set what `ps` and `top` show for this process (15 bytes of it)."""
     _libc.prctl(_PR_SET_NAME, ctypes.c_char_p(name.encode()), 0, 0, 0)
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process does not run because of SIGSTOP, a terminal or a debugger."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return False
+    return fields[0] in ("T", "t")
 
 
 def kill_group(leader: int) -> None:

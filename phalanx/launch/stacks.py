@@ -36,6 +36,21 @@ class Frame:
         return not self.file.startswith(libraries)
 
 
+_WAITING = (
+    os.path.join("torch", "distributed", "distributed_c10d.py"),
+    os.path.join("torch", "autograd", "graph.py"),
+    os.path.join("phalanx", "comm", ""),
+)
+"""Where a rank waits for others: in a collective, or in a backward pass, which may contain one."""
+_INNER_FRAMES = 6
+
+
+def is_waiting(path: Path) -> bool:
+    """Whether a rank's stack ends in a collective: then it waits for others, as far as can be seen."""
+    innermost = _read(path)[:_INNER_FRAMES]
+    return any(part in frame.file for frame in innermost for part in _WAITING)
+
+
 def main_stack(text: str) -> list[Frame]:
     """Return the stack of the thread that took the signal, innermost first, out of the latest dump in `text`."""
     frames: list[Frame] = []
@@ -55,13 +70,17 @@ def main_stack(text: str) -> list[Frame]:
 
 def whereabouts(path: Path) -> str:
     """Say where a rank is: the innermost line of the user's code, and the library call it made where that differs."""
-    try:
-        frames = main_stack(path.read_text(errors="replace"))
-    except FileNotFoundError:
-        frames = []
+    frames = _read(path)
     if not frames:
         return "nowhere to be seen: it did not answer with a stack"
     own = next((frame for frame in frames if frame.is_users), None)
     if own is None or own == frames[0]:
         return f"at {frames[0]}"
     return f"at {own} (in {frames[0].function}, {Path(frames[0].file).name}:{frames[0].line})"
+
+
+def _read(path: Path) -> list[Frame]:
+    try:
+        return main_stack(path.read_text(errors="replace"))
+    except FileNotFoundError:
+        return []

@@ -6,11 +6,14 @@ import json
 import os
 import re
 import signal
+import socket
+import time
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
+from command import end, finish, start, write_script
 from ranks import RecordingConsole
 
 import phalanx
@@ -289,3 +292,75 @@ def test_a_dead_warm_process_is_replaced(launch_script):
     os.kill(warm.current_pid(), 9)
     psutil.Process(warm.current_pid()).wait(5)
     assert launch_script("pass").result.exit_code == 0
+
+
+STUCK = """
+import os, signal, time
+from datetime import timedelta
+import torch, torch.distributed as dist
+dist.init_process_group("gloo", timeout=timedelta(seconds=2))
+def stuck():
+    while True:
+        time.sleep(0.01)
+dist.barrier()
+if dist.get_rank() == 1:
+    {what}
+dist.all_reduce(torch.ones(1))
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "where"),
+    [("stuck()", "it is at train.py:"), ("os.kill(os.getpid(), signal.SIGSTOP)", "it is stopped (SIGSTOP")],
+)
+def test_a_rank_that_hangs_is_named_not_the_one_that_waited(launch_script, what, where):
+    run = launch_script(STUCK.replace("{what}", what), ranks_per_node=2)
+    first, second, *_ = run.report.splitlines()
+    assert first.startswith("rank 1 on ")
+    assert f"has not answered: {where}" in first
+    assert second.startswith("  rank 0 gave up waiting: ")
+    _assert_nothing_runs()
+
+
+def test_a_rank_that_hangs_in_a_loop_of_ours_is_named(launch_script):
+    source = """
+    import time
+    import torch
+    from phalanx import Formation
+    with Formation(device="cpu", timeout=2.0) as formation:
+        model = torch.nn.Linear(2, 1)
+        model, optimizer = formation.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+        for step in range(3):
+            if step == 2 and formation.rank == 1:
+                time.sleep(60)
+            formation.backward(model(torch.ones(1, 2)).sum())
+            optimizer.step()
+    """
+    run = launch_script(source, ranks_per_node=2)
+    assert run.report.startswith("rank 1 on ")
+    assert "has not answered: it is at train.py:10 in <module>" in run.report
+    assert "waited 2 s in shared memory for rank 1" in run.report
+
+
+def test_a_node_that_is_lost_is_named(tmp_path):
+    script = write_script(tmp_path / "train.py", STUCK.replace("{what}", "time.sleep(60)"))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+    words = ["train", "--script", script, "--num-nodes", 2, "--num-workers", 2, "--rdzv-endpoint", endpoint]
+    nodes = [
+        start(*words, "--node-rank", rank, cwd=tmp_path, TMPDIR=str(tmp_path), PHALANX_RUN_DIR=f"run{rank}")
+        for rank in range(2)
+    ]
+    try:
+        deadline = time.monotonic() + 60
+        while not list(tmp_path.glob("run1/logs/rank-1.log")) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        time.sleep(0.5)
+        nodes[1].kill()
+        answer = finish(nodes[0])
+    finally:
+        for node in nodes:
+            end(node)
+            node.communicate()
+    assert re.search(r"node 1 \(.*\) gave no sign of life", answer.err), answer.text
+    assert "rank 0 here gave up waiting" in answer.err
