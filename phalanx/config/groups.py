@@ -266,6 +266,9 @@ class Monitoring:
     tensorboard_dir: str | None = option(None, "where (default: <run_dir>/tensorboard); giving it turns tensorboard on")
     mlflow_tracking: bool = option(False, "log to MLflow (extra: phalanx[mlflow])")
     mlflow_experiment: str | None = option(None, "MLflow experiment; giving it turns mlflow_tracking on")
+    reference_throughput: float | None = option(
+        None, "samples per second of one rank, as measured: the run's speedup against it is reported", above=0
+    )
     log_every_n_steps: int = option(10, "read losses and report every this many steps", minimum=1)
     progress: bool = option(True, "show the progress bar or lines")
     console_ranks: str = option("0", "whose output the console shows", choices=("0", "all"))
