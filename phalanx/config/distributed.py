@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from phalanx.config import deepspeed
 from phalanx.config.beside import compression_mistakes, pipeline_mistakes, server_mistakes, sharding_mistakes
 from phalanx.config.engine_groups import Engines
-from phalanx.config.engines import engine_mistakes
+from phalanx.config.engines import engine_mistakes, unused_note, unused_settings
 from phalanx.config.groups import (
     BACKENDS,
     GROUPS,
@@ -181,6 +181,22 @@ class DistributedConfig(
     def recompute(self) -> Recompute | None:
         """What is recomputed in backward, or None when all activations are kept."""
         return None if self.activation_checkpointing is False else _recompute(self.activation_checkpointing)
+
+    @property
+    def unused(self) -> dict[str, str]:
+        """Settings that the backend passes over, by name, each with what to write instead."""
+        return unused_settings(self, {name: field.default for name, field in FIELDS.items()})
+
+    @property
+    def unused_note(self) -> str:
+        """The same as the one line that a run begins with; empty where every setting is used."""
+        return unused_note(self, {name: field.default for name, field in FIELDS.items()})
+
+    def refuse_unused(self, given: Collection[str]) -> None:
+        """Raise for settings given to this very backend that it would pass over."""
+        refused = [text for name, text in self.unused.items() if name in given]
+        if refused:
+            raise ConfigError(refused)
 
     def replace(self, **changes: Any) -> DistributedConfig:
         """Return a copy with some values changed, checked anew."""

@@ -64,6 +64,7 @@ def resolve(
     _let_json_win_over_recipe(values, origins)
     try:
         config = DistributedConfig(**values)
+        config.refuse_unused([name for name, origin in origins.items() if origin == given_as])
     except ConfigError as error:
         mistakes += [_with_origin(text, origins) for text in error.problems]
     if mistakes:

@@ -102,6 +102,7 @@ class Reporter:
                 log_dir=str(self._run_dir / "logs"),
             )
         )
+        self.say(config.unused_note, "warning")
         for note in loop.formation.notes:
             self.say(note)
         if loop.total_steps is not None and loop.step >= loop.total_steps:

@@ -66,6 +66,7 @@ class TorchTrainer:
     def _configure(self, config: DistributedConfig | None, settings: dict[str, Any]) -> DistributedConfig:
         if config is not None:
             chosen = config.replace(**settings) if settings else config
+            chosen.refuse_unused(settings)
         else:
             chosen = resolve({"backend": self.backend, **settings}).config
         if chosen.backend == "tensorflow":
@@ -87,6 +88,7 @@ class TorchTrainer:
     def fit(self, train: Any, val: Any = None, **settings: Any) -> History:
         """Train on a DataLoader, data set or iterable of batches; settings given here win over the constructor's."""
         config = self.config.replace(**settings) if settings else self.config
+        config.refuse_unused(settings)
         adapt(self.model, config)  # here, not in the ranks only: the trained adapters come back into this model
         if isinstance(self.optimizer, torch.optim.Optimizer):
             check_trains_adapters([self.model], self.optimizer, config)

@@ -68,7 +68,9 @@ class TensorFlowDistributedTrainer:
             resolved = resolve({"backend": self.backend, **settings})
             self._given = resolved.given
             return resolved.config
-        return config.replace(**{"backend": self.backend, **settings})
+        chosen = config.replace(**{"backend": self.backend, **settings})
+        chosen.refuse_unused(settings)
+        return chosen
 
     @property
     def model(self) -> Any:
@@ -94,6 +96,7 @@ class TensorFlowDistributedTrainer:
     def fit(self, train: Any, val: Any = None, **settings: Any) -> History:
         """Train on arrays (inputs, targets), a tf.data.Dataset of global batches, or a function that returns one."""
         config = self.config.replace(**settings) if settings else self.config
+        config.refuse_unused(settings)
         check_data(train, "train")
         if val is not None:
             check_data(val, "val")
