@@ -29,7 +29,7 @@ from phalanx.config.groups import (
     Training,
 )
 from phalanx.config.hosts import slots_of
-from phalanx.config.option import problem
+from phalanx.config.option import problem, url_problem
 from phalanx.config.synchronisation import synchronisation_mistakes
 from phalanx.errors import ConfigError, nearest
 
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 _RECOMPUTE_WORDS = ("full", "selective", "every 2")
 _EVERY = re.compile(r"^\s*every[\s-]+(\d+)\s*$")
+_FOLDERS = ("checkpoint_dir", "resume_from_checkpoint", "run_dir", "tensorboard_dir", "data_dir", "nvme_path")
 _FREQUENCY = re.compile(r"^\s*(\d+)\s*(epochs?|steps?)?\s*$")
 
 
@@ -116,6 +117,8 @@ class DistributedConfig(
         wrong.update(_adapter_mistakes(self, wrong.keys()))
         if "activation_checkpointing" not in wrong and _recompute(self.activation_checkpointing) is None:
             wrong["activation_checkpointing"] = _unknown_recompute(self.activation_checkpointing)
+        urls = {name: url_problem(name, getattr(self, name)) for name in _FOLDERS if name not in wrong}
+        wrong.update({name: text for name, text in urls.items() if text})
         if (
             "warmup" not in wrong
             and isinstance(self.warmup, float)

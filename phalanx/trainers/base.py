@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from phalanx.config import DistributedConfig, resolve
+from phalanx.config.option import local_path
 from phalanx.data.ray_data import datasets_of
 from phalanx.errors import PhalanxError, PreemptedError, UsageError
 from phalanx.launch import count_gpus
@@ -42,7 +43,7 @@ class TorchTrainer:
     def __init__(
         self,
         model: nn.Module,
-        config: DistributedConfig | None = None,
+        config: DistributedConfig | torch.optim.Optimizer | None = None,
         *,
         loss_fn: LossFn | None = None,
         optimizer: Any = None,
@@ -53,6 +54,8 @@ class TorchTrainer:
     ) -> None:
         if not isinstance(model, torch.nn.Module):
             raise UsageError(f"model must be a torch.nn.Module; got {type(model).__name__}")
+        if isinstance(config, torch.optim.Optimizer):
+            config, optimizer = None, _only_one(config, optimizer)
         if isinstance(optimizer, str):  # a name is the config's field of the same name
             settings["optimizer"], optimizer = optimizer, None
         self.model = model
@@ -64,6 +67,12 @@ class TorchTrainer:
         self.history: History | None = None
 
     def _configure(self, config: DistributedConfig | None, settings: dict[str, Any]) -> DistributedConfig:
+        if config is not None and not isinstance(config, DistributedConfig):
+            raise UsageError(
+                f"the second argument of {type(self).__name__} is a {type(config).__name__}: expected a "
+                "DistributedConfig or an optimizer",
+                hint="Name it: loss_fn=..., optimizer=..., or a setting such as num_workers=2.",
+            )
         if config is not None:
             chosen = config.replace(**settings) if settings else config
             chosen.refuse_unused(settings)
@@ -109,14 +118,14 @@ class TorchTrainer:
 
     def save(self, path: str | Path) -> Path:
         """Write the model's weights to a file: safetensors, or torch's own format for .pt and .pth."""
-        path = Path(path)
+        path = local_path(path)
         env = read_rank_env()
         save_weights(self.model, path, here=env is None or env.rank == 0)
         return path
 
     def load(self, path: str | Path) -> None:
         """Read weights from a file that `save` wrote, or from a checkpoint directory of a run."""
-        load_weights(self.model, Path(path))
+        load_weights(self.model, local_path(path))
 
     def _task(self, train: Any = None, val: Any = None) -> TrainTask:
         name = self.config.name or type(self.model).__name__.lower()
@@ -159,3 +168,11 @@ class TorchTrainer:
         if isinstance(self.optimizer, torch.optim.Optimizer) and result.optimizer_state is not None:
             self.optimizer.load_state_dict(result.optimizer_state)
         return result
+
+
+def _only_one(optimizer: torch.optim.Optimizer, other: Any) -> torch.optim.Optimizer:
+    if other is not None:
+        raise UsageError(
+            f"two optimizers: {type(optimizer).__name__} as second argument, and optimizer=...", hint="Give one of them."
+        )
+    return optimizer

@@ -30,7 +30,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from phalanx import PyTorchDDPTrainer
+from phalanx import HorovodTrainer, PyTorchDDPTrainer, RayTrainer
 from phalanx.errors import CheckpointError, ConfigError, DataError, UsageError
 
 
@@ -50,6 +50,27 @@ def weights(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def assert_equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
     torch.testing.assert_close(left, right, rtol=0, atol=0)
+
+
+# --- construction ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [PyTorchDDPTrainer, HorovodTrainer, RayTrainer])
+def test_an_optimizer_may_stand_in_the_second_place(kind):
+    model = make_model()
+    optimizer = make_sgd(model.parameters())
+    trainer = kind(model, optimizer, epochs=2)
+    assert trainer.optimizer is optimizer
+    assert (trainer.config.backend, trainer.config.epochs) == (kind.backend, 2)
+    with pytest.raises(UsageError, match="two optimizers"):
+        kind(model, optimizer, optimizer="sgd")
+    with pytest.raises(UsageError, match=r"is a function: expected a DistributedConfig or an optimizer"):
+        kind(model, cross_entropy)
+
+
+def test_weights_are_not_saved_to_a_folder_named_like_a_url():
+    with pytest.raises(UsageError, match="not to a URL"):
+        make_trainer().save("s3://bucket/model.safetensors")
 
 
 # --- fit --------------------------------------------------------------------------------------------------------

@@ -166,3 +166,11 @@ def test_replace_checks_again():
 def test_true_picks_the_precision_by_device():
     asked = [(True, "cuda"), (True, "cpu"), ("bf16", "cuda"), ("fp16", "cuda"), (False, "cuda")]
     assert [precision_name(*given) for given in asked] == ["fp16", "bf16", "bf16", "fp16", "fp32"]
+
+
+@pytest.mark.parametrize("place", ["s3://bucket/run", "gs://b", "hdfs://name/x", "file:///tmp/x"])
+@pytest.mark.parametrize("name", ["checkpoint_dir", "resume_from_checkpoint", "tensorboard_dir"])
+def test_a_url_is_not_taken_for_a_folder(name, place):
+    with pytest.raises(ConfigError, match=f"{name} = '{place}': files are written to folders"):
+        DistributedConfig(**{name: place})
+    assert getattr(DistributedConfig(**{name: "runs/s3:x"}), name) == "runs/s3:x"
