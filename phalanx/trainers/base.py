@@ -14,6 +14,7 @@ from phalanx.data.ray_data import datasets_of
 from phalanx.errors import PhalanxError, PreemptedError, UsageError
 from phalanx.launch import count_gpus
 from phalanx.loop.adapters import adapt, check_trains_adapters
+from phalanx.loop.schedulers import load_scheduler_state
 from phalanx.loop.task import TrainTask
 from phalanx.loop.trainer import check_task
 from phalanx.trainers.folders import discard_unused, make_run_dir
@@ -47,6 +48,8 @@ class TorchTrainer:
         *,
         loss_fn: LossFn | None = None,
         optimizer: Any = None,
+        scheduler: Any = None,
+        scheduler_interval: str = "epoch",
         metrics: Mapping[str, Metric] | None = None,
         callbacks: list[Any] | None = None,
         hooks: list[Any] | None = None,
@@ -62,6 +65,8 @@ class TorchTrainer:
         self.config = self._configure(config, settings)
         self.loss_fn = loss_fn
         self.optimizer = optimizer
+        self.scheduler = scheduler
+        self.scheduler_interval = scheduler_interval
         self.metrics = metrics
         self.callbacks = [*(callbacks or []), *(hooks or [])]
         self.history: History | None = None
@@ -102,7 +107,7 @@ class TorchTrainer:
         if isinstance(self.optimizer, torch.optim.Optimizer):
             check_trains_adapters([self.model], self.optimizer, config)
         task = self._task(train=train, val=val)
-        check_task(task)
+        check_task(task, config)
         result = self._run("fit", task, config)
         assert result.history is not None, "a fit always has a history"
         self.history = result.history
@@ -129,7 +134,8 @@ class TorchTrainer:
 
     def _task(self, train: Any = None, val: Any = None) -> TrainTask:
         name = self.config.name or type(self.model).__name__.lower()
-        return TrainTask(self.model, train, val, self.loss_fn, self.optimizer, self.metrics, self.callbacks, name)
+        parts = (self.loss_fn, self.optimizer, self.metrics, self.callbacks)
+        return TrainTask(self.model, train, val, *parts, name, self.scheduler, self.scheduler_interval)
 
     def _run(self, action: Any, task: TrainTask, config: DistributedConfig) -> JobResult:
         """Run the job; a run that was told to stop ends the process with an exit code of its own.
@@ -167,6 +173,8 @@ class TorchTrainer:
             hand_back(self.model, result.weights)
         if isinstance(self.optimizer, torch.optim.Optimizer) and result.optimizer_state is not None:
             self.optimizer.load_state_dict(result.optimizer_state)
+        if isinstance(self.scheduler, torch.optim.lr_scheduler.LRScheduler) and result.scheduler_state is not None:
+            load_scheduler_state(self.scheduler, result.scheduler_state)
         return result
 
 
