@@ -6,8 +6,8 @@
     phalanx train --script ddp_mnist.py --num-workers 2 -- --data-dir path/to/mnist --epochs 3
 
 The 8x8 digits that ship with Phalanx are used by default; --data-dir names a folder with MNIST's IDX files. Everything
-else here is torch, and starts wherever RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT are set; what Slurm and
-MPI set instead is translated.
+else here is torch, and starts wherever RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT are set; what Slurm
+and MPI set instead is translated.
 """
 
 from __future__ import annotations

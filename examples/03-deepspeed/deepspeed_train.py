@@ -65,7 +65,9 @@ def main() -> None:
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train with DeepSpeed's engine.")
-    parser.add_argument("--config", "--deepspeed_config", default=CONFIGS / "zero2_config.json", help="DeepSpeed's JSON")
+    parser.add_argument(
+        "--config", "--deepspeed_config", default=CONFIGS / "zero2_config.json", help="DeepSpeed's JSON"
+    )
     parser.add_argument("--deepspeed", action="store_true", help="taken as given: DeepSpeed is on unless --native is")
     parser.add_argument("--native", type=int, choices=(1, 2, 3), help="ZeRO without DeepSpeed: this stage")
     parser.add_argument("--num-workers", type=int, help="ranks (default: every GPU, or 1)")

@@ -16,6 +16,7 @@ from phalanx.config.engines import engine_mistakes, unused_note, unused_settings
 from phalanx.config.groups import (
     BACKENDS,
     GROUPS,
+    TORCH_SHARDING,
     ZERO_SHARDING,
     Adapters,
     Checkpointing,
@@ -70,6 +71,7 @@ class DistributedConfig(
         def __init__(self, **values: Any) -> None:
             if isinstance(values.get("num_workers"), (tuple, list)):  # (least, most), as Ray writes it
                 values |= split_pair(values["num_workers"])
+            values = translate_sharding(values)
             unknown = [unknown_field(name) for name in values if name not in FIELDS]
             for name, field in FIELDS.items():
                 object.__setattr__(self, name, _plain(values.get(name, field.default)))
@@ -219,6 +221,15 @@ FIELDS: dict[str, dataclasses.Field[Any]] = {
 def split_pair(pair: Sequence[Any]) -> dict[str, Any]:
     """Read num_workers = (least, most) as the two settings that it means; anything else stays, to be refused."""
     return {"min_workers": pair[0], "num_workers": pair[1]} if len(pair) == 2 else {}
+
+
+def translate_sharding(values: dict[str, Any]) -> dict[str, Any]:
+    """Read torch's names of sharding strategies, as text or as members of its enum, in our words."""
+    given = values.get("sharding")
+    name = str(getattr(given, "name", given)).lstrip("_")  # torch's _HYBRID_SHARD_ZERO2
+    if name == "NO_SHARD" and values.get("strategy", "auto") in ("auto", "fsdp", "ddp"):
+        return {**values, "strategy": "ddp", "sharding": "auto"}
+    return {**values, "sharding": TORCH_SHARDING[name]} if name in TORCH_SHARDING else values
 
 
 def _plain(value: Any) -> Any:

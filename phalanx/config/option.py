@@ -16,8 +16,8 @@ from phalanx.errors import UsageError, nearest
 
 _URL = re.compile(r"^[a-zA-Z][a-zA-Z0-9+.-]*://")
 _NO_URLS = (
-    "files are written to folders of this machine or of a mounted file system, not to a URL. Give a path, and copy from "
-    "there (or mount the bucket)."
+    "files are written to folders of this machine or of a mounted file system, not to a URL. Give a path, and copy "
+    "from there (or mount the bucket)."
 )
 _TRUE = {"true", "yes", "on"}
 _FALSE = {"false", "no", "off"}

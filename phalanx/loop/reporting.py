@@ -287,7 +287,7 @@ def tensorboard_dir(config: Any, run_dir: Path) -> str | None:
 def _gpu_load(device: torch.device) -> GpuLoad | None:
     if device.type != "cuda":
         return None
-    found = torch.cuda.get_device_properties(device)
+    found: Any = torch.cuda.get_device_properties(device)  # its stubs do not know the address
     return GpuLoad(f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0")
 
 

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     import torch
 
     from phalanx.config import DistributedConfig
-
     from phalanx.loop.gradients import Gradients
 
 _BOUND = ("step", "state_dict")
@@ -61,7 +60,9 @@ class OwnSchedule:
     def apply(self, step: int) -> None:
         """Step the scheduler as often as the run has come further (steps count from 0)."""
         while _progress(self.scheduler) < self._first + self._position(step):
-            with warnings.catch_warnings():  # torch looks for its own wrapper of optimizer.step, which ours has replaced
+            with (
+                warnings.catch_warnings()
+            ):  # torch looks for its own wrapper of optimizer.step, which ours has replaced
                 warnings.filterwarnings("ignore", message=".*(optimizer|lr_scheduler)", category=UserWarning)
                 self.scheduler.step()
 
@@ -99,12 +100,16 @@ def check_scheduler(given: Any, optimizer: Any, interval: str, config: Distribut
     if isinstance(given, LRScheduler) and given.optimizer is not optimizer:
         raise UsageError(
             "the scheduler's optimizer is not the one that was given to the trainer",
-            hint="Write optimizer=optimizer, scheduler=scheduler, or scheduler=lambda optimizer: ... over any optimizer.",
+            hint="Write optimizer=optimizer, scheduler=scheduler; or scheduler=lambda optimizer: ... for any of them.",
         )
     defaults = {"lr_schedule": "constant", "warmup": 0, "lr_scaling": "none"}
-    twice = [f"{name} = {getattr(config, name)!r}" for name, unset in defaults.items() if getattr(config, name) != unset]
+    twice = [
+        f"{name} = {getattr(config, name)!r}" for name, unset in defaults.items() if getattr(config, name) != unset
+    ]
     if twice:
-        raise UsageError(f"scheduler=... and {', '.join(twice)} both set the learning rate", hint="Leave one of them out.")
+        raise UsageError(
+            f"scheduler=... and {', '.join(twice)} both set the learning rate", hint="Leave one of them out."
+        )
 
 
 def make_scheduler(given: Any, optimizer: torch.optim.Optimizer) -> LRScheduler:
@@ -115,7 +120,7 @@ def make_scheduler(given: Any, optimizer: torch.optim.Optimizer) -> LRScheduler:
     if scheduler.optimizer is not optimizer:
         raise UsageError(
             "the strategy steps another optimizer than the scheduler has",
-            hint="Give a function that makes the scheduler: scheduler=lambda optimizer: CosineAnnealingLR(optimizer, 10).",
+            hint="Give a function that makes the scheduler: scheduler=lambda optimizer: StepLR(optimizer, 10).",
         )
     return scheduler
 

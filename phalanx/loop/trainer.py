@@ -49,7 +49,7 @@ class TrainLoop:
         self.val_loader = None if task.val is None else formation.prepare_loader(task.val, training=False)
         self.global_batch = self._global_batch()
         self.total_steps = self._total_steps()
-        scale = rate_scale(self.config, self.global_batch)
+        scale = rate_scale(self.config, self.global_batch, self.train_loader.sharded.layout.batch_size)
         self.schedule: Schedule | OwnSchedule = (
             Schedule(self.optimizer, rate_factor(self.config, self.total_steps), scale)
             if task.scheduler is None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -27,6 +26,7 @@ from phalanx.world.layout import plan_layout
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
     from torch import nn
 
@@ -58,7 +58,8 @@ class TorchTrainer:
         if not isinstance(model, torch.nn.Module):
             raise UsageError(f"model must be a torch.nn.Module; got {type(model).__name__}")
         if isinstance(config, torch.optim.Optimizer):
-            config, optimizer = None, _only_one(config, optimizer)
+            optimizer = _only_one(config, optimizer)
+            config = None
         if isinstance(optimizer, str):  # a name is the config's field of the same name
             settings["optimizer"], optimizer = optimizer, None
         self.model = model
@@ -181,6 +182,7 @@ class TorchTrainer:
 def _only_one(optimizer: torch.optim.Optimizer, other: Any) -> torch.optim.Optimizer:
     if other is not None:
         raise UsageError(
-            f"two optimizers: {type(optimizer).__name__} as second argument, and optimizer=...", hint="Give one of them."
+            f"two optimizers: {type(optimizer).__name__} as second argument, and optimizer=...",
+            hint="Give one of them.",
         )
     return optimizer

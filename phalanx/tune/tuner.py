@@ -84,7 +84,11 @@ def _as_space(given: Mapping[str, Any] | SearchSpace | str | None) -> SearchSpac
 
 
 def _subject(
-    train_fn: Callable[..., Any] | None, script: str | None, recipe: str | None, metric: str | None, settings: dict[str, Any]
+    train_fn: Callable[..., Any] | None,
+    script: str | None,
+    recipe: str | None,
+    metric: str | None,
+    settings: dict[str, Any],
 ) -> Subject:
     if sum(one is not None for one in (train_fn, script, recipe)) != 1:
         raise UsageError("nothing or several things to tune", hint="Give one of train_fn, script and recipe.")

@@ -64,7 +64,7 @@ def _num_nodes(config: DistributedConfig) -> int:
         ranks = config.total_ranks or "<ranks>"
         raise UsageError(
             f"num_nodes = {config.num_nodes} with backend = 'horovod': horovodrun must know the machines",
-            hint=f"Write hosts = 'node1:4,node2:4' (slots on each), or start the script by: horovodrun -np {ranks} -H ...",
+            hint=f"Write hosts = 'node1:4,node2:4', their slots, or start it by: horovodrun -np {ranks} -H ...",
         )
     return 1
 

@@ -159,7 +159,8 @@ def test_a_trainer_joins_the_run_that_was_opened_around_it(server):
     data = [(torch.randn(4), torch.tensor(n % 2)) for n in range(32)]
     with mlflow.start_run(run_name="mine", experiment_id=experiment):
         trainer = PyTorchDDPTrainer(torch.nn.Linear(4, 2), mlflow_tracking=True, num_workers=2, batch_size=8,
-                                    reference_throughput=1.0, loss_fn=torch.nn.CrossEntropyLoss(), progress=False)  # fmt: skip
+                                    reference_throughput=1.0, loss_fn=torch.nn.CrossEntropyLoss(),
+                                    progress=False)  # fmt: skip
         trainer.fit(data)
         mlflow.log_metric("own", 7)
         mlflow.log_param("num_gpus", 8)  # what was not set is the user's to log
