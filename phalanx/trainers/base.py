@@ -40,6 +40,7 @@ class TorchTrainer:
 
     backend: ClassVar[str]
     """The backend of a config that names none."""
+    keras_hint: ClassVar[str] = "Keras models are trained by TensorFlowDistributedTrainer(model_fn=...)."
 
     def __init__(
         self,
@@ -56,7 +57,9 @@ class TorchTrainer:
         **settings: Any,
     ) -> None:
         if not isinstance(model, torch.nn.Module):
-            raise UsageError(f"model must be a torch.nn.Module; got {type(model).__name__}")
+            is_keras = type(model).__module__.split(".")[0] in ("keras", "tf_keras")
+            hint = self.keras_hint if is_keras else None
+            raise UsageError(f"model must be a torch.nn.Module; got {type(model).__name__}", hint=hint)
         if isinstance(config, torch.optim.Optimizer):
             optimizer = _only_one(config, optimizer)
             config = None

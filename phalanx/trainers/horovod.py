@@ -28,6 +28,10 @@ class HorovodTrainer(TorchTrainer):
     """
 
     backend = "horovod"
+    keras_hint = (
+        "Horovod 0.28.1 does not compile against TensorFlow 2.21 (docs/horovod.md), so it trains torch models here. "
+        "Keras models on several workers: TensorFlowDistributedTrainer(model_fn=..., num_workers=2)."
+    )
 
     def __init__(
         self,

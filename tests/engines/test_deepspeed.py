@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from command import clean_environment
 from long_proofs import long_proof
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -213,26 +210,6 @@ def test_one_rank_and_bf16(ranks, tmp_path):
         moved = max((found[stage][name] - found["plain"][name]).abs().max().item() for name in found["plain"])
         assert moved > 1e-7, "bf16 must have rounded something"
     assert_same(found["resumed"], found[3], 0.0)
-
-
-_PLAIN_PROCESS = """
-import os, torch
-from torch.utils.data import TensorDataset
-from phalanx import PyTorchDDPTrainer
-
-data = TensorDataset(torch.randn(16, 4), torch.arange(16) % 2)
-trainer = PyTorchDDPTrainer(torch.nn.Linear(4, 2), deepspeed_config={"zero_optimization": {"stage": 3}}, batch_size=8)
-print("steps", trainer.fit(data, data).epochs[-1].step, "left", [name for name in os.environ if "RANK" in name])
-"""
-
-
-@installed
-def test_stage_3_in_a_process_that_no_launcher_started(tmp_path):
-    words = [sys.executable, "-c", _PLAIN_PROCESS]
-    done = subprocess.run(
-        words, cwd=tmp_path, env=clean_environment(PHALANX_DEVICE="cpu"), capture_output=True, text=True, check=False
-    )
-    assert "steps 2 left []" in done.stdout, done.stderr
 
 
 def refuse(name: str) -> None:
