@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import socket
 import subprocess
 import sys
 import uuid
 from contextlib import ExitStack
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -20,7 +20,7 @@ from command import ROOT, Answer, clean_environment, end, finish, write_script
 from seed_snippets import GROUPS, NEEDS, PREPARATION, RUNNER
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from pathlib import Path
 
 EXAMPLES = ROOT / "examples"
 pytestmark = pytest.mark.timeout(300)
@@ -48,7 +48,7 @@ def installed(name: str) -> bool:
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, dict[str, Any]]]:
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """What each snippet left in its `results`, or the error that it ended with."""
     folder = tmp_path_factory.mktemp("seeds")
     (folder / "runner.py").write_text(RUNNER)
@@ -67,9 +67,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, dic
         answers = {group: finish(process, 240) for group, process in running.items()}
     for group, answer in answers.items():
         assert answer.code == 0, f"{group}: {answer.text}"
-    yield {
-        name: json.loads((folder / f"{name}.json").read_text()) for chosen in snippets.values() for name in chosen
-    }
+    return {name: json.loads((folder / f"{name}.json").read_text()) for chosen in snippets.values() for name in chosen}
 
 
 @pytest.fixture
@@ -269,8 +267,6 @@ def finish_all(processes: list[subprocess.Popen[str]]) -> list[Answer]:
 
 
 def free_port() -> int:
-    import socket
-
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -52,8 +52,8 @@ class TensorFlowDistributedTrainer:
         if model is not None or not callable(model_fn) or hasattr(model_fn, "train_step"):
             raise UsageError(
                 f"{type(self).__name__} takes a function that returns a Keras model; got {type(given).__name__}",
-                hint="Variables belong to the strategy in whose scope they are made, so every worker builds the model: write "
-                "model_fn=build, where build() makes and compiles it.",
+                hint="Variables belong to the strategy in whose scope they are made, so every worker builds the model: "
+                "write model_fn=build, where build() makes and compiles it.",
             )
         if isinstance(optimizer, str) and optimizer in ("adamw", "adam", "sgd", "rmsprop", "adagrad"):
             settings["optimizer"], optimizer = optimizer, None
