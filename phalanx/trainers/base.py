@@ -57,9 +57,7 @@ class TorchTrainer:
         **settings: Any,
     ) -> None:
         if not isinstance(model, torch.nn.Module):
-            is_keras = type(model).__module__.split(".")[0] in ("keras", "tf_keras")
-            hint = self.keras_hint if is_keras else None
-            raise UsageError(f"model must be a torch.nn.Module; got {type(model).__name__}", hint=hint)
+            raise _not_a_module(model, self.keras_hint)
         if isinstance(config, torch.optim.Optimizer):
             optimizer = _only_one(config, optimizer)
             config = None
@@ -180,6 +178,12 @@ class TorchTrainer:
         if isinstance(self.scheduler, torch.optim.lr_scheduler.LRScheduler) and result.scheduler_state is not None:
             load_scheduler_state(self.scheduler, result.scheduler_state)
         return result
+
+
+def _not_a_module(model: Any, keras_hint: str) -> UsageError:
+    is_keras = type(model).__module__.split(".")[0] in ("keras", "tf_keras")
+    said = f"model must be a torch.nn.Module; got {type(model).__name__}"
+    return UsageError(said, hint=keras_hint) if is_keras else UsageError(said)
 
 
 def _only_one(optimizer: torch.optim.Optimizer, other: Any) -> torch.optim.Optimizer:
