@@ -1,12 +1,15 @@
-"""How well does training scale? Throughput and efficiency on 1, 2, ... N ranks, as a table and a plot.
+"""How well does training scale? Speedup, time per epoch and accuracy on 1, 2, ... N ranks, as a table and a plot.
 
     python ddp_benchmark.py --max-ranks 2                      # 1 and 2 ranks, on the GPUs or on the CPU
     python ddp_benchmark.py --ranks 1 2 4 8 --steps 100 --plot scaling.png --json scaling.json
+    python ddp_benchmark.py --model resnet50 --epochs 3 --samples 5000 --scaling strong    # whole epochs, accuracy
 
 Weak scaling: every rank keeps its batch, the global batch grows with the ranks, and ideally the time of a step stays.
 Strong scaling: the global batch stays, each rank gets a smaller share, and ideally the time of a step falls to 1/N.
-Efficiency is the throughput over N times the throughput of one rank. On the CPU every rank computes with one thread;
-more ranks than cores have to share them, so expect the efficiency to fall there.
+Speedup is the throughput over that of the fewest ranks, efficiency the speedup over the ratio of ranks. The time of an
+epoch is that of --samples samples at the measured speed. With --epochs each run trains so many of them, and classifiers
+(all models but gpt) are evaluated on samples that they have not seen; the samples are made up. On the CPU every rank
+computes with one thread; more ranks than cores have to share them, so expect the efficiency to fall there.
 """
 
 from __future__ import annotations
@@ -16,16 +19,24 @@ import json
 import tempfile
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 import phalanx
 from phalanx.data import load
-from phalanx.models.gpt import gpt
+from phalanx.models import build
 
 _WINDOWS = 5
 """Laps of the clock in one run; the first is the warm-up, the median of the others counts."""
+_IMAGES = {
+    "convnet": ((1, 8, 8), {}),
+    "resnet": ((1, 8, 8), {"preset": "debug"}),
+    "resnet50": ((3, 32, 32), {"preset": "resnet50", "classes": 10, "stem": 3}),
+    "vit": ((1, 8, 8), {"preset": "debug"}),
+}
+"""By name on the command line: the shape of a sample, and the model's options."""
+_CLASSES = 10
 
 
 class Point(NamedTuple):
@@ -36,6 +47,9 @@ class Point(NamedTuple):
     batch_per_rank: int
     step_ms: float
     samples_per_second: float
+    epoch_seconds: float
+    accuracy: float | None = None
+    speedup: float = 1.0
     efficiency: float = 1.0
 
 
@@ -55,7 +69,7 @@ def main() -> None:
 
 
 def measure_scaling(scaling: str, args: argparse.Namespace) -> list[Point]:
-    """Measure every number of ranks; efficiencies are relative to the smallest."""
+    """Measure every number of ranks; speedups are relative to the smallest."""
     points = []
     for ranks in args.ranks:
         batch = args.batch_size if scaling == "weak" else args.batch_size * args.ranks[0] // ranks
@@ -63,38 +77,71 @@ def measure_scaling(scaling: str, args: argparse.Namespace) -> list[Point]:
             raise SystemExit(f"{ranks} ranks cannot share a batch of {args.batch_size}: give a larger --batch-size")
         points.append(measure(scaling, ranks, batch, args))
         print(f"{scaling}: {ranks} ranks, {points[-1].samples_per_second:,.0f} samples/s", flush=True)
-    base = points[0].samples_per_second / points[0].ranks
-    return [point._replace(efficiency=point.samples_per_second / point.ranks / base) for point in points]
+    speedups = [point.samples_per_second / points[0].samples_per_second for point in points]
+    return [
+        point._replace(speedup=speedup, efficiency=speedup * points[0].ranks / point.ranks)
+        for point, speedup in zip(points, speedups, strict=True)
+    ]
 
 
 def measure(scaling: str, ranks: int, batch: int, args: argparse.Namespace) -> Point:
-    """Train a small GPT for some steps on so many ranks and return its steady speed."""
+    """Train for some steps or epochs on so many ranks and return the steady speed."""
     torch.manual_seed(0)
-    data = load("synthetic", length=batch * ranks * args.steps, shape=(args.time,), task="tokens", classes=256)
+    steps = args.steps if args.epochs is None else args.epochs * -(-args.samples // (batch * ranks))
+    model, train, val = prepare(args, length=args.samples if args.epochs else batch * ranks * args.steps)
     with tempfile.TemporaryDirectory(prefix="scaling-") as folder:
         trainer = phalanx.PyTorchDDPTrainer(
-            gpt("debug", block_size=args.time, width=args.width, layers=args.layers),
+            model,
             num_workers=ranks,
             device=args.device,
             threads_per_rank=None if args.device == "cuda" else 1,
             batch_size=batch,
-            max_steps=args.steps,
+            max_steps=steps,
+            eval_every=0,
             mixed_precision="bf16" if args.device == "cuda" else False,
-            log_every_n_steps=args.steps // _WINDOWS,
+            log_every_n_steps=max(1, steps // _WINDOWS),
             progress=False,
         )
-        history = trainer.fit(data, run_dir=folder)
-    speeds = [lap["samples_per_second"] for lap in history.steps if lap["step"] > args.steps // _WINDOWS]
+        history = trainer.fit(train, val, run_dir=folder)
+    speeds = [lap["samples_per_second"] for lap in history.steps if lap["step"] > steps // _WINDOWS]
     speed = median(speeds)
-    return Point(scaling, ranks, batch, batch * ranks / speed * 1e3, speed)
+    seconds = args.samples / speed
+    return Point(scaling, ranks, batch, batch * ranks / speed * 1e3, speed, seconds, history.best_accuracy)
+
+
+def prepare(args: argparse.Namespace, length: int) -> tuple[torch.nn.Module, Any, Any]:
+    """Return the model, data to train on and, for classifiers that train whole epochs, data to evaluate on."""
+    if args.model == "gpt":
+        model = build("gpt", preset="debug", block_size=args.time, width=args.width, layers=args.layers)
+        return model, load("synthetic", length=length, shape=(args.time,), task="tokens", classes=256), None
+    shape, options = _IMAGES[args.model]
+    made_up: dict[str, Any] = {"shape": shape, "classes": _CLASSES}
+    val = load("synthetic", split="val", length=500, **made_up) if args.epochs else None
+    model = build("resnet" if args.model == "resnet50" else args.model, **options)
+    return model, load("synthetic", length=length, **made_up), val
 
 
 def format_table(points: list[Point]) -> str:
-    lines = [f"{'scaling':<8} {'ranks':>5} {'batch/rank':>10} {'ms/step':>9} {'samples/s':>10} {'efficiency':>10}"]
-    for point in points:
-        scaling, ranks, batch, step_ms, speed, efficiency = point
-        lines.append(f"{scaling:<8} {ranks:>5} {batch:>10} {step_ms:>9.1f} {speed:>10,.0f} {efficiency:>10.0%}")
-    return "\n".join(lines)
+    names = (
+        "scaling",
+        "ranks",
+        "batch/rank",
+        "ms/step",
+        "samples/s",
+        "time/epoch",
+        "speedup",
+        "efficiency",
+        "accuracy",
+    )
+    rows = [
+        (
+            *(p.scaling, str(p.ranks), str(p.batch_per_rank), f"{p.step_ms:.1f}", f"{p.samples_per_second:,.0f}"),
+            *(f"{p.epoch_seconds:.2f}s", f"{p.speedup:.2f}x", f"{p.efficiency:.0%}"),
+            "-" if p.accuracy is None else f"{p.accuracy:.1%}",
+        )
+        for p in points
+    ]
+    return "\n".join(" ".join(f"{cell:>10}" for cell in row) for row in (names, *rows))
 
 
 def draw(points: list[Point], path: Path) -> None:
@@ -129,8 +176,11 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--max-ranks", type=int, default=2, help="measure 1, 2, 4, ... up to this many ranks")
     parser.add_argument("--ranks", type=int, nargs="+", help="measure exactly these numbers of ranks")
     parser.add_argument("--scaling", nargs="+", choices=("weak", "strong"), default=["weak", "strong"])
+    parser.add_argument("--model", choices=("gpt", *_IMAGES), default="gpt")
     parser.add_argument("--steps", type=int, default=50, help="steps a run; the first fifth is warm-up")
-    parser.add_argument("--batch-size", type=int, default=16, help="sequences a rank (weak) or in all (strong)")
+    parser.add_argument("--epochs", "--num-epochs", type=int, help="epochs a run, in the place of --steps")
+    parser.add_argument("--samples", type=int, default=10_000, help="samples of an epoch")
+    parser.add_argument("--batch-size", type=int, default=16, help="samples a rank (weak) or in all (strong)")
     parser.add_argument("--time", type=int, default=64, help="tokens a sequence")
     parser.add_argument("--width", type=int, default=128, help="width of the GPT")
     parser.add_argument("--layers", type=int, default=4)

@@ -2,10 +2,12 @@
 
     phalanx train --script ddp_mnist.py --num-workers 2
     torchrun --standalone --nproc-per-node 2 ddp_mnist.py
+    srun --ntasks 4 --gpus 4 python ddp_mnist.py
     phalanx train --script ddp_mnist.py --num-workers 2 -- --data-dir path/to/mnist --epochs 3
 
 The 8x8 digits that ship with Phalanx are used by default; --data-dir names a folder with MNIST's IDX files. Everything
-else here is torch, and starts wherever RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT are set.
+else here is torch, and starts wherever RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT are set; what Slurm
+and MPI set instead is translated.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset
 
 from phalanx.data import load
+from phalanx.world.env import export_rank_env, read_rank_env
 
 
 def main() -> None:
@@ -57,16 +60,20 @@ def main() -> None:
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Handwritten digits with plain torch DDP.")
     parser.add_argument("--data-dir", help="folder with MNIST's IDX files (default: the embedded 8x8 digits)")
-    parser.add_argument("--epochs", type=int, default=5)
+    parser.add_argument("--epochs", "--num-epochs", type=int, default=5)
     parser.add_argument("--batch-size", type=int, default=32, help="samples per rank")
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save", type=Path, help="file for the trained weights")
+    parser.add_argument("--local-rank", "--local_rank", type=int, help="from a launcher; the environment says the same")
     return parser.parse_args()
 
 
 def join_group() -> torch.device:
     """Meet the other ranks and return this rank's device: a GPU of its own where there are any, else the CPU."""
+    place = read_rank_env()
+    if place is not None:
+        export_rank_env(place)  # srun and mpirun have other names for RANK, WORLD_SIZE, ...
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)

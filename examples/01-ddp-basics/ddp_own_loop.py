@@ -65,11 +65,12 @@ def evaluate(formation: phalanx.Formation, model: nn.Module, loader: DataLoader)
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="A loop of one's own on all ranks.")
-    parser.add_argument("--epochs", type=int, default=5)
+    parser.add_argument("--epochs", "--num-epochs", type=int, default=5)
     parser.add_argument("--batch-size", type=int, default=32, help="samples per rank and micro-batch")
     parser.add_argument("--accumulate", type=int, default=1, help="micro-batches an optimizer step")
     parser.add_argument("--bf16", action="store_true", help="compute in bfloat16 where that is safe")
     parser.add_argument("--checkpoint-dir", help="where checkpoints go, and where a run is taken up again")
+    parser.add_argument("--local-rank", "--local_rank", type=int, help="from a launcher; the environment says the same")
     return parser.parse_args()
 
 

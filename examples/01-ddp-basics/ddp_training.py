@@ -76,7 +76,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--num-workers", type=int, help="ranks (default: every GPU, or 1)")
     parser.add_argument("--data-dir", help="folder with MNIST's IDX files (default: the embedded 8x8 digits)")
     parser.add_argument("--loader-workers", type=int, default=0, help="data loading processes a rank")
-    parser.add_argument("--epochs", type=int, default=8)
+    parser.add_argument("--epochs", "--num-epochs", type=int, default=8)
     parser.add_argument("--batch-size", type=int, default=32, help="samples per rank and micro-batch")
     parser.add_argument("--accumulate", type=int, default=1, help="micro-batches an optimizer step")
     parser.add_argument("--lr", type=float, default=2e-3)
@@ -85,6 +85,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--resume", action="store_true", help="go on from the newest complete checkpoint, if any")
     parser.add_argument("--save", help="file for the trained weights, such as model.safetensors")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--local-rank", "--local_rank", type=int, help="from a launcher; the environment says the same")
     return parser.parse_args()
 
 

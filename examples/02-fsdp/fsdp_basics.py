@@ -123,12 +123,13 @@ def evaluate(formation: phalanx.Formation, model: nn.Module, loader: DataLoader)
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Sharded data-parallel training in a loop of one's own.")
     parser.add_argument("--strategy", choices=("fsdp", "ddp"), default="fsdp")
-    parser.add_argument("--sharding", choices=("full", "grad-op", "hybrid"), default="full")
+    parser.add_argument("--sharding", choices=("full", "grad-op", "hybrid", "hybrid-grad-op"), default="full")
     parser.add_argument("--shard-size", type=int, help="hybrid: ranks that together hold one copy")
-    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--epochs", "--num-epochs", type=int, default=3)
     parser.add_argument("--batch-size", type=int, default=32, help="samples per rank")
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--blocks", type=int, default=4)
+    parser.add_argument("--local-rank", "--local_rank", type=int, help="from a launcher; the environment says the same")
     return parser.parse_args()
 
 

@@ -79,7 +79,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--weights", required=True, help="what deepspeed_train.py saved, or its checkpoint folder")
     parser.add_argument("--zero", action="store_true", help="shard the parameters over the ranks")
     parser.add_argument("--offload", action="store_true", help="with --zero: keep the parts in CPU memory")
-    parser.add_argument("--local_rank", type=int, help="DeepSpeed's launcher gives it; the environment says the same")
+    parser.add_argument("--local-rank", "--local_rank", type=int, help="from a launcher; the environment says the same")
     return parser.parse_args()
 
 

@@ -2,6 +2,7 @@
 
     phalanx train --script deepspeed_train.py --num-workers 2
     deepspeed --num_gpus 2 deepspeed_train.py                                    # DeepSpeed's own launcher: the same
+    deepspeed --num_gpus 2 deepspeed_train.py --deepspeed_config configs/zero3_config.json
     python deepspeed_train.py --num-workers 2 --config configs/zero3_config.json # starts its ranks itself
     python deepspeed_train.py --num-workers 2 --checkpoint-dir ckpt --resume     # go on, with any strategy
 
@@ -64,17 +65,20 @@ def main() -> None:
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train with DeepSpeed's engine.")
-    parser.add_argument("--config", default=CONFIGS / "zero2_config.json", help="DeepSpeed's JSON")
+    parser.add_argument(
+        "--config", "--deepspeed_config", default=CONFIGS / "zero2_config.json", help="DeepSpeed's JSON"
+    )
+    parser.add_argument("--deepspeed", action="store_true", help="taken as given: DeepSpeed is on unless --native is")
     parser.add_argument("--native", type=int, choices=(1, 2, 3), help="ZeRO without DeepSpeed: this stage")
     parser.add_argument("--num-workers", type=int, help="ranks (default: every GPU, or 1)")
-    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--epochs", "--num-epochs", type=int, default=4)
     parser.add_argument("--batch-size", type=int, default=16, help="samples per rank and micro-batch")
     parser.add_argument("--accumulate", type=int, default=2, help="micro-batches of one step")
     parser.add_argument("--bf16", action="store_true", help="bf16 weights, fp32 masters")
     parser.add_argument("--checkpoint-dir")
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
     parser.add_argument("--save", help="write the weights here (.safetensors or .pt)")
-    parser.add_argument("--local_rank", type=int, help="DeepSpeed's launcher gives it; the environment says the same")
+    parser.add_argument("--local-rank", "--local_rank", type=int, help="from a launcher; the environment says the same")
     return parser.parse_args()
 
 

@@ -61,7 +61,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--stage", type=int, choices=(1, 2, 3), default=2, help="ZeRO's stage (NVMe needs 3)")
     parser.add_argument("--width", type=int, default=256, help="only tensors over 1 MiB go to NVMe: 1024 has some")
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--local_rank", type=int, help="DeepSpeed's launcher gives it; the environment says the same")
+    parser.add_argument("--local-rank", "--local_rank", type=int, help="from a launcher; the environment says the same")
     return parser.parse_args()
 
 

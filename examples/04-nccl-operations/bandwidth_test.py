@@ -102,6 +102,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=10, help="round trips of each size on each link")
     parser.add_argument("--iters", type=int, help="timed calls of each collective (default: fewer for large sizes)")
     parser.add_argument("--json", metavar="FILE", help="write all numbers here")
+    parser.add_argument("--local-rank", "--local_rank", type=int, help="from a launcher; the environment says the same")
     args = parser.parse_args()
     if args.rounds < 1:
         parser.error(f"--rounds is {args.rounds}: it must be 1 or more")

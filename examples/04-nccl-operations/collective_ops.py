@@ -296,6 +296,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Every collective by torch and by our own hands.")
     names = list(dict.fromkeys(name.split()[0] for name in COLLECTIVES))
     parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help=f"some of: {', '.join(names)}")
+    parser.add_argument("--local-rank", "--local_rank", type=int, help="from a launcher; the environment says the same")
     return parser.parse_args()
 
 

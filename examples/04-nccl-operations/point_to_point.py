@@ -215,6 +215,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Messages between two ranks.")
     parser.add_argument("--microbatches", type=int, default=4, help="that go through the pipeline")
     parser.add_argument("--show-deadlock", action="store_true", help="let everybody send first, with a timeout")
+    parser.add_argument("--local-rank", "--local_rank", type=int, help="from a launcher; the environment says the same")
     return parser.parse_args()
 
 

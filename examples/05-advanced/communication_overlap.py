@@ -139,6 +139,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=256, help="samples per rank")
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--trace", help="file for a profile of one step of rank 0")
+    parser.add_argument("--local-rank", "--local_rank", type=int, help="from a launcher; the environment says the same")
     return parser.parse_args()
 
 

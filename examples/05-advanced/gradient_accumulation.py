@@ -112,6 +112,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=32, help="samples of a step, over all ranks and micro-batches")
     parser.add_argument("--accumulate", type=int, nargs="+", default=[1, 2, 4], help="micro-batches a step")
     parser.add_argument("--steps", type=int, default=8, help="of the trainer")
+    parser.add_argument("--local-rank", "--local_rank", type=int, help="from a launcher; the environment says the same")
     return parser.parse_args()
 
 

@@ -28,9 +28,10 @@ def build_model() -> nn.Module:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--num-workers", type=int, help="ranks, where this script starts them")
-    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--epochs", "--num-epochs", type=int, default=3)
     parser.add_argument("--compression", choices=("none", "fp16"), default="none", help="gradients on the wire")
     parser.add_argument("--save", type=Path, help="write the trained weights here")
+    parser.add_argument("--local-rank", "--local_rank", type=int, help="from a launcher; the environment says the same")
     args = parser.parse_args()
 
     torch.manual_seed(0)

@@ -108,7 +108,7 @@ def _help_text(field: dataclasses.Field[Any]) -> str:
 def _metavar(field: dataclasses.Field[Any]) -> str:
     choices = field.metadata["choices"]
     if choices is not None:
-        return "|".join(str(choice) for choice in choices if isinstance(choice, str))
+        return "|".join(str(choice) for choice in choices if choice is not None and not isinstance(choice, bool))
     words = {"int": "N", "float": "X", "str": "TEXT"}
     return "|".join(words[kind] for kind in kinds(field) if kind in words)
 

@@ -26,7 +26,7 @@ def run(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--cluster", metavar="|".join(CLUSTERS), help="what connects the machines")
     parser.add_argument("--interface", metavar="NAME", help="network card (default: that of the default route)")
-    parser.add_argument("--json", action="store_true", help="print a list of objects with name, value, reason and set")
+    parser.add_argument("--json", action="store_true", help="print objects with name, value, reason, advice and set")
     options = parser.parse_args(list(arguments))
     if options.cluster not in CLUSTERS:
         given = options.cluster or ""
@@ -38,12 +38,12 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _as_object(variable: Variable) -> dict[str, str | None]:
+def _as_object(variable: Variable) -> dict[str, str | bool | None]:
     return {**variable._asdict(), "set": os.environ.get(variable.name)}
 
 
 def _as_shell(variables: Sequence[Variable]) -> str:
-    lines = [(f"export {v.name}={_quoted(v.value)}", v) for v in variables]
+    lines = [(f"{'# ' if v.advice else ''}export {v.name}={_quoted(v.value)}", v) for v in variables]
     width = max(len(line) for line, _ in lines)
     return "\n".join(f"{line:<{width}}  # {v.reason}{_as_set(v)}" for line, v in lines)
 

@@ -51,17 +51,17 @@ def sharding_mistakes(
     for name in given:
         if unused is not None:
             yield name, f"{name} = {getattr(config, name)!r} is for what is sharded, but {unused}"
-        elif name == "shard_size" and config.sharding != "hybrid":
+        elif name == "shard_size" and not config.sharding.startswith("hybrid"):
             yield (
                 name,
                 f"shard_size = {config.shard_size} with sharding = {config.sharding!r}: only sharding = 'hybrid' has "
                 "groups.",
             )
-        elif name == "sharding" and config.sharding == "hybrid" and config.expert_parallel > 1:
+        elif name == "sharding" and config.sharding.startswith("hybrid") and config.expert_parallel > 1:
             yield (
                 name,
-                f"sharding = 'hybrid' with expert_parallel = {config.expert_parallel}: the ranks that share the "
-                "experts are the groups already: leave sharding and shard_size out.",
+                f"sharding = {config.sharding!r} with expert_parallel = {config.expert_parallel}: the ranks that share "
+                "the experts are the groups already: leave sharding and shard_size out.",
             )
 
 

@@ -86,13 +86,14 @@ def as_text(given: Any) -> str | None:
     """Return a dict, a file or text as JSON text; raises ValueError with what is wrong."""
     if given is None:
         return None
+    given = getattr(given, "_param_dict", given)  # what a deepspeed.DeepSpeedConfig was built from
     if isinstance(given, Mapping):
         try:
             return json.dumps(given)
         except TypeError as error:
             raise ValueError(f"a dict must hold plain values only: {error}") from None
     if not isinstance(given, str):
-        raise ValueError(f"expected a path, JSON text or a dict, and got {type(given).__name__}")
+        raise ValueError(f"expected a path, JSON text, a dict or a DeepSpeedConfig, and got {type(given).__name__}")
     text = given.strip()
     if text.startswith("{"):
         return json.dumps(_parsed(text, "the text"))

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from phalanx.config import deepspeed
 from phalanx.config.beside import compression_mistakes, pipeline_mistakes, server_mistakes, sharding_mistakes
 from phalanx.config.engine_groups import Engines
-from phalanx.config.engines import engine_mistakes
+from phalanx.config.engines import engine_mistakes, unused_note, unused_settings
 from phalanx.config.groups import (
     BACKENDS,
     GROUPS,
+    TORCH_SHARDING,
     ZERO_SHARDING,
     Adapters,
     Checkpointing,
@@ -29,7 +30,7 @@ from phalanx.config.groups import (
     Training,
 )
 from phalanx.config.hosts import slots_of
-from phalanx.config.option import problem
+from phalanx.config.option import problem, url_problem
 from phalanx.config.synchronisation import synchronisation_mistakes
 from phalanx.errors import ConfigError, nearest
 
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
 _RECOMPUTE_WORDS = ("full", "selective", "every 2")
 _EVERY = re.compile(r"^\s*every[\s-]+(\d+)\s*$")
+_FOLDERS = ("checkpoint_dir", "resume_from_checkpoint", "run_dir", "tensorboard_dir", "data_dir", "nvme_path")
 _FREQUENCY = re.compile(r"^\s*(\d+)\s*(epochs?|steps?)?\s*$")
 
 
@@ -69,6 +71,7 @@ class DistributedConfig(
         def __init__(self, **values: Any) -> None:
             if isinstance(values.get("num_workers"), (tuple, list)):  # (least, most), as Ray writes it
                 values |= split_pair(values["num_workers"])
+            values = translate_sharding(values)
             unknown = [unknown_field(name) for name in values if name not in FIELDS]
             for name, field in FIELDS.items():
                 object.__setattr__(self, name, _plain(values.get(name, field.default)))
@@ -116,6 +119,8 @@ class DistributedConfig(
         wrong.update(_adapter_mistakes(self, wrong.keys()))
         if "activation_checkpointing" not in wrong and _recompute(self.activation_checkpointing) is None:
             wrong["activation_checkpointing"] = _unknown_recompute(self.activation_checkpointing)
+        urls = {name: url_problem(name, getattr(self, name)) for name in _FOLDERS if name not in wrong}
+        wrong.update({name: text for name, text in urls.items() if text})
         if (
             "warmup" not in wrong
             and isinstance(self.warmup, float)
@@ -182,6 +187,22 @@ class DistributedConfig(
         """What is recomputed in backward, or None when all activations are kept."""
         return None if self.activation_checkpointing is False else _recompute(self.activation_checkpointing)
 
+    @property
+    def unused(self) -> dict[str, str]:
+        """Settings that the backend passes over, by name, each with what to write instead."""
+        return unused_settings(self, {name: field.default for name, field in FIELDS.items()})
+
+    @property
+    def unused_note(self) -> str:
+        """The same as the one line that a run begins with; empty where every setting is used."""
+        return unused_note(self, {name: field.default for name, field in FIELDS.items()})
+
+    def refuse_unused(self, given: Collection[str]) -> None:
+        """Raise for settings given to this very backend that it would pass over."""
+        refused = [text for name, text in self.unused.items() if name in given]
+        if refused:
+            raise ConfigError(refused)
+
     def replace(self, **changes: Any) -> DistributedConfig:
         """Return a copy with some values changed, checked anew."""
         return DistributedConfig(**{**self.to_dict(), **changes})
@@ -200,6 +221,15 @@ FIELDS: dict[str, dataclasses.Field[Any]] = {
 def split_pair(pair: Sequence[Any]) -> dict[str, Any]:
     """Read num_workers = (least, most) as the two settings that it means; anything else stays, to be refused."""
     return {"min_workers": pair[0], "num_workers": pair[1]} if len(pair) == 2 else {}
+
+
+def translate_sharding(values: dict[str, Any]) -> dict[str, Any]:
+    """Read torch's names of sharding strategies, as text or as members of its enum, in our words."""
+    given = values.get("sharding")
+    name = str(getattr(given, "name", given)).lstrip("_")  # torch's _HYBRID_SHARD_ZERO2
+    if name == "NO_SHARD" and values.get("strategy", "auto") in ("auto", "fsdp", "ddp"):
+        return {**values, "strategy": "ddp", "sharding": "auto"}
+    return {**values, "sharding": TORCH_SHARDING[name]} if name in TORCH_SHARDING else values
 
 
 def _plain(value: Any) -> Any:

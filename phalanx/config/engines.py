@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from phalanx.config.groups import TENSORFLOW_STRATEGIES
 from phalanx.config.hosts import parse_hosts
-from phalanx.config.keras import keras_mistakes
+from phalanx.config.keras import keras_mistakes, keras_unused
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
@@ -91,13 +91,42 @@ def engine_mistakes(
         yield "min_workers", f"min_workers = {config.min_workers} is more than num_workers = {most}."
 
 
-def _horovod_mistakes(config: DistributedConfig, known: Collection[str]) -> Iterator[tuple[str, str]]:
-    if config.num_nodes > 1 and "num_nodes" not in known:
+def unused_settings(config: DistributedConfig, defaults: Mapping[str, Any]) -> dict[str, str]:
+    """Return why the backend passes over settings that it trains without, by setting.
+
+    A config that several backends share may hold them: the run says so at its start. Given as an argument or a flag to
+    this one backend they are refused.
+    """
+    if config.backend == "tensorflow":
+        return dict(keras_unused(config, defaults))
+    return dict(_horovod_unused(config, defaults)) if config.backend == "horovod" else {}
+
+
+def unused_note(config: DistributedConfig, defaults: Mapping[str, Any]) -> str:
+    """Return the line that a run begins with when its backend passes over settings; empty where it does not."""
+    unused = unused_settings(config, defaults)
+    given = ", ".join(f"{name} = {getattr(config, name)!r}" for name in unused)
+    keras = {text.rpartition("Keras: ")[2] for text in unused.values() if "Keras: " in text}
+    instead = f" Write in model_fn, by your model's Keras: {'; '.join(sorted(keras))}" if keras else ""
+    return f"not used by backend = {config.backend!r}: {given}.{instead}" if unused else ""
+
+
+def _horovod_unused(config: DistributedConfig, defaults: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    if config.num_nodes > 1 and config.hosts is None and config.host_discovery_script is None:
         yield (
             "num_nodes",
             f"num_nodes = {config.num_nodes} with backend = 'horovod': horovodrun starts the ranks of all machines "
             "from one of them. Name the machines instead: hosts = 'node1:8,node2:8'.",
         )
+    if config.bucket_cap_mb != defaults["bucket_cap_mb"]:
+        yield (
+            "bucket_cap_mb",
+            f"bucket_cap_mb = {config.bucket_cap_mb} with backend = 'horovod', which has a buffer of its own: set "
+            "HOROVOD_FUSION_THRESHOLD (bytes) in the environment instead.",
+        )
+
+
+def _horovod_mistakes(config: DistributedConfig, known: Collection[str]) -> Iterator[tuple[str, str]]:
     if config.hosts is not None and config.host_discovery_script is not None:
         yield "hosts", "hosts and host_discovery_script both say which machines there are: leave one of them out."
     if config.min_workers is not None and config.hosts is None and config.host_discovery_script is None:

@@ -20,6 +20,14 @@ BACKENDS: dict[str, tuple[str, str]] = {
 ZERO_SHARDING = {1: "grad-op", 2: "grad-op", 3: "full"}
 """What a stage of ZeRO is in fsdp's words."""
 
+TORCH_SHARDING = {
+    "FULL_SHARD": "full",
+    "SHARD_GRAD_OP": "grad-op",
+    "HYBRID_SHARD": "hybrid",
+    "HYBRID_SHARD_ZERO2": "hybrid-grad-op",
+}
+"""What members of torch.distributed.fsdp.ShardingStrategy are called here; NO_SHARD is strategy = 'ddp'."""
+
 TENSORFLOW_STRATEGIES = ("mirrored", "multiworker", "parameter-server")
 """What backend = 'tensorflow' can be told; torch has parameter servers of its own."""
 
@@ -109,8 +117,9 @@ class Parallelism:
     sharding: str = option(
         "auto",
         "fsdp: shard parameters too (full), keep them whole between forward and backward (grad-op), or shard within "
-        "groups of shard_size ranks and replicate over the groups (hybrid); auto: as zero_stage says, else full",
-        choices=("auto", "full", "grad-op", "hybrid"),
+        "groups of shard_size ranks and replicate over the groups (hybrid, hybrid-grad-op); torch's names FULL_SHARD, "
+        "SHARD_GRAD_OP, HYBRID_SHARD, HYBRID_SHARD_ZERO2 and NO_SHARD mean the same; auto: by zero_stage, else full",
+        choices=("auto", "full", "grad-op", "hybrid", "hybrid-grad-op"),
     )
     shard_size: int | None = option(
         None, "fsdp, hybrid: ranks that together hold one copy (default: those of one machine)", minimum=2
@@ -144,7 +153,7 @@ class Training:
     warmup: int | float = option(0, "warm-up: a number of steps (500), or a share of the run (0.1)", minimum=0)
     lr_scaling: str = option("none", "scale learning_rate with the global batch", choices=("none", "linear", "sqrt"))
     base_batch_size: int | None = option(
-        None, "the batch that learning_rate was chosen for (with lr_scaling)", minimum=1
+        None, "the batch that learning_rate was chosen for (with lr_scaling; default: one rank's batch)", minimum=1
     )
     seed: int = option(0, "seed of weights, sample order and dropout", minimum=0)
     deterministic: bool = option(False, "use deterministic kernels only (slower)")
@@ -270,6 +279,9 @@ class Monitoring:
     tensorboard_dir: str | None = option(None, "where (default: <run_dir>/tensorboard); giving it turns tensorboard on")
     mlflow_tracking: bool = option(False, "log to MLflow (extra: phalanx[mlflow])")
     mlflow_experiment: str | None = option(None, "MLflow experiment; giving it turns mlflow_tracking on")
+    reference_throughput: float | None = option(
+        None, "samples per second of one rank, as measured: the run's speedup against it is reported", above=0
+    )
     log_every_n_steps: int = option(10, "read losses and report every this many steps", minimum=1)
     progress: bool = option(True, "show the progress bar or lines")
     console_ranks: str = option("0", "whose output the console shows", choices=("0", "all"))

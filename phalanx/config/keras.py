@@ -18,6 +18,14 @@ _FOLLOWED = {
     *("console_ranks", "max_restarts", "stop_grace"),
 }
 
+_NOTED = {
+    *("gradient_accumulation_steps", "gradient_clipping", "scaler_init_scale", "scaler_growth_interval", "compile"),
+    *("activation_checkpointing", "activation_offload", "on_nonfinite", "loss_weighting", "lr_schedule", "warmup"),
+    *("lr_scaling", "base_batch_size", "deterministic", "eval_every", "communication_backend"),
+    *("find_unused_parameters", "bucket_cap_mb", "nccl_env", "keep_last", "reference_throughput"),
+}
+"""What a config that is shared by several backends may hold; not what decides how a model is split over ranks."""
+
 _SCHEDULES = {
     "linear": "keras.optimizers.schedules.PolynomialDecay(0.001, decay_steps=1000, end_learning_rate=0.0)",
     "cosine": "keras.optimizers.schedules.CosineDecay(0.001, decay_steps=1000)",
@@ -40,21 +48,27 @@ _INSTEAD = {
 """What to write in `model_fn`, where Keras has the same thing; rates and numbers of steps are examples."""
 
 
+_UNUSED = "with backend = 'tensorflow', which does not follow it: "
+
+
 def keras_mistakes(
     config: DistributedConfig, defaults: Mapping[str, Any], known: Collection[str]
 ) -> Iterator[tuple[str, str]]:
-    """Yield the settings that a Keras model does not follow, apart from what is known to be wrong already."""
+    """Yield the settings that no Keras model can follow, apart from what is known to be wrong already."""
     for name, default in defaults.items():
+        if name not in _FOLLOWED | _NOTED and name not in known and getattr(config, name) != default:
+            yield name, f"{name} = {getattr(config, name)!r} {_UNUSED}leave {name} out."
+
+
+def keras_unused(config: DistributedConfig, defaults: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield (setting, why and what to write instead) for settings that Keras passes over and trains without."""
+    for name in defaults:
         value = getattr(config, name)
-        if name in _FOLLOWED or name in known or value == default:
+        if name not in _NOTED or value == defaults[name]:
             continue
-        refused = f"{name} = {value!r} with backend = 'tensorflow', which does not follow it: "
+        instead = f"leave {name} out."
         if name in _INSTEAD:
             steps = value if isinstance(value, int) else 100
             line = _INSTEAD[name].format(value=value, steps=steps, schedule=_SCHEDULES.get(str(value), ""))
-            yield (
-                name,
-                f"{refused}Keras has its own. Leave {name} out, and write in model_fn, by your model's Keras: {line}",
-            )
-        else:
-            yield name, f"{refused}leave {name} out."
+            instead = f"Keras has its own. Leave {name} out, and write in model_fn, by your model's Keras: {line}"
+        yield name, f"{name} = {value!r} {_UNUSED}{instead}"

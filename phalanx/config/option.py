@@ -8,10 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
+from pathlib import Path
 from typing import Any
 
-from phalanx.errors import nearest
+from phalanx.errors import UsageError, nearest
 
+_URL = re.compile(r"^[a-zA-Z][a-zA-Z0-9+.-]*://")
+_NO_URLS = (
+    "files are written to folders of this machine or of a mounted file system, not to a URL. Give a path, and copy "
+    "from there (or mount the bucket)."
+)
 _TRUE = {"true", "yes", "on"}
 _FALSE = {"false", "no", "off"}
 
@@ -69,6 +76,19 @@ def problem(field: dataclasses.Field[Any], value: Any) -> str | None:
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return _out_of_range(field, value)
     return None
+
+
+def url_problem(name: str, value: Any) -> str | None:
+    """Say that an object store's address stands where a path is meant; as a path it would be a folder named "s3:"."""
+    return f"{name} = {value!r}: {_NO_URLS}" if isinstance(value, str) and _URL.match(value) else None
+
+
+def local_path(given: str | Path) -> Path:
+    """Return a path that a user gave as one; raise for a URL."""
+    wrong = url_problem("path", given)
+    if wrong is not None:
+        raise UsageError(wrong)
+    return Path(given)
 
 
 def _out_of_range(field: dataclasses.Field[Any], value: float) -> str | None:

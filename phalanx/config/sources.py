@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from phalanx.config import deepspeed
-from phalanx.config.distributed import FIELDS, DistributedConfig, unknown_field
+from phalanx.config.distributed import FIELDS, DistributedConfig, translate_sharding, unknown_field
 from phalanx.config.option import kinds, parse_text
 from phalanx.errors import ConfigError, UsageError
 
@@ -62,8 +62,10 @@ def resolve(
             values[name] = value
             origins[name] = f"environment {ENV_PREFIX}{name.upper()}" if origin == "environment" else origin
     _let_json_win_over_recipe(values, origins)
+    values = translate_sharding(values)
     try:
         config = DistributedConfig(**values)
+        config.refuse_unused([name for name, origin in origins.items() if origin == given_as])
     except ConfigError as error:
         mistakes += [_with_origin(text, origins) for text in error.problems]
     if mistakes:

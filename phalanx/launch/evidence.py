@@ -88,8 +88,8 @@ class Evidence:
         positions = {state.rank: self._position(state) for state in silent}
         guilty = [state for state in silent if not is_waiting(stack_path(self._spec.log_dir, state.rank))]
         if not guilty:  # they wait for each other: show where each of them does
-            lines = tuple(f"rank {rank} waits too: it is {where}" for rank, where in positions.items())
-            return dataclasses.replace(told, details=(*told.details, *lines))
+            waits = (f"rank {rank} waits too: it is {where}" for rank, where in positions.items())
+            return dataclasses.replace(told, details=(*told.details, *waits))
         first = min(guilty, key=lambda state: (self._step(state.rank) or 0, state.rank))
         others = [rank for rank in positions if rank != first.rank]
         lines = [f"rank {told.rank} gave up waiting: {_first_line(told.cause)}"]

@@ -1,11 +1,13 @@
 """What NCCL is told about the network of a cluster, with the reason for each word of it. No torch, no GPU needed.
 
 NCCL finds most things out by itself, and a variable that is wrong for a cluster costs more than one that is missing:
-the tables hold what NCCL cannot know, and nothing that only helps while one looks for a fault.
+the tables hold what NCCL cannot know, and nothing that only helps while one looks for a fault. What is better on some
+clusters of a kind only is shown as a comment, and not set.
 """
 
 from __future__ import annotations
 
+import socket
 from typing import TYPE_CHECKING, NamedTuple
 
 from phalanx.launch.interfaces import default_interface
@@ -23,6 +25,8 @@ class Variable(NamedTuple):
     name: str
     value: str
     reason: str
+    advice: bool = False
+    """Whether it is only shown, as a comment: another value that may be better, where its reason holds."""
 
 
 _QUIET = Variable("NCCL_DEBUG", "WARN", "errors and nothing else; INFO while you look for a fault")
@@ -34,19 +38,30 @@ _SOCKETS = (
     Variable("NCCL_NSOCKS_PERTHREAD", "2", "clouds limit each TCP flow: several a thread (threads x sockets <= 64)"),
 )
 
+_BUFFER = Variable("NCCL_BUFFSIZE", "4194304", "4 MB: long round trips want more bytes under way")
+_IN_ORDER = Variable(
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+    "1",
+    "tensor_parallel without fsdp, before Blackwell: kernels start in launch order, so that communication overlaps",
+    advice=True,
+)
+
 CLUSTERS: dict[str, tuple[Variable, ...]] = {
     "ethernet": (
         _QUIET,
         *_SOCKETS,
-        Variable("NCCL_BUFFSIZE", "4194304", "4 MB: long round trips want more bytes under way"),
+        _BUFFER,
+        _IN_ORDER,
     ),
     "gcp": (
         _QUIET,
-        *_SOCKETS[:2],
-        Variable("NCCL_SOCKET_NTHREADS", "4", "gVNIC limits a flow: 4 threads x 4 sockets reach its 100 Gb/s and more"),
-        Variable("NCCL_NSOCKS_PERTHREAD", "4", "see above; with a GPUDirect-TCPX image leave both to its own profile"),
-        Variable("NCCL_BUFFSIZE", "4194304", "4 MB: long round trips want more bytes under way"),
-        Variable("NCCL_CROSS_NIC", "0", "each card has a rail of its own: keep a ring on one"),
+        _SOCKETS[0],
+        Variable("NCCL_SOCKET_IFNAME", "{eth0}", "eth0, or the card of the default route where there is none"),
+        *_SOCKETS[2:],
+        Variable("NCCL_NSOCKS_PERTHREAD", "4", "gVNIC limits a flow: 4 x 4 reach its 100 Gb/s and more", advice=True),
+        _BUFFER,
+        Variable("NCCL_CROSS_NIC", "0", "where each card has a rail of its own: keep a ring on one", advice=True),
+        _IN_ORDER,
     ),
     "aws-efa": (
         _QUIET,
@@ -55,14 +70,17 @@ CLUSTERS: dict[str, tuple[Variable, ...]] = {
         Variable("FI_EFA_USE_DEVICE_RDMA", "1", "GPUDirect: EFA reads GPU memory itself (p4d and later)"),
         Variable("FI_EFA_FORK_SAFE", "1", "DataLoader workers fork; registered memory must survive it"),
         Variable("NCCL_SOCKET_IFNAME", "{card}", "only for the first meeting: data goes over EFA"),
+        _IN_ORDER,
     ),
     "infiniband": (
         _QUIET,
         Variable("NCCL_IB_DISABLE", "0", "use InfiniBand, also where an image or a profile has turned it off"),
-        Variable("NCCL_NET_GDR_LEVEL", "PHB", "GPUDirect RDMA where card and GPU share a CPU: no stop in host memory"),
-        Variable("NCCL_IB_TIMEOUT", "22", "17 s for an answer: large fabrics pause while routes change"),
-        Variable("NCCL_IB_RETRY_CNT", "7", "the most that the hardware can do before it gives a link up"),
-        Variable("NCCL_SOCKET_IFNAME", "{card}", "only for the first meeting: data goes over InfiniBand"),
+        Variable("NCCL_NET_GDR_LEVEL", "2", "GPUDirect RDMA where PCI switches join card and GPU (2 is NCCL's PXB)"),
+        Variable("NCCL_NET_GDR_LEVEL", "PHB", "also where they only share a CPU: no stop in host memory", advice=True),
+        Variable("NCCL_SOCKET_IFNAME", "{ib0}", "IPoIB for the first meeting, else the default card; data go by RDMA"),
+        Variable("NCCL_IB_TIMEOUT", "22", "17 s for an answer: large fabrics pause while routes change", advice=True),
+        Variable("NCCL_IB_RETRY_CNT", "7", "as often as the hardware can before it gives a link up", advice=True),
+        _IN_ORDER,
     ),
 }
 
@@ -70,11 +88,17 @@ CLUSTERS: dict[str, tuple[Variable, ...]] = {
 def nccl_variables(cluster: str, interface: str | None = None) -> list[Variable]:
     """Return the variables for a kind of cluster; `interface`: the card, if not that of the default route."""
     card = interface or default_interface() or NO_CARD
-    return [variable._replace(value=variable.value.format(card=card)) for variable in CLUSTERS[cluster]]
+    named = {name: interface or (name if _has_card(name) else card) for name in ("eth0", "ib0")}
+    return [variable._replace(value=variable.value.format(card=card, **named)) for variable in CLUSTERS[cluster]]
 
 
 def nccl_environment(cluster: str | None, environ: Mapping[str, str]) -> dict[str, str]:
     """Return what to add to the ranks' environment: what the user has set there stays."""
     if cluster is None:
         return {}
-    return {variable.name: variable.value for variable in nccl_variables(cluster) if variable.name not in environ}
+    wanted = [variable for variable in nccl_variables(cluster) if not variable.advice]
+    return {variable.name: variable.value for variable in wanted if variable.name not in environ}
+
+
+def _has_card(name: str) -> bool:
+    return any(card == name for _, card in socket.if_nameindex())

@@ -22,6 +22,7 @@ from torch import nn
 
 from phalanx.comm.register import register as register_backend
 from phalanx.config import DistributedConfig, resolve
+from phalanx.config.option import local_path
 from phalanx.data.loader import shard_loader
 from phalanx.errors import UsageError
 from phalanx.loop.activation import spare_activations
@@ -247,14 +248,14 @@ class Formation:
 
     def save(self, directory: str | Path, **shared: Any) -> SavedCheckpoint:
         """Publish a checkpoint of everything prepared (weights, optimizers, schedulers, data position, RNG)."""
-        return save_snapshot(self, directory, shared)
+        return save_snapshot(self, local_path(directory), shared)
 
     def load(self, directory: str | Path, *, required: bool = True) -> dict[str, Any] | None:
         """Restore the newest complete checkpoint of a directory (or the one given).
 
         Returns what was saved beside it, or None when there is none and none is required.
         """
-        return restore_snapshot(self, directory, required=required)
+        return restore_snapshot(self, local_path(directory), required=required)
 
     def close(self) -> None:
         """Let go of everything and leave the process group, in the order that cannot deadlock."""

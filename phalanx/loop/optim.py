@@ -44,17 +44,14 @@ def build_optimizer(
     raise AssertionError(f"the config allowed the optimizer {config.optimizer!r}")
 
 
-def rate_scale(config: DistributedConfig, global_batch: int) -> float:
-    """Return the factor on the learning rate for this global batch (lr_scaling)."""
+def rate_scale(config: DistributedConfig, global_batch: int, batch_size: int) -> float:
+    """Return the factor on the learning rate for this global batch (lr_scaling).
+
+    Without base_batch_size the rate is taken to be chosen for one rank's batch: the ratio is ranks x accumulation.
+    """
     if config.lr_scaling == "none":
         return 1.0
-    base = config.base_batch_size or config.batch_size
-    if base is None:
-        raise UsageError(
-            f"lr_scaling = {config.lr_scaling!r} needs the batch that learning_rate was chosen for",
-            hint="Write base_batch_size = 256 (or give batch_size, which is then taken as the base).",
-        )
-    ratio = global_batch / base
+    ratio = global_batch / (config.base_batch_size or batch_size)
     return ratio if config.lr_scaling == "linear" else math.sqrt(ratio)
 
 

@@ -23,6 +23,7 @@ from phalanx.observe.events import (
     RunStarted,
     StepDone,
 )
+from phalanx.observe.gpu_load import GpuLoad
 from phalanx.observe.history import EpochRecord, History
 from phalanx.observe.timing import Throughput
 from phalanx.strategies.pipeline import Pipeline
@@ -61,6 +62,7 @@ class Reporter:
         self._token_rate = TokenRate()
         self._memory = PeakMemory(loop.formation.device)
         self._resumed_from: str | None = None
+        self._gpu_load = _gpu_load(loop.formation.device) if loop.formation.is_main else None
 
     def resumed(self, state: dict[str, Any]) -> None:
         """Take up the history of the run that is being continued."""
@@ -100,6 +102,7 @@ class Reporter:
                 log_dir=str(self._run_dir / "logs"),
             )
         )
+        self.say(config.unused_note, "warning")
         for note in loop.formation.notes:
             self.say(note)
         if loop.total_steps is not None and loop.step >= loop.total_steps:
@@ -158,6 +161,8 @@ class Reporter:
             samples=self.samples,
             tokens_per_second=self._token_rate.tokens(rate),
             mfu=self._token_rate.mfu(rate),
+            speedup=self._speedup(rate),
+            gpu_utilization=None if self._gpu_load is None else self._gpu_load.read(),
         )
         self.history.steps.append(
             {key: value for key, value in event.to_dict().items() if key not in {"event", "time", "rank"}}
@@ -222,6 +227,7 @@ class Reporter:
                 next_commands=self._next_commands(),
                 tokens_per_second=self.history.tokens_per_second,
                 mfu=self.history.mfu,
+                speedup=self.history.speedup,
                 sent_bytes=self.history.sent_bytes,
                 plain_bytes=self.history.plain_bytes,
                 exchange_hidden=self.history.exchange_hidden,
@@ -245,6 +251,7 @@ class Reporter:
         self.history.throughput = self._speed.average
         self.history.tokens_per_second = self._token_rate.tokens(self._speed.average)
         self.history.mfu = self._token_rate.mfu(self._speed.average)
+        self.history.speedup = self._speedup(self.history.throughput)
         strategy = self._loop.formation.strategy
         traffic = strategy.traffic() if isinstance(strategy, SendsGradients) else None
         history = self.history  # what the run before a resumption sent is not this one's
@@ -252,6 +259,10 @@ class Reporter:
         history.plain_bytes = traffic.plain_bytes if traffic else None
         history.exchange_hidden = traffic.hidden_s if traffic else None
         history.exchange_waited = traffic.waited_s if traffic else None
+
+    def _speedup(self, rate: float) -> float | None:
+        reference = self._loop.config.reference_throughput
+        return None if reference is None else rate / reference
 
     def _next_commands(self) -> list[str]:
         board = tensorboard_dir(self._loop.config, self._run_dir)
@@ -271,6 +282,13 @@ def tensorboard_dir(config: Any, run_dir: Path) -> str | None:
     if config.tensorboard_dir is not None:
         return str(config.tensorboard_dir)
     return str(run_dir / "tensorboard") if config.tensorboard else None
+
+
+def _gpu_load(device: torch.device) -> GpuLoad | None:
+    if device.type != "cuda":
+        return None
+    found: Any = torch.cuda.get_device_properties(device)  # its stubs do not know the address
+    return GpuLoad(f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0")
 
 
 def _count_parameters(loop: TrainLoop) -> int:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, Any
+
+from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, ReduceLROnPlateau
+
+from phalanx.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torch.optim.lr_scheduler import LRScheduler
+    import torch
 
+    from phalanx.config import DistributedConfig
     from phalanx.loop.gradients import Gradients
 
 _BOUND = ("step", "state_dict")
@@ -33,6 +39,90 @@ def bind_scheduler(scheduler: LRScheduler, gradients: Gradients) -> Callable[[],
             scheduler.__dict__.pop(name, None)
 
     return undo
+
+
+INTERVALS = ("epoch", "step")
+
+
+class OwnSchedule:
+    """A scheduler of the user's in the place of the config's: brought to where the run is before each step.
+
+    It is stepped once an epoch or once an optimizer step, as torch's users do after either. Its place among the steps
+    is its own state (`last_epoch`), so a resumed run goes on where the checkpoint was.
+    """
+
+    def __init__(self, scheduler: LRScheduler, position: Callable[[int], int]) -> None:
+        """`position`: how often it should have been stepped before the step with this number (from 0)."""
+        self.scheduler = scheduler
+        self._position = position
+        self._first = _progress(scheduler)
+
+    def apply(self, step: int) -> None:
+        """Step the scheduler as often as the run has come further (steps count from 0)."""
+        while _progress(self.scheduler) < self._first + self._position(step):
+            with (
+                warnings.catch_warnings()
+            ):  # torch looks for its own wrapper of optimizer.step, which ours has replaced
+                warnings.filterwarnings("ignore", message=".*(optimizer|lr_scheduler)", category=UserWarning)
+                self.scheduler.step()
+
+    def reshape(self, factor: Callable[[int], float]) -> None:
+        """Another length of the run changes nothing here: the user's numbers hold."""
+
+    @property
+    def rate(self) -> float:
+        """The first group's current learning rate."""
+        return float(self.scheduler.optimizer.param_groups[0]["lr"])
+
+
+def _progress(scheduler: LRScheduler) -> int:
+    """Return how often a scheduler was stepped."""
+    counted = scheduler._schedulers[0] if isinstance(scheduler, ChainedScheduler) else scheduler
+    return int(counted.last_epoch)
+
+
+def check_scheduler(given: Any, optimizer: Any, interval: str, config: DistributedConfig) -> None:
+    """Refuse what cannot schedule the rate, and settings that would set it too."""
+    if given is None:
+        return
+    if interval not in INTERVALS:
+        raise UsageError(f"scheduler_interval = {interval!r}: not one of 'epoch', 'step'.")
+    if isinstance(given, ReduceLROnPlateau):
+        raise UsageError(
+            "scheduler = ReduceLROnPlateau(...) is stepped with a metric, which only your code chooses",
+            hint="Step it in a callback: on_epoch_end(trainer, epoch, metrics) calls scheduler.step(metrics['loss']).",
+        )
+    if not isinstance(given, LRScheduler) and (not callable(given) or isinstance(given, type)):
+        raise UsageError(
+            f"scheduler = {given!r}: expected a torch LRScheduler, or a function that makes one of an optimizer",
+            hint="Write scheduler=lambda optimizer: CosineAnnealingLR(optimizer, T_max=100).",
+        )
+    if isinstance(given, LRScheduler) and given.optimizer is not optimizer:
+        raise UsageError(
+            "the scheduler's optimizer is not the one that was given to the trainer",
+            hint="Write optimizer=optimizer, scheduler=scheduler; or scheduler=lambda optimizer: ... for any of them.",
+        )
+    defaults = {"lr_schedule": "constant", "warmup": 0, "lr_scaling": "none"}
+    twice = [
+        f"{name} = {getattr(config, name)!r}" for name, unset in defaults.items() if getattr(config, name) != unset
+    ]
+    if twice:
+        raise UsageError(
+            f"scheduler=... and {', '.join(twice)} both set the learning rate", hint="Leave one of them out."
+        )
+
+
+def make_scheduler(given: Any, optimizer: torch.optim.Optimizer) -> LRScheduler:
+    """Return the user's scheduler, or what the user's function makes, over the optimizer that trains."""
+    scheduler = given if isinstance(given, LRScheduler) else given(optimizer)
+    if not isinstance(scheduler, LRScheduler) or isinstance(scheduler, ReduceLROnPlateau):
+        raise UsageError(f"the scheduler factory returned a {type(scheduler).__name__}, not a torch LRScheduler")
+    if scheduler.optimizer is not optimizer:
+        raise UsageError(
+            "the strategy steps another optimizer than the scheduler has",
+            hint="Give a function that makes the scheduler: scheduler=lambda optimizer: StepLR(optimizer, 10).",
+        )
+    return scheduler
 
 
 def scheduler_state(scheduler: LRScheduler) -> dict[str, Any]:

@@ -33,6 +33,8 @@ class TrainTask:
     metrics: Mapping[str, Metric] | None = None
     callbacks: list[Any] = field(default_factory=list)
     name: str = "model"
+    scheduler: Any = None
+    scheduler_interval: str = "epoch"
 
 
 def make_optimizer(task: TrainTask, config: DistributedConfig, device: torch.device) -> torch.optim.Optimizer:

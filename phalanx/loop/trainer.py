@@ -19,6 +19,7 @@ from phalanx.loop.ledger import LossLedger, first_nonfinite, nonfinite_error, sp
 from phalanx.loop.optim import OptimizerSettings, Schedule, rate_factor, rate_scale
 from phalanx.loop.reporting import Reporter
 from phalanx.loop.saving import CheckpointPolicy
+from phalanx.loop.schedulers import OwnSchedule, check_scheduler, make_scheduler
 from phalanx.loop.step import train_step
 from phalanx.loop.stopping import StopRequest
 from phalanx.loop.task import TrainTask, check_owns, make_optimizer
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    from phalanx.config import DistributedConfig
     from phalanx.loop.formation import Formation
     from phalanx.loop.forward import Forward
     from phalanx.observe.history import History
@@ -47,8 +49,12 @@ class TrainLoop:
         self.val_loader = None if task.val is None else formation.prepare_loader(task.val, training=False)
         self.global_batch = self._global_batch()
         self.total_steps = self._total_steps()
-        scale = rate_scale(self.config, self.global_batch)
-        self.schedule = Schedule(self.optimizer, rate_factor(self.config, self.total_steps), scale)
+        scale = rate_scale(self.config, self.global_batch, self.train_loader.sharded.layout.batch_size)
+        self.schedule: Schedule | OwnSchedule = (
+            Schedule(self.optimizer, rate_factor(self.config, self.total_steps), scale)
+            if task.scheduler is None
+            else self._own_schedule()
+        )
         self._settings = OptimizerSettings(self.optimizer) if task.optimizer is None else None
         self.hooks = Hooks(task.callbacks)
         self.ledger = LossLedger(formation.world)
@@ -65,6 +71,12 @@ class TrainLoop:
         self._forward: Forward | None = None
         self._stop_early = False
         self._status = "finished"
+
+    def _own_schedule(self) -> OwnSchedule:
+        scheduler = make_scheduler(self.task.scheduler, self.optimizer)
+        self.formation.schedulers.append(scheduler)  # into checkpoints; the loop steps it, not the user
+        by_step = self.task.scheduler_interval == "step"
+        return OwnSchedule(scheduler, lambda step: step if by_step else self.epoch)
 
     @property
     def step(self) -> int:
@@ -289,7 +301,7 @@ def _chained(first: Any, rest: Iterator[Any]) -> Iterator[Any]:
     yield from rest
 
 
-def check_task(task: TrainTask) -> None:
+def check_task(task: TrainTask, config: DistributedConfig) -> None:
     """Refuse what cannot be trained before any process starts."""
     if task.train is None:
         raise UsageError("fit() needs training data", hint="Pass a DataLoader, a data set or an iterable of batches.")
@@ -299,6 +311,7 @@ def check_task(task: TrainTask) -> None:
     Hooks(task.callbacks)
     if isinstance(task.optimizer, torch.optim.Optimizer):
         check_owns(task.model, task.optimizer)
+    check_scheduler(task.scheduler, task.optimizer, task.scheduler_interval, config)
     if task.metrics is not None and not isinstance(task.metrics, Mapping):
         raise UsageError(
             f"metrics is a {type(task.metrics).__name__}",

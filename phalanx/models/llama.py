@@ -78,10 +78,13 @@ PRESETS = {
     "small": LlamaConfig(block_size=256, layers=6, heads=6, kv_heads=2, width=384, feed_width=1024),
     "1b": replace(_LLAMA32, layers=16, width=2048),
     "3b": replace(_LLAMA32, layers=28, width=3072, heads=24),
+    "7b": LlamaConfig(
+        vocab_size=32_000, block_size=4096, layers=32, heads=32, kv_heads=32, width=4096, feed_width=11_008
+    ),
     "8b": replace(_LLAMA3, layers=32, feed_width=14_336),
     "70b": replace(_LLAMA3, layers=80, heads=64, width=8192, feed_width=28_672),
 }
-"""About 0.1 and 10 million parameters, then the shapes of Llama 3.2 1B and 3B and of Llama 3 8B and 70B."""
+"""About 0.1 and 10 million parameters, then the shapes of Llama 3.2 1B and 3B, Llama 2 7B, Llama 3 8B and 70B."""
 
 
 class Attention(nn.Module):

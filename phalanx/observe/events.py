@@ -83,6 +83,10 @@ class StepDone(Event):
     samples: int = 0
     tokens_per_second: float | None = None
     mfu: float | None = None
+    speedup: float | None = None
+    """samples_per_second against the setting `reference_throughput`."""
+    gpu_utilization: float | None = None
+    """The share of time in which rank 0's GPU ran a kernel, from 0 to 1; None on the CPU."""
 
     def scalars(self) -> dict[str, float]:
         """Return the curves that this step is a point of, by the names that dashboards show."""
@@ -97,6 +101,8 @@ class StepDone(Event):
             "grad_norm": self.grad_norm,
             "throughput/tokens_per_second": self.tokens_per_second,
             "throughput/mfu": self.mfu,
+            "throughput/speedup": self.speedup,
+            "gpu/utilization": self.gpu_utilization,
         }
         return values | {name: value for name, value in rest.items() if value is not None}
 
@@ -198,6 +204,7 @@ class RunEnded(Event):
     next_commands: list[str] = field(default_factory=list)
     tokens_per_second: float | None = None
     mfu: float | None = None
+    speedup: float | None = None
     sent_bytes: int | None = None
     """What rank 0 sent of its gradients, where that is counted."""
     plain_bytes: int | None = None

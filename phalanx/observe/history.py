@@ -41,6 +41,8 @@ class History:
     """The same in tokens, for language models that know their operations a token."""
     mfu: float | None = None
     """The share of the devices' peak that the model's operations were; None where the peak is not known."""
+    speedup: float | None = None
+    """Throughput against the setting `reference_throughput`; None where that is not set."""
     checkpoint: str | None = None
     """The path of the last checkpoint."""
     sent_bytes: int | None = None

@@ -18,6 +18,8 @@ _TOLD_AT_THE_START = ("world_size", "strategy", "precision", "global_batch", "pa
 _OPENED = "MLFLOW_RUN_ID"
 """A run that somebody else opened, and will end: the process that started the ranks, or the user."""
 _DEFAULT_URI = "sqlite:///mlflow.db"
+_METRICS = {"throughput/samples_per_second": "throughput"}
+"""What MLflow's users call a metric. A name must not be the folder of another: "throughput" and "throughput/mfu"."""
 _STATUS = {"finished": "FINISHED", "stopped": "FINISHED", "failed": "FAILED"}
 
 
@@ -45,20 +47,25 @@ class MlflowSink:
             self._mlflow.set_tracking_uri(_DEFAULT_URI)
         self.run_id: str = opened or self._start(run_name, experiment)
         if params:
-            self._log_params(params)
+            # num_gpus is the user's to log: what was asked for is in config.json, and world_size what there was.
+            self._log_params({n: value for n, value in params.items() if value is not None and n != "num_gpus"})
             self._mlflow.log_dict(dict(params), "config.json", run_id=self.run_id)
         self._log_file("config.toml")
 
     def handle(self, event: Event) -> None:
         """Log the event's values; metrics go out in the background."""
         if isinstance(event, RunStarted):
-            self._log_params({name: getattr(event, name) for name in _TOLD_AT_THE_START})
+            told = {name: getattr(event, name) for name in _TOLD_AT_THE_START}
+            if self._is_ours and event.device == "cuda":
+                told["num_gpus"] = event.world_size
+            self._log_params(told)
             self._mlflow.MlflowClient().set_tag(self.run_id, "phalanx.run_dir", event.run_dir)
         elif isinstance(event, (StepDone, MetricsReported)):
             self._log(event.step, event.scalars())
         elif isinstance(event, RunEnded):
             self._status = _STATUS.get(event.status, "KILLED")
-            self._log(event.step, {f"best/{name}": value for name, value in event.best.items()})
+            ends = {f"best/{name}": value for name, value in event.best.items()}
+            self._log(event.step, ends | ({} if event.speedup is None else {"speedup": event.speedup}))
             if event.checkpoint is not None:
                 self._mlflow.MlflowClient().set_tag(self.run_id, "phalanx.checkpoint", event.checkpoint)
 
@@ -92,7 +99,8 @@ class MlflowSink:
 
     def _log(self, step: int, values: Mapping[str, float]) -> None:
         if values:
-            self._mlflow.log_metrics(dict(values), step=step, run_id=self.run_id, synchronous=False)
+            named = {_METRICS.get(name, name.removeprefix("throughput/")): value for name, value in values.items()}
+            self._mlflow.log_metrics(named, step=step, run_id=self.run_id, synchronous=False)
 
     def _log_params(self, params: Mapping[str, Any]) -> None:
         # A joined or resumed run refuses to change a parameter, so those it has stay as they are.

@@ -116,6 +116,8 @@ def summary_rows(end: RunEnded, run: RunStarted | None) -> list[tuple[str, str]]
     speed = f"{rate(end.throughput)} samples/s"
     if end.tokens_per_second is not None:
         speed += f", {rate(end.tokens_per_second)} tokens/s"
+    if end.speedup is not None:
+        speed += f", {end.speedup:.2f}x the reference"
     rows = [("time", duration(end.total_time)), ("steps", steps), ("throughput", speed)]
     if end.mfu is not None:
         rows.append(("MFU", f"{end.mfu:.1%}"))

@@ -47,7 +47,7 @@ CATALOG = (
     ),
     Entry(
         "fsdp",
-        "--strategy fsdp [--sharding full|grad-op|hybrid] [--offload cpu]",
+        "--strategy fsdp [--sharding full|grad-op|hybrid|hybrid-grad-op] [--offload cpu]",
         "parameters, gradients and optimizer states are sharded; blocks are gathered one at a time",
         "they do not fit; grad-op trades memory for less traffic, hybrid shards within a machine only",
         "tensor, pipeline (not zero-bubble), context, expert, lora; one rank runs the bare model",

@@ -20,11 +20,11 @@ from phalanx.strategies.base import Strategy
 from phalanx.strategies.deepspeed_settings import build_settings
 from phalanx.strategies.deepspeed_state import EngineState
 from phalanx.strategies.engine import OwnsStep
-from phalanx.world.env import rank_environment
+from phalanx.world.env import rank_environment, show_local_rank
 from phalanx.world.groups import join_alone
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from types import ModuleType
 
     from phalanx.config import DistributedConfig
@@ -73,6 +73,7 @@ class DeepSpeed(Strategy, OwnsStep):
         self._state: EngineState | None = None
         self._sync = True
         self._divisor: torch.Tensor | None = None
+        self._unset_local_rank: Callable[[], None] | None = None
         if world.world_size == 1:
             join_alone(world.device)
 
@@ -120,6 +121,7 @@ class DeepSpeed(Strategy, OwnsStep):
         state.connect(engine)
         self._state = state
         self._wrapped.engine = engine
+        self._unset_local_rank = show_local_rank(self.world.env)  # stage 3 reads it in every forward pass
         self._wrapped.dtype = next((d for n, d in _LOW.items() if settings.get(n, {}).get("enabled")), None)
         engine.set_gradient_accumulation_boundary(self._sync)
         stepping: torch.optim.Optimizer = getattr(made, "optimizer", made)
@@ -212,6 +214,9 @@ class DeepSpeed(Strategy, OwnsStep):
         if self._wrapped is not None and self._wrapped.engine is not None:
             self._wrapped.engine.destroy()
             self._wrapped.engine = None
+        if self._unset_local_rank is not None:
+            self._unset_local_rank()
+            self._unset_local_rank = None
         self._wrapped = None
 
 

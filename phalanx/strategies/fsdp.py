@@ -70,8 +70,13 @@ class FSDP(Strategy):
         """
         if isinstance(wrapped, FSDPModule):
             wrapped.set_requires_gradient_sync(sync or (self.config.zero_stage or 0) >= 2)
-            if self.config.resolved_sharding == "grad-op":
+            if self._whole_during_step:
                 wrapped.set_reshard_after_backward(sync)
+
+    @property
+    def _whole_during_step(self) -> bool:
+        """Whether parameters stay whole through forward and backward, over all ranks or within each group."""
+        return self.config.resolved_sharding in ("grad-op", "hybrid-grad-op")
 
     @cached_property
     def _apart(self) -> set[nn.Parameter]:
@@ -87,7 +92,7 @@ class FSDP(Strategy):
         config = self.config
         options: dict[str, Any] = {
             "mesh": self._data_mesh(),
-            "reshard_after_forward": config.resolved_sharding != "grad-op",
+            "reshard_after_forward": not self._whole_during_step,
             "mp_policy": self._precision(),
             "ignored_params": self._apart,
         }

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from phalanx.config import DistributedConfig, resolve
+from phalanx.config.option import local_path
 from phalanx.data.ray_data import datasets_of
 from phalanx.errors import PhalanxError, PreemptedError, UsageError
 from phalanx.launch import count_gpus
 from phalanx.loop.adapters import adapt, check_trains_adapters
+from phalanx.loop.schedulers import load_scheduler_state
 from phalanx.loop.task import TrainTask
 from phalanx.loop.trainer import check_task
 from phalanx.trainers.folders import discard_unused, make_run_dir
@@ -25,6 +26,7 @@ from phalanx.world.layout import plan_layout
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
     from torch import nn
 
@@ -38,34 +40,49 @@ class TorchTrainer:
 
     backend: ClassVar[str]
     """The backend of a config that names none."""
+    keras_hint: ClassVar[str] = "Keras models are trained by TensorFlowDistributedTrainer(model_fn=...)."
 
     def __init__(
         self,
         model: nn.Module,
-        config: DistributedConfig | None = None,
+        config: DistributedConfig | torch.optim.Optimizer | None = None,
         *,
         loss_fn: LossFn | None = None,
         optimizer: Any = None,
+        scheduler: Any = None,
+        scheduler_interval: str = "epoch",
         metrics: Mapping[str, Metric] | None = None,
         callbacks: list[Any] | None = None,
         hooks: list[Any] | None = None,
         **settings: Any,
     ) -> None:
         if not isinstance(model, torch.nn.Module):
-            raise UsageError(f"model must be a torch.nn.Module; got {type(model).__name__}")
+            raise _not_a_module(model, self.keras_hint)
+        if isinstance(config, torch.optim.Optimizer):
+            optimizer = _only_one(config, optimizer)
+            config = None
         if isinstance(optimizer, str):  # a name is the config's field of the same name
             settings["optimizer"], optimizer = optimizer, None
         self.model = model
         self.config = self._configure(config, settings)
         self.loss_fn = loss_fn
         self.optimizer = optimizer
+        self.scheduler = scheduler
+        self.scheduler_interval = scheduler_interval
         self.metrics = metrics
         self.callbacks = [*(callbacks or []), *(hooks or [])]
         self.history: History | None = None
 
     def _configure(self, config: DistributedConfig | None, settings: dict[str, Any]) -> DistributedConfig:
+        if config is not None and not isinstance(config, DistributedConfig):
+            raise UsageError(
+                f"the second argument of {type(self).__name__} is a {type(config).__name__}: expected a "
+                "DistributedConfig or an optimizer",
+                hint="Name it: loss_fn=..., optimizer=..., or a setting such as num_workers=2.",
+            )
         if config is not None:
             chosen = config.replace(**settings) if settings else config
+            chosen.refuse_unused(settings)
         else:
             chosen = resolve({"backend": self.backend, **settings}).config
         if chosen.backend == "tensorflow":
@@ -88,11 +105,12 @@ class TorchTrainer:
         """Train on a DataLoader, data set or iterable of batches; settings given here win over the constructor's."""
         __tracebackhide__ = True
         config = self.config.replace(**settings) if settings else self.config
+        config.refuse_unused(settings)
         adapt(self.model, config)  # here, not in the ranks only: the trained adapters come back into this model
         if isinstance(self.optimizer, torch.optim.Optimizer):
             check_trains_adapters([self.model], self.optimizer, config)
         task = self._task(train=train, val=val)
-        check_task(task)
+        check_task(task, config)
         result = self._run("fit", task, config)
         assert result.history is not None, "a fit always has a history"
         self.history = result.history
@@ -110,18 +128,19 @@ class TorchTrainer:
 
     def save(self, path: str | Path) -> Path:
         """Write the model's weights to a file: safetensors, or torch's own format for .pt and .pth."""
-        path = Path(path)
+        path = local_path(path)
         env = read_rank_env()
         save_weights(self.model, path, here=env is None or env.rank == 0)
         return path
 
     def load(self, path: str | Path) -> None:
         """Read weights from a file that `save` wrote, or from a checkpoint directory of a run."""
-        load_weights(self.model, Path(path))
+        load_weights(self.model, local_path(path))
 
     def _task(self, train: Any = None, val: Any = None) -> TrainTask:
         name = self.config.name or type(self.model).__name__.lower()
-        return TrainTask(self.model, train, val, self.loss_fn, self.optimizer, self.metrics, self.callbacks, name)
+        parts = (self.loss_fn, self.optimizer, self.metrics, self.callbacks)
+        return TrainTask(self.model, train, val, *parts, name, self.scheduler, self.scheduler_interval)
 
     def _run(self, action: Any, task: TrainTask, config: DistributedConfig) -> JobResult:
         """Run the job; a run that was told to stop ends the process with an exit code of its own.
@@ -161,4 +180,21 @@ class TorchTrainer:
             hand_back(self.model, result.weights)
         if isinstance(self.optimizer, torch.optim.Optimizer) and result.optimizer_state is not None:
             self.optimizer.load_state_dict(result.optimizer_state)
+        if isinstance(self.scheduler, torch.optim.lr_scheduler.LRScheduler) and result.scheduler_state is not None:
+            load_scheduler_state(self.scheduler, result.scheduler_state)
         return result
+
+
+def _not_a_module(model: Any, keras_hint: str) -> UsageError:
+    is_keras = type(model).__module__.split(".")[0] in ("keras", "tf_keras")
+    said = f"model must be a torch.nn.Module; got {type(model).__name__}"
+    return UsageError(said, hint=keras_hint) if is_keras else UsageError(said)
+
+
+def _only_one(optimizer: torch.optim.Optimizer, other: Any) -> torch.optim.Optimizer:
+    if other is not None:
+        raise UsageError(
+            f"two optimizers: {type(optimizer).__name__} as second argument, and optimizer=...",
+            hint="Give one of them.",
+        )
+    return optimizer

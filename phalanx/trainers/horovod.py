@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from phalanx.config import DistributedConfig
 from phalanx.errors import UsageError
 from phalanx.trainers.base import TorchTrainer
 from phalanx.world.env import read_rank_env
@@ -13,8 +14,6 @@ from phalanx.world.horovod import horovod
 
 if TYPE_CHECKING:
     from torch import nn
-
-    from phalanx.config import DistributedConfig
 
 _COMPRESSORS = {"NoneCompressor": "none", "FP16Compressor": "fp16"}
 """Horovod's own classes, by what they are called in the config."""
@@ -29,11 +28,15 @@ class HorovodTrainer(TorchTrainer):
     """
 
     backend = "horovod"
+    keras_hint = (
+        "Horovod 0.28.1 does not compile against TensorFlow 2.21 (docs/horovod.md), so it trains torch models here. "
+        "Keras models on several workers: TensorFlowDistributedTrainer(model_fn=..., num_workers=2)."
+    )
 
     def __init__(
         self,
         model: nn.Module,
-        config: DistributedConfig | None = None,
+        config: DistributedConfig | torch.optim.Optimizer | None = None,
         *,
         compression: Any = None,
         backward_passes_per_step: int | None = None,
@@ -46,7 +49,7 @@ class HorovodTrainer(TorchTrainer):
             settings = _renamed(settings, "gradient_accumulation_steps", backward_passes_per_step)
         if verbose is not None:
             settings.setdefault("progress", bool(verbose))
-        if config is not None and config.backend != self.backend:
+        if isinstance(config, DistributedConfig) and config.backend != self.backend:
             settings.setdefault("backend", self.backend)
         super().__init__(model, config, **settings)
 

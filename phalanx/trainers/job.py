@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from phalanx.loop.evaluate import evaluate, predict
 from phalanx.loop.formation import Formation
+from phalanx.loop.schedulers import OwnSchedule, scheduler_state
 from phalanx.loop.trainer import TrainLoop
 from phalanx.strategies.engine import OwnsStep
 from phalanx.trainers.folders import make_run_dir
@@ -52,6 +53,7 @@ class JobResult:
     predictions: Any = None
     weights: dict[str, Any] | None = None
     optimizer_state: dict[str, Any] | None = None
+    scheduler_state: dict[str, Any] | None = None
 
 
 def run_job(job: Job, *, in_place: bool) -> JobResult:
@@ -101,7 +103,8 @@ def _fit(formation: Formation, job: Job, survivor: Survivor | None) -> JobResult
         history = loop.run() if survivor is None else survivor.run(loop, run_dir)
     finally:
         events.close()
-    return JobResult(history=history)
+    own = loop.schedule.scheduler if isinstance(loop.schedule, OwnSchedule) else None
+    return JobResult(history=history, scheduler_state=None if own is None else scheduler_state(own))
 
 
 def _evaluate(formation: Formation, job: Job) -> JobResult:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from phalanx.config.distributed import FIELDS, DistributedConfig
@@ -11,8 +12,7 @@ from phalanx.errors import UsageError
 from phalanx.trainers.base import TorchTrainer
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
+    import torch
     from torch import nn
 
     from phalanx.observe.history import History
@@ -31,10 +31,13 @@ class RayTrainer(TorchTrainer):
     backend: ClassVar[str] = "ray"
 
     def __init__(
-        self, model: nn.Module, config: DistributedConfig | Mapping[str, Any] | None = None, **settings: Any
+        self,
+        model: nn.Module,
+        config: DistributedConfig | Mapping[str, Any] | torch.optim.Optimizer | None = None,
+        **settings: Any,
     ) -> None:
         self.hyperparameters: dict[str, Any] = {}
-        if config is not None and not isinstance(config, DistributedConfig):
+        if isinstance(config, Mapping):
             given, self.hyperparameters = split_hyperparameters(config)
             settings, config = {**given, **settings}, None
         super().__init__(model, config, **settings)

@@ -57,6 +57,8 @@ class Plan:
     num_samples: int
     seed: int = 0
     tracking: Tracking = field(default_factory=NoTracking)
+    mode: str | None = None
+    """Whether less or more of the metric is better, where that was said."""
 
     @property
     def total(self) -> int:
@@ -159,6 +161,10 @@ class Engine(ABC):
 
     def _check_metric(self, trial: Trial) -> None:
         """Refuse a search for what no trial measures; one that alone lacks it, or has no number, has failed."""
+        if self.plan.objective.settle(trial.returned, self.plan.mode):
+            self.record.begin_again(self.trials, besides=trial)
+            better = "more" if self.plan.objective.mode == "max" else "less"
+            self.view.notice(f"metric: {self.plan.objective.metric}, the only one returned; {better} is better")
         objective, value = self.plan.objective, trial.value(self.plan.objective)
         if value is None and trial.state is State.FINISHED:
             if not self._is_measured(besides=trial):

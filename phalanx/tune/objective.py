@@ -15,16 +15,22 @@ _MORE_IS_BETTER = ("accuracy", "acc", "auc", "f1", "score", "reward", "bleu", "p
 _LESS_IS_BETTER = ("loss", "error", "mse", "mae", "rmse", "perplexity", "ppl", "seconds", "time")
 
 
-@dataclass(frozen=True)
+DEFAULT_METRIC = "loss"
+
+
+@dataclass
 class Objective:
     """The metric that is compared; `mode` is "min" or "max"."""
 
     metric: str
     mode: str
+    is_open: bool = False
+    """Whether the metric was not named: the only one that a function returns is then taken."""
 
     @classmethod
-    def of(cls, metric: str, mode: str | None = None) -> Objective:
+    def of(cls, metric: str | None, mode: str | None = None) -> Objective:
         """Return the objective; a metric whose name tells needs no mode."""
+        is_open, metric = metric is None, metric or DEFAULT_METRIC
         if mode is None:
             words = metric.lower().replace("/", " ").replace("_", " ").split()
             if any(word in _MORE_IS_BETTER for word in words):
@@ -38,7 +44,19 @@ class Objective:
                 )
         if mode not in ("min", "max"):
             raise UsageError(f"mode = {mode!r}: not one of 'min', 'max'.")
-        return cls(metric, mode)
+        return cls(metric, mode, is_open)
+
+    def settle(self, returned: Iterable[str], mode: str | None = None) -> bool:
+        """Take the only metric that a function returned where none was named; return whether that is another one."""
+        names, was_open = list(returned), self.is_open
+        if not names:
+            return False
+        self.is_open = False
+        if not was_open or len(names) > 1 or names[0] == self.metric:
+            return False
+        found = Objective.of(names[0], mode)
+        self.metric, self.mode = found.metric, found.mode
+        return True
 
     def value(self, metrics: Mapping[str, float]) -> float | None:
         """Return the metric's value, or None where it was not measured; `accuracy` finds `val/accuracy`."""

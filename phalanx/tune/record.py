@@ -11,6 +11,7 @@ from phalanx.tune.suggest import distribution, import_optuna, stored
 from phalanx.tune.trial import State, Trial
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from phalanx.tune.objective import Objective
@@ -30,14 +31,11 @@ class Record:
         path = folder / FILE
         self.existed = path.exists()
         self._storage = self._optuna.storages.RDBStorage(f"sqlite:///{path}")
-        direction = "maximize" if objective.mode == "max" else "minimize"
-        self._study = self._optuna.create_study(
-            storage=self._storage,
-            study_name=_STUDY,
-            direction=direction,
-            load_if_exists=True,
-            sampler=self._optuna.samplers.RandomSampler(seed=0),
-        )
+        if self.existed and objective.is_open:  # a resumed search has found its metric, or not yet
+            before = self._optuna.load_study(study_name=_STUDY, storage=self._storage).user_attrs
+            objective.metric, objective.mode = json.loads(before["metric"]), json.loads(before["mode"])
+            settings = {**settings, "metric": objective.metric, "mode": objective.mode}
+        self._study = self._open_study()
         plain = {name: json.dumps(value, default=repr, sort_keys=True) for name, value in settings.items()}
         self._check_same(plain)
         for _ in self._study.get_trials(deepcopy=False, states=[self._optuna.trial.TrialState.WAITING]):
@@ -46,6 +44,32 @@ class Record:
         if not self.existed:
             for name, text in plain.items():
                 self._study.set_user_attr(name, text)
+
+    def _open_study(self) -> Any:
+        return self._optuna.create_study(
+            storage=self._storage,
+            study_name=_STUDY,
+            direction="maximize" if self._objective.mode == "max" else "minimize",
+            load_if_exists=True,
+            sampler=self._optuna.samplers.RandomSampler(seed=0),
+        )
+
+    def begin_again(self, trials: Sequence[Trial], *, besides: Trial) -> None:
+        """Write the trials so far into a new study, for the objective has changed: a study's direction cannot.
+
+        `besides`: the trial that ends just now, and is closed by the caller.
+        """
+        attrs = self._study.user_attrs
+        self._optuna.delete_study(study_name=_STUDY, storage=self._storage)
+        self._study = self._open_study()
+        for name, value in attrs.items():
+            self._study.set_user_attr(name, value)
+        for name, value in (("metric", self._objective.metric), ("mode", self._objective.mode)):
+            self._study.set_user_attr(name, json.dumps(value))
+        for trial in trials:
+            self.open_trial(trial.params)
+            if trial.state.is_final and trial is not besides:
+                self.close_trial(trial)
 
     def _check_same(self, settings: dict[str, str]) -> None:
         before = self._study.user_attrs

@@ -45,7 +45,7 @@ DEFAULT_SAMPLES = 10
 class Request:
     """A search as it was asked for."""
 
-    metric: str
+    metric: str | None
     mode: str | None = None
     num_samples: int | None = None
     scheduler: str = "none"
@@ -152,7 +152,7 @@ def _search_here(subject: Subject, space: SearchSpace, objective: Objective, req
     folder = study_folder(request, subject.name)
     record = Record(folder, space, objective, common_settings(subject, space, objective, request))
     tracking = open_tracking(config, subject.name, objective, folder)
-    plan = Plan(subject, space, objective, method, slots, folder, total, config.seed, tracking)
+    plan = Plan(subject, space, objective, method, slots, folder, total, config.seed, tracking, request.mode)
     table = open_table(objective, progress=config.progress)
     results = None
     try:

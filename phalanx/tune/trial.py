@@ -58,6 +58,8 @@ class Trial:
     """How its run said that it ended, where it was a trainer of ours."""
     passed: set[int] = field(default_factory=set)
     """The points at which its scheduler let it go on."""
+    returned: dict[str, float] = field(default_factory=dict)
+    """What its function returned, where it is one."""
     _read: int = 0
 
     @property
@@ -127,6 +129,7 @@ class Trial:
         elif isinstance(event, MetricsReported) and event.split == REPORTED:
             # What a function returns belongs to where it has come.
             self._report(event.epoch or max(self.iteration, 1), event.values)
+            self.returned = event.values if event.epoch == 0 else self.returned
         if isinstance(event, (EpochDone, StepDone, RunEnded)):
             self.steps = max(self.steps, event.step)
         if isinstance(event, RunEnded):

@@ -9,6 +9,7 @@ from phalanx.config import resolve
 from phalanx.errors import UsageError
 from phalanx.launch import ScriptTarget, count_gpus
 from phalanx.recipes import load_recipe
+from phalanx.tune.objective import DEFAULT_METRIC
 from phalanx.tune.search import Request, search
 from phalanx.tune.space import SearchSpace
 from phalanx.tune.subject import FunctionSubject, RecipeSubject, ScriptSubject
@@ -24,6 +25,7 @@ class DistributedTuner:
     """Searches for the best hyperparameters of a function, a script or a recipe.
 
     `train_fn(config)` gets a point of the space as a dict, and returns metrics as a dict (or the metric as a number).
+    Without `metric`, the only one that it returns is searched for (by the engine "local"), else `loss`.
     Settings such as `num_workers=2` or `strategy="fsdp"` are those of each trial.
     """
 
@@ -34,7 +36,7 @@ class DistributedTuner:
         *,
         script: str | None = None,
         recipe: str | None = None,
-        metric: str = "loss",
+        metric: str | None = None,
         mode: str | None = None,
         num_gpus: int | None = None,
         trials_per_gpu: int = 1,
@@ -82,7 +84,11 @@ def _as_space(given: Mapping[str, Any] | SearchSpace | str | None) -> SearchSpac
 
 
 def _subject(
-    train_fn: Callable[..., Any] | None, script: str | None, recipe: str | None, metric: str, settings: dict[str, Any]
+    train_fn: Callable[..., Any] | None,
+    script: str | None,
+    recipe: str | None,
+    metric: str | None,
+    settings: dict[str, Any],
 ) -> Subject:
     if sum(one is not None for one in (train_fn, script, recipe)) != 1:
         raise UsageError("nothing or several things to tune", hint="Give one of train_fn, script and recipe.")
@@ -93,4 +99,4 @@ def _subject(
     if script is not None:
         return ScriptSubject(ScriptTarget(script), resolved)
     assert train_fn is not None, "one of three was given"
-    return FunctionSubject(train_fn, resolved, metric)
+    return FunctionSubject(train_fn, resolved, metric or DEFAULT_METRIC)

@@ -83,6 +83,21 @@ def rank_environment(rank_env: RankEnv | None, **more: str) -> Iterator[None]:
         os.environ.update(before)
 
 
+def show_local_rank(rank_env: RankEnv) -> Callable[[], None]:
+    """Set LOCAL_RANK for a library that reads it at any time, where no launcher has; return what unsets it again.
+
+    LOCAL_RANK alone does not make a process a rank: `read_rank_env` still finds none.
+    """
+    if "LOCAL_RANK" in os.environ:
+        return lambda: None
+    os.environ["LOCAL_RANK"] = str(rank_env.local_rank)
+
+    def unset() -> None:
+        os.environ.pop("LOCAL_RANK", None)
+
+    return unset
+
+
 def _integer(env: Mapping[str, str], name: str, default: int | None = None) -> int:
     text = env.get(name)
     if text is None and default is not None:

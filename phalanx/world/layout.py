@@ -46,13 +46,27 @@ def plan_layout(config: DistributedConfig, gpus_here: int) -> Layout:
     check_device(config, device)
     if config.backend == "tensorflow":
         return _tensorflow_layout(config, device)
-    per_node = _ranks_per_node(asked, config.num_nodes, gpus_here if device == "cuda" else 1)
+    nodes = _num_nodes(config)
+    per_node = _ranks_per_node(asked, nodes, gpus_here if device == "cuda" else 1)
     may_share = gpus_here > 0 and config.communication_backend == "gloo"  # nccl refuses two ranks on one GPU
     by_hosts = config.hosts is not None or config.host_discovery_script is not None
     elsewhere = by_hosts or config.launcher == "ray"  # GPUs there are not seen here
     if device == "cuda" and per_node > gpus_here and not may_share and not elsewhere:
         raise _too_few_gpus(config, per_node, gpus_here)
-    return Layout(device, config.num_nodes, per_node, plan_mesh(config, config.num_nodes * per_node, per_node))
+    return Layout(device, nodes, per_node, plan_mesh(config, nodes * per_node, per_node))
+
+
+def _num_nodes(config: DistributedConfig) -> int:
+    """Return the machines on which this command must be given; horovodrun starts all ranks from one."""
+    if config.launcher != "horovodrun":
+        return config.num_nodes
+    if config.num_nodes > 1 and config.hosts is None and config.host_discovery_script is None:
+        ranks = config.total_ranks or "<ranks>"
+        raise UsageError(
+            f"num_nodes = {config.num_nodes} with backend = 'horovod': horovodrun must know the machines",
+            hint=f"Write hosts = 'node1:4,node2:4', their slots, or start it by: horovodrun -np {ranks} -H ...",
+        )
+    return 1
 
 
 def _tensorflow_layout(config: DistributedConfig, device: str) -> Layout:
@@ -78,7 +92,7 @@ def check_device(config: DistributedConfig, device: str) -> None:
             "mixed_precision = 'fp16' needs a GPU: CPUs have no fast fp16 arithmetic",
             hint="Write mixed_precision = 'bf16' (or true, which picks by device).",
         )
-    if config.communication_backend == "nccl":
+    if config.communication_backend == "nccl" and config.backend != "tensorflow":
         raise UsageError(
             "communication_backend = 'nccl' moves GPU memory, but the ranks compute on the CPU",
             hint="Write communication_backend = 'gloo', or leave it out: it is chosen by the device.",

@@ -107,7 +107,9 @@ def plan_mesh(config: DistributedConfig, world_size: int, ranks_per_node: int) -
         return _expert_mesh(config, data, pp, cp, tp)
     if config.resolved_strategy != "fsdp" and copy == 1:
         return Mesh(dp_replicate=data)
-    if config.resolved_sharding != "hybrid":  # beside other axes ddp shards data too: torch's DDP knows no DTensor
+    if not config.resolved_sharding.startswith(
+        "hybrid"
+    ):  # beside other axes ddp shards data too: torch's DDP knows no DTensor
         return Mesh(pp=pp, dp_shard=data, cp=cp, tp=tp)
     shard = config.shard_size or max(1, ranks_per_node // copy)
     if data % shard:

@@ -108,9 +108,22 @@ def test_a_loop_of_ones_own_goes_on_from_its_checkpoint(run_example):
     assert float(second.split()[-1]) > float(first.splitlines()[0].split()[-1])
 
 
+def test_the_benchmark_shows_speedup_time_and_accuracy_of_whole_epochs(tmp_path):
+    words = "--model vit --ranks 1 2 --epochs 2 --samples 320 --batch-size 16 --scaling strong --device cpu"
+    done = run_command([sys.executable, EXAMPLES / "ddp_benchmark.py", *words.split(), "--json=points.json"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    head, one, two = (line.split() for line in done.stdout.splitlines()[2:5])
+    assert head[-5:] == ["samples/s", "time/epoch", "speedup", "efficiency", "accuracy"]
+    assert (one[0], one[-3], two[1]) == ("strong", "1.00x", "2")
+    single, double = json.loads((tmp_path / "points.json").read_text())
+    assert single["epoch_seconds"] == pytest.approx(320 / single["samples_per_second"])
+    assert double["speedup"] == pytest.approx(double["samples_per_second"] / single["samples_per_second"])
+    assert single["accuracy"] == pytest.approx(double["accuracy"], abs=0.05), "the same batches, so the same model"
+
+
 @long_proof
 def test_the_benchmark_measures_every_number_of_ranks_and_draws(tmp_path):
-    small = ["--steps=10", "--width=32", "--layers=1", "--time=16", "--batch-size=4"]
+    small = ["--samples=100", "--steps=10", "--width=32", "--layers=1", "--time=16", "--batch-size=4"]
     words = [
         sys.executable,
         EXAMPLES / "ddp_benchmark.py",

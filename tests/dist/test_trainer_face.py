@@ -28,9 +28,10 @@ from face_parts import (
 )
 from torch import nn
 from torch.nn import functional as F
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 from torch.utils.data import DataLoader, TensorDataset
 
-from phalanx import PyTorchDDPTrainer
+from phalanx import HorovodTrainer, PyTorchDDPTrainer, RayTrainer
 from phalanx.errors import CheckpointError, ConfigError, DataError, UsageError
 
 
@@ -50,6 +51,84 @@ def weights(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def assert_equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
     torch.testing.assert_close(left, right, rtol=0, atol=0)
+
+
+# --- construction ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [PyTorchDDPTrainer, HorovodTrainer, RayTrainer])
+def test_an_optimizer_may_stand_in_the_second_place(kind):
+    model = make_model()
+    optimizer = make_sgd(model.parameters())
+    trainer = kind(model, optimizer, epochs=2)
+    assert trainer.optimizer is optimizer
+    assert (trainer.config.backend, trainer.config.epochs) == (kind.backend, 2)
+    with pytest.raises(UsageError, match="two optimizers"):
+        kind(model, optimizer, optimizer="sgd")
+    with pytest.raises(UsageError, match=r"is a function: expected a DistributedConfig or an optimizer"):
+        kind(model, cross_entropy)
+
+
+def test_weights_are_not_saved_to_a_folder_named_like_a_url():
+    with pytest.raises(UsageError, match="not to a URL"):
+        make_trainer().save("s3://bucket/model.safetensors")
+
+
+# --- schedulers -------------------------------------------------------------------------------------------------------
+
+
+def warmed_up(optimizer):
+    parts = [LinearLR(optimizer, start_factor=0.1, total_iters=2), CosineAnnealingLR(optimizer, T_max=4)]
+    return SequentialLR(optimizer, schedulers=parts, milestones=[2])
+
+
+def rates_by_hand(steps: int) -> list[float]:
+    optimizer = make_sgd(make_model().parameters())
+    scheduler, seen = warmed_up(optimizer), []
+    for _ in range(steps):
+        seen.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return seen
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_scheduler_of_torch_is_stepped_once_an_epoch_and_kept_in_checkpoints(ranks):
+    def trainer(**more):
+        model = make_model()
+        optimizer = make_sgd(model.parameters())
+        return make_trainer(model, optimizer=optimizer, scheduler=warmed_up(optimizer), num_workers=ranks, **more)
+
+    whole = trainer(epochs=5, checkpoint_dir="a").fit(make_data())
+    assert [epoch.learning_rate for epoch in whole.epochs] == pytest.approx(rates_by_hand(5))
+    part = trainer(epochs=3, checkpoint_dir="b")
+    part.fit(make_data())
+    assert part.scheduler.last_epoch == part.config.epochs - 1
+    resumed = trainer(epochs=5, checkpoint_dir="b", resume_from_checkpoint=True).fit(make_data())
+    assert [(e.learning_rate, e.train_loss) for e in resumed.epochs] == [
+        (e.learning_rate, e.train_loss) for e in whole.epochs
+    ]
+
+
+def test_a_function_makes_a_scheduler_that_is_stepped_with_every_step():
+    trainer = make_trainer(scheduler=warmed_up, scheduler_interval="step", max_steps=5, optimizer=make_sgd,
+                           log_every_n_steps=1)  # fmt: skip
+    history = trainer.fit(make_data())
+    assert [step["learning_rate"] for step in history.steps] == pytest.approx(rates_by_hand(5))
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"scheduler": warmed_up, "lr_schedule": "cosine"}, "lr_schedule = 'cosine' both set the learning rate"),
+        ({"scheduler": warmed_up, "scheduler_interval": "batch"}, "not one of 'epoch', 'step'"),
+        ({"scheduler": warmed_up(make_sgd(make_model().parameters()))}, "not the one that was given to the trainer"),
+        ({"scheduler": "cosine"}, "expected a torch LRScheduler"),
+    ],
+)
+def test_schedulers_that_cannot_be_followed_are_refused(given, said):
+    with pytest.raises(UsageError, match=said):
+        make_trainer(**given).fit(make_data())
 
 
 # --- fit --------------------------------------------------------------------------------------------------------

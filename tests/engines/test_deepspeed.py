@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -268,6 +269,8 @@ def test_the_json_fills_our_settings_and_ours_fill_its_autos(tmp_path):
     path.write_text(json.dumps(JSON))
     config = DistributedConfig(deepspeed_config=path, weight_decay=0.1)
     assert config == DistributedConfig(deepspeed_config=JSON, weight_decay=0.1)
+    built = SimpleNamespace(_param_dict=json.loads(path.read_text()))  # as deepspeed.DeepSpeedConfig keeps it
+    assert config == DistributedConfig(deepspeed_config=built, weight_decay=0.1)
     assert config.resolved_strategy == "deepspeed"
     assert (config.batch_size, config.gradient_clipping, config.mixed_precision) == (4, 1.0, "bf16")
     assert (config.zero_stage, config.offload, config.learning_rate, config.optimizer) == (2, "cpu", 3e-4, "adamw")

@@ -159,10 +159,16 @@ def test_a_trainer_joins_the_run_that_was_opened_around_it(server):
     data = [(torch.randn(4), torch.tensor(n % 2)) for n in range(32)]
     with mlflow.start_run(run_name="mine", experiment_id=experiment):
         trainer = PyTorchDDPTrainer(torch.nn.Linear(4, 2), mlflow_tracking=True, num_workers=2, batch_size=8,
-                                    loss_fn=torch.nn.CrossEntropyLoss(), progress=False)  # fmt: skip
+                                    reference_throughput=1.0, loss_fn=torch.nn.CrossEntropyLoss(),
+                                    progress=False)  # fmt: skip
         trainer.fit(data)
         mlflow.log_metric("own", 7)
+        mlflow.log_param("num_gpus", 8)  # what was not set is the user's to log
     (run,) = client.search_runs([experiment])
     assert (run.info.run_name, run.info.status) == ("mine", "FINISHED")
     assert run.data.metrics["own"] == 7
+    assert run.data.params["num_gpus"] == "8"
+    assert "None" not in run.data.params.values()
+    assert run.data.metrics["throughput"] > 0
+    assert run.data.metrics["speedup"] == pytest.approx(trainer.history.throughput)
     assert "train/epoch_loss" in run.data.metrics

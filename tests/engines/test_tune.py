@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from command import finish, phalanx, start
-from tune_parts import curve, ends_badly, train_line
+from tune_parts import curve, ends_badly, returns_accuracy, train_line
 
 from phalanx.errors import PhalanxError, UsageError
 from phalanx.tune import DistributedTuner, choice, quniform, uniform
@@ -103,6 +103,21 @@ def test_when_all_fail_the_common_cause_is_told():
     tuner = DistributedTuner(ends_badly, {"how": choice(["crash"]), "x": uniform(0, 1)}, trials=2)
     with pytest.raises(SearchFailedError, match="all 3 trials failed; all of them: RuntimeError: the disk is on fire"):
         tuner.tune(num_samples=3)
+
+
+def test_the_only_metric_that_is_returned_is_taken(capsys):
+    space = {"x": choice([0.1, 0.9, 0.5, 0.3])}
+    tuner = DistributedTuner(returns_accuracy, space, search="grid", trials=2, study_dir="study")
+    assert tuner.tune(num_samples=3) == {"x": 0.9}
+    assert "metric: accuracy, the only one returned; more is better" in capsys.readouterr().out
+    assert (tuner.results.objective.metric, tuner.results.best_value) == ("accuracy", 0.9)
+    import optuna
+
+    study = optuna.load_study(study_name="phalanx", storage="sqlite:///study/study.db")
+    assert (study.direction.name, study.best_params) == ("MAXIMIZE", {"x": 0.9})
+    again = DistributedTuner(returns_accuracy, space, search="grid", study_dir="study", resume=True)
+    again.tune(num_samples=4)
+    assert (len(again.results.trials), again.results.best_params) == (4, {"x": 0.9})
 
 
 def test_a_metric_that_is_not_returned_lists_those_that_are():

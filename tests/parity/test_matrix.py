@@ -47,6 +47,7 @@ LAYOUTS = {
     "fsdp": Layout(4, 4, {"strategy": "fsdp"}),
     "fsdp grad-op": fsdp(sharding="grad-op"),
     "fsdp hybrid": Layout(4, 4, HYBRID),
+    "fsdp hybrid, whole during a step": Layout(4, 4, {**HYBRID, "sharding": "HYBRID_SHARD_ZERO2"}),
     "fsdp offload": fsdp(offload="cpu"),
     "fsdp by class": fsdp(wrap_class="FeedForward"),
     "zero 1": Layout(2, 2, {"zero_stage": 1}),

@@ -58,6 +58,32 @@ def test_a_stage_of_zero_is_a_way_of_sharding(stage, sharding):
     assert DistributedConfig(strategy="fsdp", zero_stage=stage, sharding=sharding).resolved_sharding == sharding
 
 
+@pytest.mark.parametrize(
+    ("name", "ours"),
+    [
+        ("FULL_SHARD", "full"),
+        ("SHARD_GRAD_OP", "grad-op"),
+        ("HYBRID_SHARD", "hybrid"),
+        ("HYBRID_SHARD_ZERO2", "hybrid-grad-op"),
+    ],
+)
+def test_sharding_by_torchs_names(name, ours):
+    from torch.distributed.fsdp import ShardingStrategy
+
+    member = next(member for member in ShardingStrategy if member.name.lstrip("_") == name)
+    for given in (name, member):
+        assert DistributedConfig(strategy="fsdp", sharding=given).resolved_sharding == ours
+    resolved = resolve({"strategy": "fsdp", "sharding": name})
+    assert (resolved.config.sharding, resolved.origins["sharding"]) == (ours, "argument")
+
+
+def test_no_shard_is_ddp():
+    for strategy in ("auto", "fsdp", "ddp"):
+        assert DistributedConfig(strategy=strategy, sharding="NO_SHARD").resolved_strategy == "ddp"
+    with pytest.raises(ConfigError, match="sharding = 'NO_SHARD'"):
+        DistributedConfig(strategy="ring", sharding="NO_SHARD")
+
+
 def test_what_contradicts_a_stage_of_zero_is_shown_with_it():
     with pytest.raises(ConfigError, match=r"zero_stage = 2 .*strategy = 'ddp'"):
         DistributedConfig(zero_stage=2, strategy="ddp")
@@ -158,6 +184,12 @@ def test_nothing_to_train_is_a_mistake(capsys):
     assert "nothing to train was named" in capsys.readouterr().err
 
 
+def test_help_shows_numbers_to_choose_from(capsys):
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    assert "--zero-stage 1|2|3" in capsys.readouterr().out
+
+
 def test_replace_checks_again():
     with pytest.raises(ConfigError, match="unknown setting 'epoch'"):
         DistributedConfig().replace(epoch=2)
@@ -166,3 +198,11 @@ def test_replace_checks_again():
 def test_true_picks_the_precision_by_device():
     asked = [(True, "cuda"), (True, "cpu"), ("bf16", "cuda"), ("fp16", "cuda"), (False, "cuda")]
     assert [precision_name(*given) for given in asked] == ["fp16", "bf16", "bf16", "fp16", "fp32"]
+
+
+@pytest.mark.parametrize("place", ["s3://bucket/run", "gs://b", "hdfs://name/x", "file:///tmp/x"])
+@pytest.mark.parametrize("name", ["checkpoint_dir", "resume_from_checkpoint", "tensorboard_dir"])
+def test_a_url_is_not_taken_for_a_folder(name, place):
+    with pytest.raises(ConfigError, match=f"{name} = '{place}': files are written to folders"):
+        DistributedConfig(**{name: place})
+    assert getattr(DistributedConfig(**{name: "runs/s3:x"}), name) == "runs/s3:x"

@@ -15,7 +15,7 @@ def test_the_command_prints_what_a_shell_can_read(capsys, cluster):
     assert main(["nccl-env", "--cluster", cluster, "--interface", "ens7"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines
-    assert all(line.startswith("export ") and "  # " in line for line in lines)
+    assert all(line.startswith(("export ", "# export ")) and "  # " in line for line in lines)
     assert any("NCCL_SOCKET_IFNAME=ens7" in line for line in lines)
 
 
@@ -27,6 +27,7 @@ def test_json_tells_what_is_set_already(capsys, monkeypatch):
         "name": "NCCL_IB_DISABLE",
         "value": "1",
         "reason": "",
+        "advice": False,
         "set": "0",
     }
 
@@ -38,6 +39,15 @@ def test_sockets_on_ethernet_and_gpudirect_on_infiniband():
     assert int(ethernet["NCCL_SOCKET_NTHREADS"]) * int(ethernet["NCCL_NSOCKS_PERTHREAD"]) <= 64
     assert infiniband["NCCL_IB_DISABLE"] == "0"
     assert "NCCL_NET_GDR_LEVEL" in infiniband
+
+
+def test_what_may_be_better_is_shown_and_not_set():
+    gcp = [(v.value, v.advice) for v in nccl_variables("gcp") if v.name == "NCCL_NSOCKS_PERTHREAD"]
+    assert gcp == [("2", False), ("4", True)]
+    infiniband = nccl_environment("infiniband", {})
+    assert infiniband["NCCL_NET_GDR_LEVEL"] == "2"
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in infiniband
+    assert ("CUDA_DEVICE_MAX_CONNECTIONS", "1") in {(v.name, v.value) for v in nccl_variables("infiniband")}
 
 
 def test_what_the_user_set_stays():

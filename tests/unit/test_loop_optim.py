@@ -52,12 +52,11 @@ def test_a_warm_up_of_neither_share_nor_steps_is_refused():
 
 def test_the_rate_grows_with_the_batch_or_its_root():
     linear = DistributedConfig(lr_scaling="linear", base_batch_size=64)
-    root = DistributedConfig(lr_scaling="sqrt", batch_size=64)
-    assert rate_scale(linear, 256) == 4
-    assert rate_scale(root, 256) == 2
-    assert rate_scale(DistributedConfig(), 256) == 1
-    with pytest.raises(UsageError, match="needs the batch that learning_rate was chosen for"):
-        rate_scale(DistributedConfig(lr_scaling="linear"), 256)
+    root = DistributedConfig(lr_scaling="sqrt", base_batch_size=64)
+    assert rate_scale(linear, 256, 32) == 4
+    assert rate_scale(root, 256, 32) == 2
+    assert rate_scale(DistributedConfig(), 256, 32) == 1
+    assert rate_scale(DistributedConfig(lr_scaling="linear"), 256, 32) == 8, "without a base: one rank's batch"
 
 
 def test_every_group_keeps_its_own_rate_and_a_constant_schedule_leaves_changes_alone():

@@ -12,6 +12,7 @@ from curves import scalars
 
 from phalanx.errors import UsageError
 from phalanx.observe import events
+from phalanx.observe.gpu_load import GpuLoad
 from phalanx.observe.history import EpochRecord, History
 from phalanx.observe.mlflow import MlflowSink
 from phalanx.observe.tensorboard import TensorBoardSink
@@ -22,9 +23,13 @@ def step(number: int, **changes) -> events.StepDone:
     return events.StepDone(number, 1, **{"loss": 1 / number, "learning_rate": 0.5, "memory_bytes": 1024, **changes})
 
 
+def test_a_gpu_that_is_not_there_has_no_utilisation():
+    assert GpuLoad("ffff:ff:1f.0").read() is None
+
+
 def test_tensorboard_reads_what_was_written(tmp_path):
     sink = TensorBoardSink(tmp_path)
-    sink.handle(step(1, grad_norm=2.0, samples_per_second=64.0))
+    sink.handle(step(1, grad_norm=2.0, samples_per_second=64.0, gpu_utilization=0.75, speedup=1.5))
     sink.handle(step(2, loss=math.inf))
     sink.handle(events.MetricsReported(2, 1, "val", {"accuracy": 0.75}))
     before_closing = scalars(tmp_path)
@@ -35,6 +40,7 @@ def test_tensorboard_reads_what_was_written(tmp_path):
     assert before_closing["grad_norm"] == [(1, 2.0)]
     assert before_closing["learning_rate"] == [(1, 0.5), (2, 0.5)]
     assert before_closing["throughput/samples_per_second"] == [(1, 64.0), (2, 0.0)]
+    assert (before_closing["gpu/utilization"], before_closing["throughput/speedup"]) == ([(1, 0.75)], [(1, 1.5)])
     assert before_closing["memory/bytes"] == [(1, 1024.0), (2, 1024.0)]
 
 

@@ -11,6 +11,7 @@ import pytest
 import phalanx
 from phalanx import DistributedConfig
 from phalanx.cli import main
+from phalanx.config import resolve
 from phalanx.errors import ConfigError, UsageError
 from phalanx.launch.preload import extra_modules
 from phalanx.launch.warm import import_settings
@@ -167,7 +168,28 @@ def test_layouts():
 )
 def test_settings_that_keras_does_not_follow_are_refused(settings, words):
     with pytest.raises(ConfigError, match=words):
-        DistributedConfig(**{"backend": "tensorflow", **settings})
+        resolve({"backend": "tensorflow", **settings})
+
+
+def test_a_config_that_backends_share_keeps_what_keras_does_not_follow_and_says_so():
+    shared = DistributedConfig(gradient_clipping=1.0, gradient_accumulation_steps=4, communication_backend="nccl")
+    config = shared.replace(backend="tensorflow")
+    assert set(config.unused) == {"gradient_clipping", "gradient_accumulation_steps", "communication_backend"}
+    assert config.unused_note.startswith("not used by backend = 'tensorflow': gradient_accumulation_steps = 4, ")
+    assert "global_clipnorm=1.0" in config.unused_note
+    assert shared.unused_note == ""
+    with pytest.raises(ConfigError, match="tensor_parallel"):
+        shared.replace(backend="tensorflow", tensor_parallel=2)
+
+
+def test_horovod_needs_the_machines_only_where_it_starts_the_ranks():
+    config = DistributedConfig(backend="horovod", num_nodes=2, num_workers=4)
+    assert "not used by backend = 'horovod': num_nodes = 2" in config.unused_note
+    with pytest.raises(UsageError, match="horovodrun must know the machines"):
+        plan_layout(config, 0)
+    assert plan_layout(config.replace(hosts="a:2,b:2"), 0).num_nodes == 1
+    with pytest.raises(ConfigError, match="Name the machines instead"):
+        resolve({"backend": "horovod", "num_nodes": 2, "num_workers": 4})
 
 
 def test_recipes_are_torch_models(capsys):

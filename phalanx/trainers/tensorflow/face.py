@@ -38,19 +38,22 @@ class TensorFlowDistributedTrainer:
 
     def __init__(
         self,
-        model_fn: Callable[[], Any],
+        model_fn: Callable[[], Any] | None = None,
         config: DistributedConfig | None = None,
         *,
+        model: Any = None,
         loss: Any = None,
         optimizer: Any = None,
         metrics: list[Any] | None = None,
         callbacks: list[Any] | None = None,
         **settings: Any,
     ) -> None:
-        if not callable(model_fn) or hasattr(model_fn, "train_step"):
+        given = model_fn if model is None else model
+        if model is not None or not callable(model_fn) or hasattr(model_fn, "train_step"):
             raise UsageError(
-                f"model_fn must be a function that returns a Keras model; got {type(model_fn).__name__}",
-                hint="A model has to be built in the strategy's scope: model_fn=lambda: build().",
+                f"{type(self).__name__} takes a function that returns a Keras model; got {type(given).__name__}",
+                hint="Variables belong to the strategy in whose scope they are made, so every worker builds the model: "
+                "write model_fn=build, where build() makes and compiles it.",
             )
         if isinstance(optimizer, str) and optimizer in ("adamw", "adam", "sgd", "rmsprop", "adagrad"):
             settings["optimizer"], optimizer = optimizer, None
@@ -68,7 +71,9 @@ class TensorFlowDistributedTrainer:
             resolved = resolve({"backend": self.backend, **settings})
             self._given = resolved.given
             return resolved.config
-        return config.replace(**{"backend": self.backend, **settings})
+        chosen = config.replace(**{"backend": self.backend, **settings})
+        chosen.refuse_unused(settings)
+        return chosen
 
     @property
     def model(self) -> Any:
@@ -94,6 +99,7 @@ class TensorFlowDistributedTrainer:
     def fit(self, train: Any, val: Any = None, **settings: Any) -> History:
         """Train on arrays (inputs, targets), a tf.data.Dataset of global batches, or a function that returns one."""
         config = self.config.replace(**settings) if settings else self.config
+        config.refuse_unused(settings)
         check_data(train, "train")
         if val is not None:
             check_data(val, "val")

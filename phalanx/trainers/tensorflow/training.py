@@ -56,6 +56,8 @@ def train(job: KerasJob) -> tuple[Any, KerasResult]:
     try:
         report.begin()
         report.say(fitting.says)
+        if config.unused_note:
+            report.say(config.unused_note, "warning")
         val = validation_feed(job.task.val, batch=feed.global_batch or None)
         with stopping(report):
             fitting.run(job, feed, val, directory, start, report, leads=leads)

@@ -1,0 +1,65 @@
+"""The Ray Serve example: a trained checkpoint answers a request, on this machine's loopback alone."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import urllib.request
+
+import psutil
+import pytest
+from command import ROOT, clean_environment, end
+
+if importlib.util.find_spec("grpc_reflection") is None:  # of all that Ray Serve needs, Ray alone brings not this
+    pytest.skip("Ray Serve is not installed: pip install 'phalanx[serve]'", allow_module_level=True)
+
+pytestmark = pytest.mark.timeout(240)
+
+
+def test_a_checkpoint_is_served_over_http_on_loopback_and_nothing_stays(tmp_path):
+    example = ROOT / "examples/07-ray/serve_checkpoint.py"
+    process = subprocess.Popen(
+        [sys.executable, str(example), "--keep", "--requests", "1"],
+        cwd=tmp_path,
+        env=clean_environment(PYTHONPATH=os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    try:
+        said = []
+        for line in process.stdout:
+            said.append(line)
+            if line.startswith("curl "):
+                break
+        address = re.search(r"http://127\.0\.0\.1:\d+/digits", "".join(said))
+        assert address, "".join(said)
+        body = json.dumps({"image": [[0.0] * 8] * 8}).encode()
+        with urllib.request.urlopen(address[0], body, timeout=30) as answer:
+            found = json.load(answer)
+        assert found["digit"] in range(10)
+        assert 0.1 <= found["probability"] <= 1
+        family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+        assert {name for name in outer_listeners(family) if "ServeReplica" not in name} == set()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0
+        _, alive = psutil.wait_procs(family, timeout=10)
+        assert not alive
+    finally:
+        end(process)
+        process.stdout.close()
+
+
+def outer_listeners(family: list[psutil.Process]) -> list[str]:
+    """Return the listening sockets that other machines could reach; Serve's replicas have one, without a setting."""
+    return [
+        f"{member.name()} {link.laddr}"
+        for member in family
+        for link in member.net_connections(kind="tcp")
+        if link.status == psutil.CONN_LISTEN and link.laddr.ip.removeprefix("::ffff:") not in ("127.0.0.1", "::1")
+    ]
