@@ -8,7 +8,7 @@ import json
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from phalanx.checkpoint.files import FileRecord
+from phalanx.checkpoint.files import FileRecord, open_regular
 from phalanx.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -64,7 +64,8 @@ def read_manifest(path: Path) -> Manifest:
     """Read the manifest of the checkpoint at `path`; a CheckpointError says what is wrong with it."""
     file = path / MANIFEST
     try:
-        text = file.read_text(encoding="utf-8")
+        with open_regular(file) as stream:
+            text = stream.read().decode()
     except FileNotFoundError:
         raise CheckpointError(f"{path} has no {MANIFEST}: it was not written completely, or not by Phalanx") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -73,6 +74,8 @@ def read_manifest(path: Path) -> Manifest:
         return _parse(json.loads(text), file)
     except json.JSONDecodeError as error:
         raise CheckpointError(f"{file} is truncated or not JSON: {error.msg} at line {error.lineno}") from error
+    except (AttributeError, KeyError, RecursionError, TypeError) as error:  # its checksum is not a signature
+        raise CheckpointError(f"{file} is not a Phalanx manifest: {type(error).__name__}: {error}") from error
 
 
 def _parse(body: Any, file: Path) -> Manifest:
