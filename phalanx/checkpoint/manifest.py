@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 MANIFEST = "manifest.json"
-FORMAT = 1
+FORMAT = 2
 """Raised by one whenever an older Phalanx could no longer read what is written."""
 
 
@@ -36,6 +36,7 @@ class Manifest:
     epoch: int
     run_id: str
     published_at: float
+    """By the clock of the rank that published it, and later than all that were in the directory then."""
     world_size: int
     torch_version: str
     phalanx_version: str
@@ -44,6 +45,8 @@ class Manifest:
     shared: dict[str, Any] = field(default_factory=dict)
     mesh: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
+    lineage: list[dict[str, Any]] = field(default_factory=list)
+    """The runs that this one continues, the first of them first: `{"run_id": ..., "step": ...}` it resumed from."""
     format: int = FORMAT
 
     @property

@@ -97,6 +97,8 @@ class NodeGroup:
             "world_size": sum(sizes),
             "master_addr": self._host,
             "master_port": self._share_rank_store(),
+            # Node 0, and with it rank 0, may be another machine after a restart.
+            "run_id": self._store.compare_set("phalanx/launch_id", "", self._request["launch_id"]).decode(),
         }
 
     def _await_all(self, tell: Callable[[Message], None], deadline: float) -> None:

@@ -12,6 +12,7 @@ for inputs, targets in loader:
 
 from __future__ import annotations
 
+import itertools
 import math
 import uuid
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from phalanx.checkpoint import RunLock
 from phalanx.comm.register import register as register_backend
 from phalanx.config import DistributedConfig, resolve
 from phalanx.data.loader import shard_loader
@@ -57,6 +59,16 @@ if TYPE_CHECKING:
     from phalanx.loop.forward import LossFn
 
 
+_FORMATIONS = itertools.count(1)
+
+
+def _run_id(launch_id: str) -> str:
+    """Return a new name for a run; a restart by the launcher draws the same names in the same order."""
+    if not launch_id:
+        return uuid.uuid4().hex
+    return uuid.uuid5(uuid.NAMESPACE_OID, f"{launch_id}/{next(_FORMATIONS)}").hex
+
+
 class Formation:
     """Joins the ranks and prepares models, optimizers and loaders to run on all of them as one."""
 
@@ -79,7 +91,10 @@ class Formation:
         engine = self._engine = self.strategy if isinstance(self.strategy, OwnsStep) else None
         self.precision = Precision(self.config, self.device, by_engine=engine is not None and engine.keeps_precision)
         self.gradients = Gradients(self.config, self.world, self.strategy, self.precision)
-        self.run_id = uuid.uuid4().hex
+        self.run_id = _run_id(self.world.env.launch_id)
+        self.lineage: list[dict[str, Any]] = []
+        """The runs that this one continues, as a checkpoint's manifest holds them."""
+        self._locks: dict[Path, RunLock] = {}
         self.models: list[nn.Module] = []
         self.optimizers: list[torch.optim.Optimizer] = []
         self.schedulers: list[Any] = []
@@ -256,6 +271,12 @@ class Formation:
         """
         return restore_snapshot(self, directory, required=required)
 
+    def hold(self, directory: Path) -> None:
+        """Mark the run as under way in a directory it saves to, until the formation is closed: others leave it alone."""
+        if self.is_main and directory not in self._locks:
+            self._locks[directory] = lock = RunLock(directory, self.run_id)
+            self._undo.append(lock.release)
+
     def close(self) -> None:
         """Let go of everything and leave the process group, in the order that cannot deadlock."""
         if self._engine is not None:
@@ -273,6 +294,7 @@ class Formation:
         for undo in reversed(self._undo):
             undo()
         self._undo.clear()
+        self._locks.clear()
         if self._engine is not None:
             self._engine.detach()
         if isinstance(self.strategy, SendsGradients):

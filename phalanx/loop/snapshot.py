@@ -30,19 +30,27 @@ def save_snapshot(formation: Formation, directory: str | Path, shared: dict[str,
         formation.strategy.settle(wrapped)
     state = {**shared_state(formation), **shared}
     epoch = formation.loaders[0].epoch if formation.loaders else 0
-    return checkpoint.save(
+    saved = checkpoint.save(
         directory,
         checkpoint.Snapshot(formation.step, epoch, tensors_of(formation), rank_state(formation), state),
         run_id=formation.run_id,
         keep_last=formation.config.keep_last,
+        lineage=formation.lineage,
         mesh=formation.world.mesh.sizes,
         config=formation.config.to_dict(),
     )
+    formation.hold(saved.path.parent)
+    return saved
 
 
-def restore_snapshot(formation: Formation, directory: str | Path, *, required: bool = True) -> dict[str, Any] | None:
-    """Restore the newest complete checkpoint; return its shared state, with "path" and "notes" beside it."""
-    choice = checkpoint.choose(directory, required=required)
+def restore_snapshot(
+    formation: Formation, directory: str | Path, *, required: bool = True, this_run: bool = False
+) -> dict[str, Any] | None:
+    """Restore the newest complete checkpoint; return its shared state, with "path" and "notes" beside it.
+
+    `this_run`: of those that this run has saved, in this attempt or an earlier one.
+    """
+    choice = checkpoint.choose(directory, required=required, run_id=formation.run_id if this_run else None)
     formation.notes += choice.notes
     if choice.checkpoint is None:
         return None
@@ -50,13 +58,21 @@ def restore_snapshot(formation: Formation, directory: str | Path, *, required: b
     template = tensors_of(formation)
     _drop_what_was_not_saved(formation, choice.checkpoint, template)
     loaded = checkpoint.load(choice.checkpoint, template)
-    formation.run_id = choice.checkpoint.manifest.run_id
+    formation.lineage = _lineage(formation, choice.checkpoint.manifest)
     formation.notes += loaded.notes
     shared = put_back(formation, template, loaded.step, dict(loaded.shared))
     if loaded.rank_state is not None:
         set_rng_state(loaded.rank_state)
     restore_residuals(formation, choice.checkpoint, loaded.rank_state)
     return {**shared, "path": str(choice.checkpoint.path)}
+
+
+def _lineage(formation: Formation, resumed_from: checkpoint.Manifest) -> list[dict[str, Any]]:
+    """Return the runs that this one now continues: two runs that take up one checkpoint stay two."""
+    before = resumed_from.lineage
+    if resumed_from.run_id == formation.run_id:
+        return before
+    return [*before, {"run_id": resumed_from.run_id, "step": resumed_from.step}]
 
 
 def shared_state(formation: Formation) -> dict[str, Any]:
