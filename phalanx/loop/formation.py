@@ -175,8 +175,11 @@ class Formation:
         self.gradients.watch(wrapped)
         return wrapped
 
-    def prepare_loader(self, source: Any, *, training: bool = True) -> PreparedLoader:
-        """Return this rank's share of a DataLoader, a data set or any re-iterable of batches."""
+    def prepare_loader(self, source: Any, *, training: bool = True, in_order: bool = False) -> PreparedLoader:
+        """Return this rank's share of a DataLoader, a data set or any re-iterable of batches.
+
+        `in_order`: `current.offset` orders the batches of all ranks; a data set that shards itself is then read whole.
+        """
         sharded = shard_loader(
             source,
             batch_size=self.config.batch_size,
@@ -189,6 +192,7 @@ class Formation:
             drop_last=self.config.drop_last if training else None,
             group=self._cpu_group(),
             whole_blocks=self.config.fixed_order,
+            in_order=in_order,
         )
         self.notes += [note for note in sharded.notes if note not in self.notes]
         loader = PreparedLoader(sharded, self.gradients if training else None)
