@@ -221,9 +221,14 @@ class Formation:
         """Run forward and backward of a batch and return its mean loss; the one way to train a pipeline."""
         return train_batch(self, model, batch, decide_forward(self.unwrap(model), loss_fn, batch))
 
-    def clip_grad_norm(self, max_norm: float) -> torch.Tensor | None:
-        """Clip all gradients to one global norm; return the norm before, or None between step boundaries."""
-        return self.gradients.clip(max_norm, self.optimizers)
+    def clip_grad_norm(
+        self, max_norm: float, model_or_optimizer: nn.Module | torch.optim.Optimizer | None = None
+    ) -> torch.Tensor | None:
+        """Clip all gradients, or those of one model or optimizer, to one global norm over the ranks.
+
+        Returns the norm before, or None between step boundaries.
+        """
+        return self.gradients.clip(max_norm, self.optimizers, model_or_optimizer)
 
     def grad_norm(self) -> torch.Tensor:
         """Return the one global gradient norm, equal on all ranks; after backward, before the step."""

@@ -67,9 +67,9 @@ class Reporter:
         self.history = History.from_dict(state.get("history", {}))
         self.history.status = "running"
         self._time_before = self.history.total_time
-        self.samples = state["samples"]
-        self._loss_sum = state["epoch_so_far"]["loss_sum"]
-        self._loss_count = state["epoch_so_far"]["loss_count"]
+        self.samples = state.get("samples", 0)  # what a loop of the user's own saved has none of these
+        so_far = state.get("epoch_so_far", {"loss_sum": 0.0, "loss_count": 0})
+        self._loss_sum, self._loss_count = so_far["loss_sum"], so_far["loss_count"]
         self._resumed_from = state["path"]
 
     def started(self) -> None:
@@ -115,7 +115,8 @@ class Reporter:
         history = self.history.to_dict()
         history["steps"] = history["steps"][-_STEPS_IN_CHECKPOINT:]
         so_far = {"loss_sum": self._loss_sum, "loss_count": self._loss_count}
-        return {"history": history, "samples": self.samples, "epoch_so_far": so_far}
+        schedule = self._loop.schedule.state_dict()
+        return {"history": history, "samples": self.samples, "epoch_so_far": so_far, "schedule": schedule}
 
     def say(self, text: str, level: str = "info") -> None:
         """Tell the user something, once."""

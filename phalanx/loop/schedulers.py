@@ -15,12 +15,19 @@ _BOUND = ("step", "state_dict")
 
 
 def bind_scheduler(scheduler: LRScheduler, gradients: Gradients) -> Callable[[], None]:
-    """Let a scheduler step only at step boundaries, where its optimizer was not told to skip; return what undoes it."""
-    inner_step, inner_state = scheduler.step, scheduler.state_dict
+    """Let a scheduler step only where its optimizer has taken a step since it last did; return what undoes it.
 
-    def step(*arguments: Any) -> None:
-        if gradients.last_step_taken:
-            inner_step(*arguments)
+    So it stands still between step boundaries and after a skipped step, whether it is called per step or per epoch.
+    """
+    inner_step, inner_state = scheduler.step, scheduler.state_dict
+    seen = 0
+
+    def step(*arguments: Any, **named: Any) -> None:
+        nonlocal seen
+        taken = gradients.taken(scheduler.optimizer)
+        if taken is None or taken > seen:
+            seen = taken or 0
+            inner_step(*arguments, **named)
 
     def state_dict() -> dict[str, Any]:  # torch takes every attribute for state, these two functions included
         return {name: value for name, value in inner_state().items() if name not in _BOUND}

@@ -55,8 +55,7 @@ def restore_snapshot(
     if choice.checkpoint is None:
         return None
     checkpoint.compare_model(choice.checkpoint.manifest, _described(formation))
-    template = tensors_of(formation)
-    _drop_what_was_not_saved(formation, choice.checkpoint, template)
+    template = _template(formation, choice.checkpoint)
     loaded = checkpoint.load(choice.checkpoint, template)
     formation.lineage = _lineage(formation, choice.checkpoint.manifest)
     formation.notes += loaded.notes
@@ -129,12 +128,24 @@ def tensors_of(formation: Formation) -> dict[str, Any]:
         return state
 
 
-def _drop_what_was_not_saved(formation: Formation, saved: checkpoint.Checkpoint, template: dict[str, Any]) -> None:
+def _template(formation: Formation, saved: checkpoint.Checkpoint) -> dict[str, Any]:
+    """Return the tensors to be read into: those that the checkpoint has."""
+    with formation.gradients.direct():
+        for wrapped, optimizers in zip(formation.models, _optimizers_of_models(formation), strict=True):
+            formation.strategy.fill_states(wrapped, optimizers)
+    template = tensors_of(formation)
+    entries = checkpoint.entries(saved)
+    for name, value in template.items():
+        if "state" in value and "param_groups" in value and f"{name}.state" not in entries:
+            value["state"] = {}  # saved before the optimizer's first step
+    _drop_what_was_not_saved(formation, entries, template)
+    return template
+
+
+def _drop_what_was_not_saved(formation: Formation, entries: set[str], template: dict[str, Any]) -> None:
     """A checkpoint of another strategy lacks what only this one keeps: it stays as it is, from the start."""
     optional = [name for name in template if name.split("@")[0] in formation.strategy.optional_state]
-    if not optional:
-        return
-    missing = sorted(set(optional) - checkpoint.entries(saved))
+    missing = sorted(set(optional) - entries)
     for name in missing:
         del template[name]
     if missing:
