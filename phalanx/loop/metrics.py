@@ -40,7 +40,8 @@ class MetricSums:
                 total, units = (torch.as_tensor(part).detach().double() * float(samples > 0) for part in found)
             else:
                 value = torch.as_tensor(found, device=self._device).detach().double()
-                total = value[:samples].sum() if value.ndim else value * samples
+                # The mean over a stand-in batch may be NaN, and counts for nothing.
+                total = value[:samples].sum() if value.ndim else value * samples if samples else torch.zeros(())
                 units = torch.tensor(float(samples))
             self._accumulate(name, total, units)
 
