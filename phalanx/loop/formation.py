@@ -281,7 +281,7 @@ class Formation:
         return restore_snapshot(self, directory, required=required)
 
     def hold(self, directory: Path) -> None:
-        """Mark the run as under way in a directory it saves to, until the formation is closed: others leave it alone."""
+        """Mark the run as under way in a directory it saves to, until `close`: other runs leave it alone."""
         if self.is_main and directory not in self._locks:
             self._locks[directory] = lock = RunLock(directory, self.run_id)
             self._undo.append(lock.release)

@@ -97,8 +97,7 @@ class HeldParameters:
                     raise UsageError(
                         f"a parameter of shape {list(parameter.shape)} in group {number} of the optimizer "
                         f"({type(optimizer).__name__}) belongs to no prepared model",
-                        hint="Make it a parameter of the model, self.scale = nn.Parameter(...), or prepare() the module "
-                        "that has it.",
+                        hint="Make it a parameter of the model, or prepare() the module that has it.",
                     )
 
     def _name_unused(self, optimizer: torch.optim.Optimizer) -> None:

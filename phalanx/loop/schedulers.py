@@ -32,7 +32,7 @@ def bind_scheduler(scheduler: LRScheduler, gradients: Gradients) -> Callable[[],
     def state_dict() -> dict[str, Any]:  # torch takes every attribute for state, these two functions included
         return {name: value for name, value in inner_state().items() if name not in _BOUND}
 
-    scheduler.step = step  # type: ignore[method-assign, assignment]
+    scheduler.step = step  # type: ignore[method-assign]
     scheduler.state_dict = state_dict  # type: ignore[method-assign]
 
     def undo() -> None:

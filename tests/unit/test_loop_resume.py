@@ -46,7 +46,9 @@ def test_a_rate_that_the_user_changes_counts_from_the_resume_on(tmp_path):
 def test_fit_goes_on_from_what_a_loop_of_the_users_own_saved(tmp_path):
     with Formation(device="cpu", batch_size=4) as formation:
         model = nn.Linear(2, 1)
-        model, optimizer, loader = formation.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), DATA)
+        model, optimizer, loader = formation.prepare(
+            model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), DATA
+        )
         step_over(formation, model, [optimizer], loader)
         formation.save(tmp_path / "kept")
     assert len(fit(tmp_path, 2, resume_from_checkpoint=True)) == 2
