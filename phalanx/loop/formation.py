@@ -15,6 +15,7 @@ from __future__ import annotations
 import itertools
 import math
 import uuid
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -99,7 +100,9 @@ class Formation:
         self.optimizers: list[torch.optim.Optimizer] = []
         self.schedulers: list[Any] = []
         self.loaders: list[PreparedLoader] = []
-        self.notes: list[str] = []
+        self.notes: list[str] = [self.precision.note] if self.precision.note else []
+        if self.precision.warning and self.is_main:
+            warnings.warn(self.precision.warning, stacklevel=2)
         self._replaced = Replaced()
         self._host_group: dist.ProcessGroup | None = None
 

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 import pytest
 from command import ROOT, Answer, clean_environment
 
+from phalanx.config.precision import precision_name
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -326,7 +328,7 @@ def test_configuration(outcome):
 
 
 def test_mixed_precision(outcome):
-    assert outcome["precision"] == "bf16", "what `True` means on a CPU"
+    assert outcome["precision"] == precision_name(True, "cpu"), "what `True` means on a CPU"
 
 
 def test_accumulation(outcome):

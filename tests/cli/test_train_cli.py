@@ -12,6 +12,8 @@ import pytest
 from command import COMMAND, Answer, clean_environment, phalanx, write_script
 from curves import scalars
 
+from phalanx.config.precision import cpu_has_bf16, precision_name
+
 DIGITS = ("train", "digits", "--device", "cpu", "--run-dir", "run")
 
 
@@ -117,9 +119,15 @@ def test_other_recipes_train_too(recipe):
     assert (ended["status"], ended["step"]) == ("finished", 2)
 
 
-@pytest.mark.parametrize(("asked", "name"), [("bf16", "bf16"), ("true", "bf16"), ("false", "fp32")])
+@pytest.mark.parametrize(
+    ("asked", "name"), [("bf16", "bf16"), ("true", precision_name(True, "cpu")), ("false", "fp32")]
+)
 def test_mixed_precision_trains_on_the_cpu(asked, name):
-    trained(*DIGITS, "--max-steps", 12, "--mixed-precision", asked, "--log-every-n-steps", 1)
+    answer = trained(*DIGITS, "--max-steps", 12, "--mixed-precision", asked, "--log-every-n-steps", 1)
+    emulated = not cpu_has_bf16()
+    assert answer.text.count("emulates it") == (asked == "bf16" and emulated)
+    assert answer.text.count("so it computes in fp32") == (asked == "true" and emulated)
+    assert "mkldnn_matmul failed" not in answer.text
     assert of_kind("run_started")[0]["precision"] == name
     losses = [event["loss"] for event in of_kind("step")]
     assert losses[-1] < losses[0]
