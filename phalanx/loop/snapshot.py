@@ -12,6 +12,7 @@ from phalanx import checkpoint
 from phalanx.loop.residuals import rank_state, restore_residuals
 from phalanx.loop.schedulers import load_scheduler_state, scheduler_state
 from phalanx.strategies.engine import OwnsStep
+from phalanx.strategies.optimizer_state import fill_state
 from phalanx.world.seed import set_rng_state
 
 if TYPE_CHECKING:
@@ -131,8 +132,10 @@ def tensors_of(formation: Formation) -> dict[str, Any]:
 def _template(formation: Formation, saved: checkpoint.Checkpoint) -> dict[str, Any]:
     """Return the tensors to be read into: those that the checkpoint has."""
     with formation.gradients.direct():
-        for wrapped, optimizers in zip(formation.models, _optimizers_of_models(formation), strict=True):
-            formation.strategy.fill_states(wrapped, optimizers)
+        for wrapped in formation.models:
+            for optimizer in formation.optimizers:
+                if _trains(optimizer, wrapped):  # an engine's partitions have their states already
+                    fill_state(formation.unwrap(wrapped), optimizer)
     template = tensors_of(formation)
     entries = checkpoint.entries(saved)
     for name, value in template.items():

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor, Replicate
 
 from phalanx.errors import UsageError
-from phalanx.strategies.optimizer_state import fill_state, load_optimizer_state, optimizer_state
+from phalanx.strategies.optimizer_state import load_optimizer_state, optimizer_state
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -148,11 +148,6 @@ class Strategy:
         for number, optimizer in enumerate(optimizers):
             state[f"optimizer{number or ''}"] = optimizer_state(model, optimizer)
         return state
-
-    def fill_states(self, wrapped: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Give fresh optimizers the state that a checkpoint is to be read into."""
-        for optimizer in optimizers:
-            fill_state(self.unwrap(wrapped), optimizer)
 
     def load_state(
         self, wrapped: nn.Module, optimizers: Sequence[torch.optim.Optimizer], state: dict[str, Any]

@@ -189,11 +189,6 @@ class DeepSpeed(Strategy, OwnsStep):
         state: dict[str, Any] = {"model": self._state.weights()}
         return {**state, "optimizer": self._state.optimizer_state()} if optimizers else state
 
-    def fill_states(self, wrapped: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Leave partitions as they are: DeepSpeed has made their states."""
-        if self._state is None or not self._state.partitioned:
-            super().fill_states(wrapped, optimizers)
-
     def load_state(
         self, wrapped: nn.Module, optimizers: Sequence[torch.optim.Optimizer], state: dict[str, Any]
     ) -> None:
