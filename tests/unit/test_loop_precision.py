@@ -36,8 +36,8 @@ def cpu(tmp_path, monkeypatch):
 def test_true_is_bf16_only_where_the_cpu_has_it(cpu, text, has):
     cpu(text)
     assert precision.precision_name(True, "cpu") == ("bf16" if has else "fp32")
-    assert precision.precision_name("bf16", "cpu") == "bf16"
-    assert precision.precision_name(True, "cuda") == "fp16"
+    asked = [("bf16", "cpu"), (False, "cpu"), (True, "cuda"), ("bf16", "cuda"), ("fp16", "cuda"), (False, "cuda")]
+    assert [precision.precision_name(*given) for given in asked] == ["bf16", "fp32", "fp16", "bf16", "fp16", "fp32"]
 
 
 def test_a_cpu_without_bf16_says_what_it_does_instead(cpu):
