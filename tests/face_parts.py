@@ -137,6 +137,30 @@ class StopAfter(Callback):
             trainer.request_stop()
 
 
+class ShardedStream(IterableDataset):
+    """Yields 0, 1, 2, ... and knows how to cut itself."""
+
+    def __init__(self, length: int, step: int = 1, first: int = 0) -> None:
+        self.length, self.step, self.first = length, step, first
+
+    def shard(self, num_shards: int, index: int) -> ShardedStream:
+        return ShardedStream(self.length, num_shards, index)
+
+    def __iter__(self):
+        for number in range(self.first, self.length, self.step):
+            yield torch.tensor([float(number)]), 0
+
+
+class RaggedBatches(Dataset):
+    """A map-style data set whose items are whole batches of different sizes."""
+
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, index: int):
+        return torch.full((index + 1, 1), float(index)), torch.zeros(index + 1)
+
+
 class SumOfSamples(Callback):
     def __init__(self, path):
         self.path, self.samples = path, 0

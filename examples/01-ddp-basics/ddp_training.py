@@ -54,7 +54,7 @@ def main() -> None:
         weight_decay=0.01,
         lr_schedule="cosine",
         warmup=0.1,  # a share of the run; a whole number would be steps
-        mixed_precision=args.precision if args.precision != "fp32" else False,
+        mixed_precision={"auto": True, "fp32": False}.get(args.precision, args.precision),
         gradient_accumulation_steps=args.accumulate,
         gradient_clipping=1.0,
         checkpoint_dir=args.checkpoint_dir,
@@ -80,7 +80,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=32, help="samples per rank and micro-batch")
     parser.add_argument("--accumulate", type=int, default=1, help="micro-batches an optimizer step")
     parser.add_argument("--lr", type=float, default=2e-3)
-    parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="fp32")
+    parser.add_argument("--precision", choices=("auto", "fp32", "bf16", "fp16"), default="fp32")
     parser.add_argument("--checkpoint-dir", default="checkpoints")
     parser.add_argument("--resume", action="store_true", help="go on from the newest complete checkpoint, if any")
     parser.add_argument("--save", help="file for the trained weights, such as model.safetensors")

@@ -58,13 +58,14 @@ def here(tensor: torch.Tensor) -> torch.Tensor:
 def main() -> None:
     args = parse_args()
     model = build_model(args)
+    fast = "bf16" if torch.cuda.is_available() else True  # on a CPU: bf16 where it has it, else fp32
     trainer = phalanx.PyTorchDDPTrainer(
         model,
         num_workers=args.num_workers,
         num_gpus=args.num_gpus,
         strategy="fsdp",
         wrap_class=args.wrap_class,  # gathered as one; left out, the repeated blocks are found by themselves
-        mixed_precision=args.precision if args.precision != "fp32" else False,  # gathered in it, too
+        mixed_precision={"auto": fast, "fp32": False}.get(args.precision, args.precision),  # gathered in it, too
         activation_checkpointing=not args.no_recompute,  # backward computes each block again
         offload=args.offload,
         batch_size=args.batch_size,
@@ -92,7 +93,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--num-gpus", type=int, help="the same, for CUDA")
     parser.add_argument("--model", choices=("llama", "gpt"), default="llama")
     parser.add_argument("--preset", default="debug", help="its size: debug, small, 1b, 8b, ... (see docs/models.md)")
-    parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="bf16")
+    parser.add_argument("--precision", choices=("auto", "fp32", "bf16", "fp16"), default="auto")
     parser.add_argument("--no-recompute", action="store_true", help="keep activations instead of computing them again")
     parser.add_argument("--offload", choices=("none", "cpu"), default="none", help="where parameters and states live")
     parser.add_argument("--wrap-class", default="Block", help="class of the blocks that are gathered one at a time")

@@ -7,6 +7,7 @@ Writing is `save`; resuming is `choose`, then `compare_model`, then `load`. A ch
         .metadata           torch's index of the shards
         __0_0.distcp ...    the shards, one file a rank
         rank-00000.pt ...   what belongs to one rank, such as its random state
+    .run-....lock           held by a run that saves here for as long as it is under way
     .writing-...            a save in progress, or what a dead one left for the next save to remove
 
 Nothing here knows the training loop: state dicts go in and come out.
@@ -15,6 +16,7 @@ Nothing here knows the training loop: state dicts go in and come out.
 from __future__ import annotations
 
 from phalanx.checkpoint.find import Checkpoint, Choice, choose, list_checkpoints, newest_complete
+from phalanx.checkpoint.lock import RunLock
 from phalanx.checkpoint.manifest import Manifest, TensorInfo, read_manifest
 from phalanx.checkpoint.read import Loaded, compare_model, entries, load, read_rank_state, read_state_of, read_tensors
 from phalanx.checkpoint.snapshot import SavedCheckpoint, Snapshot
@@ -26,6 +28,7 @@ __all__ = [
     "Choice",
     "Loaded",
     "Manifest",
+    "RunLock",
     "SavedCheckpoint",
     "Snapshot",
     "TensorInfo",

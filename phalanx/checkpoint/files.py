@@ -6,8 +6,9 @@ import contextlib
 import errno
 import os
 import shutil
+import stat
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 from phalanx.checkpoint.hashing import TreeHash, hashing_threads
 from phalanx.errors import CheckpointError
@@ -92,6 +93,15 @@ def hashed_file(path: Path, records: dict[str, FileRecord]) -> Iterator[HashedFi
         records[path.name] = file.finish()
     finally:
         file.release()
+
+
+def open_regular(path: Path) -> IO[bytes]:
+    """Open a file for reading; a pipe or device of that name, which could block for ever, is refused."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return os.fdopen(descriptor, "rb")
+    os.close(descriptor)
+    raise OSError(errno.EINVAL, "not a regular file", str(path))
 
 
 def sync_directory(path: Path) -> None:

@@ -44,16 +44,17 @@ def newest_complete(directory: Path | str) -> Checkpoint | None:
     return next((checkpoint for checkpoint in list_checkpoints(directory) if sizes_match(checkpoint)), None)
 
 
-def choose(place: Path | str, *, required: bool = False) -> Choice:
+def choose(place: Path | str, *, required: bool = False, run_id: str | None = None) -> Choice:
     """Choose the newest whole checkpoint of a directory, or the one that `place` is; collective with a process group.
 
     Damaged ones are passed over with a note. A checkpoint that was named itself must be whole. When there is none,
-    `required` decides between a CheckpointError and a choice of None; something foreign is always an error.
+    `required` decides between a CheckpointError and a choice of None; something foreign is always an error. With
+    `run_id` (rank 0's is taken) only the checkpoints of that run count.
     """
     place = Path(place)
     if group.from_rank_zero(lambda: _is_checkpoint(place)):
         return Choice(_named(place))
-    candidates, notes = group.from_rank_zero(lambda: _candidates(place))
+    candidates, notes = group.from_rank_zero(lambda: _candidates(place, run_id))
     for checkpoint in candidates:
         problems = verify(checkpoint.path, manifest=checkpoint.manifest)
         if not problems:
@@ -90,7 +91,7 @@ def _manifest_of(path: Path) -> Manifest:
     return read_manifest(path)
 
 
-def _candidates(directory: Path) -> tuple[list[Checkpoint], list[str]]:
+def _candidates(directory: Path, run_id: str | None) -> tuple[list[Checkpoint], list[str]]:
     if not directory.exists():
         return [], []
     found, notes = _survey(directory) if directory.is_dir() else ([], [])
@@ -98,7 +99,7 @@ def _candidates(directory: Path) -> tuple[list[Checkpoint], list[str]]:
         kind = looks_like(directory)
         if kind is not None:
             raise foreign(directory, kind)
-    return found, notes
+    return [each for each in found if run_id in (None, each.manifest.run_id)], notes
 
 
 def _survey(directory: Path) -> tuple[list[Checkpoint], list[str]]:

@@ -6,6 +6,7 @@ import shutil
 from typing import TYPE_CHECKING
 
 from phalanx.checkpoint.find import list_checkpoints
+from phalanx.checkpoint.lock import is_under_way, remove_stale_locks
 from phalanx.checkpoint.names import is_abandoned, owner_of
 from phalanx.checkpoint.publish import remove
 from phalanx.checkpoint.verify import sizes_match
@@ -13,6 +14,8 @@ from phalanx.errors import CheckpointError
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from phalanx.checkpoint.find import Checkpoint
 
 
 def check_keep_last(keep_last: int | None) -> None:
@@ -24,19 +27,20 @@ def check_keep_last(keep_last: int | None) -> None:
         )
 
 
-def keep_newest(published: Path, *, run_id: str, keep_last: int | None) -> list[str]:
+def keep_newest(published: Checkpoint, keep_last: int | None) -> list[str]:
     """Remove the run's checkpoints beyond the newest `keep_last` complete ones; return what could not be removed.
 
-    Other runs' checkpoints are never touched. A damaged one does not count as kept, so a complete one always remains.
+    Those of the runs that it continues count as its own. Other runs' checkpoints are never touched. A damaged one does
+    not count as kept, so a complete one always remains.
     """
     notes: list[str] = []
     if keep_last is None:
         return notes
     complete = 0
-    # The one just published is the newest, even if the clock has been set back since its predecessor.
-    newest_first = sorted(list_checkpoints(published.parent), key=lambda checkpoint: checkpoint.path != published)
-    for checkpoint in newest_first:
-        if checkpoint.manifest.run_id != run_id:
+    found = list_checkpoints(published.path.parent)
+    own = {published.manifest.run_id, *_continued(published, found)}
+    for checkpoint in found:
+        if checkpoint.manifest.run_id not in own:
             continue
         if complete >= keep_last:
             notes += _try_to_remove(checkpoint.path)
@@ -45,9 +49,24 @@ def keep_newest(published: Path, *, run_id: str, keep_last: int | None) -> list[
     return notes
 
 
+def _continued(published: Checkpoint, found: list[Checkpoint]) -> set[str]:
+    """Return the runs that are over and that this one took up at their end; one left earlier is a branch of its own."""
+    ended: set[str] = set()
+    for ancestor in published.manifest.lineage:
+        run_id, step = ancestor["run_id"], ancestor["step"]
+        later = any(
+            checkpoint.manifest.run_id == run_id and checkpoint.step > step and sizes_match(checkpoint)
+            for checkpoint in found
+        )
+        if not later and not is_under_way(published.path.parent, run_id):
+            ended.add(run_id)
+    return ended
+
+
 def clear_leftovers(directory: Path, *, older_than: float) -> list[str]:
     """Remove unfinished directories of writers that are gone; return what could not be removed and why."""
     notes: list[str] = []
+    remove_stale_locks(directory)
     for path in directory.glob(".*"):
         owner = owner_of(path.name)
         if owner is None or not path.is_dir() or not is_abandoned(path, owner):

@@ -8,7 +8,7 @@ import json
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from phalanx.checkpoint.files import FileRecord
+from phalanx.checkpoint.files import FileRecord, open_regular
 from phalanx.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 MANIFEST = "manifest.json"
-FORMAT = 1
+FORMAT = 2
 """Raised by one whenever an older Phalanx could no longer read what is written."""
 
 
@@ -36,6 +36,7 @@ class Manifest:
     epoch: int
     run_id: str
     published_at: float
+    """By the clock of the rank that published it, and later than all that were in the directory then."""
     world_size: int
     torch_version: str
     phalanx_version: str
@@ -44,6 +45,8 @@ class Manifest:
     shared: dict[str, Any] = field(default_factory=dict)
     mesh: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
+    lineage: list[dict[str, Any]] = field(default_factory=list)
+    """The runs that this one continues, the first of them first: `{"run_id": ..., "step": ...}` it resumed from."""
     format: int = FORMAT
 
     @property
@@ -64,7 +67,8 @@ def read_manifest(path: Path) -> Manifest:
     """Read the manifest of the checkpoint at `path`; a CheckpointError says what is wrong with it."""
     file = path / MANIFEST
     try:
-        text = file.read_text(encoding="utf-8")
+        with open_regular(file) as stream:
+            text = stream.read().decode()
     except FileNotFoundError:
         raise CheckpointError(f"{path} has no {MANIFEST}: it was not written completely, or not by Phalanx") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -73,6 +77,8 @@ def read_manifest(path: Path) -> Manifest:
         return _parse(json.loads(text), file)
     except json.JSONDecodeError as error:
         raise CheckpointError(f"{file} is truncated or not JSON: {error.msg} at line {error.lineno}") from error
+    except (AttributeError, KeyError, RecursionError, TypeError) as error:  # its checksum is not a signature
+        raise CheckpointError(f"{file} is not a Phalanx manifest: {type(error).__name__}: {error}") from error
 
 
 def _parse(body: Any, file: Path) -> Manifest:

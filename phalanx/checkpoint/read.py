@@ -71,9 +71,9 @@ def read_tensors(checkpoint: Checkpoint, template: dict[str, Any]) -> None:
 
 
 def entries(checkpoint: Checkpoint) -> set[str]:
-    """Return the top-level entries of a checkpoint's state: the model, its optimizers, what else was saved."""
+    """Return the entries of a checkpoint's state, the top level and the one below: "model", "optimizer.state"."""
     saved = ShardReader(checkpoint.path).read_metadata().state_dict_metadata
-    return {name.split(".", 1)[0] for name in saved}
+    return {".".join(name.split(".", 2)[:count]) for name in saved for count in (1, 2)}
 
 
 def read_rank_state(checkpoint: Checkpoint) -> tuple[Any, list[str]]:

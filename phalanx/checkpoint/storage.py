@@ -11,12 +11,15 @@ from typing import IO, TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint import metadata as torch_metadata
+from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import WriteItemType
+from torch.serialization import _get_layout
 
-from phalanx.checkpoint.files import FileRecord, hashed_file, write_failed
+from phalanx.checkpoint.files import FileRecord, hashed_file, open_regular, write_failed
 from phalanx.checkpoint.plain import from_plain, to_plain
+from phalanx.errors import CheckpointError
 
 if TYPE_CHECKING:
     import io
@@ -100,8 +103,12 @@ class ShardReader(dcp.FileSystemReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return the index of the shards."""
-        with Path(self.path, ".metadata").open("rb") as file:
-            metadata: Metadata = _IndexUnpickler(file).load()
+        path = Path(self.path, ".metadata")
+        try:
+            with open_regular(path) as file:
+                metadata = _read_index(file)
+        except Exception as error:  # a stream can make any of the types it names raise anything
+            raise CheckpointError(f"{path} cannot be read: {error}") from error
         storage_meta = metadata.storage_meta or StorageMeta()
         return dataclasses.replace(metadata, storage_meta=dataclasses.replace(storage_meta, load_id=self.load_id))
 
@@ -128,17 +135,66 @@ class PlainLoadPlanner(dcp.DefaultLoadPlanner):
         holder[path[-1]] = from_plain(torch.load(value, weights_only=True))
 
 
+_RECORDS = {
+    cls.__name__: cls
+    for cls in (
+        torch_metadata.Metadata,
+        torch_metadata.MetadataIndex,
+        torch_metadata.TensorStorageMetadata,
+        torch_metadata.BytesStorageMetadata,
+        torch_metadata.ChunkStorageMetadata,
+        torch_metadata.TensorProperties,
+        torch_metadata.StorageMeta,
+        torch_metadata._MEM_FORMAT_ENCODING,
+    )
+}
+"""The types of an index, by name. Every other name of their module (dataclass, os, torch) would run code."""
+
+
 class _IndexUnpickler(pickle.Unpickler):
     """Knows the few types an index consists of and refuses every other name."""
 
     def find_class(self, module: str, name: str) -> Any:
-        records = module == "torch.distributed.checkpoint.metadata" and "." not in name
-        shards = (module, name) == ("torch.distributed.checkpoint.filesystem", "_StorageInfo")
-        helpers = (module, name) in {("torch", "Size"), ("torch.serialization", "_get_layout")}
-        dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if records or shards or helpers or dtype:
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"the index of the shards names {module}.{name}, which has no business there")
+        if module == torch_metadata.__name__ and name in _RECORDS:
+            return _RECORDS[name]
+        if (module, name) in _HELPERS:
+            return _HELPERS[module, name]
+        dtype = getattr(torch, name, None) if module == "torch" else None
+        if isinstance(dtype, torch.dtype):
+            return dtype
+        raise pickle.UnpicklingError(f"the index of the shards names {module}.{name}, which is not part of an index")
+
+
+_HELPERS: dict[tuple[str, str], Any] = {
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _StorageInfo,
+    ("torch", "Size"): torch.Size,
+    ("torch.serialization", "_get_layout"): _get_layout,
+}
+
+
+def _read_index(file: IO[bytes]) -> Metadata:
+    """Unpickle an index; a stream may set attributes on the classes it names, which is undone and refused."""
+    classes = [*_RECORDS.values(), _StorageInfo]
+    before = [dict(vars(cls)) for cls in classes]
+    try:
+        index = _IndexUnpickler(file).load()
+    finally:
+        changed = [cls.__name__ for cls, kept in zip(classes, before, strict=True) if _put_back(cls, kept)]
+    if changed or not isinstance(index, Metadata):
+        what = f"changes the class {changed[0]}" if changed else f"is a {type(index).__name__}"
+        raise pickle.UnpicklingError(f"the index of the shards {what}")
+    return index
+
+
+def _put_back(cls: type, attributes: dict[str, Any]) -> bool:
+    """Give a class the attributes it had; say whether they differed."""
+    changed = {name for name in {*vars(cls), *attributes} if vars(cls).get(name) is not attributes.get(name)}
+    for name in changed:
+        if name in attributes:
+            type.__setattr__(cls, name, attributes[name])
+        else:
+            type.__delattr__(cls, name)
+    return bool(changed)
 
 
 def first_cause(failure: CheckpointException) -> tuple[int, Exception]:

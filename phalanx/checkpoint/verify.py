@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -47,9 +48,12 @@ def _problem(file: Path, record: FileRecord) -> str | None:
 
 def _size_problem(file: Path, record: FileRecord) -> str | None:
     try:
-        size = file.stat().st_size
+        found = file.stat()
     except FileNotFoundError:
         return f"{file.name} is missing"
+    if not stat.S_ISREG(found.st_mode):
+        return f"{file.name} is not a regular file"
+    size = found.st_size
     if size == record.size:
         return None
     how = "truncated" if size < record.size else "longer than written"

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from phalanx.checkpoint import group
 from phalanx.checkpoint.files import FileRecord, hashed_file, write_failed
+from phalanx.checkpoint.find import Checkpoint, list_checkpoints
 from phalanx.checkpoint.keep import check_keep_last, clear_leftovers, keep_newest
 from phalanx.checkpoint.manifest import MANIFEST, Manifest, TensorInfo, dump_manifest
 from phalanx.checkpoint.names import writing_name
@@ -32,6 +33,7 @@ from phalanx.version import __version__
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+_MOMENT_SECONDS = 1e-3
 _OF_A_MODEL = re.compile(r"model\d*\.")
 
 
@@ -41,6 +43,7 @@ def save(
     *,
     run_id: str,
     keep_last: int | None = None,
+    lineage: list[dict[str, Any]] | None = None,
     mesh: dict[str, Any] | None = None,
     config: dict[str, Any] | None = None,
 ) -> SavedCheckpoint:
@@ -55,13 +58,22 @@ def save(
     with _removed_on_failure(written):
         metadata, files = _write_shards(written, snapshot)
 
-        def complete() -> tuple[Path, int]:
-            manifest = _manifest(snapshot, metadata, files, run_id=run_id, mesh=mesh or {}, config=config or {})
-            return _publish(written, manifest), manifest.bytes
+        def complete() -> Checkpoint:
+            manifest = Manifest(
+                **_contents(snapshot, metadata),
+                files=files,
+                run_id=run_id,
+                lineage=lineage or [],
+                published_at=_time_after(list_checkpoints(directory)),
+                mesh=mesh or {},
+                config=config or {},
+            )
+            return Checkpoint(_publish(written, manifest), manifest)
 
-        path, size = group.from_rank_zero(complete)
-    notes = group.from_rank_zero(lambda: keep_newest(path, run_id=run_id, keep_last=keep_last))
-    return SavedCheckpoint(path, snapshot.step, time.monotonic() - started, size, tuple(notes))
+        published = group.from_rank_zero(complete)
+    notes = group.from_rank_zero(lambda: keep_newest(published, keep_last))
+    seconds = time.monotonic() - started
+    return SavedCheckpoint(published.path, snapshot.step, seconds, published.manifest.bytes, tuple(notes))
 
 
 def check_writable(directory: Path | str) -> None:
@@ -149,29 +161,21 @@ def _explain(failure: CheckpointException) -> CheckpointError:
     return CheckpointError(f"rank {rank} could not save: {type(cause).__name__}: {cause}")
 
 
-def _manifest(
-    snapshot: Snapshot,
-    metadata: Metadata,
-    files: dict[str, FileRecord],
-    *,
-    run_id: str,
-    mesh: dict[str, Any],
-    config: dict[str, Any],
-) -> Manifest:
-    return Manifest(
-        step=snapshot.step,
-        epoch=snapshot.epoch,
-        run_id=run_id,
-        published_at=time.time(),
-        world_size=group.world_size(),
-        torch_version=torch.__version__,
-        phalanx_version=__version__,
-        files=files,
-        tensors=_model_tensors(metadata),
-        shared=snapshot.shared,
-        mesh=mesh,
-        config=config,
-    )
+def _contents(snapshot: Snapshot, metadata: Metadata) -> dict[str, Any]:
+    return {
+        "step": snapshot.step,
+        "epoch": snapshot.epoch,
+        "shared": snapshot.shared,
+        "tensors": _model_tensors(metadata),
+        "world_size": group.world_size(),
+        "torch_version": torch.__version__,
+        "phalanx_version": __version__,
+    }
+
+
+def _time_after(present: list[Checkpoint]) -> float:
+    """Return the time, or a moment after the newest checkpoint where this machine's clock is behind that one's."""
+    return max([time.time(), *(checkpoint.manifest.published_at + _MOMENT_SECONDS for checkpoint in present)])
 
 
 def _model_tensors(metadata: Metadata) -> dict[str, TensorInfo]:

@@ -168,7 +168,7 @@ class Optimization:
 
     mixed_precision: bool | str = option(
         False,
-        "false, bf16, fp16 (with loss scaling), or true: fp16 on CUDA, bf16 on CPU",
+        "false, bf16, fp16 (with loss scaling), or true: fp16 on CUDA, bf16 on a CPU that has it",
         choices=(False, True, "fp16", "bf16"),
     )
     scaler_init_scale: float = option(65536.0, "first loss scale of fp16", above=0)

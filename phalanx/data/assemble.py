@@ -55,14 +55,15 @@ def open_source(
     drop_last: bool,
     group: dist.ProcessGroup | None,
     notes: list[str],
+    in_order: bool,
 ) -> Batches:
     """Choose how the data are read: by positions where the data set has them, else as a stream."""
     if source.is_stream:
-        return StreamedBatches(source, layout, seed=seed, drop_last=drop_last, group=group)
+        return StreamedBatches(source, layout, seed=seed, drop_last=drop_last, group=group, in_order=in_order)
     order = _order(source, seed=seed, training=training, notes=notes)
     if source.ready_batches:
         stream = dataclasses.replace(source, dataset=ReadyItems(source.dataset, order), is_stream=True)
-        return StreamedBatches(stream, layout, seed=seed, drop_last=drop_last, group=group)
+        return StreamedBatches(stream, layout, seed=seed, drop_last=drop_last, group=group, in_order=in_order)
     mapped = MappedBatches(source, order, layout, seed=seed, drop_last=drop_last)
     if mapped.plan(0).length == 0:
         raise DataError(

@@ -35,10 +35,20 @@ class BatchFetcher(Dataset[Any]):
         self.dataset = dataset
         self._collate = collate_fn
         self._seed = seed
+        self._wants_epoch = callable(getattr(dataset, "set_epoch", None))
+        self._epoch: int | None = None
         self._gather = gather_function(dataset) if collate_fn is default_collate else None
         self._seeded = collate_fn is not default_collate or not is_deterministic(dataset)
 
+    def set_epoch(self, epoch: int) -> None:
+        """Tell a data set that wants to know which epoch it is."""
+        if self._wants_epoch:
+            self._epoch = epoch
+            self.dataset.set_epoch(epoch)
+
     def __getitem__(self, request: Request) -> Any:
+        if self._epoch is not None and self._epoch != request.epoch:  # the copy of a worker that outlives an epoch
+            self.set_epoch(request.epoch)
         if not self._seeded:
             return self._fetch(request.indices)
         seed = derive_seed(self._seed, request.epoch, request.offset)

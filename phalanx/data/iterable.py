@@ -27,7 +27,10 @@ if TYPE_CHECKING:
 
 
 class Block(NamedTuple):
-    """One micro-batch cut from a stream: `samples` is 0 for a stand-in, `batch` None where a resumed run skips it."""
+    """One micro-batch cut from a stream: `samples` is 0 for a stand-in, `batch` None where a resumed run skips it.
+
+    Offsets order the blocks of all ranks, except those of a data set that shards itself: they count within the shard.
+    """
 
     batch: Any
     samples: int
@@ -46,7 +49,15 @@ class BlockStream(IterableDataset[Block]):
     """The blocks of one rank, in the order of the stream, in this process or dealt over worker processes."""
 
     def __init__(
-        self, dataset: Any, layout: Layout, collate_fn: Callable[[Any], Any], *, seed: int, ready: bool, workers: int
+        self,
+        dataset: Any,
+        layout: Layout,
+        collate_fn: Callable[[Any], Any],
+        *,
+        seed: int,
+        ready: bool,
+        workers: int,
+        in_order: bool = False,
     ) -> None:
         self.dataset = dataset
         self._layout = layout
@@ -58,7 +69,9 @@ class BlockStream(IterableDataset[Block]):
         self._collates_randomly = collate_fn not in (default_collate, default_convert, return_as_is)
         self._slot: Slot | None = None
         parts = layout.dp_size * max(workers, 1)
-        self.shards_itself = parts > 1 and _can_shard(dataset, parts)
+        # Where a sample of a user's own shard stands in the whole is not known; of our own it is.
+        ordered = not in_order or isinstance(dataset, ReadyItems)
+        self.shards_itself = parts > 1 and ordered and _can_shard(dataset, parts)
         # Shared with the worker processes, because persistent ones keep the copy of this object they were started with.
         self._aim = torch.zeros(3, dtype=torch.int64)
         if workers:
@@ -94,14 +107,15 @@ class BlockStream(IterableDataset[Block]):
 
     def _own_shard(self, epoch: int, skipped: int, slot: Slot) -> Iterator[Block]:
         layout = self._layout
-        index = layout.dp_rank * slot.workers + slot.worker
-        part = self.dataset.shard(num_shards=layout.dp_size * slot.workers, index=index)
-        reader = _Reader(self, part, (epoch, index))
-        number = slot.worker
+        index, parts = layout.dp_rank * slot.workers + slot.worker, layout.dp_size * slot.workers
+        reader = _Reader(self, self.dataset.shard(num_shards=parts, index=index), (epoch, index))
+        number, place = slot.worker, index
         while items := reader.read(self.items_per_block):
             # The consumer leaves out the first `skipped` blocks it gets; those surely among them need no collating.
-            yield reader.block(items) if number >= skipped else Block(None, 0, 0)
+            block = reader.block(items) if number >= skipped else Block(None, 0, 0)
+            yield block._replace(offset=place) if isinstance(self.dataset, ReadyItems) else block
             number += slot.workers
+            place += parts
 
     def scope(self, *parts: int, collating: bool = False) -> AbstractContextManager[None]:
         """Seed by position: every rank reads the same stream even where it shuffles, and so does a resumed one."""

@@ -146,12 +146,14 @@ def shard_loader(
     drop_last: bool | None = None,
     group: dist.ProcessGroup | None = None,
     whole_blocks: bool = False,
+    in_order: bool = False,
 ) -> ShardedLoader:
     """Build the loader of one data-parallel rank from a DataLoader, a Dataset or any re-iterable of batches.
 
     `batch_size` is per rank and wins over the DataLoader's own. A plain Dataset is shuffled when training. Evaluation
     (`training=False`) shuffles nothing, drops nothing and counts every sample once. `group` carries the sample counts
     of iterable data; give a CPU (gloo) group of the data-parallel ranks. `whole_blocks`: see `Layout`.
+    `in_order`: offsets tell the order of the samples over all ranks, so a stream is not asked for shards of its own.
     """
     if isinstance(source, ShardedLoader):
         raise UsageError("this loader is sharded already.", hint="Give the DataLoader or data set it was made from.")
@@ -161,7 +163,9 @@ def shard_loader(
     size = settle_batch_size(read, batch_size, notes)
     layout = checked(Layout(size, dp_rank, dp_size, accumulation if training else 1, whole_blocks))
     drop = training and (read.drop_last if drop_last is None else drop_last)
-    batches = open_source(read, layout, seed=seed, training=training, drop_last=drop, group=group, notes=notes)
+    batches = open_source(
+        read, layout, seed=seed, training=training, drop_last=drop, group=group, notes=notes, in_order=in_order
+    )
     pin_first = read.workers.pin_memory and read.workers.num_workers == 0
     return ShardedLoader(batches, layout, device, notes, training=training, pin_first=pin_first)
 

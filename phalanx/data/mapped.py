@@ -59,9 +59,7 @@ class MappedBatches:
     def batches(self, epoch: int, start: int, skipped: int) -> Iterator[tuple[MicroInfo, Any]]:
         """Yield this rank's micro-batches from the epoch's sample `start` on."""
         plan = self.plan(epoch)
-        dataset = self._fetcher.dataset
-        if callable(getattr(dataset, "set_epoch", None)):
-            dataset.set_epoch(epoch)
+        self._fetcher.set_epoch(epoch)
         if self._workers.num_workers == 0:
             return self._fetch_here(plan, epoch, start)
         return self._fetch_by_workers(plan, epoch, start)

@@ -27,11 +27,24 @@ class StreamedBatches:
     """Read a stream whose length nobody knows: every rank takes part in every step until the last one has run out."""
 
     def __init__(
-        self, source: Source, layout: Layout, *, seed: int, drop_last: bool, group: dist.ProcessGroup | None
+        self,
+        source: Source,
+        layout: Layout,
+        *,
+        seed: int,
+        drop_last: bool,
+        group: dist.ProcessGroup | None,
+        in_order: bool = False,
     ) -> None:
         workers = source.workers.num_workers
         self._stream = BlockStream(
-            source.dataset, layout, source.collate_fn, seed=seed, ready=source.ready_batches, workers=workers
+            source.dataset,
+            layout,
+            source.collate_fn,
+            seed=seed,
+            ready=source.ready_batches,
+            workers=workers,
+            in_order=in_order,
         )
         self._source = source
         self._layout = layout

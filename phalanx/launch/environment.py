@@ -24,6 +24,8 @@ class Place:
     world_size: int
     master_addr: str
     master_port: int
+    run_id: str = ""
+    """The name that the nodes agreed on for this launch; empty: this node's own, `LaunchSpec.run_id`."""
 
 
 def threads_per_rank(spec: LaunchSpec, environ: Mapping[str, str]) -> int:
@@ -69,4 +71,5 @@ def rank_environment(
         "TORCHELASTIC_ERROR_FILE": str(log_dir / f"rank-{rank}.torch-error.json"),
         "OMP_NUM_THREADS": str(threads_per_rank(spec, shared)),
         "PHALANX_LOG_DIR": str(log_dir),
+        "PHALANX_RUN_ID": place.run_id or spec.run_id,
     }

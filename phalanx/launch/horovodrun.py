@@ -100,6 +100,7 @@ class HorovodRun:
             **first,
             "OMP_NUM_THREADS": str(threads),
             "PHALANX_LOG_DIR": str(spec.log_dir.absolute()),
+            "PHALANX_RUN_ID": spec.run_id,
             "TORCHELASTIC_RESTART_COUNT": str(attempt),
             "TORCHELASTIC_MAX_RESTARTS": str(spec.max_restarts),
         }

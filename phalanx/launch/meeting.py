@@ -55,6 +55,7 @@ class Meeting:
                 "node_rank": self._spec.node_rank,
                 "endpoint": self._spec.rdzv_endpoint,
                 "run_id": self._spec.rdzv_id,
+                "launch_id": self._spec.run_id,
                 "ranks_per_node": self._spec.ranks_per_node,
                 "seconds": self._spec.join_timeout or _GATHER_SECONDS,
                 "secret": {**os.environ, **self._spec.env}.get(VARIABLE),

@@ -96,7 +96,7 @@ class NodeGroup:
 
         self._attempt = attempt
         prefix = f"phalanx/{self._request['run_id']}/{attempt}"
-        self._board = sign_store(PrefixStore(prefix, self._store), {VARIABLE: self._request.get("secret") or ""})
+        self._board = self._sign(PrefixStore(prefix, self._store))
         self._said_failure = self._said_end = False
         try:
             nodes, own = self._meet_all(self._board, tell, time.monotonic() + self._seconds)
@@ -115,7 +115,12 @@ class NodeGroup:
             "world_size": sum(sizes),
             "master_addr": self._host,
             "master_port": port,
+            # Node 0, and with it rank 0, may be another machine after a restart.
+            "run_id": self._sign(self._store).compare_set("phalanx/launch_id", "", self._request["launch_id"]).decode(),
         }
+
+    def _sign(self, store: Store) -> Store:
+        return sign_store(store, {VARIABLE: self._request.get("secret") or ""})
 
     def _meet_all(
         self, board: Store, tell: Callable[[Message], None], deadline: float

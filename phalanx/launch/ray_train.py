@@ -198,7 +198,8 @@ class _Run:
         """Return what ranks see of this process's environment, wherever they are."""
         own = {name: value for name, value in os.environ.items() if name.startswith(_TRAVELLING)}
         done = {f"PHALANX_{name.upper()}" for name in settings_of_start("ray")}
-        return {name: value for name, value in {**own, **self._spec.env}.items() if name not in done}
+        launch = {"PHALANX_RUN_ID": self._spec.run_id}
+        return {name: value for name, value in {**own, **self._spec.env, **launch}.items() if name not in done}
 
     def _threads(self) -> int | None:
         """Return the compute threads of a rank; None on a Ray of our own: its machine's cores, shared evenly.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -95,6 +96,8 @@ class LaunchSpec:
     """This node's place among the nodes; None lets the rendezvous choose."""
     rdzv_endpoint: str = ""
     """host:port where the nodes meet; only with several nodes."""
+    run_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    """Tells this launch from every other; the same in all of its attempts."""
     rdzv_id: str = "phalanx"
     """Tells apart groups that meet at the same endpoint."""
     env: Mapping[str, str] = field(default_factory=lambda: _EMPTY)

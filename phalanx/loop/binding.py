@@ -44,6 +44,8 @@ def bind_optimizer(optimizer: torch.optim.Optimizer, gradients: Gradients) -> Ca
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None
+        for parameter in gradients.held.strays:
+            parameter.grad = None
 
     # A method, not a bare function: a scheduler made after this one wraps it and asks for __func__.
     optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]

@@ -29,6 +29,7 @@ class Carried:
 
     step: int
     run_id: str
+    lineage: list[dict[str, Any]]
     world_size: int
     tensors: dict[str, Any]
     shared: dict[str, Any]
@@ -69,15 +70,16 @@ def carry(loop: TrainLoop, position: Position) -> Carried | None:
     tensors = tensors_of(formation)
     for model in formation.models:  # what the step that broke off has left there is no part of the next one
         model.zero_grad(set_to_none=True)
-    return Carried(formation.step, formation.run_id, formation.world_size, tensors, shared)
+    return Carried(formation.step, formation.run_id, formation.lineage, formation.world_size, tensors, shared)
 
 
 def take_over(formation: Formation, carried: Carried | None) -> dict[str, Any] | None:
     """Give all ranks the state that rank 0 carried here; return what was beside it, None where rank 0 has nothing."""
-    told = _tell(formation, None if carried is None else (carried.step, carried.run_id, carried.world_size))
+    identity = None if carried is None else (carried.step, carried.run_id, carried.lineage, carried.world_size)
+    told = _tell(formation, identity)
     if told is None:
         return None
-    step, formation.run_id, before = told
+    step, formation.run_id, formation.lineage, before = told
     tensors = _share_tensors(formation, None if carried is None else carried.tensors)
     shared = _tell(formation, None if carried is None else carried.shared)
     formation.notes.append(f"the ranks were {before} and are {formation.world_size}: going on after step {step}")

@@ -43,7 +43,7 @@ def evaluate(
                 loss, output = forward.run(bare, batch)
             target = forward.target(batch)
             weight = count_labels(target) if by_tokens and loss is not None else None
-            sums.add(loss, output, target, loader.current.samples, weight)
+            sums.add(loss, output, target, loader.current.samples, weight, may_shift=forward.may_shift)
     finally:
         bare.train(was_training)
     return sums.result()
@@ -77,6 +77,9 @@ def _output(model: nn.Module, batch: Any) -> Any:
         result = model(*batch[: max(1, len(batch) - 1, len(required))])
     else:
         result = model(batch)
+    if type(result) is tuple:  # (logits, None): a model that got no targets has no loss
+        present = [part for part in result if part is not None]
+        return present[0] if len(present) == 1 else result
     return getattr(result, "logits", result)
 
 

@@ -12,14 +12,17 @@ for inputs, targets in loader:
 
 from __future__ import annotations
 
+import itertools
 import math
 import uuid
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from phalanx.checkpoint import RunLock
 from phalanx.comm.register import register as register_backend
 from phalanx.config import DistributedConfig, resolve
 from phalanx.config.option import local_path
@@ -58,6 +61,16 @@ if TYPE_CHECKING:
     from phalanx.loop.forward import LossFn
 
 
+_FORMATIONS = itertools.count(1)
+
+
+def _run_id(launch_id: str) -> str:
+    """Return a new name for a run; a restart by the launcher draws the same names in the same order."""
+    if not launch_id:
+        return uuid.uuid4().hex
+    return uuid.uuid5(uuid.NAMESPACE_OID, f"{launch_id}/{next(_FORMATIONS)}").hex
+
+
 class Formation:
     """Joins the ranks and prepares models, optimizers and loaders to run on all of them as one."""
 
@@ -80,12 +93,17 @@ class Formation:
         engine = self._engine = self.strategy if isinstance(self.strategy, OwnsStep) else None
         self.precision = Precision(self.config, self.device, by_engine=engine is not None and engine.keeps_precision)
         self.gradients = Gradients(self.config, self.world, self.strategy, self.precision)
-        self.run_id = uuid.uuid4().hex
+        self.run_id = _run_id(self.world.env.launch_id)
+        self.lineage: list[dict[str, Any]] = []
+        """The runs that this one continues, as a checkpoint's manifest holds them."""
+        self._locks: dict[Path, RunLock] = {}
         self.models: list[nn.Module] = []
         self.optimizers: list[torch.optim.Optimizer] = []
         self.schedulers: list[Any] = []
         self.loaders: list[PreparedLoader] = []
-        self.notes: list[str] = []
+        self.notes: list[str] = [self.precision.note] if self.precision.note else []
+        if self.precision.warning and self.is_main:
+            warnings.warn(self.precision.warning, stacklevel=2)
         self._replaced = Replaced()
         self._host_group: dist.ProcessGroup | None = None
 
@@ -161,8 +179,11 @@ class Formation:
         self.gradients.watch(wrapped)
         return wrapped
 
-    def prepare_loader(self, source: Any, *, training: bool = True) -> PreparedLoader:
-        """Return this rank's share of a DataLoader, a data set or any re-iterable of batches."""
+    def prepare_loader(self, source: Any, *, training: bool = True, in_order: bool = False) -> PreparedLoader:
+        """Return this rank's share of a DataLoader, a data set or any re-iterable of batches.
+
+        `in_order`: `current.offset` orders the batches of all ranks; a data set that shards itself is then read whole.
+        """
         sharded = shard_loader(
             source,
             batch_size=self.config.batch_size,
@@ -175,6 +196,7 @@ class Formation:
             drop_last=self.config.drop_last if training else None,
             group=self._cpu_group(),
             whole_blocks=self.config.fixed_order,
+            in_order=in_order,
         )
         self.notes += [note for note in sharded.notes if note not in self.notes]
         loader = PreparedLoader(sharded, self.gradients if training else None)
@@ -203,9 +225,14 @@ class Formation:
         """Run forward and backward of a batch and return its mean loss; the one way to train a pipeline."""
         return train_batch(self, model, batch, decide_forward(self.unwrap(model), loss_fn, batch))
 
-    def clip_grad_norm(self, max_norm: float) -> torch.Tensor | None:
-        """Clip all gradients to one global norm; return the norm before, or None between step boundaries."""
-        return self.gradients.clip(max_norm, self.optimizers)
+    def clip_grad_norm(
+        self, max_norm: float, model_or_optimizer: nn.Module | torch.optim.Optimizer | None = None
+    ) -> torch.Tensor | None:
+        """Clip all gradients, or those of one model or optimizer, to one global norm over the ranks.
+
+        Returns the norm before, or None between step boundaries.
+        """
+        return self.gradients.clip(max_norm, self.optimizers, model_or_optimizer)
 
     def grad_norm(self) -> torch.Tensor:
         """Return the one global gradient norm, equal on all ranks; after backward, before the step."""
@@ -257,6 +284,12 @@ class Formation:
         """
         return restore_snapshot(self, local_path(directory), required=required)
 
+    def hold(self, directory: Path) -> None:
+        """Mark the run as under way in a directory it saves to, until `close`: other runs leave it alone."""
+        if self.is_main and directory not in self._locks:
+            self._locks[directory] = lock = RunLock(directory, self.run_id)
+            self._undo.append(lock.release)
+
     def close(self) -> None:
         """Let go of everything and leave the process group, in the order that cannot deadlock."""
         if self._engine is not None:
@@ -274,6 +307,7 @@ class Formation:
         for undo in reversed(self._undo):
             undo()
         self._undo.clear()
+        self._locks.clear()
         if self._engine is not None:
             self._engine.detach()
         if isinstance(self.strategy, SendsGradients):

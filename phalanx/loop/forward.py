@@ -1,7 +1,8 @@
 """From a batch to a loss, whatever the model's habit: decided once on the first batch, then one call a step.
 
-The habits: a `loss_fn(output, target)`; a model that returns its loss (a scalar, `.loss`, `["loss"]`), fed by a dict
-(Hugging Face style) or by (inputs, targets); a plain model whose outputs and targets imply the usual loss.
+The habits: a `loss_fn(output, target)`; a model that returns its loss (a scalar, `.loss`, `["loss"]`, the one scalar of
+a tuple), fed by a dict (Hugging Face style) or by (inputs, targets); a plain model whose outputs and targets imply the
+usual loss.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ class Forward:
     says: str = ""
     judge: LossFn | None = None
     """The loss of (output, target), where it can be had without calling the model."""
+    may_shift: bool = False
+    """Whether only the model knows how outputs and targets belong together: a causal language model may shift them."""
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
         """Return the batch's mean loss."""
@@ -63,11 +66,11 @@ def decide_forward(model: nn.Module, loss_fn: LossFn | None, batch: Any) -> Forw
             return Forward(lambda model, batch: _with_loss(model, batch, loss_fn), _last, judge=loss_fn)
         if _takes_targets(model, len(batch)):
             judge = getattr(model, "judge", None)
-            return Forward(lambda model, batch: _loss_and_output(model(*batch)), _last, judge=judge)
+            return Forward(_with_targets, _last, judge=judge, may_shift=judge is None)
         return _implied(model)
     if loss_fn is not None:
         return Forward(lambda model, batch: _self_target(model, batch, loss_fn), _whole)
-    return Forward(lambda model, batch: _loss_and_output(model(_only(batch))), _whole)
+    return Forward(lambda model, batch: _loss_and_output(model(_only(batch)), _only(batch)), _whole)
 
 
 def count_labels(target: Any) -> torch.Tensor:
@@ -83,13 +86,17 @@ def count_labels(target: Any) -> torch.Tensor:
 
 def _from_mapping(loss_fn: LossFn | None) -> Forward:
     if loss_fn is None:
-        return Forward(lambda model, batch: _loss_and_output(model(**batch)), _labels)
+        return Forward(lambda model, batch: _loss_and_output(model(**batch), **batch), _labels, may_shift=True)
 
     def run(model: nn.Module, batch: Any) -> tuple[torch.Tensor, Any]:
         output = model(**batch)
         return loss_fn(output, batch), output
 
     return Forward(run, _labels)
+
+
+def _with_targets(model: nn.Module, batch: Any) -> tuple[torch.Tensor | None, Any]:
+    return _loss_and_output(model(*batch), *batch)
 
 
 def _with_loss(model: nn.Module, batch: Any, loss_fn: LossFn) -> tuple[torch.Tensor, Any]:
@@ -106,7 +113,8 @@ def _self_target(model: nn.Module, batch: Any, loss_fn: LossFn) -> tuple[torch.T
 def _implied(model: nn.Module) -> Forward:
     def run(model: nn.Module, batch: Any) -> tuple[torch.Tensor | None, Any]:
         output = model(*batch[:-1])
-        found, value = _find_loss(output)
+        # A scalar beside scores is not taken here: without targets it is a penalty rather than the loss.
+        found, value = _find_loss(output) if _is_scalar(_first(output)) else (None, output)
         return (found, value) if found is not None else (implied_loss(output, batch[-1]), output)
 
     says = "no loss_fn given: the loss follows the targets (labels: cross entropy, numbers: MSE)"
@@ -130,12 +138,16 @@ def implied_loss(output: Any, target: Any) -> torch.Tensor:
     )
 
 
-def _loss_and_output(result: Any) -> tuple[torch.Tensor | None, Any]:
+def _loss_and_output(result: Any, *given: Any, **named: Any) -> tuple[torch.Tensor | None, Any]:
+    """Find the loss in what a model returned; `given` and `named` are what it was called with."""
     loss, output = _find_loss(result)
     if loss is None and not isinstance(result, torch.Tensor) and not hasattr(result, "logits"):
+        arguments = [_shape(value) for value in given] + [f"{name}={_shape(value)}" for name, value in named.items()]
         raise ModelError(
-            f"the model returned {type(result).__name__}, in which no loss was found",
-            hint="Return a scalar loss, an object with .loss, a dict with 'loss', or give loss_fn.",
+            f"no loss was found in what the model returned: {_shape(result)}. "
+            f"It was called as model({', '.join(arguments)})",
+            hint="Return the loss as a scalar tensor, as .loss, as a dict's 'loss' or as the one scalar of a tuple, or "
+            "give loss_fn: then the model is called with the inputs alone.",
         )
     return loss, output
 
@@ -145,15 +157,12 @@ def _find_loss(result: Any) -> tuple[torch.Tensor | None, Any]:
     loss = result if isinstance(result, torch.Tensor) else getattr(result, "loss", None)
     if loss is None and isinstance(result, Mapping):
         loss = result.get("loss")
-    if (
-        loss is None
-        and isinstance(result, tuple)
-        and result
-        and isinstance(result[0], torch.Tensor)
-        and result[0].ndim == 0
-    ):
-        return result[0], result[1] if len(result) > 1 else None
-    if not isinstance(loss, torch.Tensor) or loss.ndim != 0:
+    if loss is None and isinstance(result, tuple):
+        scalars = [place for place, value in enumerate(result) if _is_scalar(value)]
+        if len(scalars) == 1:
+            others = [value for place, value in enumerate(result) if place != scalars[0]]
+            return result[scalars[0]], others[0] if others else None
+    if not _is_scalar(loss):
         return None, result
     logits = getattr(result, "logits", None)
     if logits is None and isinstance(result, Mapping):
@@ -182,6 +191,17 @@ def positional_parameters(model: nn.Module) -> list[inspect.Parameter]:
     return [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
 
 
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.ndim == 0
+
+
+def _first(result: Any) -> Any:
+    """Return where a model that was not given targets may have its loss: itself, `.loss`, `["loss"]`, or first."""
+    if isinstance(result, tuple) and not hasattr(result, "loss"):
+        return result[0] if result else None
+    return result.get("loss") if isinstance(result, Mapping) else getattr(result, "loss", result)
+
+
 def _last(batch: Any) -> Any:
     return batch[-1]
 
@@ -199,4 +219,10 @@ def _only(batch: Any) -> Any:
 
 
 def _shape(value: Any) -> str:
-    return f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    if isinstance(value, (tuple, list)) and len(value) < 9:
+        return f"{type(value).__name__} of ({', '.join(_shape(item) for item in value)})"
+    if isinstance(value, Mapping) and len(value) < 9:
+        return f"{type(value).__name__} of ({', '.join(f'{name}: {_shape(item)}' for name, item in value.items())})"
+    return "None" if value is None else type(value).__name__

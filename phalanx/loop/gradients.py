@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from phalanx.errors import UsageError, unused_parameters
+from phalanx.errors import UsageError
 from phalanx.loop.binding import bind_optimizer
+from phalanx.loop.held import HeldParameters
 from phalanx.loop.weighing import StepWeight
 from phalanx.strategies.base import local
 from phalanx.strategies.compressing import CompressesGradients
@@ -50,11 +51,9 @@ class Gradients:
         self._accumulation = config.gradient_accumulation_steps
         self._counted = 0
         self._wrapped: list[nn.Module] = []
-        self._parameters: list[nn.Parameter] = []
+        self.held = HeldParameters(strategy, self._engine, unused_allowed=config.find_unused_parameters)
         self._weight = StepWeight(world.device, 1 if self._alone is not None else world.world_size)
         self._ready = False
-        self._unused_allowed = config.find_unused_parameters
-        self._unused_checked: set[int] = set()
         self._direct = False
         self._unscaled: set[int] = set()
         self._primary: torch.optim.Optimizer | None = None
@@ -63,13 +62,14 @@ class Gradients:
         self.steps = 0
         self.micro: MicroInfo | None = None
         self.boundary = self._accumulation == 1
-        self.last_step_taken = True
-        self.skipped_steps = 0
+        self._tried: dict[int, int] = {}
+        self._skipped: dict[int, int] = {}
+        self._overflows: dict[int, torch.Tensor] = {}
 
     def watch(self, wrapped: nn.Module) -> None:
         """Take a wrapped model's trainable parameters under care."""
         self._wrapped.append(wrapped)
-        self._parameters += [p for p in wrapped.parameters() if p.requires_grad]
+        self.held.add_model(wrapped)
         if self._accumulation > 1:
             self._strategy.set_sync(wrapped, False)
 
@@ -77,6 +77,7 @@ class Gradients:
         """Route an optimizer's step through the transaction; the first one adopted counts the steps."""
         self._primary = self._primary or optimizer
         self._adopted.append(id(optimizer))
+        self.held.add_optimizer(optimizer)
         return bind_optimizer(optimizer, self)
 
     def begin(self, micro: MicroInfo) -> None:
@@ -160,25 +161,9 @@ class Gradients:
         if self._engine is not None:
             self._engine.divide_gradients(weight)
             return
-        gradients = [local(p.grad) for p in self._parameters if p.grad is not None]
+        gradients = [local(p.grad) for p in self.held.trained if p.grad is not None]
         if gradients:  # a pipeline stage may be frozen
             torch._foreach_mul_(gradients, 1.0 / weight)
-
-    def _name_unused(self, optimizer: torch.optim.Optimizer) -> None:
-        """At an optimizer's first step, refuse parameters without gradient in the models that it trains."""
-        hidden = self._engine is not None and self._engine.keeps_gradients
-        if self._unused_allowed or hidden or id(optimizer) in self._unused_checked:
-            return
-        self._unused_checked.add(id(optimizer))
-        trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        unused = [
-            name
-            for wrapped in self._wrapped
-            for name, p in self._strategy.unwrap(wrapped).named_parameters()
-            if p.requires_grad and p.grad is None and id(p) in trained
-        ]
-        if unused:
-            raise unused_parameters(unused)
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Take fp16's loss scale out of an optimizer's gradients, once a step."""
@@ -207,21 +192,27 @@ class Gradients:
             self._unscaled.clear()
             self._scaler.update()
 
-    def clip(self, max_norm: float, optimizers: Sequence[torch.optim.Optimizer]) -> torch.Tensor | None:
-        """Clip to one global norm at a boundary; return the norm before, or None between boundaries."""
+    def clip(
+        self,
+        max_norm: float,
+        optimizers: Sequence[torch.optim.Optimizer],
+        part: nn.Module | torch.optim.Optimizer | None = None,
+    ) -> torch.Tensor | None:
+        """Clip to one norm at a boundary, over all or a part; return the norm before, or None between boundaries."""
         if not self.boundary:
             return None
         self.finish()
-        for optimizer in optimizers:
+        chosen = self.held.trained if part is None else self.held.part(part)
+        for optimizer in [part] if isinstance(part, torch.optim.Optimizer) else optimizers:
             self.unscale(optimizer)
-        return self._strategy.clip_grad_norm(self._parameters, max_norm)
+        return self._strategy.clip_grad_norm(chosen, max_norm)
 
     def norm(self, optimizers: Sequence[torch.optim.Optimizer] = ()) -> torch.Tensor:
         """Return the global gradient norm of the finished gradient."""
         self.finish()
         for optimizer in optimizers:
             self.unscale(optimizer)
-        return self._strategy.grad_norm(self._parameters)
+        return self._strategy.grad_norm(self.held.trained)
 
     @property
     def current(self) -> MicroInfo:
@@ -244,13 +235,13 @@ class Gradients:
         if self._direct:
             inner()
             return
-        self.last_step_taken = False
+        self._tried.setdefault(id(optimizer), 0)
         if not self.boundary:
             return
         self._accumulating.discard(id(optimizer))
         if optimizer is self._primary:  # `steps` counts global batches: with two optimizers, one of them counts
             self.steps += 1
-        self._name_unused(optimizer)
+        self.held.check(optimizer)
         self.finish()
         self.unscale(optimizer)
         self._apply(optimizer, inner)
@@ -258,10 +249,10 @@ class Gradients:
             self._alone.after_step(optimizer)
 
     def _apply(self, optimizer: torch.optim.Optimizer, inner: Callable[[], object]) -> None:
+        self._tried[id(optimizer)] += 1
         if self._skip_nonfinite and not bool(torch.isfinite(self.norm())):
-            self.skipped_steps += 1
+            self._skipped[id(optimizer)] = self._skipped.get(id(optimizer), 0) + 1
             return
-        self.last_step_taken = True
         if self._scaler is None and self._engine is None:
             inner()
             return
@@ -269,4 +260,34 @@ class Gradients:
             if self._engine is not None:
                 self._engine.step()
             elif self._scaler is not None:
+                self._count_overflow(id(optimizer))
                 self._scaler.step(optimizer)
+
+    def _count_overflow(self, key: int) -> None:
+        """Note on the device whether the scaler leaves this step out: reading it here would wait for the device."""
+        assert self._scaler is not None
+        found = self._scaler._per_optimizer_states[key]["found_inf_per_device"].values()
+        here = torch.stack([flag.to(self._world.device) for flag in found]).amax().sign()
+        self._overflows[key] = here + self._overflows[key] if key in self._overflows else here
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many steps were left out because the gradient was not finite; waits for the device with fp16."""
+        return sum(self._skipped.values()) + sum(int(count) for count in self._overflows.values())
+
+    def taken(self, optimizer: torch.optim.Optimizer) -> int | None:
+        """Return how many steps an optimizer has taken; None before it was asked for one."""
+        key = id(optimizer)
+        if key not in self._adopted:  # an engine has put its own in the place of the user's
+            key = id(self._primary)
+        if key not in self._tried:
+            return None
+        return self._tried[key] - self._skipped.get(key, 0) - int(self._overflows.get(key, 0))
+
+    def abandon(self) -> None:
+        """Drop the gradients of micro-batches whose step will not come: their epoch was broken off."""
+        if self._engine is None:
+            for parameter in (*self.held.trained, *self.held.strays):
+                parameter.grad = None
+        self._accumulating.clear()
+        self._weight.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import TYPE_CHECKING
 
@@ -46,8 +47,10 @@ class LossLedger:
         self._losses.clear()
         self._shares.clear()
         self._step_of.clear()
-        means = (table[0] / table[1]).tolist()
-        return {first + row: mean for row, mean in enumerate(means)}
+        totals, weights = table.tolist()
+        rows_read = zip(itertools.count(first), totals, weights, strict=False)
+        # A step in which no label counts has no loss: nothing of it is to be reported.
+        return {step: total / weight for step, total, weight in rows_read if weight}
 
     def _sums(self, losses: list[float], shares: list[float]) -> torch.Tensor:
         """Return two rows, by step: the weighted losses and the weights.

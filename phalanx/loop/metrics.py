@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn import functional as F
 
 from phalanx.config.labels import IGNORED_LABEL
 from phalanx.errors import ModelError
@@ -24,23 +26,34 @@ class MetricSums:
         self._sums: dict[str, torch.Tensor] = {}
 
     def add(
-        self, loss: torch.Tensor | None, output: Any, target: Any, samples: int, weight: torch.Tensor | None = None
+        self,
+        loss: torch.Tensor | None,
+        output: Any,
+        target: Any,
+        samples: int,
+        weight: torch.Tensor | None = None,
+        *,
+        may_shift: bool = False,
     ) -> None:
-        """Count one batch of which `samples` are real; `weight` is what the loss is a mean of, if not samples."""
+        """Count one batch of which `samples` are real; `weight` is what the loss is a mean of, if not samples.
+
+        `may_shift`: the loss is the model's own, and may compare outputs with later labels.
+        """
         if loss is not None:
             units = torch.tensor(float(samples)) if weight is None else weight * float(samples > 0)
             units = units.to(loss.device)
             # The mean over no label at all is NaN, and counts for nothing.
             self._accumulate("loss", torch.where(units > 0, loss.detach().double() * units, 0.0), units)
         if self._metrics is None:
-            self._metrics = default_metrics(output, target)
+            self._metrics = default_metrics(output, target, loss if may_shift else None)
         for name, metric in self._metrics.items():
             found = metric(output, target)
             if isinstance(found, tuple):  # a total and what it counts, of which a stand-in batch has nothing
                 total, units = (torch.as_tensor(part).detach().double() * float(samples > 0) for part in found)
             else:
                 value = torch.as_tensor(found, device=self._device).detach().double()
-                total = value[:samples].sum() if value.ndim else value * samples
+                # The mean over a stand-in batch may be NaN, and counts for nothing.
+                total = value[:samples].sum() if value.ndim else value * samples if samples else torch.zeros(())
                 units = torch.tensor(float(samples))
             self._accumulate(name, total, units)
 
@@ -60,23 +73,59 @@ class MetricSums:
         return dict(zip(names, means, strict=True))
 
 
-def default_metrics(output: Any, target: Any) -> dict[str, Metric]:
-    """Return accuracy where outputs are class scores for integer labels, else nothing."""
+def default_metrics(output: Any, target: Any, own_loss: torch.Tensor | None = None) -> dict[str, Metric]:
+    """Return accuracy where outputs are class scores for integer labels, else nothing.
+
+    `own_loss`: the loss of a model that computes it itself. Of a sequence's labels it may compare each with the scores
+    of its own position or of the one before; which, its value shows. All ranks call this together.
+    """
     if isinstance(output, torch.Tensor) and isinstance(target, torch.Tensor):
         labels = not target.is_floating_point() and target.dtype != torch.bool
         if labels and output.ndim == target.ndim + 1 and output.is_floating_point():
-            return {"accuracy": accuracy}
+            if own_loss is None or target.ndim == 1:
+                return {"accuracy": accuracy}
+            found = _alignment(output, target, own_loss)
+            return {} if found is None else {"accuracy": found}
     return {}
+
+
+_TOLERANCE = 1e-3
+"""Relative; half precision in the model's own loss stays well below it."""
+
+
+def _alignment(output: torch.Tensor, target: torch.Tensor, own_loss: torch.Tensor) -> Metric | None:
+    """Return the accuracy whose labels are those of the model's loss; None where neither explains the loss."""
+    errors = torch.full((2,), math.inf, dtype=torch.float64, device=output.device)
+    if target.ndim == 2 and output.shape[:-1] == target.shape:
+        pairs = ((output, target), (output[:, :-1], target[:, 1:]))
+        losses = torch.stack([_cross_entropy(*pair) for pair in pairs])
+        errors = ((losses - own_loss.double()) / own_loss.double()).abs().nan_to_num(0.0)  # NaN: no label in the batch
+    if dist.is_initialized():
+        dist.all_reduce(errors, op=dist.ReduceOp.MAX)
+    aligned, shifted = errors.tolist()
+    if min(aligned, shifted) > _TOLERANCE:
+        return None
+    return accuracy if aligned <= shifted else next_token_accuracy
+
+
+def _cross_entropy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    labels = target.long().masked_fill(target < 0, IGNORED_LABEL)  # nanoGPT ignores -1
+    return F.cross_entropy(output.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORED_LABEL).double()
+
+
+def next_token_accuracy(output: torch.Tensor, target: torch.Tensor) -> Any:
+    """Return hits and labels where the scores of each position are for the label after it."""
+    return accuracy(output[:, :-1], target[:, 1:])
 
 
 def accuracy(output: torch.Tensor, target: torch.Tensor) -> Any:
     """Return what the highest scores hit: a value per sample, or hits and labels where a sample has several.
 
-    Ignored labels do not count.
+    Ignored labels (below 0) do not count.
     """
     classes = -1 if target.ndim > 1 and output.shape[:-1] == target.shape else 1
     hits = (output.argmax(dim=classes) == target).double()
     if target.ndim == 1:
         return hits
-    counted = target != IGNORED_LABEL
+    counted = target >= 0
     return hits[counted].sum(), counted.sum()

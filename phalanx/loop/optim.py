@@ -74,8 +74,8 @@ class OptimizerSettings:
 class Schedule:
     """The learning rate at each step: a factor on every parameter group's own rate.
 
-    A function of the step alone, so a resumed run needs no state of it. The rate is set only where the factor changes:
-    with a constant schedule a callback may steer the rate itself.
+    The factor is a function of the step alone. The rate is set only where the factor changes: with a constant schedule
+    a callback may steer the rate itself, so a checkpoint holds the factor that was applied last.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, factor: Callable[[int], float], scale: float = 1.0) -> None:
@@ -95,7 +95,16 @@ class Schedule:
 
     def reshape(self, factor: Callable[[int], float]) -> None:
         """Follow another factor from the next step on: the run has another length than it was thought to have."""
-        self._factor, self._applied = factor, None
+        self._factor = factor
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what was applied last, and to which rates."""
+        return {"applied": self._applied, "bases": self._bases}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Leave the rates that the optimizer's state has brought, unless this run was given others."""
+        if state["bases"] == self._bases:
+            self._applied = state["applied"]
 
     @property
     def rate(self) -> float:

@@ -24,9 +24,14 @@ class PreparedLoader:
             yield from self.sharded
             return
         sharded, begin = self.sharded, self._gradients.begin
-        for batch in sharded:
-            begin(sharded.current)
-            yield batch
+        try:
+            for batch in sharded:
+                begin(sharded.current)
+                yield batch
+        except GeneratorExit:
+            if not sharded.current.boundary:
+                self._gradients.abandon()
+            raise
         sharded.set_epoch(sharded.epoch + 1)
 
     def roll_over(self) -> None:

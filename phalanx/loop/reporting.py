@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 
 _STEPS_IN_CHECKPOINT = 1000
+_FIRST_STEPS_COMPILED = 3
+"""torch compiles once more where gradients or optimizer states differ from the first step's."""
 
 
 class Reporter:
@@ -48,6 +50,7 @@ class Reporter:
         self._events = events
         self._run_dir = run_dir
         self._every = loop.config.log_every_n_steps
+        self._first_steps = _FIRST_STEPS_COMPILED if loop.config.compile else 1
         self.history = History()
         self._speed = Throughput()
         self._began = time.monotonic()
@@ -69,9 +72,9 @@ class Reporter:
         self.history = History.from_dict(state.get("history", {}))
         self.history.status = "running"
         self._time_before = self.history.total_time
-        self.samples = state["samples"]
-        self._loss_sum = state["epoch_so_far"]["loss_sum"]
-        self._loss_count = state["epoch_so_far"]["loss_count"]
+        self.samples = state.get("samples", 0)  # what a loop of the user's own saved has none of these
+        so_far = state.get("epoch_so_far", {"loss_sum": 0.0, "loss_count": 0})
+        self._loss_sum, self._loss_count = so_far["loss_sum"], so_far["loss_count"]
         self._resumed_from = state["path"]
 
     def started(self) -> None:
@@ -118,7 +121,8 @@ class Reporter:
         history = self.history.to_dict()
         history["steps"] = history["steps"][-_STEPS_IN_CHECKPOINT:]
         so_far = {"loss_sum": self._loss_sum, "loss_count": self._loss_count}
-        return {"history": history, "samples": self.samples, "epoch_so_far": so_far}
+        schedule = self._loop.schedule.state_dict()
+        return {"history": history, "samples": self.samples, "epoch_so_far": so_far, "schedule": schedule}
 
     def say(self, text: str, level: str = "info") -> None:
         """Tell the user something, once."""
@@ -133,8 +137,15 @@ class Reporter:
     def count(self, samples: int) -> None:
         """Count a step's samples."""
         self._speed.add(samples)
+        if self._speed.steps == self._first_steps:
+            self._warmed_up()
         self.samples += samples
         self._epoch_samples += samples
+
+    def _warmed_up(self) -> None:
+        if self._loop.formation.device.type == "cuda":  # else the first steps' work would count in the next one
+            torch.cuda.synchronize(self._loop.formation.device)
+        self._speed.warmed_up()
 
     def losses(self, losses: dict[int, float]) -> float | None:
         """Add losses to the epoch's mean; return their own mean."""
@@ -232,6 +243,7 @@ class Reporter:
                 plain_bytes=self.history.plain_bytes,
                 exchange_hidden=self.history.exchange_hidden,
                 exchange_waited=self.history.exchange_waited,
+                first_steps_seconds=self.history.first_steps_seconds,
             )
         )
 
@@ -249,6 +261,7 @@ class Reporter:
     def _update_totals(self) -> None:
         self.history.total_time = self._time_before + time.monotonic() - self._began
         self.history.throughput = self._speed.average
+        self.history.first_steps_seconds = self._speed.warm_up_seconds
         self.history.tokens_per_second = self._token_rate.tokens(self._speed.average)
         self.history.mfu = self._token_rate.mfu(self._speed.average)
         self.history.speedup = self._speedup(self.history.throughput)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from phalanx import checkpoint
+from phalanx.loop.snapshot import restore_snapshot
 
 if TYPE_CHECKING:
     from phalanx.loop.formation import Formation
@@ -65,20 +66,25 @@ class CheckpointPolicy:
         return saved
 
     def restore(self) -> dict[str, Any] | None:
-        """Resume as the config asks, or after a restart by the launcher; return the restored state, if any."""
+        """Resume what an earlier attempt of this run saved, else as the config asks; return the restored state, if any.
+
+        A restart without a wish leaves the checkpoints of other runs in the directory alone.
+        """
         wish = self._formation.config.resume_from_checkpoint
         restarted = self._formation.world.env.attempt > 0 and self.directory is not None
-        if isinstance(wish, str) and not restarted:
+        state = None
+        if restarted and self.directory is not None:
+            state = restore_snapshot(self._formation, self.directory, required=False, this_run=True)
+        if state is None and isinstance(wish, str):
             state = self._formation.load(wish)
-        elif wish or restarted:
+        elif state is None and wish:
             assert self.directory is not None, "checked before the run began"
             state = self._formation.load(self.directory, required=False)
-            if state is None and isinstance(wish, str):
-                state = self._formation.load(wish)
-        else:
-            return None
         if state is None:
-            self._formation.notes.append(f"no checkpoint in {self.directory} yet: starting from the beginning")
+            if wish or restarted:
+                whose = "" if wish else " of this run"
+                note = f"no checkpoint{whose} in {self.directory} yet: starting from the beginning"
+                self._formation.notes.append(note)
             return None
         self.last_step, self.last_path = self._formation.step, state["path"]
         return state

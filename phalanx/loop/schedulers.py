@@ -21,17 +21,24 @@ _BOUND = ("step", "state_dict")
 
 
 def bind_scheduler(scheduler: LRScheduler, gradients: Gradients) -> Callable[[], None]:
-    """Let a scheduler step only at step boundaries, where its optimizer was not told to skip; return what undoes it."""
-    inner_step, inner_state = scheduler.step, scheduler.state_dict
+    """Let a scheduler step only where its optimizer has taken a step since it last did; return what undoes it.
 
-    def step(*arguments: Any) -> None:
-        if gradients.last_step_taken:
-            inner_step(*arguments)
+    So it stands still between step boundaries and after a skipped step, whether it is called per step or per epoch.
+    """
+    inner_step, inner_state = scheduler.step, scheduler.state_dict
+    seen = 0
+
+    def step(*arguments: Any, **named: Any) -> None:
+        nonlocal seen
+        taken = gradients.taken(scheduler.optimizer)
+        if taken is None or taken > seen:
+            seen = taken or 0
+            inner_step(*arguments, **named)
 
     def state_dict() -> dict[str, Any]:  # torch takes every attribute for state, these two functions included
         return {name: value for name, value in inner_state().items() if name not in _BOUND}
 
-    scheduler.step = step  # type: ignore[method-assign, assignment]
+    scheduler.step = step  # type: ignore[method-assign]
     scheduler.state_dict = state_dict  # type: ignore[method-assign]
 
     def undo() -> None:
@@ -68,6 +75,13 @@ class OwnSchedule:
 
     def reshape(self, factor: Callable[[int], float]) -> None:
         """Another length of the run changes nothing here: the user's numbers hold."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return nothing: the scheduler was prepared, and is saved as such."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Do nothing, as for `state_dict`."""
 
     @property
     def rate(self) -> float:

@@ -12,6 +12,7 @@ from phalanx import checkpoint
 from phalanx.loop.residuals import rank_state, restore_residuals
 from phalanx.loop.schedulers import load_scheduler_state, scheduler_state
 from phalanx.strategies.engine import OwnsStep
+from phalanx.strategies.optimizer_state import fill_state
 from phalanx.world.seed import set_rng_state
 
 if TYPE_CHECKING:
@@ -30,33 +31,48 @@ def save_snapshot(formation: Formation, directory: str | Path, shared: dict[str,
         formation.strategy.settle(wrapped)
     state = {**shared_state(formation), **shared}
     epoch = formation.loaders[0].epoch if formation.loaders else 0
-    return checkpoint.save(
+    saved = checkpoint.save(
         directory,
         checkpoint.Snapshot(formation.step, epoch, tensors_of(formation), rank_state(formation), state),
         run_id=formation.run_id,
         keep_last=formation.config.keep_last,
+        lineage=formation.lineage,
         mesh=formation.world.mesh.sizes,
         config=formation.config.to_dict(),
     )
+    formation.hold(saved.path.parent)
+    return saved
 
 
-def restore_snapshot(formation: Formation, directory: str | Path, *, required: bool = True) -> dict[str, Any] | None:
-    """Restore the newest complete checkpoint; return its shared state, with "path" and "notes" beside it."""
-    choice = checkpoint.choose(directory, required=required)
+def restore_snapshot(
+    formation: Formation, directory: str | Path, *, required: bool = True, this_run: bool = False
+) -> dict[str, Any] | None:
+    """Restore the newest complete checkpoint; return its shared state, with "path" and "notes" beside it.
+
+    `this_run`: of those that this run has saved, in this attempt or an earlier one.
+    """
+    choice = checkpoint.choose(directory, required=required, run_id=formation.run_id if this_run else None)
     formation.notes += choice.notes
     if choice.checkpoint is None:
         return None
     checkpoint.compare_model(choice.checkpoint.manifest, _described(formation))
-    template = tensors_of(formation)
-    _drop_what_was_not_saved(formation, choice.checkpoint, template)
+    template = _template(formation, choice.checkpoint)
     loaded = checkpoint.load(choice.checkpoint, template)
-    formation.run_id = choice.checkpoint.manifest.run_id
+    formation.lineage = _lineage(formation, choice.checkpoint.manifest)
     formation.notes += loaded.notes
     shared = put_back(formation, template, loaded.step, dict(loaded.shared))
     if loaded.rank_state is not None:
         set_rng_state(loaded.rank_state)
     restore_residuals(formation, choice.checkpoint, loaded.rank_state)
     return {**shared, "path": str(choice.checkpoint.path)}
+
+
+def _lineage(formation: Formation, resumed_from: checkpoint.Manifest) -> list[dict[str, Any]]:
+    """Return the runs that this one now continues: two runs that take up one checkpoint stay two."""
+    before = resumed_from.lineage
+    if resumed_from.run_id == formation.run_id:
+        return before
+    return [*before, {"run_id": resumed_from.run_id, "step": resumed_from.step}]
 
 
 def shared_state(formation: Formation) -> dict[str, Any]:
@@ -113,12 +129,26 @@ def tensors_of(formation: Formation) -> dict[str, Any]:
         return state
 
 
-def _drop_what_was_not_saved(formation: Formation, saved: checkpoint.Checkpoint, template: dict[str, Any]) -> None:
+def _template(formation: Formation, saved: checkpoint.Checkpoint) -> dict[str, Any]:
+    """Return the tensors to be read into: those that the checkpoint has."""
+    with formation.gradients.direct():
+        for wrapped in formation.models:
+            for optimizer in formation.optimizers:
+                if _trains(optimizer, wrapped):  # an engine's partitions have their states already
+                    fill_state(formation.unwrap(wrapped), optimizer)
+    template = tensors_of(formation)
+    entries = checkpoint.entries(saved)
+    for name, value in template.items():
+        if "state" in value and "param_groups" in value and f"{name}.state" not in entries:
+            value["state"] = {}  # saved before the optimizer's first step
+    _drop_what_was_not_saved(formation, entries, template)
+    return template
+
+
+def _drop_what_was_not_saved(formation: Formation, entries: set[str], template: dict[str, Any]) -> None:
     """A checkpoint of another strategy lacks what only this one keeps: it stays as it is, from the start."""
     optional = [name for name in template if name.split("@")[0] in formation.strategy.optional_state]
-    if not optional:
-        return
-    missing = sorted(set(optional) - checkpoint.entries(saved))
+    missing = sorted(set(optional) - entries)
     for name in missing:
         del template[name]
     if missing:

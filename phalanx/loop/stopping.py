@@ -4,8 +4,9 @@ Ranks are in lock-step: none completes step s+1 before all have begun it. A rank
 writes the wish "s" into the store (the first wish stays, and the write is answered) before it begins s+1. Every rank
 looks at the store after each step that is a multiple of `period`. Whatever rank looks after a step m > s has therefore
 the wish before its eyes, and all of them stop at the first such m. The period is chosen once, by rank 0, so that
-looking costs next to nothing when steps are short. Where ranks run apart, they look only after the steps at which the
-loop has just gathered their losses: no rank is past one of those before all have come to it.
+looking costs next to nothing when steps are short. Where ranks run apart, they look only after the steps in which they
+have waited for each other, to gather losses or to average weights: no rank is past one of those before all have come to
+it.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from phalanx.observe import stop_wish
 from phalanx.world.env import stop_signals
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import FrameType
 
     from phalanx.world.world import World
@@ -31,8 +33,8 @@ _WISH = "stop_wish"
 class StopRequest:
     """Hears the signals that stop a run, and tells every rank the same answer at the same step."""
 
-    def __init__(self, world: World, meets_every: int | None = None) -> None:
-        """`meets_every`: where ranks are not in lock-step, the steps after which they have met, and may look."""
+    def __init__(self, world: World, have_met: Callable[[int], bool] | None = None) -> None:
+        """`have_met`: where ranks are not in lock-step, whether they have met in a step, and may look after it."""
         self._world = world
         self._store = world.store if world.world_size > 1 else None
         self._key = f"{_WISH}/{world.env.attempt}"
@@ -40,7 +42,8 @@ class StopRequest:
         self._asked: str | None = None
         self._wished = False
         self._previous: dict[signal.Signals, Any] = {}
-        self._period = meets_every
+        self._have_met = have_met
+        self._period: int | None = None
         self._started = 0.0
         self._seen = 0
         self.reason: str | None = None
@@ -84,6 +87,8 @@ class StopRequest:
         if wish is not None and not self._wished:
             self._wished = True
             self._store.compare_set(self._key, "", f"{step}:{wish}")
+        if self._have_met is not None:
+            return self._have_met(step) and self._look(step)
         if self._period is None:
             self._measure()
         elif step % self._period:

@@ -58,8 +58,7 @@ class TrainLoop:
         self._settings = OptimizerSettings(self.optimizer) if task.optimizer is None else None
         self.hooks = Hooks(task.callbacks)
         self.ledger = LossLedger(formation.world)
-        meets_every = None if formation.strategy.in_lockstep else self.config.log_every_n_steps
-        self.stop = StopRequest(formation.world, meets_every)
+        self.stop = StopRequest(formation.world, None if formation.strategy.in_lockstep else self._have_met)
         world = formation.world
         self.gate = EpochGate(world.store, asks=world.is_main, given_up=lambda: self.stop.heard)
         self.saving = CheckpointPolicy(formation, run_dir)
@@ -175,6 +174,10 @@ class TrainLoop:
                 return _chained(first, batches)
         return batches
 
+    def _have_met(self, step: int) -> bool:
+        """Whether ranks that are not in lock-step have waited for each other in this step."""
+        return step % self.config.log_every_n_steps == 0 or self.formation.strategy.has_just_met
+
     def _checkpoint_or_stop(self, step: int, epochs: int | None = None) -> None:
         """Save at a step's boundary where it is due; `epochs` of them are complete when the step ended one.
 
@@ -240,6 +243,8 @@ class TrainLoop:
             return
         self.report.resumed(state)
         self.gate.start_after(self.epoch)
+        if "schedule" in state:
+            self.schedule.load_state_dict(state["schedule"])
         if self._settings is not None:
             self._settings.put_back(self.optimizer)
         total = self._total_steps()

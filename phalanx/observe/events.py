@@ -213,6 +213,8 @@ class RunEnded(Event):
     """Seconds in which gradients travelled while rank 0 computed."""
     exchange_waited: float | None = None
     """Seconds in which rank 0 waited for gradients to travel."""
+    first_steps_seconds: float | None = None
+    """What the first steps took (start-up, compilation): throughput, tokens a second and MFU leave them out."""
 
 
 @dataclass(frozen=True)

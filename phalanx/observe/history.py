@@ -36,7 +36,9 @@ class History:
     total_time: float = 0.0
     """Seconds of the whole run, evaluation and checkpoints included."""
     throughput: float = 0.0
-    """Samples per second of training time, over all ranks."""
+    """Samples per second of training time, over all ranks, without the first steps."""
+    first_steps_seconds: float = 0.0
+    """What the first steps took: processes start, code is compiled. The first one; with `compile` the first three."""
     tokens_per_second: float | None = None
     """The same in tokens, for language models that know their operations a token."""
     mfu: float | None = None

@@ -40,23 +40,34 @@ class Stopwatch:
 
 
 class Throughput:
-    """Samples per second, over the whole run and since it was last asked."""
+    """Samples per second, over the whole run without its first steps, and since it was last asked."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.stopwatch = Stopwatch(clock)
         self.samples = 0
         self.steps = 0
         self._mark = (0.0, 0, 0)
+        self._warm = (0.0, 0)
 
     def add(self, samples: int, steps: int = 1) -> None:
         """Count samples (over all ranks) and steps that are done."""
         self.samples += samples
         self.steps += steps
 
+    def warmed_up(self) -> None:
+        """Leave what was counted so far out of the average: processes started, code was compiled."""
+        self._warm = (self.stopwatch.seconds, self.samples)
+
+    @property
+    def warm_up_seconds(self) -> float:
+        """The training time that the average leaves out."""
+        return self._warm[0]
+
     @property
     def average(self) -> float:
-        """Samples per second of training time over the whole run; 0 before any time has passed."""
-        return _ratio(self.samples, self.stopwatch.seconds)
+        """Samples per second of training time after the first steps; of those alone where there are no others yet."""
+        seconds, samples = self._warm if self.samples > self._warm[1] else (0.0, 0)
+        return _ratio(self.samples - samples, self.stopwatch.seconds - seconds)
 
     def lap(self) -> tuple[float, float]:
         """Return samples per second and seconds per step since the last lap, and begin a new one."""

@@ -105,6 +105,9 @@ def servers_lines(event: ServersReported) -> list[str]:
     return [*lines, f"  messages of the main rank: {hidden}"]
 
 
+_WORTH_TELLING_SECONDS = 0.5
+
+
 def summary_title(end: RunEnded) -> str:
     """Return the headline of the summary."""
     return _TITLES.get(end.status, f"Training {end.status}")
@@ -121,6 +124,8 @@ def summary_rows(end: RunEnded, run: RunStarted | None) -> list[tuple[str, str]]
     rows = [("time", duration(end.total_time)), ("steps", steps), ("throughput", speed)]
     if end.mfu is not None:
         rows.append(("MFU", f"{end.mfu:.1%}"))
+    if end.first_steps_seconds is not None and end.first_steps_seconds >= _WORTH_TELLING_SECONDS:
+        rows.append(("first steps", f"{duration(end.first_steps_seconds)}, not in the throughput"))
     if end.sent_bytes is not None:
         rows.append(("sent", sent_words(end.sent_bytes, end.plain_bytes)))
     if end.exchange_hidden is not None and end.exchange_waited is not None:

@@ -10,13 +10,12 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
-    get_optimizer_state_dict,
     set_model_state_dict,
 )
 from torch.distributed.tensor import DTensor, Replicate
 
 from phalanx.errors import UsageError
-from phalanx.strategies.optimizer_state import load_optimizer_state
+from phalanx.strategies.optimizer_state import load_optimizer_state, optimizer_state
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -96,7 +95,10 @@ class Strategy:
     shards: ClassVar[bool] = False
     """Whether ranks hold parts of the model: then whole weights have to be gathered, and the group outlives a fit."""
     in_lockstep: ClassVar[bool] = True
-    """Whether no rank can complete a step that another one has not begun; else ranks meet only where the loop does."""
+    """Whether no rank can complete a step that another one has not begun; else ranks meet only where the loop does, and
+    where `has_just_met` says so."""
+    has_just_met: bool = False
+    """Whether all ranks have waited for each other in the step just taken; equal on all of them."""
 
     optional_state: ClassVar[tuple[str, ...]] = ()
     """What `state` holds that a checkpoint of another strategy lacks: it then starts afresh."""
@@ -144,7 +146,7 @@ class Strategy:
         model = self.unwrap(wrapped)
         state: dict[str, Any] = {"model": get_model_state_dict(model)}
         for number, optimizer in enumerate(optimizers):
-            state[f"optimizer{number or ''}"] = get_optimizer_state_dict(model, optimizer)
+            state[f"optimizer{number or ''}"] = optimizer_state(model, optimizer)
         return state
 
     def load_state(

@@ -37,6 +37,7 @@ class LocalSGD(StepsAlone, SendsGradients, Strategy):
     """Whole copies that drift apart, and are averaged every `sync_every` steps."""
 
     name = "local-sgd"
+    in_lockstep = False
 
     def __init__(self, config: DistributedConfig, world: World) -> None:
         super().__init__(config, world)
@@ -62,6 +63,11 @@ class LocalSGD(StepsAlone, SendsGradients, Strategy):
         self._steps += 1
         if self._alone == self.config.sync_every:
             self._meet()
+
+    @property
+    def has_just_met(self) -> bool:  # type: ignore[override]
+        """Whether the step just taken has ended a round."""
+        return self._alone == 0
 
     def _meet(self) -> None:
         for each in self._rounds:

@@ -115,7 +115,7 @@ def _evaluate(formation: Formation, job: Job) -> JobResult:
 
 def _predict(formation: Formation, job: Job) -> JobResult:
     model = formation.prepare(job.task.model)
-    loader = formation.prepare_loader(job.task.val, training=False)
+    loader = formation.prepare_loader(job.task.val, training=False, in_order=True)
     found = predict(formation, model, loader)
     mine = found if formation.world.leads_samples else []  # ranks that share samples all have their outputs
     parts: list[Any] = [None] * formation.world_size

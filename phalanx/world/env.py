@@ -13,6 +13,7 @@ import signal
 import zlib
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from phalanx.errors import UsageError
@@ -44,6 +45,8 @@ class RankEnv:
     """How often whoever started the rank starts it again."""
     supervised: bool = False
     """Whether a launcher of ours waits for the rank's last words."""
+    launch_id: str = ""
+    """What the attempts of one launch have in common, and no two launches; empty where the starter restarts nothing."""
 
 
 def read_rank_env(environ: Mapping[str, str] | None = None) -> RankEnv | None:
@@ -126,6 +129,7 @@ def _from_torchrun(env: Mapping[str, str]) -> RankEnv:
         attempt=_integer(env, "TORCHELASTIC_RESTART_COUNT", 0),
         max_restarts=_integer(env, "TORCHELASTIC_MAX_RESTARTS", 0),
         supervised=_is_supervised(env),
+        launch_id=_launch_id(env),
     )
 
 
@@ -151,6 +155,19 @@ def _is_supervised(env: Mapping[str, str]) -> bool:
     return "PHALANX_LOG_DIR" in env
 
 
+def _launch_id(env: Mapping[str, str]) -> str:
+    """Return our launcher's id, else torchrun's; on one node torchrun's id need not be unique, but its process is."""
+    found = env.get("PHALANX_RUN_ID") or env.get("TORCHELASTIC_RUN_ID", "")
+    if "PHALANX_RUN_ID" in env or not found or env.get("GROUP_WORLD_SIZE") != "1":
+        return found
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        began = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:  # not Linux, or the parent is gone
+        return found
+    return f"{found}/{boot}/{os.getppid()}/{began}"
+
+
 def _from_horovodrun(env: Mapping[str, str]) -> RankEnv:
     world_size = _integer(env, "HOROVOD_SIZE")
     return RankEnv(
@@ -165,6 +182,7 @@ def _from_horovodrun(env: Mapping[str, str]) -> RankEnv:
         attempt=_integer(env, "TORCHELASTIC_RESTART_COUNT", 0),
         max_restarts=_integer(env, "TORCHELASTIC_MAX_RESTARTS", 0),
         supervised=_is_supervised(env),
+        launch_id=_launch_id(env),
     )
 
 
@@ -221,6 +239,7 @@ def _from_openmpi(env: Mapping[str, str]) -> RankEnv:
         attempt=_integer(env, "TORCHELASTIC_RESTART_COUNT", 0),
         max_restarts=_integer(env, "TORCHELASTIC_MAX_RESTARTS", 0),
         supervised=_is_supervised(env),
+        launch_id=_launch_id(env),
     )
 
 

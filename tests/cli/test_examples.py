@@ -16,6 +16,7 @@ import pytest
 from long_proofs import long_proof
 from ranks import RecordingConsole
 
+from phalanx.config.precision import precision_name
 from phalanx.launch import LaunchSpec, ScriptTarget, launch
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "01-ddp-basics"
@@ -80,14 +81,14 @@ def test_ddp_mnist_is_short():
 
 
 def test_the_template_checkpoints_resumes_and_saves(run_example, tmp_path):
-    arguments = ("--precision", "bf16", "--accumulate", "2", "--checkpoint-dir", "ckpt")
+    arguments = ("--precision", "auto", "--accumulate", "2", "--checkpoint-dir", "ckpt")
     run_example("ddp_training.py", *arguments, "--epochs", "1")
     assert len(list((tmp_path / "ckpt").glob("step-*"))) == 1
     text = run_example("ddp_training.py", *arguments, "--epochs", "3", "--resume", "--save", "model.safetensors")
     assert float(re.search(r"best accuracy ([\d.]+)", text)[1]) > 0.7
     starts = [event for event in read_events(tmp_path) if event["event"] == "run_started"]
     assert [bool(start["resumed_from"]) for start in starts] == [False, True]
-    assert starts[0]["precision"] == "bf16"
+    assert starts[0]["precision"] == precision_name(True, "cpu")
     assert starts[0]["global_batch"] == 2 * 2 * 32
     assert len(list((tmp_path / "ckpt").glob("step-*"))) == 2, "keep_last=2"
     assert (tmp_path / "model.safetensors").stat().st_size > 0

@@ -12,6 +12,8 @@ import pytest
 from command import COMMAND, Answer, clean_environment, phalanx, write_script
 from curves import scalars
 
+from phalanx.config.precision import cpu_has_bf16, precision_name
+
 DIGITS = ("train", "digits", "--device", "cpu", "--run-dir", "run")
 
 
@@ -124,9 +126,30 @@ def test_other_recipes_train_too(recipe):
     assert (ended["status"], ended["step"]) == ("finished", 2)
 
 
-@pytest.mark.parametrize(("asked", "name"), [("bf16", "bf16"), ("true", "bf16"), ("false", "fp32")])
+BF16 = """
+    import torch
+    from torch.utils.data import TensorDataset
+    from phalanx import PyTorchDDPTrainer
+
+    data = TensorDataset(torch.ones(48, 2), torch.zeros(48, 1))
+    PyTorchDDPTrainer(torch.nn.Linear(2, 1), batch_size=2, mixed_precision="bf16", log_every_n_steps=1).fit(data)
+"""
+
+
+@pytest.mark.parametrize(
+    ("asked", "name"), [("bf16", "bf16"), ("true", precision_name(True, "cpu")), ("false", "fp32")]
+)
 def test_mixed_precision_trains_on_the_cpu(asked, name):
-    trained(*DIGITS, "--max-steps", 12, "--mixed-precision", asked, "--log-every-n-steps", 1)
+    """A tiny model where the CPU may have to emulate bf16."""
+    if asked == "bf16":
+        words = ("--script", write_script(Path("low.py"), BF16), "--num-workers", 2, "--device", "cpu")
+        answer = trained("train", *words, "--run-dir", "run")
+    else:
+        answer = trained(*DIGITS, "--max-steps", 12, "--mixed-precision", asked, "--log-every-n-steps", 1)
+    emulated = not cpu_has_bf16()
+    assert answer.text.count("emulates it") == (asked == "bf16" and emulated)
+    assert answer.text.count("so it computes in fp32") == (asked == "true" and emulated)
+    assert "mkldnn_matmul failed" not in answer.text
     assert of_kind("run_started")[0]["precision"] == name
     losses = [event["loss"] for event in of_kind("step")]
     assert losses[-1] < losses[0]

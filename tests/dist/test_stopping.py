@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.data import TensorDataset
 
+from phalanx import Callback, PyTorchDDPTrainer
 from phalanx.config import DistributedConfig
+from phalanx.errors import PreemptedError
 from phalanx.loop import stopping
 from phalanx.world.world import join_world
 
@@ -57,3 +61,30 @@ def test_one_rank_alone_stops_at_once():
     assert request.reason == "SIGTERM"
     request.silence()
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+class Signalled(Callback):
+    """Rank 1 is slow, and hears a signal after its fifth step, when rank 0 is well ahead of it."""
+
+    def on_step_end(self, trainer, info) -> None:
+        if trainer.formation.rank == 1:
+            time.sleep(0.03)
+            if info.step == 5:
+                os.kill(os.getpid(), signal.SIGUSR1)
+
+
+def stopped_fit(folder: str, strategy: str) -> str:
+    trainer = PyTorchDDPTrainer(
+        torch.nn.Linear(2, 1), device="cpu", strategy=strategy, sync_every=16, log_every_n_steps=1000, epochs=1,
+        batch_size=1, progress=False, checkpoint_dir=f"{folder}/kept", run_dir=f"{folder}/run", callbacks=[Signalled()],
+    )  # fmt: skip
+    with pytest.raises(PreemptedError) as stopped:
+        trainer.fit(TensorDataset(torch.ones(2000, 2), torch.zeros(2000, 1)))
+    return str(stopped.value)
+
+
+@pytest.mark.parametrize("strategy", ["local-sgd", "diloco"])
+def test_ranks_that_step_alone_stop_together_where_a_round_ends(ranks, tmp_path, strategy):
+    words = ranks(stopped_fit, str(tmp_path), strategy, world_size=2)
+    for each in words:
+        assert f"stopped by SIGUSR1 after step 16: checkpoint {tmp_path}/kept/step-00000016" in each

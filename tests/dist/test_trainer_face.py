@@ -13,7 +13,9 @@ from face_parts import (
     DictData,
     HoldsLock,
     HuggingFaceStyle,
+    RaggedBatches,
     ReturnsLoss,
+    ShardedStream,
     StopAfter,
     Stream,
     SumOfSamples,
@@ -343,6 +345,16 @@ def test_predict_keeps_the_order_of_the_data(samples):
     trainer = make_trainer(nn.Identity())
     data = TensorDataset(torch.arange(samples, dtype=torch.float32)[:, None], torch.zeros(samples))
     assert trainer.predict(DataLoader(data, batch_size=3)).flatten().tolist() == list(range(samples))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_predict_keeps_the_order_of_data_that_shard_themselves(workers):
+    """Two ranks, and worker processes: a stream with shard(), and whole batches by index of unequal size."""
+    trainer = make_trainer(nn.Identity())
+    stream = trainer.predict(DataLoader(ShardedStream(11), batch_size=2, num_workers=workers))
+    assert stream.flatten().tolist() == list(range(11))
+    batches = trainer.predict(DataLoader(RaggedBatches(), batch_size=None, num_workers=workers))
+    assert batches.flatten().tolist() == [0, 1, 1, 2, 2, 2, 3, 3, 3, 3, 4, 4, 4, 4, 4]
 
 
 @pytest.mark.parametrize("samples", [9, 13])

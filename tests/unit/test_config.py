@@ -11,7 +11,6 @@ import pytest
 from phalanx import DistributedConfig
 from phalanx.cli import main
 from phalanx.config import FIELDS, read_toml, resolve, write_toml
-from phalanx.config.precision import precision_name
 from phalanx.errors import ConfigError, UsageError
 
 
@@ -193,11 +192,6 @@ def test_help_shows_numbers_to_choose_from(capsys):
 def test_replace_checks_again():
     with pytest.raises(ConfigError, match="unknown setting 'epoch'"):
         DistributedConfig().replace(epoch=2)
-
-
-def test_true_picks_the_precision_by_device():
-    asked = [(True, "cuda"), (True, "cpu"), ("bf16", "cuda"), ("fp16", "cuda"), (False, "cuda")]
-    assert [precision_name(*given) for given in asked] == ["fp16", "bf16", "bf16", "fp16", "fp32"]
 
 
 @pytest.mark.parametrize("place", ["s3://bucket/run", "gs://b", "hdfs://name/x", "file:///tmp/x"])

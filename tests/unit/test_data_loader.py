@@ -286,3 +286,25 @@ def test_what_a_micro_batch_counts_for_is_set_before_it_is_handed_over():
         MicroInfo(2, 4, 0.5, True, 2),
         MicroInfo(1, 1, 1.0, True, 4),
     ]
+
+
+class TellsEpoch(Dataset):
+    """Its samples are the number of the epoch it was told."""
+
+    epoch = -1
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return float(self.epoch)
+
+
+@pytest.mark.parametrize("workers", [{}, {"num_workers": 1}, {"num_workers": 1, "persistent_workers": True}])
+def test_a_data_set_hears_of_every_epoch_in_every_process(workers):
+    loader = shard_loader(DataLoader(TellsEpoch(), batch_size=4, **workers), batch_size=4)
+    assert [batch.unique().tolist() for _ in range(3) for batch in loader] == [[0.0], [1.0], [2.0]]
+    loader.close()

@@ -205,3 +205,103 @@ def test_a_plain_script_that_is_preempted_leaves_with_75(tmp_path, ranks):
     assert f"stopped by {signal.SIGUSR1.name} after step" in done.stderr
     assert "Traceback" not in done.stderr
     assert list((tmp_path / "ckpt").glob("step-*"))
+
+
+class NanoStyle(nn.Module):
+    """Calls, returns and ignores as nanoGPT does: (logits, loss), targets of -1, the last position without targets."""
+
+    def __init__(self, *, loss_first: bool = False) -> None:
+        super().__init__()
+        self.table = nn.Embedding(11, 11)
+        self.loss_first = loss_first
+
+    def forward(self, idx: torch.Tensor, targets: torch.Tensor | None = None):
+        logits = self.table(idx)
+        if targets is None:
+            return logits[:, [-1]], None
+        loss = nn.functional.cross_entropy(logits.view(-1, 11), targets.view(-1), ignore_index=-1)
+        return (loss, logits) if self.loss_first else (logits, loss)
+
+
+@pytest.mark.parametrize("loss_first", [False, True])
+def test_a_loss_is_found_on_either_side_of_a_tuple(loss_first):
+    tokens = torch.randint(11, (8, 6), generator=torch.Generator().manual_seed(0))
+    targets = tokens.roll(-1, 1)
+    targets[:, -1] = -1
+    data = TensorDataset(tokens, targets)
+    model = NanoStyle(loss_first=loss_first)
+    assert trainer(model, max_steps=2).fit(data).status == "finished"
+    found = trainer(model).evaluate(data)
+    hits = (model.table(tokens).argmax(-1) == targets)[targets >= 0].double().mean().item()
+    assert found["accuracy"] == pytest.approx(hits)
+    assert trainer(model).predict(data).shape == (8, 1, 11)
+
+
+def test_what_the_model_was_called_with_and_returned_is_told():
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 2)
+
+        def forward(self, x, y):
+            return self.layer(x), self.layer(x).sum(), x.sum()
+
+    data = TensorDataset(torch.randn(8, 3), torch.arange(8) % 2)
+    words = r"returned: tuple of \(float32 \[4, 2\], float32 \[\], float32 \[\]\)\. .* model\(float32 \[4, 3\], int64"
+    with pytest.raises(ModelError, match=words):
+        trainer(Two(), max_steps=1).fit(data)
+
+
+def test_a_penalty_beside_scores_is_not_taken_for_the_loss():
+    class Penalised(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 2)
+
+        def forward(self, x):
+            return self.layer(x), self.layer.weight.square().sum()
+
+    data = TensorDataset(torch.randn(8, 3), torch.arange(8) % 2)
+    with pytest.raises(ModelError, match="none is obvious for an output tuple"):
+        trainer(Penalised(), max_steps=1).fit(data)
+
+
+class CausalStyle(nn.Module):
+    """Shifts the labels itself, or not, as Hugging Face's causal and masked language models do."""
+
+    def __init__(self, shift: int, extra: float = 0.0) -> None:
+        super().__init__()
+        self.table = nn.Embedding(11, 11)
+        self.shift, self.extra = shift, extra
+
+    def forward(self, input_ids, labels=None):
+        logits = self.table(input_ids)
+        kept = logits[:, : -self.shift] if self.shift else logits
+        loss = nn.functional.cross_entropy(kept.flatten(0, 1), labels[:, self.shift :].flatten())
+        return {"loss": loss + self.extra, "logits": logits}
+
+
+@pytest.mark.parametrize(("shift", "extra"), [(0, 0.0), (1, 0.0), (1, 0.5)])
+def test_accuracy_compares_what_the_models_own_loss_compares_or_is_left_out(shift, extra):
+    tokens = torch.randint(11, (8, 6), generator=torch.Generator().manual_seed(0))
+    labels = tokens.masked_fill(torch.arange(6) == 2, -100)
+    model = CausalStyle(shift, extra)
+    found = trainer(model).evaluate([{"input_ids": tokens, "labels": labels}])
+    if extra:
+        assert set(found) == {"loss"}
+        return
+    guesses = model.table(tokens).argmax(-1)[:, : 6 - shift]
+    wanted = labels[:, shift:]
+    assert found["accuracy"] == pytest.approx((guesses == wanted)[wanted >= 0].double().mean().item())
+
+
+def test_accuracy_of_a_hugging_face_causal_model_is_that_of_the_next_token():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        n_layer=1, n_head=1, n_embd=16, vocab_size=32, n_positions=16, bos_token_id=0, eos_token_id=0
+    )
+    model = transformers.GPT2LMHeadModel(config).eval()
+    tokens = torch.randint(32, (8, 12), generator=torch.Generator().manual_seed(0))
+    found = trainer(model).evaluate([{"input_ids": tokens, "labels": tokens}])
+    hits = (model(tokens).logits[:, :-1].argmax(-1) == tokens[:, 1:]).double().mean().item()
+    assert found["accuracy"] == pytest.approx(hits)

@@ -60,3 +60,58 @@ def test_a_prepared_scheduler_has_the_state_of_an_unprepared_one():
         formation.prepare(optimizer, scheduler)
         assert scheduler.state_dict() == before
     assert scheduler.state_dict() == before
+
+
+def prepared(formation, **options):
+    """Return a scheduler that counts its steps, its optimizer, and what takes a step with a given gradient."""
+    model = torch.nn.Linear(1, 1, bias=False)
+    model, optimizer = formation.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0, **options))
+    scheduler = formation.prepare(lr_scheduler.LambdaLR(optimizer, lambda step: 1.0))
+
+    def step(value: float) -> None:
+        formation.backward(model(torch.tensor([[value]])).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return scheduler, step
+
+
+def test_a_scheduler_called_per_epoch_does_not_miss_an_epoch_whose_last_step_was_skipped():
+    with Formation(device="cpu", on_nonfinite="skip") as formation:
+        scheduler, step = prepared(formation)
+        for values in ([1.0, 1.0], [1.0, float("inf")], [1.0, 1.0], [float("inf"), float("inf")]):
+            for value in values:
+                step(value)
+            scheduler.step()
+        assert scheduler.last_epoch == 3
+        assert formation.gradients.skipped_steps == 3
+
+
+def test_a_scheduler_called_per_epoch_counts_epochs_whose_batches_do_not_fill_a_step():
+    with Formation(device="cpu", gradient_accumulation_steps=2) as formation:
+        scheduler, step = prepared(formation)
+        for _ in range(2):
+            for _ in range(3):
+                step(1.0)
+            scheduler.step()
+        assert scheduler.last_epoch == 2
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_that_the_scaler_leaves_out_is_counted_and_moves_no_scheduler(fused):
+    with Formation(device="cpu") as formation:
+        formation.gradients._scaler = torch.amp.GradScaler("cpu", init_scale=4.0)  # fp16's, which needs a GPU
+        scheduler, step = prepared(formation, fused=fused)
+        for value in (1.0, float("inf"), 1.0):
+            step(value)
+            scheduler.step()
+        assert formation.gradients.skipped_steps == 1
+        assert scheduler.last_epoch == 2
+
+
+def test_a_prepared_scheduler_takes_keywords():
+    with Formation(device="cpu") as formation:
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+        scheduler = formation.prepare(lr_scheduler.ReduceLROnPlateau(optimizer))
+        scheduler.step(metrics=1.0)
+        assert scheduler.last_epoch == 1

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
+from torch.utils.data import TensorDataset
 
 import phalanx
+from phalanx import PyTorchDDPTrainer
 from phalanx.loop.speed import token_rate
 from phalanx.models import build
 from phalanx.observe.peaks import peak_flops
@@ -51,3 +55,25 @@ def test_what_is_not_known_is_not_told(monkeypatch):
 )
 def test_peaks_by_the_names_of_drivers(name, precision, teraflops):
     assert peak_flops(name, precision) == (None if teraflops is None else teraflops * 1e12)
+
+
+class Compiles(nn.Module):
+    """Takes long in its first step, as a compiled model does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+        self.warm = False
+
+    def forward(self, inputs):
+        if not self.warm:
+            time.sleep(1.0)
+            self.warm = True
+        return self.layer(inputs)
+
+
+def test_throughput_of_a_run_leaves_its_first_step_out(tmp_path):
+    trainer = PyTorchDDPTrainer(Compiles(), device="cpu", batch_size=4, progress=False, run_dir=str(tmp_path))
+    history = trainer.fit(TensorDataset(torch.ones(40, 2), torch.ones(40, 1)))
+    assert history.first_steps_seconds > 1.0
+    assert history.throughput > 40

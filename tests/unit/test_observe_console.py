@@ -52,6 +52,12 @@ def test_tokens_and_mfu_are_told_where_they_are_known():
     assert {("throughput", "10 samples/s, 10,240 tokens/s"), ("MFU", "45.7%")} <= set(words.summary_rows(end, None))
 
 
+def test_the_first_steps_are_told_apart_where_they_took_long():
+    long, short = (events.RunEnded("finished", 9, 90.0, 10.0, first_steps_seconds=time) for time in (61.0, 0.1))
+    assert ("first steps", "1:01, not in the throughput") in words.summary_rows(long, None)
+    assert "first steps" not in dict(words.summary_rows(short, None))
+
+
 def test_the_lines_in_a_pipe_are_stable():
     out, err = io.StringIO(), io.StringIO()
     console = Console(out=out, err=err)

@@ -144,6 +144,18 @@ def test_throughput_is_that_of_training_time():
     assert meter.average == 40.0
 
 
+def test_the_average_leaves_the_first_steps_out():
+    now = [0.0]
+    meter = Throughput(lambda: now[0])
+    meter.add(64)
+    now[0] = 60.0
+    meter.warmed_up()
+    assert meter.average == 64 / 60  # there is nothing else yet
+    meter.add(64)
+    now[0] = 61.0
+    assert (meter.average, meter.warm_up_seconds) == (64.0, 60.0)
+
+
 HISTORY = History(
     epochs=[
         EpochRecord(1, 10, 0.9, {"loss": 0.8, "accuracy": 0.5}, 1e-3, 2.0, 320.0),

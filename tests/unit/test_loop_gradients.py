@@ -1,0 +1,83 @@
+"""Whose gradients count and are emptied: parameters outside the optimizer, one model of several, epochs broken off."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from phalanx.loop.formation import Formation
+
+DATA = TensorDataset(torch.linspace(-1, 1, 16).view(8, 2), torch.ones(8, 1))
+
+
+def test_parameters_outside_the_optimizer_do_not_count_and_are_emptied():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    with Formation(device="cpu", batch_size=8) as formation:
+        wrapped, optimizer = formation.prepare(model, torch.optim.SGD(model[1].parameters(), lr=0.0))
+        norms = []
+        for _ in range(3):
+            formation.backward(wrapped(DATA.tensors[0]).square().mean())
+            norms.append(float(formation.clip_grad_norm(1e9)))
+            optimizer.step()
+            optimizer.zero_grad()
+            assert all(parameter.grad is None for parameter in model.parameters())
+    head = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    head.load_state_dict(model.state_dict())
+    head(DATA.tensors[0]).square().mean().backward()
+    expected = nn.utils.get_total_norm([parameter.grad for parameter in head[1].parameters()])
+    assert norms == pytest.approx([float(expected)] * 3)
+
+
+def test_a_layer_that_joins_later_counts_from_then_on():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    with Formation(device="cpu", batch_size=8) as formation:
+        wrapped, optimizer = formation.prepare(model, torch.optim.SGD(model[1].parameters(), lr=0.0))
+        formation.backward(wrapped(DATA.tensors[0]).square().mean())
+        before = float(formation.grad_norm())
+        optimizer.add_param_group({"params": list(model[0].parameters())})
+        assert float(formation.grad_norm()) > before
+
+
+def test_gradients_are_clipped_per_model_or_optimizer():
+    torch.manual_seed(0)
+    one, other = nn.Linear(2, 1), nn.Linear(2, 1)
+    with Formation(device="cpu", batch_size=8) as formation:
+        first, second, sgd = formation.prepare(one, other, torch.optim.SGD(one.parameters(), lr=0.1))
+        adam = formation.prepare(torch.optim.Adam(other.parameters()))
+        inputs = 100 * DATA.tensors[0]
+        formation.backward(first(inputs).square().mean() + second(inputs).square().mean())
+        untouched = other.weight.grad.clone()
+        norm = formation.clip_grad_norm(1.0, sgd)
+        clipped = nn.utils.get_total_norm([p.grad for p in one.parameters()])
+        assert float(clipped) == pytest.approx(1.0, rel=1e-4)
+        assert float(norm) > 1.0
+        torch.testing.assert_close(other.weight.grad, untouched, rtol=0, atol=0)
+        formation.clip_grad_norm(0.5, second)
+        assert float(nn.utils.get_total_norm([p.grad for p in other.parameters()])) == pytest.approx(0.5, rel=1e-4)
+        adam.step()
+
+
+def test_an_epoch_broken_off_between_boundaries_leaves_no_gradients():
+    """The next epoch's first step is that of its own micro-batches alone."""
+
+    def weights(break_off: bool):
+        torch.manual_seed(0)
+        plain = nn.Linear(2, 1)
+        with Formation(device="cpu", batch_size=2, gradient_accumulation_steps=2, seed=1) as formation:
+            model, optimizer, loader = formation.prepare(plain, torch.optim.SGD(plain.parameters(), lr=0.1), DATA)
+            if break_off:
+                for inputs, targets in loader:
+                    formation.backward(nn.functional.mse_loss(model(inputs), targets))
+                    break
+            loader.sharded.set_epoch(1)
+            for inputs, targets in loader:
+                formation.backward(nn.functional.mse_loss(model(inputs), targets))
+                optimizer.step()
+                optimizer.zero_grad()
+        return plain.weight.tolist()
+
+    assert weights(True) == weights(False)

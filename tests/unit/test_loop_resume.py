@@ -1,0 +1,117 @@
+"""What a resumed run takes up: steered rates, what a loop of the user's own saved, fresh and shared optimizers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from phalanx import Callback, PyTorchDDPTrainer
+from phalanx.errors import UsageError
+from phalanx.loop.formation import Formation
+
+DATA = TensorDataset(torch.linspace(0, 1, 16).view(8, 2), torch.ones(8, 1))
+
+
+class DivideRate(Callback):
+    """Steers a constant schedule: a tenth after every epoch."""
+
+    def on_epoch_end(self, trainer, epoch, metrics) -> None:
+        for group in trainer.optimizer.param_groups:
+            group["lr"] /= 10
+
+
+def fit(folder, epochs: int, **settings) -> list[float]:
+    defaults = {"learning_rate": 0.1, "optimizer": "sgd", "callbacks": [DivideRate()]}
+    trainer = PyTorchDDPTrainer(
+        nn.Linear(2, 1), device="cpu", batch_size=4, epochs=epochs, progress=False, run_dir=str(folder / "run"),
+        checkpoint_dir=str(folder / "kept"), log_every_n_steps=1, **{**defaults, **settings},
+    )  # fmt: skip
+    history = trainer.fit(DATA)
+    return [round(step["learning_rate"], 9) for step in history.steps[-2:]]
+
+
+def test_a_rate_that_a_callback_steers_survives_a_resume(tmp_path):
+    assert fit(tmp_path, 3) == [0.001] * 2
+    fit(tmp_path / "cut", 2)
+    assert fit(tmp_path / "cut", 3, resume_from_checkpoint=True) == [0.001] * 2
+
+
+def test_a_rate_that_the_user_changes_counts_from_the_resume_on(tmp_path):
+    fit(tmp_path, 1, callbacks=[])
+    assert fit(tmp_path, 2, resume_from_checkpoint=True, learning_rate=0.02, callbacks=[]) == [0.02] * 2
+
+
+def test_fit_goes_on_from_what_a_loop_of_the_users_own_saved(tmp_path):
+    with Formation(device="cpu", batch_size=4) as formation:
+        model = nn.Linear(2, 1)
+        model, optimizer, loader = formation.prepare(
+            model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), DATA
+        )
+        step_over(formation, model, [optimizer], loader)
+        formation.save(tmp_path / "kept")
+    assert len(fit(tmp_path, 2, resume_from_checkpoint=True)) == 2
+
+
+def step_over(formation, model, optimizers, loader) -> None:
+    for inputs, targets in loader:
+        formation.backward(nn.functional.mse_loss(model(inputs), targets))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.NAdam, lambda p: torch.optim.SGD(p, momentum=0.9)])
+def test_saving_before_the_first_step_changes_nothing(tmp_path, make):
+    def train(folder=None, load=False):
+        torch.manual_seed(0)
+        with Formation(device="cpu", batch_size=4) as formation:
+            plain = nn.Linear(2, 1)
+            model, optimizer, loader = formation.prepare(plain, make(plain.parameters()), DATA)
+            if load:
+                formation.load(folder)
+            elif folder is not None:
+                formation.save(folder)
+            step_over(formation, model, [optimizer], loader)
+            return plain.weight.tolist(), [float(held.get("step", 0)) for held in optimizer.state.values()]
+
+    assert train(tmp_path) == train()
+    assert train(tmp_path, load=True) == train()
+
+
+def two_models(folder, *, load=False, steps=1, **settings):
+    torch.manual_seed(0)
+    with Formation(device="cpu", batch_size=4, timeout=30, **settings) as formation:
+        encoder, decoder = nn.Linear(2, 3), nn.Linear(3, 1)
+        groups = [
+            {"params": [*encoder.parameters(), decoder.bias], "lr": 0.1},
+            {"params": [decoder.weight], "lr": 0.2},
+        ]
+        optimizer = torch.optim.Adam(groups)
+        encode, decode, optimizer, loader = formation.prepare(encoder, decoder, optimizer, DATA)
+        if load:
+            formation.load(folder)
+        for _ in range(steps):
+            step_over(formation, nn.Sequential(encode, decode), [optimizer], loader)
+        if not load:
+            formation.save(folder)
+        rates = [group["lr"] for group in optimizer.param_groups]
+        counts = [len(group["params"]) for group in optimizer.param_groups]
+        return [value.tolist() for value in (*encoder.parameters(), *decoder.parameters())], rates, counts
+
+
+def test_one_optimizer_over_two_models_is_saved_and_resumed(tmp_path):
+    whole = two_models(tmp_path / "whole", steps=2)
+    two_models(tmp_path / "half", steps=1)
+    assert two_models(tmp_path / "half", steps=1, load=True) == whole
+    assert whole[1:] == ([0.1, 0.2], [3, 1])
+
+
+def test_a_parameter_beside_the_model_is_refused_before_it_is_trained():
+    with Formation(device="cpu", batch_size=4) as formation:
+        plain, temperature = nn.Linear(2, 1), nn.Parameter(torch.ones(1))
+        optimizer = torch.optim.SGD([*plain.parameters(), temperature], lr=0.1)
+        model, optimizer, loader = formation.prepare(plain, optimizer, DATA)
+        with pytest.raises(UsageError, match=r"a parameter of shape \[1\] .* belongs to no prepared model"):
+            step_over(formation, lambda inputs: model(inputs) * temperature, [optimizer], loader)
