@@ -103,7 +103,7 @@ class Schedule:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Leave the rates that the optimizer's state has brought, unless this run was given others."""
-        if state["bases"] == self._bases:
+        if state.get("bases") == self._bases:
             self._applied = state["applied"]
 
     @property
