@@ -175,8 +175,16 @@ def _pick_device(config: DistributedConfig, env: RankEnv) -> torch.device:
     return device
 
 
+def _usual_backend(config: DistributedConfig, device: torch.device, env: RankEnv) -> str:
+    """nccl for GPUs, gloo for CPUs; where nothing was chosen, shared memory for CPUs of one machine."""
+    if device.type == "cuda":
+        return "nccl"
+    automatic = config.strategy == "auto" and config.resolved_strategy == "ddp"
+    return "phalanx" if automatic and env.local_world_size >= env.world_size else "gloo"
+
+
 def _comm_backend(config: DistributedConfig, device: torch.device, env: RankEnv) -> str:
-    wanted = config.communication_backend or ("nccl" if device.type == "cuda" else "gloo")
+    wanted = config.communication_backend or _usual_backend(config, device, env)
     if wanted == "mpi" and not dist.is_mpi_available():
         raise UsageError(
             "communication_backend = 'mpi': this torch was built without MPI",
