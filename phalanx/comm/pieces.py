@@ -11,20 +11,38 @@ from phalanx.comm.wire import CHUNK_BYTES, Wire
 from phalanx.errors import UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
 
 
-def begin(collective: str, tensor: torch.Tensor, wire: Wire, op: str | None = None) -> torch.Tensor:
-    """Ask whether all ranks mean the same, and return the tensor as it can travel: see `flatten`."""
-    ask(wire, describe(collective, tensor, op))
+def begin(
+    collective: str,
+    tensor: torch.Tensor,
+    wire: Wire,
+    op: str | None = None,
+    first: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """Ask whether all ranks mean the same, and return the tensor as it can travel: see `flatten`.
+
+    `first` returns the part that goes to the next rank at once: see `ask`.
+    """
+    flat = flatten(tensor, wire)
+    ask(wire, describe(collective, tensor, op), inline=None if first is None else first(flat))
     if tensor.numel() == 0:
         wire.settle()  # no data will be waited for
-    return flatten(tensor, wire)
+    return flat
 
 
-def begin_reduction(collective: str, tensor: torch.Tensor, wire: Wire, op: str) -> tuple[torch.Tensor, Reduction]:
+def begin_reduction(
+    collective: str,
+    tensor: torch.Tensor,
+    wire: Wire,
+    op: str,
+    first: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, Reduction]:
     """Begin a collective that combines values; an operation that such values do not have is refused."""
-    flat = begin(collective, tensor, wire, op)
+    flat = begin(collective, tensor, wire, op, first)
     try:
         return flat, find_reduction(op, tensor.dtype)
     except UsageError:

@@ -30,7 +30,9 @@ if TYPE_CHECKING:
 
 def all_reduce(tensor: torch.Tensor, wire: Wire, op: str = "sum") -> None:
     """Combine a tensor over all ranks, in place."""
-    flat, reduction = begin_reduction("ring all_reduce", tensor, wire, op)
+    flat, reduction = begin_reduction(
+        "ring all_reduce", tensor, wire, op, first=lambda flat: split(flat, wire.size)[wire.rank - 1]
+    )
     reduce_among(flat, wire, reduction, ranks=wire.size)
     write_back(flat, tensor)
 
@@ -94,6 +96,7 @@ class _Lap:
         self.left, self.right = (wire.rank - 1) % wire.size, (wire.rank + 1) % wire.size
         adding = max(0, (wire.size - 1 - first) * self.pieces)
         self.slots = self._scratch(largest, min(wire.depth, adding))
+        self.inline = wire.take_inline()  # the first move has begun with the header
         self.arrivals: dict[int, tuple[Handle, torch.Tensor]] = {}
         self.departures: list[Handle] = []
 
@@ -139,10 +142,15 @@ class _Lap:
         return self.slots[move % len(self.slots)][: target.numel()] if self._adds(move) else target
 
     def _expect(self, move: int) -> None:
+        if move == 0 and self.inline is not None:
+            self.arrivals[move] = self.inline, self.inline.payload(self._target(move))
+            return
         landing = self._landing(move)
         self.arrivals[move] = self.wire.receive(landing, self.left), landing
 
     def _depart(self, move: int) -> None:
+        if move == 0 and self.inline is not None:
+            return
         self.departures.append(self.wire.send(self._outgoing(move), self.right))
 
     def _take_in(self, move: int) -> None:

@@ -23,6 +23,8 @@ _TEXT_BYTES = 124
 _LAYOUT = struct.Struct(f"<ii{_TEXT_BYTES}s{_TEXT_BYTES}s")
 HEADER_BYTES = _LAYOUT.size
 """What one rank sends in one round."""
+INLINE_BYTES = 128 << 10
+"""Up to so much data travels with a header: beyond, a second message costs little."""
 
 _NOBODY = -1
 _REMEMBERED = 256
@@ -57,8 +59,11 @@ def describe(collective: str, tensor: torch.Tensor | None, op: str | None = None
     return " ".join(words)
 
 
-def ask(wire: Wire, description: str, *, always: bool = False) -> None:
+def ask(wire: Wire, description: str, *, always: bool = False, inline: torch.Tensor | None = None) -> None:
     """Begin to find out whether every rank means to do this; whoever first waits for data has the answer before.
+
+    `inline`: what this rank sends to the next one first. Where it is small it travels in one message with the header,
+    and the collective takes what came from the rank before by `Wire.take_inline`.
 
     A wire that is not `checked` asks nothing, unless `always`. The tag counts the calls too, so that what a failed call
     left behind meets nobody later.
@@ -69,7 +74,10 @@ def ask(wire: Wire, description: str, *, always: bool = False) -> None:
     wire.calls += 1
     if wire.checked:
         wire.tag = zlib.crc32(f"{wire.calls} {wire.peers} {description}".encode()) >> 1
-    wire.tally.question = Enquiry(wire, description)
+    if wire.is_batched or inline is None or not 0 < inline.nbytes <= INLINE_BYTES:
+        inline = None
+    enquiry = wire.tally.question = Enquiry(wire, description, inline)
+    wire.tally.inline = enquiry if inline is not None else None
     if wire.is_batched:
         wire.settle()
 
@@ -77,8 +85,9 @@ def ask(wire: Wire, description: str, *, always: bool = False) -> None:
 class Enquiry:
     """The rounds in which ranks hear of each other. The first one is under way when it is made."""
 
-    def __init__(self, wire: Wire, description: str) -> None:
+    def __init__(self, wire: Wire, description: str, inline: torch.Tensor | None = None) -> None:
         self._wire = wire
+        self._inline = inline
         self._heard = Heard(wire.peers[wire.rank], description.encode()[:_TEXT_BYTES])
         self._header = _header_of(wire, description, self._heard)
         self._distance = 1
@@ -103,16 +112,37 @@ class Enquiry:
         wire = self._wire
         outgoing = self._header if self._heard.other == _NOBODY else _packed(self._heard, wire)
         self._incoming = torch.empty_like(outgoing)
+        if self._distance == 1 and not wire.is_batched:
+            # gloo takes a shorter message in a longer place: a rank need not know whether data comes along.
+            self._incoming = wire.scratch(HEADER_BYTES + INLINE_BYTES, outgoing, name="inline")
+            self._first = self._incoming
+            outgoing = self._with_inline(outgoing)
         self._arrival = wire.receive(self._incoming, (wire.rank - self._distance) % wire.size, is_control=True)
         departure = wire.send(outgoing, (wire.rank + self._distance) % wire.size, is_control=True)
         self._departures.append(departure)
 
+    def _with_inline(self, header: torch.Tensor) -> torch.Tensor:
+        if self._inline is None:
+            return header
+        self._wire.tally.control_bytes -= self._inline.nbytes
+        self._wire.tally.sent_bytes += self._inline.nbytes
+        return torch.cat((header, self._inline.view(torch.uint8)))
+
+    def wait(self) -> None:
+        """Wait for the data that came with the header of the rank before, and for the answer."""
+        self._wire.settle()
+
+    def payload(self, like: torch.Tensor) -> torch.Tensor:
+        """Return the data that came along, once `wait` has returned; valid until the next collective."""
+        return self._first[HEADER_BYTES : HEADER_BYTES + like.nbytes].view(like.dtype)
+
     def _listen(self) -> None:
         self._arrival.wait()
         # All but the number of the rank: what ranks that agree send is equal, and needs no reading.
-        if torch.equal(self._incoming[4:], self._header[4:]):
+        incoming = self._incoming[:HEADER_BYTES]
+        if torch.equal(incoming[4:], self._header[4:]):
             return
-        rank, other, text, other_text = _LAYOUT.unpack(bytes(self._incoming.cpu().numpy()))
+        rank, other, text, other_text = _LAYOUT.unpack(bytes(incoming.cpu().numpy()))
         self._heard = self._heard.and_also(Heard(rank, text.rstrip(b"\0"), other, other_text.rstrip(b"\0")))
 
 

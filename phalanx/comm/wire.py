@@ -44,6 +44,16 @@ class Question(Protocol):
         """Return when all ranks mean the same; raise on all of them when they do not."""
 
 
+class Inline(Protocol):
+    """Data that travels in one message with a header."""
+
+    def wait(self) -> None:
+        """Return when it is here and all ranks mean the same."""
+
+    def payload(self, like: torch.Tensor) -> torch.Tensor:
+        """Return it, as values such as those of `like`."""
+
+
 class _Done:
     def wait(self) -> None:
         """Return at once: there was nothing to move."""
@@ -58,8 +68,10 @@ class Tally:
 
     sent_bytes: int = 0
     control_bytes: int = 0
-    scratch: dict[torch.device, torch.Tensor] = field(default_factory=dict)
+    scratch: dict[tuple[str, torch.device], torch.Tensor] = field(default_factory=dict)
     question: Question | None = None
+    inline: Inline | None = None
+    """Data that came with a header, until the collective takes it."""
     unanswered: list[_Message] = field(default_factory=list)
     """Messages under way before the question is answered; after a "no" they are kept, for gloo may still read them."""
     places: dict[tuple[int, ...], Any] = field(default_factory=dict)
@@ -158,13 +170,18 @@ class Wire:
         work = self._pg.recv([tensor], peer, 0 if is_control else self.tag)
         return self._under_way(_Message(self, work, peer, tensor, is_control))
 
-    def scratch(self, count: int, like: torch.Tensor) -> torch.Tensor:
-        """Return memory for `count` elements such as those of `like`; the next call may return the same."""
-        needed = count * like.element_size()
-        held = self.tally.scratch.get(like.device)
+    def scratch(self, count: int, like: torch.Tensor, name: str = "") -> torch.Tensor:
+        """Return memory for `count` elements such as those of `like`; the next call by a name may return the same."""
+        needed, key = count * like.element_size(), (name, like.device)
+        held = self.tally.scratch.get(key)
         if held is None or held.numel() < needed:
-            held = self.tally.scratch[like.device] = torch.empty(needed, dtype=torch.uint8, device=like.device)
+            held = self.tally.scratch[key] = torch.empty(needed, dtype=torch.uint8, device=like.device)
         return held[:needed].view(like.dtype)
+
+    def take_inline(self) -> Inline | None:
+        """Return what came with the header of this collective, if data did; once."""
+        inline, self.tally.inline = self.tally.inline, None
+        return inline
 
     def _under_way(self, message: _Message) -> _Message:
         if self.tally.question is not None and not message.is_control:
