@@ -6,6 +6,9 @@ BIN := $(VENV)/bin
 TORCH_ARGS ?=
 UV := $(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt
 RANKS ?=
+# Processes that run tests: most tests wait more than they compute.
+JOBS ?= 2
+PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup --no-loadscope-reorder
 # Tests start hundreds of Python processes: without bytecode on the disk each compiles all that it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -61,11 +64,11 @@ $(VENV)/.bench: $(VENV)/.test
 train: $(VENV)/.phalanx ## train a conv net on the embedded digits, on RANKS ranks (default: 2, or a rank for each GPU)
 	$(BIN)/phalanx train digits $(if $(RANKS),--num-workers $(RANKS))
 
-test: $(VENV)/.test ## run the whole suite
-	$(BIN)/python -m pytest
+test: $(VENV)/.test ## run the whole suite, in JOBS processes
+	$(PYTEST)
 
 test-all: $(VENV)/.test ## the suite with the proofs that take long: three quarters of an hour on two cores
-	PHALANX_ALL_TESTS=1 $(BIN)/python -m pytest
+	PHALANX_ALL_TESTS=1 $(PYTEST)
 
 lint: $(VENV)/.test $(VENV)/.lint ## ruff, mypy and codespell
 	$(BIN)/ruff check .

@@ -37,6 +37,25 @@ _CACHES = ("torchinductor_", "__pycache__")
 _PATIENCE_SECONDS = 1.0
 
 
+_SLOW_FIRST = ("engines", "faults", "dist", "cli", "parity")
+"""Folders whose tests take long, in the order in which they begin; what is left is short and fills the gaps at the end."""
+_ONE_AT_A_TIME = ("ray", "horovod", "tensorflow")
+"""Engines that use a machine as a whole: the files about one of them do not run beside each other."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the slow files, and keep what belongs together in one process where tests run in several."""
+    items.sort(key=lambda item: _SLOW_FIRST.index(_folder(item)) if _folder(item) in _SLOW_FIRST else len(_SLOW_FIRST))
+    for item in items:
+        name = item.path.stem
+        group = next((engine for engine in _ONE_AT_A_TIME if engine in name), name)
+        item.add_marker(pytest.mark.xdist_group(group))
+
+
+def _folder(item: pytest.Item) -> str:
+    return item.path.parent.name
+
+
 class Ranks(Protocol):
     def __call__(self, function: Callable[..., Any], *args: Any, world_size: int = 4) -> list[Any]: ...
 
