@@ -268,7 +268,7 @@ def row(tensor: torch.Tensor | None) -> str:
 
 def main() -> None:
     args = parse_args()
-    with phalanx.Formation() as formation:
+    with phalanx.Formation(strategy="ddp") as formation:  # torch's own backend: nccl on GPUs, gloo on CPUs
         if formation.world_size == 1:
             raise SystemExit("one rank has nobody to talk to: start two, as the first lines of this file say")
         wire = ours.Wire()

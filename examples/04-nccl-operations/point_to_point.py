@@ -198,7 +198,7 @@ def main() -> None:
     args = parse_args()
     if args.microbatches < 1:
         raise SystemExit(f"--microbatches is {args.microbatches}: it must be 1 or more")
-    with phalanx.Formation() as formation:
+    with phalanx.Formation(strategy="ddp") as formation:  # torch's own backend: nccl on GPUs, gloo on CPUs
         if formation.world_size == 1:
             raise SystemExit("one rank has nobody to talk to: start two, as the first lines of this file say")
         formation.print(f"{formation.world_size} ranks on {dist.get_backend()}, tensors on {formation.device.type}")

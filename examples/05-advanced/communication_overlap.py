@@ -38,7 +38,7 @@ class Measured:
     """The same model twice: by itself, and in formation."""
 
     def __init__(self, args: argparse.Namespace, bucket_cap_mb: float) -> None:
-        self.formation = phalanx.Formation(bucket_cap_mb=bucket_cap_mb)
+        self.formation = phalanx.Formation(strategy="ddp", bucket_cap_mb=bucket_cap_mb)
         if self.formation.world_size == 1:
             raise SystemExit("one rank has nobody to talk to: start two, as the first lines of this file say")
         self.ddp = self.formation.prepare(build_model(args.width, args.layers))

@@ -259,7 +259,8 @@ def test_parameters_without_gradient_are_named(tmp_path, workers):
         tmp_path, "PyTorchDDPTrainer(model, batch_size=2).fit(data)", model="Model()", rest=_WITH_UNUSED
     )
     message = refused("train", "--script", script, "--num-workers", workers, "--device", "cpu", code=1)
-    assert "2 parameters got no gradient in the first step: forgotten.weight, forgotten.bias" in message
+    assert "2 parameters got no gradient " in message
+    assert ": forgotten.weight, forgotten.bias" in message
     assert "find_unused_parameters" in message
 
 
@@ -282,7 +283,7 @@ def test_a_loss_that_is_not_obvious_is_asked_for(tmp_path):
     )
     message = refused("train", "--script", script, "--num-workers", 2, "--device", "cpu", code=1)
     assert (
-        "no loss_fn was given, and none is obvious for an output torch.float32 [2] and a target torch.int64 [2]"
+        "no loss_fn was given, and none is obvious for an output float32 [2] and a target int64 [2]"
         in message
     )
 

@@ -294,7 +294,7 @@ def test_the_json_fills_our_settings_and_ours_fill_its_autos(tmp_path):
         ({"tensor_parallel": 2}, r"tensor_parallel = 2 does not go with strategy = 'deepspeed'"),
         ({"deepspeed_config": "{nonsense"}, "not valid JSON"),
         ({"deepspeed_config": "no/such.json"}, "no/such.json cannot be read: No such file"),
-        ({"deepspeed_config": [1]}, "expected a path, JSON text or a dict"),
+        ({"deepspeed_config": [1]}, "expected a path, JSON text, a dict or a DeepSpeedConfig"),
         ({"deepspeed_config": {"scheduler": {"type": "OneCycle"}}}, "scheduler 'OneCycle' is not one of WarmupLR"),
         ({"deepspeed_config": {"scheduler": {"type": "WarmupLR"}}}, 'add "warmup_type": "linear"'),
         ({"deepspeed_config": {"tensor_parallel": {"autotp_size": 2}}}, "tensor_parallel cannot be used here"),

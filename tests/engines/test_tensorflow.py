@@ -89,7 +89,7 @@ def mirrored(tmp_path_factory: pytest.TempPathFactory) -> Path:
             half.fit((x, y))
         except phalanx.PhalanxError as error:
             print("refused:", error.message)
-        low = trainer(strategy="mirrored", batch_size=16, epochs=1, mixed_precision=True, run_dir="low")
+        low = trainer(strategy="mirrored", batch_size=16, epochs=1, mixed_precision="bf16", run_dir="low")
         low.fit((x, y))
         print("policy", low.model.layers[0].dtype_policy.name)
         number = trainer(model_fn=lambda: 3)
