@@ -38,7 +38,7 @@ _PATIENCE_SECONDS = 1.0
 
 
 _SLOW_FIRST = ("engines", "faults", "dist", "cli", "parity")
-"""Folders whose tests take long, in the order in which they begin; what is left is short and fills the gaps at the end."""
+"""Folders whose tests take long, in the order in which they begin; the short ones fill the gaps at the end."""
 _ONE_AT_A_TIME = ("ray", "horovod", "tensorflow")
 """Engines that use a machine as a whole: the files about one of them do not run beside each other."""
 

@@ -47,9 +47,9 @@ class RunLock:
 
     def release(self) -> None:
         """Mark the run as over."""
+        with suppress(OSError):  # the directory may be gone or read-only by now
+            self._path.unlink()
         if self._file is not None:
-            with suppress(OSError):  # the directory may be gone or read-only by now
-                self._path.unlink()
             os.close(self._file)
             self._file = None
 

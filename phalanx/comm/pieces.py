@@ -21,7 +21,7 @@ def begin(
     tensor: torch.Tensor,
     wire: Wire,
     op: str | None = None,
-    first: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    first: Callable[[torch.Tensor], torch.Tensor | None] | None = None,
 ) -> torch.Tensor:
     """Ask whether all ranks mean the same, and return the tensor as it can travel: see `flatten`.
 
@@ -39,7 +39,7 @@ def begin_reduction(
     tensor: torch.Tensor,
     wire: Wire,
     op: str,
-    first: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    first: Callable[[torch.Tensor], torch.Tensor | None] | None = None,
 ) -> tuple[torch.Tensor, Reduction]:
     """Begin a collective that combines values; an operation that such values do not have is refused."""
     flat = begin(collective, tensor, wire, op, first)

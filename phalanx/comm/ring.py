@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from phalanx.comm.pieces import begin, begin_reduction, bounds, chunk_count, split, write_back
 from phalanx.comm.reduction import OPS, Reduction
+from phalanx.comm.signature import INLINE_BYTES
 
 if TYPE_CHECKING:
     import torch
@@ -31,10 +32,16 @@ if TYPE_CHECKING:
 def all_reduce(tensor: torch.Tensor, wire: Wire, op: str = "sum") -> None:
     """Combine a tensor over all ranks, in place."""
     flat, reduction = begin_reduction(
-        "ring all_reduce", tensor, wire, op, first=lambda flat: split(flat, wire.size)[wire.rank - 1]
+        "ring all_reduce", tensor, wire, op, first=lambda flat: _small_first_block(flat, wire)
     )
     reduce_among(flat, wire, reduction, ranks=wire.size)
     write_back(flat, tensor)
+
+
+def _small_first_block(flat: torch.Tensor, wire: Wire) -> torch.Tensor | None:
+    """Return what this rank sends first, where every rank's block is small enough to travel with a header."""
+    blocks = split(flat, wire.size)
+    return blocks[wire.rank - 1] if 0 < blocks[0].nbytes <= INLINE_BYTES else None
 
 
 def reduce_among(flat: torch.Tensor, wire: Wire, reduction: Reduction, *, ranks: int) -> None:

@@ -62,8 +62,8 @@ def describe(collective: str, tensor: torch.Tensor | None, op: str | None = None
 def ask(wire: Wire, description: str, *, always: bool = False, inline: torch.Tensor | None = None) -> None:
     """Begin to find out whether every rank means to do this; whoever first waits for data has the answer before.
 
-    `inline`: what this rank sends to the next one first. Where it is small it travels in one message with the header,
-    and the collective takes what came from the rank before by `Wire.take_inline`.
+    `inline`: what this rank sends to the next one first, at most INLINE_BYTES, on all ranks or on none. It travels with
+    the header; the collective takes what came from the rank before by `Wire.take_inline`.
 
     A wire that is not `checked` asks nothing, unless `always`. The tag counts the calls too, so that what a failed call
     left behind meets nobody later.
@@ -74,7 +74,7 @@ def ask(wire: Wire, description: str, *, always: bool = False, inline: torch.Ten
     wire.calls += 1
     if wire.checked:
         wire.tag = zlib.crc32(f"{wire.calls} {wire.peers} {description}".encode()) >> 1
-    if wire.is_batched or inline is None or not 0 < inline.nbytes <= INLINE_BYTES:
+    if wire.is_batched:
         inline = None
     enquiry = wire.tally.question = Enquiry(wire, description, inline)
     wire.tally.inline = enquiry if inline is not None else None

@@ -313,8 +313,9 @@ class Attempt:
             return True
         if self._group.alive:
             return False
-        if self._blaming and not self._meeting.has_other_nodes:
-            # Nobody is left who could bring a better cause.
+        if not self._meeting.has_other_nodes and not ended_well([state.code for state in self._group.ranks.values()]):
+            # No rank is left that could bring a better cause, or answer with its stack.
+            self._diagnosing = False
             self._blame()
         if self._failure is not None or self._requested is not None or not self._meeting.has_other_nodes:
             return True

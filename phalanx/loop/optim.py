@@ -80,7 +80,7 @@ class Schedule:
 
     def __init__(self, optimizer: torch.optim.Optimizer, factor: Callable[[int], float], scale: float = 1.0) -> None:
         self._optimizer = optimizer  # not its groups: loading a state replaces them
-        self._bases = [group["lr"] * scale for group in optimizer.param_groups]
+        self._bases = [float(group["lr"]) * scale for group in optimizer.param_groups]
         self._factor = factor
         self._applied: float | None = None
 

@@ -71,7 +71,14 @@ class OwnSchedule:
                 warnings.catch_warnings()
             ):  # torch looks for its own wrapper of optimizer.step, which ours has replaced
                 warnings.filterwarnings("ignore", message=".*(optimizer|lr_scheduler)", category=UserWarning)
+                before = _progress(self.scheduler)
                 self.scheduler.step()
+            if _progress(self.scheduler) <= before:
+                name = type(self.scheduler).__name__
+                raise UsageError(
+                    f"scheduler = {name}(...): its step() does not raise last_epoch, by which its progress is known",
+                    hint="Call super().step() in it, or step it in a callback of yours.",
+                )
 
     def reshape(self, factor: Callable[[int], float]) -> None:
         """Another length of the run changes nothing here: the user's numbers hold."""

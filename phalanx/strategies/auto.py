@@ -1,8 +1,8 @@
 """auto: what ddp does, by the fastest way that these ranks have. It is what runs when no strategy is named.
 
 Ranks that compute on the CPUs of one machine add up their gradients in memory that all of them see (`ring_ddp`): the
-same weights to the last bit with two ranks, and a fraction of the time. All others, and models with sparse gradients,
-are given to torch's DistributedDataParallel.
+same weights to the last bit with two ranks, and a fraction of the time. All others, and models with buffers or sparse
+gradients, are given to torch's DistributedDataParallel.
 """
 
 from __future__ import annotations
@@ -55,7 +55,11 @@ class Auto(RingDDP):
 
     def _share(self, model: nn.Module) -> tuple[Exchange, torch.Tensor] | None:
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        if not trained or not may_share_memory(self.world) or any(_is_sparse(module) for module in model.modules()):
+        chosen = self.config.communication_backend not in (None, "phalanx")
+        if not trained or chosen or not may_share_memory(self.world):
+            return None
+        # DDP gives all ranks rank 0's buffers before each forward pass, which may read them.
+        if any(True for _ in model.buffers()) or any(_is_sparse(module) for module in model.modules()):
             return None
         size, timeout = self.world.world_size, self.config.timeout
         return share_gradients(tell_through(None), self.world.rank, size, bytes_for(trained), timeout=timeout)
@@ -68,8 +72,7 @@ class Auto(RingDDP):
 
 def may_share_memory(world: World) -> bool:
     """Whether all ranks compute on the CPUs of this machine; one rank alone has nothing to share."""
-    alone, on_one_machine = world.world_size == 1, world.env.local_world_size >= world.world_size
-    return world.device.type == "cpu" and on_one_machine and not alone and not is_emulated()
+    return world.device.type == "cpu" and world.world_size > 1 and world.env.on_one_machine and not is_emulated()
 
 
 def _is_sparse(module: nn.Module) -> bool:

@@ -96,6 +96,6 @@ def owner(number: int, world_size: int, per_node: int) -> int:
 
 def _own_address(world: World) -> str:
     """Return where this machine is reached by the other ranks; ranks of one machine never leave it."""
-    if world.env.local_world_size >= world.world_size:
+    if world.env.on_one_machine:
         return "127.0.0.1"
     return address_towards(world.env.master_addr)

@@ -47,6 +47,13 @@ class RankEnv:
     """Whether a launcher of ours waits for the rank's last words."""
     launch_id: str = ""
     """What the attempts of one launch have in common, and no two launches; empty where the starter restarts nothing."""
+    knows_local_size: bool = True
+    """Whether the starter has said how many ranks are on this machine; else `local_world_size` is a guess."""
+
+    @property
+    def on_one_machine(self) -> bool:
+        """Whether all ranks of the job are known to be on this machine."""
+        return self.knows_local_size and self.local_world_size >= self.world_size
 
 
 def read_rank_env(environ: Mapping[str, str] | None = None) -> RankEnv | None:
@@ -122,6 +129,7 @@ def _from_torchrun(env: Mapping[str, str]) -> RankEnv:
         local_rank=_integer(env, "LOCAL_RANK", rank % local_world_size),
         world_size=world_size,
         local_world_size=local_world_size,
+        knows_local_size="LOCAL_WORLD_SIZE" in env or "LOCAL_SIZE" in env,
         node_rank=_integer(env, "GROUP_RANK", rank // local_world_size),
         master_addr=env.get("MASTER_ADDR", "127.0.0.1"),
         master_port=_integer(env, "MASTER_PORT", _DERIVED_PORTS[0]),
@@ -156,9 +164,13 @@ def _is_supervised(env: Mapping[str, str]) -> bool:
 
 
 def _launch_id(env: Mapping[str, str]) -> str:
-    """Return our launcher's id, else torchrun's; on one node torchrun's id need not be unique, but its process is."""
+    """Return our launcher's id, else torchrun's. That need not be unique, by default it is "none", but its process is.
+
+    Of all ranks' ids that of rank 0 counts.
+    """
     found = env.get("PHALANX_RUN_ID") or env.get("TORCHELASTIC_RUN_ID", "")
-    if "PHALANX_RUN_ID" in env or not found or env.get("GROUP_WORLD_SIZE") != "1":
+    named = found != "none" and env.get("GROUP_WORLD_SIZE") != "1"
+    if "PHALANX_RUN_ID" in env or not found or named:
         return found
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -251,6 +263,7 @@ def _from_mpich(env: Mapping[str, str]) -> RankEnv:
         local_rank=_integer(env, "MPI_LOCALRANKID", _integer(env, "PMI_RANK")),
         world_size=world_size,
         local_world_size=local_world_size,
+        knows_local_size="MPI_LOCALNRANKS" in env,
         node_rank=0,
         master_addr=_mpi_master(env, one_host=local_world_size == world_size),
         master_port=_integer(env, "MASTER_PORT", _derived_port(str(os.getppid()))),

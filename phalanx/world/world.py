@@ -95,9 +95,8 @@ def join_world(config: DistributedConfig) -> World:
     # nccl's own threads read the store: they would have to ask Python for every value.
     env, store = _meet(env, config.timeout, signed="nccl" not in backend)
     export_rank_env(env)
-    on_one_machine = env.local_world_size >= env.world_size
     os.environ.update(
-        loopback_environment(os.environ) if on_one_machine else network_environment(env.master_addr, os.environ)
+        loopback_environment(os.environ) if env.on_one_machine else network_environment(env.master_addr, os.environ)
     )
     dist.init_process_group(
         backend,
@@ -129,7 +128,7 @@ def _connect(env: RankEnv, seconds: float) -> dist.Store:
     timeout = timedelta(seconds=seconds)
     hosted_by_a_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store: dist.Store
-    if env.local_world_size >= env.world_size and not hosted_by_a_launcher:
+    if env.on_one_machine and not hosted_by_a_launcher:
         store = _loopback_store(env.master_port, timeout, is_master=env.rank == 0)
     else:
         store, _, _ = next(iter(dist.rendezvous("env://", env.rank, env.world_size, timeout=timeout)))
@@ -180,7 +179,7 @@ def _usual_backend(config: DistributedConfig, device: torch.device, env: RankEnv
     if device.type == "cuda":
         return "nccl"
     automatic = config.strategy == "auto" and config.resolved_strategy == "ddp"
-    return "phalanx" if automatic and env.local_world_size >= env.world_size else "gloo"
+    return "phalanx" if automatic and env.on_one_machine else "gloo"
 
 
 def _comm_backend(config: DistributedConfig, device: torch.device, env: RankEnv) -> str:

@@ -282,10 +282,7 @@ def test_a_loss_that_is_not_obvious_is_asked_for(tmp_path):
         model="nn.Sequential(nn.Linear(4, 1), nn.Flatten(0))",
     )
     message = refused("train", "--script", script, "--num-workers", 2, "--device", "cpu", code=1)
-    assert (
-        "no loss_fn was given, and none is obvious for an output float32 [2] and a target int64 [2]"
-        in message
-    )
+    assert "no loss_fn was given, and none is obvious for an output float32 [2] and a target int64 [2]" in message
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------

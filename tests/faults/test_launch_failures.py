@@ -322,6 +322,15 @@ def test_a_rank_that_hangs_is_named_not_the_one_that_waited(launch_script, what,
     _assert_nothing_runs()
 
 
+def test_a_rank_that_ends_while_its_stack_is_taken_leaves_no_success(launch_script):
+    """The rank that was waited for ends between the request for its stack and the report."""
+    source = STUCK.replace("{what}", "time.sleep(2.75); os._exit(0)")
+    for delay in ("2.55", "2.7"):
+        run = launch_script(source.replace("2.75", delay), ranks_per_node=2)
+        assert run.result.exit_code != 0
+        assert run.report
+
+
 def test_a_rank_that_hangs_in_a_loop_of_ours_is_named(launch_script):
     source = """
     import time

@@ -67,6 +67,33 @@ def test_equal_to_torch_ddp_bit_for_bit(ranks, tmp_path):
     assert_same(ours[0], ours[1])
 
 
+class Centred(nn.Module):
+    """A model whose training reads a buffer that each rank moves by its own batches, as codebooks and queues are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+        self.register_buffer("centre", torch.zeros(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.centre.mul_(0.5).add_(x.detach().mean(0), alpha=0.5)
+        return self.layer(x - self.centre)
+
+
+def test_buffers_are_rank_0s_as_in_ddp(ranks, tmp_path):
+    def learn(strategy: str) -> list[float]:
+        torch.manual_seed(0)
+        model = Centred().double()
+        config = DistributedConfig(
+            device="cpu", progress=False, strategy=strategy, optimizer="sgd", batch_size=4, epochs=2
+        )
+        task = TrainTask(model, DataLoader(make_data(48)), loss_fn=nn.CrossEntropyLoss())
+        run_job(Job("fit", task, config, Path(tmp_path)), in_place=True)
+        return model.layer.weight.flatten().tolist()
+
+    assert ranks(learn, "auto", world_size=2) == ranks(learn, "ddp", world_size=2)
+
+
 WHOLE: dict[int, dict] = {}
 """What one process learns from the whole batches, by number of samples: trained once, compared with every split."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 
 import numpy as np
@@ -14,6 +15,20 @@ from phalanx.world.env import expand_hostlist, read_rank_env
 from phalanx.world.layout import plan_layout
 from phalanx.world.mesh import Mesh, plan_mesh
 from phalanx.world.seed import rng_state, seed_everything, set_rng_state
+
+
+def test_one_machine_is_assumed_only_where_the_starter_says_so():
+    """Kubeflow, and people, set RANK and WORLD_SIZE alone: the ranks may be anywhere."""
+    given = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "192.0.2.7", "MASTER_PORT": "29511"}
+    assert not read_rank_env(given).on_one_machine
+    assert read_rank_env({**given, "LOCAL_WORLD_SIZE": "2"}).on_one_machine
+    assert not read_rank_env({**given, "LOCAL_WORLD_SIZE": "1"}).on_one_machine
+
+
+def test_jobs_of_torchrun_on_several_nodes_do_not_share_an_id():
+    given = {"RANK": "0", "WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"}
+    assert str(os.getppid()) in read_rank_env(given).launch_id
+    assert read_rank_env({**given, "TORCHELASTIC_RUN_ID": "job7"}).launch_id == "job7"
 
 
 def test_nobody_started_us():

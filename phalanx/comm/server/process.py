@@ -51,11 +51,11 @@ class ShardProcess:
         self._watcher.start()
 
     def _start(self) -> bool:
-        """Fork the shard, unless `stop` was called; return whether it runs. Its pidfd cannot name another process."""
+        """Fork the shard, unless `stop` was called; return whether it runs."""
         with self._forking:
             if not self._stopping:
                 self.pid = self._fork()
-                self._pidfd = os.pidfd_open(self.pid)
+                self._unreaped = True
             return not self._stopping
 
     def _fork(self) -> int:
@@ -73,10 +73,11 @@ class ShardProcess:
     def _watch(self) -> None:
         """Wait for the child's end; one that nobody asked for is followed by another child."""
         while True:
-            _, status = os.waitpid(self.pid, 0)
+            # Its number stays its own until it is reaped, under the lock: `stop` cannot signal another process.
+            os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
             with self._forking:
-                os.close(self._pidfd)
-                self._pidfd = -1
+                _, status = os.waitpid(self.pid, 0)
+                self._unreaped = False
             if self._stopping:
                 return
             self.deaths += 1
@@ -99,8 +100,8 @@ class ShardProcess:
             if self._stopping:
                 return
             self._stopping = True
-            with contextlib.suppress(OSError):  # it has ended by itself
-                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+            if self._unreaped:
+                os.kill(self.pid, signal.SIGKILL)
         self._watcher.join()
         self._listener.close()
         if self._spec.slots is not None:

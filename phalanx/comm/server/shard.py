@@ -50,6 +50,7 @@ class ServerShard:
         self._numbers = itertools.count(1)
         self._open: set[socket.socket] = set()
         self._unproven: dict[socket.socket, None] = {}
+        self._admitting = threading.Lock()
         self._threads: list[threading.Thread] = []
         self._closing = threading.Event()
 
@@ -69,12 +70,19 @@ class ServerShard:
 
     def _admit(self, connection: socket.socket) -> None:
         """Note a caller without proof, and drop the one that has been without it longest where there are too many."""
-        self._unproven[connection] = None
-        if len(self._unproven) > _MAX_UNPROVEN:
+        with self._admitting:
+            self._unproven[connection] = None
+            if len(self._unproven) <= _MAX_UNPROVEN:
+                return
             oldest = next(iter(self._unproven))
-            self._unproven.pop(oldest, None)
-            with contextlib.suppress(OSError):  # its thread may just be closing it
-                oldest.shutdown(socket.SHUT_RDWR)
+            del self._unproven[oldest]
+        with contextlib.suppress(OSError):  # its thread may just be closing it
+            oldest.shutdown(socket.SHUT_RDWR)
+
+    def _dismiss(self, connection: socket.socket) -> None:
+        """Note that a caller has shown the token, or is gone."""
+        with self._admitting:
+            self._unproven.pop(connection, None)
 
     def close(self) -> None:
         """End all connections and their threads."""
@@ -96,7 +104,7 @@ class ServerShard:
             with connection:
                 tune(connection)
                 greet(connection, self._spec.token)
-                self._unproven.pop(connection, None)
+                self._dismiss(connection)
                 worker = self._welcome(connection, number)
                 while True:
                     self._answer(connection, worker)
@@ -105,7 +113,7 @@ class ServerShard:
         except (ServerError, ValueError) as error:  # what a caller sent cannot be read
             _log.warning("shard %d: %s", self._spec.number, error)
         finally:
-            self._unproven.pop(connection, None)
+            self._dismiss(connection)
             self._open.discard(connection)
             if worker is not None:
                 self.core.goodbye(worker, number)
