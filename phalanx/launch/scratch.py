@@ -6,6 +6,7 @@ import fcntl
 import functools
 import os
 import shutil
+import socket
 import tempfile
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -32,6 +33,7 @@ def open_scratch(kind: str) -> Path:
         os.close(lock)
         fresh.unlink()
         return path
+    os.write(lock, socket.gethostname().encode())  # on a shared file system locks may be known to their host alone
     fresh.rename(path / _OWNER)  # locked from the moment that others can see it
     _locks[path] = lock
     return path
@@ -78,7 +80,8 @@ def _remove_if_left(path: Path) -> None:
         return
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(path, ignore_errors=True)
+        if os.read(lock, 256) == socket.gethostname().encode():
+            shutil.rmtree(path, ignore_errors=True)
     except BlockingIOError:
         return
     finally:

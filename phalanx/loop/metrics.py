@@ -109,8 +109,13 @@ def _alignment(output: torch.Tensor, target: torch.Tensor, own_loss: torch.Tenso
 
 
 def _cross_entropy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Return the mean over all labels, row by row: scores in float32 for a whole batch may not fit on a GPU."""
     labels = target.long().masked_fill(target < 0, IGNORED_LABEL)  # nanoGPT ignores -1
-    return F.cross_entropy(output.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORED_LABEL).double()
+    sums = [
+        F.cross_entropy(scores.float(), row, ignore_index=IGNORED_LABEL, reduction="sum").double()
+        for scores, row in zip(output, labels, strict=True)
+    ]
+    return torch.stack(sums).sum() / (labels != IGNORED_LABEL).sum()
 
 
 def next_token_accuracy(output: torch.Tensor, target: torch.Tensor) -> Any:
