@@ -1,6 +1,6 @@
 """Signed values in the ranks' store.
 
-torch's TCPStore answers every process that reaches its port. Whoever may write there could send ranks to a process of
+torch's TCPStore answers every process that reaches its port. A process that writes there could send ranks to one of
 its own, which would pose as a rank. Ranks that share a secret sign what they write and refuse what is not signed. The
 launcher draws a secret for the ranks of one machine and hands it over in their environment; for several machines the
 user exports one. Counters are not signed: at worst a run waits for something that never comes.

@@ -55,7 +55,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
     (folder / "preparation.py").write_text(PREPARATION)
     snippets = {group: {name: text for name, text in all.items() if installed(name)} for group, all in GROUPS.items()}
     with ExitStack() as stack:
-        # Nobody waits for a hundred epochs here: the environment cuts every run short.
+        # A hundred epochs would take too long here: the environment cuts every run short.
         running = {}
         for group, chosen in snippets.items():
             if not chosen:
