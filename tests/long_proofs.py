@@ -1,4 +1,4 @@
-"""Proofs that take minutes: left out of `make test`, which must stay within half an hour on two cores."""
+"""Proofs that take minutes: left out of `make test`, which must stay within a quarter of an hour on two cores."""
 
 from __future__ import annotations
 
