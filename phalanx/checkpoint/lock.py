@@ -47,7 +47,7 @@ class RunLock:
 
     def release(self) -> None:
         """Mark the run as over."""
-        with suppress(OSError):  # the directory may be gone or read-only by now
+        with suppress(OSError):  # the directory may have been removed or made read-only
             self._path.unlink()
         if self._file is not None:
             os.close(self._file)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _CHUNK = 1 << 14
 """How much is read at a time: between two reads the launcher serves signals and other ranks."""
 _PIPE_BYTES = 1 << 20
-"""More than a pipe holds: what is still read when all writers should be gone."""
+"""More than a pipe holds: what is still read after all writers should have ended."""
 _LONGEST = 1 << 16
 """How much of a line without an end is kept back."""
 _END = re.compile(r"\r\n|\n|\r")

@@ -140,7 +140,7 @@ def _killed(ended: RankExit, killed_for_memory: bool) -> tuple[str, tuple[str, .
     except ValueError:
         return f"was killed by signal {number}", _log_end(ended), ""
     if known not in _CRASHES:
-        return f"was killed by {known.name}, which somebody else sent", _log_end(ended), ""
+        return f"was killed by {known.name}, which another process sent", _log_end(ended), ""
     stack = main_stack("\n".join(ended.log_tail))
     python_stack = ("Python stack, innermost first:", *(f"  {frame}" for frame in stack[:_LOG_LINES]))
     return _CRASHES[known], python_stack if stack else _log_end(ended), ""

@@ -45,7 +45,7 @@ class HeldParameters:
 
     @property
     def trained(self) -> list[nn.Parameter]:
-        """The parameters of the models that the optimizers hold; all where there is no optimizer."""
+        """The parameters of the models that the optimizers hold; all parameters without an optimizer."""
         return self._sort().trained
 
     @property

@@ -144,7 +144,7 @@ def test_a_killed_rank_is_said_to_be_killed(launch_script):
 def test_a_signal_from_elsewhere_is_named(launch_script):
     run = launch_script("import os, signal\nos.kill(os.getpid(), signal.SIGXCPU)\n", ranks_per_node=1)
     assert run.result.exit_code == 128 + 24
-    assert "killed by SIGXCPU, which somebody else sent" in run.report
+    assert "killed by SIGXCPU, which another process sent" in run.report
 
 
 def test_a_script_that_does_not_exist_names_the_nearest(tmp_path):

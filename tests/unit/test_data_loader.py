@@ -289,7 +289,7 @@ def test_what_a_micro_batch_counts_for_is_set_before_it_is_handed_over():
 
 
 class TellsEpoch(Dataset):
-    """Its samples are the number of the epoch it was told."""
+    """Its samples are the epoch that `set_epoch` was last called with."""
 
     epoch = -1
 
