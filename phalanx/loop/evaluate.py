@@ -29,7 +29,7 @@ def evaluate(
     metrics: Mapping[str, Metric] | None,
 ) -> dict[str, float]:
     """Return the mean loss and metrics over all samples; equal on all ranks, which must all call this."""
-    formation.strategy.settle(model)
+    formation.strategy.consolidate(model)
     bare = model if formation.strategy.shards else formation.unwrap(model)
     was_training = bare.training
     bare.eval()

@@ -30,7 +30,7 @@ from phalanx.data.loader import shard_loader
 from phalanx.errors import UsageError
 from phalanx.loop.activation import spare_activations
 from phalanx.loop.adapters import adapt, check_trains_adapters
-from phalanx.loop.batch import train_batch
+from phalanx.loop.batch import BatchPasses
 from phalanx.loop.compiling import compile_in_place
 from phalanx.loop.forward import decide_forward
 from phalanx.loop.gradients import Gradients
@@ -41,12 +41,7 @@ from phalanx.loop.replaced import Replaced
 from phalanx.loop.schedulers import bind_scheduler
 from phalanx.loop.snapshot import restore_snapshot, save_snapshot
 from phalanx.strategies.base import claim_layout, local
-from phalanx.strategies.engine import OwnsStep
-from phalanx.strategies.pipeline import Pipeline
 from phalanx.strategies.registry import build_strategy
-from phalanx.strategies.sharing import SharesOptimizers
-from phalanx.strategies.stepping import StepsAlone
-from phalanx.strategies.traffic import SendsGradients
 from phalanx.world.groups import build_axis_group
 from phalanx.world.seed import seed_everything
 from phalanx.world.world import join_world, leave_world
@@ -90,8 +85,7 @@ class Formation:
             torch.use_deterministic_algorithms(True)
         self.strategy = build_strategy(self.config, self.world)
         self.config = self.strategy.config
-        engine = self._engine = self.strategy if isinstance(self.strategy, OwnsStep) else None
-        self.precision = Precision(self.config, self.device, by_engine=engine is not None and engine.keeps_precision)
+        self.precision = Precision(self.config, self.device, by_engine=self.strategy.owns_precision)
         self.gradients = Gradients(self.config, self.world, self.strategy, self.precision)
         self.run_id = _run_id(self.world.env.launch_id)
         self.lineage: list[dict[str, Any]] = []
@@ -143,10 +137,7 @@ class Formation:
         if isinstance(item, torch.optim.Optimizer):
             self._replaced.follow(item)
             check_trains_adapters(self.models, item, self.config)
-            if self._engine is not None:
-                item = self._engine.attach(item)
-            if isinstance(self.strategy, SharesOptimizers):
-                self.strategy.share_optimizer(item)
+            item = self.strategy.attach(item)
             self.optimizers.append(item)
             self._undo.append(self.gradients.adopt(item))
             return item
@@ -173,7 +164,7 @@ class Formation:
         for optimizer in self.optimizers:  # prepared before the model
             self._replaced.follow(optimizer)
         if self.config.compile:
-            for part in wrapped.stages.values() if isinstance(wrapped, Pipeline) else [model]:
+            for part in self.strategy.compile_targets(wrapped):
                 self._undo.append(compile_in_place(part))
         self.models.append(wrapped)
         self.gradients.watch(wrapped)
@@ -203,7 +194,8 @@ class Formation:
         self._undo.append(sharded.close)
         if training:
             self.loaders.append(loader)
-            self.notes += [m.expect(sharded.layout.batch_size) for m in self.models if isinstance(m, Pipeline)]
+            expected = [self.strategy.expect_batches(model, sharded.layout.batch_size) for model in self.models]
+            self.notes += [note for note in expected if note is not None]
         return loader
 
     def _cpu_group(self) -> dist.ProcessGroup | None:
@@ -223,7 +215,8 @@ class Formation:
 
     def train_batch(self, model: nn.Module, batch: Any, loss_fn: LossFn | None = None) -> torch.Tensor:
         """Run forward and backward of a batch and return its mean loss; the one way to train a pipeline."""
-        return train_batch(self, model, batch, decide_forward(self.unwrap(model), loss_fn, batch))
+        forward = decide_forward(self.unwrap(model), loss_fn, batch)
+        return self.strategy.train_batch(model, batch, BatchPasses(self.gradients, self.precision, forward))
 
     def clip_grad_norm(
         self, max_norm: float, model_or_optimizer: nn.Module | torch.optim.Optimizer | None = None
@@ -292,12 +285,8 @@ class Formation:
 
     def close(self) -> None:
         """Let go of everything and leave the process group, in the order that cannot deadlock."""
-        if self._engine is not None:
-            for wrapped in self.models:
-                self._engine.hand_back(wrapped)
-        if isinstance(self.strategy, StepsAlone):  # the ranks hold different weights since they last met
-            for wrapped in self.models:
-                self.strategy.settle(wrapped)
+        for wrapped in self.models:
+            self.strategy.return_weights(wrapped)
         self.release()
         if not self.strategy.shards:  # a sharded model lives on the group, and the user may save or train it again
             leave_world(self.world)
@@ -308,10 +297,7 @@ class Formation:
             undo()
         self._undo.clear()
         self._locks.clear()
-        if self._engine is not None:
-            self._engine.detach()
-        if isinstance(self.strategy, SendsGradients):
-            self.strategy.stop_sending()
+        self.strategy.close()
         self.models.clear()
         self.optimizers.clear()
         self.schedulers.clear()

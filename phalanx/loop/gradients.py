@@ -17,10 +17,6 @@ from phalanx.errors import UsageError
 from phalanx.loop.binding import bind_optimizer
 from phalanx.loop.held import HeldParameters
 from phalanx.loop.weighing import StepWeight
-from phalanx.strategies.base import local
-from phalanx.strategies.compressing import CompressesGradients
-from phalanx.strategies.engine import OwnsStep
-from phalanx.strategies.stepping import StepsAlone
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -41,18 +37,13 @@ class Gradients:
         self._config = config
         self._world = world
         self._strategy = strategy
-        self._engine = strategy if isinstance(strategy, OwnsStep) else None
-        self._alone = strategy if isinstance(strategy, StepsAlone) else None
-        self._compressing = (
-            strategy if isinstance(strategy, CompressesGradients) and config.compression != "none" else None
-        )
         self._scaler = precision.scaler
         self._skip_nonfinite = config.on_nonfinite == "skip"
         self._accumulation = config.gradient_accumulation_steps
         self._counted = 0
         self._wrapped: list[nn.Module] = []
-        self.held = HeldParameters(strategy, self._engine, unused_allowed=config.find_unused_parameters)
-        self._weight = StepWeight(world.device, 1 if self._alone is not None else world.world_size)
+        self.held = HeldParameters(strategy, unused_allowed=config.find_unused_parameters)
+        self._weight = StepWeight(world.device, 1 if strategy.local_steps else world.world_size)
         self._ready = False
         self._direct = False
         self._unscaled: set[int] = set()
@@ -95,10 +86,7 @@ class Gradients:
         """Add this micro-batch's gradient; `weight`: how many units (tokens, say) the loss is the mean of."""
         factor = self.enter(weight)
         scaled = loss if isinstance(factor, float) and factor == 1.0 else loss * factor
-        if self._engine is not None:
-            self._engine.backward(scaled)
-        else:
-            torch.autograd.backward(scaled)
+        self._strategy.backward(scaled)
         self.leave()
 
     def enter(self, weight: float | torch.Tensor | None = None) -> float | torch.Tensor:
@@ -117,8 +105,8 @@ class Gradients:
             self.update_scale()
             scale = self._scaler.scale(torch.ones((), device=self._world.device))
             factor = scale * factor
-        if self._compressing is not None and self.boundary:  # what is averaged in this pass is compressed in it
-            self._compressing.set_unit(self._weight.mean(), scale)
+        if self._strategy.wants_loss_scale and self.boundary:  # gradients are averaged, and compressed, in this pass
+            self._strategy.set_loss_scale(self._weight.mean(), scale)
         return factor
 
     def leave(self) -> None:
@@ -135,7 +123,7 @@ class Gradients:
 
         An engine empties its own buffers when it has stepped.
         """
-        return self._engine is None and id(optimizer) not in self._accumulating
+        return not self._strategy.owns_step and id(optimizer) not in self._accumulating
 
     def _count_micro_batch(self) -> None:
         """Without a prepared loader a boundary comes every `gradient_accumulation_steps` calls of backward."""
@@ -154,16 +142,8 @@ class Gradients:
         self._ready = True
         weight = self._weight.mean()
         if weight is not None:
-            self._divide_by(weight)
+            self._strategy.divide_gradients(self.held.trained, weight)
             self._weight.clear()
-
-    def _divide_by(self, weight: torch.Tensor) -> None:
-        if self._engine is not None:
-            self._engine.divide_gradients(weight)
-            return
-        gradients = [local(p.grad) for p in self.held.trained if p.grad is not None]
-        if gradients:  # a pipeline stage may be frozen
-            torch._foreach_mul_(gradients, 1.0 / weight)
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Take fp16's loss scale out of an optimizer's gradients, once a step."""
@@ -245,23 +225,23 @@ class Gradients:
         self.finish()
         self.unscale(optimizer)
         self._apply(optimizer, inner)
-        if self._alone is not None and optimizer is self._primary:
-            self._alone.after_step(optimizer)
+        if optimizer is self._primary:
+            self._strategy.after_step()
 
     def _apply(self, optimizer: torch.optim.Optimizer, inner: Callable[[], object]) -> None:
         self._tried[id(optimizer)] += 1
         if self._skip_nonfinite and not bool(torch.isfinite(self.norm())):
             self._skipped[id(optimizer)] = self._skipped.get(id(optimizer), 0) + 1
             return
-        if self._scaler is None and self._engine is None:
-            inner()
-            return
-        with self.direct():
-            if self._engine is not None:
-                self._engine.step()
-            elif self._scaler is not None:
+        self._direct = True  # not `with self.direct()`, which costs a microsecond per step
+        try:
+            if self._scaler is None:
+                self._strategy.step(inner)
+            else:
                 self._count_overflow(id(optimizer))
                 self._scaler.step(optimizer)
+        finally:
+            self._direct = False
 
     def _count_overflow(self, key: int) -> None:
         """Note on the device whether the scaler leaves this step out: reading it here would wait for the device."""
@@ -286,7 +266,7 @@ class Gradients:
 
     def abandon(self) -> None:
         """Drop the gradients of micro-batches whose step will not come: their epoch was broken off."""
-        if self._engine is None:
+        if not self._strategy.owns_step:
             for parameter in (*self.held.trained, *self.held.strays):
                 parameter.grad = None
         self._accumulating.clear()

@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from phalanx.strategies.base import Strategy
-    from phalanx.strategies.engine import OwnsStep
 
 
 class _Sorted(NamedTuple):
@@ -24,9 +23,8 @@ class _Sorted(NamedTuple):
 class HeldParameters:
     """Sorts the models' parameters by whether an optimizer holds them; an engine holds all."""
 
-    def __init__(self, strategy: Strategy, engine: OwnsStep | None, *, unused_allowed: bool) -> None:
+    def __init__(self, strategy: Strategy, *, unused_allowed: bool) -> None:
         self._strategy = strategy
-        self._engine = engine
         self._unused_allowed = unused_allowed
         self._models: list[nn.Module] = []
         self._optimizers: list[torch.optim.Optimizer] = []
@@ -59,7 +57,7 @@ class HeldParameters:
         if self._found is None or self._found.group_sizes != sizes:
             everything = {id(p): p for wrapped in self._models for p in wrapped.parameters()}
             held = {id(parameter) for group in groups for parameter in group}
-            if self._engine is not None or not self._optimizers:
+            if self._strategy.owns_step or not self._optimizers:
                 held = set(everything)
             trained = [p for key, p in everything.items() if key in held]
             self._found = _Sorted(sizes, trained, [p for key, p in everything.items() if key not in held])
@@ -67,7 +65,7 @@ class HeldParameters:
 
     def part(self, of: nn.Module | torch.optim.Optimizer) -> list[nn.Parameter]:
         """Return those of the trained parameters that a model or an optimizer has."""
-        if self._engine is not None:
+        if self._strategy.owns_step:
             raise UsageError(
                 f"strategy = {self._strategy.name!r} clips all gradients together",
                 hint="Leave the model or optimizer out: f.clip_grad_norm(max_norm).",
@@ -83,9 +81,9 @@ class HeldParameters:
         if id(optimizer) in self._checked:
             return
         self._checked.add(id(optimizer))
-        if self._engine is None and self._models:
+        if not self._strategy.owns_step and self._models:
             self._name_outsiders(optimizer)
-        if not self._unused_allowed and (self._engine is None or not self._engine.keeps_gradients):
+        if not self._unused_allowed and not self._strategy.owns_gradients:
             self._name_unused(optimizer)
 
     def _name_outsiders(self, optimizer: torch.optim.Optimizer) -> None:

@@ -26,8 +26,6 @@ from phalanx.observe.events import (
 from phalanx.observe.gpu_load import GpuLoad
 from phalanx.observe.history import EpochRecord, History
 from phalanx.observe.timing import Throughput
-from phalanx.strategies.pipeline import Pipeline
-from phalanx.strategies.traffic import SendsGradients
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -92,7 +90,7 @@ class Reporter:
                 device=world.device.type,
                 strategy=loop.formation.strategy.name,
                 precision=loop.formation.precision.name,
-                parameters=_count_parameters(loop),
+                parameters=loop.formation.strategy.count_parameters(loop.model),
                 batch_size=loop.train_loader.sharded.layout.batch_size,
                 accumulation=config.gradient_accumulation_steps,
                 global_batch=loop.global_batch,
@@ -249,8 +247,7 @@ class Reporter:
 
     def _close_strategy(self) -> None:
         """Report what a strategy has counted by itself, such as the load of parameter servers."""
-        closing = getattr(self._loop.formation.strategy, "closing_event", None)
-        event = closing() if closing is not None and self._loop.formation.is_main else None
+        event = self._loop.formation.strategy.closing_event() if self._loop.formation.is_main else None
         if event is not None:
             self._events.emit(event)
 
@@ -265,13 +262,12 @@ class Reporter:
         self.history.tokens_per_second = self._token_rate.tokens(self._speed.average)
         self.history.mfu = self._token_rate.mfu(self._speed.average)
         self.history.speedup = self._speedup(self.history.throughput)
-        strategy = self._loop.formation.strategy
-        traffic = strategy.traffic() if isinstance(strategy, SendsGradients) else None
+        sent = self._loop.formation.strategy.comm_stats()
         history = self.history  # what the run before a resumption sent is not this one's
-        history.sent_bytes = traffic.sent_bytes if traffic else None
-        history.plain_bytes = traffic.plain_bytes if traffic else None
-        history.exchange_hidden = traffic.hidden_s if traffic else None
-        history.exchange_waited = traffic.waited_s if traffic else None
+        history.sent_bytes = sent.sent_bytes if sent else None
+        history.plain_bytes = sent.plain_bytes if sent else None
+        history.exchange_hidden = sent.hidden_s if sent else None
+        history.exchange_waited = sent.waited_s if sent else None
 
     def _speedup(self, rate: float) -> float | None:
         reference = self._loop.config.reference_throughput
@@ -302,14 +298,3 @@ def _gpu_load(device: torch.device) -> GpuLoad | None:
         return None
     found: Any = torch.cuda.get_device_properties(device)  # its stubs do not know the address
     return GpuLoad(f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0")
-
-
-def _count_parameters(loop: TrainLoop) -> int:
-    """Count those of the whole model: a rank of a pipeline has its stages only, and tied ones lie on several."""
-    if not isinstance(loop.model, Pipeline):
-        return sum(parameter.numel() for parameter in loop.task.model.parameters())
-    copies = {id(tied.parameter): tied.copies for tied in loop.model.tied}
-    here = sum(parameter.numel() / copies.get(id(parameter), 1) for parameter in loop.task.model.parameters())
-    world = loop.formation.world
-    everywhere = loop.formation.reduce(torch.tensor(here, dtype=torch.float64), "sum").item()
-    return round(everywhere * world.mesh.pp / world.world_size)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from phalanx import checkpoint
-from phalanx.strategies.compressing import RANK_STATE, CompressesGradients
 from phalanx.world.seed import rng_state
 
 if TYPE_CHECKING:
@@ -14,10 +13,7 @@ if TYPE_CHECKING:
 
 def rank_state(formation: Formation) -> dict[str, Any]:
     """Return this rank's own part of a checkpoint."""
-    strategy = formation.strategy
-    if isinstance(strategy, CompressesGradients) and strategy.lanes:
-        return {**rng_state(), RANK_STATE: strategy.compression_state()}
-    return rng_state()
+    return {**rng_state(), **(formation.strategy.rank_state() if formation.strategy.keeps_rank_state else {})}
 
 
 def restore_residuals(formation: Formation, saved: checkpoint.Checkpoint, own: dict[str, Any] | None) -> None:
@@ -26,17 +22,14 @@ def restore_residuals(formation: Formation, saved: checkpoint.Checkpoint, own: d
     Then every old rank's residuals go to one of the new ranks, scaled so that their average stays what it was.
     """
     strategy = formation.strategy
-    if not isinstance(strategy, CompressesGradients) or not strategy.lanes:
+    if not strategy.keeps_rank_state:
         return
     then, now = saved.manifest.world_size, formation.world_size
     factor = now / then
     parts = [own] if own is not None else _read(saved, range(formation.rank, then, now))
     if not parts:  # more ranks than before: this one has no residuals yet, but knows the steps as all do
         factor, parts = 0.0, _read(saved, range(1))
-    states = [part[RANK_STATE] for part in parts if RANK_STATE in part]
-    if states:
-        strategy.load_compression_state(states, factor)
-    else:
+    if not strategy.load_rank_state(parts, factor):
         formation.notes.append("the checkpoint was saved without compression: nothing is kept back yet")
 
 

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from phalanx import checkpoint
 from phalanx.loop.residuals import rank_state, restore_residuals
 from phalanx.loop.schedulers import load_scheduler_state, scheduler_state
-from phalanx.strategies.engine import OwnsStep
 from phalanx.strategies.optimizer_state import fill_state
 from phalanx.world.seed import set_rng_state
 
@@ -28,7 +27,7 @@ def save_snapshot(formation: Formation, directory: str | Path, shared: dict[str,
     """Publish a checkpoint of everything the formation prepared; all ranks must call this."""
     formation.gradients.update_scale()
     for wrapped in formation.models:
-        formation.strategy.settle(wrapped)
+        formation.strategy.consolidate(wrapped)
     state = {**shared_state(formation), **shared}
     epoch = formation.loaders[0].epoch if formation.loaders else 0
     saved = checkpoint.save(
@@ -174,7 +173,7 @@ def _optimizers_of_models(formation: Formation) -> list[list[torch.optim.Optimiz
     Their place in the list is their name in a checkpoint. So all ranks must have the same list, also a pipeline stage
     that holds none of an optimizer's parameters.
     """
-    if isinstance(formation.strategy, OwnsStep):
+    if formation.strategy.owns_step:
         return [formation.optimizers for _ in formation.models]
     trains = [[_trains(optimizer, wrapped) for optimizer in formation.optimizers] for wrapped in formation.models]
     if formation.world.mesh.pp > 1 and formation.models and formation.optimizers:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from phalanx.loop.batch import train_batch
+from phalanx.loop.batch import BatchPasses
 from phalanx.loop.forward import count_labels
 
 if TYPE_CHECKING:
@@ -13,9 +13,11 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from phalanx.loop.formation import Formation
     from phalanx.loop.forward import Forward
+    from phalanx.loop.gradients import Gradients
     from phalanx.loop.ledger import LossLedger
+    from phalanx.loop.precision import Precision
+    from phalanx.strategies.base import Strategy
 
 
 class StepOutcome(NamedTuple):
@@ -26,7 +28,9 @@ class StepOutcome(NamedTuple):
 
 
 def train_step(
-    formation: Formation,
+    gradients: Gradients,
+    precision: Precision,
+    strategy: Strategy,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     forward: Forward,
@@ -38,23 +42,23 @@ def train_step(
     measure_norm: bool = False,
 ) -> StepOutcome | None:
     """Pull micro-batches up to the next step boundary and take the step; None when the epoch has none left."""
-    step = formation.step + 1
-    gradients = formation.gradients
+    step = gradients.steps + 1
     for batch in batches:
         share: float | torch.Tensor = gradients.current.scale
         if by_tokens:
             share = count_labels(forward.target(batch)) if gradients.current.samples else 0.0
-        loss = train_batch(formation, model, batch, forward, share if by_tokens else None)
+        passes = BatchPasses(gradients, precision, forward, share if by_tokens else None)
+        loss = strategy.train_batch(model, batch, passes)
         ledger.add(step, loss, share)
-        if formation.at_boundary:
+        if gradients.boundary:
             break
     else:
         return None
     norm = None
     if clip is not None:
-        norm = formation.clip_grad_norm(clip)
+        norm = gradients.clip(clip, [optimizer])
     elif measure_norm:
-        norm = formation.grad_norm()
+        norm = gradients.norm([optimizer])
     optimizer.step()
     optimizer.zero_grad()
     return StepOutcome(loss, norm)

@@ -130,7 +130,9 @@ class TrainLoop:
             self.schedule.apply(step - 1)
             due = self.report.is_due(step)
             outcome = train_step(
-                self.formation,
+                self.formation.gradients,
+                self.formation.precision,
+                self.formation.strategy,
                 self.model,
                 self.optimizer,
                 self._forward,
@@ -176,7 +178,7 @@ class TrainLoop:
 
     def _have_met(self, step: int) -> bool:
         """Whether ranks that are not in lock-step have waited for each other in this step."""
-        return step % self.config.log_every_n_steps == 0 or self.formation.strategy.has_just_met
+        return step % self.config.log_every_n_steps == 0 or self.formation.strategy.just_synced
 
     def _checkpoint_or_stop(self, step: int, epochs: int | None = None) -> None:
         """Save at a step's boundary where it is due; `epochs` of them are complete when the step ended one.
@@ -216,7 +218,7 @@ class TrainLoop:
         return metrics
 
     def _end(self) -> None:
-        self.formation.strategy.settle(self.model)
+        self.formation.strategy.consolidate(self.model)
         if self.saving.directory is not None and self.saving.last_step != self.step:
             self._save()
         self.report.ended(self._status)
@@ -227,7 +229,7 @@ class TrainLoop:
         if self.saving.directory is None:
             return
         self._losses_checked()
-        self.formation.strategy.settle(self.model)
+        self.formation.strategy.consolidate(self.model)
         if not self.formation.weights_are_finite():  # the last step spoilt them; its loss came before that
             error = spoilt_weights_error(self.step, self.saving.last_path)
             self.report.failed()

@@ -47,7 +47,7 @@ class Auto(RingDDP):
         return self._ddp.unwrap(wrapped)
 
     def set_sync(self, wrapped: nn.Module, sync: bool) -> None:
-        """Say whether the next backward pass ends with averaged gradients."""
+        """Set whether the next backward pass ends with averaged gradients."""
         if isinstance(wrapped, DistributedDataParallel):
             self._ddp.set_sync(wrapped, sync)
         else:

@@ -1,8 +1,12 @@
-"""What a strategy is: the few things that differ between ways of sharing the work. The loop knows nothing else."""
+"""The strategy contract: every method the loop may call, each with a plain default.
+
+A strategy decides how ranks share one training run. Subclasses override what their way of sharing changes.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,66 +22,68 @@ from phalanx.errors import UsageError
 from phalanx.strategies.optimizer_state import load_optimizer_state, optimizer_state
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     from phalanx.config import DistributedConfig
+    from phalanx.observe.events import Event
     from phalanx.world.world import World
 
 
 _LAYOUT = "_phalanx_layout"
 COALESCED_BYTES = 250 * 1024 * 1024
-"""How much is sent at a time where many small tensors go from one rank to all."""
+"""Size of one message where many small tensors are broadcast."""
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a tensor: the memory itself, not a copy."""
+    """Return this rank's shard of a tensor: the memory itself, not a copy."""
     if isinstance(tensor, DTensor):
         return tensor.to_local()
-    # DeepSpeed's stage 3 leaves the parameter itself empty, and a rank's part beside it.
+    # DeepSpeed's stage 3 leaves the parameter itself empty, and keeps the rank's shard in this attribute.
     part: torch.Tensor = getattr(tensor, "ds_tensor", tensor)
     return part
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor as every rank can use it: a sharded one gathered from all ranks, any other as it is."""
+    """Return the whole tensor: a sharded one is gathered from all ranks, any other is returned as it is."""
     if not isinstance(tensor, DTensor):
         return tensor
     placements = list(tensor.placements)
-    for axis in range(len(placements)):  # the outer axes cut last: one gather undoes each, where torch warns of several
+    for axis in range(len(placements)):  # one gather per axis: torch warns where one redistribute needs several
         placements[axis] = Replicate()
         tensor = tensor.redistribute(placements=placements)
     return tensor.full_tensor()
 
 
 def part_like(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that all ranks have whole as `like` is laid over them: what `whole` does, backwards."""
+    """Shard a tensor that all ranks hold whole as `like` is sharded: the inverse of `whole`."""
     if not isinstance(like, DTensor):
         return tensor
     mesh = like.device_mesh
     placements: list[Any] = [Replicate()] * mesh.ndim
     part = DTensor.from_local(tensor.to(like.device), mesh, placements, run_check=False)
-    for axis in reversed(range(mesh.ndim)):  # each cut is made by the rank itself: nothing is sent
+    for axis in reversed(range(mesh.ndim)):  # each rank cuts its own shard: nothing is sent
         placements[axis] = like.placements[axis]
         part = part.redistribute(placements=placements)
     return part
 
 
 def share_weights(model: nn.Module) -> None:
-    """Start from rank 0's weights: ranks that drew their own would hold parts of different models."""
+    """Broadcast rank 0's weights and buffers: ranks that initialised their own would hold different models."""
     tensors = [tensor.detach() for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta]
     if tensors:
         dist._broadcast_coalesced(dist.distributed_c10d._get_default_group(), tensors, COALESCED_BYTES, 0)
 
 
 def equalise(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
-    """Give the ranks of a group what the first of them holds of these parameters."""
+    """Broadcast parameters from the first rank of a group to the others."""
     parts = [local(parameter.detach()) for parameter in parameters]
     if parts:
         dist._broadcast_coalesced(group, parts, COALESCED_BYTES, 0)
 
 
 def claim_layout(model: nn.Module, layout: str | None) -> None:
-    """Refuse a model that an earlier run in this process laid over the ranks in another way; mark it with this one."""
+    """Refuse a model that an earlier run in this process sharded in another way; mark it with this layout."""
     before = model.__dict__.get(_LAYOUT)
     if before is not None and before != layout:
         raise UsageError(
@@ -88,28 +94,78 @@ def claim_layout(model: nn.Module, layout: str | None) -> None:
         model.__dict__[_LAYOUT] = layout
 
 
+@dataclass(frozen=True)
+class CommStats:
+    """What this rank has sent, what ddp would have sent, how long that took, and how long the rank waited for it."""
+
+    sent_bytes: int
+    plain_bytes: int
+    busy_s: float
+    waited_s: float
+
+    @property
+    def hidden_s(self) -> float:
+        """Communication time that overlapped with computation."""
+        return max(0.0, self.busy_s - self.waited_s)
+
+
+class BatchPass(Protocol):
+    """Forward and backward of one batch, as the loop hands them to `Strategy.train_batch`."""
+
+    autocast: Callable[[], AbstractContextManager[Any]]
+    loss_fn: Callable[[Any, Any], torch.Tensor] | None
+    """The mean loss of (output, target); None where only the model's forward computes it."""
+
+    def forward(self, wrapped: nn.Module, batch: Any) -> torch.Tensor:
+        """Return the batch's mean loss."""
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Add the gradient of that loss."""
+
+    def begin(self) -> float | torch.Tensor:
+        """Begin a backward pass that the strategy runs itself; return the factor on its loss."""
+
+    def end(self) -> None:
+        """End that backward pass."""
+
+    def target(self, batch: Any) -> Any:
+        """Return the target of a batch, or of a part of it."""
+
+    def weigh(self, batch: Any) -> float | torch.Tensor:
+        """Return how much a part of the batch counts in the mean over the whole."""
+
+
 class Strategy:
-    """Lays a model over the ranks. Subclasses override only what their way of sharing changes."""
+    """Decides how ranks share a model and keep it equal. Every method has a default: whole copies, plain autograd."""
 
     name: ClassVar[str]
     shards: ClassVar[bool] = False
-    """Whether ranks hold parts of the model: then whole weights have to be gathered, and the group outlives a fit."""
+    """Whether ranks hold shards of the model: whole weights must be gathered, and the process group outlives a fit."""
     in_lockstep: ClassVar[bool] = True
-    """Whether no rank can complete a step that another one has not begun; else ranks meet only where the loop does, and
-    where `has_just_met` says so."""
-    has_just_met: bool = False
+    """Whether no rank can complete a step that another has not begun. If not, ranks wait for each other only where the
+    loop does, and where `just_synced` is true."""
+    just_synced: bool = False
     """Whether all ranks have waited for each other in the step just taken; equal on all of them."""
-
+    local_steps: ClassVar[bool] = False
+    """Whether each rank steps with its own gradient, and weights are averaged now and then."""
+    owns_step: ClassVar[bool] = False
+    """Whether `attach`, `backward` and `step` run an engine that steps in place of the optimizer."""
+    owns_precision: ClassVar[bool] = False
+    """Whether the engine does mixed precision; else the loop runs forward under autocast."""
+    owns_gradients: ClassVar[bool] = False
+    """Whether the engine hides gradients; else each parameter's `.grad` holds this rank's gradient until the step."""
     optional_state: ClassVar[tuple[str, ...]] = ()
-    """What `state` holds that a checkpoint of another strategy lacks: it then starts afresh."""
+    """Keys of `state` that a checkpoint of another strategy may lack: they then keep their initial values."""
 
     def __init__(self, config: DistributedConfig, world: World) -> None:
         self.config = config
         self.world = world
 
+    # The model, its optimizer and its data.
+
     @property
     def layout(self) -> str | None:
-        """How this strategy changes a model for good, in words; None: it leaves it whole."""
+        """How this strategy changes a model for good, in words; None where the model stays whole."""
         return None
 
     def wrap(self, model: nn.Module) -> nn.Module:
@@ -120,18 +176,50 @@ class Strategy:
         """Return the user's own model."""
         return wrapped
 
+    def attach(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """Take a prepared optimizer; return the one that will step."""
+        return optimizer
+
+    def compile_targets(self, wrapped: nn.Module) -> list[nn.Module]:
+        """Return the modules that torch.compile compiles."""
+        return [self.unwrap(wrapped)]
+
+    def count_parameters(self, wrapped: nn.Module) -> int:
+        """Return the number of parameters of the whole model; all ranks call this."""
+        return sum(parameter.numel() for parameter in self.unwrap(wrapped).parameters())
+
+    def expect_batches(self, wrapped: nn.Module, batch_size: int) -> str | None:
+        """Prepare for batches of up to this size; return a note for the user, if any."""
+        return None
+
+    # One step.
+
     def set_sync(self, wrapped: nn.Module, sync: bool) -> None:
-        """Say, before a forward pass, whether its backward pass must leave synchronised gradients."""
+        """Set, before a forward pass, whether its backward pass must leave synchronised gradients."""
 
-    def settle(self, wrapped: nn.Module) -> None:
-        """Make equal on all ranks what each let drift (running statistics), before it is saved or evaluated.
+    def train_batch(self, wrapped: nn.Module, batch: Any, passes: BatchPass) -> torch.Tensor:
+        """Run forward and backward of a batch; return its mean loss."""
+        loss = passes.forward(wrapped, batch)
+        passes.backward(loss)
+        return loss
 
-        Rank 0's are taken, as DDP itself does before every forward pass; after the last one nobody does.
-        """
-        buffers = [local(buffer) for buffer in self.unwrap(wrapped).buffers()]
-        if self.world.world_size > 1 and buffers:
-            with torch.no_grad():
-                dist._broadcast_coalesced(dist.distributed_c10d._get_default_group(), buffers, COALESCED_BYTES, 0)
+    @property
+    def wants_loss_scale(self) -> bool:
+        """Whether `set_loss_scale` is called before the backward pass that synchronises gradients."""
+        return False
+
+    def set_loss_scale(self, weight: torch.Tensor | None, scale: torch.Tensor | None) -> None:
+        """Take what the loss is multiplied by: its mean weight, and fp16's loss scale."""
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Add the gradient of a loss that is scaled already; at a step boundary, leave it averaged over the ranks."""
+        torch.autograd.backward(loss)
+
+    def divide_gradients(self, parameters: Sequence[nn.Parameter], divisor: torch.Tensor) -> None:
+        """Divide the averaged gradient, at a step boundary, by the mean weight of its losses."""
+        gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+        if gradients:  # a pipeline stage may be frozen
+            torch._foreach_mul_(gradients, 1.0 / divisor)
 
     def clip_grad_norm(self, parameters: Sequence[nn.Parameter], max_norm: float) -> torch.Tensor:
         """Scale gradients so that their one global norm is at most `max_norm`; return the norm before."""
@@ -140,6 +228,25 @@ class Strategy:
     def grad_norm(self, parameters: Sequence[nn.Parameter]) -> torch.Tensor:
         """Return the one global gradient norm, equal on all ranks."""
         return whole(nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None], foreach=True))
+
+    def step(self, optimizer_step: Callable[[], object]) -> None:
+        """Take the step that `divide_gradients` and `clip_grad_norm` have prepared."""
+        optimizer_step()
+
+    def after_step(self) -> None:
+        """Count a step; all ranks call this after the same steps, also after one that a rank skipped."""
+
+    # State, reports and the end.
+
+    def consolidate(self, wrapped: nn.Module) -> None:
+        """Broadcast module buffers from rank 0, before checkpointing or evaluation.
+
+        DDP does this before every forward pass, but not after the last one.
+        """
+        buffers = [local(buffer) for buffer in self.unwrap(wrapped).buffers()]
+        if self.world.world_size > 1 and buffers:
+            with torch.no_grad():
+                dist._broadcast_coalesced(dist.distributed_c10d._get_default_group(), buffers, COALESCED_BYTES, 0)
 
     def state(self, wrapped: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
         """Return model and optimizer state under canonical parameter names, ready to be saved at any layout."""
@@ -152,8 +259,35 @@ class Strategy:
     def load_state(
         self, wrapped: nn.Module, optimizers: Sequence[torch.optim.Optimizer], state: dict[str, Any]
     ) -> None:
-        """Put back what `state` returned, possibly written at another layout."""
+        """Load what `state` returned, possibly at another layout."""
         model = self.unwrap(wrapped)
         set_model_state_dict(model, state["model"], options=StateDictOptions(strict=True))
         for number, optimizer in enumerate(optimizers):
             load_optimizer_state(model, optimizer, state[f"optimizer{number or ''}"])
+
+    @property
+    def keeps_rank_state(self) -> bool:
+        """Whether checkpoints hold something that differs between ranks (`rank_state`)."""
+        return False
+
+    def rank_state(self) -> dict[str, Any]:
+        """Return what only this rank holds and a checkpoint must keep."""
+        return {}
+
+    def load_rank_state(self, ranks: Sequence[Mapping[str, Any]], factor: float) -> bool:
+        """Load what one or several ranks saved; `factor`: ranks now over ranks then. False where they saved none."""
+        return True
+
+    def comm_stats(self) -> CommStats | None:
+        """Return what was sent since the models were wrapped; None where nothing is counted."""
+        return None
+
+    def closing_event(self) -> Event | None:
+        """Return an event for the end of a run that succeeded; the main rank calls this."""
+        return None
+
+    def return_weights(self, wrapped: nn.Module) -> None:
+        """Leave whole, equal weights in the user's model; all ranks call this at the end of a run that succeeded."""
+
+    def close(self) -> None:
+        """Release threads, memory, hooks and engines without communication: other ranks may have failed."""

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from phalanx.errors import UsageError
 from phalanx.strategies.base import COALESCED_BYTES, equalise, local, share_weights
 from phalanx.strategies.context import install_ring, split_context
 from phalanx.strategies.expert import expert_parameters, spread_experts
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import nn
+
+    from phalanx.strategies.base import BatchPass
 
 
 class Composed(FSDP):
@@ -80,10 +83,42 @@ class Composed(FSDP):
         else:
             super().set_sync(wrapped, sync)
 
-    def settle(self, wrapped: nn.Module) -> None:
-        """Make buffers equal among the ranks that hold the same stage."""
+    def compile_targets(self, wrapped: nn.Module) -> list[nn.Module]:
+        """Return the stages of a pipeline, else the model."""
+        return list(wrapped.stages.values()) if isinstance(wrapped, Pipeline) else super().compile_targets(wrapped)
+
+    def count_parameters(self, wrapped: nn.Module) -> int:
+        """Count the parameters of all stages; tied ones, which lie on several, count once."""
+        if not isinstance(wrapped, Pipeline):
+            return super().count_parameters(wrapped)
+        here = sum(p.numel() / self._copies.get(id(p), 1) for p in wrapped.module.parameters())
+        everywhere = torch.tensor(here, dtype=torch.float64, device=self.world.device)
+        dist.all_reduce(everywhere)
+        return round(everywhere.item() * self.world.mesh.pp / self.world.world_size)
+
+    def expect_batches(self, wrapped: nn.Module, batch_size: int) -> str | None:
+        """Check that a pipeline can cut batches into microbatches; return a line on how it does."""
+        return wrapped.expect(batch_size) if isinstance(wrapped, Pipeline) else None
+
+    def train_batch(self, wrapped: nn.Module, batch: Any, passes: BatchPass) -> torch.Tensor:
+        """Run a pipeline's schedule, which has forward and backward passes under way at the same time."""
+        if not isinstance(wrapped, Pipeline):
+            return super().train_batch(wrapped, batch, passes)
+        if passes.loss_fn is None:
+            raise UsageError(
+                "a pipeline needs the loss apart from the model: the last stage computes it",
+                hint="Give loss_fn=lambda output, target: ..., or the model a method judge(output, target), with "
+                "batches of (inputs, targets).",
+            )
+        factor = passes.begin()
+        loss = wrapped.train_batch(batch, passes, factor)
+        passes.end()
+        return loss
+
+    def consolidate(self, wrapped: nn.Module) -> None:
+        """Broadcast buffers among the ranks that hold the same stage."""
         if self.world.mesh.pp == 1:
-            super().settle(wrapped)
+            super().consolidate(wrapped)
             return
         buffers = [local(buffer) for buffer in self.unwrap(wrapped).buffers()]
         if self._stage_group.size() > 1 and buffers:

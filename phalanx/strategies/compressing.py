@@ -1,4 +1,4 @@
-"""An ability of strategies that average gradients themselves: compressors, whose residuals are in the checkpoint."""
+"""What strategies share that average gradients themselves: compressors, whose residuals are in the checkpoint."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx.comm.compress import build_compressor, merged_states
 from phalanx.errors import ModelError
-from phalanx.strategies.traffic import SendsGradients, Traffic
+from phalanx.strategies.base import CommStats, Strategy
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -19,33 +19,30 @@ if TYPE_CHECKING:
     from phalanx.comm.courier import Courier
     from phalanx.comm.exchange import Exchange
     from phalanx.config import DistributedConfig
+    from phalanx.world.world import World
 
 RANK_STATE = "compression"
-"""Under this key a rank's part of a checkpoint holds the compressors' states, one for each prepared model."""
+"""Key of the compressors' states, one per prepared model, in a rank's part of a checkpoint."""
 
 
 @dataclass(frozen=True)
 class Lane:
-    """How one model's gradients travel."""
+    """How the gradients of one model are sent."""
 
     compressor: Compressor
     exchange: Exchange
     courier: Courier
 
 
-class CompressesGradients(SendsGradients):
-    """What a strategy adds: it puts a lane here for each model that it wraps; the loop saves, restores and reports."""
+class CompressesGradients(Strategy):
+    """A strategy with one `Lane` per wrapped model, in the order of wrapping."""
 
-    config: DistributedConfig
-
-    @property
-    def lanes(self) -> list[Lane]:
-        """Those of the wrapped models, in the order in which they were wrapped."""
-        found: list[Lane] = self.__dict__.setdefault("_lanes", [])
-        return found
+    def __init__(self, config: DistributedConfig, world: World) -> None:
+        super().__init__(config, world)
+        self.lanes: list[Lane] = []
 
     def compressor_for(self, model: nn.Module) -> Compressor:
-        """Return the compressor that the config names, refusing a model that it cannot take."""
+        """Return the compressor that the config names; refuse a model that it cannot compress."""
         for name, module in model.named_modules():
             if self.config.compression != "none" and getattr(module, "sparse", False) is True:
                 raise ModelError(
@@ -55,39 +52,51 @@ class CompressesGradients(SendsGradients):
                 )
         return build_compressor(self.config, model.named_parameters())
 
-    def set_unit(self, weight: torch.Tensor | None, scale: torch.Tensor | None) -> None:
-        """Say, before a backward pass, what the loss is multiplied by: its mean weight, and fp16's loss scale.
+    @property
+    def wants_loss_scale(self) -> bool:
+        """Whether a compressor is in use."""
+        return self.config.compression != "none"
 
-        A compressor that keeps nothing has no use for the scale taken out: fp16 on the wire needs it as fp16 here does.
+    def set_loss_scale(self, weight: torch.Tensor | None, scale: torch.Tensor | None) -> None:
+        """Let compressors keep residuals without the scale of their step.
+
+        One that keeps none leaves fp16's loss scale in: fp16 messages need it as fp16 gradients do.
         """
         whole = weight if scale is None else scale if weight is None else weight * scale
         for lane in self.lanes:
             lane.compressor.unit = whole if lane.compressor.keeps_residuals else weight
 
-    def compression_state(self) -> list[dict[str, Any]]:
-        """Return the compressors' states on this rank, one for each model."""
-        return [lane.compressor.state_dict() for lane in self.lanes]
+    @property
+    def keeps_rank_state(self) -> bool:
+        """Whether there are compressors."""
+        return bool(self.lanes)
 
-    def load_compression_state(self, ranks: Sequence[Sequence[Mapping[str, Any]]], factor: float) -> None:
-        """Take up what one or several ranks saved; `factor`: ranks now over ranks then."""
+    def rank_state(self) -> dict[str, Any]:
+        """Return the compressors' states on this rank, one for each model."""
+        return {RANK_STATE: [lane.compressor.state_dict() for lane in self.lanes]}
+
+    def load_rank_state(self, ranks: Sequence[Mapping[str, Any]], factor: float) -> bool:
+        """Load what one or several ranks saved; `factor`: ranks now over ranks then."""
+        saved = [rank[RANK_STATE] for rank in ranks if RANK_STATE in rank]
         for number, lane in enumerate(self.lanes):
-            states = [states[number] for states in ranks if number < len(states)]
+            states = [states[number] for states in saved if number < len(states)]
             if states:
                 lane.compressor.load_state_dict(merged_states(states, factor))
+        return bool(saved)
 
-    def traffic(self) -> Traffic | None:
+    def comm_stats(self) -> CommStats | None:
         """Return what was sent since the models were wrapped; None where nothing is counted."""
         if not self.lanes:
             return None
-        return Traffic(
+        return CommStats(
             sum(lane.exchange.sent_bytes for lane in self.lanes),
             sum(lane.compressor.plain_bytes for lane in self.lanes),
             sum(lane.courier.busy_s for lane in self.lanes),
             sum(lane.courier.waited_s for lane in self.lanes),
         )
 
-    def stop_sending(self) -> None:
-        """End the couriers' threads, and let go of the memory that gradients lay in."""
+    def close(self) -> None:
+        """End the couriers' threads and release the memory of the gradients."""
         for lane in self.lanes:
             lane.courier.close()
             lane.exchange.close()

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from phalanx.comm.compress.hook import CompressionHook, FixedBuckets
 from phalanx.comm.throttle import is_emulated, open_exchange
-from phalanx.strategies.base import Strategy
 from phalanx.strategies.compressing import CompressesGradients, Lane
 from phalanx.strategies.materialise import is_meta, materialise
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-class DDP(CompressesGradients, Strategy):
+class DDP(CompressesGradients):
     """torch.nn.parallel.DistributedDataParallel; with one rank, the bare model."""
 
     name = "ddp"
@@ -40,8 +40,6 @@ class DDP(CompressesGradients, Strategy):
         return self._wrap_compressed(model, options)
 
     def _wrap_compressed(self, model: nn.Module, options: dict[str, Any]) -> nn.Module:
-        from phalanx.comm.compress.hook import CompressionHook, FixedBuckets
-
         compressor = self.compressor_for(model)
         wrapped = FixedBuckets(model, **options)
         exchange = open_exchange(dist.new_group(timeout=timedelta(seconds=self.config.timeout)))

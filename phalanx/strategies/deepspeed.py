@@ -19,7 +19,6 @@ from phalanx.errors import UsageError
 from phalanx.strategies.base import Strategy
 from phalanx.strategies.deepspeed_settings import build_settings
 from phalanx.strategies.deepspeed_state import EngineState
-from phalanx.strategies.engine import OwnsStep
 from phalanx.world.env import rank_environment, show_local_rank
 from phalanx.world.groups import join_alone
 
@@ -60,11 +59,12 @@ def _floats_to(values: Any, dtype: torch.dtype) -> Any:
     return pytree.tree_map_only(torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, values)
 
 
-class DeepSpeed(Strategy, OwnsStep):
+class DeepSpeed(Strategy):
     """deepspeed.initialize and the engine that it returns; one model and one optimizer."""
 
     name = "deepspeed"
     shards = True  # and DeepSpeed keeps the groups of its first engine for the process's life
+    owns_step = owns_precision = owns_gradients = True
 
     def __init__(self, config: DistributedConfig, world: World) -> None:
         super().__init__(config.replace(batch_size=batch_size_for(config, world.mesh.dp_size)), world)
@@ -141,7 +141,7 @@ class DeepSpeed(Strategy, OwnsStep):
         """Let the engine run backward on a loss that carries its share of the global batch already."""
         self.engine.backward(loss, scale_wrt_gas=False)
 
-    def divide_gradients(self, divisor: torch.Tensor) -> None:
+    def divide_gradients(self, parameters: Sequence[nn.Parameter], divisor: torch.Tensor) -> None:
         """Divide what `.grad` holds; ZeRO's gradients are divided in its step, where it takes a loss scale out."""
         if self._shards_gradients:
             self._divisor = divisor
@@ -165,8 +165,8 @@ class DeepSpeed(Strategy, OwnsStep):
         norm: torch.Tensor = torch.stack(norms).norm() / zero.loss_scale
         return norm if self._divisor is None else norm / self._divisor
 
-    def step(self) -> None:
-        """Take the engine's step; the boundary is said again, for it may stand for the next backward already."""
+    def step(self, optimizer_step: Callable[[], object]) -> None:
+        """Take the engine's step; the boundary is set again, for it may already be that of the next backward."""
         engine = self.engine
         engine.set_gradient_accumulation_boundary(True)
         zero = engine.optimizer
@@ -202,14 +202,14 @@ class DeepSpeed(Strategy, OwnsStep):
         if optimizers:
             self._state.load_optimizer_state(state["optimizer"])
 
-    def hand_back(self, wrapped: nn.Module) -> None:
-        """Give the model whole fp32 weights of its own again, and take DeepSpeed's marks off them."""
+    def return_weights(self, wrapped: nn.Module) -> None:
+        """Give the model whole fp32 weights again, without DeepSpeed's attributes on them."""
         if self._state is not None and self._state.partitioned:
             weights = self._state.weights()
-            self.detach()
+            self.close()
             self._state.restore(weights, self.world.device)
 
-    def detach(self) -> None:
+    def close(self) -> None:
         """Remove the engine's hooks from the model."""
         if self._wrapped is not None and self._wrapped.engine is not None:
             self._wrapped.engine.destroy()

@@ -10,7 +10,6 @@ from phalanx.comm.horovod import HorovodReducer
 from phalanx.errors import ModelError, UsageError
 from phalanx.strategies.base import Strategy
 from phalanx.strategies.materialise import is_meta, materialise
-from phalanx.strategies.traffic import SendsGradients, Traffic
 from phalanx.world.horovod import STARTED_BY, horovod
 
 if TYPE_CHECKING:
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     from phalanx.world.world import World
 
 
-class Horovod(SendsGradients, Strategy):
+class Horovod(Strategy):
     """Horovod's all-reduce on the model's parameters; the model itself stays as it is."""
 
     name = "horovod"
@@ -54,29 +53,26 @@ class Horovod(SendsGradients, Strategy):
         return model
 
     def set_sync(self, wrapped: nn.Module, sync: bool) -> None:
-        """Say whether the next backward pass ends with averaged gradients."""
+        """Set whether the next backward pass ends with averaged gradients."""
         reducer = self._reducers.get(id(wrapped))
         if reducer is not None:
             reducer.sync = sync
 
-    def share_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Start from rank 0's optimizer state, where it has any.
+    def attach(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """Broadcast rank 0's optimizer state, where it has any.
 
         Horovod's own broadcast gives an empty state its first values by taking a step, which moves the weights.
         """
         if self._hvd is None:
-            return
+            return optimizer
         state = optimizer.state_dict() if self.world.is_main and optimizer.state else None
         state = self._hvd.broadcast_object(state, root_rank=0, name="phalanx.optimizer")
         if state is not None and not self.world.is_main:
             optimizer.load_state_dict(state)
+        return optimizer
 
-    def traffic(self) -> Traffic | None:
-        """Return None: Horovod does not tell what it sends."""
-        return None
-
-    def stop_sending(self) -> None:
-        """Take the hooks off the models."""
+    def close(self) -> None:
+        """Remove the hooks from the models."""
         for reducer in self._reducers.values():
             reducer.close()
         self._reducers.clear()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.utils._pytree as pytree
@@ -10,18 +10,7 @@ import torch.utils._pytree as pytree
 from phalanx.strategies.batch_rows import cut_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from contextlib import AbstractContextManager
-
-
-class BatchLoss(Protocol):
-    """How a batch is judged: by the last stage, a part at a time."""
-
-    def __call__(self, output: Any, batch: Any) -> torch.Tensor:
-        """Return the mean loss of a part of the batch."""
-
-    def weigh(self, batch: Any) -> float | torch.Tensor:
-        """Return how much a part of the batch counts in the mean over the whole."""
+    from phalanx.strategies.base import BatchPass
 
 
 class Judged(NamedTuple):
@@ -36,20 +25,18 @@ class Judge:
 
     def __init__(
         self,
-        loss: BatchLoss,
+        passes: BatchPass,
         batch: Any,
         rows: int,
         size: int,
         factor: float | torch.Tensor,
-        autocast: Callable[[], AbstractContextManager[Any]],
         weight: float | torch.Tensor,
     ) -> None:
-        self._loss = loss
+        self._passes = passes
         self._batch = batch
         self._rows = rows
         self._size = size
         self._factor = factor
-        self._autocast = autocast
         self._weight = weight
         self._found: dict[int, torch.Tensor] = {}
 
@@ -61,9 +48,10 @@ class Judge:
             return torch.stack([leaf.sum() * 0.0 for leaf in pytree.tree_leaves(output)]).sum()
         part = cut_rows(self._batch, start, start + real)
         seen = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor[:real], output)
-        with self._autocast():
-            loss = self._loss(seen, part)
-        share = self._loss.weigh(part) / self._weight
+        assert self._passes.loss_fn is not None, "checked before the schedule began"
+        with self._passes.autocast():
+            loss = self._passes.loss_fn(seen, self._passes.target(part))
+        share = self._passes.weigh(part) / self._weight
         if isinstance(share, torch.Tensor):  # without a label that counts there is no mean, and nothing to add
             loss = torch.where(share > 0, loss, 0.0)
         self._found[number] = loss.detach() * share

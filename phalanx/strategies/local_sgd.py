@@ -16,12 +16,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from phalanx.comm.compress.base import ring_bytes
-from phalanx.strategies.base import Strategy, share_weights
-from phalanx.strategies.exchanging import open_exchange_for
+from phalanx.strategies.base import CommStats, Strategy, share_weights
 from phalanx.strategies.materialise import is_meta, materialise
 from phalanx.strategies.moments import level_moments
-from phalanx.strategies.stepping import StepsAlone
-from phalanx.strategies.traffic import SendsGradients, Traffic
+from phalanx.strategies.ring_ddp import open_exchange_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -33,11 +31,12 @@ if TYPE_CHECKING:
     from phalanx.world.world import World
 
 
-class LocalSGD(StepsAlone, SendsGradients, Strategy):
+class LocalSGD(Strategy):
     """Whole copies that drift apart, and are averaged every `sync_every` steps."""
 
     name = "local-sgd"
     in_lockstep = False
+    local_steps = True
 
     def __init__(self, config: DistributedConfig, world: World) -> None:
         super().__init__(config, world)
@@ -57,28 +56,28 @@ class LocalSGD(StepsAlone, SendsGradients, Strategy):
             self._rounds.append(Round(dict(trained), exchange, memory))
         return model
 
-    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Meet when the round is over."""
+    def after_step(self) -> None:
+        """Average the weights when the round is over."""
         self._alone += 1
         self._steps += 1
         if self._alone == self.config.sync_every:
-            self._meet()
+            self._average()
 
     @property
-    def has_just_met(self) -> bool:  # type: ignore[override]
+    def just_synced(self) -> bool:  # type: ignore[override]
         """Whether the step just taken has ended a round."""
         return self._alone == 0
 
-    def _meet(self) -> None:
+    def _average(self) -> None:
         for each in self._rounds:
             each.average()
         self._alone = 0
 
-    def settle(self, wrapped: nn.Module) -> None:
+    def consolidate(self, wrapped: nn.Module) -> None:
         """End the round, so that all ranks hold one model."""
-        super().settle(wrapped)
+        super().consolidate(wrapped)
         if self._alone:
-            self._meet()
+            self._average()
 
     def state(self, wrapped: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
         """Return what `ddp` returns; moments are averaged first, since a checkpoint holds them once."""
@@ -86,19 +85,23 @@ class LocalSGD(StepsAlone, SendsGradients, Strategy):
             each.average_moments(optimizers)
         return super().state(wrapped, optimizers)
 
-    def traffic(self) -> Traffic | None:
-        """Return what was sent, beside what averaging every step's gradients would have sent."""
+    def comm_stats(self) -> CommStats | None:
+        """Return what was sent, and what averaging every step's gradients would have sent."""
         if not self._rounds:
             return None
-        return Traffic(
+        return CommStats(
             sent_bytes=sum(each.exchange.sent_bytes for each in self._rounds),
             plain_bytes=self._steps * sum(ring_bytes(each.nbytes, each.exchange.size) for each in self._rounds),
             busy_s=sum(each.seconds for each in self._rounds),
             waited_s=sum(each.seconds for each in self._rounds),
         )
 
-    def stop_sending(self) -> None:
-        """Let go of the memory that weights travelled in."""
+    def return_weights(self, wrapped: nn.Module) -> None:
+        """Average what the ranks have trained since the last round."""
+        self.consolidate(wrapped)
+
+    def close(self) -> None:
+        """Release the buffers that weights are sent in."""
         for each in self._rounds:
             each.exchange.close()
         self._rounds.clear()

@@ -20,7 +20,6 @@ from phalanx.config.precision import precision_name
 from phalanx.errors import UsageError
 from phalanx.observe.events import ServersReported
 from phalanx.strategies.base import Strategy, share_weights
-from phalanx.strategies.engine import OwnsStep
 from phalanx.strategies.materialise import is_meta, materialise
 from phalanx.strategies.server_group import ServerGroup
 
@@ -32,13 +31,12 @@ if TYPE_CHECKING:
     from phalanx.world.world import World
 
 
-class ParameterServer(Strategy, OwnsStep):
+class ParameterServer(Strategy):
     """Centralised updates: synchronous, asynchronous, or with bounded staleness."""
 
     name = "parameter-server"
-    in_lockstep = False  # the step is handed over, not waited for
-    keeps_precision = False
-    keeps_gradients = False
+    in_lockstep = False  # a rank sends its step to the shards and does not wait for it
+    owns_step = True
 
     def __init__(self, config: DistributedConfig, world: World) -> None:
         super().__init__(config, world)
@@ -131,7 +129,7 @@ class ParameterServer(Strategy, OwnsStep):
             )
         return self._group
 
-    def divide_gradients(self, divisor: torch.Tensor) -> None:
+    def divide_gradients(self, parameters: Sequence[nn.Parameter], divisor: torch.Tensor) -> None:
         """Remember what the mean is divided by: the shards do it."""
         self._divisor = float(divisor)
 
@@ -149,8 +147,8 @@ class ParameterServer(Strategy, OwnsStep):
         norm = self._group.client.norm() / self._divisor
         return torch.tensor(norm, dtype=torch.float64, device=self.world.device)
 
-    def step(self) -> None:
-        """Hand the step over to the shards, with the current settings of the optimizer."""
+    def step(self, optimizer_step: Callable[[], object]) -> None:
+        """Send the step to the shards, with the current settings of the optimizer."""
         client, optimizer = self._running.client, self._optimizer
         assert optimizer is not None, "attached with the group"
         self._push_rest()
@@ -172,8 +170,8 @@ class ParameterServer(Strategy, OwnsStep):
             parameter.grad = None
         self._whole, self._divisor, self._clip = False, 1.0, 1.0
 
-    def settle(self, wrapped: nn.Module) -> None:
-        """Bring every rank to the same state of the shards: one that all their steps so far have gone into."""
+    def consolidate(self, wrapped: nn.Module) -> None:
+        """Bring every rank to the same state of the shards, which includes all steps so far."""
         if self._group is not None:
             self._group.client.wait()
             if not self._together:
@@ -181,7 +179,7 @@ class ParameterServer(Strategy, OwnsStep):
                 self._group.client.pull()
                 self._meet()
             self._even_out(self._group.client)
-        super().settle(wrapped)
+        super().consolidate(wrapped)
 
     def _even_out(self, client: ParameterClient) -> None:
         """Let the shards exchange pieces where one has moved far more bytes than another; ranks are all here."""
@@ -257,15 +255,15 @@ class ParameterServer(Strategy, OwnsStep):
         courier = client.courier
         return ServersReported.of(self.config.resolved_server_mode, client.stats(), courier.busy_s, courier.waited_s)
 
-    def hand_back(self, wrapped: nn.Module) -> None:
-        """Leave the model with the shards' last values and the optimizer with their states; end them together."""
+    def return_weights(self, wrapped: nn.Module) -> None:
+        """Leave the shards' last values in the model and their states in the optimizer."""
         if self._group is not None and self._optimizer is not None:
-            self.settle(wrapped)
+            self.consolidate(wrapped)
             self._fetch_state(self._group.client, self._optimizer)
             self._meet()
 
-    def detach(self) -> None:
-        """Take the hooks off the model, leave the shards, and end those that this rank started."""
+    def close(self) -> None:
+        """Remove the hooks from the model, disconnect, and end the shards that this rank started."""
         for undo in self._undo:
             undo()
         self._undo.clear()

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from contextlib import AbstractContextManager
 
-    from phalanx.strategies.judge import BatchLoss
+    from phalanx.strategies.base import BatchPass
     from phalanx.strategies.sequence import SequenceSlices
     from phalanx.world.schedules import Schedule
 
@@ -132,13 +132,7 @@ class Pipeline(nn.Module):
             f"{batch_size // count}: ranks are idle for {share:.0%} of a step when all stages take equally long"
         )
 
-    def train_batch(
-        self,
-        batch: Any,
-        loss: BatchLoss,
-        factor: float | torch.Tensor,
-        autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
-    ) -> torch.Tensor:
+    def train_batch(self, batch: Any, passes: BatchPass, factor: float | torch.Tensor) -> torch.Tensor:
         """Run forward and backward for a batch (inputs..., targets); return its mean loss, on every rank of the row.
 
         Gradients are those of `factor` times that loss.
@@ -150,11 +144,11 @@ class Pipeline(nn.Module):
         count = self._microbatches(self._largest)
         size = self._largest // count
         padded = self._cut(tuple(batch) if rows == self._largest else fill_rows(batch, rows, self._largest))
-        weight = loss.weigh(cut_rows(padded, 0, rows))
+        weight = passes.weigh(cut_rows(padded, 0, rows))
         if self.slices is not None:
             weight = self.slices.mean(weight, self._device)
-        judge = Judge(loss, padded, rows, size, factor, autocast, weight)
-        self._autocast = autocast
+        judge = Judge(passes, padded, rows, size, factor, weight)
+        self._autocast = passes.autocast
         try:
             self._runner(padded, size, count).run(padded, judge)
         finally:

@@ -6,16 +6,21 @@ travel around a ring. Same weights as torch's DDP, to the last bit where additio
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from phalanx.comm.exchange import Alone
 from phalanx.comm.fixed_reducer import FixedOrderReducer
 from phalanx.comm.reducer import GradientReducer, bytes_for
-from phalanx.strategies.base import Strategy, share_weights
+from phalanx.comm.shared.opening import share_gradients
+from phalanx.comm.shared.telling import tell_through
+from phalanx.comm.throttle import is_emulated, open_exchange
+from phalanx.comm.wire_exchange import WireExchange
+from phalanx.strategies.base import share_weights
 from phalanx.strategies.compressing import CompressesGradients, Lane
-from phalanx.strategies.exchanging import open_exchange_for
 from phalanx.strategies.materialise import is_meta, materialise
 
 if TYPE_CHECKING:
@@ -26,7 +31,7 @@ if TYPE_CHECKING:
     from phalanx.world.world import World
 
 
-class RingDDP(CompressesGradients, Strategy):
+class RingDDP(CompressesGradients):
     """A reducer of ours on the model's parameters; the model itself stays as it is."""
 
     name = "ring"
@@ -60,20 +65,35 @@ class RingDDP(CompressesGradients, Strategy):
         return model
 
     def set_sync(self, wrapped: nn.Module, sync: bool) -> None:
-        """Say whether the next backward pass ends with averaged gradients."""
+        """Set whether the next backward pass ends with averaged gradients."""
         reducer = self._reducers.get(id(wrapped))
         if reducer is not None:
             reducer.sync = sync
 
-    def stop_sending(self) -> None:
-        """Take the hooks off the models, and let go of everything else."""
+    def close(self) -> None:
+        """Remove the hooks from the models and release everything else."""
         for reducer in self._reducers.values():
             reducer.close()
         self._reducers.clear()
-        super().stop_sending()
+        super().close()
 
     def _open_exchange(self, nbytes: int) -> tuple[Exchange, torch.Tensor]:
         if self.world.world_size > 1:
             return open_exchange_for(self.config, self.world, nbytes)
         # One rank in a fixed order: nothing travels, but micro-batches are added up as they are on many ranks.
         return Alone(), torch.empty(nbytes, dtype=torch.uint8, device=self.world.device)
+
+
+def open_exchange_for(config: DistributedConfig, world: World, nbytes: int) -> tuple[Exchange, torch.Tensor]:
+    """Return how tensors are sent, and a buffer of `nbytes` for them; all ranks call this, in the same order."""
+    ours = world.device.type == "cpu" and not is_emulated()
+    if ours:
+        shared = share_gradients(tell_through(None), world.rank, world.world_size, nbytes, timeout=config.timeout)
+        if shared is not None:
+            return shared
+    # A separate group: collectives of the communication thread must not interleave with those of the main thread.
+    group = dist.new_group(timeout=timedelta(seconds=config.timeout))
+    memory = torch.empty(nbytes, dtype=torch.uint8, device=world.device)
+    if ours or config.fixed_order:
+        return WireExchange(group, in_fixed_order=config.fixed_order), memory
+    return open_exchange(group), memory

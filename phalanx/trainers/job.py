@@ -13,7 +13,6 @@ from phalanx.loop.evaluate import evaluate, predict
 from phalanx.loop.formation import Formation
 from phalanx.loop.schedulers import OwnSchedule, scheduler_state
 from phalanx.loop.trainer import TrainLoop
-from phalanx.strategies.engine import OwnsStep
 from phalanx.trainers.folders import make_run_dir
 from phalanx.trainers.gathering import whole_state, whole_weights
 from phalanx.trainers.preflight import check_before_start
@@ -72,7 +71,7 @@ def _run_once(job: Job, in_place: bool, survivor: Survivor | None = None) -> Job
         else:
             result = {"evaluate": _evaluate, "predict": _predict}[job.action](formation, job)
         hand_over = job.action == "fit" and not in_place
-        by_engine = isinstance(formation.strategy, OwnsStep)
+        by_engine = formation.strategy.owns_step
         keep = formation.world.env.local_rank == 0
         if hand_over and not by_engine:  # all ranks, for sharded tensors are gathered from all of them
             result.weights = whole_weights(job.task.model, keep=keep)
@@ -81,8 +80,7 @@ def _run_once(job: Job, in_place: bool, survivor: Survivor | None = None) -> Job
                 result.optimizer_state = whole_state(formation.optimizers[0].state_dict(), keep=keep)
     if hand_over and by_engine:  # an engine gives the model its weights back when the formation closes
         result.weights = whole_weights(job.task.model, keep=keep)
-        hands_back = isinstance(formation.strategy, OwnsStep) and not formation.strategy.keeps_gradients
-        if hands_back and isinstance(job.task.optimizer, torch.optim.Optimizer):
+        if not formation.strategy.owns_gradients and isinstance(job.task.optimizer, torch.optim.Optimizer):
             result.optimizer_state = whole_state(job.task.optimizer.state_dict(), keep=keep)
     return result
 

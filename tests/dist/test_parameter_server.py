@@ -109,7 +109,7 @@ def test_a_skipped_step_leaves_the_servers_as_they_were(ranks):
                 formation.backward(loss)
                 optimizer.step()
                 optimizer.zero_grad()
-                formation.strategy.settle(model)
+                formation.strategy.consolidate(model)
                 seen.append(model.weight.detach().flatten().tolist()[0])
             return [seen[1] - seen[0], seen[2] - seen[1], formation.gradients.skipped_steps]
 
@@ -158,7 +158,7 @@ def test_no_worker_is_further_ahead_than_allowed(ranks, staleness):
                 store.add(f"done/{rank}", 1)
                 optimizer.step()
                 optimizer.zero_grad()
-            formation.strategy.settle(model)
+            formation.strategy.consolidate(model)
             reported = formation.strategy.closing_event().ahead_max
             dist.barrier()
             return furthest, reported
@@ -301,7 +301,7 @@ def test_uneven_shards_exchange_pieces_and_training_goes_on(ranks):
             for step in range(6):
                 if step == 3:
                     loads.append(_loads(client))
-                    formation.strategy.settle(wrapped)
+                    formation.strategy.consolidate(wrapped)
                     for shard in formation.strategy._group.shards.values():
                         os.kill(shard.pid, signal.SIGKILL)
                 for m, o in ((wrapped, optimizer), (alone, same)):

@@ -396,7 +396,7 @@ def test_a_run_survives_a_killed_shard(ranks):
                 formation.backward(model(torch.ones(1, 3)).sum())
                 optimizer.step()
                 optimizer.zero_grad()
-            formation.strategy.settle(model)
+            formation.strategy.consolidate(model)
             deaths = sum(shard.deaths for shard in shards.values())
         return model.weight.detach().flatten().tolist(), deaths
 

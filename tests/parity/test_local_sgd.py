@@ -46,7 +46,7 @@ def train_by_formation(strategy: str) -> tuple[dict[str, Any], Any]:
         formation.backward(prepared(batch_of(formation.rank, step)).square().mean())
         optimizer.step()
         optimizer.zero_grad()
-    traffic = formation.strategy.traffic()  # type: ignore[attr-defined]
+    traffic = formation.strategy.comm_stats()
     formation.close()
     return {name: value.tolist() for name, value in model.state_dict().items()}, traffic
 
