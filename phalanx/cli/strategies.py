@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from phalanx.cli.flags import FlagParser
-from phalanx.strategies.catalog import CATALOG
+from phalanx.strategies.registry import TABLE, installed_strategies
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,9 +17,11 @@ def run(arguments: Sequence[str]) -> int:
         prog="phalanx strategies", description="How ranks can share the work, and when to choose which."
     )
     parser.parse_all(arguments)
-    for entry in CATALOG:
+    for entry in TABLE:
         print(f"{entry.name}\n  how       {entry.flag}\n  what      {entry.summary}")
         print(f"  choose    {entry.choose}\n  combines  {entry.combines}")
+    for entry_point in installed_strategies():
+        print(f"{entry_point.name}\n  how       --strategy {entry_point.name}\n  what      {entry_point.value}")
     print("\nAxes multiply: --num-workers 8 --pipeline-parallel 2 --tensor-parallel 2 --strategy fsdp is 2 x 2 x 2.")
     print("Any of them is proved against one process by: phalanx verify <recipe, model or --script> ...")
     return 0

@@ -75,6 +75,7 @@ class Parallelism:
         "auto",
         "how the ranks share the work (auto: the backend's own, by shared memory on the CPUs of one machine)",
         choices=STRATEGIES,
+        entry_points="phalanx.strategies",
     )
     tensor_parallel: int = option(
         1, "split every layer of the model over this many neighbouring ranks, by the model's tensor_plan()", minimum=1

@@ -30,11 +30,14 @@ def option(
     choices: tuple[Any, ...] | None = None,
     minimum: float | None = None,
     above: float | None = None,
+    entry_points: str | None = None,
 ) -> Any:
-    """Declare a configuration field: its default, its one help text and what it allows."""
-    return dataclasses.field(
-        default=default, metadata={"help": help, "choices": choices, "minimum": minimum, "above": above}
-    )
+    """Declare a configuration field: its default, its one help text and what it allows.
+
+    `entry_points`: a group of installed packages' entry points whose names are choices too.
+    """
+    allowed = {"choices": choices, "minimum": minimum, "above": above, "entry_points": entry_points}
+    return dataclasses.field(default=default, metadata={"help": help, **allowed})
 
 
 def kinds(field: dataclasses.Field[Any]) -> tuple[str, ...]:
@@ -67,6 +70,8 @@ def problem(field: dataclasses.Field[Any], value: Any) -> str | None:
     if choices is not None and not any(
         value is choice or (value == choice and type(value) is type(choice)) for choice in choices
     ):
+        if field.metadata["entry_points"] is not None and value in _names_in(field.metadata["entry_points"]):
+            return None
         if isinstance(value, str):
             close = nearest(value, [choice for choice in choices if isinstance(choice, str)])
             guess = f" Did you mean {close!r}?" if close else ""
@@ -122,6 +127,13 @@ def _expected(field: dataclasses.Field[Any]) -> str:
         return "one of " + _listed(field.metadata["choices"])
     words = {"None": "nothing", "bool": "true or false", "int": "a whole number", "float": "a number", "str": "text"}
     return " or ".join(words[kind] for kind in kinds(field) if kind != "None")
+
+
+def _names_in(group: str) -> set[str]:
+    """Return the names that installed packages give in a group of entry points; this looks at every package."""
+    from importlib.metadata import entry_points
+
+    return entry_points(group=group).names
 
 
 def _listed(choices: tuple[Any, ...]) -> str:

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import phalanx.strategies.auto  # noqa: F401 - most runs need it: the fork server imports it once for all ranks
 from phalanx.checkpoint import RunLock
 from phalanx.comm.register import register as register_backend
 from phalanx.config import DistributedConfig, resolve

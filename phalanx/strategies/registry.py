@@ -1,38 +1,198 @@
-"""Strategies by name."""
+"""The strategies in one table, loaded by name. No torch here: `phalanx strategies` prints the table."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from phalanx.errors import UsageError, unknown_name
-from phalanx.strategies.auto import Auto
-from phalanx.strategies.compose import Composed
-from phalanx.strategies.ddp import DDP
-from phalanx.strategies.deepspeed import DeepSpeed
-from phalanx.strategies.diloco import DiLoCo
-from phalanx.strategies.fsdp import FSDP
-from phalanx.strategies.horovod import Horovod
-from phalanx.strategies.local_sgd import LocalSGD
-from phalanx.strategies.parameter_server import ParameterServer
-from phalanx.strategies.ring_ddp import RingDDP
 
 if TYPE_CHECKING:
+    from importlib.metadata import EntryPoints
+
     from phalanx.config import DistributedConfig
     from phalanx.strategies.base import Strategy
     from phalanx.world.world import World
 
-STRATEGIES: dict[str, type[Strategy]] = {
-    strategy.name: strategy for strategy in (DDP, FSDP, DeepSpeed, Horovod, RingDDP, LocalSGD, DiLoCo, ParameterServer)
-}
+ENTRY_POINTS = "phalanx.strategies"
+"""The group of entry points in which an installed package names its own strategies."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One strategy: its flags, what it does, when to choose it, what it composes with, and where its class is."""
+
+    name: str
+    flag: str
+    summary: str
+    choose: str
+    combines: str
+    home: str | None = None
+    """`module:Class`; None for an axis, or for a strategy under another name or of another framework."""
+
+
+TABLE = (
+    Row(
+        "ddp",
+        "--strategy ddp (the default; without the flag, CPU ranks of one machine average in shared memory)",
+        "every rank holds the whole model; gradients are averaged during backward",
+        "the model, its gradients and optimizer states fit on one device",
+        "everything below but fsdp and zero; beside another axis the data axis is sharded",
+        "phalanx.strategies.ddp:DDP",
+    ),
+    Row(
+        "ring",
+        "--strategy ring [--compression NAME], and --fixed-order",
+        "what ddp does, written here: gradients in shared memory within a machine, our own collectives between them",
+        "the ranks are CPUs of one machine (faster than ddp), or a run must give equal bits at 1, 2, 4 and 8 ranks",
+        "accumulation, clipping, compression, compile; no other axis",
+        "phalanx.strategies.ring_ddp:RingDDP",
+    ),
+    Row(
+        "local-sgd",
+        "--strategy local-sgd --sync-every H",
+        "every rank steps by itself; weights are averaged every H steps",
+        "the link between ranks is so slow that no compression of every step's gradients will do",
+        "accumulation, clipping, precision; no other axis",
+        "phalanx.strategies.local_sgd:LocalSGD",
+    ),
+    Row(
+        "diloco",
+        "--strategy diloco --sync-every H [--outer-learning-rate 0.7] [--outer-momentum 0.9]",
+        "local-sgd whose average movement is followed by an outer step with Nesterov's momentum",
+        "as local-sgd, with rounds of tens or hundreds of steps",
+        "as local-sgd",
+        "phalanx.strategies.diloco:DiLoCo",
+    ),
+    Row(
+        "fsdp",
+        "--strategy fsdp [--sharding full|grad-op|hybrid|hybrid-grad-op] [--offload cpu]",
+        "parameters, gradients and optimizer states are sharded; blocks are gathered one at a time",
+        "they do not fit; grad-op trades memory for less traffic, hybrid shards within a machine only",
+        "tensor, pipeline (not zero-bubble), context, expert, lora; one rank runs the bare model",
+        "phalanx.strategies.fsdp:FSDP",
+    ),
+    Row(
+        "zero",
+        "--zero-stage 1|2|3",
+        "ZeRO in fsdp's means: optimizer states sharded (1), gradients too (2), parameters too (3)",
+        "you think in ZeRO's stages",
+        "what fsdp combines with",
+    ),
+    Row(
+        "deepspeed",
+        "--strategy deepspeed, --deepspeed-config ds.json (extra: deepspeed)",
+        "DeepSpeed's own engine, by its JSON: ZeRO's stages 0 to 3, offload to CPU memory or NVMe",
+        "a DeepSpeed configuration is there already, or optimizer states belong in CPU memory or on disk",
+        "accumulation, clipping, bf16, activation checkpointing, offload; no other axis",
+        "phalanx.strategies.deepspeed:DeepSpeed",
+    ),
+    Row(
+        "horovod",
+        "--backend horovod [--compression fp16] [--hosts node1:8,node2:8] [--min-workers N]",
+        "what ddp does, by Horovod's all-reduce, on ranks that horovodrun starts",
+        "scripts and clusters are made for Horovod, or workers come and go (elastic Horovod)",
+        "accumulation, clipping, precision, compile, lora; no other axis, no zero",
+        "phalanx.strategies.horovod:Horovod",
+    ),
+    Row(
+        "tensor",
+        "--tensor-parallel N",
+        "every layer is split over N neighbouring ranks, by the model's plan; sequence and loss parallel",
+        "a layer or its activations do not fit, and N ranks share fast links",
+        "ddp, fsdp, pipeline, context",
+    ),
+    Row(
+        "pipeline",
+        "--pipeline-parallel N [--pipeline-schedule gpipe|1f1b|interleaved|zero-bubble] [--microbatches M]",
+        "the model is cut into stages on different ranks; parts of a batch go through them one by one",
+        "the model does not fit, and links between machines are slow",
+        "ddp, fsdp, tensor, context",
+    ),
+    Row(
+        "context",
+        "--context-parallel N",
+        "every sequence is cut over N ranks, with ring attention between them",
+        "sequences are so long that their activations do not fit",
+        "ddp, fsdp, tensor, pipeline",
+    ),
+    Row(
+        "expert",
+        "--expert-parallel N",
+        "the experts of a mixture lie on N data-parallel ranks; tokens travel to them",
+        "the model is a mixture of experts that does not fit, or whose experts are many",
+        "ddp, fsdp (the rest of the model is sharded over the same ranks)",
+    ),
+    Row(
+        "tensorflow",
+        "--backend tensorflow --strategy mirrored|multiworker|parameter-server (extra: tensorflow)",
+        "tf.distribute for Keras models: replicas in one process, a process a worker, or parameter servers",
+        "the model is a Keras model",
+        "mixed precision, backups, restarts; what else Keras does is told in compile()",
+    ),
+    Row(
+        "parameter-server",
+        "--strategy parameter-server [--num-servers N] [--server-mode sync|async|bounded] [--staleness S]",
+        "processes of their own hold the parameters and step; ranks push gradients and pull values",
+        "ranks differ in speed (bounded, async), or a few rows of large embeddings change in each step",
+        "accumulation, clipping, bf16, compile, lora; no other axis, no zero",
+        "phalanx.strategies.parameter_server:ParameterServer",
+    ),
+)
+
+
+STRATEGIES = {row.name: row.home for row in TABLE if row.home is not None}
+_COMPOSED = "phalanx.strategies.compose:Composed"
+_AUTO = "phalanx.strategies.auto:Auto"
+
+
+def installed_strategies() -> EntryPoints:
+    """Return the strategies that other installed packages bring."""
+    from importlib.metadata import entry_points  # 30 ms to import
+
+    return entry_points(group=ENTRY_POINTS)
+
+
+def load_strategy(name: str) -> type[Strategy]:
+    """Return a strategy's class, of this package or of another one."""
+    if name in STRATEGIES:
+        return _load(STRATEGIES[name])
+    found = {entry.name: entry for entry in installed_strategies()}
+    if name not in found:
+        raise UsageError(unknown_name("strategy", name, [*STRATEGIES, *found]))
+    where = f"strategy = {name!r}: the entry point {name} = {found[name].value} in the group {ENTRY_POINTS}"
+    try:
+        loaded = found[name].load()
+    except Exception as error:
+        raise UsageError(
+            f"{where} cannot be loaded: {type(error).__name__}: {error}", hint="Mend or remove that package."
+        ) from error
+    from phalanx.strategies.base import Strategy
+
+    if not (isinstance(loaded, type) and issubclass(loaded, Strategy)):
+        raise UsageError(f"{where} is not a subclass of phalanx.strategies.base.Strategy")
+    return loaded
+
+
+def _load(home: str) -> Any:
+    module, _, name = home.partition(":")
+    return getattr(import_module(module), name)
 
 
 def build_strategy(config: DistributedConfig, world: World) -> Strategy:
     """Return the strategy that the config names."""
-    name = config.resolved_strategy
-    if name not in STRATEGIES:
-        raise UsageError(unknown_name("strategy", name, STRATEGIES))
-    mesh = world.mesh
+    name, mesh = config.resolved_strategy, world.mesh
     if max(mesh.pp, mesh.cp, mesh.tp, config.expert_parallel) > 1:
-        return Composed(config, world)
-    automatic = name == "ddp" and config.strategy == "auto" and config.compression == "none" and not config.fixed_order
-    return Auto(config, world) if automatic else STRATEGIES[name](config, world)
+        if name not in STRATEGIES:
+            raise UsageError(
+                f"strategy = {name!r} does not compose with other axes: it is not one of {', '.join(STRATEGIES)}",
+                hint="Leave out tensor_parallel, pipeline_parallel, context_parallel and expert_parallel.",
+            )
+        kind = _load(_COMPOSED)
+    elif name == "ddp" and config.strategy == "auto" and config.compression == "none" and not config.fixed_order:
+        kind = _load(_AUTO)
+    else:
+        kind = load_strategy(name)
+    strategy: Strategy = kind(config, world)
+    return strategy
