@@ -64,7 +64,7 @@ def carry(loop: TrainLoop, position: Position) -> Carried | None:
     formation = loop.formation
     if position.step < 0:
         return None
-    shared = {**shared_state(formation), **loop.report.to_keep()}
+    shared = {**shared_state(formation), **loop.to_keep()}
     if formation.step == position.step:  # else the step was taken, and only its report failed
         shared["loaders"] = position.loaders
     tensors = tensors_of(formation)

@@ -32,11 +32,10 @@ from phalanx.errors import UsageError
 from phalanx.loop.activation import spare_activations
 from phalanx.loop.adapters import adapt, check_trains_adapters
 from phalanx.loop.batch import BatchPasses
+from phalanx.loop.binding import bind_optimizer
 from phalanx.loop.compiling import compile_in_place
 from phalanx.loop.forward import decide_forward
-from phalanx.loop.gradients import Gradients
-from phalanx.loop.precision import Precision
-from phalanx.loop.prepared import PreparedLoader
+from phalanx.loop.prepared import Prepared, PreparedLoader
 from phalanx.loop.process import remember_process
 from phalanx.loop.replaced import Replaced
 from phalanx.loop.schedulers import bind_scheduler
@@ -67,60 +66,25 @@ def _run_id(launch_id: str) -> str:
     return uuid.uuid5(uuid.NAMESPACE_OID, f"{launch_id}/{next(_FORMATIONS)}").hex
 
 
-class Formation:
+class Formation(Prepared):
     """Joins the ranks and prepares models, optimizers and loaders to run on all of them as one."""
 
     def __init__(self, config: DistributedConfig | None = None, **settings: Any) -> None:
-        if config is not None:
-            self.config = config.replace(**settings) if settings else config
-        else:
-            self.config = resolve(settings).config
+        config = resolve(settings).config if config is None else config.replace(**settings) if settings else config
         register_backend()
-        self.world = join_world(self.config)
-        self.device = self.world.device
-        self._undo: list[Callable[[], object]] = [] if self.world.is_launched else [remember_process()]
-        if self.config.threads_per_rank is not None:
-            torch.set_num_threads(self.config.threads_per_rank)
-        seed_everything(self.config.seed, rank=self.world.rank)
-        if self.config.deterministic:
+        world = join_world(config)
+        self._undo: list[Callable[[], object]] = [] if world.is_launched else [remember_process()]
+        if config.threads_per_rank is not None:
+            torch.set_num_threads(config.threads_per_rank)
+        seed_everything(config.seed, rank=world.rank)
+        if config.deterministic:
             torch.use_deterministic_algorithms(True)
-        self.strategy = build_strategy(self.config, self.world)
-        self.config = self.strategy.config
-        self.precision = Precision(self.config, self.device, by_engine=self.strategy.owns_precision)
-        self.gradients = Gradients(self.config, self.world, self.strategy, self.precision)
-        self.run_id = _run_id(self.world.env.launch_id)
-        self.lineage: list[dict[str, Any]] = []
-        """The runs that this one continues, as a checkpoint's manifest holds them."""
+        super().__init__(build_strategy(config, world), world, _run_id(world.env.launch_id))
         self._locks: dict[Path, RunLock] = {}
-        self.models: list[nn.Module] = []
-        self.optimizers: list[torch.optim.Optimizer] = []
-        self.schedulers: list[Any] = []
-        self.loaders: list[PreparedLoader] = []
-        self.notes: list[str] = [self.precision.note] if self.precision.note else []
         if self.precision.warning and self.is_main:
             warnings.warn(self.precision.warning, stacklevel=2)
         self._replaced = Replaced()
         self._host_group: dist.ProcessGroup | None = None
-
-    @property
-    def rank(self) -> int:
-        """This rank's number in the whole job."""
-        return self.world.rank
-
-    @property
-    def world_size(self) -> int:
-        """Ranks in the whole job."""
-        return self.world.world_size
-
-    @property
-    def step(self) -> int:
-        """Optimizer steps taken; checkpoints are named after it."""
-        return self.gradients.steps
-
-    @property
-    def is_main(self) -> bool:
-        """Whether this rank is the one that prints and publishes."""
-        return self.world.is_main
 
     @property
     def at_boundary(self) -> bool:
@@ -140,7 +104,8 @@ class Formation:
             check_trains_adapters(self.models, item, self.config)
             item = self.strategy.attach(item)
             self.optimizers.append(item)
-            self._undo.append(self.gradients.adopt(item))
+            self.gradients.adopt(item)
+            self._undo.append(bind_optimizer(item, self.gradients))
             return item
         if isinstance(item, torch.optim.lr_scheduler.LRScheduler):
             self.schedulers.append(item)
@@ -269,7 +234,9 @@ class Formation:
 
     def save(self, directory: str | Path, **shared: Any) -> SavedCheckpoint:
         """Publish a checkpoint of everything prepared (weights, optimizers, schedulers, data position, RNG)."""
-        return save_snapshot(self, local_path(directory), shared)
+        saved = save_snapshot(self, local_path(directory), shared)
+        self._hold(saved.path.parent)
+        return saved
 
     def load(self, directory: str | Path, *, required: bool = True) -> dict[str, Any] | None:
         """Restore the newest complete checkpoint of a directory (or the one given).
@@ -278,8 +245,8 @@ class Formation:
         """
         return restore_snapshot(self, local_path(directory), required=required)
 
-    def hold(self, directory: Path) -> None:
-        """Mark the run as under way in a directory it saves to, until `close`: other runs leave it alone."""
+    def _hold(self, directory: Path) -> None:
+        """Lock a directory that the run saves to, until `close`: other runs leave its checkpoints alone."""
         if self.is_main and directory not in self._locks:
             self._locks[directory] = lock = RunLock(directory, self.run_id)
             self._undo.append(lock.release)
@@ -299,11 +266,7 @@ class Formation:
         self._undo.clear()
         self._locks.clear()
         self.strategy.close()
-        self.models.clear()
-        self.optimizers.clear()
-        self.schedulers.clear()
-        self.loaders.clear()
-        self.gradients = Gradients(self.config, self.world, self.strategy, self.precision)
+        self.clear()
 
     def __enter__(self) -> Formation:
         return self

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from phalanx.errors import UsageError
-from phalanx.loop.binding import bind_optimizer
 from phalanx.loop.held import HeldParameters
 from phalanx.loop.weighing import StepWeight
 
@@ -64,12 +63,11 @@ class Gradients:
         if self._accumulation > 1:
             self._strategy.set_sync(wrapped, False)
 
-    def adopt(self, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-        """Route an optimizer's step through the transaction; the first one adopted counts the steps."""
+    def adopt(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note an optimizer whose step goes through the transaction; the first one adopted counts the steps."""
         self._primary = self._primary or optimizer
         self._adopted.append(id(optimizer))
         self.held.add_optimizer(optimizer)
-        return bind_optimizer(optimizer, self)
 
     def begin(self, micro: MicroInfo) -> None:
         """Note what the loader says about the batch it is about to hand out."""

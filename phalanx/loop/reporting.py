@@ -1,4 +1,4 @@
-"""What the loop tells the world: events for the sinks (main rank only) and the history that `fit` returns."""
+"""What the loop reports: events for the sinks (main rank only) and the history that `fit` returns."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import shutil
 import sys
 import time
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,9 +31,14 @@ from phalanx.observe.timing import Throughput
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from torch import nn
+
     from phalanx.checkpoint import SavedCheckpoint
-    from phalanx.loop.trainer import TrainLoop
+    from phalanx.config import DistributedConfig
+    from phalanx.loop.hooks import StepInfo
     from phalanx.observe.stream import EventStream
+    from phalanx.strategies.base import Strategy
+    from phalanx.world.world import World
 
 
 _STEPS_IN_CHECKPOINT = 1000
@@ -40,20 +46,34 @@ _FIRST_STEPS_COMPILED = 3
 """torch compiles once more where gradients or optimizer states differ from the first step's."""
 
 
-class Reporter:
-    """Turns the loop's moments into events and history."""
+@dataclass(frozen=True)
+class RunFacts:
+    """What stays the same during a run."""
 
-    def __init__(self, loop: TrainLoop, events: EventStream, run_dir: Path) -> None:
-        self._loop = loop
+    name: str
+    run_dir: Path
+    config: DistributedConfig
+    world: World
+    strategy: Strategy
+    precision: str
+    batch_size: int
+    global_batch: int
+
+
+class Reporter:
+    """Turns what happens in the loop into events and history."""
+
+    def __init__(self, facts: RunFacts, events: EventStream) -> None:
+        self._facts = facts
         self._events = events
-        self._run_dir = run_dir
-        self._every = loop.config.log_every_n_steps
-        self._first_steps = _FIRST_STEPS_COMPILED if loop.config.compile else 1
+        self._every = facts.config.log_every_n_steps
+        self._first_steps = _FIRST_STEPS_COMPILED if facts.config.compile else 1
         self.history = History()
         self._speed = Throughput()
         self._began = time.monotonic()
         self._time_before = 0.0
         self._first_step = 0
+        self._total_steps: int | None = None
         self.samples = 0
         self._epoch_began = time.monotonic()
         self._epoch_samples = 0
@@ -61,9 +81,9 @@ class Reporter:
         self._loss_count = 0
         self._said: set[str] = set()
         self._token_rate = TokenRate()
-        self._memory = PeakMemory(loop.formation.device)
+        self._memory = PeakMemory(facts.world.device)
         self._resumed_from: str | None = None
-        self._gpu_load = _gpu_load(loop.formation.device) if loop.formation.is_main else None
+        self._gpu_load = _gpu_load(facts.world.device) if facts.world.is_main else None
 
     def resumed(self, state: dict[str, Any]) -> None:
         """Take up the history of the run that is being continued."""
@@ -75,52 +95,50 @@ class Reporter:
         self._loss_sum, self._loss_count = so_far["loss_sum"], so_far["loss_count"]
         self._resumed_from = state["path"]
 
-    def started(self) -> None:
-        """Announce the run: what runs where, and how large a step is."""
-        loop, config = self._loop, self._loop.config
-        world = loop.formation.world
-        self._first_step = loop.step
+    def started(self, step: int, total_steps: int | None, parameters: int, notes: list[str]) -> None:
+        """Announce the run: what runs where, and how large a step is. `step`: how many were taken before."""
+        facts, config, world = self._facts, self._facts.config, self._facts.world
+        self._first_step, self._total_steps = step, total_steps
         self._speed = Throughput()
         self._began = self._epoch_began = time.monotonic()
         self._events.emit(
             RunStarted(
-                name=loop.task.name,
-                run_dir=str(self._run_dir),
+                name=facts.name,
+                run_dir=str(facts.run_dir),
                 world_size=world.world_size,
                 device=world.device.type,
-                strategy=loop.formation.strategy.name,
-                precision=loop.formation.precision.name,
-                parameters=loop.formation.strategy.count_parameters(loop.model),
-                batch_size=loop.train_loader.sharded.layout.batch_size,
+                strategy=facts.strategy.name,
+                precision=facts.precision,
+                parameters=parameters,
+                batch_size=facts.batch_size,
                 accumulation=config.gradient_accumulation_steps,
-                global_batch=loop.global_batch,
-                total_steps=loop.total_steps,
+                global_batch=facts.global_batch,
+                total_steps=total_steps,
                 epochs=config.epochs or (1 if config.max_steps is None else None),
                 resumed_from=self._resumed_from,
                 mesh={axis: size for axis, size in world.mesh.sizes.items() if size > 1},
-                first_step=loop.step,
-                tensorboard_dir=tensorboard_dir(config, self._run_dir),
-                log_dir=str(self._run_dir / "logs"),
+                first_step=step,
+                tensorboard_dir=tensorboard_dir(config, facts.run_dir),
+                log_dir=str(facts.run_dir / "logs"),
             )
         )
         self.say(config.unused_note, "warning")
-        for note in loop.formation.notes:
+        for note in notes:
             self.say(note)
-        if loop.total_steps is not None and loop.step >= loop.total_steps:
-            left = f"the checkpoint is at step {loop.step}, and the run ends at step {loop.total_steps}"
+        if total_steps is not None and step >= total_steps:
+            left = f"the checkpoint is at step {step}, and the run ends at step {total_steps}"
             self.say(f"nothing is left to train: {left}. Raise epochs or max_steps to go on.", "warning")
 
-    def first_batch(self, batch: Any) -> None:
+    def first_batch(self, model: nn.Module, batch: Any) -> None:
         """Learn from the first batch how many tokens a sample has."""
-        self._token_rate = token_rate(self._loop.task.model, batch, self._loop.formation)
+        self._token_rate = token_rate(model, batch, self._facts.world, self._facts.precision)
 
     def to_keep(self) -> dict[str, Any]:
         """Return what a checkpoint holds of this: the history (of steps the latest: events.jsonl has them all)."""
         history = self.history.to_dict()
         history["steps"] = history["steps"][-_STEPS_IN_CHECKPOINT:]
         so_far = {"loss_sum": self._loss_sum, "loss_count": self._loss_count}
-        schedule = self._loop.schedule.state_dict()
-        return {"history": history, "samples": self.samples, "epoch_so_far": so_far, "schedule": schedule}
+        return {"history": history, "samples": self.samples, "epoch_so_far": so_far}
 
     def say(self, text: str, level: str = "info") -> None:
         """Tell the user something, once."""
@@ -130,7 +148,7 @@ class Reporter:
 
     def is_due(self, step: int) -> bool:
         """Whether losses are read after this step: the first, every n-th, and the last."""
-        return step % self._every == 0 or step == self._first_step + 1 or step == self._loop.total_steps
+        return step % self._every == 0 or step == self._first_step + 1 or step == self._total_steps
 
     def count(self, samples: int) -> None:
         """Count a step's samples."""
@@ -141,8 +159,8 @@ class Reporter:
         self._epoch_samples += samples
 
     def _warmed_up(self) -> None:
-        if self._loop.formation.device.type == "cuda":  # else the first steps' work would count in the next one
-            torch.cuda.synchronize(self._loop.formation.device)
+        if self._facts.world.device.type == "cuda":  # else the first steps' work would count in the next one
+            torch.cuda.synchronize(self._facts.world.device)
         self._speed.warmed_up()
 
     def losses(self, losses: dict[int, float]) -> float | None:
@@ -151,18 +169,17 @@ class Reporter:
         self._loss_count += len(losses)
         return sum(losses.values()) / len(losses) if losses else None
 
-    def step_done(self, losses: dict[int, float], grad_norm: torch.Tensor | None) -> None:
-        """Report a logging step."""
-        loop = self._loop
+    def step_done(self, info: StepInfo, losses: dict[int, float], grad_norm: torch.Tensor | None, skipped: int) -> None:
+        """Report a logging step; `skipped`: steps so far whose gradient was not finite."""
         mean = self.losses(losses)
         if mean is None:
             return
         rate, seconds = self._speed.lap()
         event = StepDone(
-            step=loop.step,
-            epoch=loop.epoch + 1,
+            step=info.step,
+            epoch=info.epoch + 1,
             loss=mean,
-            learning_rate=loop.schedule.rate,
+            learning_rate=info.learning_rate,
             grad_norm=None if grad_norm is None else float(grad_norm),
             samples_per_second=rate,
             step_seconds=seconds,
@@ -177,26 +194,23 @@ class Reporter:
             {key: value for key, value in event.to_dict().items() if key not in {"event", "time", "rank"}}
         )
         self._events.emit(event)
-        skipped = loop.formation.gradients.skipped_steps
         if skipped:
             self.say(f"{skipped} step{'s' * (skipped > 1)} skipped so far: the gradient was not finite", "warning")
 
-    def evaluated(self, values: dict[str, float], ended_epoch: int | None) -> None:
+    def evaluated(self, step: int, epoch: int, values: dict[str, float], *, ends_epoch: bool) -> None:
         """Report what was measured on the validation data, at the end of an epoch or within one."""
-        epoch = self._loop.epoch if ended_epoch is None else ended_epoch
-        self._events.emit(MetricsReported(self._loop.step, epoch + 1, "val", values, ended_epoch is not None))
+        self._events.emit(MetricsReported(step, epoch + 1, "val", values, ends_epoch))
 
-    def epoch_done(self, epoch: int, metrics: dict[str, float]) -> None:
-        """Close an epoch's record, once: where ranks were lost at its end, those that are left come here again."""
-        if [(told.epoch, told.step) for told in self.history.epochs[-1:]] == [(epoch + 1, self._loop.step)]:
+    def epoch_done(self, step: int, epoch: int, learning_rate: float, metrics: dict[str, float]) -> None:
+        """Close an epoch's record, once: where ranks were lost at its end, the remaining ones come here again."""
+        if [(told.epoch, told.step) for told in self.history.epochs[-1:]] == [(epoch + 1, step)]:
             return
         seconds = time.monotonic() - self._epoch_began
         loss = self._loss_sum / self._loss_count if self._loss_count else float("nan")
         speed = self._epoch_samples / seconds if seconds else 0.0
-        rate = self._loop.schedule.rate
-        self.history.epochs.append(EpochRecord(epoch + 1, self._loop.step, loss, metrics, rate, seconds, speed))
-        self._events.emit(MetricsReported(self._loop.step, epoch + 1, "train", {"loss": loss}, ends_epoch=True))
-        self._events.emit(EpochDone(self._loop.step, epoch + 1, loss, metrics, seconds, speed))
+        self.history.epochs.append(EpochRecord(epoch + 1, step, loss, metrics, learning_rate, seconds, speed))
+        self._events.emit(MetricsReported(step, epoch + 1, "train", {"loss": loss}, ends_epoch=True))
+        self._events.emit(EpochDone(step, epoch + 1, loss, metrics, seconds, speed))
         self._loss_sum, self._loss_count, self._epoch_samples = 0.0, 0, 0
         self._epoch_began = time.monotonic()
         self._update_totals()
@@ -218,21 +232,23 @@ class Reporter:
             yield
         self._events.emit(Phase(name, "end", time.monotonic() - began))
 
-    def ended(self, status: str) -> None:
-        """Close the run's record and tell what can be done next."""
+    def ended(self, status: str, step: int, checkpoint: str | None) -> None:
+        """Close the run's record and show what can be done next."""
         self.history.status = status
         self._update_totals()
         if status in ("finished", "stopped"):
-            self._close_strategy()
+            event = self._facts.strategy.closing_event() if self._facts.world.is_main else None
+            if event is not None:
+                self._events.emit(event)
         best = {"accuracy": self.history.best_accuracy, "loss": self.history.best_loss}
         self._events.emit(
             RunEnded(
                 status=status,
-                step=self._loop.step,
+                step=step,
                 total_time=self.history.total_time,
                 throughput=self.history.throughput,
                 best={name: value for name, value in best.items() if value is not None},
-                checkpoint=self._loop.saving.last_path,
+                checkpoint=checkpoint,
                 next_commands=self._next_commands(),
                 tokens_per_second=self.history.tokens_per_second,
                 mfu=self.history.mfu,
@@ -245,16 +261,6 @@ class Reporter:
             )
         )
 
-    def _close_strategy(self) -> None:
-        """Report what a strategy has counted by itself, such as the load of parameter servers."""
-        event = self._loop.formation.strategy.closing_event() if self._loop.formation.is_main else None
-        if event is not None:
-            self._events.emit(event)
-
-    def failed(self) -> None:
-        """Close the record of a run that ends with an error; the error itself is what the user reads last."""
-        self.ended("failed")
-
     def _update_totals(self) -> None:
         self.history.total_time = self._time_before + time.monotonic() - self._began
         self.history.throughput = self._speed.average
@@ -262,7 +268,7 @@ class Reporter:
         self.history.tokens_per_second = self._token_rate.tokens(self._speed.average)
         self.history.mfu = self._token_rate.mfu(self._speed.average)
         self.history.speedup = self._speedup(self.history.throughput)
-        sent = self._loop.formation.strategy.comm_stats()
+        sent = self._facts.strategy.comm_stats()
         history = self.history  # what the run before a resumption sent is not this one's
         history.sent_bytes = sent.sent_bytes if sent else None
         history.plain_bytes = sent.plain_bytes if sent else None
@@ -270,11 +276,11 @@ class Reporter:
         history.exchange_waited = sent.waited_s if sent else None
 
     def _speedup(self, rate: float) -> float | None:
-        reference = self._loop.config.reference_throughput
+        reference = self._facts.config.reference_throughput
         return None if reference is None else rate / reference
 
     def _next_commands(self) -> list[str]:
-        board = tensorboard_dir(self._loop.config, self._run_dir)
+        board = tensorboard_dir(self._facts.config, self._facts.run_dir)
         return [f"{_command('tensorboard')} --logdir {board}"] if board else []
 
 

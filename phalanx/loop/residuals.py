@@ -8,29 +8,29 @@ from phalanx import checkpoint
 from phalanx.world.seed import rng_state
 
 if TYPE_CHECKING:
-    from phalanx.loop.formation import Formation
+    from phalanx.loop.prepared import Prepared
 
 
-def rank_state(formation: Formation) -> dict[str, Any]:
+def rank_state(prepared: Prepared) -> dict[str, Any]:
     """Return this rank's own part of a checkpoint."""
-    return {**rng_state(), **(formation.strategy.rank_state() if formation.strategy.keeps_rank_state else {})}
+    return {**rng_state(), **(prepared.strategy.rank_state() if prepared.strategy.keeps_rank_state else {})}
 
 
-def restore_residuals(formation: Formation, saved: checkpoint.Checkpoint, own: dict[str, Any] | None) -> None:
+def restore_residuals(prepared: Prepared, saved: checkpoint.Checkpoint, own: dict[str, Any] | None) -> None:
     """Give the compressors back what they had kept; `own`: this rank's part, None where the number of ranks changed.
 
     Then every old rank's residuals go to one of the new ranks, scaled so that their average stays what it was.
     """
-    strategy = formation.strategy
+    strategy = prepared.strategy
     if not strategy.keeps_rank_state:
         return
-    then, now = saved.manifest.world_size, formation.world_size
+    then, now = saved.manifest.world_size, prepared.world_size
     factor = now / then
-    parts = [own] if own is not None else _read(saved, range(formation.rank, then, now))
+    parts = [own] if own is not None else _read(saved, range(prepared.rank, then, now))
     if not parts:  # more ranks than before: this one has no residuals yet, but knows the steps as all do
         factor, parts = 0.0, _read(saved, range(1))
     if not strategy.load_rank_state(parts, factor):
-        formation.notes.append("the checkpoint was saved without compression: nothing is kept back yet")
+        prepared.notes.append("the checkpoint was saved without compression: nothing is kept back yet")
 
 
 def _read(saved: checkpoint.Checkpoint, ranks: range) -> list[dict[str, Any]]:

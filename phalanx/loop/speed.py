@@ -16,7 +16,7 @@ from phalanx.observe.peaks import peak_flops
 if TYPE_CHECKING:
     from torch import nn
 
-    from phalanx.loop.formation import Formation
+    from phalanx.world.world import World
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class PeakMemory:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def token_rate(model: nn.Module, batch: Any, formation: Formation) -> TokenRate:
+def token_rate(model: nn.Module, batch: Any, world: World, precision: str) -> TokenRate:
     """Look at the first batch: integers [batch, time] for a model that knows its operations a token are tokens."""
     inputs = batch[0] if isinstance(batch, Sequence) and len(batch) else batch
     count = getattr(model, "flops_per_token", None)
@@ -68,12 +68,8 @@ def token_rate(model: nn.Module, batch: Any, formation: Formation) -> TokenRate:
     if not is_tokens or not callable(count):
         return TokenRate()
     length = int(inputs.shape[1])
-    peak = _peak(model, formation)
-    return TokenRate(length, None if peak is None else float(count(length)) / (peak * formation.world_size))
-
-
-def _peak(model: nn.Module, formation: Formation) -> float | None:
     frozen = any(not parameter.requires_grad for parameter in model.parameters())
-    if formation.device.type != "cuda" or frozen:  # the count is that of training every weight
-        return None
-    return peak_flops(torch.cuda.get_device_name(formation.device), formation.precision.name)
+    if world.device.type != "cuda" or frozen:  # the count is that of training every weight
+        return TokenRate(length)
+    peak = peak_flops(torch.cuda.get_device_name(world.device), precision)
+    return TokenRate(length, None if peak is None else float(count(length)) / (peak * world.world_size))

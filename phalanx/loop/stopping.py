@@ -16,6 +16,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
+from phalanx.errors import PreemptedError
 from phalanx.observe import stop_wish
 from phalanx.world.env import stop_signals
 
@@ -114,3 +115,14 @@ class StopRequest:
             return False
         wished_after, _, self.reason = self._store.get(self._key).decode().partition(":")
         return step > int(wished_after)
+
+
+def preempted_error(reason: str | None, step: int, checkpoint: str | None) -> PreemptedError:
+    """Return the error of a run that was stopped, which names the checkpoint to go on from."""
+    kept = f"checkpoint {checkpoint}" if checkpoint else "no checkpoint_dir was set, so nothing was kept"
+    hint = (
+        f"To go on, run it again with resume_from_checkpoint={checkpoint!r} (--resume-from-checkpoint {checkpoint})."
+        if checkpoint
+        else "Set checkpoint_dir to keep the progress of a run that is stopped."
+    )
+    return PreemptedError(f"stopped by {reason} after step {step}: {kept}", hint=hint)

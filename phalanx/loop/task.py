@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from phalanx.data.source import read_source
 from phalanx.errors import UsageError
+from phalanx.loop.hooks import Hooks
 from phalanx.loop.optim import build_optimizer
+from phalanx.loop.schedulers import check_scheduler
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from torch import nn
 
     from phalanx.config import DistributedConfig
@@ -55,6 +57,26 @@ def make_optimizer(task: TrainTask, config: DistributedConfig, device: torch.dev
         f"optimizer = {given!r}: expected a torch.optim.Optimizer, a factory, or a name",
         hint="Write optimizer=torch.optim.SGD(model.parameters(), lr=0.1), or lambda params: SGD(params, lr=0.1).",
     )
+
+
+def check_task(task: TrainTask, config: DistributedConfig) -> None:
+    """Refuse what cannot be trained before any process starts."""
+    if task.train is None:
+        raise UsageError("fit() needs training data", hint="Pass a DataLoader, a data set or an iterable of batches.")
+    for data in (task.train, task.val):
+        if data is not None:
+            read_source(data, pin_memory=False, notes=[])
+    Hooks(task.callbacks)
+    if isinstance(task.optimizer, torch.optim.Optimizer):
+        check_owns(task.model, task.optimizer)
+    check_scheduler(task.scheduler, task.optimizer, task.scheduler_interval, config)
+    if task.metrics is not None and not isinstance(task.metrics, Mapping):
+        raise UsageError(
+            f"metrics is a {type(task.metrics).__name__}",
+            hint="Write metrics={'name': function}, where function(output, target) gives a value.",
+        )
+    if not any(p.requires_grad for p in task.model.parameters()):
+        raise UsageError(f"{type(task.model).__name__} has no trainable parameters")
 
 
 def check_owns(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

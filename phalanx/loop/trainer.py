@@ -2,36 +2,30 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from phalanx.data.source import read_source
-from phalanx.errors import PreemptedError, UsageError
 from phalanx.loop.evaluate import evaluate
 from phalanx.loop.forward import decide_forward
 from phalanx.loop.gating import EpochGate
 from phalanx.loop.hooks import Hooks, StepInfo
 from phalanx.loop.ledger import LossLedger, first_nonfinite, nonfinite_error, spoilt_weights_error
 from phalanx.loop.optim import OptimizerSettings, Schedule, rate_factor, rate_scale
-from phalanx.loop.reporting import Reporter
+from phalanx.loop.reporting import Reporter, RunFacts
 from phalanx.loop.saving import CheckpointPolicy
-from phalanx.loop.schedulers import OwnSchedule, check_scheduler, make_scheduler
+from phalanx.loop.schedulers import OwnSchedule, make_scheduler
 from phalanx.loop.step import train_step
-from phalanx.loop.stopping import StopRequest
-from phalanx.loop.task import TrainTask, check_owns, make_optimizer
+from phalanx.loop.stopping import StopRequest, preempted_error
+from phalanx.loop.task import make_optimizer
 from phalanx.observe import board
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from phalanx.config import DistributedConfig
     from phalanx.loop.formation import Formation
     from phalanx.loop.forward import Forward
+    from phalanx.loop.task import TrainTask
     from phalanx.observe.history import History
     from phalanx.observe.stream import EventStream
 
@@ -62,7 +56,17 @@ class TrainLoop:
         world = formation.world
         self.gate = EpochGate(world.store, asks=world.is_main, given_up=lambda: self.stop.heard)
         self.saving = CheckpointPolicy(formation, run_dir)
-        self.report = Reporter(self, events, run_dir)
+        facts = RunFacts(
+            name=task.name,
+            run_dir=run_dir,
+            config=self.config,
+            world=world,
+            strategy=formation.strategy,
+            precision=formation.precision.name,
+            batch_size=self.train_loader.sharded.layout.batch_size,
+            global_batch=self.global_batch,
+        )
+        self.report = Reporter(facts, events)
         self.restore: Callable[[], dict[str, Any] | None] = self.saving.restore
         """Where the run takes up an earlier state, if any; a run that outlives its ranks has one in memory."""
         self.before_stop: Callable[[], None] | None = None
@@ -111,7 +115,8 @@ class TrainLoop:
         """Train, yielding after every optimizer step."""
         self.saving.check_directory()
         self._resume()
-        self.report.started()
+        parameters = self.formation.strategy.count_parameters(self.model)
+        self.report.started(self.step, self.total_steps, parameters, self.formation.notes)
         self.stop.listen()
         try:
             self.hooks.fire("on_fit_start", self)
@@ -147,9 +152,10 @@ class TrainLoop:
             heartbeat.beat(step)
             samples = self.formation.gradients.current.global_samples
             self.report.count(samples)
-            if due:
-                self.report.step_done(self._losses(), outcome.grad_norm)
             info = StepInfo(step, epoch, samples, self.schedule.rate, outcome.loss)
+            if due:
+                skipped = self.formation.gradients.skipped_steps
+                self.report.step_done(info, self._losses(), outcome.grad_norm, skipped)
             if self.hooks.wants_steps:
                 self.hooks.after_step(self, info)
             if self.train_loader.is_consumed or self._finished(within_epoch=True):
@@ -172,7 +178,7 @@ class TrainLoop:
             for first in batches:
                 self._forward = decide_forward(self.task.model, self.task.loss_fn, first)
                 self.report.say(self._forward.says)
-                self.report.first_batch(first)
+                self.report.first_batch(self.task.model, first)
                 return _chained(first, batches)
         return batches
 
@@ -192,8 +198,8 @@ class TrainLoop:
         if stopping or (due and not self._finished()):
             self._save()
         if stopping:
-            self.report.ended("preempted")
-            raise self._preempted()
+            self._report_end("preempted")
+            raise preempted_error(self.stop.reason, step, self.saving.last_path)
 
     def _end_epoch(self, epoch: int) -> None:
         """Evaluate and report after a whole epoch, or after the last step."""
@@ -203,7 +209,7 @@ class TrainLoop:
         every = self.config.eval_every
         if self.val_loader is not None and (last or (every and (epoch + 1) % every == 0)):
             metrics = self.evaluate(ended_epoch=epoch)
-        self.report.epoch_done(epoch, metrics)
+        self.report.epoch_done(self.step, epoch, self.schedule.rate, metrics)
         self.hooks.fire("on_epoch_end", self, epoch, metrics)
         if not last and not self.gate.lets_pass(epoch + 1):
             self.request_stop()
@@ -214,15 +220,23 @@ class TrainLoop:
         assert self.val_loader is not None, "asked for only with validation data"
         with self.report.phase("evaluate"):
             metrics = evaluate(self.formation, self.model, self.val_loader, self.task.loss_fn, self.task.metrics)
-        self.report.evaluated(metrics, ended_epoch)
+        epoch = self.epoch if ended_epoch is None else ended_epoch
+        self.report.evaluated(self.step, epoch, metrics, ends_epoch=ended_epoch is not None)
         return metrics
 
     def _end(self) -> None:
         self.formation.strategy.consolidate(self.model)
         if self.saving.directory is not None and self.saving.last_step != self.step:
             self._save()
-        self.report.ended(self._status)
+        self._report_end(self._status)
         self.hooks.fire("on_fit_end", self)
+
+    def _report_end(self, status: str) -> None:
+        self.report.ended(status, self.step, self.saving.last_path)
+
+    def to_keep(self) -> dict[str, Any]:
+        """Return what a checkpoint holds of the loop itself."""
+        return {**self.report.to_keep(), "schedule": self.schedule.state_dict()}
 
     def _save(self) -> None:
         """Publish a checkpoint, unless the weights are spoilt already."""
@@ -232,10 +246,10 @@ class TrainLoop:
         self.formation.strategy.consolidate(self.model)
         if not self.formation.weights_are_finite():  # the last step spoilt them; its loss came before that
             error = spoilt_weights_error(self.step, self.saving.last_path)
-            self.report.failed()
+            self._report_end("failed")
             raise error
         with self.report.phase("checkpoint"):
-            saved = self.saving.save(**self.report.to_keep())
+            saved = self.saving.save(**self.to_keep())
         self.report.checkpointed(saved)
         self.hooks.fire("on_checkpoint", self, str(saved.path))
 
@@ -260,7 +274,7 @@ class TrainLoop:
         bad = first_nonfinite(losses)
         if bad is not None and self.config.on_nonfinite == "stop":
             error = nonfinite_error(bad, losses[bad], self.saving.last_path)
-            self.report.failed()
+            self._report_end("failed")
             raise error
         return {step: loss for step, loss in losses.items() if math.isfinite(loss)}
 
@@ -292,38 +306,7 @@ class TrainLoop:
         unseen = (sharded.num_samples or 0) - sharded.samples_done
         return per_epoch * (left - 1) + -(-unseen // self.global_batch)
 
-    def _preempted(self) -> PreemptedError:
-        path = self.saving.last_path
-        kept = f"checkpoint {path}" if path else "no checkpoint_dir was set, so nothing was kept"
-        hint = (
-            f"To go on, run it again with resume_from_checkpoint={path!r} (--resume-from-checkpoint {path})."
-            if path
-            else "Set checkpoint_dir to keep the progress of a run that is stopped."
-        )
-        return PreemptedError(f"stopped by {self.stop.reason} after step {self.step}: {kept}", hint=hint)
-
 
 def _chained(first: Any, rest: Iterator[Any]) -> Iterator[Any]:
     yield first
     yield from rest
-
-
-def check_task(task: TrainTask, config: DistributedConfig) -> None:
-    """Refuse what cannot be trained before any process starts."""
-    if task.train is None:
-        raise UsageError("fit() needs training data", hint="Pass a DataLoader, a data set or an iterable of batches.")
-    for data in (task.train, task.val):
-        if data is not None:
-            read_source(data, pin_memory=False, notes=[])
-    Hooks(task.callbacks)
-    if isinstance(task.optimizer, torch.optim.Optimizer):
-        check_owns(task.model, task.optimizer)
-    check_scheduler(task.scheduler, task.optimizer, task.scheduler_interval, config)
-    if task.metrics is not None and not isinstance(task.metrics, Mapping):
-        raise UsageError(
-            f"metrics is a {type(task.metrics).__name__}",
-            hint="Write metrics={'name': function}, where function(output, target) gives a value.",
-        )
-    parameters = list(itertools.islice(task.model.parameters(), 1))
-    if not parameters or not any(p.requires_grad for p in task.model.parameters()):
-        raise UsageError(f"{type(task.model).__name__} has no trainable parameters")

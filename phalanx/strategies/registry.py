@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from phalanx.errors import UsageError, unknown_name
 
@@ -175,9 +175,10 @@ def load_strategy(name: str) -> type[Strategy]:
     return loaded
 
 
-def _load(home: str) -> Any:
+def _load(home: str) -> type[Strategy]:
     module, _, name = home.partition(":")
-    return getattr(import_module(module), name)
+    kind: type[Strategy] = getattr(import_module(module), name)
+    return kind
 
 
 def build_strategy(config: DistributedConfig, world: World) -> Strategy:
@@ -194,5 +195,4 @@ def build_strategy(config: DistributedConfig, world: World) -> Strategy:
         kind = _load(_AUTO)
     else:
         kind = load_strategy(name)
-    strategy: Strategy = kind(config, world)
-    return strategy
+    return kind(config, world)

@@ -14,8 +14,7 @@ from phalanx.errors import PhalanxError, PreemptedError, UsageError
 from phalanx.launch import count_gpus
 from phalanx.loop.adapters import adapt, check_trains_adapters
 from phalanx.loop.schedulers import load_scheduler_state
-from phalanx.loop.task import TrainTask
-from phalanx.loop.trainer import check_task
+from phalanx.loop.task import TrainTask, check_task
 from phalanx.trainers.folders import discard_unused, make_run_dir
 from phalanx.trainers.job import Job, JobResult, run_job
 from phalanx.trainers.preflight import check_before_start

@@ -20,24 +20,24 @@ TOKENS = torch.zeros(2, 32, dtype=torch.long)
 
 
 def on_device(name: str, monkeypatch) -> SimpleNamespace:
-    """Return what `token_rate` asks of a formation, as four ranks of such a device would have it."""
+    """Return what `token_rate` asks of a world, as four ranks of such a device would have it."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
-    return SimpleNamespace(device=torch.device("cuda"), precision=SimpleNamespace(name="bf16"), world_size=4)
+    return SimpleNamespace(device=torch.device("cuda"), world_size=4)
 
 
 def test_mfu_is_operations_over_the_peak_of_all_devices(monkeypatch):
     model = build("gpt")
-    rate = token_rate(model, (TOKENS, TOKENS), on_device("NVIDIA H200", monkeypatch))
+    rate = token_rate(model, (TOKENS, TOKENS), on_device("NVIDIA H200", monkeypatch), "bf16")
     assert rate.tokens(10.0) == 320.0
     assert rate.mfu(10.0) == pytest.approx(320 * model.flops_per_token(32) / (4 * 989.4e12))
 
 
 def test_what_is_not_known_is_not_told(monkeypatch):
-    unknown = token_rate(build("gpt"), (TOKENS, TOKENS), on_device("NVIDIA GeForce 9", monkeypatch))
+    unknown = token_rate(build("gpt"), (TOKENS, TOKENS), on_device("NVIDIA GeForce 9", monkeypatch), "bf16")
     assert (unknown.tokens(1.0), unknown.mfu(1.0)) == (32.0, None)
-    adapted = token_rate(phalanx.lora(build("gpt"), 2), (TOKENS,), on_device("NVIDIA H200", monkeypatch))
+    adapted = token_rate(phalanx.lora(build("gpt"), 2), (TOKENS,), on_device("NVIDIA H200", monkeypatch), "bf16")
     assert adapted.mfu(1.0) is None  # frozen weights cost fewer operations than the model counts
-    images = token_rate(build("mlp"), (torch.zeros(2, 64), TOKENS), on_device("NVIDIA H200", monkeypatch))
+    images = token_rate(build("mlp"), (torch.zeros(2, 64), TOKENS), on_device("NVIDIA H200", monkeypatch), "bf16")
     assert (images.tokens(1.0), images.mfu(1.0)) == (None, None)
 
 
