@@ -25,7 +25,7 @@ class BatchPasses:
         self._forward = forward
         self._weight = weight
         self.autocast = precision.autocast
-        self.loss_fn = forward.judge
+        self.loss_fn = forward.loss_fn
         self.target = forward.target
 
     def forward(self, wrapped: torch.nn.Module, batch: Any) -> torch.Tensor:

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from phalanx.config.labels import IGNORED_LABEL
 from phalanx.errors import ModelError
+from phalanx.models.contract import LossFromOutput, implements
 
 _TARGET_NAMES = {"label", "labels", "target", "targets", "y"}
 
@@ -31,7 +32,7 @@ class Forward:
     run: Callable[[nn.Module, Any], tuple[torch.Tensor | None, Any]]
     target: Callable[[Any], Any]
     says: str = ""
-    judge: LossFn | None = None
+    loss_fn: LossFn | None = None
     """The loss of (output, target), where it can be had without calling the model."""
     may_shift: bool = False
     """Whether only the model knows how outputs and targets belong together: a causal language model may shift them."""
@@ -63,10 +64,10 @@ def decide_forward(model: nn.Module, loss_fn: LossFn | None, batch: Any) -> Forw
         return _from_mapping(loss_fn)
     if isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)) and len(batch) >= 2:
         if loss_fn is not None:
-            return Forward(lambda model, batch: _with_loss(model, batch, loss_fn), _last, judge=loss_fn)
+            return Forward(lambda model, batch: _with_loss(model, batch, loss_fn), _last, loss_fn=loss_fn)
         if _takes_targets(model, len(batch)):
-            judge = getattr(model, "judge", None)
-            return Forward(_with_targets, _last, judge=judge, may_shift=judge is None)
+            own_loss = model.loss_from_output if implements(model, LossFromOutput) else None
+            return Forward(_with_targets, _last, loss_fn=own_loss, may_shift=own_loss is None)
         return _implied(model)
     if loss_fn is not None:
         return Forward(lambda model, batch: _self_target(model, batch, loss_fn), _whole)
@@ -118,7 +119,7 @@ def _implied(model: nn.Module) -> Forward:
         return (found, value) if found is not None else (implied_loss(output, batch[-1]), output)
 
     says = "no loss_fn given: the loss follows the targets (labels: cross entropy, numbers: MSE)"
-    return Forward(run, _last, says, judge=implied_loss)
+    return Forward(run, _last, says, loss_fn=implied_loss)
 
 
 def implied_loss(output: Any, target: Any) -> torch.Tensor:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from phalanx.models.contract import CountsFlops, implements
 from phalanx.observe.peaks import peak_flops
 
 if TYPE_CHECKING:
@@ -63,13 +64,12 @@ class PeakMemory:
 def token_rate(model: nn.Module, batch: Any, world: World, precision: str) -> TokenRate:
     """Look at the first batch: integers [batch, time] for a model that knows its operations a token are tokens."""
     inputs = batch[0] if isinstance(batch, Sequence) and len(batch) else batch
-    count = getattr(model, "flops_per_token", None)
     is_tokens = isinstance(inputs, torch.Tensor) and inputs.ndim == 2 and not inputs.is_floating_point()
-    if not is_tokens or not callable(count):
+    if not is_tokens or not implements(model, CountsFlops):
         return TokenRate()
     length = int(inputs.shape[1])
     frozen = any(not parameter.requires_grad for parameter in model.parameters())
     if world.device.type != "cuda" or frozen:  # the count is that of training every weight
         return TokenRate(length)
     peak = peak_flops(torch.cuda.get_device_name(world.device), precision)
-    return TokenRate(length, None if peak is None else float(count(length)) / (peak * world.world_size))
+    return TokenRate(length, None if peak is None else model.flops_per_token(length) / (peak * world.world_size))

@@ -71,11 +71,11 @@ class Decoder(nn.Module):
             return hidden
         logits: Tensor = self.head(hidden)
         seen = visible_logits(logits, beside_loss=targets is not None)
-        return seen if targets is None else LMOutput(self.judge(logits, targets), seen)
+        return seen if targets is None else LMOutput(self.loss_from_output(logits, targets), seen)
 
-    def judge(self, logits: Tensor, targets: Tensor) -> Tensor:
+    def loss_from_output(self, output: Tensor, target: Tensor) -> Tensor:
         """Return the mean cross-entropy; targets of -100 do not count."""
-        return token_loss(logits, targets)
+        return token_loss(output, target)
 
     def pipeline_units(self) -> list[str]:
         """Return the modules that run one after the other: any run of them is a pipeline stage."""

@@ -107,8 +107,8 @@ class Composed(FSDP):
         if passes.loss_fn is None:
             raise UsageError(
                 "a pipeline needs the loss apart from the model: the last stage computes it",
-                hint="Give loss_fn=lambda output, target: ..., or the model a method judge(output, target), with "
-                "batches of (inputs, targets).",
+                hint="Give loss_fn=lambda output, target: ..., or the model a method loss_from_output(output, target), "
+                "with batches of (inputs, targets).",
             )
         factor = passes.begin()
         loss = wrapped.train_batch(batch, passes, factor)

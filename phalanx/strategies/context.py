@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from phalanx.config.labels import IGNORED_LABEL
 from phalanx.errors import ModelError, UsageError
+from phalanx.models.contract import ExpertModules, RingReady, implements
 from phalanx.strategies.ring_attention import RingAttention
 from phalanx.strategies.ring_passes import Ring
 from phalanx.strategies.sequence import SequenceSlices, whole_mean
@@ -38,7 +39,7 @@ def install_ring(model: nn.Module, slices: SequenceSlices) -> None:
     """Replace the model's inner attention; whoever calls it cuts its inputs. A model that cannot be cut is refused."""
     signature = inspect.signature(model.forward)
     name = type(model).__name__
-    if callable(getattr(model, "expert_modules", None)):
+    if implements(model, ExpertModules):
         raise UsageError(
             f"context_parallel cannot cut the sequences of {name}, a mixture of experts: its balance loss is a mean "
             "over whole sequences",
@@ -58,8 +59,10 @@ def install_ring(model: nn.Module, slices: SequenceSlices) -> None:
 
 
 def _replace_attention(model: nn.Module, ring: Ring) -> int:
-    """Replace every module that says `ring_ready`; return how many there were."""
-    found = [(path, module) for path, module in model.named_modules() if getattr(module, "ring_ready", False)]
+    """Replace every module that is `RingReady`; return how many there were."""
+    found: list[tuple[str, nn.Module]] = [
+        (path, m) for path, m in model.named_modules() if implements(m, RingReady) and m.ring_ready
+    ]
     for path, module in found:
         causal, dropout = bool(module.causal), float(getattr(module, "dropout", 0.0))
         attention = RingAttention(ring, causal=causal, dropout=dropout)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx.config.deepspeed import AUTO, engine_settings, optimizer_name
 from phalanx.config.precision import precision_name
+from phalanx.models.contract import HasHiddenSize, implements
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -56,10 +57,10 @@ def _set_zero(settings: dict[str, Any], config: DistributedConfig, model: nn.Mod
         zero["offload_optimizer"] = {**zero.get("offload_optimizer", {}), **device}
         if config.zero_stage == 3:
             zero["offload_param"] = {**device, **zero.get("offload_param", {})}
-    width = getattr(getattr(model, "config", None), "hidden_size", None)
+    shape = getattr(model, "config", None)
     for name, size in _BY_WIDTH.items():
-        if zero.get(name) == AUTO and width is not None:
-            zero[name] = size(width)  # else DeepSpeed's own default
+        if zero.get(name) == AUTO and implements(shape, HasHiddenSize):
+            zero[name] = size(shape.hidden_size)  # else DeepSpeed's own default
     settings["zero_optimization"] = zero
     settings.setdefault("zero_allow_untested_optimizer", True)  # any torch optimizer steps on flat fp32 partitions
 

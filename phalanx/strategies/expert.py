@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from phalanx.errors import UsageError
+from phalanx.models.contract import ExpertModules, implements
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -39,14 +40,13 @@ def spread_experts(model: nn.Module, mesh: DeviceMesh) -> list[nn.Parameter]:
 
 
 def _names(model: nn.Module) -> list[str]:
-    if not callable(getattr(model, "expert_modules", None)):
+    if not implements(model, ExpertModules):
         raise UsageError(
             f"expert_parallel spreads the experts of a mixture, and {type(model).__name__} has no expert_modules()",
             hint="Train a mixture of experts (the model 'moe'), give the class a method expert_modules() that returns "
             "the names of its modules of experts, or leave expert_parallel out.",
         )
-    names: list[str] = model.expert_modules()  # type: ignore[operator]
-    return names
+    return model.expert_modules()
 
 
 def _check_divides(name: str, experts: int, ranks: int) -> None:

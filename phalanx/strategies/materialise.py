@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from phalanx.errors import UsageError
+from phalanx.models.contract import Adapter, InitialisesWeights, implements
 from phalanx.strategies.base import COALESCED_BYTES, local
 
 if TYPE_CHECKING:
@@ -23,8 +24,7 @@ def is_meta(model: nn.Module) -> bool:
 
 def materialise(model: nn.Module, device: torch.device | str) -> None:
     """Give the model memory for what this rank holds of it, and draw its weights: equal wherever one lies twice."""
-    initialise = getattr(model, "init_weights", None)
-    if not callable(initialise):
+    if not implements(model, InitialisesWeights):
         raise UsageError(
             f"{type(model).__name__} was built on the meta device and has no init_weights()",
             hint="Give it a method init_weights() that draws all weights in place, or build it on the CPU.",
@@ -33,10 +33,10 @@ def materialise(model: nn.Module, device: torch.device | str) -> None:
     with warnings.catch_warnings():
         # On the CPU torch cannot draw the whole tensor's numbers; each rank draws those of its own part.
         warnings.filterwarnings("ignore", message="DTensor random operators", category=UserWarning)
-        initialise()
+        model.init_weights()
         for module in model.modules():
-            if hasattr(module, "reset_adapter"):  # a LoRA adapter, of which the model itself knows nothing
-                module.reset_adapter()  # type: ignore[operator]
+            if implements(module, Adapter):
+                module.reset_adapter()
     _share_replicas(model)
 
 

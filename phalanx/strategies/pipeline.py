@@ -19,6 +19,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
 from phalanx.errors import ModelError, UsageError
+from phalanx.models.contract import LossFromOutput, implements
 from phalanx.strategies.base import local
 from phalanx.strategies.batch_rows import count_rows, cut_rows, fill_rows
 from phalanx.strategies.judge import Judge, Judged
@@ -172,7 +173,7 @@ class Pipeline(nn.Module):
                 "a pipeline cannot be called like a model in training: its stages lie on different ranks",
                 hint="Write loss = f.train_batch(model, batch, loss_fn) in place of model(...) and f.backward(loss).",
             )
-        own_loss = getattr(self.module, "judge", None)
+        own_loss = self.module.loss_from_output if implements(self.module, LossFromOutput) else None
         targets = inputs[-1] if own_loss is not None and self._takes_targets(len(inputs)) else None
         hidden: Any = self._cut(inputs if targets is None else inputs[:-1])
         for stage in range(self.row.num_stages):

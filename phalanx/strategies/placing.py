@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch.distributed as dist
 from torch import nn
 
+from phalanx.models.contract import SequenceShards, implements
 from phalanx.strategies.pipeline import Row, Tie
 from phalanx.strategies.stages import check_count, cut_at, cut_evenly, drop_units, part_of, units_of
 from phalanx.strategies.unit_costs import measured_costs, parameter_costs
@@ -68,8 +69,8 @@ def place_stages(model: nn.Module, plan: StagePlan, world: World) -> Placed:
     stages = {stage: part_of(model, units, kept) for stage, kept in mine.items()}
     placed = Placed(row, stages, ties, 2 if plan.has_batch_norm else 1)
     for part in placed.stages.values():
-        if hasattr(part, "sequence_shards"):  # hidden states between stages are slices of the sequence
-            setattr(part, "sequence_shards", world.mesh.tp)  # noqa: B010 - an attribute that only some models have
+        if implements(part, SequenceShards):  # hidden states between stages are slices of the sequence
+            part.sequence_shards = world.mesh.tp
     model.__dict__[_MARK] = placed  # past nn.Module: the stages are not submodules, their units are
     return placed
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from phalanx.errors import ModelError
+from phalanx.models.contract import ChecksLength, implements
 
 if TYPE_CHECKING:
     from torch import nn
@@ -50,8 +51,8 @@ class SequenceSlices:
         A model that has `check_length` is asked about the whole length, since it only ever sees slices.
         """
         first = next(leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor))
-        if hasattr(model, "check_length"):
-            model.check_length(first.shape[1])  # type: ignore[operator]
+        if implements(model, ChecksLength):
+            model.check_length(first.shape[1])
         own = self.positions(first.shape[1], first.device)
 
         def cut(tensor: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from phalanx.errors import UsageError, unknown_name
+from phalanx.models.contract import PipelineUnits, implements
 from phalanx.strategies.blocks import find_blocks
 
 if TYPE_CHECKING:
@@ -21,8 +22,8 @@ if TYPE_CHECKING:
 
 def units_of(model: nn.Module) -> list[str]:
     """Return the names of a model's units, first to last; a model that is no such row is refused."""
-    if callable(getattr(model, "pipeline_units", None)):
-        units = list(model.pipeline_units())  # type: ignore[operator]
+    if implements(model, PipelineUnits):
+        units = list(model.pipeline_units())
     elif isinstance(model, nn.Sequential):
         units = [name for name, _ in model.named_children()]
     else:

@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from phalanx.errors import UsageError, nearest, unknown_name
+from phalanx.models.contract import SplitLogits, TensorDivides, TensorPlan, implements
 from phalanx.strategies.tensor_patterns import known_divides, known_plan
 from phalanx.strategies.tensor_styles import GatherFirstInput, TokenEmbedding, WholeOnEveryRank
 
@@ -54,7 +55,7 @@ def split_tensors(model: nn.Module, mesh: DeviceMesh, *, loss_parallel: bool = F
 
     With `loss_parallel` a model that says `takes_split_logits` computes its loss on logits that stay split.
     """
-    split_logits = loss_parallel and bool(getattr(model, "takes_split_logits", False))
+    split_logits = loss_parallel and implements(model, SplitLogits) and model.takes_split_logits
     styles = _styles_by_module(model)
     _check_degree(model, styles, mesh.size())
     before = dict(model.named_parameters(remove_duplicate=False))
@@ -78,7 +79,7 @@ def splits_sequence(model: nn.Module) -> bool:
 
 
 def _plan_of(model: nn.Module) -> Mapping[str, str | ParallelStyle]:
-    if not callable(getattr(model, "tensor_plan", None)):
+    if not implements(model, TensorPlan):
         known = known_plan(model)
         if known is not None:
             return known
@@ -87,8 +88,7 @@ def _plan_of(model: nn.Module) -> Mapping[str, str | ParallelStyle]:
             hint="Give the class a method tensor_plan() that returns {'layers.*.feed.up': 'colwise', ...} "
             f"(words: {', '.join(STYLES)}; or torch ParallelStyle objects), or train with strategy='fsdp'.",
         )
-    plan: Mapping[str, str | ParallelStyle] = model.tensor_plan()  # type: ignore[operator]
-    return plan
+    return model.tensor_plan()
 
 
 def _styles_by_module(model: nn.Module) -> dict[str, str | ParallelStyle]:
@@ -116,7 +116,7 @@ def _matches(pattern: str, name: str) -> bool:
 
 def _check_degree(model: nn.Module, styles: Mapping[str, str | ParallelStyle], degree: int) -> None:
     """Refuse a degree that leaves some ranks more heads or features than others."""
-    given = model.tensor_divides() if hasattr(model, "tensor_divides") else known_divides(model)  # type: ignore[operator]
+    given = model.tensor_divides() if implements(model, TensorDivides) else known_divides(model)
     sizes: dict[str, int] = dict(given)
     for name, style in styles.items():
         side = {"colwise": "out_features", "rowwise": "in_features"}.get(style) if isinstance(style, str) else None

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.errors import UsageError
+from phalanx.models.contract import ExampleInputs, implements
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,7 +26,7 @@ def parameter_costs(model: nn.Module, units: Sequence[str]) -> list[float]:
 
 def measured_costs(model: nn.Module, units: Sequence[str]) -> list[float]:
     """Return the seconds of each unit's forward pass, as rank 0 measures them on the model's `example_inputs()`."""
-    if not callable(getattr(model, "example_inputs", None)):
+    if not implements(model, ExampleInputs):
         raise UsageError(
             f"pipeline_balance = 'measured' needs inputs to run, and {type(model).__name__} has no example_inputs()",
             hint="Give it a method example_inputs() that returns what forward takes, or balance by 'parameters'.",
@@ -35,17 +36,17 @@ def measured_costs(model: nn.Module, units: Sequence[str]) -> list[float]:
             "pipeline_balance = 'measured' needs a model with weights, and this one is on the meta device",
             hint="Balance by 'parameters', or name the cuts: pipeline_cuts = 'layers.4,layers.8'.",
         )
-    costs: list[Any] = [_time_units(model, units) if dist.get_rank() == 0 else None]
+    costs: list[Any] = [_time_units(model, units, model.example_inputs()) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(costs, src=0)
     found: list[float] = costs[0]
     return found
 
 
 @torch.no_grad()
-def _time_units(model: nn.Module, units: Sequence[str]) -> list[float]:
+def _time_units(model: nn.Module, units: Sequence[str], example: Sequence[torch.Tensor]) -> list[float]:
     """Return each unit's quickest of a few forward passes; the first one warms up."""
     device = next(model.parameters()).device
-    inputs = tuple(tensor.to(device) for tensor in model.example_inputs())  # type: ignore[operator]
+    inputs = tuple(tensor.to(device) for tensor in example)
     best = dict.fromkeys(units, float("inf"))
     began: dict[str, float] = {}
 

@@ -112,13 +112,13 @@ class Smoothed(nn.Sequential):
 
     def forward(self, x: torch.Tensor, targets: torch.Tensor | None = None):
         scores = super().forward(x)
-        return scores if targets is None else {"loss": self.judge(scores, targets), "logits": scores}
+        return scores if targets is None else {"loss": self.loss_from_output(scores, targets), "logits": scores}
 
-    def judge(self, scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def loss_from_output(self, scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return nn.functional.cross_entropy(scores, targets, label_smoothing=0.3)
 
 
-def test_evaluation_asks_the_models_own_judge(ranks):
+def test_evaluation_uses_the_models_own_loss(ranks):
     def run(**settings):
         torch.manual_seed(3)
         data = TensorDataset(torch.randn(8, 6).double(), torch.arange(8) % 3)

@@ -38,6 +38,7 @@ SIDEWAYS = {
     ("launch", "observe"),
     ("__main__", "cli"),
     ("tune", "trainers"),
+    ("strategies", "models"),
 }
 """Neighbours of one layer that may know each other, in this direction only."""
 

@@ -52,7 +52,7 @@ class RecipeSubject:
         from phalanx.trainers.recipe import recipe_parts
 
         model, train, _ = recipe_parts(load_recipe(self.name).with_preset(self.preset), data_dir)
-        return Parts(model, train, None if hasattr(model, "judge") else implied_loss)
+        return Parts(model, train, None if hasattr(model, "loss_from_output") else implied_loss)
 
 
 @dataclass(frozen=True)
