@@ -9,6 +9,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from phalanx.errors import EXIT_PREEMPTED, EXIT_USAGE
+from phalanx.host.processes import how_it_ended
 from phalanx.launch.blame import YIELD_SECONDS
 from phalanx.launch.environment import Place
 from phalanx.launch.evidence import Evidence
@@ -16,7 +17,6 @@ from phalanx.launch.failure import Failure
 from phalanx.launch.group import RankGroup, RankState
 from phalanx.launch.policy import WELL, Outcome, ended_well, stopped
 from phalanx.launch.prelude import Prelude
-from phalanx.launch.process import how_it_ended
 from phalanx.launch.start_watch import Hang, StartWatch
 from phalanx.launch.warm import WarmProcessDiedError
 
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from phalanx.host.signals import SignalInbox
     from phalanx.launch.console import Console
     from phalanx.launch.meeting import Meeting
-    from phalanx.launch.signals import SignalInbox
     from phalanx.launch.spec import LaunchSpec
     from phalanx.launch.warm import Session
 

@@ -9,13 +9,13 @@ import os
 import selectors
 import signal
 import socket
-import struct
 import subprocess
 import time
 import uuid
 from typing import TYPE_CHECKING, Any
 
 from phalanx.errors import EXIT_PREEMPTED
+from phalanx.host.processes import is_same_user, send_signal
 from phalanx.launch.environment import Place
 from phalanx.launch.evidence import Evidence
 from phalanx.launch.failure import Failure
@@ -23,21 +23,19 @@ from phalanx.launch.group import RankState
 from phalanx.launch.horovod_output import HorovodOutput
 from phalanx.launch.horovod_rank import ENDED, STARTED
 from phalanx.launch.policy import WELL, Outcome, stopped
-from phalanx.launch.process import send_signal
 from phalanx.launch.record import read_record
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from phalanx.host.signals import SignalInbox
     from phalanx.launch.console import Console
-    from phalanx.launch.signals import SignalInbox
     from phalanx.launch.spec import LaunchSpec
 
 _EVENT_BYTES = 1 << 18
 _CHUNK = 1 << 16
 _KILL_SECONDS = 2.0
 _LAST_LINES = 8
-_CREDENTIALS = struct.Struct("3i")
 
 
 class HorovodAttempt:
@@ -109,8 +107,7 @@ class HorovodAttempt:
 
     def _open_line(self) -> None:
         line, _ = self._door.accept()
-        peer = line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        if _CREDENTIALS.unpack(peer)[1] != os.getuid():
+        if not is_same_user(line):
             line.close()
             return
         line.setblocking(False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from phalanx.launch.process import die_with
+from phalanx.host.processes import die_with
 
 
 def bind_to_loopback() -> None:

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Protocol
 
 from phalanx.config.hosts import Host, parse_hosts
 from phalanx.errors import UsageError
+from phalanx.host.processes import own_python
+from phalanx.host.signals import SignalInbox
 from phalanx.launch.environment import shared_environment, threads_per_rank
 from phalanx.launch.horovod_attempt import HorovodAttempt
 from phalanx.launch.horovod_rank import network
 from phalanx.launch.policy import Restart, decide
-from phalanx.launch.process import own_python
-from phalanx.launch.signals import SignalInbox
 from phalanx.launch.spec import LaunchResult
 from phalanx.launch.target import to_message
 

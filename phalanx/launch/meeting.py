@@ -8,9 +8,9 @@ import socket
 import time
 from typing import TYPE_CHECKING
 
+from phalanx.host.signed_store import VARIABLE
 from phalanx.launch import wire
 from phalanx.launch.environment import Place
-from phalanx.launch.signed_store import VARIABLE
 from phalanx.launch.warm import WarmProcessDiedError
 
 if TYPE_CHECKING:

@@ -8,7 +8,6 @@ import faulthandler
 import multiprocessing.process
 import os
 import signal
-import socket
 import sys
 import tempfile
 import threading
@@ -90,7 +89,7 @@ def _take_on(request: wire.Message, files: _Files, events: int) -> None:
     _forget_the_warm_process()
     _use_scratch(request["scratch"])
     set_compute_threads(request["threads"])
-    announce_joining(socket.socket(fileno=os.dup(int(os.environ["PHALANX_EVENTS_FD"]))), request["rank"])
+    announce_joining(request["rank"])
 
 
 def _tell_launcher(rank: int, text: str) -> None:

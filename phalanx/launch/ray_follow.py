@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from phalanx.errors import EXIT_PREEMPTED, EXIT_USAGE, UsageError
+from phalanx.host.reminders import MOMENTS, Reminder, in_words
+from phalanx.host.signals import SignalInbox
 from phalanx.launch.blame import RankExit, find_guilty
 from phalanx.launch.failure import Failure
 from phalanx.launch.output import LineSplitter, log_path, log_tail
 from phalanx.launch.policy import WELL, stopped
 from phalanx.launch.ray_seats import Seats
 from phalanx.launch.record import record_path
-from phalanx.launch.reminders import MOMENTS, Reminder, in_words
 from phalanx.launch.report import explain
-from phalanx.launch.signals import SignalInbox
 from phalanx.launch.spec import CallTarget, LaunchResult
 from phalanx.observe.guard import Guard
 

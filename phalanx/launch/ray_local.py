@@ -22,9 +22,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from phalanx.host.processes import own_python
 from phalanx.launch import ray_ask
 from phalanx.launch.preload import SINGLE_THREADED
-from phalanx.launch.process import own_python
 from phalanx.launch.ray_surroundings import own_sigterm, surroundings
 
 if TYPE_CHECKING:

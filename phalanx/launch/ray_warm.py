@@ -20,9 +20,9 @@ from contextlib import contextmanager, suppress
 from importlib import import_module
 from typing import Any, NoReturn
 
+from phalanx.host.processes import die_with, is_same_user, set_name
 from phalanx.launch import ray_ask, wire
 from phalanx.launch.preload import import_one_by_one
-from phalanx.launch.process import die_with, set_name
 from phalanx.launch.warm import import_settings
 
 Job = Callable[[], None]
@@ -72,7 +72,7 @@ class RayWarm:
     def _take(self) -> Job | None:
         line, _ = self._listener.accept()
         with line:
-            received = wire.receive(line) if ray_ask.is_own(line) else None
+            received = wire.receive(line) if is_same_user(line) else None
             if received is None:
                 return None
             request, streams = received

@@ -13,6 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from phalanx.errors import EXIT_PREEMPTED
+from phalanx.host.addresses import free_port
 from phalanx.launch.environment import Place, rank_environment
 from phalanx.launch.joining import announce_joining
 from phalanx.launch.luggage import PAYLOAD_NAME, Luggage, unpack
@@ -74,18 +75,12 @@ def _find_place(conductor: Any) -> tuple[Place, int, int]:
     told: Any = None
     if rank == 0:
         attempt = ray.get(conductor.begin.remote(world_size))
-        told = (ray.util.get_node_ip_address(), _free_port(), attempt)
+        told = (ray.util.get_node_ip_address(), free_port(), attempt)
     host, port, attempt = broadcast_from_rank_zero(told)
     local_rank = context.get_local_rank()
     nodes = -(-world_size // context.get_local_world_size())
     place = Place(context.get_node_rank(), nodes, rank - local_rank, world_size, host, port)
     return place, local_rank, attempt
-
-
-def _free_port() -> int:
-    with socket.create_server(("", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
 
 
 class _Rank:
@@ -161,7 +156,7 @@ class _Rank:
         sys.path[:] = [*unpacked.path, *(entry for entry in sys.path if entry not in unpacked.path)]
         logging.getLogger("ray.train").setLevel(logging.WARNING)  # the loop itself says what was saved and where
         set_compute_threads(int(os.environ["OMP_NUM_THREADS"]))
-        announce_joining(socket.socket(fileno=os.dup(int(os.environ["PHALANX_EVENTS_FD"]))), self.rank)
+        announce_joining(self.rank)
 
 
 def made_beside(folder: Path, most: int = _MOST_RETURNED) -> dict[str, Any]:

@@ -6,6 +6,8 @@ import secrets
 from typing import TYPE_CHECKING
 
 from phalanx.errors import UsageError
+from phalanx.host.signals import SignalInbox
+from phalanx.host.signed_store import VARIABLE
 from phalanx.launch.attempt import Attempt
 from phalanx.launch.console import Console, PlainConsole
 from phalanx.launch.environment import shared_environment
@@ -13,8 +15,6 @@ from phalanx.launch.failure import Failure
 from phalanx.launch.meeting import Meeting
 from phalanx.launch.policy import Outcome, Restart, decide
 from phalanx.launch.scratch import scratch_folder
-from phalanx.launch.signals import SignalInbox
-from phalanx.launch.signed_store import VARIABLE
 from phalanx.launch.spec import LaunchResult, LaunchSpec, check_endpoint
 from phalanx.launch.warm import WarmProcessDiedError, warm_process
 from phalanx.observe.folders import make_private

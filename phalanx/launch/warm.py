@@ -11,9 +11,9 @@ import threading
 from typing import TYPE_CHECKING
 
 from phalanx.errors import PhalanxError
+from phalanx.host.processes import how_it_ended, own_python
 from phalanx.launch import wire
 from phalanx.launch.preload import PRELOAD, SINGLE_THREADED
-from phalanx.launch.process import how_it_ended, own_python
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

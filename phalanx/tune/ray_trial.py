@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from phalanx.errors import PhalanxError
-from phalanx.launch.signals import SignalInbox
+from phalanx.host.signals import SignalInbox
 from phalanx.tune.population import copy_checkpoints
 from phalanx.tune.ray_record import NUMBER, folder_of, forget_end, note_end, number_of, read_point, read_up
 from phalanx.tune.ray_verdict import Judge

@@ -19,7 +19,8 @@ from ranks import RecordingConsole
 import phalanx
 from phalanx import PyTorchDDPTrainer
 from phalanx.errors import RankFailedError, UsageError
-from phalanx.launch import CallTarget, LaunchSpec, ScriptTarget, launch, reminders, start_watch, warm
+from phalanx.host import reminders
+from phalanx.launch import CallTarget, LaunchSpec, ScriptTarget, launch, start_watch, warm
 
 JOIN = """
 import os, sys, time

@@ -17,6 +17,7 @@ LAYERS = {
     "config": 0,
     "recipes": 1,
     "plan": 1,
+    "host": 1,
     "observe": 1,
     "launch": 1,
     "world": 2,
@@ -35,11 +36,16 @@ LAYERS = {
 SIDEWAYS = {
     ("config", "errors"),
     ("errors", "version"),
+    ("launch", "host"),
     ("launch", "observe"),
+    ("observe", "host"),
     ("__main__", "cli"),
     ("tune", "trainers"),
 }
-"""Neighbours of one layer that may know each other, in this direction only."""
+"""Packages of one layer of which the first may import the second."""
+PARENT_SIDE = "launch"
+RANK_SIDE = ("world", "comm", "strategies", "loop", "data", "checkpoint", "models")
+"""What runs in ranks does not import what starts them, although it stands above it; both may import host."""
 
 MAX_LINES = 400
 
@@ -76,6 +82,13 @@ def test_imports_point_down(path):
             continue
         allowed = LAYERS[other] < LAYERS[mine] or (mine, other) in SIDEWAYS
         assert allowed, f"{path.relative_to(PACKAGE)} (layer {LAYERS[mine]}) imports {name} (layer {LAYERS[other]})"
+
+
+@pytest.mark.parametrize("part", RANK_SIDE)
+def test_rank_side_packages_do_not_import_the_launcher(part):
+    for path in sorted((PACKAGE / part).rglob("*.py")):
+        found = [name for name in imports_of(path) if name.split(".")[1] == PARENT_SIDE]
+        assert not found, f"{path.relative_to(PACKAGE)} imports {found}"
 
 
 def test_no_import_cycles_at_run_time():

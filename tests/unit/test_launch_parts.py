@@ -11,10 +11,10 @@ import pytest
 from ranks import RecordingConsole
 
 from phalanx.errors import UsageError
+from phalanx.host.gpus import _count_visible, count_gpus
 from phalanx.launch import CallTarget, Failure, LaunchSpec, ModuleTarget, PlainConsole, ScriptTarget
 from phalanx.launch.blame import RankExit, find_guilty
 from phalanx.launch.environment import threads_per_rank
-from phalanx.launch.gpus import _count_visible, count_gpus
 from phalanx.launch.memory import oom_kills
 from phalanx.launch.nodes import order_nodes
 from phalanx.launch.output import LineSplitter, OutputPump, RankLog, log_path
