@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx.errors import EXIT_PREEMPTED, EXIT_USAGE, UsageError
 from phalanx.host.reminders import MOMENTS, Reminder, in_words
-from phalanx.host.signals import SignalInbox
 from phalanx.launch.blame import RankExit, find_guilty
 from phalanx.launch.failure import Failure
+from phalanx.launch.follower import Follower
 from phalanx.launch.output import LineSplitter, log_path, log_tail
 from phalanx.launch.policy import WELL, stopped
 from phalanx.launch.ray_seats import Seats
@@ -25,6 +25,7 @@ from phalanx.observe.guard import Guard
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from phalanx.host.signals import SignalInbox
     from phalanx.launch.console import Console
     from phalanx.launch.ray_train import RayStarter, _Run
     from phalanx.launch.spec import LaunchSpec
@@ -33,12 +34,19 @@ _LOOK_SECONDS = 0.2
 _DEATH_LINES = 4
 
 
-class Follower:
-    """Runs once, in the caller's thread."""
+class RayFollower(Follower):
+    """Runs once. Messages and signals are polled for: Ray has no descriptor to wait on."""
 
-    def __init__(self, spec: LaunchSpec, console: Console, run: _Run, starter: RayStarter, began: float) -> None:
-        self._spec = spec
-        self._console = console
+    def __init__(
+        self,
+        spec: LaunchSpec,
+        console: Console,
+        inbox: SignalInbox,
+        run: _Run,
+        starter: RayStarter,
+        began: float,
+    ) -> None:
+        super().__init__(spec, console, inbox)
         self._run = run
         self._starter = starter
         self._began = began
@@ -52,41 +60,37 @@ class Follower:
         self._records: dict[int, dict[str, Any]] = {}
         self._ends: dict[int, tuple[int, str]] = {}
         self._failure: Failure | None = None
-        self._requested: signal.Signals | None = None
-        self._give_up_at: float | None = None
+        self._ended = False
+        self._given_up = False
 
     def follow(self) -> LaunchResult:
         """Show the run until it has ended, or Ray itself has."""
         import ray
 
         try:
-            with SignalInbox() as inbox:
-                return self._follow(inbox)
+            self._follow()
+            if self._ended:
+                return self._result(ray.get(self._run.result))
+            ray.get(self._run.conductor.abort.remote())
+            return self._result("")
         except (ray.exceptions.RayError, ConnectionError) as error:
             return LaunchResult(1, self._attempt + 1, self._without_ray(str(error)))
         finally:
             self._seats.tidy()
+            self._selector.close()
 
-    def _follow(self, inbox: SignalInbox) -> LaunchResult:
+    def _wait(self) -> None:
         import ray
 
-        conductor, result = self._run.conductor, self._run.result
-        while True:
-            ended = bool(ray.wait([result], timeout=0)[0])
-            # Ranks end only after their last letter has arrived: once the result is there, no more will come.
-            while letters := ray.get(conductor.take.remote(0.0 if ended else _LOOK_SECONDS)):
-                for letter in letters:
-                    self._take(letter)
-                if not ended:
-                    break
-            if ended:
-                return self._result(ray.get(result))
-            for number in inbox.take():
-                self._take_signal(number)
-            if self._is_final():
-                ray.get(conductor.abort.remote())
-                return self._result("")
-            self._remind()
+        self._ended = bool(ray.wait([self._run.result], timeout=0)[0])
+        # Ranks end only after their last message has arrived: once the result is there, no more will come.
+        while letters := ray.get(self._run.conductor.take.remote(0.0 if self._ended else _LOOK_SECONDS)):
+            for letter in letters:
+                self._take(letter)
+            if not self._ended:
+                break
+        if not self._ended:
+            self._take_signals()
 
     def _without_ray(self, error: str) -> Failure:
         if "No module named 'phalanx'" in error:
@@ -186,9 +190,9 @@ class Follower:
 
     # --- the end --------------------------------------------------------------------------------------------------
 
-    def _is_final(self) -> bool:
-        """Whether to end it from here: a mistake that a restart does not mend, or patience that has run out."""
-        if self._give_up_at is not None and time.monotonic() >= self._give_up_at:
+    def _is_over(self) -> bool:
+        """Whether the run has ended, or has to be ended from here: a usage error, or a time limit that has passed."""
+        if self._ended or self._given_up:
             return True
         if any(code == EXIT_USAGE for code, _ in self._ends.values()):
             self._failure = self._failure or self._explain({})
@@ -254,21 +258,18 @@ class Follower:
         for rank, line in self._lines.rest():
             self._console.rank_output(rank, self._spec.label(rank), f"{line}\n")
 
-    # --- signals and patience -------------------------------------------------------------------------------------
+    # --- signals and reminders ------------------------------------------------------------------------------------
 
-    def _take_signal(self, number: signal.Signals) -> None:
-        if number == signal.SIGUSR1:
-            self._run.conductor.ask_to_stop.remote(number.name)
-        elif self._requested is not None:
-            self._give_up_at = time.monotonic()
-        else:
-            self._requested = number
-            self._give_up_at = time.monotonic() + (self._spec.grace_seconds if self._attempt >= 0 else 0.0)
-            again = " (Ctrl-C again to kill)" if number == signal.SIGINT else ""
-            self._console.notice(f"{number.name}: stopping the ranks{again}")
-            self._run.conductor.ask_to_stop.remote(number.name)
+    def _stop_ranks(self, number: signal.Signals, grace: float) -> None:
+        super()._stop_ranks(number, grace if self._attempt >= 0 else 0.0)
 
-    def _remind(self) -> None:
+    def _signal_ranks(self, number: int) -> None:
+        self._run.conductor.ask_to_stop.remote(signal.Signals(number).name)
+
+    def _kill_ranks(self) -> None:
+        self._given_up = True
+
+    def _check(self) -> None:
         now = time.monotonic()
         if self._reminder is not None and self._reminder.is_due(now):
             self._console.notice(f"{self._waiting()} for {in_words(now - self._reminder.began)}")

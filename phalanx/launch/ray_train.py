@@ -14,19 +14,20 @@ import secrets
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from phalanx.config.engines import settings_of_start
 from phalanx.errors import UsageError
+from phalanx.host.signals import SignalInbox
 from phalanx.launch.luggage import pack
 from phalanx.launch.ray_cluster import check_resources, in_words, open_cluster
-from phalanx.launch.ray_follow import Follower
+from phalanx.launch.ray_follow import RayFollower
 
 if TYPE_CHECKING:
     from phalanx.config import DistributedConfig
     from phalanx.launch.console import Console
     from phalanx.launch.ray_cluster import Cluster
-    from phalanx.launch.spec import LaunchResult, LaunchSpec
+    from phalanx.launch.spec import LaunchResult, LaunchSpec, PlannedRanks
 
 _HEAD = {"node:__internal_head__": 0.001}
 """What the node has that Ray calls its head."""
@@ -74,7 +75,8 @@ class RayStarter:
             except KeyboardInterrupt:
                 console.notice("SIGINT: stopped while Ray was starting; no rank had started")
                 raise
-            return Follower(spec, console, run, self, connected).follow()
+            with SignalInbox() as inbox:
+                return RayFollower(spec, console, inbox, run, self, connected).follow()
 
     def _check_room(self, cluster: Cluster) -> None:
         """Refuse what never fits, unless the user has said how long machines may take to come."""
@@ -95,18 +97,6 @@ class RayStarter:
     def max_failures(self) -> int | None:
         """How many losses an elastic run survives when nobody said it."""
         return _ELASTIC_FAILURES if self.min_workers is not None else None
-
-
-class PlannedRanks(Protocol):
-    """What is known of the ranks before they start."""
-
-    @property
-    def device(self) -> str:
-        """Where they compute: cpu or cuda."""
-
-    @property
-    def world_size(self) -> int:
-        """How many there are."""
 
 
 def starter(config: DistributedConfig, layout: PlannedRanks) -> RayStarter:

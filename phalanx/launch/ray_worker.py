@@ -18,8 +18,9 @@ from phalanx.launch.environment import Place, rank_environment
 from phalanx.launch.joining import announce_joining
 from phalanx.launch.luggage import PAYLOAD_NAME, Luggage, unpack
 from phalanx.launch.preload import set_compute_threads
+from phalanx.launch.rank import run_to_end
 from phalanx.launch.ray_post import Post, correspondence
-from phalanx.launch.record import exit_code_of, read_record, record_exception
+from phalanx.launch.record import read_record, record_exception
 from phalanx.launch.scratch import close_scratch, open_scratch
 from phalanx.launch.spec import LaunchSpec
 from phalanx.launch.target import run_target
@@ -105,35 +106,27 @@ class _Rank:
         board = HeartbeatBoard.create(path, self._place.world_size)
         with closing(board), correspondence(self._conductor, self.rank, board) as post:
             post.letter({"seat": self.rank, "host": socket.gethostname(), "board": str(path)})
-            code = self._run_target(post)
+            code = run_to_end(lambda: self._run_target(post), lambda error: self._record(error, post))
             record = read_record(self._log_dir, self.rank)
             if record is not None:
                 post.letter({"record": record})
             post.letter({"ended": code, "rank": self.rank, "host": socket.gethostname()})
         return code
 
-    def _run_target(self, post: Post) -> int:
-        try:
-            unpacked = unpack(self._order.luggage, self._scratch)
-            post.keeps_events = self.rank == 0 and not unpacked.in_place  # else the rank's own file is where it belongs
-            self._take_on(unpacked)
-            run_target(unpacked.target, sys.path)
-            if self.rank == 0 and unpacked.payload_folder is not None:
-                post.letter(made_beside(unpacked.payload_folder))
-        except BaseException as error:  # noqa: BLE001 - the rank ends here, whatever ended it
-            if not isinstance(error, SystemExit):
-                post.last_words = self._record(error)
-            elif error.code is not None and not isinstance(error.code, int):
-                print(error.code, file=sys.stderr)
-            return exit_code_of(error)
-        return 0
+    def _run_target(self, post: Post) -> None:
+        unpacked = unpack(self._order.luggage, self._scratch)
+        post.keeps_events = self.rank == 0 and not unpacked.in_place  # else the rank's own file is where it belongs
+        self._take_on(unpacked)
+        run_target(unpacked.target, sys.path)
+        if self.rank == 0 and unpacked.payload_folder is not None:
+            post.letter(made_beside(unpacked.payload_folder))
 
-    def _record(self, error: BaseException) -> str:
-        """Write the record, and return the traceback: it is for the log, the launcher reports the cause once."""
+    def _record(self, error: BaseException, post: Post) -> None:
+        """Write the record; the traceback goes to the log, because the launcher reports the cause once."""
         words = io.StringIO()
         with redirect_stderr(words):
             record_exception(error, {"rank": self.rank, "log_dir": str(self._log_dir)})
-        return words.getvalue()
+        post.last_words = words.getvalue()
 
     def _take_on(self, unpacked: Unpacked) -> None:
         """Become the rank: torchrun's variables, the user's folder and import path, the compute threads."""

@@ -10,7 +10,7 @@ import subprocess
 import threading
 from typing import TYPE_CHECKING
 
-from phalanx.errors import PhalanxError
+from phalanx.errors import WarmProcessDiedError
 from phalanx.host.processes import how_it_ended, own_python
 from phalanx.launch import wire
 from phalanx.launch.preload import PRELOAD, SINGLE_THREADED
@@ -37,10 +37,6 @@ def import_settings(environ: Mapping[str, str]) -> dict[str, str]:
 
 _ANSWER_SECONDS = 0.5
 _END_SECONDS = 1.0
-
-
-class WarmProcessDiedError(PhalanxError):
-    """The process that forks the ranks is gone, and every rank with it."""
 
 
 class WarmProcess:

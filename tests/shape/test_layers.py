@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from phalanx import errors
+
 PACKAGE = Path(__file__).resolve().parents[2] / "phalanx"
 
 LAYERS = {
@@ -163,6 +165,22 @@ def test_the_command_line_imports_neither_torch_nor_numpy(words):
 def test_importing_phalanx_and_its_config_needs_no_torch():
     code = "import sys, phalanx; phalanx.DistributedConfig(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_every_public_error_is_defined_in_errors():
+    """The parent rebuilds an error of a rank by its name in `errors`; one defined elsewhere would lose its type."""
+    known = {"PhalanxError", *(name for name, kind in vars(errors).items() if _is_error(kind))}
+    for path in modules():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef) and path.name != "errors.py" and not node.name.startswith("_"):
+                bases = {
+                    base.attr if isinstance(base, ast.Attribute) else getattr(base, "id", "") for base in node.bases
+                }
+                assert not bases & known, f"{path.relative_to(PACKAGE)}: move {node.name} to errors.py"
+
+
+def _is_error(kind: object) -> bool:
+    return isinstance(kind, type) and issubclass(kind, errors.PhalanxError)
 
 
 def test_only_env_reads_rank_variables():

@@ -18,7 +18,7 @@ from phalanx.launch.environment import threads_per_rank
 from phalanx.launch.memory import oom_kills
 from phalanx.launch.nodes import order_nodes
 from phalanx.launch.output import LineSplitter, OutputPump, RankLog, log_path
-from phalanx.launch.policy import Outcome, Restart, Stop, decide
+from phalanx.launch.policy import Outcome, may_restart
 from phalanx.launch.report import explain
 from phalanx.launch.spec import check_endpoint, split_endpoint
 from phalanx.launch.stacks import whereabouts
@@ -87,18 +87,18 @@ def test_the_earliest_real_cause_is_guilty():
 
 
 @pytest.mark.parametrize(
-    ("outcome", "attempt", "decision"),
+    ("outcome", "attempt", "restarts"),
     [
-        (Outcome(0), 0, Stop),
-        (Outcome(1, Failure(cause="x", exit_code=1)), 0, Restart),
-        (Outcome(1, Failure(cause="x", exit_code=1)), 2, Stop),
-        (Outcome(2, Failure(cause="x", exit_code=2)), 0, Stop),
-        (Outcome(75), 0, Stop),
-        (Outcome(130, interrupted=True), 0, Stop),
+        (Outcome(0), 0, False),
+        (Outcome(1, Failure(cause="x", exit_code=1)), 0, True),
+        (Outcome(1, Failure(cause="x", exit_code=1)), 2, False),
+        (Outcome(2, Failure(cause="x", exit_code=2)), 0, False),
+        (Outcome(75), 0, False),
+        (Outcome(130, interrupted=True), 0, False),
     ],
 )
-def test_policy(outcome, attempt, decision):
-    assert isinstance(decide(outcome, attempt=attempt, max_restarts=2), decision)
+def test_policy(outcome, attempt, restarts):
+    assert may_restart(outcome, attempt=attempt, max_restarts=2) is restarts
 
 
 def test_memory_is_blamed_only_on_evidence(tmp_path):

@@ -10,7 +10,8 @@ import tempfile
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from phalanx.comm.server.bundle import Bundle
-from phalanx.comm.server.frames import ServerError, bytes_of
+from phalanx.comm.server.frames import bytes_of
+from phalanx.errors import ServerError
 from phalanx.host.files import replacing
 
 if TYPE_CHECKING:
