@@ -1,7 +1,7 @@
-"""What the raylet of a local Ray executes for a worker: ask the warm process for a fork, and be gone.
+"""The script that the raylet of a local Ray runs instead of a worker: request a fork from the warm process, then exit.
 
-A script that imports next to nothing, run as Ray runs its own two (`setup_worker.py` before a worker with a runtime
-environment, `default_worker.py` otherwise). Without a warm process those are executed instead.
+It imports almost nothing, and stands in for two scripts of Ray (`setup_worker.py` before a worker with a runtime
+environment, `default_worker.py` otherwise). Without a warm process it executes those.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import struct
 import sys
 
 WARM = "PHALANX_RAY_WARM"
-"""The variable that names the socket of the warm process."""
+"""The variable with the address of the warm process's socket."""
 _FORKED = b"+"
 
 
 def main() -> None:
-    """Hand over arguments, environment, folder and the three standard streams."""
+    """Send arguments, environment, folder and the three standard streams to the warm process."""
     if not _is_forked(os.environ.get(WARM, "")):
         become_rays_own(sys.argv[1:])
 
@@ -41,7 +41,7 @@ def _is_forked(address: str) -> bool:
 
 
 def become_rays_own(arguments: list[str]) -> None:
-    """Execute the script of Ray's that these arguments were meant for."""
+    """Execute Ray's script for these arguments."""
     ours, default = os.path.abspath(__file__), rays_own("default_worker.py")
     script = rays_own("setup_worker.py") if ours in arguments else default
     os.environ.pop(WARM, None)

@@ -1,4 +1,4 @@
-"""Follow a run on Ray from outside: show its letters, keep its logs, name what failed, pass on Ctrl-C."""
+"""Follow a run on Ray: show its output and events, write its logs, report what failed, pass on Ctrl-C."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class RayFollower(Follower):
         self._given_up = False
 
     def follow(self) -> LaunchResult:
-        """Show the run until it has ended, or Ray itself has."""
+        """Follow the run until it, or Ray itself, has ended."""
         import ray
 
         try:
@@ -84,9 +84,9 @@ class RayFollower(Follower):
 
         self._ended = bool(ray.wait([self._run.result], timeout=0)[0])
         # Ranks end only after their last message has arrived: once the result is there, no more will come.
-        while letters := ray.get(self._run.conductor.take.remote(0.0 if self._ended else _LOOK_SECONDS)):
-            for letter in letters:
-                self._take(letter)
+        while messages := ray.get(self._run.conductor.take.remote(0.0 if self._ended else _LOOK_SECONDS)):
+            for message in messages:
+                self._take(message)
             if not self._ended:
                 break
         if not self._ended:
@@ -100,10 +100,10 @@ class RayFollower(Follower):
             )
         return Failure(cause=f"lost {self._run.cluster.name}: {_in_short(error)}", exit_code=1)
 
-    # --- letters --------------------------------------------------------------------------------------------------
+    # --- messages --------------------------------------------------------------------------------------------------
 
-    def _take(self, letter: dict[str, Any]) -> None:
-        """Hand a letter to the method named after its first key."""
+    def _take(self, message: dict[str, Any]) -> None:
+        """Handle a message by its first key."""
         takers: dict[str, Callable[[dict[str, Any]], None]] = {
             "output": self._take_output,
             "log": self._take_log,
@@ -117,17 +117,17 @@ class RayFollower(Follower):
             "at": self._seats.take,
             "files": self._take_files,
         }
-        takers[next(iter(letter))](letter)
+        takers[next(iter(message))](message)
 
-    def _take_output(self, letter: dict[str, Any]) -> None:
-        rank: int = letter["rank"]
-        self._write_log(rank, letter["output"])
+    def _take_output(self, message: dict[str, Any]) -> None:
+        rank: int = message["rank"]
+        self._write_log(rank, message["output"])
         if rank == 0 or self._spec.console_ranks == "all":
-            for line in self._lines.split(rank, letter["output"]):
+            for line in self._lines.split(rank, message["output"]):
                 self._console.rank_output(rank, self._spec.label(rank), line)
 
-    def _take_log(self, letter: dict[str, Any]) -> None:
-        self._write_log(letter["rank"], letter["log"])
+    def _take_log(self, message: dict[str, Any]) -> None:
+        self._write_log(message["rank"], message["log"])
 
     def _write_log(self, rank: int, output: bytes) -> None:
         self._append(log_path(self._spec.log_dir, rank), output)
@@ -139,25 +139,25 @@ class RayFollower(Follower):
 
         self._folder.attempt(append)
 
-    def _take_event(self, letter: dict[str, Any]) -> None:
-        self._reminder = None  # from here on the ranks speak for themselves
-        event = letter["event"]
+    def _take_event(self, message: dict[str, Any]) -> None:
+        self._reminder = None  # from here on the ranks report progress
+        event = message["event"]
         self._console.handle(event)
-        if letter.get("keep") and event["event"] not in ("joining", "joined"):
+        if message.get("keep") and event["event"] not in ("joining", "joined"):
             line = json.dumps(event, separators=(",", ":")) + "\n"
             self._append(self._spec.log_dir.parent / "events.jsonl", line.encode())
 
-    def _take_record(self, letter: dict[str, Any]) -> None:
-        record = letter["record"]
+    def _take_record(self, message: dict[str, Any]) -> None:
+        record = message["record"]
         self._records[record["rank"]] = record
         path = record_path(self._spec.log_dir, record["rank"])
         self._folder.attempt(lambda: path.write_text(json.dumps(record)))
 
-    def _take_placed(self, letter: dict[str, Any]) -> None:
-        self._doing = f"waiting for {letter['placed']} workers to import torch and to join"
+    def _take_placed(self, message: dict[str, Any]) -> None:
+        self._doing = f"waiting for {message['placed']} workers to import torch and to join"
 
-    def _take_begun(self, letter: dict[str, Any]) -> None:
-        self._attempt, self._world_size = letter["begun"], letter["world_size"]
+    def _take_begun(self, message: dict[str, Any]) -> None:
+        self._attempt, self._world_size = message["begun"], message["world_size"]
         if self._attempt > 0:
             why = f"{self._failure}\n" if self._failure is not None else ""
             self._console.notice(
@@ -170,23 +170,23 @@ class RayFollower(Follower):
         for rank in range(self._starter.workers):
             record_path(self._spec.log_dir, rank).unlink(missing_ok=True)
 
-    def _take_lost(self, letter: dict[str, Any]) -> None:
-        self._failure = self._explain(letter["lost"])
+    def _take_lost(self, message: dict[str, Any]) -> None:
+        self._failure = self._explain(message["lost"])
         self._reminder = Reminder(time.monotonic(), (3.0, *MOMENTS))
         self._doing = "waiting for Ray to place the workers again"
 
-    def _take_ended(self, letter: dict[str, Any]) -> None:
-        self._ends[letter["rank"]] = letter["ended"], letter["host"]
+    def _take_ended(self, message: dict[str, Any]) -> None:
+        self._ends[message["rank"]] = message["ended"], message["host"]
 
-    def _take_files(self, letter: dict[str, Any]) -> None:
-        """Lay what a rank made elsewhere beside the payload, where the caller looks for it."""
+    def _take_files(self, message: dict[str, Any]) -> None:
+        """Write the files that a rank made on another machine next to the payload, where the caller reads them."""
         assert isinstance(self._spec.target, CallTarget), "only a call has a payload"
         folder = Path(self._spec.target.payload).parent
-        for name, content in letter["files"].items():
+        for name, content in message["files"].items():
             (folder / name).write_bytes(content)
-        for name, size in letter["left_out"].items():
-            if not (folder / name).exists():  # a rank of this machine may have left its own
-                self._console.notice(f"{name} ({size >> 20} MB) on {letter['host']} is too large to be sent back")
+        for name, size in message["left_out"].items():
+            if not (folder / name).exists():  # a rank of this machine may have written it
+                self._console.notice(f"{name} ({size >> 20} MB) on {message['host']} is too large to be sent back")
 
     # --- the end --------------------------------------------------------------------------------------------------
 
@@ -218,15 +218,15 @@ class RayFollower(Follower):
         return LaunchResult(EXIT_PREEMPTED if EXIT_PREEMPTED in codes else 0, attempts)
 
     def _explain(self, lost: dict[int, str]) -> Failure:
-        """Blame the guilty rank: by its own record where it left one, else by what Ray says of its death."""
+        """Find the rank that failed first: by its error record where there is one, else by what Ray reports."""
         badly = {rank for rank, (code, _) in self._ends.items() if code not in WELL}
         exits = [self._exit_of(rank) for rank in sorted({*self._records, *badly, *lost})]
         guilty = find_guilty(exits)
         if guilty.record is None and guilty.rank not in badly:
             return self._gone(guilty.rank, describe_death(lost[guilty.rank]))
         silent = set(range(self._world_size)) - {ended.rank for ended in exits}
-        if guilty.lost_peer and silent:  # all that spoke only lost another, so it is one that did not
-            return self._gone(min(silent), "it left no word: its process was killed, or its machine is gone")
+        if guilty.lost_peer and silent:  # all that reported only lost a peer, so it is one that did not report
+            return self._gone(min(silent), "it left no error: its process was killed, or its machine was lost")
         failure = explain(
             guilty,
             label=self._spec.label(guilty.rank),
@@ -281,19 +281,19 @@ class RayFollower(Follower):
 
 
 _DEATHS = (
-    ("node has died", "its machine is gone"),
+    ("node has died", "its machine was lost"),
     ("out of memory", "its machine ran out of memory, and Ray killed it"),
     ("memory pressure", "its machine ran out of memory, and Ray killed it"),
-    ("worker process has died", "its process was killed: by somebody, or because memory ran out"),
+    ("worker process has died", "its process was killed: by another process, or because memory ran out"),
 )
-"""What is in Ray's words of a death, and what it means."""
+"""Parts of Ray's messages about a dead worker, and what they mean."""
 
 
 def describe_death(text: str) -> str:
-    """Say in few words how Ray thinks that a worker died."""
-    told = text.lower()
+    """Return in short how a worker died, from Ray's message."""
+    lowered = text.lower()
     for mark, meaning in _DEATHS:
-        if mark in told:
+        if mark in lowered:
             return meaning
     return next((line.strip() for line in text.splitlines() if line.strip()), "Ray gives no reason")
 

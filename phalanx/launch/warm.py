@@ -266,11 +266,6 @@ def prestart(env: Mapping[str, str] | None = None) -> None:
     warm_process({**os.environ, **(env or {})})
 
 
-def current_pid() -> int | None:
-    """Return the id of the warm process, or None when there is none."""
-    return None if _current is None else _current.pid
-
-
 def shutdown() -> None:
     """End the warm process, if there is one."""
     global _current

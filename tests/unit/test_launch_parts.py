@@ -37,7 +37,7 @@ def _spec(tmp_path, **fields):
         ({"console_ranks": "1"}, "console_ranks is '1'"),
         ({"num_nodes": 2}, "need a place to meet"),
         ({"num_nodes": 2, "node_rank": 2, "rdzv_endpoint": "a:1"}, "node_rank is 2, but there are 2 nodes"),
-        ({"num_nodes": 2, "rdzv_endpoint": "a:port"}, "'a:port' is no host:port"),
+        ({"num_nodes": 2, "rdzv_endpoint": "a:port"}, "'a:port' is not host:port"),
     ],
 )
 def test_a_bad_spec_is_refused_at_once(tmp_path, fields, words):
