@@ -1,7 +1,7 @@
-"""What users see when they err: what was given, what is allowed, the nearest name, what to write.
+"""Every error class of the package, and exit codes. A message says what was given, what is allowed, and what to write.
 
-Every mistake a user can make is a `PhalanxError`. The command line prints its message without a traceback and
-leaves with `exit_code`; from Python it is an ordinary exception.
+The command line prints a `PhalanxError` without a traceback and ends with its `exit_code`; in Python it is an ordinary
+exception. The classes are defined here because the parent rebuilds the error of a rank by its name in this module.
 """
 
 from __future__ import annotations
@@ -79,6 +79,14 @@ class CommunicationError(PhalanxError):
     """Ranks that cannot or do not talk to each other: one died, one is late, or they disagree on what is sent."""
 
 
+class SharedMemoryUnavailable(CommunicationError):
+    """These ranks cannot share memory; the message says why."""
+
+
+class ServerError(PhalanxError):
+    """A parameter server refused something, or cannot be reached."""
+
+
 class NonFiniteLossError(PhalanxError):
     """The loss became NaN or infinite."""
 
@@ -89,6 +97,22 @@ class RankFailedError(PhalanxError):
     def __init__(self, message: str, *, hint: str = "", exit_code: int = 1) -> None:
         super().__init__(message, hint=hint)
         self.exit_code = exit_code
+
+
+class WarmProcessDiedError(PhalanxError):
+    """The process that forks the ranks has ended, and every rank with it."""
+
+
+class SearchFailedError(PhalanxError):
+    """No trial of a search succeeded."""
+
+
+class TrialFailedError(PhalanxError):
+    """A trial failed; the message is its cause."""
+
+
+class ShapingError(PhalanxError):
+    """A network link cannot be created or shaped on this machine."""
 
 
 class PreemptedError(PhalanxError):

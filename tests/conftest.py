@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import psutil
 import pytest
-from ranks import ScriptRun, run_on_ranks, run_script
+from ranks import ScriptRun, run_on_ranks, run_script, warm_pid
 
 from phalanx.launch import warm
 
@@ -143,7 +143,7 @@ def _find_leaks(before: dict[str, Any]) -> list[str]:
 
 
 def _new_processes(before: set[int]) -> list[str]:
-    own = warm.current_pid()
+    own = warm_pid()
     found = []
     for child in psutil.Process().children(recursive=True):
         if child.pid in before or child.pid == own:

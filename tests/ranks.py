@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import cloudpickle
 
 from phalanx.errors import RankFailedError
-from phalanx.launch import CallTarget, LaunchResult, LaunchSpec, ScriptTarget, launch
+from phalanx.launch import CallTarget, LaunchResult, LaunchSpec, ScriptTarget, launch, warm
 from phalanx.observe.streams import Streams
 
 if TYPE_CHECKING:
@@ -137,3 +137,8 @@ def run_script(directory: Path, source: str, console: RecordingConsole | None = 
     settings = {"ranks_per_node": 2, "log_dir": directory / "logs", **spec}
     result = launch(LaunchSpec(target=ScriptTarget(script, args), **settings), console)
     return ScriptRun(result, console, settings["log_dir"])
+
+
+def warm_pid() -> int | None:
+    """Return the id of this process's warm process, or None when there is none."""
+    return None if warm._current is None else warm._current.pid

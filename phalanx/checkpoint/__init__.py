@@ -15,7 +15,7 @@ Nothing here knows the training loop: state dicts go in and come out.
 
 from __future__ import annotations
 
-from phalanx.checkpoint.find import Checkpoint, Choice, choose, list_checkpoints, newest_complete
+from phalanx.checkpoint.find import Checkpoint, Choice, choose, list_checkpoints
 from phalanx.checkpoint.lock import RunLock
 from phalanx.checkpoint.manifest import Manifest, TensorInfo, read_manifest
 from phalanx.checkpoint.read import Loaded, compare_model, entries, load, read_rank_state, read_state_of, read_tensors
@@ -38,7 +38,6 @@ __all__ = [
     "entries",
     "list_checkpoints",
     "load",
-    "newest_complete",
     "read_manifest",
     "read_rank_state",
     "read_state_of",

@@ -9,7 +9,7 @@ from phalanx.checkpoint import group
 from phalanx.checkpoint.foreign import foreign, looks_like, nothing_there
 from phalanx.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from phalanx.checkpoint.names import is_published
-from phalanx.checkpoint.verify import sizes_match, verify
+from phalanx.checkpoint.verify import verify
 from phalanx.errors import CheckpointError
 
 
@@ -37,11 +37,6 @@ class Choice:
 def list_checkpoints(directory: Path | str) -> list[Checkpoint]:
     """Return the checkpoints whose manifest can be read, the newest first."""
     return _survey(Path(directory))[0]
-
-
-def newest_complete(directory: Path | str) -> Checkpoint | None:
-    """Return the newest checkpoint whose files are all there with their sizes (hashes are `verify`'s work)."""
-    return next((checkpoint for checkpoint in list_checkpoints(directory) if sizes_match(checkpoint)), None)
 
 
 def choose(place: Path | str, *, required: bool = False, run_id: str | None = None) -> Choice:

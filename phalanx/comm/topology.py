@@ -104,11 +104,6 @@ def hosts(places: Sequence[Place]) -> list[list[int]]:
     return list(found.values())
 
 
-def share_host(places: Sequence[Place]) -> bool:
-    """Return whether all ranks are on one host."""
-    return len({place.host for place in places}) <= 1
-
-
 def ring_order(places: Sequence[Place]) -> list[int]:
     """Return the ranks in an order in which neighbours share as much as they can.
 

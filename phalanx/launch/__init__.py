@@ -18,9 +18,9 @@ The flow of one launch:
 
 from __future__ import annotations
 
+from phalanx.host.gpus import count_gpus
 from phalanx.launch.console import Console, PlainConsole
 from phalanx.launch.failure import Failure
-from phalanx.launch.gpus import count_gpus
 from phalanx.launch.spec import CallTarget, LaunchResult, LaunchSpec, ModuleTarget, ScriptTarget, check_endpoint
 from phalanx.launch.supervisor import launch
 from phalanx.launch.warm import prestart

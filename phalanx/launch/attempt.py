@@ -8,25 +8,24 @@ import socket
 import time
 from typing import TYPE_CHECKING, Any
 
-from phalanx.errors import EXIT_PREEMPTED, EXIT_USAGE
+from phalanx.errors import EXIT_PREEMPTED, EXIT_USAGE, WarmProcessDiedError
+from phalanx.host.processes import how_it_ended
 from phalanx.launch.blame import YIELD_SECONDS
 from phalanx.launch.environment import Place
 from phalanx.launch.evidence import Evidence
 from phalanx.launch.failure import Failure
+from phalanx.launch.follower import Follower
 from phalanx.launch.group import RankGroup, RankState
 from phalanx.launch.policy import WELL, Outcome, ended_well, stopped
 from phalanx.launch.prelude import Prelude
-from phalanx.launch.process import how_it_ended
 from phalanx.launch.start_watch import Hang, StartWatch
-from phalanx.launch.warm import WarmProcessDiedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
+    from phalanx.host.signals import SignalInbox
     from phalanx.launch.console import Console
     from phalanx.launch.meeting import Meeting
-    from phalanx.launch.signals import SignalInbox
     from phalanx.launch.spec import LaunchSpec
     from phalanx.launch.warm import Session
 
@@ -37,8 +36,8 @@ _REMOTE_SECONDS = 2.5
 _KILL_SECONDS = 5.0
 
 
-class Attempt:
-    """Runs once. Everything that happens arrives as a callback of the selector or of a timer."""
+class Attempt(Follower):
+    """Runs once."""
 
     def __init__(
         self,
@@ -51,22 +50,17 @@ class Attempt:
         scratch: Path,
     ) -> None:
         """`scratch`: a folder for what ranks would leave in the temporary folder when they are killed."""
-        self._spec = spec
-        self._console = console
+        super().__init__(spec, console, inbox)
         self._session = session
         self._meeting = meeting
-        self._inbox = inbox
         self._number = number
         self._scratch = scratch
-        self._selector = selectors.DefaultSelector()
-        self._timers: list[tuple[float, Callable[[], None]]] = []
         self._group: RankGroup | None = None
         self._watch: StartWatch | None = None
         self._prelude = Prelude(spec, time.monotonic(), serving=session.is_serving)
         self._evidence: Evidence | None = None
         self._silent_nodes: list[str] = []
         self._failure: Failure | None = None
-        self._requested: signal.Signals | None = None
         self._blaming = False
         self._diagnosing = False
         self._told_end = False
@@ -76,17 +70,13 @@ class Attempt:
         """Follow the attempt to its end."""
         self._shared_env = shared_env
         self._selector.register(self._session, selectors.EVENT_READ, self._take_session)
-        self._selector.register(self._inbox, selectors.EVENT_READ, self._take_signals)
         try:
             self._begin()
-            while not self._is_over():
-                for key, _ in self._selector.select(self._wait_seconds()):
-                    key.data()
-                self._run_timers()
+            self._follow()
         except WarmProcessDiedError:
-            # Whoever stopped us may have ended it as well.
+            # A signal to the whole process group ends the warm process as well.
             self._take_signals()
-            if self._requested is None and self._failure is None:
+            if not self._is_stopping:
                 raise
         finally:
             self._close()
@@ -160,7 +150,7 @@ class Attempt:
             # Ours may have been told at the same time; the store keeps the first.
             self._failure = Failure.from_message(message["remote_failure"])
             if self._failure.rank is None:  # the cause may be here: keep where the ranks are
-                self._signal(signal.SIGQUIT)
+                self._signal_ranks(signal.SIGQUIT)
             self._stop_ranks(signal.SIGTERM, _FAILURE_GRACE)
         elif "silent_nodes" in message:
             self._silent_nodes = message["silent_nodes"]
@@ -171,27 +161,15 @@ class Attempt:
             self._fail(Failure(cause=message["error"], hint=message["hint"], exit_code=code), tell=False)
 
     def _take_signals(self) -> None:
-        received = self._inbox.take()
+        super()._take_signals()
         if self._inbox.take_resize() and self._group is not None:
             self._group.resize()
-        for number in received:
-            if number == signal.SIGUSR1:
-                # Ranks that know it leave with a checkpoint, in their own time.
-                self._signal(number)
-            elif number == signal.SIGINT and (self._requested is not None or self._failure is not None):
-                self._kill_ranks()
-            elif self._requested is None:
-                self._requested = number
-                again = " (Ctrl-C again to kill)" if number == signal.SIGINT else ""
-                what = f" the ranks{again}" if self.has_started else ""
-                self._console.notice(f"{number.name}: stopping{what}")
-                self._stop_ranks(number, self._spec.grace_seconds)
 
     # --- what follows from it -----------------------------------------------------------------------------------
 
     def _weigh(self, ended: RankState) -> None:
         """Decide whom to blame: at once for a real cause, a little later for a rank that only lost its peers."""
-        if ended.code in WELL or self._failure is not None or self._requested is not None:
+        if ended.code in WELL or self._is_stopping:
             return
         assert self._evidence is not None
         if not self._evidence.of(ended).lost_peer:
@@ -201,7 +179,7 @@ class Attempt:
             self._later(YIELD_SECONDS + (_REMOTE_SECONDS if self._meeting.has_other_nodes else 0.0), self._blame)
 
     def _blame(self) -> None:
-        if self._failure is not None or self._requested is not None or self._group is None or self._diagnosing:
+        if self._is_stopping or self._group is None or self._diagnosing:
             return
         assert self._evidence is not None
         states = list(self._group.ranks.values())
@@ -228,7 +206,7 @@ class Attempt:
             self._blame()
 
     def _fail(self, failure: Failure, *, tell: bool = True) -> None:
-        if self._failure is not None or self._requested is not None:
+        if self._is_stopping:
             return
         self._failure = failure
         if tell:
@@ -236,13 +214,11 @@ class Attempt:
         self._stop_ranks(signal.SIGTERM, _FAILURE_GRACE)
 
     def _stop_ranks(self, number: signal.Signals, grace: float) -> None:
-        """Pass a signal on as it came, so that a script's own handlers and `except KeyboardInterrupt` are reached."""
         self._session.wake()
-        self._signal(number)
-        self._later(grace, self._kill_ranks)
+        super()._stop_ranks(number, grace)
 
     def _kill_ranks(self) -> None:
-        self._signal(signal.SIGKILL)
+        self._signal_ranks(signal.SIGKILL)
         self._later(_KILL_SECONDS, self._kill_without_warm_process)
 
     def _kill_without_warm_process(self) -> None:
@@ -251,13 +227,23 @@ class Attempt:
             self._group.kill_directly()
             self._session.kill_warm_process()
 
-    def _signal(self, number: int) -> None:
+    def _signal_ranks(self, number: int) -> None:
         if self._group is not None:
             self._group.signal(number)
 
-    def _check_start(self) -> None:
-        """Name the rank that keeps the others waiting; while nothing moves for long, say where rank 0 is."""
-        if self._diagnosing or self._failure or self._requested:
+    @property
+    def _is_stopping(self) -> bool:
+        return self._requested is not None or self._failure is not None
+
+    def _deadlines(self) -> list[float]:
+        if self._diagnosing or self._is_stopping:
+            return []
+        starting = (self._prelude.next_deadline, self._watch.next_deadline() if self._watch else None)
+        return [deadline for deadline in starting if deadline is not None]
+
+    def _check(self) -> None:
+        """Name the rank that keeps the others waiting; while nothing happens for long, say where rank 0 is."""
+        if self._diagnosing or self._is_stopping:
             return
         now = time.monotonic()
         if (notice := self._prelude.take_notice(now)) is not None:
@@ -286,29 +272,11 @@ class Attempt:
         assert self._group is not None
         self._fail(self._evidence.explain_hang(hang, list(self._group.ranks.values())))
 
-    # --- the clock and the end ----------------------------------------------------------------------------------
-
-    def _later(self, seconds: float, action: Callable[[], None]) -> None:
-        self._timers.append((time.monotonic() + seconds, action))
-
-    def _wait_seconds(self) -> float | None:
-        deadlines = [deadline for deadline, _ in self._timers]
-        if not (self._diagnosing or self._failure or self._requested):
-            starting = (self._prelude.next_deadline, self._watch.next_deadline() if self._watch else None)
-            deadlines += [deadline for deadline in starting if deadline is not None]
-        return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
-
-    def _run_timers(self) -> None:
-        now = time.monotonic()
-        due = [action for deadline, action in self._timers if deadline <= now]
-        self._timers = [timer for timer in self._timers if timer[0] > now]
-        for action in due:
-            action()
-        self._check_start()
+    # --- the end ------------------------------------------------------------------------------------------------
 
     def _is_over(self) -> bool:
         if self._group is None:
-            return self._failure is not None or self._requested is not None
+            return self._is_stopping
         if self._requested is not None and not self.has_started:
             return True
         if self._group.alive:
@@ -317,7 +285,7 @@ class Attempt:
             # No rank is left that could bring a better cause, or answer with its stack.
             self._diagnosing = False
             self._blame()
-        if self._failure is not None or self._requested is not None or not self._meeting.has_other_nodes:
+        if self._is_stopping or not self._meeting.has_other_nodes:
             return True
         if not self._told_end and not self._blaming:
             self._told_end = True

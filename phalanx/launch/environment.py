@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from phalanx.launch.interfaces import loopback_environment, network_environment
+from phalanx.host.addresses import loopback_environment, network_environment
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -8,14 +8,14 @@ import time
 from typing import TYPE_CHECKING
 
 from phalanx.errors import EXIT_PREEMPTED
+from phalanx.host.processes import is_stopped
+from phalanx.host.reminders import in_words
 from phalanx.launch.blame import RankExit, find_guilty
 from phalanx.launch.failure import Failure
 from phalanx.launch.group import stack_path
 from phalanx.launch.memory import oom_kills
 from phalanx.launch.output import log_path, log_tail
-from phalanx.launch.process import is_stopped
 from phalanx.launch.record import read_record, record_path
-from phalanx.launch.reminders import in_words
 from phalanx.launch.report import explain
 from phalanx.launch.stacks import is_waiting, whereabouts
 from phalanx.observe.board import HeartbeatBoard, board_path

@@ -11,10 +11,10 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from phalanx.host.processes import kill_group
 from phalanx.launch import wire
 from phalanx.launch.environment import Place, rank_environment, threads_per_rank
 from phalanx.launch.output import OutputPump, RankLog
-from phalanx.launch.process import kill_group
 from phalanx.launch.spec import CallTarget
 from phalanx.launch.target import to_message
 

@@ -9,53 +9,48 @@ import os
 import selectors
 import signal
 import socket
-import struct
 import subprocess
 import time
 import uuid
 from typing import TYPE_CHECKING, Any
 
 from phalanx.errors import EXIT_PREEMPTED
+from phalanx.host.processes import is_same_user, send_signal
 from phalanx.launch.environment import Place
 from phalanx.launch.evidence import Evidence
 from phalanx.launch.failure import Failure
+from phalanx.launch.follower import Follower
 from phalanx.launch.group import RankState
 from phalanx.launch.horovod_output import HorovodOutput
 from phalanx.launch.horovod_rank import ENDED, STARTED
 from phalanx.launch.policy import WELL, Outcome, stopped
-from phalanx.launch.process import send_signal
 from phalanx.launch.record import read_record
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
+    from phalanx.host.signals import SignalInbox
     from phalanx.launch.console import Console
-    from phalanx.launch.signals import SignalInbox
     from phalanx.launch.spec import LaunchSpec
 
 _EVENT_BYTES = 1 << 18
 _CHUNK = 1 << 16
 _KILL_SECONDS = 2.0
 _LAST_LINES = 8
-_CREDENTIALS = struct.Struct("3i")
 
 
-class HorovodAttempt:
-    """Runs once. What happens arrives as a callback of the selector or of a timer."""
+class HorovodAttempt(Follower):
+    """Runs once."""
 
     def __init__(
         self, spec: LaunchSpec, console: Console, inbox: SignalInbox, number: int, *, ranks: int, elastic: bool
     ) -> None:
-        self._spec, self._console, self._inbox, self._number = spec, console, inbox, number
+        super().__init__(spec, console, inbox)
+        self._number = number
         self._elastic = elastic
-        self._selector = selectors.DefaultSelector()
-        self._timers: list[tuple[float, Callable[[], None]]] = []
         self._evidence = Evidence(spec, Place(0, 1, 0, ranks, "", 0))
         self._states = {rank: RankState(rank, spec.label(rank)) for rank in range(ranks)}
         self._lost: set[int] = set()
-        self._pidfds: dict[int, int] = {}
         """Ranks without which an elastic run goes on."""
-        self._requested: signal.Signals | None = None
+        self._pidfds: dict[int, int] = {}
         self._over = False
         self._lines: list[socket.socket] = []
         self.name = f"phalanx-{uuid.uuid4().hex}"
@@ -79,12 +74,8 @@ class HorovodAttempt:
         assert self._process.stdout is not None
         self._selector.register(self._process.stdout, selectors.EVENT_READ, self._take_output)
         self._selector.register(self._door, selectors.EVENT_READ, self._open_line)
-        self._selector.register(self._inbox, selectors.EVENT_READ, self._take_signals)
         try:
-            while not self._over:
-                for key, _ in self._selector.select(self._wait_seconds()):
-                    key.data()
-                self._run_timers()
+            self._follow()
             return self._outcome(self._process.wait())
         finally:
             self._close()
@@ -109,8 +100,7 @@ class HorovodAttempt:
 
     def _open_line(self) -> None:
         line, _ = self._door.accept()
-        peer = line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        if _CREDENTIALS.unpack(peer)[1] != os.getuid():
+        if not is_same_user(line):
             line.close()
             return
         line.setblocking(False)
@@ -156,31 +146,23 @@ class HorovodAttempt:
     def _end(self, state: RankState, code: int) -> None:
         state.code, state.ended = code, time.time()
 
-    def _take_signals(self) -> None:
-        for number in self._inbox.take():
-            if number == signal.SIGUSR1:
-                self._signal_ranks(number)
-            elif number == signal.SIGINT and self._requested is not None:
-                self._kill()
-            elif self._requested is None:
-                self._requested = number
-                again = " (Ctrl-C again to kill)" if number == signal.SIGINT else ""
-                self._console.notice(f"{number.name}: stopping the ranks{again}")
-                self._stop(number)
-
     # --- the end ------------------------------------------------------------------------------------------------
 
-    def _stop(self, number: signal.Signals) -> None:
-        """Let the ranks leave at a step's boundary: one that hears the signal tells the others, on any machine."""
-        if not self._signal_ranks(number):
-            send_signal(self._process.pid, signal.SIGTERM)
-        self._later(self._spec.grace_seconds, self._kill)
+    def _is_over(self) -> bool:
+        return self._over
 
-    def _signal_ranks(self, number: int) -> bool:
-        living = [state.rank for state in self._states.values() if state.alive and state.pid is not None]
-        for rank in living:
+    def _stop_ranks(self, number: signal.Signals, grace: float) -> None:
+        """Let the ranks leave at a step's boundary: one that gets the signal passes it on to other machines."""
+        super()._stop_ranks(number, grace)
+        if not self._living():
+            send_signal(self._process.pid, signal.SIGTERM)
+
+    def _living(self) -> list[int]:
+        return [state.rank for state in self._states.values() if state.alive and state.pid is not None]
+
+    def _signal_ranks(self, number: int) -> None:
+        for rank in self._living():
             self._signal(rank, number)
-        return bool(living)
 
     def _hold(self, rank: int, pid: int) -> None:
         """Open a rank's process: its number may be given to another one after an end that is not told here."""
@@ -194,7 +176,7 @@ class HorovodAttempt:
         with contextlib.suppress(ProcessLookupError, KeyError):
             signal.pidfd_send_signal(self._pidfds[rank], number)
 
-    def _kill(self) -> None:
+    def _kill_ranks(self) -> None:
         self._signal_ranks(signal.SIGKILL)
         send_signal(self._process.pid, signal.SIGTERM)
         self._later(_KILL_SECONDS, self._kill_driver)
@@ -203,19 +185,6 @@ class HorovodAttempt:
         """End horovodrun itself; its helpers, which lead sessions of their own, then end what is left of the ranks."""
         if self._process.poll() is None:
             self._process.kill()
-
-    def _later(self, seconds: float, action: Callable[[], None]) -> None:
-        self._timers.append((time.monotonic() + seconds, action))
-
-    def _wait_seconds(self) -> float | None:
-        return max(0.0, min(at for at, _ in self._timers) - time.monotonic()) if self._timers else None
-
-    def _run_timers(self) -> None:
-        now = time.monotonic()
-        due = [action for at, action in self._timers if at <= now]
-        self._timers = [timer for timer in self._timers if timer[0] > now]
-        for action in due:
-            action()
 
     def _close(self) -> None:
         if self._process.poll() is None:

@@ -1,14 +1,13 @@
-"""Build Horovod against the installed torch: `python -m phalanx.launch.horovod_build`. The wheel is kept for next time.
+"""Build Horovod against the installed torch: `python -m phalanx.launch.horovod_build`. The wheel is cached.
 
-Horovod's last release has no wheels, and its CMake files ask for C++14, which torch's headers left behind: the compiler
-is called through a wrapper whose last word on the standard wins. MPI is built in where its compiler and headers are.
-HOROVOD_* variables of the build that are set already are followed, such as HOROVOD_WITHOUT_MPI=1 or
+Horovod's last release has no wheels, and its CMake files ask for C++14, which torch's headers do not support: the
+compiler is called through a wrapper that appends the standard. MPI is built in where its compiler and headers are
+installed. HOROVOD_* variables of the build take precedence, such as HOROVOD_WITHOUT_MPI=1 or
 HOROVOD_GPU_OPERATIONS=NCCL.
 """
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -23,6 +22,7 @@ import time
 from pathlib import Path
 
 from phalanx.errors import PhalanxError, UsageError
+from phalanx.host.files import replace_file
 
 VERSION = "0.28.1"
 _FLAGS = "-std=c++20 -O2 -g0 -w"
@@ -35,17 +35,20 @@ _DEFAULTS = {
 _OF_THE_BUILD = re.compile(
     r"HOROVOD_(WITH_|WITHOUT_|BUILD_|GPU|CPU_|CUDA_|NCCL_|ROCM_|CMAKE$|DEBUG$|ALLOW_MIXED_GPU_IMPL$)"
 )
-"""What Horovod's setup and CMake files read; other variables, such as HOROVOD_LOG_LEVEL, are for runs."""
-_OPPOSITES = ("TENSORFLOW", "MXNET", "MPI")
+"""Variables that Horovod's setup and CMake files read; others, such as HOROVOD_LOG_LEVEL, are for runs."""
+_ERROR = re.compile(r"CMake Error|: (fatal )?error:|undefined reference")
+"""What a compiler, a linker or CMake writes in the line that says why it stopped."""
 _SAY_EVERY = 20.0
 _LOG_LINES = 12
 
 
 def main() -> int:
-    """Install Horovod from the kept wheel, or build it first; return the exit code."""
+    """Install Horovod from the cached wheel, or build it first; return the exit code."""
     try:
         wheel = kept_wheel() or build()
-        install(wheel)
+        # By force: a Horovod of the same version that was built against another torch would count as installed.
+        _pip_install(wheel, "--force-reinstall", "--no-deps")
+        _pip_install(wheel, f"torch=={torch_version()}")
     except PhalanxError as error:
         print(f"phalanx: {error}", file=sys.stderr)
         return error.exit_code
@@ -54,44 +57,38 @@ def main() -> int:
 
 
 def settings() -> dict[str, str]:
-    """Return the HOROVOD_* variables of the build: ours, then those that are set. Those of runs change no wheel."""
+    """Return the HOROVOD_* variables of the build: the defaults, overridden by those of the environment."""
     given = {name: value for name, value in os.environ.items() if _OF_THE_BUILD.match(name)}
     mpi = "HOROVOD_WITH_MPI" if _has_mpi() else "HOROVOD_WITHOUT_MPI"
     chosen = {**_DEFAULTS, mpi: "1", **given}
-    for name in _OPPOSITES:
-        if f"HOROVOD_WITH_{name}" in given:
-            chosen.pop(f"HOROVOD_WITHOUT_{name}", None)
-        if f"HOROVOD_WITHOUT_{name}" in given:
-            chosen.pop(f"HOROVOD_WITH_{name}", None)
+    for name in ("TENSORFLOW", "MXNET", "MPI"):
+        for word, opposite in (("WITH", "WITHOUT"), ("WITHOUT", "WITH")):
+            if f"HOROVOD_{word}_{name}" in given:
+                chosen.pop(f"HOROVOD_{opposite}_{name}", None)
     return chosen
 
 
 def _has_mpi() -> bool:
-    """Whether MPI can be compiled against: its compiler alone, which comes with mpirun, will not do."""
+    """Whether MPI can be compiled against: its compiler comes with mpirun, its headers may be missing."""
     compiler = shutil.which("mpicxx")
-    return compiler is not None and _finds_header(compiler)
-
-
-@functools.cache
-def _finds_header(compiler: str) -> bool:
-    words = [compiler, "-x", "c++", "-include", "mpi.h", "-fsyntax-only", os.devnull]
-    return subprocess.run(words, capture_output=True, check=False).returncode == 0
+    words = ["-x", "c++", "-include", "mpi.h", "-fsyntax-only", os.devnull]
+    return compiler is not None and subprocess.run([compiler, *words], capture_output=True, check=False).returncode == 0
 
 
 def installed_library() -> Path | None:
-    """Return the compiled half of the Horovod that is installed, if any; nothing is imported."""
+    """Return the shared library of the installed Horovod, if any, without importing it."""
     found = importlib.util.find_spec("horovod")
     folders = [] if found is None else found.submodule_search_locations or []
     return next((library for folder in folders for library in sorted(Path(folder).glob("*/mpi_lib*.so"))), None)
 
 
 def speaks_mpi(library: Path) -> bool:
-    """Whether a Horovod was built with MPI: told by what it calls, as loading it would load torch."""
+    """Whether a Horovod was built with MPI: read from its symbols, because loading it would load torch."""
     return b"MPI_Init_thread" in library.read_bytes()
 
 
 def wheel_folder() -> Path:
-    """Return where the wheel for this torch, Python, machine and settings is kept."""
+    """Return the cache folder of the wheel for this torch, Python, machine and settings."""
     what = [VERSION, torch_version(), sys.implementation.cache_tag, platform.machine(), _FLAGS, _compiler_name()]
     what += [f"{name}={value}" for name, value in sorted(settings().items())]
     key = hashlib.sha256("\n".join(map(str, what)).encode()).hexdigest()[:16]
@@ -100,7 +97,7 @@ def wheel_folder() -> Path:
 
 
 def torch_version() -> str:
-    """Return the version of the torch that Horovod is to be built against, without importing it."""
+    """Return the version of the installed torch without importing it."""
     try:
         return importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
@@ -108,12 +105,12 @@ def torch_version() -> str:
 
 
 def kept_wheel() -> Path | None:
-    """Return the wheel that an earlier build left, if any."""
+    """Return the wheel of an earlier build, if any."""
     return next(iter(sorted(wheel_folder().glob("horovod-*.whl"))), None)
 
 
 def build() -> Path:
-    """Compile the wheel, put it where `kept_wheel` finds it, and return it."""
+    """Compile the wheel, put it into the cache, and return it."""
     compiler = _check_tools()
     folder = wheel_folder()
     folder.mkdir(parents=True, exist_ok=True)
@@ -125,18 +122,8 @@ def build() -> Path:
         command += ["--wheel-dir", scratch, f"horovod=={VERSION}"]
         _run(command, {**os.environ, **_build_environment(wrapper)}, log)
         built = next(Path(scratch).glob("horovod-*.whl"))
-        partial = folder / f".{built.name}.{os.getpid()}"
-        shutil.copy(built, partial)
-        kept = folder / built.name
-        partial.replace(kept)
-    return kept
-
-
-def install(wheel: Path) -> None:
-    """Install the wheel and what it needs; torch stays as it is."""
-    # By force: one of the same version that was built against another torch would pass for this one.
-    _pip_install(wheel, "--force-reinstall", "--no-deps")
-    _pip_install(wheel, f"torch=={torch_version()}")
+        replace_file(folder / built.name, built.read_bytes())
+    return folder / built.name
 
 
 def _pip_install(wheel: Path, *words: str) -> None:
@@ -151,7 +138,7 @@ def _compiler_name() -> str:
 
 
 def _check_tools() -> str:
-    """Refuse to begin what cannot end: a compiler, CMake and setuptools must be there."""
+    """Return the compiler; UsageError where it, CMake, setuptools or pip is missing."""
     compiler = shutil.which(_compiler_name())
     missing = [] if compiler else [f"a C++ compiler ({_compiler_name()})"]
     missing += [] if shutil.which("cmake", path=_tool_path()) else ["cmake"]
@@ -169,12 +156,12 @@ def _check_tools() -> str:
 
 
 def _tool_path() -> str:
-    """Return where programs are looked for: an environment's own CMake will do, though nobody activated it."""
+    """Return the PATH with the Python environment's own programs first: it need not be activated."""
     return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
 
 
 def _write_wrapper(folder: Path, compiler: str) -> Path:
-    """Write the compiler that Horovod's CMake is given: the real one, with the last word on what it asks for."""
+    """Write a compiler for Horovod's CMake: the real one with `_FLAGS` after all other options."""
     wrapper = folder / "cxx"
     wrapper.write_text(f'#!/bin/sh\nexec "{compiler}" "$@" {_FLAGS}\n')
     wrapper.chmod(0o755)
@@ -186,9 +173,9 @@ def _build_environment(wrapper: Path) -> dict[str, str]:
         **settings(),
         "CXX": str(wrapper),
         "PATH": _tool_path(),
-        # Not what a make around us has set: without a number of jobs the compiler would use one core.
+        # Overrides a calling make's value: without a number of jobs one core would be used.
         "MAKEFLAGS": f"-j{len(os.sched_getaffinity(0))}",
-        # Newer CMakes refuse files that were written for old ones, unless told which they may take them for.
+        # Newer CMakes refuse files written for old versions unless this is set.
         "CMAKE_POLICY_VERSION_MINIMUM": os.environ.get("CMAKE_POLICY_VERSION_MINIMUM", "3.5"),
         "PIP_DISABLE_PIP_VERSION_CHECK": "1",
     }
@@ -213,17 +200,12 @@ def _run(command: list[str], environment: dict[str, str], log: Path) -> None:
 
 
 def _explain(text: str) -> str:
-    """Say in words what pip's log says in many lines, where the cause is a common one."""
+    """Return the cause from pip's log: a failed download, the first error, or the last lines."""
     if "No matching distribution found" in text or "NewConnectionError" in text or "ProxyError" in text:
         return f"  pip could not download horovod=={VERSION}: is the network, or the index that pip is told, reachable?"
     lines = text.splitlines()
-    first = next((number for number, line in enumerate(lines) if _is_error(line)), None)
+    first = next((number for number, line in enumerate(lines) if _ERROR.search(line)), None)
     return _last_lines(text) if first is None else _last_lines("\n".join(lines[first : first + _LOG_LINES]))
-
-
-def _is_error(line: str) -> bool:
-    """Whether a compiler, a linker or CMake says in this line what stopped it."""
-    return "CMake Error" in line or ": error:" in line or ": fatal error:" in line or "undefined reference" in line
 
 
 def _last_lines(text: str) -> str:

@@ -1,14 +1,14 @@
-"""horovodrun as a child of ours: what it always does, but it never outlives who started it."""
+"""horovodrun as a child process that ends with the launcher."""
 
 from __future__ import annotations
 
 import os
 
-from phalanx.launch.process import die_with
+from phalanx.host.processes import die_with
 
 
 def bind_to_loopback() -> None:
-    """Have Horovod's own servers listen on loopback: they take every interface, also where all ranks are here."""
+    """Let Horovod's own servers listen on loopback: by default they listen on every interface."""
     from horovod.runner.util import network
 
     find_port = network.find_port
@@ -16,17 +16,17 @@ def bind_to_loopback() -> None:
 
 
 def main(parent: int, loopback: bool = False) -> None:
-    """Run horovodrun with the words that follow; when it is gone, its helpers end their ranks.
+    """Run horovodrun with this process's arguments; when it has ended, its helper processes end their ranks.
 
-    It may become a shell that starts mpirun, which would go on: then the ranks see to their end themselves.
+    It may replace itself by a shell that starts mpirun, which outlives the launcher: then the ranks end themselves.
     """
     die_with(parent)
     os.environ.setdefault("PYTHONWARNINGS", "ignore::DeprecationWarning")
     if loopback:
-        bind_to_loopback()  # before the modules that take the function from there are imported
+        bind_to_loopback()  # before the import of modules that take a reference to the function
     from horovod.runner import launch
 
-    # It would import torch and all of itself in one more process, only to ask what it was built with.
-    # Ranks of a build without it say so themselves.
+    # It would import torch in one more process, only to find out what it was built with. Ranks of a build without it
+    # report that themselves.
     launch.gloo_built = launch.mpi_built = lambda verbose=False: True
     launch.run_commandline()

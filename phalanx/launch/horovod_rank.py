@@ -22,7 +22,7 @@ from phalanx.errors import EXIT_PREEMPTED
 from phalanx.launch.group import stack_path
 from phalanx.launch.horovod_driver import bind_to_loopback
 from phalanx.launch.output import open_log
-from phalanx.launch.rank import leave, lift, run_to_end
+from phalanx.launch.rank import leave, lift, record_to_log, run_to_end
 from phalanx.launch.target import from_message, run_target
 from phalanx.observe.folders import make_private
 
@@ -46,7 +46,10 @@ def main() -> NoReturn:
     if request["loopback"]:
         bind_to_loopback()
     _prepare(request, launcher, log)
-    code = run_to_end(lambda: run_target(from_message(request["target"]), request["path"]), request, log)
+    code = run_to_end(
+        lambda: run_target(from_message(request["target"]), request["path"]),
+        lambda error: record_to_log(error, request, log),
+    )
     _tell(launcher, {"event": ENDED, "rank": rank, "code": code})
     # To horovodrun a rank that left with a checkpoint, as it was told to, has done well.
     leave(0 if code == EXIT_PREEMPTED else code)

@@ -10,17 +10,16 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from phalanx.config.hosts import Host, parse_hosts
 from phalanx.errors import UsageError
+from phalanx.host.processes import own_python
+from phalanx.host.signals import SignalInbox
 from phalanx.launch.environment import shared_environment, threads_per_rank
+from phalanx.launch.follower import run_attempts
 from phalanx.launch.horovod_attempt import HorovodAttempt
 from phalanx.launch.horovod_rank import network
-from phalanx.launch.policy import Restart, decide
-from phalanx.launch.process import own_python
-from phalanx.launch.signals import SignalInbox
-from phalanx.launch.spec import LaunchResult
 from phalanx.launch.target import to_message
 
 if TYPE_CHECKING:
@@ -28,7 +27,8 @@ if TYPE_CHECKING:
 
     from phalanx.config import DistributedConfig
     from phalanx.launch.console import Console
-    from phalanx.launch.spec import LaunchSpec
+    from phalanx.launch.policy import Outcome
+    from phalanx.launch.spec import LaunchResult, LaunchSpec, PlannedRanks
 
 _SCRIPT_SECONDS = 30.0
 
@@ -53,16 +53,13 @@ class HorovodRun:
     def launch(self, spec: LaunchSpec, console: Console) -> LaunchResult:
         """Run the target on the ranks and return when every one of them is gone."""
         hosts = self._machines()
-        number = 0
         with SignalInbox() as inbox:
-            while True:
+
+            def run_once(number: int) -> Outcome:
                 attempt = HorovodAttempt(spec, console, inbox, number, ranks=self.ranks, elastic=self.elastic)
-                outcome = attempt.run(self.command(spec, hosts, attempt.name), self._environment(spec, hosts, number))
-                decision = decide(outcome, attempt=number, max_restarts=spec.max_restarts)
-                if not isinstance(decision, Restart):
-                    return LaunchResult(outcome.exit_code, number + 1, outcome.failure)
-                console.notice(f"{outcome.failure}\n{decision.why}")
-                number += 1
+                return attempt.run(self.command(spec, hosts, attempt.name), self._environment(spec, hosts, number))
+
+            return run_attempts(spec, console, run_once)[1]
 
     def command(self, spec: LaunchSpec, hosts: Sequence[Host], events: str) -> list[str]:
         """Return horovodrun's whole command line."""
@@ -112,15 +109,7 @@ class HorovodRun:
         return parse_hosts(self.hosts) if self.hosts is not None else (Host("localhost", self.ranks),)
 
 
-class Ranks(Protocol):
-    """How many ranks there are to be."""
-
-    @property
-    def world_size(self) -> int:
-        """Ranks of the whole job."""
-
-
-def starter(config: DistributedConfig, layout: Ranks) -> HorovodRun:
+def starter(config: DistributedConfig, layout: PlannedRanks) -> HorovodRun:
     """Return what starts the ranks that the config asks for."""
     return HorovodRun(
         ranks=layout.world_size,

@@ -8,10 +8,10 @@ import socket
 import time
 from typing import TYPE_CHECKING
 
+from phalanx.errors import WarmProcessDiedError
+from phalanx.host.signed_store import VARIABLE
 from phalanx.launch import wire
 from phalanx.launch.environment import Place
-from phalanx.launch.signed_store import VARIABLE
-from phalanx.launch.warm import WarmProcessDiedError
 
 if TYPE_CHECKING:
     from phalanx.launch.failure import Failure

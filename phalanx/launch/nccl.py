@@ -10,7 +10,7 @@ from __future__ import annotations
 import socket
 from typing import TYPE_CHECKING, NamedTuple
 
-from phalanx.launch.interfaces import default_interface
+from phalanx.host.addresses import default_interface
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

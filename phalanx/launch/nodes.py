@@ -13,7 +13,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from phalanx.errors import PhalanxError, UsageError
-from phalanx.launch.signed_store import VARIABLE, sign_store
+from phalanx.host.signed_store import VARIABLE, sign_store
 from phalanx.launch.spec import split_endpoint
 
 if TYPE_CHECKING:

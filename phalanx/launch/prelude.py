@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from phalanx.host.reminders import MOMENTS, Reminder, in_words
 from phalanx.launch.preload import extra_modules
-from phalanx.launch.reminders import MOMENTS, Reminder, in_words
 
 if TYPE_CHECKING:
     from phalanx.launch.spec import LaunchSpec

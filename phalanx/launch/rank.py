@@ -8,7 +8,6 @@ import faulthandler
 import multiprocessing.process
 import os
 import signal
-import socket
 import sys
 import tempfile
 import threading
@@ -54,25 +53,29 @@ def run(request: wire.Message, descriptors: list[int]) -> NoReturn:
             call(request["prelude"])
         run_target(from_message(request["target"]), request["path"])
 
-    leave(run_to_end(be_the_rank, request, log))
+    leave(run_to_end(be_the_rank, lambda error: record_to_log(error, request, log)))
 
 
-def run_to_end(program: Callable[[], None], request: wire.Message, log: int | None) -> int:
-    """Run the rank's program and return its exit code; what ended it is recorded for the launcher.
-
-    `log`: where the traceback goes instead of stderr, of which the launcher shows a part.
-    """
+def run_to_end(program: Callable[[], None], record: Callable[[BaseException], None]) -> int:
+    """Run the rank's program and return its exit code; `record` gets the exception that ended it."""
     try:
         program()
     except BaseException as error:  # noqa: BLE001 - the program ends here, whatever ended it
         if not isinstance(error, SystemExit):
-            if log is not None:
-                _send_to_log(log)
-            record_exception(error, request)
+            record(error)
         elif error.code is not None and not isinstance(error.code, int):
             print(error.code, file=sys.stderr)
         return exit_code_of(error)
     return 0
+
+
+def record_to_log(error: BaseException, request: wire.Message, log: int | None) -> None:
+    """Record what ended the rank, with the traceback in the log instead of on stderr, which the launcher shows."""
+    if log is not None:
+        with contextlib.suppress(OSError, ValueError):
+            sys.stderr.flush()
+        os.dup2(log, 2)
+    record_exception(error, request)
 
 
 def _take_on(request: wire.Message, files: _Files, events: int) -> None:
@@ -90,7 +93,7 @@ def _take_on(request: wire.Message, files: _Files, events: int) -> None:
     _forget_the_warm_process()
     _use_scratch(request["scratch"])
     set_compute_threads(request["threads"])
-    announce_joining(socket.socket(fileno=os.dup(int(os.environ["PHALANX_EVENTS_FD"]))), request["rank"])
+    announce_joining(request["rank"])
 
 
 def _tell_launcher(rank: int, text: str) -> None:
@@ -122,13 +125,6 @@ def _use_scratch(folder: str) -> None:
     """Let multiprocessing keep its sockets where the launcher removes them even if this rank is killed."""
     os.makedirs(folder, 0o700, exist_ok=True)
     multiprocessing.process.current_process()._config["tempdir"] = folder  # type: ignore[attr-defined]
-
-
-def _send_to_log(log: int) -> None:
-    """Point stderr at the log file: from here on only the launcher speaks to the user."""
-    with contextlib.suppress(OSError, ValueError):
-        sys.stderr.flush()
-    os.dup2(log, 2)
 
 
 def leave(code: int) -> NoReturn:

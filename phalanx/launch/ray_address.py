@@ -1,4 +1,4 @@
-"""Whether an address leads to a Ray, found out within seconds: Ray itself would try for minutes, in its own words."""
+"""Check within seconds that an address leads to a Ray: Ray itself would retry for minutes."""
 
 from __future__ import annotations
 
@@ -18,62 +18,62 @@ _SETTINGS_FRAME = b"\x04"
 _HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0" + _SETTINGS_FRAME + b"\0" + b"\0\0\0\0"
 _CLIENT = ("Ray's client server", "/ray.rpc.RayletDriver/ClusterInfo")
 _HEAD = ("the head of a Ray cluster", "/ray.rpc.NodeInfoGcsService/GetClusterId")
-"""What answers at an address of each kind, and a call that it knows."""
+"""What listens at each kind of address, and a method that it has."""
 
 
 def check_address(address: str) -> None:
-    """Refuse an address that is malformed or where nobody listens, within seconds; Ray itself would try for minutes."""
+    """Refuse an address that is malformed or where no Ray listens."""
     if address in ("auto", "local"):
         return
     rest = address.removeprefix(SCHEME)
     if "://" in rest:
         scheme = rest.split("://")[0]
         raise UsageError(
-            f"address '{address}' begins with '{scheme}://', which is no way to reach Ray.",
+            f"address '{address}' begins with '{scheme}://', which Ray does not support.",
             hint="Write ray://head:10001 (Ray's client), head:6379 (from a machine of the cluster) or auto.",
         )
     host, separator, port = rest.rpartition(":")
     if not separator and address.startswith(SCHEME):
         host, port = rest, str(_CLIENT_PORT)
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
-        raise UsageError(f"address '{address}' is no host:port.", hint="Write it like ray://head:10001 or head:6379.")
+        raise UsageError(f"address '{address}' is not host:port.", hint="Write it like ray://head:10001 or head:6379.")
     _probe(address, host.strip("[]"), int(port))
 
 
 def started_on_this_machine() -> str:
-    """Return where the Ray listens that `ray start` started here last; no other's, who may have one for a run alone."""
+    """Return the address of the Ray that `ray start` started here last, not that of a Ray for a single run."""
     utils: Any = import_module("ray._private.utils")
     found: str | None = utils.read_ray_address()
     if found is None:
         raise UsageError(
             "address 'auto': `ray start` has started no Ray on this machine, or `ray stop` ended it",
-            hint="Start one with `ray start --head`, or leave address out for a local Ray of this run's own.",
+            hint="Start one with `ray start --head`, or leave address out for a local Ray.",
         )
     return found
 
 
 def _probe(address: str, host: str, port: int) -> None:
-    """See that somebody listens, speaks Ray's protocol, and knows Ray's words."""
+    """Check that a server listens, speaks gRPC, and knows a method of Ray."""
     encrypted = os.environ.get("RAY_USE_TLS") == "1"  # then Ray alone has the certificates to ask with
     try:
         with socket.create_connection((host, port), timeout=PROBE_SECONDS) as connection:
             speaks = encrypted or _speaks_grpc(connection)
     except OSError as error:
         why = "no answer" if isinstance(error, TimeoutError) else (error.strerror or str(error)).lower()
-        raise _nobody(
+        raise _no_ray(
             address, f"a connection to {host} port {port} was tried for up to {PROBE_SECONDS:g} s: {why}"
         ) from error
     if not speaks:
-        raise _nobody(address, f"what listens at {host} port {port} did not answer as Ray does in {PROBE_SECONDS:g} s")
+        raise _no_ray(address, f"what listens at {host} port {port} did not answer as Ray does in {PROBE_SECONDS:g} s")
     if not encrypted and find_spec("grpc") is not None:
         _ask(address, f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
 
 
 def _ask(address: str, target: str) -> None:
-    """Call what only Ray has; any answer but "no such method" is one of Ray's."""
+    """Call a method that only Ray has; any answer but "no such method" comes from Ray."""
     grpc: Any = import_module("grpc")  # carries no types
     what, method = _CLIENT if address.startswith(SCHEME) else _HEAD
-    directly = [("grpc.enable_http_proxy", 0)]  # as Ray itself goes, and as the connection before was made
+    directly = [("grpc.enable_http_proxy", 0)]  # as Ray itself connects
     with grpc.insecure_channel(target, options=directly) as channel:
         try:
             channel.unary_unary(method)(b"", timeout=PROBE_SECONDS)
@@ -84,11 +84,11 @@ def _ask(address: str, target: str) -> None:
                 grpc.StatusCode.UNAVAILABLE: f"broke off when it was asked for {what}'s answer",
             }
             if error.code() in but:
-                raise _nobody(address, f"what listens there speaks gRPC, but {but[error.code()]}") from error
+                raise _no_ray(address, f"what listens there speaks gRPC, but {but[error.code()]}") from error
 
 
 def _speaks_grpc(connection: socket.socket) -> bool:
-    """Greet as HTTP/2 clients do, and see whether a frame of settings comes back, as from any gRPC server."""
+    """Send the HTTP/2 preface; whether a settings frame comes back, as from any gRPC server."""
     connection.sendall(_HTTP2_GREETING)
     answer = b""
     try:
@@ -99,7 +99,7 @@ def _speaks_grpc(connection: socket.socket) -> bool:
     return answer[3:4] == _SETTINGS_FRAME
 
 
-def _nobody(address: str, tried: str) -> UsageError:
+def _no_ray(address: str, tried: str) -> UsageError:
     return UsageError(
         f"no Ray answers at {address} ({tried}).",
         hint="On the head node, `ray status` says whether Ray runs; ray:// is port 10001 of the head, host:port is "

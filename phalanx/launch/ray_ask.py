@@ -1,7 +1,7 @@
-"""What the raylet of a local Ray executes for a worker: ask the warm process for a fork, and be gone.
+"""The script that the raylet of a local Ray runs instead of a worker: request a fork from the warm process, then exit.
 
-A script that imports next to nothing, run as Ray runs its own two (`setup_worker.py` before a worker with a runtime
-environment, `default_worker.py` otherwise). Without a warm process those are executed instead.
+It imports almost nothing, and stands in for two scripts of Ray (`setup_worker.py` before a worker with a runtime
+environment, `default_worker.py` otherwise). Without a warm process it executes those.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import struct
 import sys
 
 WARM = "PHALANX_RAY_WARM"
-"""The variable that names the socket of the warm process."""
+"""The variable with the address of the warm process's socket."""
 _FORKED = b"+"
 
 
 def main() -> None:
-    """Hand over arguments, environment, folder and the three standard streams."""
+    """Send arguments, environment, folder and the three standard streams to the warm process."""
     if not _is_forked(os.environ.get(WARM, "")):
         become_rays_own(sys.argv[1:])
 
@@ -30,7 +30,9 @@ def _is_forked(address: str) -> bool:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as line:
         try:
             line.connect(address)
-            if not is_own(line):
+            # As host.processes.is_same_user: this script runs without the package.
+            peer = line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)  # process, user, group
+            if struct.unpack("3i", peer)[1] != os.geteuid():
                 return False
             socket.send_fds(line, [_FORKED], [body, 0, 1, 2])
             return line.recv(1) == _FORKED
@@ -38,15 +40,8 @@ def _is_forked(address: str) -> bool:
             return False
 
 
-def is_own(line: socket.socket) -> bool:
-    """Whether the other end is a process of the same user: the environment that travels here is nobody else's."""
-    credentials = struct.Struct("3i")  # pid, user, group
-    _, user, _ = credentials.unpack(line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, credentials.size))
-    return bool(user == os.geteuid())
-
-
 def become_rays_own(arguments: list[str]) -> None:
-    """Execute the script of Ray's that these arguments were meant for."""
+    """Execute Ray's script for these arguments."""
     ours, default = os.path.abspath(__file__), rays_own("default_worker.py")
     script = rays_own("setup_worker.py") if ours in arguments else default
     os.environ.pop(WARM, None)

@@ -1,4 +1,4 @@
-"""A Ray cluster for as long as it is needed: one that is there already, or a quiet local one that goes again."""
+"""Connect to a Ray cluster, or start a local one that ends with the run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_DISABLE_IMPORT_WARNING": "1",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    # Told by us in our own words, with the rank and its log; Ray would print paragraphs among the lines of the run.
+    # The launcher reports it with the rank and its log; Ray would print paragraphs between the lines of the run.
     "RAY_DEDUP_LOGS_SKIP_REGEX": "^A worker died or was killed while executing",
 }
 
@@ -33,18 +33,18 @@ class Cluster:
     """A Ray that this process is connected to."""
 
     name: str
-    """How to speak of it: "the local Ray", "the Ray cluster at head:6379"."""
+    """Its name in messages: "the local Ray", "the Ray cluster at head:6379"."""
     started_here: bool = False
     is_client: bool = False
     """Reached through ray://: this process is not a node of the cluster."""
 
     def nodes(self) -> list[dict[str, float]]:
-        """Return what each living machine has in all, busy or not."""
+        """Return the total resources of each live machine, used or not."""
         ray: Any = import_module("ray")  # some of its functions carry no types
         return [dict(node["Resources"]) for node in ray.nodes() if node["Alive"]]
 
     def free(self) -> dict[str, float]:
-        """Return what nobody uses at the moment."""
+        """Return the resources that are free at the moment."""
         ray: Any = import_module("ray")
         return dict(ray.available_resources())
 
@@ -57,19 +57,21 @@ def open_cluster(
     num_gpus: int | None = None,
     notice: Callable[[str], None] = lambda text: None,
 ) -> Iterator[Cluster]:
-    """Connect to the Ray at `address`, else to the one of RAY_ADDRESS, else start a local one; tidy up afterwards.
+    """Connect to the Ray at `address`, else to the one of RAY_ADDRESS, else start a local one; clean up afterwards.
 
     `address` is ray://host:port (Ray's client), host:port or "auto" (this machine is part of the cluster). A Ray that
     this process has initialised already is used as it is, and left alone.
     """
     with surroundings(_QUIET):
         if "ray" in sys.modules and sys.modules["ray"].is_initialized():
-            yield Cluster("the Ray that this process has joined", is_client=_is_client())
+            client: Any = import_module("ray.util.client").ray
+            yield Cluster("the Ray that this process has joined", is_client=bool(client.is_connected()))
             return
         address = address or os.environ.get("RAY_ADDRESS") or None
         if address is None:
-            with _local(num_cpus, num_gpus, notice) as cluster:
-                yield cluster
+            notice("starting a local Ray")
+            with local_ray(num_cpus, num_gpus):
+                yield Cluster("the local Ray", started_here=True)
             return
         with _connected(address, notice) as cluster:
             yield cluster
@@ -83,38 +85,27 @@ def _connected(address: str, notice: Callable[[str], None]) -> Iterator[Cluster]
         address = started_on_this_machine()
     check_address(address)
     notice(f"connecting to Ray at {address}")
-    _join_patiently(address, notice)
+    _join(address, notice)
     try:
         yield Cluster(f"the Ray cluster at {address}", is_client=address.startswith(SCHEME))
     finally:
         ray.shutdown()
 
 
-def _join_patiently(address: str, notice: Callable[[str], None]) -> None:
-    """Join, at the second try where the head was only slow."""
+def _join(address: str, notice: Callable[[str], None]) -> None:
+    """Connect; retry once where the head was too slow to start a server for this client."""
+    import ray
+
     for tries_left in (1, 0):
         try:
-            _join(address)
+            with own_sigterm():
+                ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
         except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
             if not tries_left or _BUSY_HEAD not in str(error):
                 raise _refused(address, error) from error
             notice(f"the head at {address} could not start a server for this client in time: trying once more")
         else:
             return
-
-
-def _join(address: str) -> None:
-    import ray
-
-    with own_sigterm():
-        ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
-
-
-@contextmanager
-def _local(num_cpus: float | None, num_gpus: int | None, notice: Callable[[str], None]) -> Iterator[Cluster]:
-    notice("starting a local Ray")
-    with local_ray(num_cpus, num_gpus):
-        yield Cluster("the local Ray", started_here=True)
 
 
 def _refused(address: str, error: Exception) -> UsageError:
@@ -133,7 +124,7 @@ def _refused(address: str, error: Exception) -> UsageError:
 def check_resources(
     cluster: Cluster, needed: Mapping[str, float], count: int = 1, *, placement: str = "pack", what: str = "workers"
 ) -> None:
-    """Refuse to start what the cluster's machines could never hold, even idle: Ray would wait for ever.
+    """Refuse workers that the cluster's machines could never hold, even idle: Ray would wait for ever.
 
     Each of `count` workers needs `needed` on one machine.
     """
@@ -155,7 +146,7 @@ def check_resources(
 
 
 def in_words(resources: Mapping[str, float]) -> str:
-    """Write resources as people say them: "1 CPU and 1 GPU"."""
+    """Write resources as text: "1 CPU and 1 GPU"."""
     words = [f"{amount:g} {name}" for name, amount in sorted(resources.items()) if amount]
     return " and ".join(words) or "nothing reserved"
 
@@ -166,15 +157,10 @@ def _how_many(node: Mapping[str, float], needed: Mapping[str, float]) -> int:
 
 
 def _of_all(nodes: list[dict[str, float]]) -> str:
-    """Sum up what counts, without Ray's own bookkeeping entries."""
+    """Return the sum over all machines as text, without Ray's internal entries."""
     total: dict[str, float] = {}
     for node in nodes:
         for name, amount in node.items():
             if ":" not in name and name not in ("memory", "object_store_memory"):
                 total[name] = total.get(name, 0.0) + amount
     return "together " + in_words(total) if total else "none with CPUs or GPUs to give"
-
-
-def _is_client() -> bool:
-    client: Any = import_module("ray.util.client").ray
-    return bool(client.is_connected())

@@ -1,6 +1,6 @@
-"""The actor in the cluster that runs Ray Train's controller and passes letters between the ranks and the launcher.
+"""The actor in the cluster that runs Ray Train's controller and passes messages between the ranks and the launcher.
 
-Letters are dicts with one key that says what they are: `output`, `event`, `record`, `begun`, `lost`, `ended`, `files`.
+Messages are dicts; the first key is the kind: `output`, `event`, `record`, `begun`, `lost`, `ended`, `files`.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
     from phalanx.launch.ray_worker import RankOrder
 
-Letter = dict[str, Any]
+Message = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Arrangement:
-    """What Ray Train is told of a run."""
+    """The settings of a run for Ray Train."""
 
     workers: int | tuple[int, int]
     resources: dict[str, float]
@@ -37,11 +37,11 @@ class Arrangement:
 
 
 class Conductor:
-    """Lives on the head node: when that goes, Ray goes."""
+    """Runs on the head node, without which Ray ends anyway."""
 
     def __init__(self, variables: dict[str, str]) -> None:
         os.environ.update(variables)  # not by Ray's runtime_env, for which it would start a fresh process
-        self._letters: list[Letter] = []
+        self._messages: list[Message] = []
         self._arrived = asyncio.Event()
         self._stop = asyncio.Event()
         self._reason = ""
@@ -49,27 +49,27 @@ class Conductor:
         self._controller: Any = None
 
     async def run(self, arrangement: Arrangement, order: RankOrder, data: Mapping[str, Any]) -> str:
-        """Let Ray Train run the order to its end; return what went wrong, or nothing."""
+        """Let Ray Train run the order; return the error, or an empty text."""
         myself = ray.get_runtime_context().current_actor
         return await asyncio.get_running_loop().run_in_executor(None, _fit, arrangement, order, dict(data), myself)
 
-    async def post(self, letters: list[Letter]) -> None:
-        """Take letters for the launcher."""
-        for letter in letters:
-            self._controller = letter.pop("controller", self._controller)
-        self._letters += letters
+    async def post(self, messages: list[Message]) -> None:
+        """Queue messages for the launcher."""
+        for message in messages:
+            self._controller = message.pop("controller", self._controller)
+        self._messages += messages
         self._arrived.set()
 
-    async def take(self, seconds: float) -> list[Letter]:
-        """Hand over the letters there are, or wait for some."""
-        if not self._letters:
+    async def take(self, seconds: float) -> list[Message]:
+        """Return the queued messages; wait up to `seconds` for the first."""
+        if not self._messages:
             try:
                 await asyncio.wait_for(self._arrived.wait(), seconds)
             except TimeoutError:
                 return []
         self._arrived.clear()
-        letters, self._letters = self._letters, []
-        return letters
+        messages, self._messages = self._messages, []
+        return messages
 
     async def begin(self, world_size: int) -> int:
         """Count an attempt (rank 0 asks) and return its number, from 0."""
@@ -78,26 +78,26 @@ class Conductor:
         return attempt
 
     async def ask_to_stop(self, reason: str) -> None:
-        """Let every rank know that it should stop at the next step boundary."""
+        """Request that every rank stops at the next step boundary."""
         self._reason = reason
         self._stop.set()
 
     async def stop_reason(self) -> str:
-        """Return why to stop, once somebody wishes it."""
+        """Wait until a stop is requested, and return the reason."""
         await self._stop.wait()
         return self._reason
 
     async def abort(self) -> None:
-        """End the run now: the controller first, so that its workers and their places are given back."""
+        """End the run now: the controller first, so that its workers and placement group are released."""
         if self._controller is not None:
             try:
                 await asyncio.wait_for(asyncio.shield(self._controller.abort.remote()), 10.0)
             except (TimeoutError, ray.exceptions.RayActorError):
-                # It leaves without an answer; that is what was asked for.
+                # It may end without an answer.
                 return
 
 
 def _fit(arrangement: Arrangement, order: RankOrder, data: dict[str, Any], conductor: Any) -> str:
-    from phalanx.launch.ray_fit import fit  # seconds of imports, and by then the conductor takes letters already
+    from phalanx.launch.ray_fit import fit  # takes seconds, while the conductor already accepts messages
 
     return fit(arrangement, order, data, conductor)

@@ -1,4 +1,4 @@
-"""Ray Train's own part of a run: its trainer, told what we want and whom to tell what happens."""
+"""The Ray Train trainer of a run, and callbacks that report to the conductor."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 
 
 class _SharedGpus(Backend):
-    """Ranks of one machine see all its GPUs, as under torchrun; the process group is theirs to form."""
+    """Ranks of one machine see all its GPUs, as under torchrun, and create the process group themselves."""
 
     share_cuda_visible_devices = True
 
     def on_start(self, worker_group: Any, backend_config: BackendConfig) -> None:
-        """Tell the launcher that Ray has placed the workers, and who controls them."""
+        """Report that Ray has placed the workers, and the controller actor."""
         if isinstance(backend_config, _Telling):
-            letter = {"placed": len(worker_group), "controller": ray.get_runtime_context().current_actor}
-            backend_config.conductor.post.remote([letter])
+            message = {"placed": len(worker_group), "controller": ray.get_runtime_context().current_actor}
+            backend_config.conductor.post.remote([message])
 
 
 @dataclass
@@ -44,7 +44,7 @@ class _Telling(BackendConfig):
 
 
 class _TellLosses(UserCallback):
-    """Tell the launcher which workers Ray has lost: a killed one leaves no word of its own."""
+    """Report the workers that Ray has lost: a killed one cannot report itself."""
 
     def __init__(self, conductor: Any) -> None:
         self._conductor = conductor
@@ -54,11 +54,11 @@ class _TellLosses(UserCallback):
         ray.get(self._conductor.post.remote([{"lost": lost}]))
 
 
-_TIDIER, _DEALER = "PlacementGroupCleanerCallback", "DatasetsCallback"
+_CLEANER, _DATASETS = "PlacementGroupCleanerCallback", "DatasetsCallback"
 
 
 class _Trainer(RaysTrainer):
-    """Ray's own, without the actors that a run does not need: each is a process that imports Ray Train first."""
+    """Ray's trainer without the actors that a run does not need: each is a process that imports Ray Train."""
 
     unneeded: tuple[str, ...] = ()
 
@@ -68,15 +68,15 @@ class _Trainer(RaysTrainer):
 
 
 def _unneeded(arrangement: Arrangement, data: dict[str, Any]) -> tuple[str, ...]:
-    """Name what nobody would miss: who deals data where there are none, and who tidies up what goes with the run.
+    """Return Ray Train's callbacks to drop: the datasets' without datasets, the cleaner's where Ray ends with the run.
 
-    The latter asks the dashboard every second, and where there is none keeps the run's end waiting for it.
+    The cleaner polls the dashboard every second, and delays the end of the run where there is none.
     """
-    return (*((_TIDIER,) if arrangement.own_ray else ()), *(() if data else (_DEALER,)))
+    return (*((_CLEANER,) if arrangement.own_ray else ()), *(() if data else (_DATASETS,)))
 
 
 def fit(arrangement: Arrangement, order: RankOrder, data: dict[str, Any], conductor: Any) -> str:
-    """Run the order on workers of Ray Train until it ends; return what went wrong, or nothing."""
+    """Run the order on workers of Ray Train; return the error, or an empty text."""
     trainer = _Trainer(
         run_rank,
         train_loop_config={"order": order, "conductor": conductor},

@@ -1,4 +1,4 @@
-"""Follow a run on Ray from outside: show its letters, keep its logs, name what failed, pass on Ctrl-C."""
+"""Follow a run on Ray: show its output and events, write its logs, report what failed, pass on Ctrl-C."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from phalanx.errors import EXIT_PREEMPTED, EXIT_USAGE, UsageError
+from phalanx.host.reminders import MOMENTS, Reminder, in_words
 from phalanx.launch.blame import RankExit, find_guilty
 from phalanx.launch.failure import Failure
+from phalanx.launch.follower import Follower
 from phalanx.launch.output import LineSplitter, log_path, log_tail
 from phalanx.launch.policy import WELL, stopped
 from phalanx.launch.ray_seats import Seats
 from phalanx.launch.record import record_path
-from phalanx.launch.reminders import MOMENTS, Reminder, in_words
 from phalanx.launch.report import explain
-from phalanx.launch.signals import SignalInbox
 from phalanx.launch.spec import CallTarget, LaunchResult
 from phalanx.observe.guard import Guard
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from phalanx.host.signals import SignalInbox
     from phalanx.launch.console import Console
     from phalanx.launch.ray_train import RayStarter, _Run
     from phalanx.launch.spec import LaunchSpec
@@ -33,12 +34,19 @@ _LOOK_SECONDS = 0.2
 _DEATH_LINES = 4
 
 
-class Follower:
-    """Runs once, in the caller's thread."""
+class RayFollower(Follower):
+    """Runs once. Messages and signals are polled for: Ray has no descriptor to wait on."""
 
-    def __init__(self, spec: LaunchSpec, console: Console, run: _Run, starter: RayStarter, began: float) -> None:
-        self._spec = spec
-        self._console = console
+    def __init__(
+        self,
+        spec: LaunchSpec,
+        console: Console,
+        inbox: SignalInbox,
+        run: _Run,
+        starter: RayStarter,
+        began: float,
+    ) -> None:
+        super().__init__(spec, console, inbox)
         self._run = run
         self._starter = starter
         self._began = began
@@ -52,41 +60,37 @@ class Follower:
         self._records: dict[int, dict[str, Any]] = {}
         self._ends: dict[int, tuple[int, str]] = {}
         self._failure: Failure | None = None
-        self._requested: signal.Signals | None = None
-        self._give_up_at: float | None = None
+        self._ended = False
+        self._given_up = False
 
     def follow(self) -> LaunchResult:
-        """Show the run until it has ended, or Ray itself has."""
+        """Follow the run until it, or Ray itself, has ended."""
         import ray
 
         try:
-            with SignalInbox() as inbox:
-                return self._follow(inbox)
+            self._follow()
+            if self._ended:
+                return self._result(ray.get(self._run.result))
+            ray.get(self._run.conductor.abort.remote())
+            return self._result("")
         except (ray.exceptions.RayError, ConnectionError) as error:
             return LaunchResult(1, self._attempt + 1, self._without_ray(str(error)))
         finally:
             self._seats.tidy()
+            self._selector.close()
 
-    def _follow(self, inbox: SignalInbox) -> LaunchResult:
+    def _wait(self) -> None:
         import ray
 
-        conductor, result = self._run.conductor, self._run.result
-        while True:
-            ended = bool(ray.wait([result], timeout=0)[0])
-            # Ranks end only after their last letter has arrived: once the result is there, no more will come.
-            while letters := ray.get(conductor.take.remote(0.0 if ended else _LOOK_SECONDS)):
-                for letter in letters:
-                    self._take(letter)
-                if not ended:
-                    break
-            if ended:
-                return self._result(ray.get(result))
-            for number in inbox.take():
-                self._take_signal(number)
-            if self._is_final():
-                ray.get(conductor.abort.remote())
-                return self._result("")
-            self._remind()
+        self._ended = bool(ray.wait([self._run.result], timeout=0)[0])
+        # Ranks end only after their last message has arrived: once the result is there, no more will come.
+        while messages := ray.get(self._run.conductor.take.remote(0.0 if self._ended else _LOOK_SECONDS)):
+            for message in messages:
+                self._take(message)
+            if not self._ended:
+                break
+        if not self._ended:
+            self._take_signals()
 
     def _without_ray(self, error: str) -> Failure:
         if "No module named 'phalanx'" in error:
@@ -96,10 +100,10 @@ class Follower:
             )
         return Failure(cause=f"lost {self._run.cluster.name}: {_in_short(error)}", exit_code=1)
 
-    # --- letters --------------------------------------------------------------------------------------------------
+    # --- messages --------------------------------------------------------------------------------------------------
 
-    def _take(self, letter: dict[str, Any]) -> None:
-        """Hand a letter to the method named after its first key."""
+    def _take(self, message: dict[str, Any]) -> None:
+        """Handle a message by its first key."""
         takers: dict[str, Callable[[dict[str, Any]], None]] = {
             "output": self._take_output,
             "log": self._take_log,
@@ -113,17 +117,17 @@ class Follower:
             "at": self._seats.take,
             "files": self._take_files,
         }
-        takers[next(iter(letter))](letter)
+        takers[next(iter(message))](message)
 
-    def _take_output(self, letter: dict[str, Any]) -> None:
-        rank: int = letter["rank"]
-        self._write_log(rank, letter["output"])
+    def _take_output(self, message: dict[str, Any]) -> None:
+        rank: int = message["rank"]
+        self._write_log(rank, message["output"])
         if rank == 0 or self._spec.console_ranks == "all":
-            for line in self._lines.split(rank, letter["output"]):
+            for line in self._lines.split(rank, message["output"]):
                 self._console.rank_output(rank, self._spec.label(rank), line)
 
-    def _take_log(self, letter: dict[str, Any]) -> None:
-        self._write_log(letter["rank"], letter["log"])
+    def _take_log(self, message: dict[str, Any]) -> None:
+        self._write_log(message["rank"], message["log"])
 
     def _write_log(self, rank: int, output: bytes) -> None:
         self._append(log_path(self._spec.log_dir, rank), output)
@@ -135,25 +139,25 @@ class Follower:
 
         self._folder.attempt(append)
 
-    def _take_event(self, letter: dict[str, Any]) -> None:
-        self._reminder = None  # from here on the ranks speak for themselves
-        event = letter["event"]
+    def _take_event(self, message: dict[str, Any]) -> None:
+        self._reminder = None  # from here on the ranks report progress
+        event = message["event"]
         self._console.handle(event)
-        if letter.get("keep") and event["event"] not in ("joining", "joined"):
+        if message.get("keep") and event["event"] not in ("joining", "joined"):
             line = json.dumps(event, separators=(",", ":")) + "\n"
             self._append(self._spec.log_dir.parent / "events.jsonl", line.encode())
 
-    def _take_record(self, letter: dict[str, Any]) -> None:
-        record = letter["record"]
+    def _take_record(self, message: dict[str, Any]) -> None:
+        record = message["record"]
         self._records[record["rank"]] = record
         path = record_path(self._spec.log_dir, record["rank"])
         self._folder.attempt(lambda: path.write_text(json.dumps(record)))
 
-    def _take_placed(self, letter: dict[str, Any]) -> None:
-        self._doing = f"waiting for {letter['placed']} workers to import torch and to join"
+    def _take_placed(self, message: dict[str, Any]) -> None:
+        self._doing = f"waiting for {message['placed']} workers to import torch and to join"
 
-    def _take_begun(self, letter: dict[str, Any]) -> None:
-        self._attempt, self._world_size = letter["begun"], letter["world_size"]
+    def _take_begun(self, message: dict[str, Any]) -> None:
+        self._attempt, self._world_size = message["begun"], message["world_size"]
         if self._attempt > 0:
             why = f"{self._failure}\n" if self._failure is not None else ""
             self._console.notice(
@@ -166,29 +170,29 @@ class Follower:
         for rank in range(self._starter.workers):
             record_path(self._spec.log_dir, rank).unlink(missing_ok=True)
 
-    def _take_lost(self, letter: dict[str, Any]) -> None:
-        self._failure = self._explain(letter["lost"])
+    def _take_lost(self, message: dict[str, Any]) -> None:
+        self._failure = self._explain(message["lost"])
         self._reminder = Reminder(time.monotonic(), (3.0, *MOMENTS))
         self._doing = "waiting for Ray to place the workers again"
 
-    def _take_ended(self, letter: dict[str, Any]) -> None:
-        self._ends[letter["rank"]] = letter["ended"], letter["host"]
+    def _take_ended(self, message: dict[str, Any]) -> None:
+        self._ends[message["rank"]] = message["ended"], message["host"]
 
-    def _take_files(self, letter: dict[str, Any]) -> None:
-        """Lay what a rank made elsewhere beside the payload, where the caller looks for it."""
+    def _take_files(self, message: dict[str, Any]) -> None:
+        """Write the files that a rank made on another machine next to the payload, where the caller reads them."""
         assert isinstance(self._spec.target, CallTarget), "only a call has a payload"
         folder = Path(self._spec.target.payload).parent
-        for name, content in letter["files"].items():
+        for name, content in message["files"].items():
             (folder / name).write_bytes(content)
-        for name, size in letter["left_out"].items():
-            if not (folder / name).exists():  # a rank of this machine may have left its own
-                self._console.notice(f"{name} ({size >> 20} MB) on {letter['host']} is too large to be sent back")
+        for name, size in message["left_out"].items():
+            if not (folder / name).exists():  # a rank of this machine may have written it
+                self._console.notice(f"{name} ({size >> 20} MB) on {message['host']} is too large to be sent back")
 
     # --- the end --------------------------------------------------------------------------------------------------
 
-    def _is_final(self) -> bool:
-        """Whether to end it from here: a mistake that a restart does not mend, or patience that has run out."""
-        if self._give_up_at is not None and time.monotonic() >= self._give_up_at:
+    def _is_over(self) -> bool:
+        """Whether the run has ended, or has to be ended from here: a usage error, or a time limit that has passed."""
+        if self._ended or self._given_up:
             return True
         if any(code == EXIT_USAGE for code, _ in self._ends.values()):
             self._failure = self._failure or self._explain({})
@@ -214,15 +218,15 @@ class Follower:
         return LaunchResult(EXIT_PREEMPTED if EXIT_PREEMPTED in codes else 0, attempts)
 
     def _explain(self, lost: dict[int, str]) -> Failure:
-        """Blame the guilty rank: by its own record where it left one, else by what Ray says of its death."""
+        """Find the rank that failed first: by its error record where there is one, else by what Ray reports."""
         badly = {rank for rank, (code, _) in self._ends.items() if code not in WELL}
         exits = [self._exit_of(rank) for rank in sorted({*self._records, *badly, *lost})]
         guilty = find_guilty(exits)
         if guilty.record is None and guilty.rank not in badly:
             return self._gone(guilty.rank, describe_death(lost[guilty.rank]))
         silent = set(range(self._world_size)) - {ended.rank for ended in exits}
-        if guilty.lost_peer and silent:  # all that spoke only lost another, so it is one that did not
-            return self._gone(min(silent), "it left no word: its process was killed, or its machine is gone")
+        if guilty.lost_peer and silent:  # all that reported only lost a peer, so it is one that did not report
+            return self._gone(min(silent), "it left no error: its process was killed, or its machine was lost")
         failure = explain(
             guilty,
             label=self._spec.label(guilty.rank),
@@ -254,21 +258,18 @@ class Follower:
         for rank, line in self._lines.rest():
             self._console.rank_output(rank, self._spec.label(rank), f"{line}\n")
 
-    # --- signals and patience -------------------------------------------------------------------------------------
+    # --- signals and reminders ------------------------------------------------------------------------------------
 
-    def _take_signal(self, number: signal.Signals) -> None:
-        if number == signal.SIGUSR1:
-            self._run.conductor.ask_to_stop.remote(number.name)
-        elif self._requested is not None:
-            self._give_up_at = time.monotonic()
-        else:
-            self._requested = number
-            self._give_up_at = time.monotonic() + (self._spec.grace_seconds if self._attempt >= 0 else 0.0)
-            again = " (Ctrl-C again to kill)" if number == signal.SIGINT else ""
-            self._console.notice(f"{number.name}: stopping the ranks{again}")
-            self._run.conductor.ask_to_stop.remote(number.name)
+    def _stop_ranks(self, number: signal.Signals, grace: float) -> None:
+        super()._stop_ranks(number, grace if self._attempt >= 0 else 0.0)
 
-    def _remind(self) -> None:
+    def _signal_ranks(self, number: int) -> None:
+        self._run.conductor.ask_to_stop.remote(signal.Signals(number).name)
+
+    def _kill_ranks(self) -> None:
+        self._given_up = True
+
+    def _check(self) -> None:
         now = time.monotonic()
         if self._reminder is not None and self._reminder.is_due(now):
             self._console.notice(f"{self._waiting()} for {in_words(now - self._reminder.began)}")
@@ -280,19 +281,19 @@ class Follower:
 
 
 _DEATHS = (
-    ("node has died", "its machine is gone"),
+    ("node has died", "its machine was lost"),
     ("out of memory", "its machine ran out of memory, and Ray killed it"),
     ("memory pressure", "its machine ran out of memory, and Ray killed it"),
-    ("worker process has died", "its process was killed: by somebody, or because memory ran out"),
+    ("worker process has died", "its process was killed: by another process, or because memory ran out"),
 )
-"""What is in Ray's words of a death, and what it means."""
+"""Parts of Ray's messages about a dead worker, and what they mean."""
 
 
 def describe_death(text: str) -> str:
-    """Say in few words how Ray thinks that a worker died."""
-    told = text.lower()
+    """Return in short how a worker died, from Ray's message."""
+    lowered = text.lower()
     for mark, meaning in _DEATHS:
-        if mark in told:
+        if mark in lowered:
             return meaning
     return next((line.strip() for line in text.splitlines() if line.strip()), "Ray gives no reason")
 

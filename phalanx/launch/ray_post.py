@@ -1,4 +1,4 @@
-"""What a rank on Ray prints and tells, collected and sent home a few times a second by a thread of its own."""
+"""Send a Ray rank's output and events to the launcher, from a thread, a few times per second."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _CHUNK = 1 << 16
 
 
 class Post:
-    """Collects what the rank prints and tells, and sends it home a few times a second."""
+    """Collects the rank's output and events, and sends them to the conductor."""
 
     def __init__(self, conductor: Any, rank: int, board: HeartbeatBoard) -> None:
         self._conductor = conductor
@@ -36,8 +36,8 @@ class Post:
         self._tell_at = 0.0
         self.last_words = ""
         self.keeps_events = False
-        """Whether the launcher is to write the run's events down: the rank's file is on another machine."""
-        self._letters: list[dict[str, Any]] = []
+        """Whether the launcher writes the run's events file: the rank's own is on another machine."""
+        self._messages: list[dict[str, Any]] = []
         self._lock = threading.Lock()
         self._output, self.output_end = os.pipe2(os.O_CLOEXEC)
         self._events, self.events_end = wire.socket_pair()
@@ -48,10 +48,10 @@ class Post:
         self._events.setblocking(False)
         self._thread.start()
 
-    def letter(self, letter: dict[str, Any]) -> None:
-        """Send one letter with the next batch."""
+    def send(self, message: dict[str, Any]) -> None:
+        """Send a message with the next batch."""
         with self._lock:
-            self._letters.append(letter)
+            self._messages.append(message)
 
     def close(self) -> None:
         """Send the rest and wait until it has arrived."""
@@ -68,7 +68,7 @@ class Post:
             selector.register(self._events, selectors.EVENT_READ)
             while not self._ended.is_set():
                 selector.select(_FLUSH_SECONDS * 2)
-                self._ended.wait(_FLUSH_SECONDS)  # what comes in one burst travels in one letter
+                self._ended.wait(_FLUSH_SECONDS)  # sends one burst in one message
                 self._deliver()
         self._deliver(wait=True)
 
@@ -78,11 +78,11 @@ class Post:
         self._read()
         self._tell_step()
         with self._lock:
-            letters, self._letters = self._letters, []
+            messages, self._messages = self._messages, []
         if wait and self.last_words:
-            letters.append({"log": self.last_words.encode(), "rank": self._rank})
-        if letters:
-            sent = self._conductor.post.remote(letters)
+            messages.append({"log": self.last_words.encode(), "rank": self._rank})
+        if messages:
+            sent = self._conductor.post.remote(messages)
             if wait:
                 ray.get(sent)
         if self._stop is not None and ray.wait([self._stop], timeout=0)[0]:
@@ -90,20 +90,20 @@ class Post:
             self._stop = None
 
     def _tell_step(self) -> None:
-        """Say now and then which step this is: should the machine go, it is all that is known."""
+        """Report the current step now and then: if the machine is lost, nothing else is known."""
         beat = self._board.read(self._rank)
         if beat is not None and beat.step != self._told and time.monotonic() >= self._tell_at:
             self._told, self._tell_at = beat.step, time.monotonic() + _STEP_SECONDS
-            self.letter({"at": beat.step, "rank": self._rank})
+            self.send({"at": beat.step, "rank": self._rank})
 
     def _read(self) -> None:
         output = b""
         while chunk := _read_some(self._output):
             output += chunk
         if output:
-            self.letter({"output": output, "rank": self._rank})
+            self.send({"output": output, "rank": self._rank})
         while data := _receive_some(self._events):
-            self.letter({"event": json.loads(data), "keep": self.keeps_events})
+            self.send({"event": json.loads(data), "keep": self.keeps_events})
 
 
 def _read_some(descriptor: int) -> bytes:
@@ -122,7 +122,7 @@ def _receive_some(connection: socket.socket) -> bytes:
 
 @contextmanager
 def correspondence(conductor: Any, rank: int, board: HeartbeatBoard) -> Iterator[Post]:
-    """Send home what is printed here, to whichever stream and from whatever library, and the events of the loop."""
+    """Send to the launcher what any library prints to stdout and stderr here, and the events of the loop."""
     post = Post(conductor, rank, board)
     before = [os.dup(1), os.dup(2)]
     streams = sys.stdout, sys.stderr

@@ -1,4 +1,4 @@
-"""Where each rank on Ray sits and which step it was last at: what is left to tell of one that was killed."""
+"""The machine and the last step of each rank on Ray: all that is known of one that was killed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from phalanx.observe.board import HeartbeatBoard
 
 @dataclass
 class Seat:
-    """One rank's machine, its heartbeats there, and the last step that it told of."""
+    """One rank's machine, its heartbeat file there, and the last step that it reported."""
 
     host: str
     board: Path
@@ -21,25 +21,25 @@ class Seat:
 
 
 class Seats:
-    """Kept by the launcher from the letters of the ranks."""
+    """Filled by the launcher from the messages of the ranks."""
 
     def __init__(self) -> None:
         self._seats: dict[int, Seat] = {}
 
-    def take(self, letter: dict[str, Any]) -> None:
-        """Take note of where a rank sits (`seat`) or of the step it is at (`at`)."""
-        if "seat" in letter:
-            self._seats[letter["seat"]] = Seat(letter["host"], Path(letter["board"]))
-        elif letter["rank"] in self._seats:
-            self._seats[letter["rank"]].step = letter["at"]
+    def take(self, message: dict[str, Any]) -> None:
+        """Note a rank's machine (`seat`) or its current step (`at`)."""
+        if "seat" in message:
+            self._seats[message["seat"]] = Seat(message["host"], Path(message["board"]))
+        elif message["rank"] in self._seats:
+            self._seats[message["rank"]].step = message["at"]
 
     def host(self, rank: int) -> str:
-        """Return the machine of a rank, or nothing where it never came to tell."""
+        """Return the machine of a rank, empty where it never reported."""
         seat = self._seats.get(rank)
         return seat.host if seat else ""
 
     def step(self, rank: int) -> int | None:
-        """Return the last step of a rank: by its heartbeats where they can be read here, else by its last letter."""
+        """Return the last step of a rank: by its heartbeats where they can be read here, else by its last message."""
         seat = self._seats.get(rank)
         if seat is None:
             return None
@@ -53,7 +53,7 @@ class Seats:
         return beat.step if beat else seat.step
 
     def tidy(self) -> None:
-        """Remove what killed ranks of this machine left behind, and forget all."""
+        """Remove the folders of killed ranks of this machine, and forget all ranks."""
         for seat in self._seats.values():
             if _is_here(seat):
                 shutil.rmtree(seat.board.parent.parent, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""What Ray finds and changes in the process around it: environment variables and the handler of SIGTERM."""
+"""Protect the calling process from Ray: environment variables and the handler of SIGTERM."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def surroundings(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables that the user has not set, and take them back."""
+    """Set environment variables that are not set, and unset them afterwards."""
     ours = {name: value for name, value in variables.items() if name not in os.environ}
     os.environ.update(ours)
     try:
@@ -26,7 +26,7 @@ def surroundings(variables: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def own_sigterm() -> Iterator[None]:
-    """Keep the handler of SIGTERM that was there: Ray's ends the process without a word."""
+    """Restore the handler of SIGTERM: Ray's ends the process silently."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

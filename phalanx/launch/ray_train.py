@@ -4,7 +4,7 @@
 2. A `Conductor` (an actor on the head node) runs Ray Train's controller, so that nothing of it depends on whether this
    process is part of the cluster or a client of it.
 3. Each worker (`ray_worker`) unpacks what travelled (`luggage`), becomes a rank and runs the target.
-4. Output, events and last words come back as letters; `ray_follow` shows them and says what failed.
+4. Output, events and error records come back as messages; `ray_follow` shows them and reports what failed.
 """
 
 from __future__ import annotations
@@ -14,39 +14,40 @@ import secrets
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from phalanx.config.engines import settings_of_start
 from phalanx.errors import UsageError
+from phalanx.host.signals import SignalInbox
 from phalanx.launch.luggage import pack
 from phalanx.launch.ray_cluster import check_resources, in_words, open_cluster
-from phalanx.launch.ray_follow import Follower
+from phalanx.launch.ray_follow import RayFollower
 
 if TYPE_CHECKING:
     from phalanx.config import DistributedConfig
     from phalanx.launch.console import Console
     from phalanx.launch.ray_cluster import Cluster
-    from phalanx.launch.spec import LaunchResult, LaunchSpec
+    from phalanx.launch.spec import LaunchResult, LaunchSpec, PlannedRanks
 
 _HEAD = {"node:__internal_head__": 0.001}
-"""What the node has that Ray calls its head."""
+"""A resource that only the head node has."""
 _TRAVELLING = ("PHALANX_", "NCCL_", "TORCH_", "GLOO_", "MLFLOW_", "HF_", "CUDA_LAUNCH_BLOCKING")
-"""Variables of this process that ranks on other machines see as well, by how they begin."""
+"""Prefixes of this process's variables that ranks on other machines get as well."""
 _FASTER = {
-    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",  # a report waits for the next look of the controller
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",  # the controller handles reports only at its next check
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
     "RAY_TRAIN_ENABLE_WORKER_STRUCTURED_LOGGING": "0",
     "RAY_TRAIN_METRICS_ENABLED": "0",
     "RAY_CHDIR_TO_TRIAL_DIR": "0",
 }
 _SOONER_FEWER = {"RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "10"}
-"""After a machine is gone Ray first asks for as many workers as before, and for fewer only when that has failed."""
+"""After the loss of a machine Ray first asks for as many workers as before, and for fewer only when that failed."""
 _ELASTIC_FAILURES = 3
 
 
 @dataclass(frozen=True)
 class RayStarter:
-    """What Ray alone needs to know."""
+    """The settings of Ray."""
 
     address: str | None
     workers: int
@@ -61,7 +62,7 @@ class RayStarter:
         return self.resources.get("GPU", 0) > 0
 
     def launch(self, spec: LaunchSpec, console: Console) -> LaunchResult:
-        """Run the target on Ray's workers and return when every one of them is gone."""
+        """Run the target on Ray's workers and return when all of them have ended."""
         began = time.monotonic()
         num_cpus = max(os.cpu_count() or 1, self.workers * self.resources.get("CPU", 1))
         with ExitStack() as held:
@@ -69,48 +70,37 @@ class RayStarter:
                 cluster = held.enter_context(open_cluster(self.address, num_cpus=num_cpus, notice=console.notice))
                 self._check_room(cluster)
                 connected = time.monotonic()
-                console.notice(f"{cluster.name}: ready after {connected - began:.1f} s; {self._wish()}")
+                console.notice(f"{cluster.name}: ready after {connected - began:.1f} s; {self._request()}")
                 run = held.enter_context(_Run(self, spec, cluster, console))
             except KeyboardInterrupt:
                 console.notice("SIGINT: stopped while Ray was starting; no rank had started")
                 raise
-            return Follower(spec, console, run, self, connected).follow()
+            with SignalInbox() as inbox:
+                return RayFollower(spec, console, inbox, run, self, connected).follow()
 
     def _check_room(self, cluster: Cluster) -> None:
-        """Refuse what never fits, unless the user has said how long machines may take to come."""
+        """Refuse what never fits, unless start_timeout says how long to wait for more machines."""
         if self.start_timeout is None:
             check_resources(cluster, self.resources, self.min_workers or self.workers, placement=self.placement)
 
-    def _wish(self) -> str:
+    def _request(self) -> str:
         count = f"{self.min_workers} to {self.workers}" if self.min_workers else str(self.workers)
         return f"asking for {count} worker{'s' * (self.workers > 1)} with {in_words(self.resources)} each"
 
     @property
     def variables(self) -> dict[str, str]:
-        """Settings of Ray Train that shorten its start, its reports and its second thoughts; the user's own stay."""
+        """Settings of Ray Train that shorten its start and its reports; those of the environment take precedence."""
         ours = _FASTER if self.min_workers is None else {**_FASTER, **_SOONER_FEWER}
         return {name: os.environ.get(name, value) for name, value in ours.items()}
 
     @property
     def max_failures(self) -> int | None:
-        """How many losses an elastic run survives when nobody said it."""
+        """Default number of losses that an elastic run survives."""
         return _ELASTIC_FAILURES if self.min_workers is not None else None
 
 
-class PlannedRanks(Protocol):
-    """What is known of the ranks before they start."""
-
-    @property
-    def device(self) -> str:
-        """Where they compute: cpu or cuda."""
-
-    @property
-    def world_size(self) -> int:
-        """How many there are."""
-
-
 def starter(config: DistributedConfig, layout: PlannedRanks) -> RayStarter:
-    """Return what the config asks of Ray."""
+    """Return the starter for a config."""
     resources = {"CPU": config.cpus_per_worker, **({"GPU": 1.0} if layout.device == "cuda" else {})}
     resources |= read_resources(config.resources_per_worker)
     return RayStarter(
@@ -129,7 +119,7 @@ def read_resources(text: str | None) -> dict[str, float]:
             value = -1.0
         if not separator or not name.strip() or value < 0:
             raise UsageError(
-                f"resources_per_worker = {text!r}: '{part}' is no name=amount.",
+                f"resources_per_worker = {text!r}: '{part}' is not name=amount.",
                 hint="Write it like 'GPU=0.5,big_memory=1'.",
             )
         found[name.strip()] = value
@@ -137,7 +127,7 @@ def read_resources(text: str | None) -> dict[str, float]:
 
 
 class _Run:
-    """The conductor of one launch, and the run that it conducts."""
+    """The conductor of one launch, and the result of its run."""
 
     def __init__(self, starter: RayStarter, spec: LaunchSpec, cluster: Cluster, console: Console) -> None:
         self._starter = starter
@@ -155,10 +145,10 @@ class _Run:
         from phalanx.launch.ray_conductor import Conductor
         from phalanx.launch.ray_worker import RankOrder
 
-        # DEFAULT: not in the places that a Tune trial around us has reserved for itself.
+        # DEFAULT: not in the placement group of a Tune trial that this process may belong to.
         actor = ray.remote(Conductor).options(num_cpus=0, resources=_HEAD, scheduling_strategy="DEFAULT")
         variables = self._starter.variables
-        if self._cluster.started_here:  # its one machine is given back by us: nobody has to be told before
+        if self._cluster.started_here:  # its one machine is not preempted by a scheduler of its own
             variables.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")  # an actor less to start
         self.conductor = actor.remote(variables)
         self._beacon.touch()
@@ -179,7 +169,7 @@ class _Run:
         starter = self._starter
         least = starter.min_workers
         folder = self._spec.log_dir.absolute()
-        folder = folder.parent if folder.name == "logs" else folder  # the run's own, where checkpoints are by default
+        folder = folder.parent if folder.name == "logs" else folder  # the run folder, with the checkpoints
         return Arrangement(
             workers=starter.workers if least is None else (least, starter.workers),
             resources=starter.resources,
@@ -195,16 +185,16 @@ class _Run:
         return self._spec.max_restarts or self._starter.max_failures or 0
 
     def _environment(self) -> dict[str, str]:
-        """Return what ranks see of this process's environment, wherever they are."""
+        """Return the variables of this process that ranks get on every machine."""
         own = {name: value for name, value in os.environ.items() if name.startswith(_TRAVELLING)}
         done = {f"PHALANX_{name.upper()}" for name in settings_of_start("ray")}
         launch = {"PHALANX_RUN_ID": self._spec.run_id}
         return {name: value for name, value in {**own, **self._spec.env, **launch}.items() if name not in done}
 
     def _threads(self) -> int | None:
-        """Return the compute threads of a rank; None on a Ray of our own: its machine's cores, shared evenly.
+        """Return the compute threads per rank; None on a local Ray: the machine's cores shared evenly.
 
-        On a cluster others may use the same machine: what was reserved is what a rank may use.
+        On a cluster, where other jobs may share the machine, a rank uses the CPUs that were reserved for it.
         """
         if self._spec.threads_per_rank is not None:
             return self._spec.threads_per_rank

@@ -1,7 +1,7 @@
-"""The warm process of a local Ray: imports Ray Train and torch once, then forks Ray's workers in milliseconds.
+"""The fork server of a local Ray: imports Ray Train and torch once, then forks Ray's workers in milliseconds.
 
-Ray starts some eight processes for a run, each of which would import the same for seconds. It runs as
-`python -m phalanx.launch.ray_warm <fd> <pid> <folder>`; `ray_ask` is what the raylet executes instead of a worker.
+Ray starts about eight processes per run, each of which would import the same modules for seconds. The raylet runs
+`ray_ask` instead of a worker.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from contextlib import contextmanager, suppress
 from importlib import import_module
 from typing import Any, NoReturn
 
+from phalanx.host.processes import die_with, is_same_user, set_name
 from phalanx.launch import ray_ask, wire
 from phalanx.launch.preload import import_one_by_one
-from phalanx.launch.process import die_with, set_name
 from phalanx.launch.warm import import_settings
 
 Job = Callable[[], None]
@@ -34,19 +34,19 @@ _SET_BY_RAY = ("PYTHONBREAKPOINT", "PYTHONUNBUFFERED")
 
 
 class RayWarm:
-    """Takes requests at a socket, one after the other; ends with the process that started it."""
+    """Serves requests at a socket, one after the other; ends with the process that started it."""
 
     def __init__(self, listener: socket.socket, owner: int, folder: str) -> None:
         self._listener = listener
         self._owner = os.pidfd_open(owner)
         self._folder = folder
         self._draw_apart: bool | None = None
-        """Whether forks draw different random numbers for Ray's ids; None: it has to be tried."""
+        """Whether forks draw different random ids for Ray; None: not tested yet."""
         self._settings = _settings()  # torch sets some itself when it is imported
 
     def serve(self) -> Job:
-        """Fork for whoever asks, between the imports too; return, in a fork, what it is to do."""
-        with _classes_named_by_the_kernel():
+        """Fork on request, between the imports too; returns in a fork, with what it has to run."""
+        with _class_ids_from_the_kernel():
             for _ in import_one_by_one(_MODULES):
                 self._draw_apart = None
                 while self._is_asked(0.0):
@@ -64,15 +64,15 @@ class RayWarm:
         return bool(ready)
 
     def _leave(self) -> NoReturn:
-        """End without having been told to: the owner was killed, and its Ray with it."""
-        if os.fork() == 0:  # the workers, which write there, end with the process that forked them
+        """End after the owner was killed, and its Ray with it."""
+        if os.fork() == 0:  # the workers, which write there, end together with their parent
             shutil.rmtree(self._folder, ignore_errors=True)
         os._exit(0)
 
     def _take(self) -> Job | None:
         line, _ = self._listener.accept()
         with line:
-            received = wire.receive(line) if ray_ask.is_own(line) else None
+            received = wire.receive(line) if is_same_user(line) else None
             if received is None:
                 return None
             request, streams = received
@@ -85,7 +85,7 @@ class RayWarm:
                 self._listener.close()
                 os.close(self._owner)
                 return lambda: _become(request, streams, self._settings if self._draw_apart else None)
-            with suppress(OSError):  # who asked was killed meanwhile; Ray will miss the worker and ask again
+            with suppress(OSError):  # the requester was killed meanwhile; Ray will start another worker
                 line.send(b"+")
         for stream in streams:
             os.close(stream)
@@ -93,10 +93,10 @@ class RayWarm:
 
 
 @contextmanager
-def _classes_named_by_the_kernel() -> Iterator[None]:
-    """Let classes of actors take their random ids from the kernel while they are defined.
+def _class_ids_from_the_kernel() -> Iterator[None]:
+    """Let actor classes take their random ids from the kernel while they are defined.
 
-    Ray's own generator must not have been used before the fork: from then on all forks would draw the same ids.
+    If Ray's own generator were used before the fork, all forks would draw the same ids.
     """
     actor: Any = import_module("ray.actor")
     usual: Any = actor.ActorClassID
@@ -127,7 +127,7 @@ def _drawn_in_a_fork() -> bytes:
 
 
 def _become(request: dict[str, Any], streams: list[int], imported_under: dict[str, str] | None) -> None:
-    """Turn this fresh fork into the worker that Ray meant; by Ray's own script where the fork will not do."""
+    """Turn this fork into the worker that Ray asked for; execute Ray's own script where the fork is not suitable."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ray.cancel interrupts by it
     gc.enable()
@@ -138,7 +138,7 @@ def _become(request: dict[str, Any], streams: list[int], imported_under: dict[st
     os.chdir(request["folder"])
     arguments = _worker_arguments(request["arguments"])
     if arguments is None or _settings() != imported_under:
-        _put_on(request["env"])  # as it came: Ray's script adds the variables of a runtime environment itself
+        _put_on(request["env"])  # unchanged: Ray's script adds the variables of a runtime environment itself
         ray_ask.become_rays_own(request["arguments"])
         return
     if "numpy" in sys.modules:
@@ -154,12 +154,12 @@ def _put_on(environment: dict[str, str]) -> None:
 
 
 def _settings() -> dict[str, str]:
-    """Return the variables that count while modules are imported, without those that Ray itself sets for workers."""
+    """Return the variables that matter at import time, without those that Ray itself sets for workers."""
     return {name: value for name, value in import_settings(os.environ).items() if name not in _SET_BY_RAY}
 
 
 def _worker_arguments(given: list[str]) -> list[str] | None:
-    """Take on a runtime environment of variables alone and return the worker's arguments; None: leave it to Ray."""
+    """Apply a runtime environment that has only variables and return the worker's arguments; None: leave it to Ray."""
     for_setup, arguments = _parted(given)
     if for_setup is None:
         return arguments
@@ -174,7 +174,7 @@ def _worker_arguments(given: list[str]) -> list[str] | None:
 
 
 def _parted(given: list[str]) -> tuple[dict[str, str] | None, list[str]]:
-    """Part what is for the setup of a worker, if it was to run before it, from what is for the worker."""
+    """Split the arguments into those of the setup script, if it was to run, and those of the worker."""
     ours = os.path.abspath(ray_ask.__file__)
     if ours not in given:
         return None, given
@@ -185,12 +185,12 @@ def _parted(given: list[str]) -> tuple[dict[str, str] | None, list[str]]:
 
 
 def main() -> None:
-    """Serve a process at a socket, and remove a folder that it leaves; the three are the arguments."""
+    """Serve a process at a socket, and remove its folder if it is killed; arguments: descriptor, process, folder."""
     descriptor, owner, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     listener = socket.socket(fileno=descriptor)
     listener.set_inheritable(False)
     set_name("phalanx-ray-warm")
-    # Nobody waits for the forks: Ray watches its workers by their sockets.
+    # The forks are not waited for: Ray watches its workers by their sockets.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)

@@ -1,4 +1,4 @@
-"""What a worker of Ray Train does: become a rank, run the target, and send home what happens."""
+"""What a worker of Ray Train runs: become a rank, run the target, send output and events to the launcher."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from phalanx.errors import EXIT_PREEMPTED
+from phalanx.host.addresses import free_port
 from phalanx.launch.environment import Place, rank_environment
 from phalanx.launch.joining import announce_joining
 from phalanx.launch.luggage import PAYLOAD_NAME, Luggage, unpack
 from phalanx.launch.preload import set_compute_threads
+from phalanx.launch.rank import run_to_end
 from phalanx.launch.ray_post import Post, correspondence
-from phalanx.launch.record import exit_code_of, read_record, record_exception
+from phalanx.launch.record import read_record, record_exception
 from phalanx.launch.scratch import close_scratch, open_scratch
 from phalanx.launch.spec import LaunchSpec
 from phalanx.launch.target import run_target
@@ -32,26 +34,26 @@ if TYPE_CHECKING:
 UNDER_RAY = "PHALANX_UNDER_RAY"
 """Set in ranks that this module started."""
 _MOST_RETURNED = 1 << 30
-"""Bytes of what a rank made that travel back to another machine."""
+"""Bytes of a rank's files that are sent back to another machine at most."""
 
 
 class RankLostError(RuntimeError):
-    """Ends the worker in Ray's eyes; its cause has been sent home already."""
+    """Raised so that Ray marks the worker failed; the error itself was already sent to the launcher."""
 
 
 @dataclass(frozen=True)
 class RankOrder:
-    """What every rank is to do."""
+    """What every rank runs."""
 
     luggage: Luggage
     env: dict[str, str]
     threads: int | None
-    """Compute threads of a rank; None: the cores of the machine shared evenly."""
+    """Compute threads per rank; None: the cores of the machine shared evenly."""
     max_restarts: int
 
 
 def run_rank(config: dict[str, Any]) -> None:
-    """Run the order on this worker; called by Ray Train, in a thread."""
+    """Run the order on this worker; Ray Train calls this in a thread."""
     order, conductor = config["order"], config["conductor"]
     scratch = open_scratch("ray")
     try:
@@ -65,27 +67,21 @@ def run_rank(config: dict[str, Any]) -> None:
 
 
 def _find_place(conductor: Any) -> tuple[Place, int, int]:
-    """Let rank 0 choose where the ranks meet, and tell the others."""
+    """Let rank 0 choose the address of the ranks' store, and broadcast it."""
     from ray.train.collective import broadcast_from_rank_zero
 
     ray: Any = import_module("ray")  # not all of it carries types
     context = ray.train.get_context()
     rank, world_size = context.get_world_rank(), context.get_world_size()
-    told: Any = None
+    chosen: Any = None
     if rank == 0:
         attempt = ray.get(conductor.begin.remote(world_size))
-        told = (ray.util.get_node_ip_address(), _free_port(), attempt)
-    host, port, attempt = broadcast_from_rank_zero(told)
+        chosen = (ray.util.get_node_ip_address(), free_port(), attempt)
+    host, port, attempt = broadcast_from_rank_zero(chosen)
     local_rank = context.get_local_rank()
     nodes = -(-world_size // context.get_local_world_size())
     place = Place(context.get_node_rank(), nodes, rank - local_rank, world_size, host, port)
     return place, local_rank, attempt
-
-
-def _free_port() -> int:
-    with socket.create_server(("", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
 
 
 class _Rank:
@@ -104,41 +100,33 @@ class _Rank:
         self._log_dir = scratch / "logs"
 
     def run(self) -> int:
-        """Run the target and return its exit code; whatever ended it is recorded."""
+        """Run the target and return its exit code; the exception that ended it is recorded."""
         self._log_dir.mkdir()
         path = board_path(self._log_dir, self._place.node_rank)
         board = HeartbeatBoard.create(path, self._place.world_size)
         with closing(board), correspondence(self._conductor, self.rank, board) as post:
-            post.letter({"seat": self.rank, "host": socket.gethostname(), "board": str(path)})
-            code = self._run_target(post)
+            post.send({"seat": self.rank, "host": socket.gethostname(), "board": str(path)})
+            code = run_to_end(lambda: self._run_target(post), lambda error: self._record(error, post))
             record = read_record(self._log_dir, self.rank)
             if record is not None:
-                post.letter({"record": record})
-            post.letter({"ended": code, "rank": self.rank, "host": socket.gethostname()})
+                post.send({"record": record})
+            post.send({"ended": code, "rank": self.rank, "host": socket.gethostname()})
         return code
 
-    def _run_target(self, post: Post) -> int:
-        try:
-            unpacked = unpack(self._order.luggage, self._scratch)
-            post.keeps_events = self.rank == 0 and not unpacked.in_place  # else the rank's own file is where it belongs
-            self._take_on(unpacked)
-            run_target(unpacked.target, sys.path)
-            if self.rank == 0 and unpacked.payload_folder is not None:
-                post.letter(made_beside(unpacked.payload_folder))
-        except BaseException as error:  # noqa: BLE001 - the rank ends here, whatever ended it
-            if not isinstance(error, SystemExit):
-                post.last_words = self._record(error)
-            elif error.code is not None and not isinstance(error.code, int):
-                print(error.code, file=sys.stderr)
-            return exit_code_of(error)
-        return 0
+    def _run_target(self, post: Post) -> None:
+        unpacked = unpack(self._order.luggage, self._scratch)
+        post.keeps_events = self.rank == 0 and not unpacked.in_place  # else the rank writes them itself
+        self._take_on(unpacked)
+        run_target(unpacked.target, sys.path)
+        if self.rank == 0 and unpacked.payload_folder is not None:
+            post.send(made_next_to(unpacked.payload_folder))
 
-    def _record(self, error: BaseException) -> str:
-        """Write the record, and return the traceback: it is for the log, the launcher reports the cause once."""
+    def _record(self, error: BaseException, post: Post) -> None:
+        """Write the record; the traceback goes to the log, because the launcher reports the cause once."""
         words = io.StringIO()
         with redirect_stderr(words):
             record_exception(error, {"rank": self.rank, "log_dir": str(self._log_dir)})
-        return words.getvalue()
+        post.last_words = words.getvalue()
 
     def _take_on(self, unpacked: Unpacked) -> None:
         """Become the rank: torchrun's variables, the user's folder and import path, the compute threads."""
@@ -159,23 +147,23 @@ class _Rank:
         os.environ[UNDER_RAY] = "1"
         os.chdir(unpacked.folder)
         sys.path[:] = [*unpacked.path, *(entry for entry in sys.path if entry not in unpacked.path)]
-        logging.getLogger("ray.train").setLevel(logging.WARNING)  # the loop itself says what was saved and where
+        logging.getLogger("ray.train").setLevel(logging.WARNING)  # the loop itself reports what was saved
         set_compute_threads(int(os.environ["OMP_NUM_THREADS"]))
-        announce_joining(socket.socket(fileno=os.dup(int(os.environ["PHALANX_EVENTS_FD"]))), self.rank)
+        announce_joining(self.rank)
 
 
-def made_beside(folder: Path, most: int = _MOST_RETURNED) -> dict[str, Any]:
-    """Return a letter with the files that the target left beside its payload, and the sizes of those too large for it.
+def made_next_to(folder: Path, most: int = _MOST_RETURNED) -> dict[str, Any]:
+    """Return a message with the files that the target wrote next to its payload, and the sizes of those too large.
 
-    The smallest go first: a history must not stay behind because of the weights beside it.
+    The smallest go first: a history must not be left out because of large weights.
     """
-    letter: dict[str, Any] = {"files": {}, "left_out": {}, "host": socket.gethostname()}
+    message: dict[str, Any] = {"files": {}, "left_out": {}, "host": socket.gethostname()}
     made = [path for path in folder.iterdir() if path.is_file() and path.name != PAYLOAD_NAME]
     for path in sorted(made, key=lambda path: path.stat().st_size):
         size = path.stat().st_size
         if size <= most:
-            letter["files"][path.name] = path.read_bytes()
+            message["files"][path.name] = path.read_bytes()
             most -= size
         else:
-            letter["left_out"][path.name] = size
-    return letter
+            message["left_out"][path.name] = size
+    return message

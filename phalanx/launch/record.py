@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from phalanx.errors import PhalanxError
+from phalanx.host.files import replace_file
 from phalanx.observe import board
 
 if TYPE_CHECKING:
@@ -57,7 +58,11 @@ def record_exception(error: BaseException, request: Message) -> None:
         "exit_code": exit_code_of(error),
         "traceback": lines,
     }
-    _write_whole(record_path(Path(request["log_dir"]), request["rank"]), record)
+    path = record_path(Path(request["log_dir"]), request["rank"])
+    try:
+        replace_file(path, json.dumps(record))
+    except OSError as problem:  # a full disk must not hide the exception that is being recorded
+        print(f"cannot write {path}: {problem}", file=sys.stderr)
     if isinstance(error, PhalanxError):
         print(error, file=sys.stderr)
     else:
@@ -103,16 +108,6 @@ def _is_ours(filename: str) -> bool:
 def _last_step(rank: int) -> int | None:
     beat = board.current().read(rank)
     return beat.step if beat else None
-
-
-def _write_whole(path: Path, record: dict[str, Any]) -> None:
-    """Write a file that is complete or absent. A full disk must not hide the exception that is being recorded."""
-    fresh = path.with_suffix(".new")
-    try:
-        fresh.write_text(json.dumps(record))
-        fresh.replace(path)
-    except OSError as problem:
-        print(f"cannot write {path}: {problem}", file=sys.stderr)
 
 
 def read_record(log_dir: Path, rank: int) -> dict[str, Any] | None:

@@ -73,6 +73,18 @@ Target = ScriptTarget | ModuleTarget | CallTarget
 _EMPTY: Mapping[str, str] = MappingProxyType({})
 
 
+class PlannedRanks(Protocol):
+    """What a starter uses of the layout (`phalanx.world.layout.Layout`)."""
+
+    @property
+    def device(self) -> str:
+        """Where ranks compute: cpu or cuda."""
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the whole job."""
+
+
 class Starter(Protocol):
     """Another system that starts ranks: what it alone needs to know, and how it runs a launch to its end."""
 

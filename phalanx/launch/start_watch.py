@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from phalanx.launch.reminders import Reminder
+from phalanx.host.reminders import Reminder
 
 if TYPE_CHECKING:
     from phalanx.launch.spec import LaunchSpec

@@ -1,7 +1,7 @@
-"""The process that hosts, or reaches, the store the ranks meet in: it lives as long as its supervisor's socket.
+"""The process that hosts, or connects to, the ranks' rendezvous store; it ends when its supervisor's socket closes.
 
-On one node it serves a TCPStore on a loopback socket the supervisor has already bound, so that no port is ever guessed
-and nothing outside the machine can connect. With several nodes it gathers them at the endpoint (see `nodes`).
+On one node it serves a TCPStore on a loopback socket that the supervisor has already bound, so that no port is guessed
+and no other machine can connect. With several nodes it gathers them at the endpoint (see `nodes`).
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _POLL_SECONDS = 0.2
 
 
 def serve(request: wire.Message, descriptors: list[int]) -> NoReturn:
-    """Be the store agent a supervisor asked for, until it closes its end."""
+    """Run as the store agent of a supervisor until it closes its end of the socket."""
     line = socket.socket(fileno=descriptors[0])
-    # A scheduler may signal every process of a job: the ranks need the store to take leave of each other.
+    # A scheduler may signal every process of a job: the ranks still need the store while they stop.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    _speak_to(request["log"])
+    _redirect_output(request["log"])
     if request["num_nodes"] == 1:
         _serve_one_node(line, descriptors[1])
     else:
@@ -33,8 +33,8 @@ def serve(request: wire.Message, descriptors: list[int]) -> NoReturn:
     os._exit(0)
 
 
-def _speak_to(path: str) -> None:
-    """Send torch's own words about lost connections to a file: they explain little and come at the worst time."""
+def _redirect_output(path: str) -> None:
+    """Write torch's messages about lost connections to a file: they explain little and would hide the report."""
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -45,8 +45,8 @@ def _serve_one_node(line: socket.socket, listener: int) -> None:
     from torch.distributed import TCPStore
 
     port = socket.socket(fileno=os.dup(listener)).getsockname()[1]
-    # libuv's server reads what comes: the plain one waits for the rest of a request, and every process of this machine
-    # could stop the run by sending half of one.
+    # The plain server blocks until a request is complete, so that any local process could stop the run with half a
+    # request; libuv's server does not.
     store = TCPStore(
         "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener, use_libuv=True
     )
@@ -71,7 +71,7 @@ def _serve_nodes(line: socket.socket, request: wire.Message) -> None:
 
 
 def _follow(line: socket.socket, nodes: NodeGroup) -> None:
-    """Do what the supervisor asks, and tell it what the other nodes do, until it closes."""
+    """Execute the supervisor's requests, and send it news of the other nodes, until it closes the socket."""
     line.settimeout(_POLL_SECONDS)
     while True:
         try:

@@ -5,24 +5,23 @@ from __future__ import annotations
 import secrets
 from typing import TYPE_CHECKING
 
-from phalanx.errors import UsageError
+from phalanx.errors import UsageError, WarmProcessDiedError
+from phalanx.host.signals import SignalInbox
+from phalanx.host.signed_store import VARIABLE
 from phalanx.launch.attempt import Attempt
 from phalanx.launch.console import Console, PlainConsole
 from phalanx.launch.environment import shared_environment
 from phalanx.launch.failure import Failure
+from phalanx.launch.follower import run_attempts
 from phalanx.launch.meeting import Meeting
-from phalanx.launch.policy import Outcome, Restart, decide
+from phalanx.launch.policy import Outcome
 from phalanx.launch.scratch import scratch_folder
-from phalanx.launch.signals import SignalInbox
-from phalanx.launch.signed_store import VARIABLE
 from phalanx.launch.spec import LaunchResult, LaunchSpec, check_endpoint
-from phalanx.launch.warm import WarmProcessDiedError, warm_process
+from phalanx.launch.warm import warm_process
 from phalanx.observe.folders import make_private
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    from phalanx.launch.warm import Session
 
 
 def launch(spec: LaunchSpec, console: Console | None = None, signals: SignalInbox | None = None) -> LaunchResult:
@@ -73,16 +72,13 @@ class _Launching:
         self._session.close()
 
     def run(self, signals: SignalInbox) -> LaunchResult:
-        number = 0
         with signals as inbox:
-            while True:
-                outcome = self._attempt(inbox, number)
-                decision = decide(outcome, attempt=number, max_restarts=self._spec.max_restarts)
-                if not isinstance(decision, Restart):
-                    _leave(self._meeting, self._session, outcome)
-                    return LaunchResult(outcome.exit_code, number + 1, outcome.failure)
-                self._console.notice(f"{outcome.failure}\n{decision.why}")
-                number += 1
+            outcome, result = run_attempts(self._spec, self._console, lambda number: self._attempt(inbox, number))
+            if self._meeting.has_met or not outcome.before_start:
+                self._meeting.leave()
+            if outcome.before_start:
+                self._session.abort()
+            return result
 
     def _attempt(self, inbox: SignalInbox, number: int) -> Outcome:
         attempt = self._new_attempt(inbox, number)
@@ -100,14 +96,6 @@ class _Launching:
 
     def _new_attempt(self, inbox: SignalInbox, number: int) -> Attempt:
         return Attempt(self._spec, self._console, self._session, self._meeting, inbox, number, self._scratch)
-
-
-def _leave(meeting: Meeting, session: Session, outcome: Outcome) -> None:
-    """Take leave of the agent and the other nodes; where nothing ran yet nobody is owed a goodbye."""
-    if meeting.has_met or not outcome.before_start:
-        meeting.leave()
-    if outcome.before_start:
-        session.abort()
 
 
 def _make_directory(path: Path) -> None:

@@ -10,10 +10,10 @@ import subprocess
 import threading
 from typing import TYPE_CHECKING
 
-from phalanx.errors import PhalanxError
+from phalanx.errors import WarmProcessDiedError
+from phalanx.host.processes import how_it_ended, own_python
 from phalanx.launch import wire
 from phalanx.launch.preload import PRELOAD, SINGLE_THREADED
-from phalanx.launch.process import how_it_ended, own_python
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -37,10 +37,6 @@ def import_settings(environ: Mapping[str, str]) -> dict[str, str]:
 
 _ANSWER_SECONDS = 0.5
 _END_SECONDS = 1.0
-
-
-class WarmProcessDiedError(PhalanxError):
-    """The process that forks the ranks is gone, and every rank with it."""
 
 
 class WarmProcess:
@@ -268,11 +264,6 @@ def prestart(env: Mapping[str, str] | None = None) -> None:
     `env`: what the launch will add to this process's environment.
     """
     warm_process({**os.environ, **(env or {})})
-
-
-def current_pid() -> int | None:
-    """Return the id of the warm process, or None when there is none."""
-    return None if _current is None else _current.pid
 
 
 def shutdown() -> None:

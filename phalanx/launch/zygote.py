@@ -17,9 +17,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NoReturn
 
+from phalanx.host.processes import die_with, kill_group, outlive_parent, send_signal, set_name
 from phalanx.launch import wire
 from phalanx.launch.preload import preload, preload_for
-from phalanx.launch.process import die_with, kill_group, outlive_parent, send_signal, set_name
 
 Job = Callable[[], NoReturn]
 

@@ -14,6 +14,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from phalanx.host.files import replace_file
+
 _ENTRY = struct.Struct("=qd")
 _NEVER = -1
 
@@ -44,9 +46,7 @@ class HeartbeatBoard:
     @classmethod
     def create(cls, path: Path, world_size: int) -> HeartbeatBoard:
         """Make an empty board for `world_size` ranks; an old one is left to those who still have it open."""
-        fresh = path.with_name(f"{path.name}.{os.getpid()}.new")
-        fresh.write_bytes(_ENTRY.pack(_NEVER, 0.0) * world_size)
-        fresh.replace(path)
+        replace_file(path, _ENTRY.pack(_NEVER, 0.0) * world_size)
         return cls(path)
 
     def beat(self, step: int) -> None:
@@ -57,10 +57,6 @@ class HeartbeatBoard:
         """Return the last beat of `rank`, or None when it never gave one."""
         step, when = _ENTRY.unpack_from(self._map, rank * _ENTRY.size)
         return None if step == _NEVER else Beat(step, when)
-
-    def read_all(self) -> list[Beat | None]:
-        """Return every rank's last beat, by global rank."""
-        return [self.read(rank) for rank in range(len(self._map) // _ENTRY.size)]
 
     def close(self) -> None:
         """Let go of the file."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import select
 import socket
@@ -81,3 +82,15 @@ def _is_socket(descriptor: int) -> bool:
         return stat.S_ISSOCK(os.fstat(descriptor).st_mode)
     except OSError:
         return False
+
+
+def announce(what: str, rank: int) -> None:
+    """Send "joining" or "joined": this rank enters or leaves its rendezvous."""
+    descriptor = os.environ.get(EVENTS_FD, "")
+    if not descriptor.isdecimal():
+        return
+    with socket.socket(fileno=os.dup(int(descriptor))) as events:
+        try:
+            events.send(json.dumps({"event": what, "rank": rank}).encode())
+        except (BrokenPipeError, ConnectionResetError):
+            return  # the launcher has ended, and this rank will be killed

@@ -12,6 +12,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from phalanx.host.files import replace_file
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
@@ -80,6 +82,4 @@ class Gate:
         return word
 
     def _write(self, word: dict[str, int]) -> None:
-        fresh = self.file.with_suffix(".new")
-        fresh.write_text(json.dumps(word), encoding="utf-8")
-        fresh.replace(self.file)
+        replace_file(self.file, json.dumps(word))

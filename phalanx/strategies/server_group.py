@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.comm.server import ParameterClient, Rules, ShardProcess, ShardSpec, StateSlots
-from phalanx.launch.interfaces import address_towards
+from phalanx.host.addresses import own_address
 
 if TYPE_CHECKING:
     from phalanx.comm.server import Placement
@@ -34,10 +34,11 @@ class ServerGroup:
         try:
             token = _draw_token(world)
             rules = Rules(world.world_size, config.resolved_server_mode, config.staleness or 0)
+            host = own_address(world.env.master_addr, one_machine=world.env.on_one_machine)
             for number in range(config.num_servers):
                 if owner(number, world.world_size, world.env.local_world_size) == world.rank:
                     spec = ShardSpec(number, placement, optimizer, rules, token, StateSlots())
-                    self.shards[number] = ShardProcess(spec, _own_address(world))
+                    self.shards[number] = ShardProcess(spec, host)
             addresses = [self._address(number) for number in range(config.num_servers)]
             self._client = ParameterClient(
                 addresses, token, placement, world.rank, patience=_PATIENCE_SECONDS, timeout=config.timeout
@@ -92,10 +93,3 @@ def owner(number: int, world_size: int, per_node: int) -> int:
     """Return the rank that starts a shard: machines take turns, and on each machine its ranks."""
     nodes = max(1, world_size // per_node)
     return number % nodes * per_node + number // nodes % per_node
-
-
-def _own_address(world: World) -> str:
-    """Return where this machine is reached by the other ranks; ranks of one machine never leave it."""
-    if world.env.on_one_machine:
-        return "127.0.0.1"
-    return address_towards(world.env.master_addr)

@@ -6,13 +6,13 @@ Classes and functions defined in `__main__` travel by value, so no script needs 
 from __future__ import annotations
 
 import dataclasses
-import os
 import sys
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from phalanx.errors import CheckpointError, DataError, ModelError, UsageError
+from phalanx.host.files import replacing
 from phalanx.launch import CallTarget, launch
 from phalanx.launch.scratch import close_scratch, open_scratch
 from phalanx.trainers.job import JobResult
@@ -105,10 +105,8 @@ def write_result(result: object, folder: Path) -> None:
 
 
 def _write(content: object, path: Path) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with temporary.open("wb") as file:
+    with replacing(path) as file:
         torch.save(content, file)
-    temporary.replace(path)
 
 
 def read_result(folder: Path) -> Any:

@@ -71,10 +71,6 @@ class Objective:
             return -math.inf
         return value if self.mode == "max" else -value
 
-    def is_better(self, value: float, other: float) -> bool:
-        """Whether one value is better than another."""
-        return self.goodness(value) > self.goodness(other)
-
     def missing(self, found: Iterable[str], who: str) -> UsageError:
         """Return the error for a trial that has not measured it; it lists what was."""
         names = sorted(set(found))

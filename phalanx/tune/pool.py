@@ -11,7 +11,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from phalanx.launch.signals import SignalInbox
+from phalanx.host.signals import SignalInbox
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

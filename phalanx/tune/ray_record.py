@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from phalanx.host.files import replace_file
 from phalanx.tune.suggest import stored
 from phalanx.tune.trial import State, Trial
 
@@ -104,6 +105,4 @@ def _last_line(error: Exception | None) -> str:
 
 def _write(path: Path, told: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = path.with_name(f"{path.name}.new")
-    fresh.write_text(json.dumps(told))
-    fresh.replace(path)
+    replace_file(path, json.dumps(told))

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from phalanx.errors import PhalanxError
-from phalanx.launch.signals import SignalInbox
+from phalanx.errors import TrialFailedError
+from phalanx.host.signals import SignalInbox
 from phalanx.tune.population import copy_checkpoints
 from phalanx.tune.ray_record import NUMBER, folder_of, forget_end, note_end, number_of, read_point, read_up
 from phalanx.tune.ray_verdict import Judge
@@ -34,10 +34,6 @@ if TYPE_CHECKING:
 
 ITERATION, ENDED = "iteration", "ended"
 _LOOK_SECONDS = 0.5
-
-
-class TrialFailedError(PhalanxError):
-    """A trial failed; the message is its cause."""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from phalanx.config import FIELDS, write_toml
-from phalanx.errors import PhalanxError
+from phalanx.errors import SearchFailedError
 from phalanx.tune.subject import OF_THE_TRIAL
 from phalanx.tune.table import ranked
 from phalanx.tune.trial import State
@@ -23,10 +23,6 @@ if TYPE_CHECKING:
 
 BEST_FILE = "best.toml"
 TRIALS_FILE = "trials.json"
-
-
-class SearchFailedError(PhalanxError):
-    """No trial came to anything."""
 
 
 @dataclass(frozen=True)

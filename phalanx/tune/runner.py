@@ -20,8 +20,8 @@ from phalanx.world.layout import plan_layout
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from phalanx.host.signals import SignalInbox
     from phalanx.launch import LaunchResult
-    from phalanx.launch.signals import SignalInbox
     from phalanx.tune.schedulers import Points
     from phalanx.tune.slots import Slot
     from phalanx.tune.subject import Subject

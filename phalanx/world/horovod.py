@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from phalanx.errors import UsageError
-from phalanx.launch.interfaces import VARIABLE, address_of_card, default_interface
+from phalanx.host.addresses import VARIABLE, address_of_card, default_interface
 from phalanx.world.env import write_horovod_env
 from phalanx.world.groups import forget_groups, open_loopback_store
 

@@ -1,7 +1,6 @@
 """What a rank does before TensorFlow is imported: find its place in the cluster, write TF_CONFIG, or serve.
 
-Ranks find free ports themselves and tell each other through the launcher's store. TensorFlow listens seconds later and
-takes no open socket, so ports are drawn from where the kernel gives none to those who ask for no number.
+Ranks choose free ports themselves and exchange them through the launcher's store.
 """
 
 from __future__ import annotations
@@ -9,14 +8,12 @@ from __future__ import annotations
 import atexit
 import importlib.util
 import os
-import random
-import socket
 import sys
-import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from phalanx.launch.joining import announce
+from phalanx.host.addresses import free_port, own_address
+from phalanx.observe.fdsink import announce
 from phalanx.observe.gate import Gate
 from phalanx.world.env import read_rank_env
 from phalanx.world.tf_config import ROLES_VARIABLE, VARIABLE, read_task, task_of
@@ -30,9 +27,6 @@ if TYPE_CHECKING:
     from phalanx.world.env import RankEnv
     from phalanx.world.tf_config import Task
 
-_PORTS = range(15000, 31000)
-"""Below what Linux hands out by itself."""
-_LANES = 16
 _QUIET = {"TF_CPP_MIN_LOG_LEVEL": "2", "TF_FORCE_GPU_ALLOW_GROWTH": "true"}
 _LEGACY = "TF_USE_LEGACY_KERAS"
 _KERAS_2, _KERAS_3 = "tf_keras.api._v2.keras", "keras._tf_keras.keras"
@@ -126,32 +120,9 @@ def _open_store(env: RankEnv) -> dist.Store:
 
 def _exchange_addresses(env: RankEnv, store: dist.Store) -> list[str]:
     """Publish where this rank will listen; return where all of them will."""
-    store.set(str(env.rank), f"{_own_address(env)}:{_free_port(env.local_rank)}")
+    host = own_address(env.master_addr, one_machine=env.local_world_size == env.world_size)
+    store.set(str(env.rank), f"{host}:{free_port(env.local_rank)}")
     return [store.get(str(rank)).decode() for rank in range(env.world_size)]
-
-
-def _free_port(local_rank: int) -> int:
-    """Return a port that nobody listens on; ranks of one machine look in different places."""
-    draw = random.Random(f"{os.getpid()} {time.time_ns()}")
-    first = _PORTS.start + (local_rank % _LANES) * (len(_PORTS) // _LANES)
-    while True:
-        port = draw.randrange(first, first + len(_PORTS) // _LANES)
-        with socket.socket() as probe:
-            try:
-                probe.bind(("", port))
-            except OSError:
-                continue
-        return port
-
-
-def _own_address(env: RankEnv) -> str:
-    """Return the address at which other ranks reach this machine."""
-    if env.local_world_size == env.world_size:
-        return "127.0.0.1"
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # sends nothing: asks which way packets would go
-        probe.connect((env.master_addr, env.master_port))
-        address: str = probe.getsockname()[0]
-        return address
 
 
 def _keep_to_own_gpu(env: RankEnv) -> None:

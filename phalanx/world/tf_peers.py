@@ -17,8 +17,8 @@ import time
 from typing import TYPE_CHECKING
 
 from phalanx.errors import CommunicationError
-from phalanx.launch.process import die_with, own_python
-from phalanx.launch.reminders import Reminder, in_words
+from phalanx.host.processes import die_with, own_python
+from phalanx.host.reminders import Reminder, in_words
 from phalanx.world.tf_config import read_task
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from phalanx.errors import UsageError
-from phalanx.launch.interfaces import loopback_environment, network_environment
-from phalanx.launch.signed_store import sign_store
+from phalanx.host.addresses import loopback_environment, network_environment
+from phalanx.host.signed_store import sign_store
 from phalanx.world import horovod
 from phalanx.world.env import RankEnv, export_rank_env, read_rank_env
 from phalanx.world.groups import forget_groups, open_loopback_store

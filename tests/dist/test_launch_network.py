@@ -10,8 +10,8 @@ from command import write_script
 from test_starters import run_together, srun_environments
 
 from phalanx.errors import CommunicationError
+from phalanx.host.signed_store import VARIABLE, sign_store
 from phalanx.launch.nodes import Census
-from phalanx.launch.signed_store import VARIABLE, sign_store
 
 HALF_A_REQUEST = """
 import os, socket, time

@@ -8,6 +8,7 @@ import time
 
 import psutil
 import pytest
+from ranks import warm_pid
 
 from phalanx.launch import warm
 
@@ -85,7 +86,7 @@ def test_ranks_do_not_share_unseeded_randomness(ranks):
 
 def test_the_warm_process_has_one_thread(ranks):
     ranks(os.getpid, world_size=1)
-    assert len(os.listdir(f"/proc/{warm.current_pid()}/task")) == 1
+    assert len(os.listdir(f"/proc/{warm_pid()}/task")) == 1
 
 
 def test_a_warm_process_is_used_only_under_the_settings_it_imported_torch_with(ranks):
@@ -96,9 +97,9 @@ def test_a_warm_process_is_used_only_under_the_settings_it_imported_torch_with(r
 
 def test_a_second_launch_uses_the_same_warm_process(ranks):
     ranks(os.getpid, world_size=1)
-    before = warm.current_pid()
+    before = warm_pid()
     ranks(os.getpid, world_size=1)
-    assert warm.current_pid() == before
+    assert warm_pid() == before
 
 
 def _fork_and_report():

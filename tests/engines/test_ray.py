@@ -29,7 +29,7 @@ from phalanx.launch.luggage import PAYLOAD_NAME
 from phalanx.launch.ray_address import check_address, started_on_this_machine
 from phalanx.launch.ray_follow import describe_death
 from phalanx.launch.ray_train import read_resources, starter
-from phalanx.launch.ray_worker import made_beside
+from phalanx.launch.ray_worker import made_next_to
 from phalanx.trainers.ray import split_hyperparameters
 from phalanx.world.layout import plan_layout
 
@@ -242,7 +242,7 @@ def test_fsdp_times_tensor_parallel_on_rays_workers_trains_what_it_trains_withou
     ("address", "words"),
     [
         ("http://head:8265", "begins with 'http://'"),
-        ("head", "is no host:port"),
+        ("head", "is not host:port"),
         ("ray://127.0.0.1:9", "no Ray answers at ray://127.0.0.1:9"),
     ],
 )
@@ -317,7 +317,7 @@ def test_a_head_that_breaks_off_is_not_told_as_one_that_took_too_long():
 
 def test_resources_are_read_and_mistakes_named():
     assert read_resources("GPU=0.5, big_memory=1") == {"GPU": 0.5, "big_memory": 1.0}
-    with pytest.raises(UsageError, match="'GPU:1' is no name=amount"):
+    with pytest.raises(UsageError, match="'GPU:1' is not name=amount"):
         read_resources("GPU:1")
 
 
@@ -341,14 +341,14 @@ def test_a_head_that_stays_busy_is_told_as_one_that_could_not_be_joined(monkeypa
     """The second try fails in the same words as the first would."""
     tries: list[str] = []
 
-    def join(address: str) -> None:
+    def join(address: str, **_: object) -> None:
         tries.append(address)
         raise ConnectionError("Starting Ray client server failed. See ray_client_server_23000.err")
 
-    monkeypatch.setattr(ray_cluster, "_join", join)
+    monkeypatch.setattr("ray.init", join)
     told: list[str] = []
     with pytest.raises(UsageError, match="could not be joined: Starting Ray client server failed"):
-        ray_cluster._join_patiently("ray://head:10001", told.append)
+        ray_cluster._join("ray://head:10001", told.append)
     assert (len(tries), len(told)) == (2, 1)
 
 
@@ -362,10 +362,10 @@ def test_deaths_of_workers_are_told_by_us_and_not_by_ray_too():
 def test_files_too_large_to_send_back_do_not_keep_the_small_ones(tmp_path):
     for name, size in {"weights.pt": 90, "result.pt": 30, PAYLOAD_NAME: 10}.items():
         (tmp_path / name).write_bytes(b"." * size)
-    letter = made_beside(tmp_path, most=100)
-    assert letter["files"] == {"result.pt": b"." * 30}
-    assert letter["left_out"] == {"weights.pt": 90}
-    assert set(made_beside(tmp_path, most=120)["files"]) == {"weights.pt", "result.pt"}
+    message = made_next_to(tmp_path, most=100)
+    assert message["files"] == {"result.pt": b"." * 30}
+    assert message["left_out"] == {"weights.pt": 90}
+    assert set(made_next_to(tmp_path, most=120)["files"]) == {"weights.pt", "result.pt"}
 
 
 @pytest.mark.parametrize(
@@ -377,7 +377,7 @@ def test_files_too_large_to_send_back_do_not_keep_the_small_ones(tmp_path):
             "killed by SIGKILL by OOM killer due to high memory usage.",
             "its process was killed",
         ),
-        ("The actor died because its node has died. Node Id: ab12", "its machine is gone"),
+        ("The actor died because its node has died. Node Id: ab12", "its machine was lost"),
         ("something new\nand more", "something new"),
     ],
 )

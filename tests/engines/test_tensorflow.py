@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 from command import ROOT, finish, phalanx, start
 from keras_parts import build_deadly, trainer, x, y
-
-from phalanx.launch import warm
+from ranks import warm_pid
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -235,7 +234,7 @@ def test_a_script_trains_around_parameter_servers(here):
     losses = [event["train_loss"] for event in told if event["event"] == "epoch"]
     assert losses[-1] < losses[0]
     assert told[0]["strategy"] == "tensorflow parameter-server"
-    assert len(os.listdir(f"/proc/{warm.current_pid()}/task")) == 1, "a thread would not survive the fork"
+    assert len(os.listdir(f"/proc/{warm_pid()}/task")) == 1, "a thread would not survive the fork"
 
 
 def test_the_classic_form_runs_as_it_is(mirrored):

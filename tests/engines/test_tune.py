@@ -13,10 +13,9 @@ import pytest
 from command import finish, phalanx, start
 from tune_parts import curve, ends_badly, returns_accuracy, train_line
 
-from phalanx.errors import PhalanxError, UsageError
+from phalanx.errors import PhalanxError, SearchFailedError, UsageError
 from phalanx.tune import DistributedTuner, choice, quniform, uniform
 from phalanx.tune.record import Record
-from phalanx.tune.results import SearchFailedError
 from phalanx.tune.trial import State
 
 pytest.importorskip("optuna", reason="optuna is not installed: pip install 'phalanx[tune]'")

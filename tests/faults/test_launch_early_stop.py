@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from ranks import RecordingConsole, run_script
+from ranks import RecordingConsole, run_script, warm_pid
 
 from phalanx.launch import LaunchSpec, ScriptTarget, prelude, warm
 from phalanx.launch.environment import Place
@@ -169,7 +169,7 @@ def test_a_warm_process_that_dies_during_a_stop_changes_nothing(tmp_path, warm_p
 
     def on_line(line):
         if next(waiting, None):
-            os.kill(warm.current_pid(), signal.SIGKILL)
+            os.kill(warm_pid(), signal.SIGKILL)
             os.kill(os.getpid(), signal.SIGTERM)
 
     console = RecordingConsole(on_line=on_line)

@@ -14,12 +14,13 @@ import psutil
 import pytest
 import torch
 from command import end, finish, start, write_script
-from ranks import RecordingConsole
+from ranks import RecordingConsole, warm_pid
 
 import phalanx
 from phalanx import PyTorchDDPTrainer
 from phalanx.errors import RankFailedError, UsageError
-from phalanx.launch import CallTarget, LaunchSpec, ScriptTarget, launch, reminders, start_watch, warm
+from phalanx.host import reminders
+from phalanx.launch import CallTarget, LaunchSpec, ScriptTarget, launch, start_watch, warm
 
 JOIN = """
 import os, sys, time
@@ -33,7 +34,7 @@ PACKAGE = Path(phalanx.__file__).parent
 
 
 def _assert_nothing_runs():
-    left = [child for child in psutil.Process().children(recursive=True) if child.pid != warm.current_pid()]
+    left = [child for child in psutil.Process().children(recursive=True) if child.pid != warm_pid()]
     assert left == []
 
 
@@ -289,8 +290,8 @@ def test_the_death_of_the_store_is_told_with_its_signal(launch_script):
 
 def test_a_dead_warm_process_is_replaced(launch_script):
     launch_script("pass")
-    os.kill(warm.current_pid(), 9)
-    psutil.Process(warm.current_pid()).wait(5)
+    os.kill(warm_pid(), 9)
+    psutil.Process(warm_pid()).wait(5)
     assert launch_script("pass").result.exit_code == 0
 
 

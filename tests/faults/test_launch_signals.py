@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from ranks import RecordingConsole
+from ranks import RecordingConsole, warm_pid
 
 from phalanx.launch import attempt, warm
 
@@ -146,7 +146,7 @@ def test_a_warm_process_that_is_stopped_does_not_keep_the_ranks_running(launch_s
         if line != "ready":
             pids.append(int(line))
         elif next(waiting):
-            os.kill(warm.current_pid(), signal.SIGSTOP)
+            os.kill(warm_pid(), signal.SIGSTOP)
             os.kill(os.getpid(), signal.SIGTERM)
 
     source = "import os, subprocess\nprint(subprocess.Popen(['sleep', '60']).pid, flush=True)\n" + SLEEPER

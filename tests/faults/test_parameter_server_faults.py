@@ -16,20 +16,12 @@ import pytest
 import torch
 from torch import nn
 
-from phalanx.comm.server import (
-    ParameterClient,
-    Placement,
-    Rules,
-    ServerError,
-    ShardProcess,
-    ShardSpec,
-    handshake,
-    plan_placement,
-)
+from phalanx.comm.server import ParameterClient, Placement, Rules, ShardProcess, ShardSpec, handshake, plan_placement
 from phalanx.comm.server.core import ShardCore
 from phalanx.comm.server.frames import Kind, receive, send
 from phalanx.comm.server.handshake import introduce
 from phalanx.comm.server.shard import _MAX_UNPROVEN
+from phalanx.errors import ServerError
 from phalanx.loop.formation import Formation
 
 if TYPE_CHECKING:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from phalanx import errors
+
 PACKAGE = Path(__file__).resolve().parents[2] / "phalanx"
 
 LAYERS = {
@@ -17,6 +19,7 @@ LAYERS = {
     "config": 0,
     "recipes": 1,
     "plan": 1,
+    "host": 1,
     "observe": 1,
     "launch": 1,
     "world": 2,
@@ -35,12 +38,17 @@ LAYERS = {
 SIDEWAYS = {
     ("config", "errors"),
     ("errors", "version"),
+    ("launch", "host"),
     ("launch", "observe"),
+    ("observe", "host"),
     ("__main__", "cli"),
     ("tune", "trainers"),
     ("strategies", "models"),
 }
-"""Neighbours of one layer that may know each other, in this direction only."""
+"""Packages of one layer of which the first may import the second."""
+PARENT_SIDE = "launch"
+RANK_SIDE = ("world", "comm", "strategies", "loop", "data", "checkpoint", "models")
+"""What runs in ranks does not import what starts them, although it stands above it; both may import host."""
 
 MAX_LINES = 400
 
@@ -77,6 +85,13 @@ def test_imports_point_down(path):
             continue
         allowed = LAYERS[other] < LAYERS[mine] or (mine, other) in SIDEWAYS
         assert allowed, f"{path.relative_to(PACKAGE)} (layer {LAYERS[mine]}) imports {name} (layer {LAYERS[other]})"
+
+
+@pytest.mark.parametrize("part", RANK_SIDE)
+def test_rank_side_packages_do_not_import_the_launcher(part):
+    for path in sorted((PACKAGE / part).rglob("*.py")):
+        found = [name for name in imports_of(path) if name.split(".")[1] == PARENT_SIDE]
+        assert not found, f"{path.relative_to(PACKAGE)} imports {found}"
 
 
 def test_no_import_cycles_at_run_time():
@@ -151,6 +166,22 @@ def test_the_command_line_imports_neither_torch_nor_numpy(words):
 def test_importing_phalanx_and_its_config_needs_no_torch():
     code = "import sys, phalanx; phalanx.DistributedConfig(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_every_public_error_is_defined_in_errors():
+    """The parent rebuilds an error of a rank by its name in `errors`; one defined elsewhere would lose its type."""
+    known = {"PhalanxError", *(name for name, kind in vars(errors).items() if _is_error(kind))}
+    for path in modules():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef) and path.name != "errors.py" and not node.name.startswith("_"):
+                bases = {
+                    base.attr if isinstance(base, ast.Attribute) else getattr(base, "id", "") for base in node.bases
+                }
+                assert not bases & known, f"{path.relative_to(PACKAGE)}: move {node.name} to errors.py"
+
+
+def _is_error(kind: object) -> bool:
+    return isinstance(kind, type) and issubclass(kind, errors.PhalanxError)
 
 
 def test_only_env_reads_rank_variables():

@@ -20,7 +20,6 @@ from phalanx.comm.topology import (
     numa_node,
     own_place,
     ring_order,
-    share_host,
     switch_path,
     with_switches,
 )
@@ -138,7 +137,6 @@ def test_hosts_and_ring_order():
     places = [Place(rank, name, rank // 4, place[name]) for rank, name in enumerate(names)]
     assert hosts(places) == [[0, 4], [1, 5], [2, 6], [3, 7]]
     assert ring_order(places) == [0, 4, 3, 7, 2, 6, 1, 5]
-    assert not share_host(places)
 
 
 def test_ranks_in_order_stay_in_order():

@@ -11,14 +11,14 @@ import pytest
 from ranks import RecordingConsole
 
 from phalanx.errors import UsageError
+from phalanx.host.gpus import _count_visible, count_gpus
 from phalanx.launch import CallTarget, Failure, LaunchSpec, ModuleTarget, PlainConsole, ScriptTarget
 from phalanx.launch.blame import RankExit, find_guilty
 from phalanx.launch.environment import threads_per_rank
-from phalanx.launch.gpus import _count_visible, count_gpus
 from phalanx.launch.memory import oom_kills
 from phalanx.launch.nodes import order_nodes
 from phalanx.launch.output import LineSplitter, OutputPump, RankLog, log_path
-from phalanx.launch.policy import Outcome, Restart, Stop, decide
+from phalanx.launch.policy import Outcome, may_restart
 from phalanx.launch.report import explain
 from phalanx.launch.spec import check_endpoint, split_endpoint
 from phalanx.launch.stacks import whereabouts
@@ -37,7 +37,7 @@ def _spec(tmp_path, **fields):
         ({"console_ranks": "1"}, "console_ranks is '1'"),
         ({"num_nodes": 2}, "need a place to meet"),
         ({"num_nodes": 2, "node_rank": 2, "rdzv_endpoint": "a:1"}, "node_rank is 2, but there are 2 nodes"),
-        ({"num_nodes": 2, "rdzv_endpoint": "a:port"}, "'a:port' is no host:port"),
+        ({"num_nodes": 2, "rdzv_endpoint": "a:port"}, "'a:port' is not host:port"),
     ],
 )
 def test_a_bad_spec_is_refused_at_once(tmp_path, fields, words):
@@ -87,18 +87,18 @@ def test_the_earliest_real_cause_is_guilty():
 
 
 @pytest.mark.parametrize(
-    ("outcome", "attempt", "decision"),
+    ("outcome", "attempt", "restarts"),
     [
-        (Outcome(0), 0, Stop),
-        (Outcome(1, Failure(cause="x", exit_code=1)), 0, Restart),
-        (Outcome(1, Failure(cause="x", exit_code=1)), 2, Stop),
-        (Outcome(2, Failure(cause="x", exit_code=2)), 0, Stop),
-        (Outcome(75), 0, Stop),
-        (Outcome(130, interrupted=True), 0, Stop),
+        (Outcome(0), 0, False),
+        (Outcome(1, Failure(cause="x", exit_code=1)), 0, True),
+        (Outcome(1, Failure(cause="x", exit_code=1)), 2, False),
+        (Outcome(2, Failure(cause="x", exit_code=2)), 0, False),
+        (Outcome(75), 0, False),
+        (Outcome(130, interrupted=True), 0, False),
     ],
 )
-def test_policy(outcome, attempt, decision):
-    assert isinstance(decide(outcome, attempt=attempt, max_restarts=2), decision)
+def test_policy(outcome, attempt, restarts):
+    assert may_restart(outcome, attempt=attempt, max_restarts=2) is restarts
 
 
 def test_memory_is_blamed_only_on_evidence(tmp_path):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from phalanx.host.reminders import MOMENTS, Reminder, in_words
 from phalanx.launch import LaunchSpec, ScriptTarget
 from phalanx.launch.prelude import IMPORT_MOMENTS, MACHINES_MOMENTS, Prelude
-from phalanx.launch.reminders import MOMENTS, Reminder, in_words
 from phalanx.launch.start_watch import StartWatch
 
 

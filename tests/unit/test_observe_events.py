@@ -14,7 +14,6 @@ import pytest
 
 from phalanx.observe import events
 from phalanx.observe.fdsink import EVENTS_FD, FdSink
-from phalanx.observe.log import rank_logger
 from phalanx.observe.sinks import JsonlSink
 from phalanx.observe.stream import EventStream
 
@@ -162,15 +161,8 @@ def test_a_descriptor_that_is_no_socket_is_left_alone(tmp_path):
     assert FdSink.from_environment({}) is None
 
 
-def test_log_lines_carry_the_rank_only_among_others(capsys):
-    rank_logger("r3 dp1", 4).info("ready %s", "now")
-    rank_logger("r0", 1).warning("alone")
-    assert capsys.readouterr().err == "[r3 dp1] INFO ready now\nWARNING alone\n"
-    assert len(rank_logger("r0", 1).handlers) == 1
-
-
 def test_observing_imports_neither_torch_nor_rich():
-    modules = "events stream fdsink sinks tensorboard mlflow log timing history console words"
+    modules = "events stream fdsink sinks tensorboard mlflow timing history console words"
     code = (
         "import sys, importlib\n"
         f"for name in {modules.split()}: importlib.import_module('phalanx.observe.' + name)\n"

@@ -10,13 +10,12 @@ import torch
 from phalanx import DistributedConfig
 from phalanx.comm.server.bundle import Bundle
 from phalanx.comm.server.contribution import Contribution, Rows, merge
-from phalanx.comm.server.frames import ServerError
 from phalanx.comm.server.optimizers import pattern_of, rebuild
 from phalanx.comm.server.parts import cut_gradient
 from phalanx.comm.server.placement import Piece
 from phalanx.comm.server.roster import Roster
 from phalanx.comm.server.saved import StateFile, StateSlots
-from phalanx.errors import ConfigError
+from phalanx.errors import ConfigError, ServerError
 from phalanx.observe.events import ServersReported
 from phalanx.observe.words import servers_lines
 

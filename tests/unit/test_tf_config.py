@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 
 import phalanx
 from phalanx import DistributedConfig
@@ -245,3 +247,22 @@ def test_only_workers_of_our_own_that_ask_at_a_gate_need_a_store(started, cluste
         monkeypatch.setenv(name, value)
     tf_cluster.open_store(read_task(environ(cluster, "worker", 0)))
     assert len(tried) == opened
+
+
+class RoutedSocket(socket.socket):
+    """On this machine the name "chief" maps to 127.0.1.1, as on Debian; the default route leaves by 10.0.0.5."""
+
+    def connect(self, address):
+        self.towards = address[0]
+
+    def getsockname(self):
+        return ("127.0.1.1" if self.towards == "chief" else "10.0.0.5", 1)
+
+
+def test_the_chief_publishes_an_address_that_other_machines_reach(monkeypatch):
+    monkeypatch.setattr(socket, "socket", RoutedSocket)
+    env = RankEnv(0, 0, 2, 1, 0, "chief", 29500, started_by="phalanx")
+    store = dist.HashStore()
+    store.set("1", "10.0.0.6:15001")
+    addresses = tf_cluster._exchange_addresses(env, store)
+    assert [address.rpartition(":")[0] for address in addresses] == ["10.0.0.5", "10.0.0.6"]

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from phalanx.comm.bench.plan import DTYPE_BYTES
 from phalanx.comm.collectives import ALGORITHMS
 from phalanx.comm.fixed_order import check_ranks
-from phalanx.errors import UsageError
+from phalanx.errors import SharedMemoryUnavailable, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -91,7 +91,7 @@ def _move_ours(function: Callable[..., Any], plan: BenchPlan, wire: Wire, given:
 
 
 def _shared_memory(plan: BenchPlan, wire: Wire, *, in_place: bool) -> Mover:
-    from phalanx.comm.shared import SharedGroup, SharedMemoryUnavailable
+    from phalanx.comm.shared import SharedGroup
     from phalanx.comm.shared.machine import on_one_machine
     from phalanx.comm.shared.telling import tell_through
 

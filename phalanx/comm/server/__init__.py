@@ -6,7 +6,6 @@ Start with `Placement` (who holds what), then `ShardCore` (when a step is taken)
 from __future__ import annotations
 
 from phalanx.comm.server.client import ParameterClient
-from phalanx.comm.server.frames import ServerError
 from phalanx.comm.server.placement import Piece, Placement, rebalance, spread
 from phalanx.comm.server.plan import better_placement, move, plan_placement
 from phalanx.comm.server.process import ShardProcess, listen, serve
@@ -19,7 +18,6 @@ __all__ = [
     "Piece",
     "Placement",
     "Rules",
-    "ServerError",
     "ServerShard",
     "ShardProcess",
     "ShardSpec",

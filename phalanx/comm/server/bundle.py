@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-from phalanx.comm.server.frames import ServerError, bytes_of
+from phalanx.comm.server.frames import bytes_of
 from phalanx.comm.server.memory import dtype_of, name_of
+from phalanx.errors import ServerError
 
 VALUE = "="
 """The key under which a piece's own values stand, beside the optimizer's keys."""

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx.comm.server.bundle import Bundle
 from phalanx.comm.server.contribution import Contribution, Merged, merge
-from phalanx.comm.server.frames import ServerError
 from phalanx.comm.server.placement import piece_from
 from phalanx.comm.server.roster import Roster
 from phalanx.comm.server.state import ShardState
 from phalanx.comm.server.tally import Tally
+from phalanx.errors import ServerError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
-from phalanx.errors import PhalanxError
+from phalanx.errors import ServerError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,10 +29,6 @@ _JOINED_BYTES = 64 << 10
 """Up to here one copy is cheaper than several system calls."""
 _KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 15_000}
 """A machine that lost its power sends no end of file: it counts as gone after about ten seconds of silence."""
-
-
-class ServerError(PhalanxError):
-    """A parameter server refused something, or cannot be reached."""
 
 
 class Kind(IntEnum):

@@ -7,7 +7,7 @@ import secrets
 import time
 from typing import TYPE_CHECKING
 
-from phalanx.comm.server.frames import ServerError
+from phalanx.errors import ServerError
 
 if TYPE_CHECKING:
     import socket

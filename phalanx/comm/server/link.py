@@ -8,8 +8,9 @@ import socket
 import time
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from phalanx.comm.server.frames import Head, Kind, ServerError, receive, send, tune
+from phalanx.comm.server.frames import Head, Kind, receive, send, tune
 from phalanx.comm.server.handshake import SECONDS, introduce
+from phalanx.errors import ServerError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 
 from phalanx.comm.server.shard import ServerShard
-from phalanx.launch.process import die_with
+from phalanx.host.processes import die_with
 
 if TYPE_CHECKING:
     from phalanx.comm.server.rules import ShardSpec

@@ -10,7 +10,9 @@ import tempfile
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from phalanx.comm.server.bundle import Bundle
-from phalanx.comm.server.frames import ServerError, bytes_of
+from phalanx.comm.server.frames import bytes_of
+from phalanx.errors import ServerError
+from phalanx.host.files import replacing
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -27,12 +29,8 @@ class StateFile:
 
     def save(self, meta: dict[str, Any], bundle: Bundle) -> None:
         """Publish a state: after a crash the old one or the new one is there, whole."""
-        fresh = self._path.with_suffix(".new")
-        with fresh.open("wb") as file:
+        with replacing(self._path, flush=True) as file:
             _write(file, meta, bundle)
-            os.fsync(file.fileno())
-        fresh.replace(self._path)
-        _flush_folder(self._path.parent)
 
     def load(self) -> tuple[dict[str, Any], Bundle] | None:
         """Return the state that was saved last, or None where there is none; ServerError for a damaged one."""
@@ -118,11 +116,3 @@ def _read(file: BinaryIO, name: str) -> tuple[dict[str, Any], Bundle]:
     if file.read(_DIGEST) != digest.digest():
         raise ServerError(f"{name} is damaged: its bytes do not give the hash that it carries")
     return meta, bundle
-
-
-def _flush_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

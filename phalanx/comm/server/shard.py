@@ -14,19 +14,11 @@ import torch
 from phalanx.comm.server.bundle import Bundle
 from phalanx.comm.server.contribution import Rows
 from phalanx.comm.server.core import ShardCore
-from phalanx.comm.server.frames import (
-    Head,
-    Kind,
-    ServerError,
-    bytes_of,
-    receive,
-    receive_into,
-    send,
-    tune,
-)
+from phalanx.comm.server.frames import Head, Kind, bytes_of, receive, receive_into, send, tune
 from phalanx.comm.server.handshake import greet
 from phalanx.comm.server.memory import dtype_of
 from phalanx.comm.server.placement import digest_of, piece_from
+from phalanx.errors import ServerError
 
 if TYPE_CHECKING:
     from phalanx.comm.server.rules import ShardSpec

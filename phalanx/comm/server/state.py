@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from phalanx.comm.server.bundle import VALUE, Bundle
-from phalanx.comm.server.frames import ServerError
 from phalanx.comm.server.memory import ShardMemory
 from phalanx.comm.server.optimizers import groups_of, rebuild
+from phalanx.errors import ServerError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

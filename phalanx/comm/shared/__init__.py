@@ -3,6 +3,5 @@
 from __future__ import annotations
 
 from phalanx.comm.shared.group import SharedGroup
-from phalanx.comm.shared.pages import SharedMemoryUnavailable
 
-__all__ = ["SharedGroup", "SharedMemoryUnavailable"]
+__all__ = ["SharedGroup"]

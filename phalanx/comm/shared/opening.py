@@ -10,7 +10,7 @@ import torch
 from phalanx.comm.shared.exchange import SharedExchange
 from phalanx.comm.shared.group import SharedGroup
 from phalanx.comm.shared.machine import on_one_machine
-from phalanx.comm.shared.pages import SharedMemoryUnavailable
+from phalanx.errors import SharedMemoryUnavailable
 
 if TYPE_CHECKING:
     from phalanx.comm.shared.telling import Tell

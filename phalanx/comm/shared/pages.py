@@ -15,7 +15,7 @@ import secrets
 import struct
 from typing import TYPE_CHECKING
 
-from phalanx.errors import CommunicationError
+from phalanx.errors import SharedMemoryUnavailable
 
 if TYPE_CHECKING:
     from phalanx.comm.shared.telling import Tell
@@ -25,10 +25,6 @@ PAGE = mmap.PAGESIZE
 _TOKEN_BYTES = 16
 _FLOCK = struct.Struct("hhqqi4x")
 """C's `struct flock` where long and off_t have 64 bits: type, whence, start, length, pid."""
-
-
-class SharedMemoryUnavailable(CommunicationError):
-    """These ranks cannot share memory; says why."""
 
 
 def round_up(nbytes: int, unit: int = PAGE) -> int:

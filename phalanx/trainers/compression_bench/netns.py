@@ -13,7 +13,7 @@ import subprocess
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
-from phalanx.errors import PhalanxError
+from phalanx.errors import ShapingError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -58,10 +58,6 @@ def why_not() -> str | None:
     except ShapingError as error:
         return error.message
     return None
-
-
-class ShapingError(PhalanxError):
-    """The kernel, or what runs us, does not let us make or shape a link."""
 
 
 @contextmanager

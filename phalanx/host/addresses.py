@@ -1,7 +1,7 @@
-"""Which network card leads to the other nodes.
+"""This machine's addresses, network cards and free ports.
 
 gloo listens at the address that the host's own name resolves to. Many systems map that name to loopback, where no other
-node can reach it; then the card is chosen by the way to the master's address.
+node can reach it; then the card is chosen by the route to the master's address.
 """
 
 from __future__ import annotations
@@ -9,22 +9,28 @@ from __future__ import annotations
 import fcntl
 import functools
 import ipaddress
+import os
+import random
 import socket
 import struct
+import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+LOOPBACK = "127.0.0.1"
 VARIABLE = "GLOO_SOCKET_IFNAME"
 _SIOCGIFADDR = 0x8915
+_PORTS = range(15000, 31000)
+_LANES = 16
 _ELSEWHERE = "192.0.2.1"
-"""An address reserved for documentation: asking for the way there sends nothing and finds the default route."""
+"""An address reserved for documentation: looking up the route there sends nothing and finds the default route."""
 
 
 def loopback_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that keep ranks of one machine on loopback: gloo and nccl listen for anyone who connects."""
-    card = _card_with("127.0.0.1")
+    """Return the variables that keep ranks of one machine on loopback: gloo and nccl accept every connection."""
+    card = _card_with(LOOPBACK)
     return {name: card for name in (VARIABLE, "NCCL_SOCKET_IFNAME") if card is not None and name not in environ}
 
 
@@ -42,14 +48,35 @@ def default_interface() -> str | None:
     return None if address is None else _card_with(address)
 
 
-def address_towards(master: str) -> str:
-    """Return this machine's address as the other nodes reach it: that of the card on the way to the master."""
-    if _is_loopback_text(master):
-        return "127.0.0.1"
+def own_address(master: str, *, one_machine: bool = False) -> str:
+    """Return this machine's address as other ranks reach it: that of the card on the way to the master.
+
+    Ranks of one machine use loopback.
+    """
+    if one_machine or _is_loopback_text(master):
+        return LOOPBACK
     address = _address_towards(master)
     if address is None or ipaddress.ip_address(address).is_loopback:  # this is the master, and its name misleads it too
         address = _address_towards(_ELSEWHERE)
-    return address or "127.0.0.1"
+    return address or LOOPBACK
+
+
+def free_port(local_rank: int = 0) -> int:
+    """Return a free TCP port for a library that listens later and does not accept an open socket.
+
+    It is chosen below the range from which Linux takes ports for sockets without a number, so that none of those gets
+    it meanwhile; ranks of one machine search different parts of the range.
+    """
+    draw = random.Random(f"{os.getpid()} {time.time_ns()}")
+    first = _PORTS.start + (local_rank % _LANES) * (len(_PORTS) // _LANES)
+    while True:
+        port = draw.randrange(first, first + len(_PORTS) // _LANES)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+        return port
 
 
 @functools.cache
@@ -80,7 +107,7 @@ def _own_name_is_loopback() -> bool:
 
 
 def _address_towards(host: str) -> str | None:
-    """Return this machine's address on the way to a host; a datagram socket connects without sending anything."""
+    """Return this machine's address on the route to a host; a datagram socket connects without sending anything."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((host, 9))

@@ -1,17 +1,19 @@
-"""The few Linux calls that tie a process to the one that made it."""
+"""Processes of this machine: start one with this package, tie it to its parent, signal it, check who it is."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import signal
+import socket
+import struct
 import sys
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
+_CREDENTIALS = struct.Struct("3i")  # process, user, group
 _libc = ctypes.CDLL(None, use_errno=True)
-
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _ROOT = os.path.dirname(_PACKAGE)
@@ -39,21 +41,27 @@ def own_python(code: str, *arguments: object) -> list[str]:
 
 
 def die_with(parent: int) -> None:
-    """Ask the kernel to kill this process when `parent`, which made it, ends however it ends."""
+    """Let the kernel kill this process as soon as `parent`, which forked it, has ended for any reason."""
     _libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != parent:
-        # It ended before the kernel took note.
+        # It ended before the call above.
         os._exit(128 + signal.SIGKILL)
 
 
 def outlive_parent() -> None:
-    """Take back `die_with`."""
+    """Undo `die_with`."""
     _libc.prctl(_PR_SET_PDEATHSIG, 0, 0, 0, 0)
 
 
 def set_name(name: str) -> None:
     """Set what `ps` and `top` show for this process (15 bytes of it)."""
     _libc.prctl(_PR_SET_NAME, ctypes.c_char_p(name.encode()), 0, 0, 0)
+
+
+def is_same_user(line: socket.socket) -> bool:
+    """Whether the process at the other end of a Unix socket belongs to this process's user."""
+    peer = line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return bool(_CREDENTIALS.unpack(peer)[1] == os.geteuid())
 
 
 def is_stopped(pid: int) -> bool:
@@ -86,7 +94,7 @@ def how_it_ended(code: int) -> str:
 
 
 def send_signal(pid: int, number: int) -> None:
-    """Send a signal to one process that has not been reaped; one that is just leaving is no error."""
+    """Send a signal to a child that has not been reaped; it may have ended already."""
     try:
         os.kill(pid, number)
     except ProcessLookupError:

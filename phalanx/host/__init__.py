@@ -1,0 +1,1 @@
+"""This machine: addresses, processes, GPUs, signals, small files. Imports no torch; the parent and the ranks use it."""

@@ -1,0 +1,42 @@
+"""Write a small file so that a reader finds the old content or the new one, never a part of it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import TYPE_CHECKING, BinaryIO
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+
+@contextlib.contextmanager
+def replacing(path: Path, *, flush: bool = False) -> Iterator[BinaryIO]:
+    """Open a new file next to `path` for writing, and rename it to `path` when the block ends without an error.
+
+    `flush` waits until the disk has the content and the new name, so that a power failure loses neither.
+    """
+    fresh = path.with_name(f".{path.name}.{os.getpid()}.new")
+    try:
+        with fresh.open("wb") as file:
+            yield file
+            if flush:
+                file.flush()
+                os.fsync(file.fileno())
+        fresh.replace(path)
+    except BaseException:
+        fresh.unlink(missing_ok=True)
+        raise
+    if flush:
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+def replace_file(path: Path, content: str | bytes) -> None:
+    """Write `path` as a whole."""
+    with replacing(path) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
