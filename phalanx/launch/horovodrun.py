@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from phalanx.config.hosts import Host, parse_hosts
+from phalanx.config.settings import Host, parse_hosts
 from phalanx.errors import UsageError
 from phalanx.launch.environment import shared_environment, threads_per_rank
 from phalanx.launch.horovod_attempt import HorovodAttempt

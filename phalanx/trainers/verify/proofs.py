@@ -6,7 +6,7 @@ import dataclasses
 import re
 from typing import TYPE_CHECKING, Any
 
-from phalanx.config.groups import STRATEGIES
+from phalanx.config.fields import STRATEGIES
 from phalanx.errors import PreemptedError, RankFailedError, UsageError, unknown_name
 from phalanx.launch import CallTarget, count_gpus, launch
 from phalanx.launch.scratch import close_scratch, open_scratch
