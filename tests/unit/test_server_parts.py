@@ -125,7 +125,7 @@ def test_whole_and_partial_gradients_add_up():
         ({"server_mode": "async", "strategy": "ddp"}, "server_mode = 'async' without parameter servers"),
         ({"staleness": 2, "strategy": "fsdp"}, "staleness = 2 without parameter servers"),
         ({"strategy": "parameter-server", "staleness": 2, "server_mode": "sync"}, "staleness = 2 with server_mode"),
-        ({"strategy": "parameter-server", "staleness": 2, "server_mode": "async"}, "workers do not wait for each other"),
+        ({"strategy": "parameter-server", "staleness": 2, "server_mode": "async"}, "workers do not wait"),
         ({"strategy": "parameter-server", "server_mode": "bounded"}, "needs a bound"),
         ({"strategy": "parameter-server", "tensor_parallel": 2}, "tensor_parallel = 2 does not go with"),
         ({"strategy": "parameter-server", "zero_stage": 2}, "zero_stage = 2 does not go with"),
