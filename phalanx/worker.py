@@ -1,4 +1,4 @@
-"""What each rank executes: a job file from a trainer, a recipe from the command line, or the runs of a proof."""
+"""What each rank executes: a job of a trainer, a recipe of the command line, or the runs of verify and bench."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import pickle
 from pathlib import Path
 
 from phalanx.config import DistributedConfig
+from phalanx.recipes import Recipe
 from phalanx.trainers.compression_bench.probe import run_probe
 from phalanx.trainers.compression_bench.rank import run_cases
 from phalanx.trainers.recipe import run_recipe
@@ -16,7 +17,7 @@ from phalanx.world.env import read_rank_env
 
 
 def run_job_file(payload: str) -> None:
-    """Run a pickled job; the first rank of each node leaves its result beside it."""
+    """Run a pickled job; the first rank of each node writes its result next to it."""
     path = Path(payload)
     with path.open("rb") as file:
         job = pickle.load(file)
@@ -27,9 +28,10 @@ def run_job_file(payload: str) -> None:
 
 
 def run_recipe_file(payload: str) -> None:
-    """Run a recipe described by a JSON file: its name, the resolved settings, the run's folder."""
+    """Run a recipe from a JSON file that holds the recipe, the checked settings and the run's folder."""
     request = json.loads(Path(payload).read_text(encoding="utf-8"))
-    run_recipe(request["recipe"], DistributedConfig(**request["config"]), Path(request["run_dir"]), request["preset"])
+    config = DistributedConfig.trusted(request["config"])
+    run_recipe(Recipe(**request["recipe"]), config, Path(request["run_dir"]), checked=True)
 
 
 def run_verify_file(payload: str) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from phalanx.cli.flags import FlagParser
 from phalanx.cli.json_output import write_json
 from phalanx.config import DistributedConfig
-from phalanx.config.groups import COMPRESSORS
+from phalanx.config.fields import COMPRESSORS
 from phalanx.errors import UsageError
 from phalanx.launch import prestart
 from phalanx.trainers.compression_bench.plan import (

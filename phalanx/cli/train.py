@@ -156,9 +156,10 @@ def _launch(
     recipe: Recipe | None, resolved: Resolved, script: ScriptTarget | ModuleTarget | None, layout: Layout
 ) -> int:
     """Start the ranks, show them, and return how it ended."""
-    config = resolved.config.replace(device=layout.device)
-    check_packages(config)
-    if recipe is not None:  # a script may bring settings of its own
+    config = resolved.config.with_trusted(device=layout.device)
+    if recipe is None:  # a script may have other settings inside
+        check_packages(config)
+    else:
         check_before_start(config)
     run_dir = make_run_dir(config, _name(recipe, script))
     folder = open_scratch("run")
@@ -202,7 +203,7 @@ def _as_node(started: RankEnv, resolved: Resolved) -> Resolved:
     config = resolved.config
     endpoint = config.rdzv_endpoint or f"{started.master_addr}:{started.master_port}"
     node_rank = started.rank if config.node_rank is None else config.node_rank
-    return Resolved(config.replace(node_rank=node_rank, rdzv_endpoint=endpoint), resolved.origins)
+    return Resolved(config.with_trusted(node_rank=node_rank, rdzv_endpoint=endpoint), resolved.origins)
 
 
 def _is_task_of_cluster(resolved: Resolved) -> bool:
@@ -239,5 +240,5 @@ def _be_the_rank(
         return 0
     from phalanx.trainers.recipe import run_recipe
 
-    run_recipe(recipe.name, resolved.config, None, recipe.model.get("preset") if recipe.presets else None)
+    run_recipe(recipe, resolved.config, None, checked=False)
     return 0

@@ -1,8 +1,13 @@
-"""The one configuration: a field is the Python argument, the flag, the environment variable and the TOML key."""
+"""The configuration of a run: a field is a Python argument, a flag, an environment variable and a TOML key.
 
-from phalanx.config.distributed import FIELDS, DistributedConfig
-from phalanx.config.groups import BACKENDS, GROUPS
+fields (all settings) -> settings (`Settings`: values and what follows from them) -> rules, engine_rules, deepspeed
+(each rule yields a field and a message) -> distributed (`DistributedConfig`: checked settings) -> sources.
+"""
+
+from phalanx.config.distributed import DistributedConfig
+from phalanx.config.fields import BACKENDS
 from phalanx.config.option import parse_text
+from phalanx.config.settings import FIELDS, GROUPS
 from phalanx.config.sources import Resolved, read_toml, resolve, write_toml
 
 __all__ = [

@@ -1,8 +1,8 @@
-"""DeepSpeed's JSON beside our settings: what either leaves open the other fills, and what they disagree on is told.
+"""DeepSpeed's JSON and our settings: each fills in what the other leaves open, and contradictions are reported.
 
 `deepspeed_config` is a file, JSON text, or in Python a dict; the config keeps it as JSON text, so that it stays plain
-data and a run's config holds all of it. "auto", or nothing, in the JSON means: as our setting says. A setting of ours
-at its default means: as the JSON says.
+data and the config of a run is complete. "auto", or nothing, in the JSON means: as our setting says. A setting at its
+default means: as the JSON says.
 """
 
 from __future__ import annotations
@@ -10,20 +10,15 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import NoneType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from phalanx.config.deepspeed_schedule import schedule_settings
 from phalanx.config.option import problem
+from phalanx.config.rules import STRATEGY, Mistakes, rule
+from phalanx.config.settings import FIELDS, Settings
 from phalanx.errors import UsageError
-
-if TYPE_CHECKING:
-    import dataclasses
-    from collections.abc import Iterator
-
-    from phalanx.config.distributed import DistributedConfig
 
 AUTO = "auto"
 _SAME = (
@@ -36,12 +31,13 @@ _SAME = (
     ("optimizer.params.lr", "learning_rate"),
     ("optimizer.params.weight_decay", "weight_decay"),
 )
-"""Where the JSON and our config say the same thing."""
+"""Paths in the JSON, and our settings with the same meaning."""
 
+_SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 _SECTIONS = ("zero_optimization", "optimizer", "scheduler", "bf16", "fp16")
 _ZERO_MEANS_UNSET = {"gradient_clipping", "zero_stage"}
 _REFUSED = {
-    "pipeline": "DeepSpeed's pipeline needs a loop of its own",
+    "pipeline": "DeepSpeed's pipeline needs its own loop",
     "tensor_parallel": "ranks that share samples must be known to our data loaders",
     "sequence_parallel_size": "ranks that share samples must be known to our data loaders",
     "data_parallel_size": "ranks that share samples must be known to our data loaders",
@@ -51,7 +47,7 @@ _REFUSED = {
     "curriculum_learning": "our data loaders decide the batches",
     "data_efficiency": "our data loaders decide the batches",
 }
-_TAKEN_BY_THE_ENGINE = {
+_EXCLUDED = {
     "sharding": "zero_stage says how DeepSpeed shards",
     "shard_size": "zero_stage says how DeepSpeed shards",
     "wrap_class": "DeepSpeed gathers by module",
@@ -77,7 +73,7 @@ def is_missing(values: Mapping[str, Any]) -> bool:
 
 
 def source_of(given: Any) -> str:
-    """Return what a mistake in the JSON begins with: the setting, and the file that holds it."""
+    """Return what a message about the JSON begins with: the setting, and the file that holds it."""
     is_file = isinstance(given, str) and not given.strip().startswith("{")
     return f"deepspeed_config ({given})" if is_file else "deepspeed_config"
 
@@ -113,9 +109,9 @@ def _parsed(text: str, where: str) -> dict[str, Any]:
     return found
 
 
-def engine_settings(config: DistributedConfig) -> dict[str, Any]:
+def engine_settings(settings: Settings) -> dict[str, Any]:
     """Return DeepSpeed's settings as they were given: a copy, with "auto" still in it."""
-    found: dict[str, Any] = json.loads(config.deepspeed_config or "{}")
+    found: dict[str, Any] = json.loads(settings.deepspeed_config or "{}")
     return found
 
 
@@ -129,36 +125,43 @@ def look_up(settings: Mapping[str, Any], path: str) -> Any:
     return None if found == AUTO else found
 
 
-def reconcile(
-    config: DistributedConfig, fields: Mapping[str, dataclasses.Field[Any]], source: str
-) -> tuple[dict[str, Any], list[str]]:
-    """Return what the JSON adds to our settings, and every contradiction between the two with both values."""
-    settings = engine_settings(config)
-    mistakes = [f"{source}: {text}" for text in _own_mistakes(settings)]
-    changes: dict[str, Any] = {}
+def reconcile(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[tuple[str, str]]]:
+    """Return what DeepSpeed's JSON changes in our settings, and (field, message) for each contradiction."""
+    source = source_of(values["deepspeed_config"])
     try:
-        said = list(_said(settings, config.mixed_precision))
+        text = as_text(values["deepspeed_config"])
+        settings = json.loads(text or "{}")
     except ValueError as error:
-        return {}, [*mistakes, f"{source}: {error}"]
+        return {"deepspeed_config": None}, [("deepspeed_config", f"deepspeed_config: {error}")]
+    changes: dict[str, Any] = {"deepspeed_config": text}
+    mistakes = [("deepspeed_config", f"{source}: {text}") for text in _own_mistakes(settings)]
+    try:
+        said = list(_said(settings, values["mixed_precision"]))
+    except ValueError as error:
+        return changes, [*mistakes, ("deepspeed_config", f"{source}: {error}")]
     for path, name, value in said:
-        ours = changes.get(name, getattr(config, name))  # two places of the JSON may speak of one setting
-        wrong = problem(fields[name], value)
+        ours = changes.get(name, values[name])  # two places of the JSON may set one setting
+        shown = json.dumps(look_up(settings, path))
+        wrong = problem(FIELDS[name], value)
         if wrong is not None:
-            mistakes.append(f"{source}: {path} = {_shown(settings, path)} becomes {wrong}")
+            mistakes.append(("deepspeed_config", f"{source}: {path} = {shown} becomes {wrong}"))
         elif ours == value or (ours is True and value in ("bf16", "fp16")):  # true means either, by the device
             continue
-        elif name not in changes and ours == fields[name].default:
+        elif name not in changes and ours == FIELDS[name].default:
             changes[name] = value
         else:
             mistakes.append(
-                f"{name} = {ours!r}, but deepspeed_config says {path} = {_shown(settings, path)}: "
-                'change one of them, or write "auto" there.'
+                (
+                    name,
+                    f"{name} = {ours!r}, but deepspeed_config says {path} = {shown}: change one of them, or write "
+                    '"auto" there.',
+                )
             )
     return changes, mistakes
 
 
 def settled(given: Any, mixed_precision: Any) -> set[str]:
-    """Return our settings that the JSON decides, where it can be read; `DistributedConfig` tells where it cannot."""
+    """Return our settings that the JSON decides; none where it cannot be read, which `reconcile` reports."""
     try:
         settings = json.loads(as_text(given) or "{}")
         names = {name for _, name, _ in _said(settings, mixed_precision)}
@@ -168,7 +171,7 @@ def settled(given: Any, mixed_precision: Any) -> set[str]:
 
 
 def _own_mistakes(settings: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what is wrong with the JSON by itself."""
+    """Yield what is wrong with the JSON alone."""
     for name, why in _refused(settings):
         yield f"{name} cannot be used here: {why}."
     for name, meant in _misspelt(settings):
@@ -190,7 +193,7 @@ def _refused(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _misspelt(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield keys that are nearly one of those read here: DeepSpeed itself passes over what it does not know."""
+    """Yield keys that are nearly one of those read here: DeepSpeed itself ignores unknown keys."""
     read = {path.split(".")[0] for path, _ in _SAME} | {"train_batch_size", "bf16", "fp16", "scheduler"}
     for name in settings.keys() - read:
         close = difflib.get_close_matches(name, read, n=1, cutoff=0.85)
@@ -199,7 +202,7 @@ def _misspelt(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _said(settings: Mapping[str, Any], mixed_precision: bool | str) -> Iterator[tuple[str, str, Any]]:
-    """Yield (path, our setting, value in our words) for all that the JSON says outright."""
+    """Yield (path, our setting, our value) for everything that the JSON sets."""
     for path, name in _SAME:
         value = look_up(settings, path)
         if value is not None:
@@ -211,75 +214,106 @@ def _said(settings: Mapping[str, Any], mixed_precision: bool | str) -> Iterator[
         enabled = look_up(settings, f"{precision}.enabled")
         if enabled is True or (enabled is False and mixed_precision == precision):
             yield f"{precision}.enabled", "mixed_precision", precision if enabled else False
-    yield from schedule_settings(settings)
+    yield from _schedule_settings(settings)
+
+
+def _schedule_settings(settings: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
+    """Yield (path, our setting, its value) for a scheduler; ValueError for one that we do not have.
+
+    With our own scheduler the rate stays a function of the step, which a resumed run needs.
+    """
+    section = settings.get("scheduler")
+    if not isinstance(section, Mapping):  # `_own_mistakes` reports another type
+        return
+    kind, params = section.get("type"), section.get("params", {})
+    if not isinstance(params, Mapping):
+        raise ValueError(f"scheduler.params = {params!r}: expected an object.")
+    if kind not in _SCHEDULES:
+        raise ValueError(f"the scheduler {kind!r} is not one of {', '.join(_SCHEDULES)}. Use lr_schedule and warmup.")
+    _check_shape(kind, params)
+    yield "scheduler.type", "lr_schedule", _SCHEDULES[kind]
+    for name, ours in (("warmup_num_steps", "warmup"), ("warmup_max_lr", "learning_rate")):
+        value = params.get(name, "auto")
+        if value != "auto":
+            yield f"scheduler.params.{name}", ours, value
+    if params.get("total_num_steps", "auto") != "auto":
+        yield "scheduler.params.total_num_steps", "max_steps", params["total_num_steps"]
+
+
+def _check_shape(kind: str, params: Mapping[str, Any]) -> None:
+    """Refuse a warm-up that differs from ours, which rises linearly from 0."""
+    for name in ("warmup_min_lr", "warmup_min_ratio", "cos_min_ratio"):
+        if params.get(name, "auto") not in ("auto", 0, 0.0):
+            raise ValueError(f"the scheduler {kind} with {name} = {params[name]}: ours starts and ends at 0.")
+    if params.get("warmup_num_steps", "auto") != 0 and params.get("warmup_type", "log") not in ("auto", "linear"):
+        raise ValueError(
+            f"the scheduler {kind} rises by a logarithm, DeepSpeed's default, and ours linearly: "
+            'add "warmup_type": "linear".'
+        )
 
 
 def optimizer_name(settings: Mapping[str, Any]) -> str | None:
-    """Return our name for the JSON's optimizer; None where it names none, or one that only DeepSpeed has."""
+    """Return our name of the JSON's optimizer; None without one, or for one that only DeepSpeed has."""
     kind = look_up(settings, "optimizer.type")
     known = {"adamw": "adamw", "sgd": "sgd", "adagrad": "adagrad", "rmsprop": "rmsprop"}
-    if isinstance(kind, str) and kind.lower() == "adam":  # DeepSpeed's Adam decouples the decay unless told not to
+    if isinstance(kind, str) and kind.lower() == "adam":  # DeepSpeed's Adam decouples the decay by default
         return "adam" if look_up(settings, "optimizer.params.adam_w_mode") is False else "adamw"
     return known.get(kind.lower()) if isinstance(kind, str) else None
 
 
-def _shown(settings: Mapping[str, Any], path: str) -> str:
-    return json.dumps(look_up(settings, path))
-
-
-def contradictions(config: DistributedConfig, defaults: Mapping[str, Any]) -> dict[str, str]:
-    """Check the settings that an engine of DeepSpeed leaves no room for, and those that only it has."""
-    if config.resolved_strategy != "deepspeed":
-        wrong = {}
-        if config.deepspeed_config is not None:
-            named = "strategy" if config.strategy != "auto" else "backend"
-            wrong["deepspeed_config"] = (
-                f"{named} = {getattr(config, named)!r}, but deepspeed_config asks for DeepSpeed: leave one of them out."
-            )
-        if config.offload == "nvme":
-            wrong["offload"] = "offload = 'nvme' is DeepSpeed's: add strategy = 'deepspeed' and zero_stage = 3."
-        return wrong
-    wrong = {
-        name: f"{name} = {getattr(config, name)!r} does not go with strategy = 'deepspeed': {why}."
-        for name, why in _TAKEN_BY_THE_ENGINE.items()
-        if getattr(config, name) != defaults[name]
-    }
-    if config.offload == "nvme" and (config.zero_stage != 3 or config.nvme_path is None):
-        wrong["offload"] = (
-            f"offload = 'nvme' needs zero_stage = 3 and nvme_path = '<folder on a fast disk>'; "
-            f"they are {_unset(config.zero_stage)} and {_unset(config.nvme_path)}."
+@rule(*STRATEGY, "sharding", "offload")
+def engine_conflicts(settings: Settings) -> Mistakes:
+    """Report settings that DeepSpeed's engine excludes, and those that only it has."""
+    if settings.resolved_strategy != "deepspeed":
+        if settings.offload == "nvme":
+            yield "offload", "offload = 'nvme' is DeepSpeed's: add strategy = 'deepspeed' and zero_stage = 3."
+        return
+    for name in settings.changed(*_EXCLUDED):
+        value = getattr(settings, name)
+        yield name, f"{name} = {value!r} does not go with strategy = 'deepspeed': {_EXCLUDED[name]}."
+    if settings.offload == "nvme" and (settings.zero_stage != 3 or settings.nvme_path is None):
+        found = ["unset" if value is None else repr(value) for value in (settings.zero_stage, settings.nvme_path)]
+        yield (
+            "offload",
+            f"offload = 'nvme' needs zero_stage = 3 and nvme_path = '<folder on a fast disk>'; they are {found[0]} and "
+            f"{found[1]}.",
         )
-    elif config.offload == "cpu" and config.zero_stage is None:
-        wrong["offload"] = "offload = 'cpu' needs DeepSpeed's ZeRO: write zero_stage = 2, or 3."
-    if config.mixed_precision is not False and config.zero_stage is None:
-        wrong["mixed_precision"] = (
-            f"mixed_precision = {config.mixed_precision!r} with DeepSpeed needs one of ZeRO's stages, which keep fp32 "
-            "weights to step on: write zero_stage = 1."
+    elif settings.offload == "cpu" and settings.zero_stage is None:
+        yield "offload", "offload = 'cpu' needs DeepSpeed's ZeRO: write zero_stage = 2, or 3."
+    if settings.mixed_precision is not False and settings.zero_stage is None:
+        yield (
+            "mixed_precision",
+            f"mixed_precision = {settings.mixed_precision!r} with DeepSpeed needs one of ZeRO's stages, which keep "
+            "fp32 weights to step on: write zero_stage = 1.",
         )
-    return wrong
 
 
-def _unset(value: Any) -> str:
-    return "unset" if value is None else repr(value)
+@rule("strategy", "backend")
+def other_strategy(settings: Settings) -> Mistakes:
+    """Report DeepSpeed's JSON together with another strategy."""
+    if settings.deepspeed_config is not None and settings.resolved_strategy != "deepspeed":
+        named = "strategy" if settings.strategy != "auto" else "backend"
+        value = getattr(settings, named)
+        yield named, f"{named} = {value!r}, but deepspeed_config asks for DeepSpeed: leave one of them out."
 
 
-def batch_size_for(config: DistributedConfig, dp_size: int) -> int | None:
+def batch_size_for(settings: Settings, dp_size: int) -> int | None:
     """Return the samples per rank and micro-batch; the JSON's train_batch_size gives them where nothing else does."""
-    total = look_up(engine_settings(config), "train_batch_size")
+    total = look_up(engine_settings(settings), "train_batch_size")
     if total is None:
-        return config.batch_size
-    parts = config.gradient_accumulation_steps * dp_size
-    if config.batch_size is not None and config.batch_size * parts != total:
+        return settings.batch_size
+    parts = settings.gradient_accumulation_steps * dp_size
+    if settings.batch_size is not None and settings.batch_size * parts != total:
         raise UsageError(
-            f"deepspeed_config says train_batch_size = {total}, but batch_size = {config.batch_size} x "
-            f"gradient_accumulation_steps = {config.gradient_accumulation_steps} x {dp_size} ranks = "
-            f"{config.batch_size * parts}",
+            f"deepspeed_config says train_batch_size = {total}, but batch_size = {settings.batch_size} x "
+            f"gradient_accumulation_steps = {settings.gradient_accumulation_steps} x {dp_size} ranks = "
+            f"{settings.batch_size * parts}",
             hint='Write "train_batch_size": "auto", or change one of the others.',
         )
     if total % parts:
         raise UsageError(
             f"deepspeed_config says train_batch_size = {total}, which does not divide by "
-            f"gradient_accumulation_steps = {config.gradient_accumulation_steps} x {dp_size} ranks = {parts}",
+            f"gradient_accumulation_steps = {settings.gradient_accumulation_steps} x {dp_size} ranks = {parts}",
             hint=f"The nearest are {max(1, total // parts) * parts} and {(total // parts + 1) * parts}.",
         )
     return int(total) // parts

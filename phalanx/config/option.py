@@ -1,4 +1,4 @@
-"""One field, one door: an `option` carries its help text and its limits, and every value passes through the same check.
+"""`option` declares a setting with its help text and limits; `problem` checks a value against them.
 
 The text of an annotation (`int | None`, `bool | str`) is the field's type for Python arguments, TOML keys,
 environment variables and flags alike.
@@ -46,7 +46,7 @@ def kinds(field: dataclasses.Field[Any]) -> tuple[str, ...]:
 
 
 def parse_text(field: dataclasses.Field[Any], text: str) -> Any:
-    """Read a value that arrived as text (flag, environment); what cannot be read stays text, for `problem` to name."""
+    """Read a value that is given as text (flag, environment); `problem` reports what cannot be read and stays text."""
     members = kinds(field)
     lowered = text.strip().lower()
     if "None" in members and lowered in {"none", "null", ""}:
@@ -63,7 +63,7 @@ def parse_text(field: dataclasses.Field[Any], text: str) -> Any:
 
 
 def problem(field: dataclasses.Field[Any], value: Any) -> str | None:
-    """Say what is wrong with `value` for this field, or None when it is fine."""
+    """Return what is wrong with `value` for this field, or None."""
     if not any(_is_a(value, kind) for kind in kinds(field)):
         return f"{field.name} = {value!r}: expected {_expected(field)}."
     choices = field.metadata["choices"]
@@ -84,12 +84,12 @@ def problem(field: dataclasses.Field[Any], value: Any) -> str | None:
 
 
 def url_problem(name: str, value: Any) -> str | None:
-    """Say that an object store's address stands where a path is meant; as a path it would be a folder named "s3:"."""
+    """Return what is wrong where a URL is given as a path, or None; used as a path it would make a folder "s3:"."""
     return f"{name} = {value!r}: {_NO_URLS}" if isinstance(value, str) and _URL.match(value) else None
 
 
 def local_path(given: str | Path) -> Path:
-    """Return a path that a user gave as one; raise for a URL."""
+    """Return the path that a user gave; raise for a URL."""
     wrong = url_problem("path", given)
     if wrong is not None:
         raise UsageError(wrong)

@@ -1,4 +1,4 @@
-"""Where a value comes from: default, then TOML file, then environment, then flag or argument; the later one wins."""
+"""Merge the sources of settings: default, recipe, TOML file, environment, flag or argument; a later one wins."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from phalanx.config import deepspeed
-from phalanx.config.distributed import FIELDS, DistributedConfig, translate_sharding, unknown_field
+from phalanx.config.distributed import DistributedConfig, check, translate, unknown_field
 from phalanx.config.option import kinds, parse_text
+from phalanx.config.settings import FIELDS
 from phalanx.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ class Resolved:
 
     @property
     def given(self) -> frozenset[str]:
-        """The settings that somebody set, be it to their default."""
+        """The settings that some source set, also to their default."""
         return frozenset(name for name, origin in self.origins.items() if origin != "default")
 
 
@@ -53,7 +54,7 @@ def resolve(
     origins = dict.fromkeys(FIELDS, "default")
     mistakes: list[str] = []
     for origin, layer in layers:
-        if layer.keys() & RANK_COUNTS:  # one source's number of ranks replaces another's, under whichever name
+        if layer.keys() & RANK_COUNTS:  # one source's number of ranks replaces another's, under any name
             values = {name: value for name, value in values.items() if name not in RANK_COUNTS}
         for name, value in layer.items():
             if name not in FIELDS:
@@ -62,12 +63,12 @@ def resolve(
             values[name] = value
             origins[name] = f"environment {ENV_PREFIX}{name.upper()}" if origin == "environment" else origin
     _let_json_win_over_recipe(values, origins)
-    values = translate_sharding(values)
-    try:
-        config = DistributedConfig(**values)
-        config.refuse_unused([name for name, origin in origins.items() if origin == given_as])
-    except ConfigError as error:
-        mistakes += [_with_origin(text, origins) for text in error.problems]
+    values = translate(values)
+    complete, wrong = check(values)
+    config = DistributedConfig.trusted(complete)
+    if not wrong:
+        wrong = [(name, text) for name, text in config.unused.items() if origins[name] == given_as]
+    mistakes += [text if origins[name] == "default" else f"{text} ({origins[name]})" for name, text in wrong]
     if mistakes:
         missing = [f"{deepspeed.MISSING}. {deepspeed.INSTALL}"] if deepspeed.is_missing(values) else []
         raise ConfigError(missing + mistakes)
@@ -77,7 +78,7 @@ def resolve(
 
 
 def _let_json_win_over_recipe(values: dict[str, Any], origins: dict[str, str]) -> None:
-    """Drop a recipe's values for what DeepSpeed's JSON says: nobody asked for them against it."""
+    """Drop a recipe's values for what DeepSpeed's JSON sets: the user gave only the JSON."""
     for name in deepspeed.settled(values.get("deepspeed_config"), values.get("mixed_precision", False)):
         if origins[name].startswith("recipe "):
             del values[name]
@@ -101,15 +102,13 @@ def read_toml(path: str | Path) -> dict[str, Any]:
         table = value if isinstance(value, dict) else {key: value}
         repeated = flat.keys() & table.keys()
         if repeated:
-            raise ConfigError(
-                [f"{name} stands in it twice, in different tables" for name in repeated], source=str(path)
-            )
+            raise ConfigError([f"{name} is set twice, in different tables" for name in repeated], source=str(path))
         flat.update(table)
     return {name: _none_text(name, value) for key, value in flat.items() for name in [key.replace("-", "_")]}
 
 
 def write_toml(config: DistributedConfig, *, as_comments: Container[str] = ()) -> str:
-    """Return the config as TOML that `--config` reads back; unset values, and those asked for, stand as comments."""
+    """Return the config as TOML that `--config` reads back; unset values and those in `as_comments` become comments."""
     lines = []
     for name, field in FIELDS.items():
         value = getattr(config, name)
@@ -139,14 +138,9 @@ def _toml_value(value: Any) -> str:
 
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
-    """Read PHALANX_<FIELD> variables; other PHALANX_ variables are the launcher's own."""
+    """Read PHALANX_<FIELD> variables; other PHALANX_ variables belong to the launcher."""
     return {
         name: parse_text(field, environ[ENV_PREFIX + name.upper()])
         for name, field in FIELDS.items()
         if ENV_PREFIX + name.upper() in environ
     }
-
-
-def _with_origin(text: str, origins: Mapping[str, str]) -> str:
-    origin = origins.get(text.split(" ", 1)[0], "default")
-    return text if origin == "default" else f"{text} ({origin})"

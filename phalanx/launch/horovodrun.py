@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from phalanx.config.hosts import Host, parse_hosts
+from phalanx.config.settings import Host, parse_hosts
 from phalanx.errors import UsageError
 from phalanx.host.processes import own_python
 from phalanx.host.signals import SignalInbox

@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from phalanx.config.engines import settings_of_start
+from phalanx.config.engine_rules import settings_of_start
 from phalanx.errors import UsageError
 from phalanx.host.signals import SignalInbox
 from phalanx.launch.luggage import pack

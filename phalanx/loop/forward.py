@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from phalanx.config.labels import IGNORED_LABEL
+from phalanx.config.fields import IGNORED_LABEL
 from phalanx.errors import ModelError
 from phalanx.models.contract import LossFromOutput, implements
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from phalanx.config.labels import IGNORED_LABEL
+from phalanx.config.fields import IGNORED_LABEL
 from phalanx.errors import ModelError
 
 Metric = Callable[[Any, Any], Any]

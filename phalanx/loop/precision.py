@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from phalanx.config.precision import cpu_has_bf16, precision_name
+from phalanx.config.settings import cpu_has_bf16, precision_name
 
 if TYPE_CHECKING:
     from phalanx.config import DistributedConfig

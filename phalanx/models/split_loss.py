@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from phalanx.config.labels import IGNORED_LABEL
+from phalanx.config.fields import IGNORED_LABEL
 
 
 def is_split(logits: Tensor) -> TypeGuard[DTensor]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from phalanx.config.labels import IGNORED_LABEL
+from phalanx.config.fields import IGNORED_LABEL
 from phalanx.errors import ModelError, UsageError
 from phalanx.models.contract import ExpertModules, RingReady, implements
 from phalanx.strategies.ring_attention import RingAttention

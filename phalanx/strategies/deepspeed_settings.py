@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from phalanx.config.deepspeed import AUTO, engine_settings, optimizer_name
-from phalanx.config.precision import precision_name
+from phalanx.config.settings import precision_name
 from phalanx.models.contract import HasHiddenSize, implements
 
 if TYPE_CHECKING:

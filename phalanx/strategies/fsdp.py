@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from phalanx.config.precision import precision_name
+from phalanx.config.settings import precision_name
 from phalanx.strategies.base import Strategy, share_weights
 from phalanx.strategies.blocks import blocks_of_class, find_blocks
 from phalanx.strategies.materialise import is_meta, materialise

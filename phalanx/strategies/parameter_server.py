@@ -16,7 +16,7 @@ from torch import nn
 from phalanx.comm.server import better_placement, plan_placement
 from phalanx.comm.server.bundle import VALUE
 from phalanx.comm.server.optimizers import plain_settings
-from phalanx.config.precision import precision_name
+from phalanx.config.settings import precision_name
 from phalanx.errors import UsageError
 from phalanx.observe.events import ServersReported
 from phalanx.strategies.base import Strategy, share_weights

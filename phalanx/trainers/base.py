@@ -163,13 +163,13 @@ class TorchTrainer:
             return run_job(Job(action, task, config), in_place=True)
         layout = plan_layout(config, count_gpus())
         check_before_start(config)
-        config_here = config.replace(device=layout.device)
+        config_here = config.with_trusted(device=layout.device)
         if layout.world_size == 1:
-            return run_job(Job(action, task, config_here), in_place=True)
+            return run_job(Job(action, task, config_here, checked=True), in_place=True)
         run_dir = make_run_dir(config, task.name) if action == "fit" else None
         try:
             result: JobResult = run_on_ranks(
-                Job(action, task, config_here, run_dir), layout, data=datasets_of(task.train, task.val)
+                Job(action, task, config_here, run_dir, checked=True), layout, data=datasets_of(task.train, task.val)
             )
         except PhalanxError as error:
             if run_dir is not None:

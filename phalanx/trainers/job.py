@@ -15,9 +15,8 @@ from phalanx.loop.schedulers import OwnSchedule, scheduler_state
 from phalanx.loop.trainer import TrainLoop
 from phalanx.trainers.folders import make_run_dir
 from phalanx.trainers.gathering import whole_state, whole_weights
-from phalanx.trainers.preflight import check_before_start
 from phalanx.trainers.ray_report import engine_callbacks
-from phalanx.trainers.session import agree_run_dir, open_events, save_config
+from phalanx.trainers.session import agree_run_dir, check_per_host, open_events, save_config
 from phalanx.world.env import horovod_is_elastic
 
 if TYPE_CHECKING:
@@ -37,6 +36,8 @@ class Job:
     task: TrainTask
     config: DistributedConfig
     run_dir: Path | None = None
+    checked: bool = False
+    """Whether the process that started the ranks has run `check_before_start`."""
 
     def run(self) -> JobResult:
         """Run it on a rank that was started for it."""
@@ -86,10 +87,11 @@ def _run_once(job: Job, in_place: bool, survivor: Survivor | None = None) -> Job
 
 
 def _fit(formation: Formation, job: Job, survivor: Survivor | None) -> JobResult:
-    check_before_start(job.config)
+    if not job.checked:
+        check_per_host(formation.world, job.config)
     before = None if survivor is None else survivor.run_dir
     folder = before or job.run_dir
-    placed = job.config if folder is None else job.config.replace(run_dir=folder)
+    placed = job.config if folder is None else job.config.with_trusted(run_dir=str(folder))
     run_dir = agree_run_dir(formation.world, lambda: make_run_dir(placed, job.task.name), goes_on=before is not None)
     if formation.is_main:
         save_config(job.config, run_dir)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from phalanx.config import deepspeed
-from phalanx.config.engines import missing_package
+from phalanx.config.engine_rules import missing_package
 from phalanx.errors import CheckpointError, UsageError
 from phalanx.launch import check_endpoint
 from phalanx.trainers.nvme import check_nvme

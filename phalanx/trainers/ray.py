@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from phalanx.config.distributed import FIELDS, DistributedConfig
+from phalanx.config import FIELDS, DistributedConfig
 from phalanx.data.ray_data import RayData, is_ray_dataset
 from phalanx.errors import UsageError
 from phalanx.trainers.base import TorchTrainer

@@ -8,7 +8,6 @@ from phalanx.data.registry import load
 from phalanx.loop.forward import implied_loss
 from phalanx.loop.task import TrainTask
 from phalanx.models.registry import build
-from phalanx.recipes import load_recipe
 from phalanx.trainers.job import Job, JobResult, run_job
 from phalanx.trainers.sampling import SampleText
 from phalanx.world.seed import seed_everything
@@ -26,16 +25,15 @@ _LONGEST_TEXT = 1024
 """Longer windows of a corpus of some megabytes would be few."""
 
 
-def run_recipe(name: str, config: DistributedConfig, run_dir: Path | None, preset: str | None = None) -> JobResult:
-    """Build a recipe's parts (equal weights on all ranks, by the seed) and train."""
-    recipe = load_recipe(name).with_preset(preset)
+def run_recipe(recipe: Recipe, config: DistributedConfig, run_dir: Path | None, *, checked: bool) -> JobResult:
+    """Build a recipe's parts (equal weights on all ranks, by the seed) and train; `checked`: see `Job`."""
     seed_everything(config.seed)
     model, train, val = recipe_parts(recipe, config.data_dir)
     callbacks: list[Any] = [SampleText(**recipe.sample)] if recipe.sample else []
-    # A language model computes its loss itself, and a mixture of experts adds a term of its own.
+    # A language model computes its loss itself, and a mixture of experts adds a term to it.
     loss_fn = None if recipe.sample else implied_loss
-    task = TrainTask(model, train, val, loss_fn=loss_fn, callbacks=callbacks, name=config.name or name)
-    return run_job(Job("fit", task, config, run_dir), in_place=True)
+    task = TrainTask(model, train, val, loss_fn=loss_fn, callbacks=callbacks, name=config.name or recipe.name)
+    return run_job(Job("fit", task, config, run_dir, checked), in_place=True)
 
 
 def recipe_parts(recipe: Recipe, data_dir: str | None) -> tuple[nn.Module, Any, Any]:

@@ -1,4 +1,4 @@
-"""What surrounds the loop in every run: its folder, its saved config, its sinks."""
+"""What every run has around the loop: checks, its folder, its saved config, its sinks."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from phalanx.config import write_toml
+from phalanx.errors import PhalanxError
 from phalanx.loop.reporting import tensorboard_dir
 from phalanx.observe.fdsink import FdSink
 from phalanx.observe.guard import Guard, say_to_user
 from phalanx.observe.sinks import JsonlSink
 from phalanx.observe.stream import EventStream, Sink
+from phalanx.trainers.preflight import check_before_start
 
 _FITS = itertools.count(1)
 
@@ -25,11 +27,27 @@ if TYPE_CHECKING:
     from phalanx.world.world import World
 
 
-def agree_run_dir(world: World, make: Callable[[], Path], *, goes_on: bool = False) -> Path:
-    """Make the run's folder on the main rank and tell the others: by the clock each would name its own.
+def check_per_host(world: World, config: DistributedConfig) -> None:
+    """Run the checks before a start on the first rank of each machine; raise on all ranks what one of them found."""
+    found: PhalanxError | None = None
+    if world.env.local_rank == 0:
+        try:
+            check_before_start(config)
+        except PhalanxError as error:
+            found = error
+    errors = [found]
+    if world.world_size > 1:
+        errors *= world.world_size
+        dist.all_gather_object(errors, found)
+    for error in filter(None, errors):
+        raise error
 
-    The second fit of a script that the command line started has a folder of its own inside the command's; a fit that
-    `goes_on` with other ranks has the one it had.
+
+def agree_run_dir(world: World, make: Callable[[], Path], *, goes_on: bool = False) -> Path:
+    """Make the run's folder on the main rank and broadcast its path: by the clock of each rank the names would differ.
+
+    The second fit of a script that the command line started has a folder inside that of the command; a fit that
+    `goes_on` with other ranks keeps its folder.
     """
     fits = 1 if goes_on else next(_FITS)
     names: list[Any] = [None]
@@ -45,14 +63,14 @@ def agree_run_dir(world: World, make: Callable[[], Path], *, goes_on: bool = Fal
 
 
 def save_config(config: DistributedConfig, run_dir: Path) -> None:
-    """Write the resolved config beside the run, as TOML that `--config` takes."""
+    """Write the resolved config to the run's folder, as TOML that `--config` reads."""
     header = "# The resolved settings of this run. Use them again with: phalanx train ... --config config.toml\n"
     path = run_dir / "config.toml"
     Guard(str(path), say_to_user).attempt(lambda: path.write_text(header + write_toml(config), encoding="utf-8"))
 
 
 def open_events(config: DistributedConfig, world: World, run_dir: Path) -> EventStream:
-    """Return this rank's stream: the main rank's has the launcher's console or our own, JSONL, TensorBoard, MLflow."""
+    """Return the event stream of this rank; only the main rank has sinks (console, JSONL, TensorBoard, MLflow)."""
     return EventStream(open_sinks(config, run_dir) if world.is_main else (), rank=world.rank)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +19,7 @@ if TYPE_CHECKING:
 def recipe_target(recipe: Recipe, config: DistributedConfig, run_dir: Path, folder: Path) -> CallTarget:
     """Write into `folder` what a recipe's ranks are to do, and return what they run."""
     request = {
-        "recipe": recipe.name,
-        "preset": recipe.model.get("preset") if recipe.presets else None,
+        "recipe": dataclasses.asdict(recipe),
         "config": config.to_dict(),
         "run_dir": str(run_dir),
     }

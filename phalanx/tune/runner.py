@@ -96,7 +96,7 @@ def run_trial(
         parts = subject.parts(trial)
         config = parts.config
         if threads_per_rank is not None:
-            config = config.replace(threads_per_rank=threads_per_rank)
+            config = config.with_trusted(threads_per_rank=threads_per_rank)
         layout = plan_layout(config, len(slot.gpus))
         check_packages(config)
         gate = gate_of(trial, points)

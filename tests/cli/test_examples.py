@@ -16,7 +16,7 @@ import pytest
 from long_proofs import long_proof
 from ranks import RecordingConsole
 
-from phalanx.config.precision import precision_name
+from phalanx.config.settings import precision_name
 from phalanx.launch import LaunchSpec, ScriptTarget, launch
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "01-ddp-basics"

@@ -12,7 +12,7 @@ import pytest
 from command import COMMAND, Answer, clean_environment, phalanx, write_script
 from curves import scalars
 
-from phalanx.config.precision import cpu_has_bf16, precision_name
+from phalanx.config.settings import cpu_has_bf16, precision_name
 
 DIGITS = ("train", "digits", "--device", "cpu", "--run-dir", "run")
 

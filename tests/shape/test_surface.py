@@ -11,8 +11,8 @@ import phalanx
 from phalanx.cli import VERBS
 from phalanx.cli.flags import FlagParser, add_config_flags
 from phalanx.config import BACKENDS, FIELDS
-from phalanx.config.groups import STRATEGIES as STRATEGY_NAMES
-from phalanx.config.groups import TENSORFLOW_STRATEGIES
+from phalanx.config.fields import STRATEGIES as STRATEGY_NAMES
+from phalanx.config.fields import TENSORFLOW_STRATEGIES
 from phalanx.recipes import load_recipe, recipe_names
 
 PROMISED = [

@@ -174,7 +174,7 @@ def test_paths_and_numpy_numbers_are_taken_for_what_they_are():
 def test_a_key_in_two_tables_is_a_mistake(tmp_path):
     file = tmp_path / "run.toml"
     file.write_text("[a]\nepochs = 3\n[b]\nepochs = 5\n")
-    with pytest.raises(ConfigError, match="epochs stands in it twice"):
+    with pytest.raises(ConfigError, match="epochs is set twice"):
         read_toml(file)
 
 

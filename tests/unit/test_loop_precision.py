@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 
-from phalanx.config import precision
+from phalanx.config import settings as precision
 from phalanx.loop.formation import Formation
 
 CPUS = {

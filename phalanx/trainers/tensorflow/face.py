@@ -111,11 +111,13 @@ class TensorFlowDistributedTrainer:
 
     def _run_where_it_belongs(self, task: KerasTask, config: DistributedConfig, given: Collection[str]) -> KerasResult:
         """Run here in a process of a cluster and where one process is enough; else start the processes."""
-        check_before_start(config)
+        env = read_rank_env()
+        if env is None or env.local_rank == 0:  # once per machine
+            check_before_start(config)
         member = read_task()
         if member is not None:
             check_against(member, config, given)
-        ours = read_rank_env() is not None
+        ours = env is not None
         if member is not None and not ours:
             watch_peers(member, config.start_timeout)
         started = ours or member is not None
@@ -126,7 +128,9 @@ class TensorFlowDistributedTrainer:
 
         run_dir = make_run_dir(config, task.name)
         try:
-            result: KerasResult = run_on_ranks(KerasJob(task, config.replace(device=layout.device), run_dir), layout)
+            result: KerasResult = run_on_ranks(
+                KerasJob(task, config.with_trusted(device=layout.device), run_dir), layout
+            )
         except PhalanxError:
             discard_unused(config, run_dir)
             raise

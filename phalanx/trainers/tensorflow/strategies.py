@@ -8,7 +8,7 @@ import json
 import os
 from typing import TYPE_CHECKING, Any
 
-from phalanx.config.precision import precision_name
+from phalanx.config.settings import precision_name
 from phalanx.errors import UsageError
 from phalanx.world.tf_config import read_task
 

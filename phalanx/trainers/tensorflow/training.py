@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from phalanx.config.precision import precision_name
+from phalanx.config.settings import precision_name
 from phalanx.errors import ModelError, PreemptedError, UsageError
 from phalanx.loop.reporting import tensorboard_dir
 from phalanx.observe.events import RunStarted

@@ -6,7 +6,7 @@ import dataclasses
 import re
 from typing import TYPE_CHECKING, Any
 
-from phalanx.config.groups import STRATEGIES
+from phalanx.config.fields import STRATEGIES
 from phalanx.errors import PreemptedError, RankFailedError, UsageError, unknown_name
 from phalanx.launch import CallTarget, count_gpus, launch
 from phalanx.launch.scratch import close_scratch, open_scratch
@@ -146,12 +146,12 @@ class Proof:
         return self.steps // 2
 
     def _stopped(self, dtype: str) -> Run:
-        kept = self.config.replace(checkpoint_dir=str(self._folder / "kept"))
+        kept = self.config.with_trusted(checkpoint_dir=str(self._folder / "kept"))
         return self._run("stopped", kept, dtype, stop_after=self._half())
 
     def _resumed(self, dtype: str, config: DistributedConfig) -> Recording:
         """Go on from the checkpoint in new processes."""
-        going_on = config.replace(resume_from_checkpoint=str(self._folder / "kept"))
+        going_on = config.with_trusted(resume_from_checkpoint=str(self._folder / "kept"))
         return self._launch(config, [self._run("resumed", going_on, dtype)])["resumed"]
 
     def _run(self, name: str, config: DistributedConfig, dtype: str, stop_after: int | None = None) -> Run:
@@ -161,7 +161,7 @@ class Proof:
     def _launch(self, config: DistributedConfig, runs: list[Run]) -> dict[str, Recording]:
         """Start the ranks of one layout and let them execute the runs."""
         layout = plan_layout(config, count_gpus())
-        placed = [dataclasses.replace(run, config=run.config.replace(device=layout.device)) for run in runs]
+        placed = [dataclasses.replace(run, config=run.config.with_trusted(device=layout.device)) for run in runs]
         payload = self._folder / f"{runs[0].name}.pkl"
         write_payload(Request(self.subject, placed), payload)
         self._start(config, layout, CallTarget("phalanx.worker:run_verify_file", str(payload)))

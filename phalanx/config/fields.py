@@ -1,10 +1,9 @@
-"""The fields of `DistributedConfig`, in small groups. Each field is a Python argument, a flag and a TOML key."""
+"""All settings, in groups. Each field is a Python argument, a flag, a TOML key and an environment variable."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from phalanx.config.engine_groups import Engines
 from phalanx.config.option import option
 
 BACKENDS: dict[str, tuple[str, str]] = {
@@ -15,10 +14,10 @@ BACKENDS: dict[str, tuple[str, str]] = {
     "ray": ("ray", "ddp"),
     "tensorflow": ("local", "tensorflow"),
 }
-"""A backend is only a name for a pair (launcher, strategy)."""
+"""A backend is a name for a pair (launcher, strategy)."""
 
 ZERO_SHARDING = {1: "grad-op", 2: "grad-op", 3: "full"}
-"""What a stage of ZeRO is in fsdp's words."""
+"""The `sharding` of fsdp that equals a ZeRO stage."""
 
 TORCH_SHARDING = {
     "FULL_SHARD": "full",
@@ -26,10 +25,10 @@ TORCH_SHARDING = {
     "HYBRID_SHARD": "hybrid",
     "HYBRID_SHARD_ZERO2": "hybrid-grad-op",
 }
-"""What members of torch.distributed.fsdp.ShardingStrategy are called here; NO_SHARD is strategy = 'ddp'."""
+"""Our names for torch.distributed.fsdp.ShardingStrategy; NO_SHARD is strategy = 'ddp'."""
 
 TENSORFLOW_STRATEGIES = ("mirrored", "multiworker", "parameter-server")
-"""What backend = 'tensorflow' can be told; torch has parameter servers of its own."""
+"""Strategies of backend = 'tensorflow'; torch ranks use Phalanx's parameter servers."""
 
 STRATEGIES = (
     "auto",
@@ -49,10 +48,13 @@ PIPELINE_SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 OPTIMIZERS = ("adamw", "adam", "sgd", "rmsprop", "adagrad")
 LR_SCHEDULES = ("constant", "linear", "cosine", "inverse-sqrt")
 
+IGNORED_LABEL = -100
+"""Label index that the loss ignores, in torch's cross entropy and in Hugging Face models."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Resources:
-    """How many ranks, where."""
+    """How many ranks run, and where."""
 
     num_workers: int | None = option(
         None, "ranks in the whole job, on any device (default: every GPU, or 1 on CPU)", minimum=1
@@ -61,19 +63,19 @@ class Resources:
     num_nodes: int = option(1, "machines in the job", minimum=1)
     gpus_per_node: int | None = option(None, "ranks on each machine (default: num_workers / num_nodes)", minimum=1)
     node_rank: int | None = option(None, "which machine this is, from 0 (with num_nodes > 1)", minimum=0)
-    rdzv_endpoint: str | None = option(None, "host:port where the machines meet (with num_nodes > 1)")
+    rdzv_endpoint: str | None = option(None, "host:port of the rendezvous (with num_nodes > 1)")
     device: str = option("auto", "where the ranks compute", choices=("auto", "cuda", "cpu"))
     threads_per_rank: int | None = option(None, "CPU threads of each rank (default: cores / ranks)", minimum=1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parallelism:
-    """Who starts the ranks and who keeps them in step."""
+    """What starts the ranks, and how they share the work."""
 
-    backend: str = option("pytorch-ddp", "a launcher and a strategy under one name", choices=tuple(BACKENDS))
+    backend: str = option("pytorch-ddp", "name of a launcher and a strategy", choices=tuple(BACKENDS))
     strategy: str = option(
         "auto",
-        "how the ranks share the work (auto: the backend's own, by shared memory on the CPUs of one machine)",
+        "how the ranks share the work (auto: the default of the backend; shared memory on the CPUs of one machine)",
         choices=STRATEGIES,
         entry_points="phalanx.strategies",
     )
@@ -84,20 +86,20 @@ class Parallelism:
         True, "tensor_parallel: compute the built-in models' loss on logits that stay split by vocabulary"
     )
     pipeline_parallel: int = option(
-        1, "cut the model into stages, one after the other, on this many groups of ranks", minimum=1
+        1, "split the model into consecutive stages, on this many groups of ranks", minimum=1
     )
     pipeline_schedule: str = option(
         "1f1b",
-        "pipeline: the order of forward and backward passes (interleaved and zero-bubble: several stages a rank)",
+        "pipeline: the order of forward and backward passes (interleaved and zero-bubble: several stages per rank)",
         choices=PIPELINE_SCHEDULES,
     )
     microbatches: int | None = option(
         None,
-        "pipeline: parts of a batch that are under way at once (default: as many as keep the bubble small)",
+        "pipeline: parts of a batch that are processed at once (default: as many as keep the bubble small)",
         minimum=1,
     )
     pipeline_cuts: str | None = option(
-        None, "pipeline: names of the modules that begin a stage, with commas (default: a balanced split)"
+        None, "pipeline: names of the modules that begin a stage, separated by commas (default: a balanced split)"
     )
     pipeline_balance: str = option(
         "parameters",
@@ -105,7 +107,7 @@ class Parallelism:
         choices=("parameters", "measured"),
     )
     context_parallel: int = option(
-        1, "cut every sequence over this many ranks, with ring attention between them", minimum=1
+        1, "split every sequence over this many ranks, with ring attention between them", minimum=1
     )
     expert_parallel: int = option(
         1, "spread the experts of a mixture-of-experts model over this many data-parallel ranks", minimum=1
@@ -141,11 +143,13 @@ class Parallelism:
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """What is trained, for how long, at which rate."""
+    """Batch size, length of the training, optimizer and learning rate."""
 
-    batch_size: int | None = option(None, "samples per rank and micro-batch (default: the DataLoader's own)", minimum=1)
-    epochs: int | None = option(None, "passes over the data (default: 1, or as many as max_steps needs)", minimum=1)
-    max_steps: int | None = option(None, "stop after this many optimizer steps, whatever the epoch", minimum=1)
+    batch_size: int | None = option(
+        None, "samples per rank and micro-batch (default: that of the DataLoader)", minimum=1
+    )
+    epochs: int | None = option(None, "passes over the data (default: 1, or what max_steps needs)", minimum=1)
+    max_steps: int | None = option(None, "stop after this many optimizer steps, in any epoch", minimum=1)
     learning_rate: float = option(1e-3, "peak learning rate, before lr_scaling", above=0)
     optimizer: str = option("adamw", "optimizer, when none is given in Python", choices=OPTIMIZERS)
     momentum: float = option(0.9, "momentum of sgd and rmsprop, beta1 of adam and adamw", minimum=0)
@@ -158,7 +162,7 @@ class Training:
     )
     seed: int = option(0, "seed of weights, sample order and dropout", minimum=0)
     deterministic: bool = option(False, "use deterministic kernels only (slower)")
-    drop_last: bool | None = option(None, "drop the ragged last global batch (default: as the DataLoader says)")
+    drop_last: bool | None = option(None, "drop an incomplete last global batch (default: as the DataLoader does)")
     data_dir: str | None = option(None, "folder of a recipe's data files (mnist, imagefolder)")
     eval_every: int = option(1, "evaluate every this many epochs (0: only at the end)", minimum=0)
 
@@ -180,9 +184,9 @@ class Optimization:
     activation_checkpointing: bool | str = option(
         False,
         "recompute in backward instead of keeping activations: full (or true: every repeated block), 'every 2' (every "
-        "second block), selective (all but matrix products, attention and what other ranks sent)",
+        "second block), selective (all but matrix products, attention and received tensors)",
     )
-    activation_offload: bool = option(False, "keep what backward needs of the repeated blocks in CPU memory")
+    activation_offload: bool = option(False, "keep the activations of the repeated blocks in CPU memory until backward")
     on_nonfinite: str = option("stop", "a NaN or infinite loss: stop, or skip that step", choices=("stop", "skip"))
     loss_weighting: str = option(
         "samples",
@@ -193,34 +197,34 @@ class Optimization:
 
 @dataclass(frozen=True, kw_only=True)
 class Adapters:
-    """Training a few new weights beside a frozen model (LoRA)."""
+    """Training small adapters of a frozen model (LoRA)."""
 
-    lora_rank: int | None = option(None, "freeze the model and train adapters of this rank", minimum=1)
+    lora_rank: int | None = option(None, "freeze the model and train low-rank adapters of this rank", minimum=1)
     lora_alpha: float | None = option(
         None, "lora_alpha / lora_rank scales what adapters add (default: 2 x lora_rank)", above=0
     )
     lora_dropout: float = option(0.0, "dropout before the adapters", minimum=0)
     lora_targets: str | None = option(
         None,
-        "layers that get adapters, by last parts of names (query,value) or patterns ('layers.*.feed.*'), with commas "
-        "between (default: the linear layers of attention)",
+        "layers that get adapters, by last parts of names (query,value) or patterns ('layers.*.feed.*'), separated "
+        "by commas (default: the linear layers of attention)",
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Communication:
-    """How gradients travel."""
+    """How gradients are exchanged."""
 
     communication_backend: str | None = option(
         None,
-        "nccl, gloo, mpi or phalanx (ours: shared memory within a machine; default: nccl on CUDA, gloo on CPU)",
+        "nccl, gloo, mpi or phalanx (shared memory within a machine; default: nccl on CUDA, gloo on CPU)",
         choices=(None, "nccl", "gloo", "mpi", "phalanx"),
     )
     find_unused_parameters: bool = option(False, "let parameters be unused in a step (costs a graph walk each step)")
     bucket_cap_mb: float = option(25.0, "size of a gradient bucket in MB", above=0)
     nccl_env: str | None = option(
         None,
-        "tell NCCL what it cannot know about this kind of cluster (`phalanx nccl-env` shows it); what is set stays",
+        "set the NCCL variables for this kind of cluster (`phalanx nccl-env` shows them); variables that are set stay",
         choices=(None, "gcp", "aws-efa", "infiniband", "ethernet"),
     )
     timeout: float = option(600.0, "seconds a rank waits for the others before it gives up", above=0)
@@ -231,20 +235,20 @@ class Communication:
 
 @dataclass(frozen=True, kw_only=True)
 class Synchronisation:
-    """How and how often gradients or weights are brought together, beyond a plain average every step."""
+    """How and how often gradients or weights are combined, other than a plain average in every step."""
 
     fixed_order: bool = option(
         False,
         "ring: add up gradients in one order over micro-batches and ranks, so that 1, 2, 4 and 8 ranks give equal bits",
     )
-    compression: str = option("none", "ddp, ring: make gradients smaller before they travel", choices=COMPRESSORS)
+    compression: str = option("none", "ddp, ring: compress gradients before they are sent", choices=COMPRESSORS)
     compression_ratio: float = option(0.01, "topk, randomk: the share of the gradient that is sent, up to 1", above=0)
-    powersgd_rank: int = option(4, "powersgd: rank of the two thin matrices that stand for a gradient", minimum=1)
+    powersgd_rank: int = option(4, "powersgd: rank of the two thin matrices that approximate a gradient", minimum=1)
     compression_warmup: int = option(0, "steps before compression begins", minimum=0)
-    sync_every: int = option(16, "local-sgd, diloco: steps that each rank takes alone between averages", minimum=1)
+    sync_every: int = option(16, "local-sgd, diloco: steps that each rank takes between two averages", minimum=1)
     outer_learning_rate: float = option(0.7, "diloco: rate of the outer Nesterov step", above=0)
     outer_momentum: float = option(0.9, "diloco: momentum of the outer Nesterov step", minimum=0)
-    num_servers: int = option(1, "parameter-server: shards that hold the parameters, processes of their own", minimum=1)
+    num_servers: int = option(1, "parameter-server: server processes, each with a part of the parameters", minimum=1)
     server_mode: str = option(
         "auto",
         "parameter-server: all workers step together (sync), each at its own pace (async), or none more than "
@@ -257,8 +261,38 @@ class Synchronisation:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Engines:
+    """Settings of Horovod and Ray."""
+
+    address: str | None = option(
+        None, "ray: the cluster to run on: ray://head:10001, head:6379 or auto (default: a local one, for this run)"
+    )
+    min_workers: int | None = option(
+        None, "ray, horovod: elastic: continue with as few ranks as this when others are lost", minimum=1
+    )
+    cpus_per_worker: float = option(1.0, "ray: CPU cores that each rank reserves", above=0)
+    resources_per_worker: str | None = option(
+        None,
+        "ray: other resources of each rank, such as 'GPU=0.5,big_memory=1' (default: a GPU where ranks use them)",
+    )
+    placement: str = option(
+        "pack",
+        "ray: ranks on as few machines as possible (pack) or as many (spread); strict: or the run does not start",
+        choices=("pack", "spread", "strict-pack", "strict-spread"),
+    )
+    hosts: str | None = option(None, "horovod: machines and their slots, node1:8,node2:8 (default: this machine)")
+    host_discovery_script: str | None = option(
+        None, "horovod: elastic: an executable that prints the available machines, one host:slots per line"
+    )
+    adasum: bool = option(False, "horovod: combine gradients by Adasum instead of averaging them")
+    horovod_timeline: str | None = option(
+        None, "horovod: write a timeline of the communication to this file, for chrome://tracing or Perfetto"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Checkpointing:
-    """What is kept, how often, and where a run goes on."""
+    """What is saved, how often, and from where a run resumes."""
 
     checkpoint_dir: str | None = option(
         None, "where checkpoints go (default: <run_dir>/checkpoints when checkpoint_frequency or max_restarts is set)"
@@ -272,42 +306,29 @@ class Checkpointing:
 
 @dataclass(frozen=True, kw_only=True)
 class Monitoring:
-    """What is written down and shown."""
+    """What is logged and shown."""
 
     run_dir: str | None = option(None, "folder of this run: config, logs, events (default: runs/<name>-<time>)")
     name: str | None = option(None, "name of the run (default: the recipe, script or model)")
     tensorboard: bool = option(False, "write TensorBoard files")
-    tensorboard_dir: str | None = option(None, "where (default: <run_dir>/tensorboard); giving it turns tensorboard on")
+    tensorboard_dir: str | None = option(
+        None, "folder of these files (default: <run_dir>/tensorboard); setting it turns tensorboard on"
+    )
     mlflow_tracking: bool = option(False, "log to MLflow (extra: phalanx[mlflow])")
-    mlflow_experiment: str | None = option(None, "MLflow experiment; giving it turns mlflow_tracking on")
+    mlflow_experiment: str | None = option(None, "MLflow experiment; setting it turns mlflow_tracking on")
     reference_throughput: float | None = option(
-        None, "samples per second of one rank, as measured: the run's speedup against it is reported", above=0
+        None, "samples per second of one rank, as measured: the speedup of the run against it is reported", above=0
     )
     log_every_n_steps: int = option(10, "read losses and report every this many steps", minimum=1)
     progress: bool = option(True, "show the progress bar or lines")
-    console_ranks: str = option("0", "whose output the console shows", choices=("0", "all"))
+    console_ranks: str = option("0", "ranks whose output the console shows", choices=("0", "all"))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Elasticity:
-    """What happens when ranks fail or are told to stop."""
+    """What happens when ranks fail or have to stop."""
 
     max_restarts: int = option(
         0, "restart all ranks this many times after a failure, from the newest checkpoint", minimum=0
     )
     stop_grace: float = option(4.5, "seconds between asking ranks to stop and killing them", above=0)
-
-
-GROUPS = (
-    Resources,
-    Parallelism,
-    Training,
-    Optimization,
-    Adapters,
-    Communication,
-    Synchronisation,
-    Engines,
-    Checkpointing,
-    Monitoring,
-    Elasticity,
-)

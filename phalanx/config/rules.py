@@ -1,0 +1,388 @@
+"""Rules between settings: reject values that contradict each other or have no effect.
+
+A rule is a function of `Settings` that yields (field, message). `@rule` names the fields that must be correct before it
+can judge: with a wrong one it would only report what follows from that mistake. `distributed` runs the rules in order
+and drops what a rule reports about a field that was wrong before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+from phalanx.config.fields import ZERO_SHARDING
+from phalanx.config.option import url_problem
+from phalanx.errors import nearest
+
+if TYPE_CHECKING:
+    from phalanx.config.settings import Settings
+
+Mistakes = Iterator[tuple[str, str]]
+
+AXES = ("tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel")
+STRATEGY = ("strategy", "backend", "zero_stage")
+"""What `Settings.resolved_strategy` depends on."""
+RANKS = ("num_workers", "num_gpus", "num_nodes", "gpus_per_node", "hosts")
+"""What `Settings.total_ranks` depends on."""
+
+_FOLDERS = ("checkpoint_dir", "resume_from_checkpoint", "run_dir", "tensorboard_dir", "data_dir", "nvme_path")
+_OF_COMPRESSORS = {"compression_ratio": ("topk", "randomk"), "powersgd_rank": ("powersgd",), "compression_warmup": ()}
+"""The compressors that use a setting; empty: all but 'none'."""
+_OF_STRATEGIES = {
+    "fixed_order": ("ring",),
+    "sync_every": ("local-sgd", "diloco"),
+    "outer_learning_rate": ("diloco",),
+    "outer_momentum": ("diloco",),
+}
+"""The strategies that use a setting."""
+
+
+class Rule(NamedTuple):
+    """A check, and the fields that must be correct before it runs."""
+
+    check: Callable[[Settings], Mistakes]
+    needs: frozenset[str]
+
+
+def rule(*needs: str) -> Callable[[Callable[[Settings], Mistakes]], Rule]:
+    """Make a rule of a function."""
+    return lambda check: Rule(check, frozenset(needs))
+
+
+@rule("zero_stage", "strategy", "backend", "sharding", *AXES, "pipeline_schedule")
+def sharding(settings: Settings) -> Mistakes:
+    """Report settings of sharding where nothing is sharded."""
+    if settings.resolved_strategy == "deepspeed":
+        return
+    unused = _why_nothing_is_sharded(settings)
+    groups = settings.sharding.startswith("hybrid")
+    for name in settings.changed("sharding", "shard_size", "wrap_class", "offload"):
+        if unused is not None:
+            yield name, f"{name} = {getattr(settings, name)!r} is for what is sharded, but {unused}"
+        elif name == "shard_size" and not groups:
+            yield (
+                name,
+                f"shard_size = {settings.shard_size} with sharding = {settings.sharding!r}: only sharding = 'hybrid' "
+                "has groups.",
+            )
+        elif name == "sharding" and groups and settings.expert_parallel > 1:
+            yield (
+                name,
+                f"sharding = {settings.sharding!r} with expert_parallel = {settings.expert_parallel}: the ranks that "
+                "share the experts are the groups already: leave sharding and shard_size out.",
+            )
+
+
+def _why_nothing_is_sharded(settings: Settings) -> str | None:
+    """Plain ddp replicates; with another axis it shards the data axis, unless the schedule keeps stages whole."""
+    if settings.resolved_strategy == "fsdp":
+        return None
+    if settings.pipeline_parallel > 1 and settings.pipeline_schedule == "zero-bubble":
+        return "pipeline_schedule = 'zero-bubble' keeps whole stages: leave one of them out."
+    if any(getattr(settings, axis) > 1 for axis in AXES):
+        return None
+    return f"strategy = {settings.resolved_strategy!r} replicates: write strategy = 'fsdp'."
+
+
+@rule(*STRATEGY)
+def zero_stage(settings: Settings) -> Mistakes:
+    """Check zero_stage against the settings with the same meaning."""
+    stage = settings.zero_stage
+    if stage is None or settings.resolved_strategy == "deepspeed":
+        return
+    meant = ZERO_SHARDING[stage]
+    if settings.strategy == "ddp":
+        yield (
+            "zero_stage",
+            f"zero_stage = {stage} shards, but strategy = 'ddp' replicates: leave strategy out, or write 'fsdp'.",
+        )
+    elif settings.sharding in ("full", "grad-op", "hybrid", "hybrid-grad-op") and settings.sharding != meant:
+        yield (
+            "zero_stage",
+            f"zero_stage = {stage} means sharding = {meant!r}, but sharding = {settings.sharding!r} was given: leave "
+            "one of them out.",
+        )
+
+
+@rule()
+def pipeline_cuts(settings: Settings) -> Mistakes:
+    """Check the list of modules."""
+    cuts = settings.pipeline_cuts
+    if isinstance(cuts, str) and not all(name.strip() for name in cuts.split(",")):
+        yield (
+            "pipeline_cuts",
+            f"pipeline_cuts = {cuts!r}: expected names of modules, separated by commas, such as 'layers.4,layers.8', "
+            "and one of them is empty.",
+        )
+
+
+@rule("pipeline_parallel")
+def pipeline(settings: Settings) -> Mistakes:
+    """Report settings of a pipeline without one."""
+    if settings.pipeline_parallel > 1:
+        return
+    for name in settings.changed("pipeline_schedule", "microbatches", "pipeline_cuts", "pipeline_balance"):
+        yield (
+            name,
+            f"{name} = {getattr(settings, name)!r} without pipeline_parallel: write pipeline_parallel = 2 or more, or "
+            f"leave {name} out.",
+        )
+
+
+@rule("compression_ratio")
+def compression_ratio(settings: Settings) -> Mistakes:
+    """Check the upper limit."""
+    if settings.compression_ratio > 1:
+        yield (
+            "compression_ratio",
+            f"compression_ratio = {settings.compression_ratio}: a share of the gradient, above 0 and up to 1.",
+        )
+
+
+@rule("compression")
+def compressor_settings(settings: Settings) -> Mistakes:
+    """Report settings that the chosen compressor does not use."""
+    chosen = settings.compression
+    for name in settings.changed(*_OF_COMPRESSORS):
+        users = _OF_COMPRESSORS[name]
+        if chosen in users or (not users and chosen != "none"):
+            continue
+        wanted = " or ".join(repr(user) for user in users) if users else "another one than 'none'"
+        yield (
+            name,
+            f"{name} = {getattr(settings, name)} with compression = {chosen!r}: it is for compression = {wanted}.",
+        )
+
+
+@rule("compression", *STRATEGY, *AXES)
+def compression(settings: Settings) -> Mistakes:
+    """Compressors average whole gradients: report strategies that do not exchange those."""
+    chosen, strategy = settings.compression, settings.resolved_strategy
+    if chosen == "none":
+        return
+    axis = next((axis for axis in AXES if getattr(settings, axis) > 1), None)
+    if axis is not None:
+        why = (
+            f"{axis} = {getattr(settings, axis)}: the data axis is sharded there, and whole gradients are never "
+            "exchanged. Leave one of them out; strategy = 'ddp' and 'ring' take compression."
+        )
+    elif strategy == "horovod" and chosen != "fp16":
+        why = "backend = 'horovod', which has 'fp16' only."
+    elif strategy not in ("ddp", "ring", "horovod"):
+        why = f"strategy = {strategy!r}: only strategy = 'ddp' and 'ring' average gradients through it."
+    else:
+        return
+    yield "compression", f"compression = {chosen!r} with {why}"
+
+
+@rule("strategy", "backend")
+def strategy_settings(settings: Settings) -> Mistakes:
+    """Report settings that the strategy does not use, and axes that it cannot have."""
+    strategy = settings.resolved_strategy
+    for name in settings.changed(*_OF_STRATEGIES):
+        if strategy not in _OF_STRATEGIES[name]:
+            names = " or ".join(repr(user) for user in _OF_STRATEGIES[name])
+            yield (
+                name,
+                f"{name} = {getattr(settings, name)!r} with strategy = {strategy!r}, which does not follow it: write "
+                f"strategy = {names}, or leave {name} out.",
+            )
+    if strategy not in ("ring", "local-sgd", "diloco", "horovod"):
+        return
+    way = "write backend = 'pytorch-ddp'" if strategy == "horovod" else "leave strategy out, or write 'fsdp'"
+    for name in settings.changed(*AXES, "zero_stage"):
+        yield (
+            name,
+            f"{name} = {getattr(settings, name)!r} does not go with strategy = {strategy!r}, whose ranks hold the "
+            f"whole model: {way}.",
+        )
+
+
+@rule("outer_momentum")
+def outer_momentum(settings: Settings) -> Mistakes:
+    """Check the upper limit."""
+    if settings.outer_momentum >= 1:
+        yield "outer_momentum", f"outer_momentum = {settings.outer_momentum}: must be below 1."
+
+
+@rule("strategy", "backend", "fixed_order", *RANKS)
+def fixed_order(settings: Settings) -> Mistakes:
+    """Check what an order of additions that all numbers of ranks share excludes."""
+    if not settings.fixed_order or settings.resolved_strategy != "ring":
+        return
+    if settings.compression != "none":
+        yield (
+            "compression",
+            f"compression = {settings.compression!r} with fixed_order: what is rounded off depends on the number of "
+            "ranks, so the bits would too. Leave one of them out.",
+        )
+    ranks = settings.total_ranks
+    if ranks is not None and ranks.bit_count() != 1:
+        yield (
+            "fixed_order",
+            f"fixed_order needs 1, 2, 4, 8, ... ranks, and num_workers = {ranks}: the order of additions is a tree "
+            "that is halved with every doubling.",
+        )
+
+
+@rule("momentum")
+def momentum(settings: Settings) -> Mistakes:
+    """Check the upper limit."""
+    if settings.optimizer in ("adam", "adamw") and settings.momentum >= 1:
+        yield (
+            "momentum",
+            f"momentum = {settings.momentum}: it is beta1 of {settings.optimizer}, and must be below 1.",
+        )
+
+
+@rule("strategy", "backend", "server_mode")
+def parameter_servers(settings: Settings) -> Mistakes:
+    """Report settings of parameter servers without them, and what cannot be combined with them."""
+    if settings.resolved_strategy != "parameter-server":
+        for name in settings.changed("num_servers", "server_mode", "staleness"):
+            yield (
+                name,
+                f"{name} = {getattr(settings, name)!r} without parameter servers: write strategy = "
+                f"'parameter-server', or leave {name} out.",
+            )
+        return
+    for axis in settings.changed(*AXES, "zero_stage"):
+        yield (
+            axis,
+            f"{axis} = {getattr(settings, axis)!r} does not go with strategy = 'parameter-server', whose shards hold "
+            "whole parameters for ranks that each run the whole model: leave one of them out.",
+        )
+    if settings.mixed_precision == "fp16":
+        yield (
+            "mixed_precision",
+            "mixed_precision = 'fp16' needs loss scaling, which parameter servers do not have: write 'bf16', or leave "
+            "it out.",
+        )
+    if settings.loss_weighting == "tokens" and settings.resolved_server_mode != "sync":
+        yield (
+            "loss_weighting",
+            f"loss_weighting = 'tokens' synchronizes all ranks in every step, which server_mode = "
+            f"{settings.resolved_server_mode!r} avoids: write 'samples', or server_mode = 'sync'.",
+        )
+
+
+@rule("strategy", "backend", "server_mode", "staleness")
+def staleness(settings: Settings) -> Mistakes:
+    """Check how many steps workers may be ahead of each other."""
+    if settings.resolved_strategy != "parameter-server":
+        return
+    mode = settings.server_mode
+    if mode in ("sync", "async") and settings.staleness is not None:
+        meaning = "all workers step together" if mode == "sync" else "workers do not wait for each other"
+        yield (
+            "staleness",
+            f"staleness = {settings.staleness} with server_mode = {mode!r}, in which {meaning}: write server_mode = "
+            "'bounded', or leave staleness out.",
+        )
+    if mode == "bounded" and settings.staleness is None:
+        yield "server_mode", "server_mode = 'bounded' needs a bound: write staleness = 2, for example."
+
+
+@rule("checkpoint_frequency")
+def checkpoint_frequency(settings: Settings) -> Mistakes:
+    """Check the text."""
+    try:
+        _ = settings.checkpoint_every
+    except ValueError:
+        yield (
+            "checkpoint_frequency",
+            f"checkpoint_frequency = {settings.checkpoint_frequency!r}: expected a number of epochs (10), or "
+            "'500 steps'.",
+        )
+
+
+@rule("activation_checkpointing")
+def activation_checkpointing(settings: Settings) -> Mistakes:
+    """Check the word."""
+    try:
+        _ = settings.recompute
+    except ValueError as error:
+        close = nearest(str(error), ("full", "selective", "every 2"))
+        guess = f" Did you mean {close!r}?" if close else ""
+        yield (
+            "activation_checkpointing",
+            f"activation_checkpointing = {settings.activation_checkpointing!r}: not one of false, true, 'full', "
+            f"'selective', 'every <n>'.{guess}",
+        )
+
+
+@rule("lora_dropout")
+def lora_dropout(settings: Settings) -> Mistakes:
+    """Check the upper limit."""
+    if settings.lora_dropout >= 1:
+        yield "lora_dropout", f"lora_dropout = {settings.lora_dropout}: must be below 1."
+
+
+@rule("lora_rank")
+def adapters(settings: Settings) -> Mistakes:
+    """Report settings of LoRA without it."""
+    if settings.lora_rank is None:
+        for name in settings.changed("lora_alpha", "lora_dropout", "lora_targets"):
+            given = getattr(settings, name)
+            yield name, f"{name} = {given!r} without lora_rank: give the adapters a rank, such as 8."
+
+
+@rule("lora_rank", "tensor_parallel")
+def split_adapters(settings: Settings) -> Mistakes:
+    """Report LoRA together with tensor parallelism."""
+    if settings.lora_rank is not None and settings.tensor_parallel > 1:
+        yield (
+            "lora_rank",
+            f"lora_rank = {settings.lora_rank} with tensor_parallel = {settings.tensor_parallel}: adapters are not "
+            "split over ranks. Use strategy = 'fsdp', which shards the frozen model.",
+        )
+
+
+@rule()
+def folders(settings: Settings) -> Mistakes:
+    """Report URLs where a path is expected."""
+    for name in _FOLDERS:
+        wrong = url_problem(name, getattr(settings, name))
+        if wrong is not None:
+            yield name, wrong
+
+
+@rule("warmup")
+def warmup(settings: Settings) -> Mistakes:
+    """Check that it is a share or a number of steps."""
+    given = settings.warmup
+    if isinstance(given, float) and given >= 1 and not given.is_integer():
+        yield "warmup", f"warmup = {given}: a share of the run is below 1 (0.1), a number of steps is whole (500)."
+
+
+@rule("num_workers", "num_gpus", "num_nodes", "gpus_per_node", "node_rank")
+def rank_counts(settings: Settings) -> Mistakes:
+    """Check the numbers of ranks and machines against each other."""
+    workers, gpus, nodes, per_node = settings.num_workers, settings.num_gpus, settings.num_nodes, settings.gpus_per_node
+    if workers is not None and gpus is not None and workers != gpus:
+        yield "num_workers", f"num_workers = {workers} and num_gpus = {gpus} name the same thing: give one of them."
+    total = workers if workers is not None else gpus
+    name = "num_workers" if workers is not None else "num_gpus"
+    if total is not None and per_node is not None and total != nodes * per_node:
+        yield name, f"{name} = {total} is not num_nodes x gpus_per_node = {nodes} x {per_node} = {nodes * per_node}."
+    elif total is not None and total % nodes:
+        yield name, f"{name} = {total} cannot be spread evenly over num_nodes = {nodes}."
+    if settings.node_rank is not None and settings.node_rank >= nodes:
+        yield "node_rank", f"node_rank = {settings.node_rank}: must be below num_nodes = {nodes}."
+
+
+COMMON_RULES = (
+    pipeline_cuts,
+    pipeline,
+    compression_ratio,
+    compressor_settings,
+    compression,
+    strategy_settings,
+    outer_momentum,
+    fixed_order,
+    momentum,
+    checkpoint_frequency,
+    activation_checkpointing,
+    folders,
+    warmup,
+)

@@ -1,0 +1,190 @@
+"""`Settings`: the values of all settings and what follows from them. Nothing is checked here.
+
+`rules` and the other rule files check settings; `DistributedConfig` is a `Settings` that passed them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from phalanx.config.fields import (
+    BACKENDS,
+    ZERO_SHARDING,
+    Adapters,
+    Checkpointing,
+    Communication,
+    Elasticity,
+    Engines,
+    Monitoring,
+    Optimization,
+    Parallelism,
+    Resources,
+    Synchronisation,
+    Training,
+)
+
+PrecisionName = Literal["fp32", "bf16", "fp16"]
+
+_HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
+_EVERY = re.compile(r"^\s*every[\s-]+(\d+)\s*$")
+_FREQUENCY = re.compile(r"^\s*(\d+)\s*(epochs?|steps?)?\s*$")
+_CPU_INFO = Path("/proc/cpuinfo")
+_BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
+"""Two on x86, the last on ARM: instructions that multiply in bf16. Other CPUs emulate it."""
+
+
+class Recompute(NamedTuple):
+    """What activation_checkpointing asks for: every n-th block, whole or all but its expensive operations."""
+
+    every: int = 1
+    selective: bool = False
+
+
+class Host(NamedTuple):
+    """One machine, and how many ranks may run there."""
+
+    name: str
+    slots: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(
+    Resources,
+    Parallelism,
+    Training,
+    Optimization,
+    Adapters,
+    Communication,
+    Synchronisation,
+    Engines,
+    Checkpointing,
+    Monitoring,
+    Elasticity,
+):
+    """The values of all settings, as flat, frozen, plain data."""
+
+    def changed(self, *names: str) -> list[str]:
+        """Return which of these settings differ from their defaults."""
+        return [name for name in names if getattr(self, name) != FIELDS[name].default]
+
+    @property
+    def total_ranks(self) -> int | None:
+        """Ranks of the whole job as configured, or None when the machine decides."""
+        if self.num_workers is not None or self.num_gpus is not None:
+            return self.num_workers or self.num_gpus
+        if self.hosts is not None and self.gpus_per_node is None:
+            try:
+                return sum(host.slots for host in parse_hosts(self.hosts))
+            except ValueError:  # a rule reports it
+                return None
+        return None if self.gpus_per_node is None else self.gpus_per_node * self.num_nodes
+
+    @property
+    def launcher(self) -> str:
+        """What starts the ranks."""
+        return BACKENDS[self.backend][0]
+
+    @property
+    def resolved_strategy(self) -> str:
+        """The strategy, with "auto" resolved."""
+        if self.strategy != "auto":
+            return self.strategy
+        if self.backend == "tensorflow":
+            return "mirrored" if (self.total_ranks or 1) == 1 else "multiworker"
+        default = BACKENDS[self.backend][1]
+        if default == "ddp" and self.deepspeed_config is not None:
+            return "deepspeed"
+        return "fsdp" if default == "ddp" and self.zero_stage is not None else default
+
+    @property
+    def resolved_server_mode(self) -> Literal["sync", "async", "bounded"]:
+        """The mode of parameter servers, with "auto" resolved."""
+        if self.server_mode == "async":
+            return "async"
+        bounded = self.server_mode == "bounded" or (self.server_mode == "auto" and self.staleness is not None)
+        return "bounded" if bounded else "sync"
+
+    @property
+    def resolved_sharding(self) -> str:
+        """How fsdp shards, with "auto" resolved."""
+        if self.sharding != "auto":
+            return self.sharding
+        return "full" if self.zero_stage is None else ZERO_SHARDING[self.zero_stage]
+
+    @property
+    def checkpoint_every(self) -> tuple[int, str] | None:
+        """Return (n, "epochs" | "steps"), or None without periodic checkpoints; ValueError for another text."""
+        if self.checkpoint_frequency is None:
+            return None
+        match = _FREQUENCY.match(str(self.checkpoint_frequency))
+        if match is None or int(match[1]) == 0:
+            raise ValueError(self.checkpoint_frequency)
+        return int(match[1]), "steps" if (match[2] or "").startswith("step") else "epochs"
+
+    @property
+    def recompute(self) -> Recompute | None:
+        """What is recomputed in backward, or None when all activations are kept; ValueError for an unknown word."""
+        wanted = self.activation_checkpointing
+        if wanted is False:
+            return None
+        if wanted is True or wanted == "full":
+            return Recompute()
+        if wanted == "selective":
+            return Recompute(selective=True)
+        match = _EVERY.match(wanted)
+        if match is None or int(match[1]) == 0:
+            raise ValueError(wanted)
+        return Recompute(every=int(match[1]))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the values by field name."""
+        return {name: getattr(self, name) for name in FIELDS}
+
+
+GROUPS: tuple[Any, ...] = Settings.__bases__
+"""The groups of fields, in the order in which they are shown."""
+
+FIELDS: dict[str, dataclasses.Field[Any]] = {
+    name: field for group in GROUPS for name, field in group.__dataclass_fields__.items()
+}
+"""Every field by name, in the order of the groups."""
+
+
+def parse_hosts(text: str) -> tuple[Host, ...]:
+    """Read machines and slots as horovodrun writes them, node1:8,node2:8; ValueError says what to write."""
+    hosts: list[Host] = []
+    for part in text.split(","):
+        name, colon, slots = part.strip().partition(":")
+        if not _HOST.fullmatch(name):
+            raise ValueError(f"{part.strip()!r} is not the name of a machine: write node1:8,node2:8.")
+        if colon and not (slots.isdecimal() and int(slots) > 0):
+            raise ValueError(f"{part.strip()!r} has no number of slots after the colon: write {name}:8.")
+        if name in {host.name for host in hosts}:
+            raise ValueError(f"{name} is listed twice: write it once, with all its slots.")
+        hosts.append(Host(name, int(slots) if colon else 1))
+    return tuple(hosts)
+
+
+def precision_name(wanted: bool | str, device_type: str) -> PrecisionName:
+    """Return the precision of the forward pass; True picks what is fast: fp16 on CUDA, bf16 on a CPU that has it."""
+    if wanted is True:
+        return "fp16" if device_type == "cuda" else "bf16" if cpu_has_bf16() else "fp32"
+    if wanted is False:
+        return "fp32"
+    return "fp16" if wanted == "fp16" else "bf16"  # the config allows no other name
+
+
+@functools.cache
+def cpu_has_bf16() -> bool:
+    """Whether the CPU of this machine has bf16 instructions; read from the kernel, without torch."""
+    try:
+        lines = _CPU_INFO.read_text().splitlines()
+    except OSError:  # not Linux
+        return False
+    flags = (line.partition(":")[2].split() for line in lines if line.startswith(("flags", "Features")))
+    return any(_BF16_FLAGS.intersection(words) for words in flags)
