@@ -15,15 +15,16 @@ _PR_SET_NAME = 15
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
 _libc = ctypes.CDLL(None, use_errno=True)
 
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-_ROOT = os.path.dirname(_PACKAGE)
+PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+"""The folder of this package."""
+_ROOT = os.path.dirname(PACKAGE)
 # One line: it may pass through a shell on another machine.
 _START = "; ".join(
     (
         "import sys",
         "sys.flags.safe_path or sys.path.pop(0)",
         "from importlib.util import module_from_spec, spec_from_file_location",
-        f"spec = spec_from_file_location('phalanx', {os.path.join(_PACKAGE, '__init__.py')!r})",
+        f"spec = spec_from_file_location('phalanx', {os.path.join(PACKAGE, '__init__.py')!r})",
         "sys.modules['phalanx'] = module_from_spec(spec)",
         "spec.loader.exec_module(sys.modules['phalanx'])",
         f"{_ROOT!r} in sys.path or sys.path.append({_ROOT!r})",
@@ -32,10 +33,10 @@ _START = "; ".join(
 
 
 def own_python(code: str, *arguments: object) -> list[str]:
-    """Return a command that runs a line of code in a fresh Python with this very package, installed or not.
+    """Return a command that runs a line of code in a fresh Python with this package, installed or not.
 
-    The folder that holds the package is not put before the standard library: it may be site-packages, where old
-    copies of standard modules lie.
+    The folder that holds the package is not put before the standard library: it may be site-packages, which may hold
+    old copies of standard modules.
     """
     return [sys.executable, "-c", f"{_START}; {code}", *map(str, arguments)]
 
@@ -86,7 +87,7 @@ def kill_group(leader: int) -> None:
 
 
 def how_it_ended(code: int) -> str:
-    """Put an exit code, as `subprocess` has it, into words that follow "the process"."""
+    """Describe an exit code of `subprocess`, as the end of a sentence that begins with "the process"."""
     if code >= 0:
         return f"ended with exit code {code}"
     known = {number.value: f"{number.name} (signal {number.value})" for number in signal.Signals}

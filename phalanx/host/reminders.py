@@ -1,16 +1,16 @@
-"""When to speak of something that lasts: soon, then ever more rarely."""
+"""When to report something that lasts: soon, then at growing intervals."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 MOMENTS = (30.0, 120.0, 600.0, 1800.0, 3600.0)
-"""Seconds after the beginning; after the last of them, once in as long as that again."""
+"""Seconds after the beginning; after the last of them, once per interval of that length."""
 
 
 @dataclass
 class Reminder:
-    """Asked with the clock, it says when a notice is due."""
+    """Says for a time whether a notice is due."""
 
     began: float
     moments: tuple[float, ...] = MOMENTS
@@ -33,7 +33,7 @@ class Reminder:
 
 
 def in_words(seconds: float) -> str:
-    """Write a duration as people say it: "30 s", "2 min", "1.5 h"."""
+    """Write a duration as text: "30 s", "2 min", "1.5 h"."""
     if seconds < 100:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 3600 else f"{seconds / 3600:.1f} h"

@@ -1,4 +1,4 @@
-"""Signals as messages: while a launch runs they wake its loop instead of raising in the middle of it."""
+"""Signals as messages: while a launch runs they wake its event loop instead of raising in the middle of it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class SignalInbox:
         if threading.current_thread() is threading.main_thread():
             self._wakeup_before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
             for number in (*_WATCHED, _RESIZED):
-                # Whoever started us with a signal ignored (nohup) wants it ignored.
+                # Signals that the parent process ignores (nohup) stay ignored.
                 if signal.getsignal(number) is not signal.SIG_IGN:
                     self._before[number] = signal.signal(number, lambda number, frame: None)
         return self
@@ -47,8 +47,8 @@ class SignalInbox:
         self.close()
 
     def close(self) -> None:
-        """Let go of the pipe; safe to call twice."""
-        with self._lock:  # nobody posts into what another file is by then
+        """Close the pipe; safe to call twice."""
+        with self._lock:  # a later `post` must not write into a reused descriptor
             if self._write >= 0:
                 os.close(self._read)
                 os.close(self._write)
@@ -72,7 +72,7 @@ class SignalInbox:
         return was_resized
 
     def post(self, number: signal.Signals) -> None:
-        """Put a signal in as if it had come from outside: a launch in another thread hears no real ones."""
+        """Add a signal as if it had been received: a launch in another thread gets no real ones."""
         with self._lock:
             if self._write >= 0:
                 os.write(self._write, bytes([number]))

@@ -1,9 +1,9 @@
 """Signed values in the ranks' store.
 
-torch's TCPStore answers every process that reaches its port. A process that writes there could send ranks to one of
-its own, which would pose as a rank. Ranks that share a secret sign what they write and refuse what is not signed. The
-launcher draws a secret for the ranks of one machine and hands it over in their environment; for several machines the
-user exports one. Counters are not signed: at worst a run waits for something that never comes.
+torch's TCPStore accepts every process that reaches its port. Such a process could write its own address there and pose
+as a rank. Ranks that share a secret sign what they write and refuse what is not signed. The launcher draws a secret for
+the ranks of one machine and sets it in their environment; for several machines the user exports one. Counters are not
+signed: at worst a run waits for something that never comes.
 """
 
 from __future__ import annotations
@@ -35,9 +35,18 @@ def sign_store(store: Store, environ: Mapping[str, str] = os.environ) -> Store:
     return _signed_store_class()(store, secret.encode()) if secret else store
 
 
+def _of_the_inner_store(name: str) -> Any:
+    """Return a method that calls the same method of the wrapped store."""
+
+    def method(self: Any, *arguments: Any) -> Any:
+        return getattr(self._inner, name)(*arguments)
+
+    return method
+
+
 @functools.cache
 def _signed_store_class() -> Any:
-    """Build the class when torch is needed anyway: the launcher itself imports none."""
+    """Define the class when it is needed, because the launcher does not import torch."""
     from torch import distributed as dist
 
     class SignedStore(dist.Store):
@@ -61,32 +70,13 @@ def _signed_store_class() -> Any:
             seen = self._sealed(key, expected) if expected else ""
             return self._opened(key, self._inner.compare_set(key, seen, self._sealed(key, value)))
 
-        def add(self, key: str, amount: int) -> int:
-            """Add to a counter and return it."""
-            return int(self._inner.add(key, amount))
-
-        def check(self, keys: list[str]) -> bool:
-            """Whether all keys are there."""
-            return bool(self._inner.check(keys))
-
-        def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-            """Wait until all keys are there."""
-            if timeout is None:
-                self._inner.wait(keys)
-            else:
-                self._inner.wait(keys, timeout)
-
-        def delete_key(self, key: str) -> bool:
-            """Remove a key."""
-            return bool(self._inner.delete_key(key))
-
-        def num_keys(self) -> int:
-            """Return how many keys there are."""
-            return int(self._inner.num_keys())
-
-        def set_timeout(self, timeout: timedelta) -> None:
-            """Set how long `get` and `wait` take at most."""
-            self._inner.set_timeout(timeout)
+        # torch calls overrides by name, so each has to be there.
+        add = _of_the_inner_store("add")
+        check = _of_the_inner_store("check")
+        wait = _of_the_inner_store("wait")
+        delete_key = _of_the_inner_store("delete_key")
+        num_keys = _of_the_inner_store("num_keys")
+        set_timeout = _of_the_inner_store("set_timeout")
 
         @property
         def timeout(self) -> timedelta:

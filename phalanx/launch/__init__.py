@@ -1,4 +1,4 @@
-"""Start ranks, watch them, tell what failed, leave nothing behind. The parent side: torch is never imported here.
+"""Start ranks, follow them, report what failed, leave no process behind. The parent side: imports no torch.
 
 The flow of one launch:
 
@@ -6,13 +6,13 @@ The flow of one launch:
 2. `supervisor.launch` opens a session with it and runs one `attempt` after another, as `policy` decides.
 3. An attempt gets its place in the group from the `meeting` (the `store_agent`, forked too, hosts the ranks' store;
    with several nodes it gathers them: `nodes`), then has each rank forked by the `group`. Until then the `prelude`
-   knows what is being waited for, and tells the user now and then.
+   reports now and then what is being waited for.
 4. A `rank` takes on its environment and runs the user's `target` the way Python itself would. Upwards it sends events
    (one socket), output (`output`: pipes or a terminal for the console's rank, a file for the others) and, when an
    exception ends it, a `record`.
-5. The attempt's loop waits for exits, events, output, `signals` and timers. When a rank fails, `evidence` and `blame`
-   find the guilty one, the others are stopped, and `report` says it in words. `start_watch` names a rank that never
-   joins.
+5. The attempt's event loop (`follower`) waits for exits, events, output, signals and timers. When a rank fails,
+   `evidence` and `blame` find the guilty one, the others are stopped, and `report` writes the message. `start_watch`
+   names a rank that never joins.
 6. Whatever happens to the supervisor, the warm process sees it go and kills what is left.
 """
 

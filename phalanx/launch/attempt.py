@@ -1,4 +1,4 @@
-"""One attempt: gather, start the ranks, follow them to their end in a single-threaded loop, and say how it ended."""
+"""One attempt: gather the nodes, start the ranks, follow them to their end, and return the outcome."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _FAILURE_GRACE = 1.0
 _STACK_SECONDS = 0.3
 _REMOTE_SECONDS = 2.5
-"""How much longer a lost connection is not blamed where there are other nodes: until a lost one is known to be so."""
+"""How much longer a lost connection is not taken for the cause with several nodes: until a lost node is known."""
 _KILL_SECONDS = 5.0
 
 
@@ -140,14 +140,14 @@ class Attempt(Follower):
             assert self._meeting.line is not None
             self._selector.unregister(self._meeting.line)
         elif message.get("attempt", self._number) != self._number:
-            # News of an attempt that this node has already given up.
+            # News of an earlier attempt.
             return
         elif "arrived" in message:
             self._prelude.take_arrived(message["arrived"], time.monotonic())
         elif "place" in message:
             self._start(Place(**message["place"]))
         elif "remote_failure" in message:
-            # Ours may have been told at the same time; the store keeps the first.
+            # This node may have failed at the same time; the store keeps the first failure.
             self._failure = Failure.from_message(message["remote_failure"])
             if self._failure.rank is None:  # the cause may be here: keep where the ranks are
                 self._signal_ranks(signal.SIGQUIT)
@@ -168,7 +168,7 @@ class Attempt(Follower):
     # --- what follows from it -----------------------------------------------------------------------------------
 
     def _weigh(self, ended: RankState) -> None:
-        """Decide whom to blame: at once for a real cause, a little later for a rank that only lost its peers."""
+        """Look for the cause: at once after a real error, a little later after a rank that only lost its peers."""
         if ended.code in WELL or self._is_stopping:
             return
         assert self._evidence is not None
@@ -201,7 +201,7 @@ class Attempt(Follower):
         still = [state for state in silent if state in self._evidence.silent(states)]
         if still and self._evidence.only_waited(states):
             self._fail(self._evidence.explain_silence(states, still))
-        else:  # one of them has told its cause meanwhile
+        else:  # one of them has reported its cause meanwhile
             self._diagnosing = False
             self._blame()
 
@@ -222,7 +222,7 @@ class Attempt(Follower):
         self._later(_KILL_SECONDS, self._kill_without_warm_process)
 
     def _kill_without_warm_process(self) -> None:
-        """Kill what is left from here: the warm process, which kills ranks for us, has not answered."""
+        """Kill the remaining ranks directly: the warm process, which should have killed them, has not answered."""
         if self._group is not None and self._group.alive:
             self._group.kill_directly()
             self._session.kill_warm_process()
@@ -307,6 +307,6 @@ class Attempt(Follower):
             return Outcome(EXIT_PREEMPTED if EXIT_PREEMPTED in codes else 0)
         outcome = stopped(self._requested, codes, "" if self.has_started else self._prelude.activity)
         if not ended_well(codes):
-            cause = f"{socket.gethostname()} was told to stop ({self._requested.name})."
+            cause = f"{socket.gethostname()} was stopped ({self._requested.name})."
             self._meeting.tell_failure(Failure(cause=cause, exit_code=outcome.exit_code))
         return outcome

@@ -1,4 +1,4 @@
-"""Find the guilty rank: the earliest to fail, unless it only died of another's death."""
+"""Find the guilty rank: the earliest to fail, unless it failed only because it lost another."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ if TYPE_CHECKING:
 YIELD_SECONDS = 0.5
 """How long a rank that lost its connection waits for another rank's real cause to come in."""
 
-# What gloo, NCCL, the TCP store and plain sockets say when the other side has gone.
+# What gloo, NCCL, the TCP store and plain sockets report when the peer was lost.
 _LOST_PEER = re.compile(
     r"connection (was )?(closed|reset|aborted|refused)( by peer)?|broken pipe|closed by remote"
     r"|remote process (exited|has)|ncclRemoteError|NCCL communicator was aborted"
     r"|failed to recv, got 0 bytes|recvValue failed|sendBytes failed"
     r"|Horovod has been shut down|gloo.{0,40}connect"
     r"|socket (error|timeout|closed)|timed out waiting .{0,40}(recv|send|operation)|watchdog caught collective"
-    # What our own collectives and parameter servers say.
+    # Phalanx's own collectives and parameter servers.
     r"|waited \d+ s in shared memory for|in shared memory$|exchange with rank \d+ broke off"
     r"|parameter server at \S+ has (not answered|been out of reach)|a rank was lost before the ranks could share",
     re.IGNORECASE,
@@ -27,7 +27,7 @@ _LOST_PEER = re.compile(
 
 
 def says_lost_peer(text: str) -> bool:
-    """Whether an error's words say no more than that another rank has gone."""
+    """Whether an error's message says only that another rank was lost."""
     return _LOST_PEER.search(text) is not None
 
 
@@ -51,7 +51,7 @@ class RankExit:
 
     @property
     def lost_peer(self) -> bool:
-        """Whether it says no more than that another rank has gone."""
+        """Whether it reports only that another rank was lost."""
         if self.record:
             return bool(_LOST_PEER.search(self.record["message"]))
         # A watchdog thread aborts the process without an exception of Python's.

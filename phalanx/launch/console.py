@@ -1,4 +1,4 @@
-"""Where a launch speaks to its user: a small protocol, and a console that just prints."""
+"""The output of a launch: a small protocol, and a console that prints."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from phalanx.observe.streams import Streams, labelled_line
 
 
 class Console(Protocol):
-    """What the supervisor tells while the ranks run. Called from the supervisor's own thread only."""
+    """Where the supervisor shows output, events and notices. Called from the supervisor's thread only."""
 
     streams: Streams
 
@@ -23,7 +23,7 @@ class Console(Protocol):
         """Take one event a rank sent: a dict with an "event" key."""
 
     def notice(self, text: str) -> None:
-        """Show the launcher's own words."""
+        """Show a message of the launcher."""
 
 
 class PlainConsole:
@@ -42,7 +42,7 @@ class PlainConsole:
         """Ignore events: they are for consoles that draw."""
 
     def notice(self, text: str) -> None:
-        """Print the launcher's words to stderr, so that piped output stays the ranks' own."""
+        """Print to stderr, so that piped output is the ranks' alone."""
         self._write(self._err, f"phalanx: {text}\n")
 
     def _write(self, stream: TextIO, text: str) -> None:

@@ -1,4 +1,4 @@
-"""What the ranks left behind (records, logs, stacks, heartbeats, the kernel's counters), weighed into a `Failure`."""
+"""Find the cause of a failure in what the ranks left: records, logs, stacks, heartbeats, the kernel's counters."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Evidence:
                     file.write(f"--- restart {attempt} ---\n")
 
     def of(self, state: RankState) -> RankExit:
-        """Collect what is known of a rank's end (or, while it is still leaving, of its exception)."""
+        """Collect what is known of a rank's end (or, while it still runs, of its exception)."""
         return RankExit(
             rank=state.rank,
             code=state.code if state.code is not None else 1,
@@ -60,7 +60,7 @@ class Evidence:
         )
 
     def find_failure(self, states: Sequence[RankState]) -> Failure:
-        """Blame the guilty rank among those that ended badly or are about to."""
+        """Explain the failure of the guilty rank among those that failed or are about to."""
         suspects = [self.of(state) for state in states if self._is_suspect(state)]
         guilty = find_guilty(suspects)
         failure = explain(
@@ -74,25 +74,25 @@ class Evidence:
         return dataclasses.replace(failure, others_stopped=self._others(states))
 
     def only_waited(self, states: Sequence[RankState]) -> bool:
-        """Whether every rank that failed says no more than that it lost another, or waited for it in vain."""
+        """Whether every rank that failed reports only that it lost another rank, or waited too long for it."""
         suspects = [self.of(state) for state in states if self._is_suspect(state)]
         return bool(suspects) and all(suspect.lost_peer for suspect in suspects)
 
     def silent(self, states: Sequence[RankState]) -> list[RankState]:
-        """Return the ranks that live and have said nothing."""
+        """Return the ranks that run and have reported no error."""
         return [state for state in states if state.alive and not self._is_suspect(state)]
 
     def explain_silence(self, states: Sequence[RankState], silent: Sequence[RankState]) -> Failure:
-        """Name the rank that others waited for in vain: one that is not waiting itself, and the furthest behind."""
-        told = self.find_failure(states)
+        """Name the rank that did not answer the others: one that is not waiting itself, and the furthest behind."""
+        found = self.find_failure(states)
         positions = {state.rank: self._position(state) for state in silent}
         guilty = [state for state in silent if not is_waiting(stack_path(self._spec.log_dir, state.rank))]
-        if not guilty:  # they wait for each other: show where each of them does
+        if not guilty:  # they wait for each other: show where
             waits = (f"rank {rank} waits too: it is {where}" for rank, where in positions.items())
-            return dataclasses.replace(told, details=(*told.details, *waits))
+            return dataclasses.replace(found, details=(*found.details, *waits))
         first = min(guilty, key=lambda state: (self._step(state.rank) or 0, state.rank))
         others = [rank for rank in positions if rank != first.rank]
-        lines = [f"rank {told.rank} gave up waiting: {_first_line(told.cause)}"]
+        lines = [f"rank {found.rank} gave up waiting: {_first_line(found.cause)}"]
         lines += [f"rank {rank} has not answered either: it is {positions[rank]}" for rank in others]
         return Failure(
             cause=f"has not answered: it is {positions[first.rank]}",
@@ -102,22 +102,22 @@ class Evidence:
             label=first.label,
             host=socket.gethostname(),
             step=self._step(first.rank),
-            hint="Its stack is in the .stack file beside its log.",
+            hint="Its stack is in the .stack file next to its log.",
             others_stopped=self._others(states),
             logs=str(log_path(self._spec.log_dir, first.rank)),
         )
 
     def explain_lost_nodes(self, states: Sequence[RankState], nodes: Sequence[str]) -> Failure:
-        """Name the nodes that have fallen silent; without any, say that the cause is on another node."""
-        told = self.find_failure(states)
-        waited = f"rank {told.rank} here gave up waiting: {_first_line(told.cause)}"
+        """Name the nodes without a heartbeat; where there are none, say that the cause is on another node."""
+        found = self.find_failure(states)
+        waited = f"rank {found.rank} here gave up waiting: {_first_line(found.cause)}"
         if nodes:
             lost = f"node{'s' * (len(nodes) > 1)} {', '.join(nodes)}"
-            cause = f"{lost} gave no sign of life: the machine, its network or its launcher is gone"
+            cause = f"{lost} sent no heartbeat: the machine, its network or its launcher was lost"
         else:
             cause = "a rank of another node was lost or did not answer"
         hint = "Look at the output of the launcher there, and at the network between the nodes."
-        return Failure(cause=cause, details=(waited,), exit_code=1, hint=hint, others_stopped=0, logs=told.logs)
+        return Failure(cause=cause, details=(waited,), exit_code=1, hint=hint, others_stopped=0, logs=found.logs)
 
     def _position(self, state: RankState) -> str:
         if state.pid is not None and is_stopped(state.pid):
@@ -139,13 +139,13 @@ class Evidence:
             exit_code=1,
             rank=first.rank if first else None,
             label=first.label if first else "",
-            hint="Its stack is in the .stack file beside its log." if first and first.alive else "",
+            hint="Its stack is in the .stack file next to its log." if first and first.alive else "",
             others_stopped=self._others(states) if first else 0,
             logs=str(log_path(self._spec.log_dir, first.rank) if first else self._spec.log_dir),
         )
 
     def describe_slow_start(self, state: RankState, waited: float) -> str:
-        """Say where a rank is while nobody has joined."""
+        """Describe where a rank is while no rank has joined."""
         where = whereabouts(stack_path(self._spec.log_dir, state.rank))
         limit = "" if self._spec.start_timeout else "; --start-timeout SECONDS limits the wait"
         return f"no rank has joined the group after {in_words(waited)}: rank {state.rank} is {where}{limit}"
@@ -153,7 +153,7 @@ class Evidence:
     def _absence(self, state: RankState, hang: Hang) -> str:
         if not state.alive:
             return f"rank {state.rank} never joined: it ended with code {state.code} while others waited for it"
-        waited = "nothing happened for" if hang.nobody_came else "waited"
+        waited = "nothing happened for" if hang.none_came else "waited"
         where = whereabouts(stack_path(self._spec.log_dir, state.rank))
         return f"rank {state.rank} never joined: {waited} {hang.waited:g} s; it is {where}"
 
@@ -171,7 +171,7 @@ class Evidence:
         return self._world_size - 1 - ended_well
 
     def close(self) -> None:
-        """Let go of the heartbeat board."""
+        """Close the heartbeat board."""
         self._board.close()
 
 

@@ -1,4 +1,4 @@
-"""The ranks of one node in one attempt: started, heard, signalled and counted."""
+"""The ranks of one node in one attempt: start them, read their output and events, signal them, note their ends."""
 
 from __future__ import annotations
 
@@ -33,6 +33,11 @@ _STOPPED_BEFORE_START = -9
 def stack_path(log_dir: Path, rank: int) -> Path:
     """Return where a rank writes its threads' stacks when it gets SIGQUIT."""
     return log_dir / f"rank-{rank}.stack"
+
+
+def open_stack(log_dir: Path, rank: int) -> int:
+    """Create the file of `stack_path`."""
+    return os.open(stack_path(log_dir, rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
 
 
 @dataclass
@@ -102,9 +107,7 @@ class RankGroup:
     def _fork(self, request: wire.Message, state: RankState, selector: selectors.BaseSelector) -> None:
         log = RankLog(self._spec.log_dir, state.rank, self._console.notice)
         self._logs.append(log)
-        stack = os.open(
-            stack_path(self._spec.log_dir, state.rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644
-        )
+        stack = open_stack(self._spec.log_dir, state.rank)
         stdin = _stdin()
         pumps = self._make_pumps(state, log, selector)
         out, err = (pumps[0].write_end, pumps[-1].write_end) if pumps else (log.descriptor, log.descriptor)
@@ -147,7 +150,7 @@ class RankGroup:
         return pump
 
     def take_message(self, message: wire.Message) -> RankState | None:
-        """Note what the warm process says of a rank; return the rank when it has just ended."""
+        """Note a message of the warm process about a rank; return the rank when it has just ended."""
         state = self.ranks.get(message.get("started") or message.get("exited") or message.get("refused") or "")
         if state is None:
             return None
@@ -161,17 +164,11 @@ class RankGroup:
         return state
 
     def _take_events(self) -> None:
-        while True:
-            try:
-                data = self._events.recv(_EVENT_BYTES)
-            except BlockingIOError:
-                return
-            if not data:
-                return
+        for data in wire.read_available(lambda: self._events.recv(_EVENT_BYTES)):
             self.on_event(json.loads(data))
 
     def signal(self, number: int, states: list[RankState] | None = None) -> None:
-        """Send a signal to the given ranks, or to all that are alive; SIGKILL takes along what they started."""
+        """Send a signal to the given ranks, or to all that are alive; SIGKILL also goes to what they started."""
         for state in self.alive if states is None else states:
             self._session.signal(f"r{state.rank}", number)
 
@@ -188,7 +185,7 @@ class RankGroup:
         self.signal(signal.SIGWINCH)
 
     def close(self, selector: selectors.BaseSelector) -> None:
-        """Pass on the last output and events, and let go of everything."""
+        """Pass on the last output and events, and close everything."""
         self._take_events()
         selector.unregister(self._events)
         self._events.close()
@@ -202,11 +199,11 @@ class RankGroup:
 
 
 def _stdin() -> int:
-    """Return the ranks' stdin: ours, unless it is closed or a terminal (which only its own session may read)."""
+    """Return the ranks' stdin: this process's, unless it is closed or a terminal (which only its session may read)."""
     try:
         if not os.isatty(0):
             return os.dup(0)
     except OSError:
-        # Closed by whoever started us.
+        # Closed by the parent process.
         pass
     return os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)

@@ -1,4 +1,4 @@
-"""One run of horovodrun, followed to its end: output, events, signals, and who is to blame."""
+"""Follow one run of horovodrun to its end: output, events, signals, and which rank failed."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ class HorovodAttempt(Follower):
         self._evidence = Evidence(spec, Place(0, 1, 0, ranks, "", 0))
         self._states = {rank: RankState(rank, spec.label(rank)) for rank in range(ranks)}
         self._lost: set[int] = set()
-        """Ranks without which an elastic run goes on."""
+        """Ranks without which an elastic run continues."""
         self._pidfds: dict[int, int] = {}
         self._over = False
         self._lines: list[socket.socket] = []
         self.name = f"phalanx-{uuid.uuid4().hex}"
-        """Under this name (in Linux' abstract namespace) ranks of this machine reach the launcher."""
+        """The name (in Linux' abstract namespace) of the socket at which ranks of this machine reach the launcher."""
         self._door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._door.bind("\0" + self.name)
         self._door.listen(ranks)
@@ -69,7 +69,7 @@ class HorovodAttempt(Follower):
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # a Ctrl-C is for us to pass on
+            start_new_session=True,  # Ctrl-C reaches the launcher alone, which passes it on
         )
         assert self._process.stdout is not None
         self._selector.register(self._process.stdout, selectors.EVENT_READ, self._take_output)
@@ -87,15 +87,15 @@ class HorovodAttempt(Follower):
         data = os.read(self._process.stdout.fileno(), _CHUNK)
         if data:
             self._output.feed(data)
-        else:  # horovodrun and its helpers are gone
+        else:  # horovodrun and its helper processes have ended
             self._over = True
 
     def _show(self, rank: int, line: str) -> None:
-        if self._spec.console_ranks == "all" or rank == self._spokesman():
+        if self._spec.console_ranks == "all" or rank == self._shown_rank():
             self._console.rank_output(rank, self._spec.label(rank), line)
 
-    def _spokesman(self) -> int:
-        """Return whose words the console shows: rank 0, or whoever took its place after it was lost."""
+    def _shown_rank(self) -> int:
+        """Return the rank whose output the console shows: the lowest that is not lost."""
         return next((rank for rank in sorted(self._states) if rank not in self._lost), 0)
 
     def _open_line(self) -> None:
@@ -114,7 +114,7 @@ class HorovodAttempt(Follower):
         except BlockingIOError:
             return
         except ConnectionResetError:
-            pass  # as good as the end
+            pass  # the same as its end
         self._selector.unregister(line)
         self._lines.remove(line)
         line.close()
@@ -133,7 +133,7 @@ class HorovodAttempt(Follower):
             self._console.handle(event)
 
     def _take_exit(self, rank: int, code: int) -> None:
-        """Take horovodrun's word for how a rank ended, where the rank itself said nothing."""
+        """Note how a rank ended as horovodrun reports it, where the rank itself did not."""
         state = self._states.get(rank)
         if state is None:
             return
@@ -141,7 +141,7 @@ class HorovodAttempt(Follower):
             self._end(state, -(code - 128) if code > 128 else code)
         if self._elastic and self._requested is None and state.code not in WELL:
             self._lost.add(rank)
-            self._console.notice(f"rank {rank} is gone (exit code {code}): Horovod goes on with those that are left")
+            self._console.notice(f"rank {rank} was lost (exit code {code}): Horovod continues with the others")
 
     def _end(self, state: RankState, code: int) -> None:
         state.code, state.ended = code, time.time()
@@ -165,7 +165,7 @@ class HorovodAttempt(Follower):
             self._signal(rank, number)
 
     def _hold(self, rank: int, pid: int) -> None:
-        """Open a rank's process: its number may be given to another one after an end that is not told here."""
+        """Open a pidfd: after an end that is not reported here, the pid may belong to another process."""
         old = self._pidfds.pop(rank, None)
         if old is not None:
             os.close(old)
@@ -182,7 +182,7 @@ class HorovodAttempt(Follower):
         self._later(_KILL_SECONDS, self._kill_driver)
 
     def _kill_driver(self) -> None:
-        """End horovodrun itself; its helpers, which lead sessions of their own, then end what is left of the ranks."""
+        """Kill horovodrun; its helper processes, which have their own sessions, then end the remaining ranks."""
         if self._process.poll() is None:
             self._process.kill()
 
@@ -219,7 +219,7 @@ class HorovodAttempt(Follower):
 
     def _find_failure(self, states: list[RankState]) -> Failure:
         failed = [state for state in states if state.code not in (None, *WELL)]
-        # When one has failed, horovodrun sends SIGTERM to the others: they are to blame only where nobody else is.
+        # After a failure horovodrun sends SIGTERM to the others: those count only where no other rank failed.
         of_themselves = [state for state in failed if state.code != -signal.SIGTERM] or failed
         if failed:
             victims = [state for state in failed if state not in of_themselves]
@@ -238,6 +238,6 @@ class HorovodAttempt(Follower):
         )
 
     def _placed(self, failure: Failure) -> Failure:
-        """Name the machine on which the rank was: not always this one."""
+        """Set the machine on which the rank ran: not always this one."""
         record = None if failure.rank is None else read_record(self._spec.log_dir, failure.rank)
         return failure if record is None else dataclasses.replace(failure, host=record["host"])

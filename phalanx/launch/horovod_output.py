@@ -1,4 +1,4 @@
-"""horovodrun's output, taken apart: lines of ranks, which carry their number, and words of its own."""
+"""Split horovodrun's output into lines of ranks, which carry their number, and its own lines."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _OF_RANK = re.compile(rb"\[(?:\d+,)?(\d+)\]<(?:stdout|stderr)>:(.*)", re.DOTALL)
 """horovodrun writes [rank], Open MPI [job,rank]."""
 _ENDED = re.compile(r"Process (\d+) exit with status code (\d+)")
 _OWN_LINES = 60
-_SHELLS_WORDS = ("Terminated", "Killed")
-"""What the shell around a rank says when the rank was killed: our report says it better."""
+_SHELL_MESSAGES = ("Terminated", "Killed")
+"""What the shell around a rank prints when the rank was killed: the report says more."""
 
 
 class HorovodOutput:
-    """Every rank's lines go to its log and to `show`; what horovodrun says itself is kept."""
+    """Every rank's lines go to its log and to `show`; horovodrun's own last lines are kept."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class HorovodOutput:
         """The last lines of horovodrun's own."""
 
     def feed(self, data: bytes) -> None:
-        """Take what came, and pass on the lines that are complete."""
+        """Process output; lines that are complete are passed on."""
         begun, start = self._partial, 0
         for end in _END.finditer(data):
             self._take(begun + data[start : end.end()])
@@ -69,7 +69,7 @@ class HorovodOutput:
         rank, said = int(of_rank[1]), of_rank[2]
         self._log(rank).write(said)
         text = said.decode(errors="replace")
-        if text.rstrip() not in _SHELLS_WORDS:
+        if text.rstrip() not in _SHELL_MESSAGES:
             self._show(rank, text)
 
     def _take_own(self, line: str) -> None:

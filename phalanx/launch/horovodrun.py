@@ -1,4 +1,4 @@
-"""horovodrun starts the ranks: which words it is told, and how its run is followed like one of our own."""
+"""Launch ranks with horovodrun: its command line, its environment, and restarts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _SCRIPT_SECONDS = 30.0
 
 @dataclass(frozen=True)
 class HorovodRun:
-    """What horovodrun is told."""
+    """The settings of horovodrun."""
 
     ranks: int
     hosts: str | None = None
@@ -43,15 +43,15 @@ class HorovodRun:
     discovery: str | None = None
     timeline: str | None = None
     mpi: bool = False
-    """Whether it lets mpirun start the ranks, which then speak MPI; else it does so itself, and they speak gloo."""
+    """Whether mpirun starts the ranks, which then use MPI; else horovodrun does, and they use gloo."""
 
     @property
     def elastic(self) -> bool:
-        """Whether the run goes on while machines leave and come."""
+        """Whether the run continues while machines are lost and added."""
         return self.least is not None or self.discovery is not None
 
     def launch(self, spec: LaunchSpec, console: Console) -> LaunchResult:
-        """Run the target on the ranks and return when every one of them is gone."""
+        """Run the target on the ranks and return when all of them have ended."""
         hosts = self._machines()
         with SignalInbox() as inbox:
 
@@ -81,7 +81,7 @@ class HorovodRun:
             "log_dir": str(spec.log_dir.absolute()),
             "events": events,
             "network": network(),
-            "loopback": loopback and self.elastic,  # only then ranks open servers of Horovod
+            "loopback": loopback and self.elastic,  # ranks open servers of Horovod only in elastic runs
         }
         driver = own_python(f"from phalanx.launch.horovod_driver import main; main({os.getpid()}, {loopback})", *words)
         return [*driver, *own_python("from phalanx.launch.horovod_rank import main; main()", json.dumps(request))]
@@ -91,7 +91,7 @@ class HorovodRun:
         densest = max((host.slots for host in hosts), default=self.ranks)
         here = sum(host.slots for host in hosts) if _all_here(hosts) else densest
         threads = threads_per_rank(dataclasses.replace(spec, ranks_per_node=max(1, min(here, self.ranks))), shared)
-        first = {"MASTER_ADDR": hosts[0].name} if self.mpi and not _all_here(hosts) else {}  # MPI does not tell it
+        first = {"MASTER_ADDR": hosts[0].name} if self.mpi and not _all_here(hosts) else {}  # MPI does not set it
         return {
             **shared,
             **first,
@@ -103,14 +103,14 @@ class HorovodRun:
         }
 
     def _machines(self) -> tuple[Host, ...]:
-        """Return the machines there are now; a script that does not name any is refused before horovodrun waits."""
+        """Return the machines; a discovery script that names none is refused here, because horovodrun would wait."""
         if self.discovery is not None:
             return _discover(self.discovery)
         return parse_hosts(self.hosts) if self.hosts is not None else (Host("localhost", self.ranks),)
 
 
 def starter(config: DistributedConfig, layout: PlannedRanks) -> HorovodRun:
-    """Return what starts the ranks that the config asks for."""
+    """Return the starter for a config."""
     return HorovodRun(
         ranks=layout.world_size,
         hosts=config.hosts,
@@ -142,7 +142,7 @@ def _discover(script: str) -> tuple[Host, ...]:
 
 
 def _all_here(hosts: Sequence[Host]) -> bool:
-    """Whether all names are this machine's own: then loopback is the card on which they meet."""
+    """Whether all names are this machine: then ranks use loopback."""
     return all(_is_loopback(host.name) for host in hosts)
 
 

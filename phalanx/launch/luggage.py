@@ -1,7 +1,7 @@
-"""What must travel to machines that may not see the files of this one: the sources around a script, and a payload.
+"""Ship code to machines that may not see the files of this one: the sources around a script, and a payload.
 
 A machine that sees the files of the one that started the launch works in place, whatever is edited meanwhile; so does
-one that has the same sources under the same path. Any other imports a copy of its own. Data files do not travel.
+one that has the same sources under the same path. Any other imports from a copy. Data files are not sent.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from phalanx.errors import UsageError
+from phalanx.host.processes import PACKAGE
 from phalanx.launch.spec import CallTarget, ModuleTarget, ScriptTarget
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ class Luggage:
     own_path: tuple[str, ...] = field(default=())
     """Entries of the import path that are the user's own."""
     beacon: str = ""
-    """A file of this launch alone: who sees it sees the files of the machine that started it."""
+    """A file of this launch: a machine that sees it shares the file system with the one that started it."""
 
 
 @dataclass(frozen=True)
@@ -58,11 +59,11 @@ class Unpacked:
     in_place: bool
     """Whether this machine sees the files of the one that started the launch."""
     payload_folder: Path | None = None
-    """Set where the payload was unpacked too, so that what appears beside it must be sent back."""
+    """Set where the payload was unpacked too, so that files written next to it must be sent back."""
 
 
 def pack(target: Target, notice: Callable[[str], None], beacon: Path | None = None) -> Luggage:
-    """Collect the sources of a target. Above 32 MB nothing is sent, and the user is told to bring them himself."""
+    """Collect the sources of a target. Above 32 MB nothing is sent, and a notice says so."""
     root = _root(target)
     files = dict(_sources(root))
     if sum(map(len, files.values())) > _MOST_BYTES:
@@ -83,7 +84,7 @@ def pack(target: Target, notice: Callable[[str], None], beacon: Path | None = No
 
 
 def unpack(luggage: Luggage, scratch: Path) -> Unpacked:
-    """Use the files that are here already, or lay out those that were sent, in `scratch` or beside it.
+    """Use the files that are here already, or lay out those that were sent, in `scratch` or next to it.
 
     Every attempt of a run must choose the same working folder, for relative paths lead to its checkpoints: edits of the
     sources do not count.
@@ -124,11 +125,11 @@ def _lay_out(luggage: Luggage, root: Path, aside: Path) -> None:
     if not luggage.sources:
         raise UsageError(
             f"{socket.gethostname()} lacks {luggage.root} or {luggage.folder}, and no sources were sent: there are "
-            f"none that may travel, or more than {_MOST_BYTES >> 20} MB of them.",
+            f"none, or more than {_MOST_BYTES >> 20} MB of them.",
             hint="Put them on every machine under the same path, or start the script from a folder that holds less.",
         )
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if root.stat().st_uid != os.getuid():  # where all may write, somebody else could have laid out code of his own
+    if root.stat().st_uid != os.getuid():  # in a folder that all may write, another user could have put code there
         raise UsageError(f"{root} belongs to another user.", hint="Remove it: the sources of this run go there.")
     with tarfile.open(fileobj=io.BytesIO(luggage.sources)) as archive:
         archive.extractall(aside, filter="data")
@@ -196,10 +197,10 @@ def _may_hold_sources(folder: Path) -> bool:
 
 
 def _is_users(entry: str) -> bool:
-    """Whether a folder of the import path is the user's, not the interpreter's, an environment's or our own."""
+    """Whether a folder of the import path is the user's, not the interpreter's, an environment's or this package's."""
     environments = {os.path.realpath(prefix) for prefix in (sys.prefix, sys.base_prefix)}
     real = os.path.realpath(entry)
-    own = os.path.realpath(Path(__file__).resolve().parents[2])
+    own = os.path.dirname(os.path.realpath(PACKAGE))
     return real not in {"/", own} and not any(Path(real).is_relative_to(prefix) for prefix in environments)
 
 

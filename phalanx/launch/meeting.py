@@ -1,4 +1,4 @@
-"""The supervisor's side of the store agent: ask for a place in the group, share failures, leave together."""
+"""Rendezvous client: the supervisor's side of the store agent."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import time
 from typing import TYPE_CHECKING
 
 from phalanx.errors import WarmProcessDiedError
+from phalanx.host.addresses import LOOPBACK
 from phalanx.host.signed_store import VARIABLE
 from phalanx.launch import wire
 from phalanx.launch.environment import Place
@@ -20,11 +21,10 @@ if TYPE_CHECKING:
 
 _GATHER_SECONDS = 600.0
 _LEAVE_SECONDS = 4.0
-_LOOPBACK = "127.0.0.1"
 
 
 class Meeting:
-    """Where this node's ranks meet all others. With one node nothing is waited for."""
+    """The rendezvous of this node's ranks with all others. With one node it does not wait."""
 
     def __init__(self, spec: LaunchSpec, session: Session) -> None:
         self._spec = spec
@@ -32,7 +32,7 @@ class Meeting:
         self._line: socket.socket | None = None
         self.agent_key = ""
         self.has_met = False
-        """Whether all nodes have come: then the others wait for a word when this one leaves."""
+        """Whether all nodes have come: then the others wait for a message when this one leaves."""
 
     @property
     def has_other_nodes(self) -> bool:
@@ -65,13 +65,13 @@ class Meeting:
         return None
 
     def _host_store(self, attempt: int) -> Place:
-        """Bind the port here, so that the ranks can be told of it before the store even runs."""
+        """Bind the port here, so that it is known before the store runs."""
         self.close()
-        with socket.create_server((_LOOPBACK, 0), backlog=1024) as listener:
+        with socket.create_server((LOOPBACK, 0), backlog=1024) as listener:
             port = listener.getsockname()[1]
             self._fork_agent(f"store{attempt}", {"num_nodes": 1}, [listener.fileno()])
         world_size = self._spec.ranks_per_node
-        return Place(0, 1, first_rank=0, world_size=world_size, master_addr=_LOOPBACK, master_port=port)
+        return Place(0, 1, first_rank=0, world_size=world_size, master_addr=LOOPBACK, master_port=port)
 
     def _fork_agent(self, key: str, request: wire.Message, descriptors: list[int]) -> None:
         self._line, far_end = wire.socket_pair()
@@ -81,7 +81,7 @@ class Meeting:
             self._session.fork({"do": "agent", "key": key, "log": log, **request}, [far_end.fileno(), *descriptors])
 
     def receive(self) -> wire.Message | None:
-        """Return the agent's next message, None when it is gone.
+        """Return the agent's next message, None when it has ended.
 
         It is one of "arrived", "place", "remote_failure", "all_ended" and "error".
         """
@@ -93,12 +93,12 @@ class Meeting:
         return received[0]
 
     def tell_failure(self, failure: Failure) -> None:
-        """Let the other nodes know why this one stops."""
+        """Publish to the other nodes why this one stops."""
         if self.has_other_nodes:
             self._say({"failed": failure.to_message()})
 
     def tell_end(self) -> None:
-        """Let the other nodes know that this one's ranks have ended well."""
+        """Publish to the other nodes that all ranks of this one have succeeded."""
         self._say({"finished": True})
 
     def _say(self, message: wire.Message) -> None:
@@ -107,30 +107,26 @@ class Meeting:
         try:
             wire.send(self._line, message)
         except (BrokenPipeError, ConnectionResetError):
-            # The agent is gone; its end of file tells the loop.
+            # The agent has ended; the loop sees the end of its socket.
             return
 
     def close(self) -> None:
-        """Let the agent go."""
+        """Close the connection, which ends the agent."""
         self.agent_key = ""
         if self._line is not None:
             self._line.close()
             self._line = None
 
     def leave(self) -> None:
-        """Let the agent go and wait until it is gone; between nodes it stays a moment for the slower ones."""
+        """End the agent and wait for its end; with several nodes it waits a moment for the slower ones."""
         key = self.agent_key
         self.close()
         deadline = time.monotonic() + _LEAVE_SECONDS
         with selectors.DefaultSelector() as selector:
             selector.register(self._session, selectors.EVENT_READ)
             while key and selector.select(deadline - time.monotonic()):
-                if self._has_gone(key):
-                    return
-
-    def _has_gone(self, key: str) -> bool:
-        try:
-            return self._session.receive().get("exited") == key
-        except WarmProcessDiedError:
-            # It has taken the agent along.
-            return True
+                try:
+                    if self._session.receive().get("exited") == key:
+                        return
+                except WarmProcessDiedError:
+                    return  # and the agent with it

@@ -1,8 +1,8 @@
-"""What NCCL is told about the network of a cluster, with the reason for each word of it. No torch, no GPU needed.
+"""NCCL's environment variables for the network of a cluster, with the reason for each. Needs no torch and no GPU.
 
-NCCL finds most things out by itself, and a variable that is wrong for a cluster costs more than one that is missing:
-the tables hold what NCCL cannot know, and nothing that only helps while one looks for a fault. What is better on some
-clusters of a kind only is shown as a comment, and not set.
+NCCL detects most things itself, and a wrong variable costs more than a missing one: the tables hold what NCCL cannot
+know, and nothing that only helps while debugging. What is better only on some clusters of a kind is shown as a comment
+and not set.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ CLUSTERS: dict[str, tuple[Variable, ...]] = {
         *_SOCKETS[2:],
         Variable("NCCL_NSOCKS_PERTHREAD", "4", "gVNIC limits a flow: 4 x 4 reach its 100 Gb/s and more", advice=True),
         _BUFFER,
-        Variable("NCCL_CROSS_NIC", "0", "where each card has a rail of its own: keep a ring on one", advice=True),
+        Variable("NCCL_CROSS_NIC", "0", "where each card has its own rail: keep a ring on one", advice=True),
         _IN_ORDER,
     ),
     "aws-efa": (

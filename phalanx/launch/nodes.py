@@ -1,4 +1,4 @@
-"""Several nodes, one supervisor each: gather at the rendezvous endpoint, share the first failure, leave together.
+"""Rendezvous of several nodes, one supervisor each: gather at the endpoint, share the first failure, leave together.
 
 The nodes meet in a TCPStore. Values there are JSON, signed where the job has a secret (`signed_store`): torch's own
 rendezvous would unpickle what any process that reaches the port has written.
@@ -6,6 +6,7 @@ rendezvous would unpickle what any process that reaches the port has written.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import time
@@ -30,9 +31,9 @@ _ENDS, _LEFT, _FAILURE = "ends", "left", "failure"
 _ARRIVED, _NODE, _BEAT, _MEMBERS = "arrived", "node", "beat", "members"
 _ALIVE = "alive"
 _LOST_SECONDS = 2.0
-"""After so long without a sign of life a node of a running job is named when ranks elsewhere fail."""
+"""A node without a heartbeat for so long is named when ranks elsewhere fail."""
 _SILENT_SECONDS = 5.0
-"""A node that waits gives a sign of life at every look; one without for so long has gone."""
+"""A waiting node sends a heartbeat at every poll; without one for so long it counts as lost."""
 
 
 class NodeGroup:
@@ -54,17 +55,13 @@ class NodeGroup:
         self._said_failure = self._said_end = False
 
     def _meet(self) -> TCPStore:
-        """Host the store at the endpoint where that is this node's part, else connect to it."""
+        """Host the store at the endpoint if this node has to, else connect to it."""
         from torch.distributed import DistNetworkError
 
-        wants_to_host = self._is_host()
-        if wants_to_host:
-            try:
+        if self._is_host():
+            # Fails where another supervisor on this machine hosts it already: then connect to that.
+            with contextlib.suppress(DistNetworkError, RuntimeError, ValueError):
                 store = self._open_store(self._port, is_master=True)
-            except (DistNetworkError, RuntimeError, ValueError):
-                # Another supervisor on this machine was quicker: meet it there.
-                wants_to_host = False
-            else:
                 self._hosts_store = True
                 return store
         began = time.monotonic()
@@ -73,7 +70,7 @@ class NodeGroup:
         except (DistNetworkError, RuntimeError, ValueError, TimeoutError) as error:
             waited = time.monotonic() - began
             raise PhalanxError(
-                f"nobody answers at the rendezvous endpoint {self._host}:{self._port} (waited {waited:.0f} s).",
+                f"no answer from the rendezvous endpoint {self._host}:{self._port} (waited {waited:.0f} s).",
                 hint="Start node 0 there, and check that this node can reach that host and port.",
             ) from error
 
@@ -91,7 +88,7 @@ class NodeGroup:
         return bool(_matches_machine_hostname(self._host)) if node_rank is None else node_rank == 0
 
     def gather(self, attempt: int, tell: Callable[[Message], None]) -> dict[str, Any]:
-        """Wait for all nodes, agree on their order, and return this node's place with the ranks' fresh store."""
+        """Wait for all nodes, agree on their order, and return this node's place and the ranks' store."""
         from torch.distributed import DistNetworkError, PrefixStore
 
         self._attempt = attempt
@@ -125,70 +122,64 @@ class NodeGroup:
     def _meet_all(
         self, board: Store, tell: Callable[[Message], None], deadline: float
     ) -> tuple[list[dict[str, Any]], int]:
-        """Return what all nodes say of themselves, in the order of their arrival, and which of them is this one.
+        """Return the descriptions of all nodes in the order of their arrival, and the index of this one.
 
-        The node that hosts the store decides who takes part: the first nodes, as many as needed, that still give signs
-        of life. So a node that came, died and was started again counts once.
+        The node that hosts the store decides which nodes take part: the first ones, as many as needed, that still send
+        heartbeats. So a node that came, ended and was started again counts once.
         """
         own = board.add(_ARRIVED, 1)
         mine = {"node_rank": self._request["node_rank"], "host": socket.gethostname()}
         board.set(f"{_NODE}/{own}", json.dumps({**mine, "ranks": self._request["ranks_per_node"]}))
-        census, told = Census(), 0
+        census, reported = Census(), 0
         while not board.check([_MEMBERS]):
             if time.monotonic() > deadline:
-                raise self._not_all_came()
+                raise PhalanxError(
+                    f"not all {self._num_nodes} nodes came to {self._host}:{self._port} within {self._seconds:.0f} s.",
+                    hint="Start the same command on every node, each with its own node rank.",
+                )
             board.add(f"{_BEAT}/{own}", 1)
             present = census.take({n: board.add(f"{_BEAT}/{n}", 0) for n in range(1, board.add(_ARRIVED, 0) + 1)})
             if self._hosts_store and len(present) >= self._num_nodes:
                 board.set(_MEMBERS, json.dumps(present[: self._num_nodes]))
-            elif len(present) != told:
-                told = len(present)
-                tell({"arrived": told, "attempt": self._attempt})
+            elif len(present) != reported:
+                reported = len(present)
+                tell({"arrived": reported, "attempt": self._attempt})
             time.sleep(_ARRIVAL_POLL_SECONDS)
         members = json.loads(board.get(_MEMBERS))
         if own not in members:
-            raise self._all_places_taken()
+            raise UsageError(
+                f"{self._num_nodes} nodes have met at {self._host}:{self._port} without this one.",
+                hint="Start one supervisor per node, and give every job its own port or --rdzv-id.",
+            )
         return [json.loads(board.get(f"{_NODE}/{number}")) for number in members], members.index(own)
-
-    def _all_places_taken(self) -> UsageError:
-        return UsageError(
-            f"{self._num_nodes} nodes have met at {self._host}:{self._port} without this one.",
-            hint="Start one supervisor per node, and give every job a port or an --rdzv-id of its own.",
-        )
-
-    def _not_all_came(self) -> PhalanxError:
-        return PhalanxError(
-            f"not all {self._num_nodes} nodes came to {self._host}:{self._port} within {self._seconds:.0f} s.",
-            hint="Start the same command on every node, each with its own node rank.",
-        )
 
     def _host_is_lost(self) -> PhalanxError:
         return PhalanxError(
             f"lost the node that hosts the rendezvous at {self._host}:{self._port}.",
-            hint="Look at that node's own output: its supervisor is gone.",
+            hint="Look at that node's own output: its supervisor has ended.",
         )
 
     def _share_rank_store(self, board: Store) -> int:
-        """Return the port of the ranks' store; it is where the endpoint is: that address all nodes can reach."""
+        """Return the port of the ranks' store; it is on the endpoint's host, which all nodes can reach."""
         if self._hosts_store:
             self._rank_store = self._open_store(0, is_master=True)
             board.set("rank-store", str(self._rank_store.port))
         return int(board.get("rank-store"))
 
     def publish_failure(self, failure: dict[str, Any]) -> None:
-        """Tell the other nodes, unless one of them was first."""
+        """Publish this node's failure, unless another node was first."""
         if self._board is not None:
             self._said_failure = True
             self._board.compare_set(_FAILURE, "", json.dumps(failure))
 
     def publish_end(self) -> None:
-        """Say that this node's ranks have all ended well."""
+        """Publish that all ranks of this node have succeeded."""
         if self._board is not None:
             self._board.add(_ENDS, 1)
             self._said_end = True
 
     def news(self) -> list[Message]:
-        """Return what the supervisor does not know yet: another node's failure, or that all have ended."""
+        """Return news for the supervisor: another node's failure, or that all have ended."""
         from torch.distributed import DistNetworkError
 
         if self._board is None:
@@ -211,7 +202,7 @@ class NodeGroup:
         return []
 
     def _look_at_nodes(self) -> list[Message]:
-        """Give a sign of life; the node that hosts the store looks at those of the others, and tells who has none."""
+        """Send a heartbeat; the node that hosts the store checks those of the others, and reports nodes without one."""
         assert self._board is not None
         self._board.add(f"{_ALIVE}/{self._node_rank}", 1)
         if not self._hosts_store:
@@ -225,7 +216,7 @@ class NodeGroup:
         return [{"silent_nodes": silent, "attempt": self._attempt}]
 
     def leave(self) -> None:
-        """Leave the store's host last, so that the others still read what they need."""
+        """Leave; the store's host leaves last, so that the others can still read."""
         from torch.distributed import DistNetworkError
 
         if self._board is None:
@@ -233,7 +224,7 @@ class NodeGroup:
         try:
             left = self._board.add(_LEFT, 1)
         except (DistNetworkError, RuntimeError):
-            # Its host did not wait for us.
+            # Its host has already ended.
             return
         deadline = time.monotonic() + _LEAVE_SECONDS
         while self._hosts_store and left < self._num_nodes and time.monotonic() < deadline:
@@ -242,7 +233,7 @@ class NodeGroup:
 
 
 class Census:
-    """Which nodes are there, by the counters that each raises while it waits."""
+    """Which nodes are present, by the heartbeat counters that each increases."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, seconds: float = _SILENT_SECONDS) -> None:
         self._clock = clock
@@ -250,7 +241,7 @@ class Census:
         self._seen: dict[int, tuple[int, float]] = {}
 
     def take(self, beats: dict[int, int]) -> list[int]:
-        """Return the numbers of the nodes whose counters have moved lately, in the order of their arrival."""
+        """Return the numbers of the nodes whose counters have changed recently, in the order of their arrival."""
         now = self._clock()
         for number, beat in beats.items():
             if self._seen.get(number, (0, 0.0))[0] != beat:
@@ -259,7 +250,7 @@ class Census:
 
 
 def order_nodes(node_ranks: list[int | None], hosts: list[str]) -> list[int]:
-    """Return the arrival numbers in node order: those that named a rank get it, the rest fill the gaps as they came."""
+    """Return the arrival numbers in node order: nodes with a given rank get it, the rest fill the gaps in turn."""
     places: dict[int, int] = {}
     for arrival, node_rank in enumerate(node_ranks):
         if node_rank is None:

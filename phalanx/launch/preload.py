@@ -1,4 +1,4 @@
-"""What the warm process imports once so that ranks need not: torch and everything a first training step pulls in.
+"""What the warm process imports for all ranks: torch and everything that a first training step imports.
 
 Nothing here may start a thread or touch CUDA: neither survives a fork.
 """
@@ -34,38 +34,38 @@ _MODULES = (
     "cloudpickle",
 )
 PRELOAD = "PHALANX_PRELOAD"
-"""The environment variable that names, with commas, what else the warm process imports: an engine's own library."""
+"""The environment variable with further modules to import, separated by commas: an engine's library."""
 
 _WHERE_PRESENT = ("torch.profiler._cupti_monitor", "torch.distributed.checkpoint._fsspec_filesystem")
 
 
 def preload() -> None:
-    """Import everything on the list, and let ranks share the pages it lies in."""
+    """Import everything on the list; ranks share the memory pages."""
     for _ in import_one_by_one():
         continue
 
 
 def import_one_by_one(first: Sequence[str] = ()) -> Iterator[None]:
-    """Import `first` and everything on the list, with a pause after each for who has something else to do."""
-    # Modules do not become garbage: looking for some between their imports costs a sixth of the time.
+    """Import `first` and everything on the list; yields after each import, so that the caller can serve requests."""
+    # Modules do not become garbage: collecting between imports costs a sixth of the time.
     gc.disable()
     for name in (*first, *_MODULES):
         importlib.import_module(name)
         yield
     for name in (*_WHERE_PRESENT, *extra_modules(os.environ)):
         _import_if_possible(name)
-    # Objects that the collector never touches stay in pages that ranks share.
+    # The collector would write to the objects, and ranks would no longer share their pages.
     gc.freeze()
     gc.enable()
 
 
 def extra_modules(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Return what is imported beside torch."""
+    """Return the modules that are imported in addition to torch."""
     return tuple(name for name in environ.get(PRELOAD, "").split(",") if name)
 
 
 def preload_for(target: Mapping[str, Any]) -> None:
-    """Import what a target of our own needs before the first of its ranks is forked; users' code is for the ranks."""
+    """Import the module of a target in this package before its first rank is forked; users' code only in ranks."""
     module = str(target.get("call", "")).partition(":")[0]
     if module.startswith("phalanx.") and module not in sys.modules:
         _import_if_possible(module)
@@ -73,7 +73,7 @@ def preload_for(target: Mapping[str, Any]) -> None:
 
 
 def _import_if_possible(name: str) -> None:
-    """Import what only saves time; where it is missing, a rank that needs it will say so itself."""
+    """Import to save time later; where a module is missing, a rank that needs it reports that."""
     try:
         importlib.import_module(name)
     except ImportError as error:
@@ -81,8 +81,8 @@ def _import_if_possible(name: str) -> None:
 
 
 SINGLE_THREADED = {"OPENBLAS_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
-"""What keeps libraries from starting threads when they are imported: OpenBLAS, which numpy brings, its compute threads,
-and Arrow, which TensorFlow, Ray and MLflow bring, one that tidies its memory."""
+"""Keeps libraries from starting threads at import: OpenBLAS (numpy) its compute threads, and Arrow (TensorFlow, Ray and
+MLflow) one that returns memory."""
 
 
 def set_compute_threads(threads: int) -> None:

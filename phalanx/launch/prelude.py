@@ -1,4 +1,4 @@
-"""Before the first rank runs: what the launch is waiting for, and when to tell the user."""
+"""Notices before the first rank runs: what the launch waits for, and when to report it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ if TYPE_CHECKING:
     from phalanx.launch.spec import LaunchSpec
 
 IMPORT_MOMENTS = (15.0, *MOMENTS)
-"""torch takes a few seconds from a local disk; a cold network disk is worth a word."""
+"""torch takes a few seconds from a local disk; from a cold network disk, far more."""
 MACHINES_MOMENTS = (2.0, *MOMENTS)
-"""Somebody has to start the other machines: say at once who is missing."""
+"""The user has to start the other machines: report early which are missing."""
 
 
 class Prelude:
-    """First torch is imported, then the machines gather, then the ranks are forked. Each has a clock of its own."""
+    """First torch is imported, then the machines gather, then the ranks are forked. Each phase has its own clock."""
 
     def __init__(self, spec: LaunchSpec, now: float, *, serving: bool) -> None:
         self._endpoint = spec.rdzv_endpoint
@@ -37,7 +37,7 @@ class Prelude:
             self._reminder = Reminder(now, MACHINES_MOMENTS if self._machines > 1 else MOMENTS)
 
     def take_arrived(self, machines: int, now: float) -> None:
-        """Note how many machines have come to the endpoint, this one included; the user hears of it soon."""
+        """Note how many machines have come to the endpoint, this one included; a notice follows soon."""
         changed = 1 < machines != self._arrived
         self._arrived = machines
         if changed:
@@ -50,27 +50,27 @@ class Prelude:
             self._reminder = Reminder(now)
 
     def end(self) -> None:
-        """Note that the ranks run: from here on they speak for themselves."""
+        """Note that the ranks run: from here on they report progress."""
         self._reminder = None
 
     @property
     def activity(self) -> str:
-        """What goes on, as the end of a sentence: "importing torch", "waiting for 1 of 2 machines at node0:29400"."""
+        """The phase, as the end of a sentence: "importing torch", "waiting for 1 of 2 machines at node0:29400"."""
         if not self._serving:
             return f"importing {self._imports}"
         missing = self._machines - max(self._arrived, 1)
         if self._machines == 1 or missing <= 0:
             return "starting the ranks"
-        silence = "" if self._arrived else " (nobody answers there yet)"
-        return f"waiting for {missing} of {self._machines} machines at {self._endpoint}{silence}"
+        silent = "" if self._arrived else " (no answer there yet)"
+        return f"waiting for {missing} of {self._machines} machines at {self._endpoint}{silent}"
 
     @property
     def next_deadline(self) -> float | None:
-        """When `take_notice` may next have something to say."""
+        """When `take_notice` may next return a notice."""
         return None if self._reminder is None else self._reminder.next_moment
 
     def take_notice(self, now: float) -> str | None:
-        """Return what to tell the user now, if anything."""
+        """Return the notice that is due now, if any."""
         if self._reminder is None or not self._reminder.is_due(now):
             return None
         waited = now - self._reminder.began

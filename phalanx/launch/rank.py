@@ -1,4 +1,4 @@
-"""What a freshly forked rank does: take on its environment, run the target, leave as Python itself would."""
+"""The body of a forked rank: set its environment, run the target, exit as Python itself would."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import sys
 import tempfile
 import threading
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from phalanx.launch.joining import announce_joining
@@ -33,22 +32,15 @@ if TYPE_CHECKING:
 _EVENTS_DESCRIPTOR_FLOOR = 200
 
 
-@dataclass(frozen=True)
-class _Files:
-    log: int
-    stack: int
-
-
 def run(request: wire.Message, descriptors: list[int]) -> NoReturn:
-    """Be rank `request["rank"]` until the target ends, then leave without tearing torch down."""
+    """Run as rank `request["rank"]` until the target ends, then exit without tearing torch down."""
     *stdio, log, stack, events = descriptors
     for number, descriptor in enumerate(stdio):
         os.dup2(descriptor, number)
         os.close(descriptor)
-    files = _Files(log, stack)
 
     def be_the_rank() -> None:
-        _take_on(request, files, events)
+        _take_on(request, log, stack, events)
         if request["prelude"]:
             call(request["prelude"])
         run_target(from_message(request["target"]), request["path"])
@@ -78,22 +70,34 @@ def record_to_log(error: BaseException, request: wire.Message, log: int | None) 
     record_exception(error, request)
 
 
-def _take_on(request: wire.Message, files: _Files, events: int) -> None:
+def _take_on(request: wire.Message, log: int, stack: int, events: int) -> None:
     os.environ.clear()
     os.environ.update(request["env"])
     os.environ["PHALANX_EVENTS_FD"] = str(lift(events))
     os.chdir(request["cwd"])
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    # The log, not stderr: a crash is reported by the launcher, once, and not in the middle of another rank's output.
-    faulthandler.enable(files.log)
-    faulthandler.register(signal.SIGQUIT, files.stack, all_threads=True)
+    buffer_lines()
+    write_stacks(log, stack)
     if request["writes_log"]:
         guard_own_output(lambda text: _tell_launcher(request["rank"], text))
     _forget_the_warm_process()
     _use_scratch(request["scratch"])
     set_compute_threads(request["threads"])
     announce_joining(request["rank"])
+
+
+def buffer_lines() -> None:
+    """Let stdout and stderr pass on each line at once."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+
+
+def write_stacks(log: int, stack: int) -> None:
+    """Write the stack of a crash to the log, and at SIGQUIT the stacks of all threads to `stack`.
+
+    Not to stderr: the launcher reports a crash once, and not in the middle of another rank's output.
+    """
+    faulthandler.enable(log)
+    faulthandler.register(signal.SIGQUIT, stack, all_threads=True)
 
 
 def _tell_launcher(rank: int, text: str) -> None:
@@ -135,7 +139,7 @@ def leave(code: int) -> NoReturn:
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        # As in the interpreter: a closed pipe at the very end changes nothing for anybody.
+        # As in the interpreter: a closed pipe at the very end is ignored.
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     os._exit(code)

@@ -121,16 +121,13 @@ class RayFollower(Follower):
 
     def _take_output(self, message: dict[str, Any]) -> None:
         rank: int = message["rank"]
-        self._write_log(rank, message["output"])
+        self._append(log_path(self._spec.log_dir, rank), message["output"])
         if rank == 0 or self._spec.console_ranks == "all":
             for line in self._lines.split(rank, message["output"]):
                 self._console.rank_output(rank, self._spec.label(rank), line)
 
     def _take_log(self, message: dict[str, Any]) -> None:
-        self._write_log(message["rank"], message["log"])
-
-    def _write_log(self, rank: int, output: bytes) -> None:
-        self._append(log_path(self._spec.log_dir, rank), output)
+        self._append(log_path(self._spec.log_dir, message["rank"]), message["log"])
 
     def _append(self, path: Path, data: bytes) -> None:
         def append() -> None:
@@ -204,7 +201,8 @@ class RayFollower(Follower):
         return False
 
     def _result(self, error: str) -> LaunchResult:
-        self._flush()
+        for rank, line in self._lines.rest():
+            self._console.rank_output(rank, self._spec.label(rank), f"{line}\n")
         attempts = self._attempt + 1
         codes = [self._ends[rank][0] for rank in sorted(self._ends)]
         if self._requested is not None:
@@ -223,10 +221,10 @@ class RayFollower(Follower):
         exits = [self._exit_of(rank) for rank in sorted({*self._records, *badly, *lost})]
         guilty = find_guilty(exits)
         if guilty.record is None and guilty.rank not in badly:
-            return self._gone(guilty.rank, describe_death(lost[guilty.rank]))
+            return self._lost_rank(guilty.rank, describe_death(lost[guilty.rank]))
         silent = set(range(self._world_size)) - {ended.rank for ended in exits}
         if guilty.lost_peer and silent:  # all that reported only lost a peer, so it is one that did not report
-            return self._gone(min(silent), "it left no error: its process was killed, or its machine was lost")
+            return self._lost_rank(min(silent), "it left no error: its process was killed, or its machine was lost")
         failure = explain(
             guilty,
             label=self._spec.label(guilty.rank),
@@ -237,9 +235,9 @@ class RayFollower(Follower):
         )
         return replace(failure, others_stopped=self._world_size - 1)
 
-    def _gone(self, rank: int, why: str) -> Failure:
+    def _lost_rank(self, rank: int, why: str) -> Failure:
         return Failure(
-            cause=f"is gone: {why}",
+            cause=f"was lost: {why}",
             exit_code=128 + signal.SIGKILL,
             rank=rank,
             label=self._spec.label(rank),
@@ -253,10 +251,6 @@ class RayFollower(Follower):
         record = self._records.get(rank)
         code = record["exit_code"] if record is not None else self._ends.get(rank, (-signal.SIGKILL, ""))[0]
         return RankExit(rank, code, time.time(), record, log_tail(self._spec.log_dir, rank))
-
-    def _flush(self) -> None:
-        for rank, line in self._lines.rest():
-            self._console.rank_output(rank, self._spec.label(rank), f"{line}\n")
 
     # --- signals and reminders ------------------------------------------------------------------------------------
 

@@ -53,8 +53,10 @@ reads RAY_RAYLET_PID, the process whose end ends the workers: this one."""
 @contextmanager
 def local_ray(num_cpus: float | None, num_gpus: int | None) -> Iterator[None]:
     """Start a Ray for this process and connect to it; end it with the block."""
+    usual = tempfile.gettempdir()
+    short = usual if len(usual) <= _LONGEST_TEMP or not os.path.isdir("/tmp") else "/tmp"
     # Only this user can read this folder. Ray makes its own folder readable to everyone, so it gets one inside.
-    folder = Path(tempfile.mkdtemp(prefix="ray-", dir=_short_temp()))
+    folder = Path(tempfile.mkdtemp(prefix="ray-", dir=short))
     rays = folder / _RAYS_FOLDER
     resources = {"num_cpus": None if num_cpus is None else int(max(1, -(-num_cpus // 1))), "num_gpus": num_gpus}
     # Ray requires a token for a cluster that it starts; with one in the environment it writes none to a file.
@@ -150,8 +152,3 @@ def _node(folder: Path, resources: dict[str, int | None]) -> Iterator[str]:
 def _token() -> str:
     """Return this process's token: Ray reads it once, so that a second local Ray must use the same."""
     return os.environ.get("RAY_AUTH_TOKEN") or secrets.token_hex(32)
-
-
-def _short_temp() -> str:
-    usual = tempfile.gettempdir()
-    return usual if len(usual) <= _LONGEST_TEMP or not os.path.isdir("/tmp") else "/tmp"

@@ -15,7 +15,6 @@ from phalanx.launch import wire
 from phalanx.observe import stop_wish
 
 if TYPE_CHECKING:
-    import socket
     from collections.abc import Iterator
 
     from phalanx.observe.board import HeartbeatBoard
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
 _FLUSH_SECONDS = 0.1
 _STEP_SECONDS = 1.0
 _CHUNK = 1 << 16
+_EVENT_BYTES = 1 << 18
 
 
 class Post:
@@ -97,27 +97,11 @@ class Post:
             self.send({"at": beat.step, "rank": self._rank})
 
     def _read(self) -> None:
-        output = b""
-        while chunk := _read_some(self._output):
-            output += chunk
+        output = b"".join(wire.read_available(lambda: os.read(self._output, _CHUNK)))
         if output:
             self.send({"output": output, "rank": self._rank})
-        while data := _receive_some(self._events):
+        for data in wire.read_available(lambda: self._events.recv(_EVENT_BYTES)):
             self.send({"event": json.loads(data), "keep": self.keeps_events})
-
-
-def _read_some(descriptor: int) -> bytes:
-    try:
-        return os.read(descriptor, _CHUNK)
-    except BlockingIOError:
-        return b""
-
-
-def _receive_some(connection: socket.socket) -> bytes:
-    try:
-        return connection.recv(1 << 18)
-    except BlockingIOError:
-        return b""
 
 
 @contextmanager

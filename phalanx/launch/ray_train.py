@@ -43,6 +43,7 @@ _FASTER = {
 _SOONER_FEWER = {"RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "10"}
 """After the loss of a machine Ray first asks for as many workers as before, and for fewer only when that failed."""
 _ELASTIC_FAILURES = 3
+"""How many losses an elastic run survives by default."""
 
 
 @dataclass(frozen=True)
@@ -56,11 +57,6 @@ class RayStarter:
     placement: str
     start_timeout: float | None
 
-    @property
-    def use_gpu(self) -> bool:
-        """Whether every rank reserves a GPU or a part of one."""
-        return self.resources.get("GPU", 0) > 0
-
     def launch(self, spec: LaunchSpec, console: Console) -> LaunchResult:
         """Run the target on Ray's workers and return when all of them have ended."""
         began = time.monotonic()
@@ -68,7 +64,8 @@ class RayStarter:
         with ExitStack() as held:
             try:
                 cluster = held.enter_context(open_cluster(self.address, num_cpus=num_cpus, notice=console.notice))
-                self._check_room(cluster)
+                if self.start_timeout is None:  # else more machines may come
+                    check_resources(cluster, self.resources, self.min_workers or self.workers, placement=self.placement)
                 connected = time.monotonic()
                 console.notice(f"{cluster.name}: ready after {connected - began:.1f} s; {self._request()}")
                 run = held.enter_context(_Run(self, spec, cluster, console))
@@ -77,11 +74,6 @@ class RayStarter:
                 raise
             with SignalInbox() as inbox:
                 return RayFollower(spec, console, inbox, run, self, connected).follow()
-
-    def _check_room(self, cluster: Cluster) -> None:
-        """Refuse what never fits, unless start_timeout says how long to wait for more machines."""
-        if self.start_timeout is None:
-            check_resources(cluster, self.resources, self.min_workers or self.workers, placement=self.placement)
 
     def _request(self) -> str:
         count = f"{self.min_workers} to {self.workers}" if self.min_workers else str(self.workers)
@@ -92,11 +84,6 @@ class RayStarter:
         """Settings of Ray Train that shorten its start and its reports; those of the environment take precedence."""
         ours = _FASTER if self.min_workers is None else {**_FASTER, **_SOONER_FEWER}
         return {name: os.environ.get(name, value) for name, value in ours.items()}
-
-    @property
-    def max_failures(self) -> int | None:
-        """Default number of losses that an elastic run survives."""
-        return _ELASTIC_FAILURES if self.min_workers is not None else None
 
 
 def starter(config: DistributedConfig, layout: PlannedRanks) -> RayStarter:
@@ -132,7 +119,6 @@ class _Run:
     def __init__(self, starter: RayStarter, spec: LaunchSpec, cluster: Cluster, console: Console) -> None:
         self._starter = starter
         self._spec = spec
-        self._cluster = cluster
         self._console = console
         self._beacon = spec.log_dir.absolute() / f".launch-{secrets.token_hex(8)}"
         self.cluster = cluster
@@ -148,7 +134,7 @@ class _Run:
         # DEFAULT: not in the placement group of a Tune trial that this process may belong to.
         actor = ray.remote(Conductor).options(num_cpus=0, resources=_HEAD, scheduling_strategy="DEFAULT")
         variables = self._starter.variables
-        if self._cluster.started_here:  # its one machine is not preempted by a scheduler of its own
+        if self.cluster.started_here:  # its one machine is not preempted
             variables.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")  # an actor less to start
         self.conductor = actor.remote(variables)
         self._beacon.touch()
@@ -173,16 +159,16 @@ class _Run:
         return Arrangement(
             workers=starter.workers if least is None else (least, starter.workers),
             resources=starter.resources,
-            use_gpu=starter.use_gpu,
+            use_gpu=starter.resources.get("GPU", 0) > 0,
             placement=starter.placement.upper().replace("-", "_"),
             max_failures=self._max_failures(),
             storage=str(folder.parent),
             name=folder.name,
-            own_ray=self._cluster.started_here,
+            own_ray=self.cluster.started_here,
         )
 
     def _max_failures(self) -> int:
-        return self._spec.max_restarts or self._starter.max_failures or 0
+        return self._spec.max_restarts or (_ELASTIC_FAILURES if self._starter.min_workers is not None else 0)
 
     def _environment(self) -> dict[str, str]:
         """Return the variables of this process that ranks get on every machine."""
@@ -201,4 +187,4 @@ class _Run:
         exported = os.environ.get("OMP_NUM_THREADS", "")
         if exported.isdecimal() and int(exported) > 0:
             return int(exported)
-        return None if self._cluster.started_here else max(1, int(self._starter.resources.get("CPU", 1)))
+        return None if self.cluster.started_here else max(1, int(self._starter.resources.get("CPU", 1)))

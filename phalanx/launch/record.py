@@ -1,4 +1,4 @@
-"""The last words of a rank: its exit code, its traceback without our own frames, and a record for the launcher."""
+"""How a rank ended: its exit code, its traceback without the launcher's frames, and a record for the launcher."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _PACKAGE = os.path.dirname(os.path.dirname(_OWN_DIRECTORY)) + os.sep
 
 
 def record_path(log_dir: Path, rank: int) -> Path:
-    """Return where a rank leaves the record of the exception that ended it."""
+    """Return the path of the error record of a rank."""
     return log_dir / f"rank-{rank}.error.json"
 
 
 def exit_code_of(error: BaseException) -> int:
-    """Return the exit status Python gives for an exception that reaches the top; a PhalanxError brings its own."""
+    """Return the exit status that Python gives for an uncaught exception; a PhalanxError has its own."""
     if isinstance(error, SystemExit):
         if error.code is None:
             return 0
@@ -77,10 +77,7 @@ def user_frames(frames: TracebackType | None) -> TracebackType | None:
 
 
 def users_traceback(error: BaseException) -> list[str]:
-    """Return the lines of an exception's traceback from the first frame that is not Phalanx's own.
-
-    Where the trainer calls the user's model, how it got there explains nothing. The log has all of it.
-    """
+    """Return the lines of an exception's traceback from the first frame outside Phalanx; the log has all of it."""
     summary = traceback.TracebackException.from_exception(error)
     _cut_library_frames(summary)
     return "".join(summary.format()).splitlines()
@@ -111,7 +108,7 @@ def _last_step(rank: int) -> int | None:
 
 
 def read_record(log_dir: Path, rank: int) -> dict[str, Any] | None:
-    """Return what a rank wrote when an exception ended it, or None when none did."""
+    """Return a rank's error record, or None where it wrote none."""
     try:
         record: dict[str, Any] = json.loads(record_path(log_dir, rank).read_text())
     except FileNotFoundError:
@@ -120,6 +117,6 @@ def read_record(log_dir: Path, rank: int) -> dict[str, Any] | None:
 
 
 def any_record(log_dir: Path) -> dict[str, Any] | None:
-    """Return a rank's record, the lowest rank's that has one: ranks that were told to stop all leave the same words."""
+    """Return the record of the lowest rank that has one: ranks that were asked to stop all write the same."""
     ranks = sorted(int(path.name.split(".")[0].removeprefix("rank-")) for path in log_dir.glob("rank-*.error.json"))
     return read_record(log_dir, ranks[0]) if ranks else None

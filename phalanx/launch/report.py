@@ -1,4 +1,4 @@
-"""Words: what the user reads when a rank has failed, the cause first."""
+"""The report that the user reads when a rank has failed, the cause first."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _CRASHES = {
 
 
 def render(failure: Failure) -> str:
-    """Put a failure into words: who, where, when and why; then the evidence; then the rest."""
+    """Return the report: rank, host, step and cause; then the evidence; then hint and logs."""
     lines = [_headline(failure)]
     lines += [f"  {line}" for line in failure.details]
     if failure.hint:
@@ -52,7 +52,7 @@ def _headline(failure: Failure) -> str:
 
 
 def explain(ended: RankExit, *, label: str, host: str, step: int | None, killed_for_memory: bool, log: Path) -> Failure:
-    """Say what became of a rank from its exit, its record and its log."""
+    """Explain a rank's end from its exit code, its error record and its log."""
     if ended.record:
         cause, details, hint = _raised(ended)
         step = ended.record["step"] if ended.record["step"] is not None else step
@@ -74,7 +74,7 @@ def explain(ended: RankExit, *, label: str, host: str, step: int | None, killed_
 
 
 _PLUMBING = ("/torch/nn/modules/module.py", "/torch/nn/parallel/distributed.py")
-"""Frames between a model's own: they fill the screen and explain nothing. The log has the whole traceback."""
+"""Frames between those of a model, which explain nothing. The log has the whole traceback."""
 
 
 def _without_plumbing(lines: list[str]) -> list[str]:
@@ -92,7 +92,7 @@ def _without_plumbing(lines: list[str]) -> list[str]:
 
 
 def _with_sources(lines: list[str]) -> list[str]:
-    """Add the lines of code that only this process knows: those of a notebook's cells and of a prompt."""
+    """Add the source lines that only this process has: those of notebook cells and of a prompt."""
     complete: list[str] = []
     for place, line in enumerate(lines):
         complete.append(line)
@@ -124,7 +124,7 @@ def _raised(ended: RankExit) -> tuple[str, tuple[str, ...], str]:
     assert record is not None
     lines: list[str] = record["traceback"]
     if not lines:
-        # A mistake of the user's: its words are written to be read alone.
+        # A PhalanxError: its message is complete without a traceback.
         return f"stopped: {record['message']}", (), record["hint"]
     message = record["message"].splitlines()
     said = f": {message[0]}" if message else ""
@@ -151,7 +151,7 @@ def _killed_outright(killed_for_memory: bool) -> tuple[str, tuple[str, ...], str
     if killed_for_memory:
         return "was killed by the kernel because memory ran out (SIGKILL)", (), less
     return (
-        "was killed by SIGKILL: somebody killed it, or memory ran out where this process cannot see the counter",
+        "was killed by SIGKILL: another process sent it, or memory ran out where this process cannot see the counter",
         (),
         f"If it was memory: {less[0].lower()}{less[1:]}",
     )

@@ -52,7 +52,7 @@ def close_scratch(path: Path, *, keep: bool = False) -> None:
 
 @contextmanager
 def scratch_folder(kind: str) -> Iterator[Path]:
-    """Have a folder as long as the block runs."""
+    """Make a folder for the duration of the block."""
     path = open_scratch(kind)
     try:
         yield path
@@ -66,7 +66,7 @@ def _sweep_once(directory: str) -> None:
 
 
 def sweep(directory: Path) -> None:
-    """Remove the folders in `directory` whose owners are gone."""
+    """Remove the folders in `directory` whose owners have ended."""
     for path in directory.glob(f"{_PREFIX}*"):
         with suppress(OSError):  # another run's, which it removes itself at this moment
             if path.lstat().st_uid == os.getuid() and not path.is_symlink():

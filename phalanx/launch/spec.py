@@ -1,4 +1,4 @@
-"""What to launch and what came of it: plain frozen data, checked before any process starts."""
+"""What to launch, and the result: plain frozen data, checked before any process starts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ScriptTarget:
     args: tuple[str, ...] = ()
 
     def check(self) -> None:
-        """Refuse a path that is no readable file, before anything is started."""
+        """Refuse a path that is not a readable file."""
         path = Path(self.path)
         if path.is_file():
             return
@@ -49,7 +49,7 @@ class ModuleTarget:
         """Refuse a name that cannot be a module's; whether it exists is known only with the rank's own path."""
         if not all(part.isidentifier() for part in self.name.split(".")):
             raise UsageError(
-                f"'{self.name}' is no module name.",
+                f"'{self.name}' is not a module name.",
                 hint="Write it with dots, such as 'package.train'; for a file use a script.",
             )
 
@@ -65,7 +65,7 @@ class CallTarget:
         """Refuse a function that is not written `package.module:name`."""
         module, _, name = self.function.partition(":")
         if not module or not name.isidentifier():
-            raise UsageError(f"'{self.function}' is no function.", hint="Write it as 'package.module:name'.")
+            raise UsageError(f"'{self.function}' is not a function.", hint="Write it as 'package.module:name'.")
 
 
 Target = ScriptTarget | ModuleTarget | CallTarget
@@ -86,10 +86,10 @@ class PlannedRanks(Protocol):
 
 
 class Starter(Protocol):
-    """Another system that starts ranks: what it alone needs to know, and how it runs a launch to its end."""
+    """Another system that starts ranks: its settings, and how it runs a launch to its end."""
 
     def launch(self, spec: LaunchSpec, console: Console) -> LaunchResult:
-        """Run the target on the ranks and return when every one of them is gone."""
+        """Run the target on the ranks and return when all of them have ended."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,19 +103,19 @@ class LaunchSpec:
     log_dir: Path
     """Where rank-N.log, rank-N.error.json, rank-N.stack and the heartbeats go; made when missing."""
     num_nodes: int = 1
-    """How many supervisors, one a node, form the group."""
+    """How many supervisors, one per node, form the group."""
     node_rank: int | None = None
     """This node's place among the nodes; None lets the rendezvous choose."""
     rdzv_endpoint: str = ""
     """host:port where the nodes meet; only with several nodes."""
     run_id: str = field(default_factory=lambda: uuid.uuid4().hex)
-    """Tells this launch from every other; the same in all of its attempts."""
+    """Unique id of this launch; the same in all of its attempts."""
     rdzv_id: str = "phalanx"
-    """Tells apart groups that meet at the same endpoint."""
+    """Separates groups that use the same endpoint."""
     env: Mapping[str, str] = field(default_factory=lambda: _EMPTY)
     """Added to this process's environment in every rank."""
     labels: tuple[str, ...] = ()
-    """One label a global rank, such as "r3 dp1"; "r3" when not given."""
+    """One label per global rank, such as "r3 dp1"; "r3" when not given."""
     console_ranks: Literal["0", "all"] = "0"
     """Whose output the console shows."""
     max_restarts: int = 0
@@ -127,9 +127,9 @@ class LaunchSpec:
     start_timeout: float | None = None
     """How long until the first rank must have reached init_process_group or finished; None: no limit."""
     threads_per_rank: int | None = None
-    """Compute threads a rank; None: this node's cores shared evenly, unless OMP_NUM_THREADS is set."""
+    """Compute threads per rank; None: this node's cores shared evenly, unless OMP_NUM_THREADS is set."""
     data: Mapping[str, Any] = field(default_factory=dict)
-    """Data sets that the starter itself deals out to the ranks (Ray Data), by name."""
+    """Data sets that the starter itself shards over the ranks (Ray Data), by name."""
     prelude: str = ""
     """A function, `package.module:name`, that each rank calls before the target."""
     starter: Starter | None = None
@@ -191,7 +191,7 @@ def split_endpoint(endpoint: str) -> tuple[str, int]:
         host, port = endpoint, str(DEFAULT_RENDEZVOUS_PORT)
     host = host.strip("[]")
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
-        raise UsageError(f"rdzv_endpoint '{endpoint}' is no host:port.", hint="Write it like 'node0:29400'.")
+        raise UsageError(f"rdzv_endpoint '{endpoint}' is not host:port.", hint="Write it like 'node0:29400'.")
     return host, int(port)
 
 

@@ -1,4 +1,4 @@
-"""Read the stacks faulthandler wrote, and say in a few words where a rank is."""
+"""Read the stacks that faulthandler wrote, and say in short where a rank is."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def whereabouts(path: Path) -> str:
     """Say where a rank is: the innermost line of the user's code, and the library call it made where that differs."""
     frames = _read(path)
     if not frames:
-        return "nowhere to be seen: it did not answer with a stack"
+        return "at an unknown place: it did not answer with a stack"
     own = next((frame for frame in frames if frame.is_users), None)
     if own is None or own == frames[0]:
         return f"at {frames[0]}"

@@ -1,4 +1,4 @@
-"""Watch the start: who waits in init_process_group, who never came, and whether anything moves at all."""
+"""Watch the start: which ranks wait in init_process_group, which never came, and whether anything happens at all."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Hang:
-    """Ranks that keep the others waiting, and for how long these have waited."""
+    """Ranks for which others wait, and how long these have waited."""
 
     missing: tuple[int, ...]
     waited: float
-    nobody_came: bool = False
+    none_came: bool = False
 
 
 @dataclass
 class StartWatch:
-    """Fed with starts, events and exits, asked with the clock. No clock runs before the last rank has been forked."""
+    """Gets starts, events and exits, and is asked with the time. Limits count from when the last rank was forked."""
 
     spec: LaunchSpec
     ranks: tuple[int, ...]
@@ -86,9 +86,9 @@ class StartWatch:
         return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
     def find_hang(self, now: float) -> Hang | None:
-        """Return who is missing once somebody has waited too long, else None."""
+        """Return the missing ranks once a rank has waited too long, else None."""
         if self._start_deadline is not None and now >= self._start_deadline:
-            return Hang(self.ranks, self.spec.start_timeout or 0.0, nobody_came=True)
+            return Hang(self.ranks, self.spec.start_timeout or 0.0, none_came=True)
         if self._join_deadline is None or now < self._join_deadline:
             return None
         rounds = max(self._rounds.values())
@@ -96,7 +96,7 @@ class StartWatch:
         return Hang(missing, self.spec.join_timeout or 0.0)
 
     def wants_notice(self, now: float) -> bool:
-        """Return True when nobody has come for long, and again ever more rarely."""
+        """Return True when no rank has come for long, and again at growing intervals."""
         return self._notice_moment is not None and self._reminder is not None and self._reminder.is_due(now)
 
     def waited(self, now: float) -> float:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def launch(spec: LaunchSpec, console: Console | None = None, signals: SignalInbox | None = None) -> LaunchResult:
-    """Run the target on this node's ranks and return when every one of them is gone.
+    """Run the target on this node's ranks and return when all of them have ended.
 
     Runs in the caller's thread. Signals are taken over meanwhile when that is the main thread; `signals` lets another
     thread post some. The report of a failure is not printed: it is `str(result.failure)`, for the caller to show or to
@@ -34,7 +34,10 @@ def launch(spec: LaunchSpec, console: Console | None = None, signals: SignalInbo
     spec.target.check()
     if spec.num_nodes > 1 and spec.starter is None:
         check_endpoint(spec.rdzv_endpoint)
-    _make_directory(spec.log_dir)
+    try:
+        make_private(spec.log_dir)
+    except OSError as error:
+        raise UsageError(f"log directory '{spec.log_dir}' cannot be made: {error.strerror}.") from error
     console = console or PlainConsole(labelled=spec.console_ranks == "all")
     if spec.starter is not None:
         return spec.starter.launch(spec, console)
@@ -47,7 +50,7 @@ def launch(spec: LaunchSpec, console: Console | None = None, signals: SignalInbo
 
 
 class _Launching:
-    """One attempt after another. A warm process that dies takes the ranks and the store along; the next is fresh."""
+    """Runs attempts. A warm process that dies ends the ranks and the store too; the next attempt gets a new one."""
 
     def __init__(self, spec: LaunchSpec, console: Console, shared_env: dict[str, str], scratch: Path) -> None:
         self._spec = spec
@@ -67,7 +70,7 @@ class _Launching:
         self._meeting = Meeting(self._spec, self._session)
 
     def close(self) -> None:
-        """Let go of the agent and the warm process."""
+        """Close the connections to the agent and the warm process."""
         self._meeting.close()
         self._session.close()
 
@@ -85,7 +88,7 @@ class _Launching:
         try:
             return attempt.run(self._rank_env)
         except WarmProcessDiedError as death:
-            if not self._session.is_serving:  # it cannot import torch, and the next could not either
+            if not self._session.is_serving:  # it cannot import torch, nor could the next
                 raise
             self.close()
             self._open()
@@ -96,10 +99,3 @@ class _Launching:
 
     def _new_attempt(self, inbox: SignalInbox, number: int) -> Attempt:
         return Attempt(self._spec, self._console, self._session, self._meeting, inbox, number, self._scratch)
-
-
-def _make_directory(path: Path) -> None:
-    try:
-        make_private(path)
-    except OSError as error:
-        raise UsageError(f"log directory '{path}' cannot be made: {error.strerror}.") from error

@@ -12,6 +12,7 @@ import types
 from pathlib import Path
 from typing import Any
 
+from phalanx.host.processes import PACKAGE
 from phalanx.launch.spec import CallTarget, ModuleTarget, ScriptTarget, Target
 
 
@@ -81,7 +82,7 @@ def call(function: str, *arguments: Any) -> None:
 
 def _interpreter_path() -> list[str]:
     """Return the interpreter's own import path; a folder that `python -m phalanx...` put first goes last."""
-    package_root = str(Path(__file__).resolve().parents[2])
+    package_root = os.path.dirname(os.path.realpath(PACKAGE))
     if sys.path[0] != package_root or package_root in os.environ.get("PYTHONPATH", "").split(os.pathsep):
         return list(sys.path)
     others = sys.path[1:]

@@ -1,8 +1,9 @@
-"""The caller's handle on the warm process: started once, used by every launch of this Python process, ended with it."""
+"""Client of the warm process: started once, used by every launch of this Python process, ended with it."""
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import signal
 import socket
@@ -18,15 +19,15 @@ from phalanx.launch.preload import PRELOAD, SINGLE_THREADED
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-# Read by the interpreter, by torch or by its libraries while they are imported: ranks forked from a process that
-# imported under other values would not obey them.
+# Read by the interpreter, by torch or by its libraries at import: ranks forked from a process that imported under other
+# values would ignore them.
 _READ_AT_IMPORT = ("PYTHON", "TORCH", "PYTORCH", "OMP_", "KMP_", "MKL_", "GOMP_", "LD_", "MALLOC_")
 _SET_IN_EVERY_RANK = ("OMP_NUM_THREADS", "TORCHELASTIC_")
 _READ_BY_TENSORFLOW = (PRELOAD, "TF_", "KERAS_", "XLA_")
 
 
 def import_settings(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that take effect only while torch, and what is imported beside it, is imported."""
+    """Return the variables that take effect only while torch and further modules are imported."""
     read = (*_READ_AT_IMPORT, *_READ_BY_TENSORFLOW) if environ.get(PRELOAD) else _READ_AT_IMPORT
     return {
         name: value
@@ -40,25 +41,28 @@ _END_SECONDS = 1.0
 
 
 class WarmProcess:
-    """A running `phalanx.launch.zygote`. It closes itself after its last session once it is retired."""
+    """A running `phalanx.launch.zygote`. Once retired, it is closed after its last session."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self.settings = import_settings(environ)
         self.is_serving = False
-        """Whether it has answered: before that it imports torch, and hears nobody."""
+        """Whether it has answered: before that it imports torch and serves no request."""
         self._sessions = 0
         self._retired = False
         self._lock = threading.Lock()
-        # What it prints matters only when it fails to start; then it is the explanation.
-        self._words = os.memfd_create("warm-process-output", os.MFD_CLOEXEC)
+        # Its output explains why it failed to start.
+        self._output = os.memfd_create("warm-process-output", os.MFD_CLOEXEC)
         self._control, far_end = wire.socket_pair()
+        # While it imports it ends with this process. The kernel ties it to the thread that starts it, and only the main
+        # thread is sure to exist until then.
+        parent = os.getpid() if threading.current_thread() is threading.main_thread() else 0
         with far_end:
             self._process = subprocess.Popen(
-                own_python("from phalanx.launch.zygote import main; main()", far_end.fileno(), _tied_to()),
+                own_python("from phalanx.launch.zygote import main; main()", far_end.fileno(), parent),
                 env={**environ, **SINGLE_THREADED},
                 stdin=subprocess.DEVNULL,
-                stdout=self._words,
-                stderr=self._words,
+                stdout=self._output,
+                stderr=self._output,
                 pass_fds=[far_end.fileno()],
                 # Ctrl-C at the terminal must reach the supervisor alone.
                 start_new_session=True,
@@ -70,11 +74,11 @@ class WarmProcess:
         return self._process.pid
 
     def is_usable(self, environ: Mapping[str, str]) -> bool:
-        """Tell whether it still runs and imported torch under the same settings."""
+        """Whether it still runs and imported torch under the same settings."""
         return self._process.poll() is None and self.settings == import_settings(environ)
 
     def open_session(self) -> Session:
-        """Open a line of its own for one launch."""
+        """Open a connection for one launch."""
         near_end, far_end = wire.socket_pair()
         with far_end:
             try:
@@ -87,7 +91,7 @@ class WarmProcess:
         return Session(self, near_end)
 
     def end_session(self) -> None:
-        """Take note that a launch is over."""
+        """Note that a launch has ended."""
         with self._lock:
             self._sessions -= 1
             last = self._retired and self._sessions == 0
@@ -95,7 +99,7 @@ class WarmProcess:
             self.close()
 
     def retire(self) -> None:
-        """Take no more launches; close when those that run are over."""
+        """Accept no more launches; close after those that run."""
         with self._lock:
             self._retired = True
             idle = self._sessions == 0
@@ -103,14 +107,14 @@ class WarmProcess:
             self.close()
 
     def kill_if_idle(self) -> None:
-        """Kill it at once, unless a launch beside the one that asks uses it too."""
+        """Kill it at once, unless another launch uses it too."""
         with self._lock:
             shared = self._sessions > 1
         if not shared:
             self.kill()
 
     def close(self) -> None:
-        """End the process and everything it forked, and wait until it is gone."""
+        """End the process and everything it forked, and wait for its end."""
         self._control.close()
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
@@ -122,52 +126,39 @@ class WarmProcess:
         self.abandon()
 
     def abandon(self) -> None:
-        """Let go of the descriptors without ending the process: in a fork it belongs to the parent."""
+        """Close the descriptors without ending the process: in a fork it belongs to the parent."""
         self._control.close()
-        if self._words >= 0:
-            os.close(self._words)
-            self._words = -1
+        if self._output >= 0:
+            os.close(self._output)
+            self._output = -1
         self._process.returncode = self._process.returncode or 0
 
     def death(self) -> WarmProcessDiedError:
-        """Explain, with its own last words, why the warm process is gone."""
-        code = self._wait_for_end()
+        """Return an error that explains, by its exit code and output, why the warm process has ended."""
+        code = None
+        with contextlib.suppress(subprocess.TimeoutExpired):  # its socket closes a moment before its end
+            code = self._process.wait(_END_SECONDS)
         if code is not None and code < 0:
             return WarmProcessDiedError(f"the warm process that starts the ranks {how_it_ended(code)}.")
-        words = os.pread(self._words, 1 << 20, 0).decode(errors="replace").strip() if self._words >= 0 else ""
-        tail = "\n  ".join(words.splitlines()[-12:])
+        text = os.pread(self._output, 1 << 20, 0).decode(errors="replace").strip() if self._output >= 0 else ""
+        tail = "\n  ".join(text.splitlines()[-12:])
         return WarmProcessDiedError(
             f"the warm process that starts the ranks has died{':' if tail else '.'}\n  {tail}".rstrip(),
             hint="Check that `python -c 'import torch'` works with this interpreter.",
         )
 
-    def _wait_for_end(self) -> int | None:
-        """Return the exit code; the end of a line to a process is seen a moment before its own end."""
-        try:
-            return self._process.wait(_END_SECONDS)
-        except subprocess.TimeoutExpired:
-            return None
-
     def wake(self) -> None:
-        """Let it go on where it was stopped (SIGSTOP): it could pass no signal on."""
+        """Continue it if it was stopped (SIGSTOP): it could not forward signals."""
         self._process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
-        """Kill it, and with it what it has forked."""
+        """Kill it together with everything it has forked."""
         self._process.kill()
         self._process.wait()
 
 
-def _tied_to() -> int:
-    """Return the process that the warm process dies with while it imports: ours, or 0 for none.
-
-    The kernel ties it to the thread that starts it, and only the main thread is sure to last.
-    """
-    return os.getpid() if threading.current_thread() is threading.main_thread() else 0
-
-
 class Session:
-    """One launch's line to the warm process. Closing it kills whatever the launch still has running."""
+    """One launch's connection to the warm process. Closing it kills every process of the launch."""
 
     def __init__(self, process: WarmProcess, end: socket.socket) -> None:
         self._process = process
@@ -178,22 +169,22 @@ class Session:
         return self._end.fileno()
 
     def fork(self, request: wire.Message, descriptors: Sequence[int]) -> None:
-        """Ask for a process. `request["key"]` names it in what comes back."""
+        """Request a process. `request["key"]` identifies it in replies."""
         try:
             wire.send(self._end, request, descriptors)
         except OSError as error:
             raise self._process.death() from error
 
     def signal(self, key: str, number: int) -> None:
-        """Send a signal to a process of this session; SIGKILL takes its whole group along."""
+        """Send a signal to a process of this session; SIGKILL goes to its whole group."""
         try:
             wire.send(self._end, {"do": "signal", "key": key, "signal": int(number)})
         except OSError:
-            # Nobody is left to be signalled; `receive` says so.
+            # The warm process and its ranks have ended; `receive` reports it.
             return
 
     def wake(self) -> None:
-        """Let a warm process that was stopped go on."""
+        """Continue a warm process that was stopped."""
         self._process.wake()
 
     def kill_warm_process(self) -> None:
@@ -214,7 +205,7 @@ class Session:
         return self._process.is_serving
 
     def abort(self) -> None:
-        """Close the line in a hurry: a warm process too busy to see it, that serves nobody else, is killed."""
+        """Close the connection at once; a warm process that does not react, and serves no other launch, is killed."""
         if self._end.fileno() < 0:
             return
         if not self._hang_up():
@@ -222,7 +213,7 @@ class Session:
         self.close()
 
     def _hang_up(self) -> bool:
-        """Say that no more is coming, and tell whether the warm process has killed all and hung up in turn."""
+        """Shut the connection down; whether the warm process has killed all ranks and closed it in turn."""
         if not self._process.is_serving:
             return False
         self._end.shutdown(socket.SHUT_WR)
@@ -235,7 +226,7 @@ class Session:
         return True
 
     def close(self) -> None:
-        """End the line; safe to call twice."""
+        """Close the connection; safe to call twice."""
         if self._end.fileno() >= 0:
             self._end.close()
             self._process.end_session()
@@ -246,7 +237,7 @@ _current: WarmProcess | None = None
 
 
 def warm_process(environ: Mapping[str, str] | None = None) -> WarmProcess:
-    """Return this process's warm process, starting it when there is none that fits `environ`."""
+    """Return this process's warm process; start one where none was imported under the settings of `environ`."""
     global _current
     environ = os.environ if environ is None else environ
     with _lock:
@@ -259,7 +250,7 @@ def warm_process(environ: Mapping[str, str] | None = None) -> WarmProcess:
 
 
 def prestart(env: Mapping[str, str] | None = None) -> None:
-    """Start importing torch in the background now, so that a launch a moment later finds it done.
+    """Start importing torch in the background for a launch that follows.
 
     `env`: what the launch will add to this process's environment.
     """
@@ -276,7 +267,7 @@ def shutdown() -> None:
 
 
 def _forget_in_fork() -> None:
-    """A fork must neither use nor end its parent's warm process, nor keep its line open."""
+    """Keep a fork from using or ending its parent's warm process, and from holding its connection open."""
     global _current, _lock
     _lock = threading.Lock()
     if _current is not None:

@@ -6,13 +6,14 @@ environment easily outgrows a socket buffer). Further descriptors (pipes, logs) 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 Message = dict[str, Any]
 
@@ -36,7 +37,7 @@ def send(end: socket.socket, message: Message, descriptors: Sequence[int] = ()) 
 
 
 def receive(end: socket.socket) -> tuple[Message, list[int]] | None:
-    """Return the next message and its descriptors (now owned by the caller), or None when the other end is gone."""
+    """Return the next message and its descriptors (now owned by the caller), or None when the other end has closed."""
     try:
         data, descriptors, _, _ = socket.recv_fds(end, 1, _MAX_DESCRIPTORS)
     except ConnectionResetError:
@@ -51,3 +52,10 @@ def receive(end: socket.socket) -> tuple[Message, list[int]] | None:
         file.seek(0)
         message: Message = json.loads(file.read())
     return message, others
+
+
+def read_available(read: Callable[[], bytes]) -> Iterator[bytes]:
+    """Yield what a non-blocking read returns until it would block, or the other end has closed."""
+    with contextlib.suppress(BlockingIOError):
+        while data := read():
+            yield data

@@ -1,8 +1,8 @@
 """The warm process: imports torch once, then forks ranks on request in milliseconds.
 
-It runs in a session of its own; its arguments are a descriptor and a process id. One thread polls the control socket,
-one socket a launch, and the pipe on which the kernel tells of ended children. A launch whose socket closes has its
-ranks killed; when the supervisor is gone, however it went, everything is killed and the warm process ends.
+It runs in its own session; its arguments are a descriptor and a process id. One thread polls the control socket, one
+socket per launch, and a pipe for SIGCHLD. When the socket of a launch closes, its ranks are killed; when the supervisor
+has ended for any reason, everything is killed and the warm process ends.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from phalanx.launch.preload import preload, preload_for
 
 Job = Callable[[], NoReturn]
 
-# Some schedulers signal every process of a job: the ranks and the supervisor know what to do, and must find us alive.
-# SIGQUIT stays ignored in a fresh rank: until it can answer with a stack, it must not die of the question.
+# Some schedulers signal every process of a job: the ranks and the supervisor handle it, and need this process.
+# SIGQUIT stays ignored in a fresh rank until it can answer with a stack.
 _LEFT_TO_THE_SUPERVISOR = (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT)
 
 
@@ -35,7 +35,7 @@ class _Child:
 
 
 class Zygote:
-    """Forks on request, reaps, reports, and kills what its supervisor left behind."""
+    """Forks on request, reaps, reports, and kills what an ended supervisor has left running."""
 
     def __init__(self, control: socket.socket) -> None:
         self._control = control
@@ -46,7 +46,7 @@ class Zygote:
         self._pidfd = -1
 
     def serve(self) -> Job:
-        """Loop for ever in the parent; in a forked child return what it is to do, with this stack unwound."""
+        """Loop for ever in the parent; return in a forked child, with what it has to run."""
         self._watch_signals()
         self._watch_supervisor()
         self._poll.register(self._control, selectors.EVENT_READ, self._take_session)
@@ -65,11 +65,11 @@ class Zygote:
         self._poll.register(self._wakeup_read, selectors.EVENT_READ, self._take_signals)
 
     def _watch_supervisor(self) -> None:
-        """Watch the supervisor's process itself: a forked child of it may hold a copy of our socket open."""
+        """Watch the supervisor's process itself: a forked child of it may hold a copy of the socket open."""
         try:
             self._pidfd = os.pidfd_open(os.getppid())
         except OSError:
-            # A kernel without pidfd: the end of the control socket has to do.
+            # A kernel without pidfd: the end of the control socket is enough.
             return
         self._poll.register(self._pidfd, selectors.EVENT_READ, lambda _: self._end())
 
@@ -100,13 +100,13 @@ class Zygote:
 
     def _fork(self, session: socket.socket, request: wire.Message, descriptors: list[int]) -> Job | None:
         parent = os.getpid()
-        # A signal for the fresh child waits until it has put our handlers away: until then it would be lost, or land
-        # in our own pipe.
+        # A signal for the child waits until it has reset the handlers: before, it would be lost, or go to this
+        # process's pipe.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD, *_LEFT_TO_THE_SUPERVISOR})
         try:
             pid = os.fork()
             if pid == 0:
-                self._put_handlers_away()
+                self._reset_handlers()
         except OSError as error:
             self._tell(session, {"refused": request["key"], "why": str(error)})
             pid = -1
@@ -121,14 +121,14 @@ class Zygote:
             self._tell(session, {"started": request["key"], "pid": pid})
         return None
 
-    def _put_handlers_away(self) -> None:
+    def _reset_handlers(self) -> None:
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGCHLD, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def _become(self, parent: int, request: wire.Message, descriptors: list[int]) -> Job:
-        """Turn this fresh fork into a rank or a store agent: cut every tie to the warm process but its death."""
+        """Turn this fork into a rank or a store agent, which keeps nothing of the warm process but ends with it."""
         os.setpgid(0, 0)
         die_with(parent)
         set_name(f"phalanx-{request['key']}")
@@ -147,7 +147,7 @@ class Zygote:
         return lambda: run(request, descriptors)
 
     def _forward(self, session: socket.socket, request: wire.Message) -> None:
-        """Signal one child, if it has not been reaped: only here is a pid known to be still its own."""
+        """Signal one child that has not been reaped: only here is a pid known to be valid."""
         for pid, child in self._children.items():
             if child.session is session and child.key == request["key"]:
                 if request["signal"] == signal.SIGKILL:
@@ -164,7 +164,7 @@ class Zygote:
             if ended is None:
                 return
             pid = ended.si_pid
-            # Its group dies before the pid is given back, so that no stranger can have it.
+            # Kill its group before the pid is released, so that no other process can have it.
             kill_group(pid)
             _, status = os.waitpid(pid, 0)
             child = self._children.pop(pid, None)
@@ -176,7 +176,7 @@ class Zygote:
         try:
             wire.send(session, message)
         except OSError:
-            # The launch is gone; its end of file brings us to _drop.
+            # The launch has ended; the end of its socket leads to _drop.
             return
 
     def _drop(self, session: socket.socket) -> None:
@@ -194,13 +194,13 @@ class Zygote:
 
 
 def main() -> NoReturn:
-    """Preload, then serve the supervisor: the arguments are the descriptor that leads to it, and its process's id."""
+    """Preload, then serve the supervisor; arguments: the descriptor of its socket, and its process id."""
     descriptor, supervisor = (int(word) for word in sys.argv[1:])
     control = socket.socket(fileno=descriptor)
     control.set_inheritable(False)
     set_name("phalanx-warm")
     if supervisor:
-        # Nobody is watched while torch is imported. Later the ranks' own children have to be killed before we go.
+        # While torch is imported nothing is polled. Later the ranks' own children have to be killed first.
         die_with(supervisor)
     preload()
     outlive_parent()

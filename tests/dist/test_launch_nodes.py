@@ -94,7 +94,7 @@ def test_an_endpoint_where_nobody_answers_is_named(launch_script):
     endpoint = _free_endpoint()
     run = launch_script(SUM, num_nodes=2, node_rank=1, rdzv_endpoint=endpoint, join_timeout=1.0)
     assert run.result.exit_code == 1
-    assert f"nobody answers at the rendezvous endpoint {endpoint} (waited" in run.report
+    assert f"no answer from the rendezvous endpoint {endpoint} (waited" in run.report
 
 
 def test_nodes_that_do_not_come_are_waited_for_only_so_long(launch_script):

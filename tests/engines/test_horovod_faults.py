@@ -182,7 +182,7 @@ def test_a_machine_comes_and_the_first_one_is_lost_without_losing_a_step(tmp_pat
         end(process)
     assert answer.code == 0, answer.text
     alone, together = went_on(answer.text, 1, 2), went_on(answer.text, 2, 1)
-    assert "is gone (exit code 137)" in answer.text
+    assert "was lost (exit code 137)" in answer.text
     assert together == alone + 5
     # Every sample of each epoch is visited once: 4 in a step of one rank, 8 in one of two, fewer where an epoch ends.
     steps = steps_of(tmp_path)

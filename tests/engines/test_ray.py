@@ -118,7 +118,7 @@ def test_a_killed_worker_restarts_from_the_checkpoint_and_ends_with_the_weights_
     assert answer.code == 0, answer.text
     assert "rank 0 of 2 ends after die" in answer.out
     # By Ray's word, or by its own silence.
-    assert re.search(rf"rank 1 on {socket.gethostname()} at step 5 is gone: .*its process was killed", answer.err)
+    assert re.search(rf"rank 1 on {socket.gethostname()} at step 5 was lost: .*its process was killed", answer.err)
     assert "restart 1 with 2 ranks" in answer.err
     assert [event["first_step"] for event in events(on_ray, "run_started")] == [0, 4]
     assert "ends after die" in (on_ray / "run/logs/rank-1.log").read_text()
@@ -155,7 +155,7 @@ def test_a_run_goes_on_with_fewer_ranks_when_a_machine_is_gone(machines, tmp_pat
     answer = finish(running, 300)
     assert answer.code == 0, answer.text
     assert "restart 1 with 1 rank" in answer.err
-    assert "is gone" in answer.err
+    assert "was lost" in answer.err
     begun = [(event["world_size"], event["first_step"]) for event in events(tmp_path, "run_started")]
     assert begun == [(2, 0), (1, 4)]
     assert "rank 0 of 1 ends after wait" in answer.out

@@ -182,7 +182,7 @@ def _free_endpoint():
         return f"127.0.0.1:{listener.getsockname()[1]}"
 
 
-@pytest.mark.parametrize(("node_rank", "silence"), [(0, ""), (1, " (nobody answers there yet)")])
+@pytest.mark.parametrize(("node_rank", "silence"), [(0, ""), (1, " (no answer there yet)")])
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_machine_alone_says_whom_it_waits_for_and_stops_when_told(
     launch_script, monkeypatch, node_rank, silence, number, code

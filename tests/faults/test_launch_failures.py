@@ -372,5 +372,5 @@ def test_a_node_that_is_lost_is_named(tmp_path):
         for node in nodes:
             end(node)
             node.communicate()
-    assert re.search(r"node 1 \(.*\) gave no sign of life", answer.err), answer.text
+    assert re.search(r"node 1 \(.*\) sent no heartbeat", answer.err), answer.text
     assert "rank 0 here gave up waiting" in answer.err

@@ -55,7 +55,7 @@ def test_a_rank_that_comes_after_the_launchers_end_does_not_begin(tmp_path):
     rank = begin(tmp_path, "phalanx-gone", network(), "print('trained')")
     out, err = rank.communicate(timeout=30)
     assert (rank.returncode, out) == (1, "")
-    assert "the launcher was gone" in err
+    assert "the launcher had ended" in err
 
 
 def test_a_rank_of_another_machine_does_without_a_line(tmp_path):

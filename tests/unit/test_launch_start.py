@@ -55,7 +55,7 @@ def test_no_clock_runs_before_the_last_rank_was_forked(tmp_path):
     assert (watch.next_deadline(), watch.find_hang(1000.0), watch.wants_notice(1000.0)) == (None, None, False)
     watch.take_start(1, 1000.0)
     assert watch.find_hang(1000.9) is None
-    assert watch.find_hang(1001.0).nobody_came
+    assert watch.find_hang(1001.0).none_came
 
 
 def test_a_rank_that_came_early_waits_from_the_last_fork_on(tmp_path):
@@ -105,7 +105,7 @@ def test_missing_machines_are_counted(tmp_path):
     prelude.take_serving(10.0)
     due = 10.0 + MACHINES_MOMENTS[0]
     assert prelude.take_notice(due - 0.1) is None
-    assert prelude.take_notice(due) == "waiting for 3 of 4 machines at a:1 (nobody answers there yet)"
+    assert prelude.take_notice(due) == "waiting for 3 of 4 machines at a:1 (no answer there yet)"
     host = Prelude(_spec(tmp_path, num_nodes=4, rdzv_endpoint="a:1", node_rank=0), 0.0, serving=True)
     assert host.activity == "waiting for 3 of 4 machines at a:1"
     prelude.take_arrived(1, 20.0)
