@@ -60,10 +60,9 @@ def install_ring(model: nn.Module, slices: SequenceSlices) -> None:
 
 def _replace_attention(model: nn.Module, ring: Ring) -> int:
     """Replace every module that is `RingReady`; return how many there were."""
-    found: list[tuple[str, nn.Module]] = [
-        (path, m) for path, m in model.named_modules() if implements(m, RingReady) and m.ring_ready
-    ]
-    for path, module in found:
+    found = [path for path, module in model.named_modules() if implements(module, RingReady) and module.ring_ready]
+    for path in found:
+        module = model.get_submodule(path)
         causal, dropout = bool(module.causal), float(getattr(module, "dropout", 0.0))
         attention = RingAttention(ring, causal=causal, dropout=dropout)
         model.set_submodule(path, attention.train(module.training))
