@@ -7,8 +7,8 @@ for every epoch:
         for every micro-batch: forward, backward    (gradients synchronised on the last one only)
         clip, optimizer step, learning rate
         at logging steps: read losses, report, stop on NaN
-        at checkpoint steps, or when told to stop: save at the step boundary
-        hooks
-    evaluate, report, hooks
-hand back weights and history
+        step hooks
+        at the end of an epoch: evaluate, report, epoch hooks
+        at checkpoint steps, or on a stop signal: save at the step boundary
+return weights and history
 """

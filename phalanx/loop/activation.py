@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def spare_activations(model: nn.Module, config: DistributedConfig) -> Callable[[], None]:
-    """Do to the model's blocks what the config asks for; return what undoes it."""
+    """Recompute or offload the activations of the model's blocks, as the config asks; return what undoes it."""
     recompute = config.recompute
     if recompute is None and not config.activation_offload:
         return lambda: None
@@ -42,8 +42,8 @@ def spare_activations(model: nn.Module, config: DistributedConfig) -> Callable[[
         for block in blocks[:: recompute.every]:
             block.forward = partial(_recomputed, block.forward, context)
     if config.activation_offload:  # outside: of a block that is recomputed only the input is left to move
-        memory = HostMemory(beside_compiler=config.compile)
-        # With compile each block is a graph of its own, between copies that are not compiled.
+        memory = HostMemory(with_compiler=config.compile)
+        # With compile each block is a separate graph, between copies that are not compiled.
         offloaded: Callable[..., Any] = _offloaded
         if config.compile:
             offloaded = torch.compiler.disable(_offloaded, recursive=False)  # type: ignore[no-untyped-call]
@@ -108,7 +108,7 @@ _EXPENSIVE = {
         "all_gather_into_tensor reduce_scatter_tensor all_reduce all_to_all_single wait_tensor",
     ),
 }
-"""What selective checkpointing keeps: matrix products, attention, and what came over the wire."""
+"""What selective checkpointing keeps: matrix products, attention, and results of collectives."""
 
 _DROPOUT_PLACE = {
     operation: place

@@ -1,8 +1,8 @@
-"""A run's state in memory, carried over to other ranks: what a checkpoint does by files, without any.
+"""A run's state moved to other ranks in memory, without files, when ranks are lost or added.
 
-Between two steps every rank holds the whole state, so a rank that outlives others needs no copy made beforehand: its
-weights and moments are those after its last complete step. Only the data position has moved on with the batch that was
-under way; it is noted after each step.
+Between two steps every rank holds the whole state, so a surviving rank needs no copy made beforehand: its weights and
+moments are those after its last complete step. Only the data position has advanced with the batch under way; it is
+noted after each step.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Carried:
-    """What a rank that lives on knows of the run."""
+    """What a surviving rank knows of the run."""
 
     step: int
     run_id: str
@@ -43,7 +43,7 @@ class Position(Callback):
         self.loaders: list[dict[str, Any]] = []
 
     def on_fit_start(self, trainer: TrainLoop) -> None:
-        """Note where the run begins or goes on."""
+        """Note where the run begins or resumes."""
         self._note(trainer.formation)
 
     def on_step_end(self, trainer: TrainLoop, info: StepInfo) -> None:
@@ -51,7 +51,7 @@ class Position(Callback):
         self._note(trainer.formation)
 
     def on_epoch_end(self, trainer: TrainLoop, epoch: int, metrics: dict[str, float]) -> None:
-        """Note that the epoch is over and told of: whoever goes on begins the next one."""
+        """Note that the epoch is over and reported: a surviving rank begins the next one."""
         self._note(trainer.formation)
 
     def _note(self, formation: Formation) -> None:
@@ -60,7 +60,7 @@ class Position(Callback):
 
 
 def carry(loop: TrainLoop, position: Position) -> Carried | None:
-    """Return the state after the last complete step; None before the run has begun. No other rank is asked."""
+    """Return the state after the last complete step; None before the run has begun. Without communication."""
     formation = loop.formation
     if position.step < 0:
         return None
@@ -68,27 +68,27 @@ def carry(loop: TrainLoop, position: Position) -> Carried | None:
     if formation.step == position.step:  # else the step was taken, and only its report failed
         shared["loaders"] = position.loaders
     tensors = tensors_of(formation)
-    for model in formation.models:  # what the step that broke off has left there is no part of the next one
+    for model in formation.models:  # gradients of the interrupted step are not part of the next one
         model.zero_grad(set_to_none=True)
     return Carried(formation.step, formation.run_id, formation.lineage, formation.world_size, tensors, shared)
 
 
 def take_over(formation: Formation, carried: Carried | None) -> dict[str, Any] | None:
-    """Give all ranks the state that rank 0 carried here; return what was beside it, None where rank 0 has nothing."""
+    """Broadcast the state that rank 0 holds; return what is not part of a `Prepared`, None where rank 0 has none."""
     identity = None if carried is None else (carried.step, carried.run_id, carried.lineage, carried.world_size)
-    told = _tell(formation, identity)
-    if told is None:
+    shown = _broadcast(formation, identity)
+    if shown is None:
         return None
-    step, formation.run_id, formation.lineage, before = told
+    step, formation.run_id, formation.lineage, before = shown
     tensors = _share_tensors(formation, None if carried is None else carried.tensors)
-    shared = _tell(formation, None if carried is None else carried.shared)
+    shared = _broadcast(formation, None if carried is None else carried.shared)
     formation.notes.append(f"the ranks were {before} and are {formation.world_size}: going on after step {step}")
     return {**put_back(formation, tensors, step, dict(shared)), "path": f"the memory of rank 0 (step {step})"}
 
 
 @dataclass(frozen=True)
 class _Described:
-    """A tensor on its way: what a rank that lacks it must make room for."""
+    """Shape and dtype of a tensor that a rank allocates before it is broadcast."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -96,9 +96,9 @@ class _Described:
 
 
 def _share_tensors(formation: Formation, own: dict[str, Any] | None) -> dict[str, Any]:
-    """Give all ranks rank 0's tree of tensors and plain values; the trees of newcomers may be of another shape."""
+    """Broadcast rank 0's tree of tensors and plain values; trees of new ranks may have another structure."""
     own = own if formation.is_main else None
-    described = _tell(formation, pytree.tree_map_only(torch.Tensor, _describe, own))
+    described = _broadcast(formation, pytree.tree_map_only(torch.Tensor, _describe, own))
     places, shape = pytree.tree_flatten(described)
     held = iter(places if own is None else pytree.tree_leaves(own))
     values = [_share(formation, place, next(held)) for place in places]
@@ -122,7 +122,7 @@ def _share(formation: Formation, place: Any, held: Any) -> Any:
     return value.cpu() if place.on_host else value
 
 
-def _tell(formation: Formation, what: Any) -> Any:
+def _broadcast(formation: Formation, what: Any) -> Any:
     box = [what if formation.is_main else None]
     if formation.world_size > 1:
         dist.broadcast_object_list(box, src=0, device=formation.device)

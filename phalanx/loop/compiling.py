@@ -1,4 +1,4 @@
-"""torch.compile in place: the user's model object stays the one that is trained, and is given back uncompiled."""
+"""torch.compile in place: the user's model object is the one that is trained, and is uncompiled afterwards."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def compile_in_place(model: nn.Module) -> Callable[[], None]:
-    """Compile the calls of the user's own model, inside whatever wraps it; return what undoes it.
+    """Compile the calls of the user's own model, inside its wrapper; return what undoes it.
 
     Not the wrapper: torch would compile the insides of DDP, dozens of frames and more with every step, whereas of a
     model inside DDP it makes one graph and cuts that by DDP's buckets.
@@ -27,7 +27,7 @@ def compile_in_place(model: nn.Module) -> Callable[[], None]:
 
 
 def _call_of(model: nn.Module) -> Callable[..., Any]:
-    """Return the model's call as a function of ours: torch skips the calls of its own modules (nn.Sequential)."""
+    """Return the model's call as a plain function: torch skips the calls of its own modules (nn.Sequential)."""
     inner: Callable[..., Any] = model._call_impl
 
     def call(*arguments: Any, **options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""`Formation`: the ranks in step, for people with a loop of their own. The trainer is built on it too.
+"""`Formation`: distributed training for a loop written by the user. The trainer is built on it too.
 
 f = phalanx.Formation(batch_size=32, gradient_accumulation_steps=2)
 model, optimizer, loader = f.prepare(model, optimizer, loader)
@@ -60,7 +60,7 @@ _FORMATIONS = itertools.count(1)
 
 
 def _run_id(launch_id: str) -> str:
-    """Return a new name for a run; a restart by the launcher draws the same names in the same order."""
+    """Return a new name for a run; after a restart by the launcher the names are the same, in the same order."""
     if not launch_id:
         return uuid.uuid4().hex
     return uuid.uuid5(uuid.NAMESPACE_OID, f"{launch_id}/{next(_FORMATIONS)}").hex
@@ -92,7 +92,7 @@ class Formation(Prepared):
         return self.gradients.boundary
 
     def prepare(self, *objects: Any) -> Any:
-        """Lay models, optimizers, schedulers and loaders over the ranks, in the order given; one in, one out."""
+        """Prepare models, optimizers, schedulers and loaders for these ranks, in the order given; one in, one out."""
         prepared = tuple(self._prepare_one(item) for item in objects)
         return prepared[0] if len(prepared) == 1 else prepared
 
@@ -176,7 +176,7 @@ class Formation(Prepared):
         return self.precision.autocast()
 
     def backward(self, loss: torch.Tensor, weight: float | torch.Tensor | None = None) -> None:
-        """Add the gradient of a micro-batch's mean loss; `weight` counts what it is a mean of (tokens, say)."""
+        """Add the gradient of a micro-batch's mean loss; `weight`: the units (such as tokens) that it averages."""
         self.gradients.backward(loss, weight)
 
     def train_batch(self, model: nn.Module, batch: Any, loss_fn: LossFn | None = None) -> torch.Tensor:
@@ -241,7 +241,7 @@ class Formation(Prepared):
     def load(self, directory: str | Path, *, required: bool = True) -> dict[str, Any] | None:
         """Restore the newest complete checkpoint of a directory (or the one given).
 
-        Returns what was saved beside it, or None when there is none and none is required.
+        Returns what was passed to `save`, or None where there is no checkpoint and none is required.
         """
         return restore_snapshot(self, local_path(directory), required=required)
 
@@ -252,15 +252,15 @@ class Formation(Prepared):
             self._undo.append(lock.release)
 
     def close(self) -> None:
-        """Let go of everything and leave the process group, in the order that cannot deadlock."""
+        """Release everything and leave the process group, in an order that cannot deadlock."""
         for wrapped in self.models:
             self.strategy.return_weights(wrapped)
         self.release()
-        if not self.strategy.shards:  # a sharded model lives on the group, and the user may save or train it again
+        if not self.strategy.shards:  # a sharded model needs the group, and the user may save or train it again
             leave_world(self.world)
 
     def release(self) -> None:
-        """Give the user's objects back as they were; after an error this is all, for the other ranks may be gone."""
+        """Restore the user's objects without communication; after an error other ranks may have failed."""
         for undo in reversed(self._undo):
             undo()
         self._undo.clear()
@@ -276,5 +276,5 @@ class Formation(Prepared):
     ) -> None:
         if kind is None:
             self.close()
-        else:  # the barrier in close would hide the cause
+        else:  # a barrier in close would hide the cause
             self.release()

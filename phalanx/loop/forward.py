@@ -1,8 +1,8 @@
-"""From a batch to a loss, whatever the model's habit: decided once on the first batch, then one call a step.
+"""From a batch to a loss, for every calling convention: decided once on the first batch, then one call per step.
 
-The habits: a `loss_fn(output, target)`; a model that returns its loss (a scalar, `.loss`, `["loss"]`, the one scalar of
-a tuple), fed by a dict (Hugging Face style) or by (inputs, targets); a plain model whose outputs and targets imply the
-usual loss.
+The conventions: a `loss_fn(output, target)`; a model that returns its loss (a scalar, `.loss`, `["loss"]`, the one
+scalar of a tuple), called with a dict (Hugging Face style) or with (inputs, targets); a plain model whose outputs and
+targets imply the usual loss.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Forward:
     loss_fn: LossFn | None = None
     """The loss of (output, target), where it can be had without calling the model."""
     may_shift: bool = False
-    """Whether only the model knows how outputs and targets belong together: a causal language model may shift them."""
+    """Whether only the model knows which output belongs to which target: a causal language model may shift them."""
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
         """Return the batch's mean loss."""
@@ -114,7 +114,7 @@ def _self_target(model: nn.Module, batch: Any, loss_fn: LossFn) -> tuple[torch.T
 def _implied(model: nn.Module) -> Forward:
     def run(model: nn.Module, batch: Any) -> tuple[torch.Tensor | None, Any]:
         output = model(*batch[:-1])
-        # A scalar beside scores is not taken here: without targets it is a penalty rather than the loss.
+        # A scalar next to scores is not the loss: without targets it is rather a penalty.
         found, value = _find_loss(output) if _is_scalar(_first(output)) else (None, output)
         return (found, value) if found is not None else (implied_loss(output, batch[-1]), output)
 
@@ -123,7 +123,7 @@ def _implied(model: nn.Module) -> Forward:
 
 
 def implied_loss(output: Any, target: Any) -> torch.Tensor:
-    """Return the usual loss for these outputs and targets, or say that none is obvious."""
+    """Return the usual loss for these outputs and targets; an error where none is obvious."""
     if isinstance(output, torch.Tensor) and isinstance(target, torch.Tensor):
         if not target.is_floating_point() and output.ndim == target.ndim + 1:
             if (
@@ -174,7 +174,7 @@ def _find_loss(result: Any) -> tuple[torch.Tensor | None, Any]:
 def _takes_targets(model: nn.Module, items: int) -> bool:
     """Whether forward wants the batch's last item too: it cannot be called without, or names it as a target.
 
-    An optional argument of another name (a mask, say) is not where targets belong.
+    An optional argument of another name, such as a mask, is not for targets.
     """
     positional = positional_parameters(model)
     if len(positional) < items:

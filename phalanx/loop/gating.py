@@ -1,4 +1,4 @@
-"""A loop at a gate: after an epoch the main rank asks, and every rank does as it was told. Keras' loops come too."""
+"""Per-epoch stop/continue for tuning trials: rank 0 reads the gate and shares the answer. Keras' loop uses it too."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LOOK_SECONDS = 0.02
 
 
 class EpochGate:
-    """Asks after epochs whether the run goes on, where whoever started it wants to be asked."""
+    """Decides after epochs whether a tuning trial continues."""
 
     def __init__(
         self,
@@ -26,7 +26,7 @@ class EpochGate:
         asks: bool,
         given_up: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`store`: where the rank that `asks` tells the others (None: there are none); `given_up`: it ends anyway."""
+        """`store`: shares the answer of the rank that `asks` (None: one rank); `given_up`: the run ends anyway."""
         self._gate = Gate.from_environment()
         self._store = store
         self._asks = asks
@@ -38,12 +38,12 @@ class EpochGate:
         return self._gate is not None
 
     def start_after(self, epochs: int) -> None:
-        """Take note of the epochs that a resumed run has behind it."""
+        """Note the epochs that a resumed run has completed."""
         if self._gate is not None:
             self._gate.start_after(epochs)
 
     def lets_pass(self, epochs: int) -> bool:
-        """Whether training goes on after this many epochs; every rank calls this, and gets the same answer."""
+        """Whether training continues after this many epochs; every rank calls this, and gets the same answer."""
         if self._gate is None or not self._gate.is_due(epochs):
             return True
         return self._ask(epochs) if self._store is None else self._agree(self._store, epochs)
@@ -59,7 +59,7 @@ class EpochGate:
             passes = self._ask(epochs)
             store.set(key, "on" if passes else "stop")
             return passes
-        # Not store.get: the word may be hours away, when other trials must come this far first.
+        # Not store.get, which has a timeout: the answer may take hours, until other trials have come this far.
         while not store.check([key]):
             time.sleep(_LOOK_SECONDS)
         return bool(store.get(key) == b"on")

@@ -57,7 +57,7 @@ class Gradients:
         self._overflows: dict[int, torch.Tensor] = {}
 
     def watch(self, wrapped: nn.Module) -> None:
-        """Take a wrapped model's trainable parameters under care."""
+        """Add a wrapped model."""
         self._wrapped.append(wrapped)
         self.held.add_model(wrapped)
         if self._accumulation > 1:
@@ -70,15 +70,12 @@ class Gradients:
         self.held.add_optimizer(optimizer)
 
     def begin(self, micro: MicroInfo) -> None:
-        """Note what the loader says about the batch it is about to hand out."""
+        """Note the loader's description of the batch it is about to yield."""
         self.micro = micro
         if micro.boundary is not self.boundary:
-            self._set_boundary(micro.boundary)
-
-    def _set_boundary(self, boundary: bool) -> None:
-        self.boundary = boundary
-        for wrapped in self._wrapped:
-            self._strategy.set_sync(wrapped, boundary)
+            self.boundary = micro.boundary
+            for wrapped in self._wrapped:
+                self._strategy.set_sync(wrapped, micro.boundary)
 
     def backward(self, loss: torch.Tensor, weight: float | torch.Tensor | None = None) -> None:
         """Add this micro-batch's gradient; `weight`: how many units (tokens, say) the loss is the mean of."""
@@ -88,10 +85,11 @@ class Gradients:
         self.leave()
 
     def enter(self, weight: float | torch.Tensor | None = None) -> float | torch.Tensor:
-        """Begin a backward pass; return the factor on its loss. Whoever runs the pass itself calls `leave` after."""
+        """Begin a backward pass; return the factor on its loss. `leave` ends it."""
         self._ready = False
-        if self.micro is None:  # a loader of the user's own: count the micro-batches ourselves
-            self._count_micro_batch()
+        if self.micro is None:  # not a prepared loader: count the micro-batches here
+            self._counted += 1
+            self.boundary = self._counted % self._accumulation == 0
         factor: float | torch.Tensor
         if weight is not None:
             empty = self.micro is not None and self.micro.samples == 0
@@ -110,10 +108,11 @@ class Gradients:
     def leave(self) -> None:
         """End a backward pass: note whether the gradient is whole."""
         if self.micro is None:
-            self._set_sync_of_next()
+            for wrapped in self._wrapped:  # here, for DDP reads its flag in forward, and FSDP in backward
+                self._strategy.set_sync(wrapped, (self._counted + 1) % self._accumulation == 0)
         if not self.boundary:
             self._accumulating.update(self._adopted)
-        elif len(self._adopted) == 1:  # the whole gradient is there: it may be thrown away without a step
+        elif len(self._adopted) == 1:  # the gradient is complete: it may be dropped without a step
             self._accumulating.clear()
 
     def may_zero(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -123,18 +122,8 @@ class Gradients:
         """
         return not self._strategy.owns_step and id(optimizer) not in self._accumulating
 
-    def _count_micro_batch(self) -> None:
-        """Without a prepared loader a boundary comes every `gradient_accumulation_steps` calls of backward."""
-        self._counted += 1
-        self.boundary = self._counted % self._accumulation == 0
-
-    def _set_sync_of_next(self) -> None:
-        """DDP reads its flag in forward, FSDP in backward: it is set after one and before the other."""
-        for wrapped in self._wrapped:
-            self._strategy.set_sync(wrapped, (self._counted + 1) % self._accumulation == 0)
-
     def finish(self) -> None:
-        """At a boundary: unscale, divide by the global weight; once a step, whoever asks first (clip or step)."""
+        """At a boundary: unscale, divide by the global weight; once per step, at the first call (clip or step)."""
         if self._ready or not self.boundary:
             return
         self._ready = True
@@ -144,12 +133,12 @@ class Gradients:
             self._weight.clear()
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take fp16's loss scale out of an optimizer's gradients, once a step."""
+        """Take fp16's loss scale out of an optimizer's gradients, once per step."""
         if self._scaler is not None and self.boundary and id(optimizer) not in self._unscaled:
             self._unscaled.add(id(optimizer))
             self._scaler.unscale_(optimizer)
             found = self._scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
-            if not found:  # no gradient here: nothing overflowed, where torch would ask what it has looked at
+            if not found:  # no gradient here: nothing overflowed, but torch raises without an entry
                 found[self._world.device] = torch.zeros((), device=self._world.device)
             if self._strategy.shards and self._world.world_size > 1:
                 self._agree_on_overflow(list(found.values()))
@@ -194,14 +183,14 @@ class Gradients:
 
     @property
     def current(self) -> MicroInfo:
-        """What the prepared loader said about the batch under way."""
+        """The prepared loader's description of the current batch."""
         if self.micro is None:
             raise UsageError("no batch of a prepared loader is under way", hint="Iterate over what prepare() returned.")
         return self.micro
 
     @contextmanager
     def direct(self) -> Iterator[None]:
-        """Let `optimizer.step()` through untouched: GradScaler and torch's state-dict code call it themselves."""
+        """Pass `optimizer.step()` through: GradScaler and torch's state-dict code call it themselves."""
         self._direct = True
         try:
             yield
@@ -254,16 +243,16 @@ class Gradients:
         return sum(self._skipped.values()) + sum(int(count) for count in self._overflows.values())
 
     def taken(self, optimizer: torch.optim.Optimizer) -> int | None:
-        """Return how many steps an optimizer has taken; None before it was asked for one."""
+        """Return how many steps an optimizer has taken; None before the first call of its step."""
         key = id(optimizer)
-        if key not in self._adopted:  # an engine has put its own in the place of the user's
+        if key not in self._adopted:  # an engine has replaced the user's optimizer by its own
             key = id(self._primary)
         if key not in self._tried:
             return None
         return self._tried[key] - self._skipped.get(key, 0) - int(self._overflows.get(key, 0))
 
     def abandon(self) -> None:
-        """Drop the gradients of micro-batches whose step will not come: their epoch was broken off."""
+        """Drop the gradients of micro-batches whose step will not come: their epoch was interrupted."""
         if not self._strategy.owns_step:
             for parameter in (*self.held.trained, *self.held.strays):
                 parameter.grad = None

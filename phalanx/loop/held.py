@@ -32,12 +32,12 @@ class HeldParameters:
         self._found: _Sorted | None = None
 
     def add_model(self, wrapped: nn.Module) -> None:
-        """Count a prepared model's parameters too."""
+        """Add a prepared model."""
         self._models.append(wrapped)
         self._found = None
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Count what a prepared optimizer holds too."""
+        """Add a prepared optimizer."""
         self._optimizers.append(optimizer)
         self._found = None
 
@@ -87,7 +87,7 @@ class HeldParameters:
             self._name_unused(optimizer)
 
     def _name_outsiders(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse a parameter of no prepared model: each rank would train its own, and no checkpoint would hold it."""
+        """Refuse a parameter of no prepared model: ranks would train it apart, and no checkpoint would hold it."""
         known = {id(parameter) for wrapped in self._models for parameter in wrapped.parameters()}
         for number, group in enumerate(optimizer.param_groups):
             for parameter in group["params"]:

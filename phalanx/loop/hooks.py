@@ -1,4 +1,4 @@
-"""What users hang on the loop: functions every n steps, and callbacks with a method for each moment."""
+"""What users add to the loop: functions every n steps, and callbacks with one method per event."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class StepInfo:
 
 
 class Callback:
-    """Subclass and override the moments you care about. `trainer` is the running loop."""
+    """Subclass and override what you need. `trainer` is the running loop."""
 
     def on_fit_start(self, trainer: Any) -> None:
         """Before the first step."""
@@ -69,13 +69,13 @@ class Hooks:
             self._every.append((item, _checked_every(every)))
         else:
             raise UsageError(
-                f"{item!r} is no callback",
+                f"{item!r} is not a callback",
                 hint="Give a phalanx Callback, a function of StepInfo, or (function, every).",
             )
 
     @property
     def wants_steps(self) -> bool:
-        """Whether anything is to be called after steps."""
+        """Whether anything is called after steps."""
         return bool(self._every or self._callbacks)
 
     def after_step(self, trainer: Any, info: StepInfo) -> None:
@@ -87,7 +87,7 @@ class Hooks:
             callback.on_step_end(trainer, info)
 
     def fire(self, moment: str, *arguments: Any) -> None:
-        """Call one moment's method of every callback."""
+        """Call one method of every callback."""
         for callback in self._callbacks:
             getattr(callback, moment)(*arguments)
 

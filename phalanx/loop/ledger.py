@@ -38,7 +38,7 @@ class LossLedger:
         first, alone = self._step_of[0], self._world.world_size == 1
         losses = torch.stack(self._losses).double()
         if alone or losses.device.type == "cpu":
-            # One transfer, or none: the host adds up a few numbers faster than a device starts its kernels.
+            # One transfer, or none: for a few numbers the host is faster than starting kernels.
             table = self._sums(losses.tolist(), _on_host(self._shares))
         else:
             table = self._sums_on_device(losses)
@@ -49,13 +49,13 @@ class LossLedger:
         self._step_of.clear()
         totals, weights = table.tolist()
         rows_read = zip(itertools.count(first), totals, weights, strict=False)
-        # A step in which no label counts has no loss: nothing of it is to be reported.
+        # A step in which no label counts has no loss to report.
         return {step: total / weight for step, total, weight in rows_read if weight}
 
     def _sums(self, losses: list[float], shares: list[float]) -> torch.Tensor:
         """Return two rows, by step: the weighted losses and the weights.
 
-        A stand-in batch has share 0; its loss must not turn a NaN into everyone's NaN.
+        An empty batch has share 0; a NaN in its loss must not spread to all ranks.
         """
         first = self._step_of[0]
         weighted, weights = ([0.0] * (self._step_of[-1] - first + 1) for _ in range(2))
@@ -100,12 +100,12 @@ _REMEDY = "Lower learning_rate, set gradient_clipping, or skip such steps with o
 
 
 def nonfinite_error(step: int, loss: float, checkpoint: str | None) -> NonFiniteLossError:
-    """Say at which step the loss was lost, and what the last good checkpoint is."""
+    """Return the error for a loss that is not finite."""
     return NonFiniteLossError(f"the loss is {loss} at step {step}; {_last_good(checkpoint)}", hint=_REMEDY)
 
 
 def spoilt_weights_error(step: int, checkpoint: str | None) -> NonFiniteLossError:
-    """Say that a step left weights that are not finite, although its loss still was."""
+    """Return the error for weights that are not finite after a step whose loss was."""
     return NonFiniteLossError(
         f"step {step} left weights that are not finite, so they were not saved; {_last_good(checkpoint)}", hint=_REMEDY
     )

@@ -77,7 +77,7 @@ def default_metrics(output: Any, target: Any, own_loss: torch.Tensor | None = No
     """Return accuracy where outputs are class scores for integer labels, else nothing.
 
     `own_loss`: the loss of a model that computes it itself. Of a sequence's labels it may compare each with the scores
-    of its own position or of the one before; which, its value shows. All ranks call this together.
+    of the same position or of the one before; its value shows which. All ranks call this together.
     """
     if isinstance(output, torch.Tensor) and isinstance(target, torch.Tensor):
         labels = not target.is_floating_point() and target.dtype != torch.bool

@@ -1,7 +1,7 @@
-"""Activations in CPU memory: they leave the device while forward goes on, and are back before backward needs them.
+"""Activations in CPU memory: they are copied out during forward, and back before backward needs them.
 
 torch's own `save_on_cpu` waits for every copy, moves the weights as well, and moves a tensor once for each operation
-that saves it. Here copies run on a stream of their own, weights stay, and each tensor moves once.
+that saves it. Here copies run on a separate stream, weights stay, and each tensor moves once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
 SMALLEST_BYTES = 64 * 1024
-"""What is smaller stays: a copy has its price, too."""
+"""Smaller tensors stay on the device: a copy has a fixed cost."""
 
 LARGEST_SHARE = 16
 """A tensor that is a smaller part of its memory than one in so many stays: all of the memory would move."""
@@ -34,10 +34,10 @@ class HostMemory:
     that ran last are still there when backward begins, and are used as they are.
     """
 
-    def __init__(self, *, beside_compiler: bool = False) -> None:
+    def __init__(self, *, with_compiler: bool = False) -> None:
         self._last: weakref.ref[_Block] | None = None
-        # torch.compile traces whatever Python it meets, and must not meet these copies. Its import takes seconds.
-        self._untraced: Callable[[Any], Any] = torch.compiler.disable if beside_compiler else lambda function: function
+        # torch.compile must not trace these copies. Importing the compiler takes seconds.
+        self._untraced: Callable[[Any], Any] = torch.compiler.disable if with_compiler else lambda function: function
         self.block: Callable[[], AbstractContextManager[Any]] = self._untraced(self._block)
         """Returns the context in which what is saved for backward is moved."""
 

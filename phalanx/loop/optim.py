@@ -56,7 +56,7 @@ def rate_scale(config: DistributedConfig, global_batch: int, batch_size: int) ->
 
 
 class OptimizerSettings:
-    """What the config said of its optimizer, beside the rate: after a resume it holds, not what the checkpoint had."""
+    """The config's optimizer settings apart from the rate: after a resume they replace those of the checkpoint."""
 
     _NAMES = ("weight_decay", "momentum", "betas")
 
@@ -94,7 +94,7 @@ class Schedule:
             group["lr"] = base * factor
 
     def reshape(self, factor: Callable[[int], float]) -> None:
-        """Follow another factor from the next step on: the run has another length than it was thought to have."""
+        """Follow another factor from the next step on: the length of the run has changed."""
         self._factor = factor
 
     def state_dict(self) -> dict[str, Any]:

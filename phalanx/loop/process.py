@@ -1,4 +1,4 @@
-"""What a run changes for the whole process, and how it is put back where the process is the user's own."""
+"""Saves and restores the process-wide settings that a run changes in the user's process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def remember_process() -> Callable[[], None]:
-    """Remember what a run changes for the whole process; return what puts it back."""
+    """Save the process-wide settings that a run changes; return what restores them."""
     random, threads = rng_state(), torch.get_num_threads()
     deterministic = torch.are_deterministic_algorithms_enabled()
 

@@ -1,4 +1,4 @@
-"""Parameters that a strategy put in the place of others, so that an optimizer made before can follow them."""
+"""Parameters that a strategy replaced, so that an optimizer made before can be given the new ones."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ if TYPE_CHECKING:
 
 
 class Replaced:
-    """Old parameters and their successors. The old ones are not kept alive: they may be a whole model's memory."""
+    """Old parameters and their replacements. Old ones are held weakly: they may take a whole model's memory."""
 
     def __init__(self) -> None:
         self._successors: dict[int, tuple[weakref.ref[nn.Parameter], nn.Parameter | None]] = {}
 
     def note(self, before: dict[str, nn.Parameter], after: dict[str, nn.Parameter]) -> None:
-        """Remember what took each parameter's place, under any of its names; None: it is on another rank."""
+        """Note the replacement of each parameter, under any of its names; None: it is on another rank."""
         still_here = {id(parameter) for parameter in after.values()}
         for name, old in before.items():
             if id(old) not in still_here and (name in after or id(old) not in self._successors):
                 self._successors[id(old)] = (weakref.ref(old), after.get(name))
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
-        """Give an optimizer that was made before its model was sharded the parameters that took the old ones' place."""
+        """Replace the parameters of an optimizer that was made before its model was sharded."""
         for group in optimizer.param_groups:
             moved = [self._successor(optimizer, parameter) for parameter in group["params"]]
             group["params"] = [parameter for parameter in moved if parameter is not None]

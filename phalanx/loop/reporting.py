@@ -86,11 +86,11 @@ class Reporter:
         self._gpu_load = _gpu_load(facts.world.device) if facts.world.is_main else None
 
     def resumed(self, state: dict[str, Any]) -> None:
-        """Take up the history of the run that is being continued."""
+        """Continue the history of the resumed run."""
         self.history = History.from_dict(state.get("history", {}))
         self.history.status = "running"
         self._time_before = self.history.total_time
-        self.samples = state.get("samples", 0)  # what a loop of the user's own saved has none of these
+        self.samples = state.get("samples", 0)  # a checkpoint of a loop written by the user has none of these
         so_far = state.get("epoch_so_far", {"loss_sum": 0.0, "loss_count": 0})
         self._loss_sum, self._loss_count = so_far["loss_sum"], so_far["loss_count"]
         self._resumed_from = state["path"]
@@ -141,7 +141,7 @@ class Reporter:
         return {"history": history, "samples": self.samples, "epoch_so_far": so_far}
 
     def say(self, text: str, level: str = "info") -> None:
-        """Tell the user something, once."""
+        """Show a message to the user, once."""
         if text and text not in self._said:
             self._said.add(text)
             self._events.emit(Message(level, text))
@@ -154,14 +154,11 @@ class Reporter:
         """Count a step's samples."""
         self._speed.add(samples)
         if self._speed.steps == self._first_steps:
-            self._warmed_up()
+            if self._facts.world.device.type == "cuda":  # else the first steps' work would count in the next one
+                torch.cuda.synchronize(self._facts.world.device)
+            self._speed.warmed_up()
         self.samples += samples
         self._epoch_samples += samples
-
-    def _warmed_up(self) -> None:
-        if self._facts.world.device.type == "cuda":  # else the first steps' work would count in the next one
-            torch.cuda.synchronize(self._facts.world.device)
-        self._speed.warmed_up()
 
     def losses(self, losses: dict[int, float]) -> float | None:
         """Add losses to the epoch's mean; return their own mean."""
@@ -240,6 +237,7 @@ class Reporter:
             event = self._facts.strategy.closing_event() if self._facts.world.is_main else None
             if event is not None:
                 self._events.emit(event)
+        board = tensorboard_dir(self._facts.config, self._facts.run_dir)
         best = {"accuracy": self.history.best_accuracy, "loss": self.history.best_loss}
         self._events.emit(
             RunEnded(
@@ -249,7 +247,7 @@ class Reporter:
                 throughput=self.history.throughput,
                 best={name: value for name, value in best.items() if value is not None},
                 checkpoint=checkpoint,
-                next_commands=self._next_commands(),
+                next_commands=[f"{_command('tensorboard')} --logdir {board}"] if board else [],
                 tokens_per_second=self.history.tokens_per_second,
                 mfu=self.history.mfu,
                 speedup=self.history.speedup,
@@ -278,10 +276,6 @@ class Reporter:
     def _speedup(self, rate: float) -> float | None:
         reference = self._facts.config.reference_throughput
         return None if reference is None else rate / reference
-
-    def _next_commands(self) -> list[str]:
-        board = tensorboard_dir(self._facts.config, self._facts.run_dir)
-        return [f"{_command('tensorboard')} --logdir {board}"] if board else []
 
 
 def _command(name: str) -> str:

@@ -1,4 +1,4 @@
-"""What each rank keeps for itself in a checkpoint: its random state, and what its compressors kept back."""
+"""The per-rank part of a checkpoint: the random state, and the residuals of compressors."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ if TYPE_CHECKING:
 
 
 def rank_state(prepared: Prepared) -> dict[str, Any]:
-    """Return this rank's own part of a checkpoint."""
+    """Return this rank's part of a checkpoint."""
     return {**rng_state(), **(prepared.strategy.rank_state() if prepared.strategy.keeps_rank_state else {})}
 
 
 def restore_residuals(prepared: Prepared, saved: checkpoint.Checkpoint, own: dict[str, Any] | None) -> None:
-    """Give the compressors back what they had kept; `own`: this rank's part, None where the number of ranks changed.
+    """Restore the residuals; `own`: this rank's part, None where the number of ranks changed.
 
     Then every old rank's residuals go to one of the new ranks, scaled so that their average stays what it was.
     """
@@ -26,12 +26,12 @@ def restore_residuals(prepared: Prepared, saved: checkpoint.Checkpoint, own: dic
         return
     then, now = saved.manifest.world_size, prepared.world_size
     factor = now / then
-    parts = [own] if own is not None else _read(saved, range(prepared.rank, then, now))
+    parts = (
+        [own]
+        if own is not None
+        else [checkpoint.read_state_of(saved, rank) for rank in range(prepared.rank, then, now)]
+    )
     if not parts:  # more ranks than before: this one has no residuals yet, but knows the steps as all do
-        factor, parts = 0.0, _read(saved, range(1))
+        factor, parts = 0.0, [checkpoint.read_state_of(saved, 0)]
     if not strategy.load_rank_state(parts, factor):
         prepared.notes.append("the checkpoint was saved without compression: nothing is kept back yet")
-
-
-def _read(saved: checkpoint.Checkpoint, ranks: range) -> list[dict[str, Any]]:
-    return [checkpoint.read_state_of(saved, rank) for rank in ranks]

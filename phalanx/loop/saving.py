@@ -22,7 +22,7 @@ class CheckpointPolicy:
         config, env = formation.config, formation.world.env
         self.every = config.checkpoint_every
         wanted = config.checkpoint_dir is not None or self.every is not None
-        # A launcher of ours gives every attempt the same run folder, and a restart without checkpoints keeps nothing.
+        # Our launcher gives every attempt the same run folder, and a restart without checkpoints starts from nothing.
         self._for_restarts = not wanted and env.supervised and env.max_restarts > 0
         wanted = wanted or self._for_restarts
         self.directory = Path(config.checkpoint_dir or run_dir / "checkpoints") if wanted else None
@@ -32,14 +32,14 @@ class CheckpointPolicy:
         self.last_path: str | None = None
 
     def check_directory(self) -> None:
-        """Fail before training, not after hours of it, when checkpoints could not be written."""
+        """Fail before training, not after hours of it, where checkpoints cannot be written."""
         if self.directory is not None and self._formation.is_main:
             checkpoint.check_writable(self.directory)
         if self.directory is not None and self._for_restarts:
             self._agree_on(self.directory)
 
     def _agree_on(self, directory: Path) -> None:
-        """Do without checkpoints that nobody asked for where some machine would not see them, and say so."""
+        """Leave out checkpoints that only serve restarts where some machine does not see the folder; add a note."""
         self._formation.reduce(0.0, "sum")  # the main rank has made the folder
         if self._formation.reduce(torch.tensor(int(directory.is_dir())), "min") > 0:
             self._formation.notes.append(f"checkpoints go to {directory} once an epoch: a restart goes on from there")
@@ -68,21 +68,21 @@ class CheckpointPolicy:
     def restore(self) -> dict[str, Any] | None:
         """Resume what an earlier attempt of this run saved, else as the config asks; return the restored state, if any.
 
-        A restart without a wish leaves the checkpoints of other runs in the directory alone.
+        A restart without resume_from_checkpoint ignores the checkpoints of other runs in the directory.
         """
-        wish = self._formation.config.resume_from_checkpoint
+        resume = self._formation.config.resume_from_checkpoint
         restarted = self._formation.world.env.attempt > 0 and self.directory is not None
         state = None
         if restarted and self.directory is not None:
             state = restore_snapshot(self._formation, self.directory, required=False, this_run=True)
-        if state is None and isinstance(wish, str):
-            state = self._formation.load(wish)
-        elif state is None and wish:
+        if state is None and isinstance(resume, str):
+            state = self._formation.load(resume)
+        elif state is None and resume:
             assert self.directory is not None, "checked before the run began"
             state = self._formation.load(self.directory, required=False)
         if state is None:
-            if wish or restarted:
-                whose = "" if wish else " of this run"
+            if resume or restarted:
+                whose = "" if resume else " of this run"
                 note = f"no checkpoint{whose} in {self.directory} yet: starting from the beginning"
                 self._formation.notes.append(note)
             return None

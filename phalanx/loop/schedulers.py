@@ -55,7 +55,7 @@ class OwnSchedule:
     """A scheduler of the user's in the place of the config's: brought to where the run is before each step.
 
     It is stepped once an epoch or once an optimizer step, as torch's users do after either. Its place among the steps
-    is its own state (`last_epoch`), so a resumed run goes on where the checkpoint was.
+    is its own state (`last_epoch`), so a resumed run continues where the checkpoint was.
     """
 
     def __init__(self, scheduler: LRScheduler, position: Callable[[int], int]) -> None:

@@ -1,4 +1,4 @@
-"""What a run is made of, into a checkpoint and back: weights, optimizers, schedulers, scaler, data position, RNG."""
+"""Saves and restores a run: weights, optimizers, schedulers, loss scale, data position, RNG."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def save_snapshot(prepared: Prepared, directory: str | Path, shared: dict[str, A
 def restore_snapshot(
     prepared: Prepared, directory: str | Path, *, required: bool = True, this_run: bool = False
 ) -> dict[str, Any] | None:
-    """Restore the newest complete checkpoint; return its shared state, with "path" and "notes" beside it.
+    """Restore the newest complete checkpoint; return its shared state, with its "path".
 
     `this_run`: of those that this run has saved, in this attempt or an earlier one.
     """
@@ -55,7 +55,10 @@ def restore_snapshot(
     checkpoint.compare_model(choice.checkpoint.manifest, _described(prepared))
     template = _template(prepared, choice.checkpoint)
     loaded = checkpoint.load(choice.checkpoint, template)
-    prepared.lineage = _lineage(prepared, choice.checkpoint.manifest)
+    saved_by = choice.checkpoint.manifest
+    prepared.lineage = list(saved_by.lineage)
+    if saved_by.run_id != prepared.run_id:  # two runs that resume one checkpoint stay two
+        prepared.lineage.append({"run_id": saved_by.run_id, "step": saved_by.step})
     prepared.notes += loaded.notes
     shared = put_back(prepared, template, loaded.step, dict(loaded.shared))
     if loaded.rank_state is not None:
@@ -64,16 +67,8 @@ def restore_snapshot(
     return {**shared, "path": str(choice.checkpoint.path)}
 
 
-def _lineage(prepared: Prepared, resumed_from: checkpoint.Manifest) -> list[dict[str, Any]]:
-    """Return the runs that this one now continues: two runs that take up one checkpoint stay two."""
-    before = resumed_from.lineage
-    if resumed_from.run_id == prepared.run_id:
-        return before
-    return [*before, {"run_id": resumed_from.run_id, "step": resumed_from.step}]
-
-
 def shared_state(prepared: Prepared) -> dict[str, Any]:
-    """Return what all ranks hold alike beside tensors: data positions, schedulers, fp16's scale."""
+    """Return what is equal on all ranks apart from tensors: data positions, schedulers, fp16's loss scale."""
     scaler = prepared.precision.scaler
     return {
         "loaders": [loader.sharded.state_dict() for loader in prepared.loaders],
@@ -83,7 +78,7 @@ def shared_state(prepared: Prepared) -> dict[str, Any]:
 
 
 def put_back(prepared: Prepared, tensors: dict[str, Any], step: int, shared: dict[str, Any]) -> dict[str, Any]:
-    """Go on from a state; return what of `shared` is not part of a `Prepared`."""
+    """Load a state; return what of `shared` is not part of a `Prepared`."""
     _put_back_tensors(prepared, tensors)
     prepared.gradients.steps = step
     for loader, state in zip(prepared.loaders, shared.pop("loaders"), strict=False):
@@ -143,7 +138,7 @@ def _template(prepared: Prepared, saved: checkpoint.Checkpoint) -> dict[str, Any
 
 
 def _drop_what_was_not_saved(prepared: Prepared, entries: set[str], template: dict[str, Any]) -> None:
-    """A checkpoint of another strategy lacks what only this one keeps: it stays as it is, from the start."""
+    """Leave out what only this strategy keeps where another one saved the checkpoint."""
     optional = [name for name in template if name.split("@")[0] in prepared.strategy.optional_state]
     missing = sorted(set(optional) - entries)
     for name in missing:

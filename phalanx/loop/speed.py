@@ -1,4 +1,4 @@
-"""How fast a language model learns: tokens a second, and the share of the devices' peak that they are (MFU)."""
+"""Speed of a run: tokens per second, the share of the devices' peak (MFU), and peak memory."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TokenRate:
-    """What turns samples a second into tokens a second and, where the peak is known, into MFU."""
+    """Converts samples per second to tokens per second and, where the peak is known, to MFU."""
 
     tokens_per_sample: int = 0
     peak_share_per_token: float | None = None
 
     def tokens(self, samples_per_second: float) -> float | None:
-        """Return tokens a second over all ranks; None for a model that reads none."""
+        """Return tokens per second over all ranks; None for a model without tokens."""
         return samples_per_second * self.tokens_per_sample if self.tokens_per_sample else None
 
     def mfu(self, samples_per_second: float) -> float | None:
@@ -62,7 +62,7 @@ class PeakMemory:
 
 
 def token_rate(model: nn.Module, batch: Any, world: World, precision: str) -> TokenRate:
-    """Look at the first batch: integers [batch, time] for a model that knows its operations a token are tokens."""
+    """Look at the first batch: integers [batch, time] are tokens where the model counts its operations."""
     inputs = batch[0] if isinstance(batch, Sequence) and len(batch) else batch
     is_tokens = isinstance(inputs, torch.Tensor) and inputs.ndim == 2 and not inputs.is_floating_point()
     if not is_tokens or not implements(model, CountsFlops):

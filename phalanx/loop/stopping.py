@@ -1,12 +1,11 @@
-"""Stopping together: one rank hears a signal, all ranks stop at the same step boundary.
+"""Stop on a signal: one rank receives it, and all ranks stop at the same step boundary.
 
-Ranks are in lock-step: none completes step s+1 before all have begun it. A rank that hears the signal after step s
-writes the wish "s" into the store (the first wish stays, and the write is answered) before it begins s+1. Every rank
-looks at the store after each step that is a multiple of `period`. Whatever rank looks after a step m > s has therefore
-the wish before its eyes, and all of them stop at the first such m. The period is chosen once, by rank 0, so that
-looking costs next to nothing when steps are short. Where ranks run apart, they look only after the steps in which they
-have waited for each other, to gather losses or to average weights: no rank is past one of those before all have come to
-it.
+Ranks in lock-step: none completes step s+1 before all have begun it. A rank that gets the signal after step s writes a
+request "s" to the store (the first request stays) before it begins s+1. Every rank reads the store after each step that
+is a multiple of `period`. A rank that reads after a step m > s therefore sees the request, and all ranks stop at the
+first such m. Rank 0 chooses the period once, so that reading costs almost nothing when steps are short. Ranks that are
+not in lock-step read only after the steps in which they waited for each other, to gather losses or to average weights:
+no rank passes such a step before all have reached it.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ _WISH = "stop_wish"
 
 
 class StopRequest:
-    """Hears the signals that stop a run, and tells every rank the same answer at the same step."""
+    """Receives the signals that stop a run; every rank gets the same answer at the same step."""
 
     def __init__(self, world: World, have_met: Callable[[int], bool] | None = None) -> None:
-        """`have_met`: where ranks are not in lock-step, whether they have met in a step, and may look after it."""
+        """`have_met`: where ranks are not in lock-step, whether they have waited for each other in a step."""
         self._world = world
         self._store = world.store if world.world_size > 1 else None
         self._key = f"{_WISH}/{world.env.attempt}"
@@ -50,30 +49,30 @@ class StopRequest:
         self.reason: str | None = None
 
     def listen(self) -> None:
-        """Install the handlers; outside the main thread Python allows none: there a wish comes by `stop_wish`."""
+        """Install the handlers; outside the main thread Python allows none, and only `stop_wish` stops the run."""
         if threading.current_thread() is threading.main_thread():
             for number in stop_signals(self._world.env):
                 self._previous[number] = signal.signal(number, self._hear)
 
     def silence(self) -> None:
-        """Put the previous handlers back."""
+        """Restore the previous handlers."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         self._previous.clear()
 
     @property
     def heard(self) -> bool:
-        """Whether this rank has been told to stop."""
+        """Whether this rank has been asked to stop."""
         return self.told is not None or self._asked is not None
 
     @property
     def told(self) -> str | None:
-        """What told this rank from outside to stop, such as SIGTERM; None where only `ask` did, or nobody."""
+        """The request to stop from outside the process, such as SIGTERM; None where there is none, or only `ask`."""
         self._heard = self._heard or stop_wish.take()
         return self._heard
 
     def ask(self, reason: str) -> None:
-        """Wish that all ranks stop at a boundary, as a signal would; from any thread."""
+        """Request that all ranks stop at a step boundary, as a signal does; from any thread."""
         self._asked = self._asked or reason
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
@@ -97,8 +96,8 @@ class StopRequest:
         return self._look(step)
 
     def _measure(self) -> None:
-        """Time the first steps, and then agree how rarely looking is enough."""
-        assert self._store is not None, "one rank alone has nobody to agree with"
+        """Time the first steps, then agree on how often to read the store."""
+        assert self._store is not None, "only with several ranks"
         if self._seen == 0:
             self._started = time.monotonic()
         self._seen += 1
@@ -110,7 +109,7 @@ class StopRequest:
             self._period = int(self._store.get(key))
 
     def _look(self, step: int) -> bool:
-        assert self._store is not None, "one rank alone has nobody to agree with"
+        assert self._store is not None, "only with several ranks"
         if not self._store.check([self._key]):
             return False
         wished_after, _, self.reason = self._store.get(self._key).decode().partition(":")
@@ -118,7 +117,7 @@ class StopRequest:
 
 
 def preempted_error(reason: str | None, step: int, checkpoint: str | None) -> PreemptedError:
-    """Return the error of a run that was stopped, which names the checkpoint to go on from."""
+    """Return the error of a run that was stopped, with the checkpoint to resume from."""
     kept = f"checkpoint {checkpoint}" if checkpoint else "no checkpoint_dir was set, so nothing was kept"
     hint = (
         f"To go on, run it again with resume_from_checkpoint={checkpoint!r} (--resume-from-checkpoint {checkpoint})."

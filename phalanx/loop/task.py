@@ -1,4 +1,4 @@
-"""What a user hands over to be trained: plain data that crosses to the ranks."""
+"""What is trained: plain data, sent to the ranks."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def make_optimizer(task: TrainTask, config: DistributedConfig, device: torch.dev
 
 
 def check_task(task: TrainTask, config: DistributedConfig) -> None:
-    """Refuse what cannot be trained before any process starts."""
+    """Refuse a task that cannot be trained, before any process starts."""
     if task.train is None:
         raise UsageError("fit() needs training data", hint="Pass a DataLoader, a data set or an iterable of batches.")
     for data in (task.train, task.val):

@@ -1,4 +1,4 @@
-"""The loop: a generator of `StepInfo`. Its pseudocode stands in the package's docstring."""
+"""The loop: a generator of `StepInfo`. Its pseudocode is in the package's docstring."""
 
 from __future__ import annotations
 
@@ -41,9 +41,10 @@ class TrainLoop:
         self.optimizer = formation.prepare(make_optimizer(task, self.config, formation.device))
         self.train_loader = formation.prepare_loader(task.train)
         self.val_loader = None if task.val is None else formation.prepare_loader(task.val, training=False)
-        self.global_batch = self._global_batch()
+        layout = self.train_loader.sharded.layout
+        self.global_batch = layout.batch_size * layout.accumulation * layout.dp_size
         self.total_steps = self._total_steps()
-        scale = rate_scale(self.config, self.global_batch, self.train_loader.sharded.layout.batch_size)
+        scale = rate_scale(self.config, self.global_batch, layout.batch_size)
         self.schedule: Schedule | OwnSchedule = (
             Schedule(self.optimizer, rate_factor(self.config, self.total_steps), scale)
             if task.scheduler is None
@@ -63,14 +64,14 @@ class TrainLoop:
             world=world,
             strategy=formation.strategy,
             precision=formation.precision.name,
-            batch_size=self.train_loader.sharded.layout.batch_size,
+            batch_size=layout.batch_size,
             global_batch=self.global_batch,
         )
         self.report = Reporter(facts, events)
         self.restore: Callable[[], dict[str, Any] | None] = self.saving.restore
-        """Where the run takes up an earlier state, if any; a run that outlives its ranks has one in memory."""
+        """Restores an earlier state, if any; an elastic run replaces it by one that restores from memory."""
         self.before_stop: Callable[[], None] | None = None
-        """Called where all ranks have agreed to stop, before anything is saved; it may raise instead."""
+        """Called where all ranks have agreed to stop, before saving; it may raise instead."""
         self._forward: Forward | None = None
         self._stop_early = False
         self._status = "finished"
@@ -88,12 +89,12 @@ class TrainLoop:
 
     @property
     def epoch(self) -> int:
-        """The epoch under way, from 0."""
+        """The current epoch, from 0."""
         return self.train_loader.epoch
 
     @property
     def max_epochs(self) -> int | None:
-        """How many epochs at most; None where only max_steps decides."""
+        """The number of epochs; None where only max_steps counts."""
         return self.config.epochs or (None if self.config.max_steps is not None else 1)
 
     @property
@@ -102,7 +103,7 @@ class TrainLoop:
         return self.report.history
 
     def request_stop(self) -> None:
-        """End training after this step (early stopping); every rank must ask for it at the same step."""
+        """End training after this step (early stopping); every rank must call this at the same step."""
         self._stop_early = True
 
     def run(self) -> History:
@@ -167,13 +168,13 @@ class TrainLoop:
                 return
             self._checkpoint_or_stop(step)
             yield info
-        if self.epoch != epoch:  # a stream, whose end is known only when it has come
+        if self.epoch != epoch:  # a stream, whose end is known only when it is reached
             self._end_epoch(epoch)
             if self.saving.due_after_epoch(epoch + 1) and not self._finished():
                 self._save()
 
     def _first_batch_seen(self, batches: Iterator[Any]) -> Any:
-        """Decide on the first batch how the model is called, then hand all batches on."""
+        """Decide on the first batch how the model is called, then yield all batches."""
         if self._forward is None:
             for first in batches:
                 self._forward = decide_forward(self.task.model, self.task.loss_fn, first)
@@ -216,8 +217,8 @@ class TrainLoop:
             self._status = "stopped"
 
     def evaluate(self, *, ended_epoch: int | None = None) -> dict[str, float]:
-        """Evaluate on the validation data now; a callback may ask for it, on all ranks."""
-        assert self.val_loader is not None, "asked for only with validation data"
+        """Evaluate on the validation data now; a callback may call this, on all ranks."""
+        assert self.val_loader is not None, "only with validation data"
         with self.report.phase("evaluate"):
             metrics = evaluate(self.formation, self.model, self.val_loader, self.task.loss_fn, self.task.metrics)
         epoch = self.epoch if ended_epoch is None else ended_epoch
@@ -239,12 +240,12 @@ class TrainLoop:
         return {**self.report.to_keep(), "schedule": self.schedule.state_dict()}
 
     def _save(self) -> None:
-        """Publish a checkpoint, unless the weights are spoilt already."""
+        """Publish a checkpoint, unless the weights are not finite."""
         if self.saving.directory is None:
             return
         self._losses_checked()
         self.formation.strategy.consolidate(self.model)
-        if not self.formation.weights_are_finite():  # the last step spoilt them; its loss came before that
+        if not self.formation.weights_are_finite():  # the last step made them so, after its loss was computed
             error = spoilt_weights_error(self.step, self.saving.last_path)
             self._report_end("failed")
             raise error
@@ -264,7 +265,7 @@ class TrainLoop:
         if self._settings is not None:
             self._settings.put_back(self.optimizer)
         total = self._total_steps()
-        if total != self.total_steps:  # other ranks than before: the same epochs are another number of steps
+        if total != self.total_steps:  # another number of ranks: the same epochs take another number of steps
             self.total_steps = total
             self.schedule.reshape(rate_factor(self.config, total))
 
@@ -286,10 +287,6 @@ class TrainLoop:
             return True
         return not within_epoch and self.max_epochs is not None and self.epoch >= self.max_epochs
 
-    def _global_batch(self) -> int:
-        layout = self.train_loader.sharded.layout
-        return layout.batch_size * layout.accumulation * layout.dp_size
-
     def _total_steps(self) -> int | None:
         """Return the number of optimizer steps of the whole run, where it is known beforehand."""
         config, per_epoch = self.config, self.train_loader.sharded.steps_per_epoch
@@ -299,7 +296,7 @@ class TrainLoop:
         return int(min(by_epochs, config.max_steps or math.inf))
 
     def _steps_left(self, per_epoch: int, epochs: int) -> int:
-        """Return how many steps the samples are worth that no step has seen yet."""
+        """Return the number of steps for the samples that are left."""
         sharded, left = self.train_loader.sharded, max(0, epochs - self.epoch)
         if sharded.samples_done == 0 or left == 0:
             return per_epoch * left

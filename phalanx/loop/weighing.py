@@ -1,4 +1,4 @@
-"""What the losses of a step weigh where their shares are known only afterwards: tokens, say, counted over all ranks."""
+"""Weights of a step's losses that are known only afterwards, such as token counts over all ranks."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class StepWeight:
         return weight
 
     def mean(self) -> torch.Tensor | None:
-        """Return what the averaged gradient has to be divided by, or None without weights; all ranks ask together.
+        """Return what the averaged gradient has to be divided by, or None without weights; all ranks call this.
 
-        One reduction, whoever asks first. Each sample counts once for every rank that saw it, so what the sum is
+        One all-reduce, at the first call. Each sample counts once for every rank that saw it, so what the sum is
         divided by is the world's size, not dp_size.
         """
         if self._here is None or self._mean is not None:

@@ -130,7 +130,7 @@ def _precise(tensor: Tensor) -> Tensor:
 
 
 def _repeat(shared: Tensor, query: Tensor) -> Tensor:
-    """Give every query head a key (or value) head of its own."""
+    """Repeat key (or value) heads: one per query head."""
     groups = query.shape[1] // shared.shape[1]
     return shared if groups == 1 else shared.repeat_interleave(groups, 1)
 

@@ -1,8 +1,8 @@
-"""auto: what ddp does, by the fastest way that these ranks have. It is what runs when no strategy is named.
+"""auto: ddp by the fastest way for these ranks. It runs when no strategy is named.
 
-Ranks that compute on the CPUs of one machine add up their gradients in memory that all of them see (`ring_ddp`): the
+Ranks that compute on the CPUs of one machine add up their gradients in shared memory (`ring_ddp`): the
 same weights to the last bit with two ranks, and a fraction of the time. All others, and models with buffers or sparse
-gradients, are given to torch's DistributedDataParallel.
+gradients, use torch's DistributedDataParallel.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Auto(RingDDP):
-    """Shared memory where it can be had, else torch's DDP; decided for each model."""
+    """Shared memory where it is possible, else torch's DDP; decided per model."""
 
     name = "ddp"
 
@@ -59,7 +59,9 @@ class Auto(RingDDP):
         if not trained or chosen or not may_share_memory(self.world):
             return None
         # DDP gives all ranks rank 0's buffers before each forward pass, which may read them.
-        if any(True for _ in model.buffers()) or any(_is_sparse(module) for module in model.modules()):
+        if any(True for _ in model.buffers()) or any(
+            getattr(module, "sparse", False) is True for module in model.modules()
+        ):
             return None
         size, timeout = self.world.world_size, self.config.timeout
         return share_gradients(tell_through(None), self.world.rank, size, bytes_for(trained), timeout=timeout)
@@ -73,7 +75,3 @@ class Auto(RingDDP):
 def may_share_memory(world: World) -> bool:
     """Whether all ranks compute on the CPUs of this machine; one rank alone has nothing to share."""
     return world.device.type == "cpu" and world.world_size > 1 and world.env.on_one_machine and not is_emulated()
-
-
-def _is_sparse(module: nn.Module) -> bool:
-    return getattr(module, "sparse", False) is True

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 class Composed(FSDP):
-    """Every layout with an axis beside the data axes; those are laid over the rest by `fully_shard`.
+    """Every layout with an axis besides the data axes, over which `fully_shard` shards the rest.
 
     The data axes are sharded under strategy="ddp" too: torch's DDP cannot average DTensors.
     """
@@ -221,7 +221,7 @@ class Composed(FSDP):
             return model
         if is_meta(model):
             self._materialise(model)
-            if by_hand and self._data_group.size() > 1:  # replicas drew their own weights
+            if by_hand and self._data_group.size() > 1:  # replicas initialised different weights
                 equalise(model.parameters(), self._data_group)
         self._seed()
         for parameter in model.parameters():
@@ -230,13 +230,13 @@ class Composed(FSDP):
         return model
 
     def _materialise(self, model: nn.Module) -> None:
-        """Draw first weights; replicas of experts know nothing of each other, and drew their own."""
+        """Initialise weights; replicas of experts initialised different ones, and are made equal."""
         super()._materialise(model)
         if self.config.expert_parallel > 1 and self.world.mesh.dp_replicate > 1:
             equalise(model.parameters(), self.device_mesh["dp_replicate"].get_group())
 
     def _seed(self) -> None:
-        """Ranks that hold equal activations want equal dropout, all others dropout of their own."""
+        """Seed ranks that hold equal activations for equal dropout, all others for different dropout."""
         mesh, place = self.world.mesh, self.world.mesh.place(self.world.rank)
         own = self.world.dp_rank * mesh.cp + place["cp"] if self._equal_activations else self.world.rank
         seed_everything(self.config.seed, rank=own)

@@ -36,7 +36,7 @@ def split_context(model: nn.Module, slices: SequenceSlices) -> None:
 
 
 def install_ring(model: nn.Module, slices: SequenceSlices) -> None:
-    """Replace the model's inner attention; whoever calls it cuts its inputs. A model that cannot be cut is refused."""
+    """Replace the model's inner attention; the caller cuts its inputs. A model that cannot be cut is refused."""
     signature = inspect.signature(model.forward)
     name = type(model).__name__
     if implements(model, ExpertModules):
@@ -60,10 +60,9 @@ def install_ring(model: nn.Module, slices: SequenceSlices) -> None:
 
 def _replace_attention(model: nn.Module, ring: Ring) -> int:
     """Replace every module that is `RingReady`; return how many there were."""
-    found: list[tuple[str, nn.Module]] = [
-        (path, m) for path, m in model.named_modules() if implements(m, RingReady) and m.ring_ready
-    ]
-    for path, module in found:
+    found = [path for path, module in model.named_modules() if implements(module, RingReady) and module.ring_ready]
+    for path in found:
+        module = model.get_submodule(path)
         causal, dropout = bool(module.causal), float(getattr(module, "dropout", 0.0))
         attention = RingAttention(ring, causal=causal, dropout=dropout)
         model.set_submodule(path, attention.train(module.training))
@@ -71,7 +70,7 @@ def _replace_attention(model: nn.Module, ring: Ring) -> int:
 
 
 class _Calls:
-    """What happens around a call of the model: whole sequences are cut before it, and put together after it."""
+    """Hooks around a call of the model: sequences are cut before it, and joined after it."""
 
     def __init__(self, signature: inspect.Signature, slices: SequenceSlices) -> None:
         self._signature = signature
@@ -82,7 +81,7 @@ class _Calls:
     def enter(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Cut what is as long as the first argument, and say where in the sequence the slice lies."""
+        """Cut all arguments as long as the first one, and add the positions of the slice."""
         bound = self._signature.bind(*args, **kwargs)
         given = bound.arguments
         positions = given.pop("positions", None)
@@ -94,7 +93,7 @@ class _Calls:
         return bound.args, bound.kwargs
 
     def leave(self, _: nn.Module, __: Any, output: Any) -> Any:
-        """Make losses those of the whole sequences, and outputs whole, unless a loss is all that is wanted of them."""
+        """Return losses of the whole sequences, and whole outputs unless only a loss is wanted."""
         targets, self._targets = self._targets, None
         losses = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.ndim == 0]
         sliced = bool(losses) and torch.is_grad_enabled()

@@ -1,4 +1,4 @@
-"""ddp: every rank holds the whole model, gradients are averaged while backward goes on (torch's own reducer)."""
+"""ddp: every rank holds the whole model, gradients are averaged during backward (torch's own reducer)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """deepspeed: DeepSpeed's own engine keeps the ranks in step (ZeRO's stages 0 to 3, CPU and NVMe offload).
 
-The engine needs the model and its optimizer at once, so it is built when the optimizer is prepared. It takes the scaled
-loss and the boundary from our loop; clipping, token weights and checkpoints under canonical names are ours.
+The engine needs the model and its optimizer at once, so it is built when the optimizer is prepared. It gets the scaled
+loss and the boundary from the loop; clipping, token weights and checkpoints under canonical names are done here.
 """
 
 from __future__ import annotations
@@ -96,13 +96,13 @@ class DeepSpeed(Strategy):
         return wrapped.module if isinstance(wrapped, EngineModule) else wrapped
 
     def set_sync(self, wrapped: nn.Module, sync: bool) -> None:
-        """Tell the engine whether the next backward completes a step."""
+        """Set whether the next backward completes a step."""
         self._sync = sync
         if self._wrapped is not None and self._wrapped.engine is not None:
             self._wrapped.engine.set_gradient_accumulation_boundary(sync)
 
     def attach(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Build the engine around the model and its optimizer, or the JSON's own in its place."""
+        """Build the engine around the model and its optimizer, or the optimizer of the JSON."""
         if self._wrapped is None or self._wrapped.engine is not None:
             raise UsageError("strategy = 'deepspeed' takes one model, then one optimizer, in this order")
         model = self._wrapped.module

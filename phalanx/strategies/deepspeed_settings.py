@@ -32,7 +32,7 @@ def build_settings(config: DistributedConfig, world: World, model: nn.Module) ->
     settings["train_micro_batch_size_per_gpu"] = batch_size
     settings["gradient_accumulation_steps"] = accumulation
     settings["train_batch_size"] = batch_size * accumulation * world.mesh.dp_size
-    settings["gradient_clipping"] = 0.0  # the loop says before each step; left out, it would be DeepSpeed's own 1.0
+    settings["gradient_clipping"] = 0.0  # the loop sets it before each step; without it DeepSpeed uses 1.0
     settings.setdefault("steps_per_print", 2**31)  # the loop reports
     settings.pop("scheduler", None)  # taken over as lr_schedule, warmup and learning_rate
     _set_precision(settings, config, world)

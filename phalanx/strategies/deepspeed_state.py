@@ -148,7 +148,7 @@ class EngineState:
         return optimizer, list(flats)
 
     def restore(self, weights: dict[str, torch.Tensor], device: torch.device) -> None:
-        """Give the model memory of its own again, without the marks by which DeepSpeed knows its parameters."""
+        """Give the model ordinary parameters again, without DeepSpeed's attributes."""
         for name, parameter in self._named.items():
             for mark in set(vars(parameter)) - self._marks[name]:
                 delattr(parameter, mark)

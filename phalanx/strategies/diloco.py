@@ -1,4 +1,4 @@
-"""diloco: local-sgd whose meetings are steps of an outer optimizer, SGD with Nesterov's momentum."""
+"""diloco: local-sgd whose rounds end with a step of an outer optimizer, SGD with Nesterov momentum."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ OUTER = "outer"
 
 
 class DiLoCo(LocalSGD):
-    """Whole copies that drift apart; their average movement is the gradient of an outer step."""
+    """Whole copies; the average movement of a round is the gradient of an outer step."""
 
     name = "diloco"
     optional_state = (OUTER,)
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """Start from rank 0's weights, and remember them."""
+        """Broadcast rank 0's weights, and keep a copy."""
         before = len(self._rounds)
         wrapped = super().wrap(model)
         for number in range(before, len(self._rounds)):
@@ -65,7 +65,7 @@ class OuterRound(Round):
         self._rate, self._decay = rate, momentum
 
     def remember(self) -> None:
-        """Take the parameters as they are for the start of a round."""
+        """Begin a round at the current parameters."""
         torch._foreach_copy_(self._start, [parameter.detach() for parameter in self.parameters.values()])
 
     def momentum_by_name(self) -> dict[str, torch.Tensor]:
@@ -74,12 +74,12 @@ class OuterRound(Round):
 
     @torch.no_grad()
     def average(self) -> None:
-        """Take an outer step along the average of how far the ranks have come."""
+        """Take an outer step along the average movement of the ranks."""
         super().average()
         parameters = [parameter.detach() for parameter in self.parameters.values()]
         movement = torch._foreach_sub(self._start, parameters)  # a gradient points backwards
         torch._foreach_mul_(self._momentum, self._decay)
         torch._foreach_add_(self._momentum, movement)
-        ahead = torch._foreach_add(movement, self._momentum, alpha=self._decay)  # Nesterov's look ahead
+        ahead = torch._foreach_add(movement, self._momentum, alpha=self._decay)  # Nesterov's look-ahead
         torch._foreach_add_(self._start, ahead, alpha=-self._rate)
         torch._foreach_copy_(parameters, self._start)

@@ -1,4 +1,4 @@
-"""expert: the experts of a mixture lie on different ranks; rows travel to them and back by all-to-all.
+"""expert: the experts of a mixture are on different ranks; rows are sent to them and back by all-to-all.
 
 A model lists its modules of experts in `expert_modules()`. In such a module dim 0 of every parameter counts the
 experts, and `forward(rows, counts)` applies each expert to its rows, which lie together.
@@ -59,14 +59,14 @@ def _check_divides(name: str, experts: int, ranks: int) -> None:
 
 
 def _exchanged(module: nn.Module, group: dist.ProcessGroup, rows: Tensor, counts: Tensor) -> Tensor:
-    """Send rows to the ranks of their experts, let these work, and bring the rows back in their order."""
+    """Send rows to the ranks of their experts, run these, and return the rows in their order."""
     ranks = group.size()
     sent = counts.view(ranks, -1)  # [rank, its experts]: how many rows go there
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent.contiguous(), group=group)
     outward, inward = sent.sum(1).tolist(), received.sum(1).tolist()
     arrived = _AllToAll.apply(rows, outward, inward, group)  # type: ignore[no-untyped-call]
-    # Rows lie by the rank that sent them; experts want theirs together, whoever sent them.
+    # Rows are ordered by sending rank; each expert needs its rows of all ranks together.
     expert = torch.arange(received.numel(), device=rows.device).remainder(received.shape[1])
     order = expert.repeat_interleave(received.flatten()).argsort(stable=True)
     worked = torch.func.functional_call(_Plain(module), _weights(module, ranks), (arrived[order], received.sum(0)))
@@ -76,7 +76,7 @@ def _exchanged(module: nn.Module, group: dist.ProcessGroup, rows: Tensor, counts
 
 
 class _Plain(nn.Module):
-    """A module called by its class's own forward, past the one that exchanges rows."""
+    """A module called by the forward of its class, without the exchange of rows."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()

@@ -33,13 +33,13 @@ class FSDP(Strategy):
 
     @property
     def layout(self) -> str | None:
-        """The axes and the sharding; one rank has nothing to share."""
+        """The axes and the sharding; None with one rank."""
         mesh = self.world.mesh
         axes = " x ".join(f"{axis} {size}" for axis, size in mesh.sizes.items() if size > 1)
         return f"{axes} ({self.config.resolved_sharding})" if mesh.world_size > 1 else None
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """Shard the model in place: its blocks first, then what is left. One rank has nothing to share."""
+        """Shard the model in place: its blocks first, then what is left. With one rank it stays whole."""
         if isinstance(model, FSDPModule):
             return model
         if self.world.world_size == 1:
@@ -50,7 +50,7 @@ class FSDP(Strategy):
         return self._shard(model)
 
     def _seed(self) -> None:
-        """Draw other random numbers (dropout) on every rank, also where first weights were drawn in common."""
+        """Seed dropout differently on every rank, also where weights were initialised together."""
         seed_everything(self.config.seed, rank=self.world.rank)
 
     def _shard(self, model: nn.Module) -> nn.Module:
@@ -80,7 +80,7 @@ class FSDP(Strategy):
 
     @cached_property
     def _apart(self) -> set[nn.Parameter]:
-        """Parameters that lie over the data axes in another way (experts)."""
+        """Parameters that are sharded over the data axes in another way (experts)."""
         return set()
 
     @cached_property
@@ -118,5 +118,5 @@ class FSDP(Strategy):
         return find_blocks(model)
 
     def _materialise(self, model: nn.Module) -> None:
-        """Give a model that was built without memory its shards, and its first weights in them."""
+        """Allocate the shards of a model on the meta device, and initialise them."""
         materialise(model, "cpu" if self.config.offload == "cpu" else self.world.device)

@@ -1,4 +1,4 @@
-"""horovod: every rank holds the whole model, and Horovod averages the gradients while backward goes on."""
+"""horovod: every rank holds the whole model, and Horovod averages the gradients during backward."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Horovod(Strategy):
-    """Horovod's all-reduce on the model's parameters; the model itself stays as it is."""
+    """Horovod's all-reduce on the model's parameters; the model itself is not wrapped."""
 
     name = "horovod"
 
@@ -33,13 +33,14 @@ class Horovod(Strategy):
             _check_build(self._hvd, config)
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """Start from rank 0's weights, and have gradients averaged from now on."""
+        """Broadcast rank 0's weights, and average gradients from now on."""
         if is_meta(model):
             materialise(model, self.world.device)
         trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
         if self._hvd is None:
             return model
-        self._hvd.broadcast_parameters(_whole_state(model), root_rank=0)
+        tensors = {name: tensor.detach() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+        self._hvd.broadcast_parameters(tensors, root_rank=0)
         if trained:
             _check_dtypes(self._hvd, trained)
             prefix = f"{len(self._reducers)}." if self._reducers else ""  # names must be one model's alone
@@ -76,10 +77,6 @@ class Horovod(Strategy):
         for reducer in self._reducers.values():
             reducer.close()
         self._reducers.clear()
-
-
-def _whole_state(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: tensor.detach() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
 
 
 def _horovod_of(world: World) -> Any:

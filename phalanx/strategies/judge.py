@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Judged(NamedTuple):
-    """An output and its loss, as models that judge themselves return them."""
+    """An output and its loss, as models that compute their loss return them."""
 
     loss: torch.Tensor
     logits: Any
@@ -44,7 +44,7 @@ class Judge:
         """Return what a microbatch adds to the loss that is differentiated."""
         start = number * self._size
         real = min(self._size, self._rows - start)
-        if real <= 0:  # the batch was short: these rows are stand-ins
+        if real <= 0:  # the batch was short: these rows are padding
             return torch.stack([leaf.sum() * 0.0 for leaf in pytree.tree_leaves(output)]).sum()
         part = cut_rows(self._batch, start, start + real)
         seen = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor[:real], output)
@@ -52,7 +52,7 @@ class Judge:
         with self._passes.autocast():
             loss = self._passes.loss_fn(seen, self._passes.target(part))
         share = self._passes.weigh(part) / self._weight
-        if isinstance(share, torch.Tensor):  # without a label that counts there is no mean, and nothing to add
+        if isinstance(share, torch.Tensor):  # no mean without a label that counts, and nothing to add
             loss = torch.where(share > 0, loss, 0.0)
         self._found[number] = loss.detach() * share
         return loss * (share * self._factor)

@@ -1,11 +1,11 @@
-"""local-sgd and diloco: every rank takes some steps alone, then they bring their weights together.
+"""local-sgd and diloco: every rank takes `sync_every` local steps (a round), then weights are averaged.
 
-local-sgd averages the weights. diloco takes how far the average has moved since the last meeting for a gradient, and an
-outer optimizer (SGD with Nesterov's momentum) follows it. Either way the ranks talk once in `sync_every` steps, and not
-at every step: for links so slow that even compressed gradients do not fit through.
+local-sgd uses the average. diloco uses the distance that the average has moved in the round as a gradient for an outer
+optimizer (SGD with Nesterov momentum). Ranks communicate once per round: for links that are too slow even for
+compressed gradients at every step.
 
-Evaluation and checkpoints need one model: they end the round early. Then optimizers' moments are averaged too, so that
-a resumed run goes on as this one does.
+Evaluation and checkpoints need one model: they end the round early. Optimizers' moments are then averaged too, so that
+a resumed run continues as this one does.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class LocalSGD(Strategy):
-    """Whole copies that drift apart, and are averaged every `sync_every` steps."""
+    """Whole copies that are averaged every `sync_every` steps."""
 
     name = "local-sgd"
     in_lockstep = False
@@ -45,7 +45,7 @@ class LocalSGD(Strategy):
         self._steps = 0
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """Start from rank 0's weights; from then on a rank's model is its own between meetings."""
+        """Broadcast rank 0's weights; within a round each rank then trains its own copy."""
         if is_meta(model):
             materialise(model, self.world.device)
         trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
@@ -108,7 +108,7 @@ class LocalSGD(Strategy):
 
 
 class Round:
-    """The parameters of one model, which drift apart on the ranks and are brought together."""
+    """The parameters of one model, which differ between ranks until they are averaged."""
 
     def __init__(self, parameters: dict[str, nn.Parameter], exchange: Exchange, memory: torch.Tensor) -> None:
         self.parameters = parameters
@@ -133,12 +133,14 @@ class Round:
                     moment.tensor.mul_(self.exchange.size / moment.holders)
 
     def _average(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Send tensors as few large messages: as many at a time as fit into the memory that the ranks share."""
+        """Send tensors in few large messages: as many at a time as fit into the shared buffer."""
         begin = time.perf_counter()
         batch: list[torch.Tensor] = []
         for tensor in tensors:
-            if tensor.nbytes > self.nbytes:  # a master copy in fp32 of the only bf16 parameter, say
-                self._average_alone(tensor)
+            if tensor.nbytes > self.nbytes:  # such as an fp32 master copy of the only bf16 parameter
+                message = tensor.to(self._memory.device).contiguous()
+                self.exchange.all_reduce(message, "mean")
+                tensor.copy_(message)
                 continue
             if batch and (tensor.dtype != batch[0].dtype or sum(t.nbytes for t in batch) + tensor.nbytes > self.nbytes):
                 self._average_batch(batch)
@@ -147,11 +149,6 @@ class Round:
         if batch:
             self._average_batch(batch)
         self.seconds += time.perf_counter() - begin
-
-    def _average_alone(self, tensor: torch.Tensor) -> None:
-        message = tensor.to(self._memory.device).contiguous()
-        self.exchange.all_reduce(message, "mean")
-        tensor.copy_(message)
 
     def _average_batch(self, tensors: list[torch.Tensor]) -> None:
         flat = self._memory[: sum(tensor.nbytes for tensor in tensors)].view(tensors[0].dtype)

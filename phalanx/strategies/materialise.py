@@ -1,4 +1,4 @@
-"""Memory and first weights for a model that was built on the meta device, once each rank knows what it will hold."""
+"""Allocates and initialises a model that was built on the meta device, once it is sharded."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def is_meta(model: nn.Module) -> bool:
 
 
 def materialise(model: nn.Module, device: torch.device | str) -> None:
-    """Give the model memory for what this rank holds of it, and draw its weights: equal wherever one lies twice."""
+    """Allocate this rank's part of the model and initialise it; replicas are equal."""
     if not implements(model, InitialisesWeights):
         raise UsageError(
             f"{type(model).__name__} was built on the meta device and has no init_weights()",
@@ -31,7 +31,7 @@ def materialise(model: nn.Module, device: torch.device | str) -> None:
         )
     model.to_empty(device=device)
     with warnings.catch_warnings():
-        # On the CPU torch cannot draw the whole tensor's numbers; each rank draws those of its own part.
+        # On the CPU torch cannot draw the whole tensor's numbers; each rank draws its shard.
         warnings.filterwarnings("ignore", message="DTensor random operators", category=UserWarning)
         model.init_weights()
         for module in model.modules():
@@ -41,7 +41,7 @@ def materialise(model: nn.Module, device: torch.device | str) -> None:
 
 
 def _share_replicas(model: nn.Module) -> None:
-    """Take the first replica's weights: on the CPU every rank drew its own."""
+    """Broadcast the first replica's weights: on the CPU every rank drew different ones."""
     replicas: dict[dist.ProcessGroup, list[torch.Tensor]] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         if isinstance(tensor, DTensor):

@@ -1,4 +1,4 @@
-"""What optimizers keep of each parameter, made alike in form on ranks that stepped alone, so that it can be averaged.
+"""Optimizer states of ranks that took local steps, given the same entries everywhere so that they can be averaged.
 
 A rank that skipped its first step has no moments yet, nor has one whose batches never reached a parameter. Ranks that
 sent what they happen to have would wait for each other for ever; so they first tell each other what that is.
@@ -31,7 +31,7 @@ class _Entry(NamedTuple):
 
     shape: tuple[int, ...] | None
     dtype: torch.dtype | None
-    beside_parameter: bool
+    on_parameter_device: bool
     value: Any
 
     @property
@@ -42,7 +42,7 @@ class _Entry(NamedTuple):
         """Return what a rank without this entry begins with: zeros, or the number itself."""
         if self.shape is None:
             return self.value
-        device = parameter.device if self.beside_parameter else torch.device("cpu")
+        device = parameter.device if self.on_parameter_device else torch.device("cpu")
         if self.is_large:
             return torch.zeros(self.shape, dtype=self.dtype, device=device)
         return torch.tensor(self.value, dtype=self.dtype, device=device)
@@ -59,12 +59,12 @@ def level_moments(parameters: Mapping[str, nn.Parameter], optimizer: torch.optim
     if not named:
         return []
     here = {name: _described(optimizer.state.get(parameter, {}), parameter) for name, parameter in named.items()}
-    everyone: list[dict[str, dict[str, _Entry]]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(everyone, here)
+    by_rank: list[dict[str, dict[str, _Entry]]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(by_rank, here)
     return [
         moment
         for name, parameter in named.items()
-        for moment in _levelled(name, parameter, optimizer, [described[name] for described in everyone])
+        for moment in _levelled(name, parameter, optimizer, [described[name] for described in by_rank])
     ]
 
 
@@ -75,17 +75,17 @@ def _described(state: Mapping[str, Any], parameter: torch.Tensor) -> dict[str, _
 def _describe(value: Any, parameter: torch.Tensor) -> _Entry:
     if not isinstance(value, torch.Tensor):
         return _Entry(None, None, False, value)
-    beside = value.device == parameter.device
-    return _Entry(tuple(value.shape), value.dtype, beside, None if value.dim() else value.item())
+    same_device = value.device == parameter.device
+    return _Entry(tuple(value.shape), value.dtype, same_device, None if value.dim() else value.item())
 
 
 def _levelled(
-    name: str, parameter: nn.Parameter, optimizer: torch.optim.Optimizer, everyone: list[dict[str, _Entry]]
+    name: str, parameter: nn.Parameter, optimizer: torch.optim.Optimizer, by_rank: list[dict[str, _Entry]]
 ) -> Iterator[Moment]:
-    for key in dict.fromkeys(key for entries in everyone for key in entries):
-        holders = [rank for rank, entries in enumerate(everyone) if key in entries]
-        first = everyone[holders[0]][key]
-        _check_forms(f"{name}, {key}", {rank: everyone[rank][key] for rank in holders})
+    for key in dict.fromkeys(key for entries in by_rank for key in entries):
+        holders = [rank for rank, entries in enumerate(by_rank) if key in entries]
+        first = by_rank[holders[0]][key]
+        _check_forms(f"{name}, {key}", {rank: by_rank[rank][key] for rank in holders})
         state = optimizer.state[parameter]
         if key not in state or first.shape is None:
             state[key] = first.made(parameter)
@@ -115,7 +115,7 @@ def _form(entry: _Entry) -> str:
 
 
 def _send(tensor: torch.Tensor, source: int, device: torch.device) -> None:
-    """Give all ranks one rank's tensor, of any type: it travels as bytes, where the ranks' backend can reach it."""
+    """Give all ranks one rank's tensor, of any type: it is sent as bytes, on a device that the backend can use."""
     message = tensor.to(device).contiguous()
     dist.broadcast(message.view(-1).view(torch.uint8), source)
     tensor.copy_(message)

@@ -1,7 +1,7 @@
-"""parameter-server: shards of their own hold the parameters and step; ranks push gradients and pull values.
+"""parameter-server: server processes (shards) hold the parameters and step; ranks push gradients and pull values.
 
-Gradients leave during backward, as each is ready. New values arrive while the next batch is loaded, and are put into
-the model before its next forward pass.
+Each gradient is sent during backward, when it is ready. New values arrive while the next batch is loaded, and are put
+into the model before its next forward pass.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class ParameterServer(Strategy):
                 "strategy = 'parameter-server' has no loss scaling, which fp16 needs",
                 hint="Write mixed_precision = 'bf16', or leave it out.",
             )
-        self._together = config.resolved_server_mode == "sync"
+        self._synchronous = config.resolved_server_mode == "sync"
         self._model: nn.Module | None = None
         self._optimizer: torch.optim.Optimizer | None = None
         self._group: ServerGroup | None = None
@@ -86,7 +86,7 @@ class ParameterServer(Strategy):
         self._optimizer = optimizer
         self._group = ServerGroup(self.config, self.world, placement, optimizer)
         self._group.client.bind(self._named)
-        self._hand_over_state()
+        self._send_state()
         self._hook()
         return optimizer
 
@@ -112,8 +112,8 @@ class ParameterServer(Strategy):
         return push
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Run backward; at a boundary gradients leave while it goes on."""
-        if self._whole:  # the step before was skipped: its gradient is thrown away, here and on the shards
+        """Run backward; at a step boundary gradients are sent meanwhile."""
+        if self._whole:  # the last step was skipped: drop its gradient, here and on the shards
             self._running.client.commit(factor=None)
             self._forget_gradients()
         torch.autograd.backward(loss)
@@ -141,7 +141,7 @@ class ParameterServer(Strategy):
 
     def grad_norm(self, parameters: Sequence[nn.Parameter]) -> torch.Tensor:
         """Return the norm of the mean over all workers; where each steps by itself, that of this worker's gradient."""
-        if self._group is None or not self._together:
+        if self._group is None or not self._synchronous:
             return super().grad_norm(parameters) / self._divisor
         self._push_rest()
         norm = self._group.client.norm() / self._divisor
@@ -154,7 +154,7 @@ class ParameterServer(Strategy):
         self._push_rest()
         groups = [plain_settings(group) for group in optimizer.param_groups]
         client.commit(factor=self._clip / self._divisor, groups=groups)
-        optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers ask, and would warn
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers check it, and would warn
         self._forget_gradients()
 
     def _push_rest(self) -> None:
@@ -165,7 +165,7 @@ class ParameterServer(Strategy):
                 client.push(name, parameter.grad, find_rows=name in self._by_rows)
 
     def _forget_gradients(self) -> None:
-        """Drop the gradients without touching their memory, which may still be on its way."""
+        """Drop the gradients without touching their memory, which may still be being sent."""
         for parameter in self._named.values():
             parameter.grad = None
         self._whole, self._divisor, self._clip = False, 1.0, 1.0
@@ -174,18 +174,18 @@ class ParameterServer(Strategy):
         """Bring every rank to the same state of the shards, which includes all steps so far."""
         if self._group is not None:
             self._group.client.wait()
-            if not self._together:
-                self._meet()
+            if not self._synchronous:
+                self._barrier()
                 self._group.client.pull()
-                self._meet()
+                self._barrier()
             self._even_out(self._group.client)
         super().consolidate(wrapped)
 
     def _even_out(self, client: ParameterClient) -> None:
-        """Let the shards exchange pieces where one has moved far more bytes than another; ranks are all here."""
+        """Let the shards exchange pieces where one has moved far more bytes than another; all ranks call this."""
         if len(client.placement.shards) == 1:
             return
-        self._meet()
+        self._barrier()
         chosen: list[Placement | None] = [better_placement(client) if self.world.is_main else None]
         if self.world.world_size > 1:
             dist.broadcast_object_list(chosen, src=0)
@@ -193,12 +193,12 @@ class ParameterServer(Strategy):
             return
         if self.world.is_main:
             client.relocate(chosen[0])
-        self._meet()
+        self._barrier()
         client.adopt(chosen[0])
         client.pull()
         self.relocations += 1
 
-    def _meet(self) -> None:
+    def _barrier(self) -> None:
         if self.world.world_size > 1:
             dist.barrier()
 
@@ -212,7 +212,7 @@ class ParameterServer(Strategy):
         (optimizer,) = optimizers
         self._fetch_state(self._group.client, optimizer)
         state = super().state(wrapped, optimizers)
-        optimizer.state.clear()  # the shards hold it: here it would be memory for nothing
+        optimizer.state.clear()  # the shards hold it: no need to keep a copy
         return state
 
     def _fetch_state(self, client: ParameterClient, optimizer: torch.optim.Optimizer) -> None:
@@ -229,21 +229,21 @@ class ParameterServer(Strategy):
     def load_state(
         self, wrapped: nn.Module, optimizers: Sequence[torch.optim.Optimizer], state: dict[str, Any]
     ) -> None:
-        """Put weights and states back, and hand them over to the shards."""
+        """Load weights and states, and send them to the shards."""
         if self._group is not None:
             self._group.client.wait()
         super().load_state(wrapped, optimizers, state)
         if self._group is not None:
-            self._hand_over_state()
+            self._send_state()
 
-    def _hand_over_state(self) -> None:
-        """Give the shards what this model and optimizer hold; all ranks have the same, and rank 0 speaks for them."""
+    def _send_state(self) -> None:
+        """Send this model and optimizer state to the shards; all ranks hold the same, and rank 0 sends it."""
         assert self._optimizer is not None, "attached with the group"
         client, states = self._running.client, self._optimizer.state
         if self.world.is_main:
             client.load({name: {VALUE: p.detach(), **states.get(p, {})} for name, p in self._named.items()})
         states.clear()
-        self._meet()
+        self._barrier()
         client.pull()
 
     def closing_event(self) -> ServersReported | None:
@@ -260,7 +260,7 @@ class ParameterServer(Strategy):
         if self._group is not None and self._optimizer is not None:
             self.consolidate(wrapped)
             self._fetch_state(self._group.client, self._optimizer)
-            self._meet()
+            self._barrier()
 
     def close(self) -> None:
         """Remove the hooks from the model, disconnect, and end the shards that this rank started."""

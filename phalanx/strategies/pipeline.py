@@ -1,4 +1,4 @@
-"""pipeline: the model is cut into stages that lie on different ranks; parts of a batch go through them one by one.
+"""pipeline: the model is cut into stages on different ranks; parts of a batch pass through them one by one.
 
 The passes and their order are torch's (`torch.distributed.pipelining`). Here: a batch of any size in microbatches of
 one size, a loss that is that of the whole batch, tied weights, and a way through all stages for evaluation.
@@ -190,7 +190,7 @@ class Pipeline(nn.Module):
         return count > 1 and names[min(count, len(names)) - 1] in _TARGETS
 
     def _cut(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Take this rank's slice of every sequence, where sequences are cut; stages are told where it lies."""
+        """Return this rank's slice of every sequence, where sequences are cut; stages get its positions."""
         if self.slices is None:
             return inputs
         cut, self._places["positions"] = self.slices.cut_all(inputs, self.module)
@@ -240,7 +240,7 @@ class _Runner:
         self._judge = judge
         inputs = batch[:-1] if 0 in self._stages else ()
         try:
-            # The numbers of the microbatches stand for the targets: torch would know how to cut tensors only.
+            # The numbers of the microbatches in place of targets: torch can cut tensors only.
             self._schedule.step(*inputs, target=torch.arange(self._count), return_outputs=False)
         finally:
             self._judge = None
@@ -257,11 +257,11 @@ class Tied:
         self.parameter = parameter
         self.copies = tie.copies
         self._group = tie.group
-        with torch.no_grad():  # stages that drew their own first weights drew different ones
+        with torch.no_grad():  # stages initialised different weights
             dist.broadcast(local(parameter), group=tie.group, group_src=0)
 
     def add_up(self) -> None:
-        """Give every copy the gradient of all of them."""
+        """Add up the gradients of all copies."""
         if self.parameter.grad is None:
             self.parameter.grad = torch.zeros_like(self.parameter)
         dist.all_reduce(local(self.parameter.grad), group=self._group)

@@ -1,4 +1,4 @@
-"""Which stage goes where: the model is cut, this rank keeps its units, and matrices used by two stages are noted."""
+"""Stage placement: the model is cut, this rank keeps its units, and matrices of two stages are tied."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ class Placed:
 
 
 def placed_before(model: nn.Module) -> Placed | None:
-    """Return how an earlier run laid this model over the ranks."""
+    """Return how an earlier run placed this model."""
     placed: Placed | None = model.__dict__.get(_MARK)
     return placed
 
 
 class StagePlan(NamedTuple):
-    """Which units make which stage, and who holds it."""
+    """Which units make which stage, and which rank holds it."""
 
     row: Row
     units: list[str]
@@ -125,7 +125,7 @@ def _stage_of(parameter: str, parts: list[list[str]]) -> int:
 
 
 def rename_tied(state: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
-    """Give optimizer states of tied matrices another name: in checkpoints both copies are the one that they are."""
+    """Give optimizer states of tied matrices another name: a checkpoint holds both copies once."""
     if not names:
         return state
     renamed = dict(state)

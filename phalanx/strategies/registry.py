@@ -38,13 +38,13 @@ TABLE = (
         "--strategy ddp (the default; without the flag, CPU ranks of one machine average in shared memory)",
         "every rank holds the whole model; gradients are averaged during backward",
         "the model, its gradients and optimizer states fit on one device",
-        "everything below but fsdp and zero; beside another axis the data axis is sharded",
+        "everything below except fsdp and zero; with another axis the data axis is sharded",
         "phalanx.strategies.ddp:DDP",
     ),
     Row(
         "ring",
         "--strategy ring [--compression NAME], and --fixed-order",
-        "what ddp does, written here: gradients in shared memory within a machine, our own collectives between them",
+        "ddp with our own collectives: gradients in shared memory within a machine, a ring between machines",
         "the ranks are CPUs of one machine (faster than ddp), or a run must give equal bits at 1, 2, 4 and 8 ranks",
         "accumulation, clipping, compression, compile; no other axis",
         "phalanx.strategies.ring_ddp:RingDDP",
@@ -52,15 +52,15 @@ TABLE = (
     Row(
         "local-sgd",
         "--strategy local-sgd --sync-every H",
-        "every rank steps by itself; weights are averaged every H steps",
-        "the link between ranks is so slow that no compression of every step's gradients will do",
+        "every rank takes local steps; weights are averaged every H steps",
+        "the link between ranks is too slow even for compressed gradients at every step",
         "accumulation, clipping, precision; no other axis",
         "phalanx.strategies.local_sgd:LocalSGD",
     ),
     Row(
         "diloco",
         "--strategy diloco --sync-every H [--outer-learning-rate 0.7] [--outer-momentum 0.9]",
-        "local-sgd whose average movement is followed by an outer step with Nesterov's momentum",
+        "local-sgd with an outer step along the average movement, with Nesterov momentum",
         "as local-sgd, with rounds of tens or hundreds of steps",
         "as local-sgd",
         "phalanx.strategies.diloco:DiLoCo",
@@ -76,7 +76,7 @@ TABLE = (
     Row(
         "zero",
         "--zero-stage 1|2|3",
-        "ZeRO in fsdp's means: optimizer states sharded (1), gradients too (2), parameters too (3)",
+        "ZeRO by fsdp: optimizer states sharded (1), gradients too (2), parameters too (3)",
         "you think in ZeRO's stages",
         "what fsdp combines with",
     ),
@@ -84,14 +84,14 @@ TABLE = (
         "deepspeed",
         "--strategy deepspeed, --deepspeed-config ds.json (extra: deepspeed)",
         "DeepSpeed's own engine, by its JSON: ZeRO's stages 0 to 3, offload to CPU memory or NVMe",
-        "a DeepSpeed configuration is there already, or optimizer states belong in CPU memory or on disk",
+        "you have a DeepSpeed configuration, or optimizer states should be in CPU memory or on disk",
         "accumulation, clipping, bf16, activation checkpointing, offload; no other axis",
         "phalanx.strategies.deepspeed:DeepSpeed",
     ),
     Row(
         "horovod",
         "--backend horovod [--compression fp16] [--hosts node1:8,node2:8] [--min-workers N]",
-        "what ddp does, by Horovod's all-reduce, on ranks that horovodrun starts",
+        "ddp by Horovod's all-reduce, on ranks that horovodrun starts",
         "scripts and clusters are made for Horovod, or workers come and go (elastic Horovod)",
         "accumulation, clipping, precision, compile, lora; no other axis, no zero",
         "phalanx.strategies.horovod:Horovod",
@@ -120,21 +120,21 @@ TABLE = (
     Row(
         "expert",
         "--expert-parallel N",
-        "the experts of a mixture lie on N data-parallel ranks; tokens travel to them",
+        "the experts of a mixture are on N data-parallel ranks; tokens are sent to them",
         "the model is a mixture of experts that does not fit, or whose experts are many",
         "ddp, fsdp (the rest of the model is sharded over the same ranks)",
     ),
     Row(
         "tensorflow",
         "--backend tensorflow --strategy mirrored|multiworker|parameter-server (extra: tensorflow)",
-        "tf.distribute for Keras models: replicas in one process, a process a worker, or parameter servers",
+        "tf.distribute for Keras models: replicas in one process, one process per worker, or parameter servers",
         "the model is a Keras model",
-        "mixed precision, backups, restarts; what else Keras does is told in compile()",
+        "mixed precision, backups, restarts; other options of Keras are given to compile()",
     ),
     Row(
         "parameter-server",
         "--strategy parameter-server [--num-servers N] [--server-mode sync|async|bounded] [--staleness S]",
-        "processes of their own hold the parameters and step; ranks push gradients and pull values",
+        "server processes hold the parameters and step; ranks push gradients and pull values",
         "ranks differ in speed (bounded, async), or a few rows of large embeddings change in each step",
         "accumulation, clipping, bf16, compile, lora; no other axis, no zero",
         "phalanx.strategies.parameter_server:ParameterServer",
@@ -166,7 +166,7 @@ def load_strategy(name: str) -> type[Strategy]:
         loaded = found[name].load()
     except Exception as error:
         raise UsageError(
-            f"{where} cannot be loaded: {type(error).__name__}: {error}", hint="Mend or remove that package."
+            f"{where} cannot be loaded: {type(error).__name__}: {error}", hint="Fix or remove that package."
         ) from error
     from phalanx.strategies.base import Strategy
 

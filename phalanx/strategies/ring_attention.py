@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from phalanx.strategies.ring_passes import Ring
 
 _GRADIENTS = 1
-"""The tag of gradients on the ring, beside keys and values."""
+"""The tag of gradients on the ring, different from that of keys and values."""
 
 
 class RingAttention(nn.Module):

@@ -1,7 +1,7 @@
-"""ring: what ddp does, by our own hands: every rank holds the whole model, gradients travel while backward goes on.
+"""ring: ddp with our own collectives. Every rank holds the whole model; gradients are averaged during backward.
 
-Ranks of one machine add up their gradients where these lie, in memory that all of them see; between machines they
-travel around a ring. Same weights as torch's DDP, to the last bit where additions come in the same order.
+Ranks of one machine add up their gradients in place, in shared memory; between machines they go around a ring. The
+weights are those of torch's DDP, to the last bit where additions have the same order.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class RingDDP(CompressesGradients):
-    """A reducer of ours on the model's parameters; the model itself stays as it is."""
+    """Our gradient reducer on the model's parameters; the model itself is not wrapped."""
 
     name = "ring"
 
@@ -41,7 +41,7 @@ class RingDDP(CompressesGradients):
         self._reducers: dict[int, GradientReducer] = {}
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """Start from rank 0's weights, and have gradients averaged from now on."""
+        """Broadcast rank 0's weights, and average gradients from now on."""
         if is_meta(model):
             materialise(model, self.world.device)
         named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
@@ -80,7 +80,7 @@ class RingDDP(CompressesGradients):
     def _open_exchange(self, nbytes: int) -> tuple[Exchange, torch.Tensor]:
         if self.world.world_size > 1:
             return open_exchange_for(self.config, self.world, nbytes)
-        # One rank in a fixed order: nothing travels, but micro-batches are added up as they are on many ranks.
+        # One rank in a fixed order: nothing is sent, but micro-batches are added up as on many ranks.
         return Alone(), torch.empty(nbytes, dtype=torch.uint8, device=self.world.device)
 
 

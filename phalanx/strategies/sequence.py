@@ -29,7 +29,7 @@ class SequenceSlices:
         self.size = dist.get_world_size(group)
 
     def positions(self, time: int, device: torch.device | None = None) -> Tensor:
-        """Return the places in the whole sequence of this rank's slice; a length that cannot be cut is refused."""
+        """Return the positions of this rank's slice in the whole sequence; a length that cannot be cut is refused."""
         chunk, rest = divmod(time, 2 * self.size)
         if rest or not chunk:
             below, above = time - rest, time - rest + 2 * self.size
@@ -46,7 +46,7 @@ class SequenceSlices:
         return torch.cat([chunks[number] for number in self._chunks(self.rank)], dim=1)
 
     def cut_all(self, inputs: Any, model: nn.Module) -> tuple[Any, Tensor]:
-        """Return inputs with every tensor cut that is as long as the first, and the places of this rank's slice.
+        """Return inputs with every tensor cut that is as long as the first, and the positions of this rank's slice.
 
         A model that has `check_length` is asked about the whole length, since it only ever sees slices.
         """
@@ -61,7 +61,7 @@ class SequenceSlices:
         return pytree.tree_map_only(Tensor, cut, inputs), own
 
     def join(self, part: Tensor) -> Tensor:
-        """Return the whole of which every rank has a slice; ranks must go on alike from it to their losses."""
+        """Return the whole sequence from all slices; all ranks must compute the same from it up to the loss."""
         whole: Tensor = _Joined.apply(part, self)  # type: ignore[no-untyped-call]
         return whole
 
@@ -108,7 +108,7 @@ def whole_mean(mean: Tensor, count: Tensor, group: dist.ProcessGroup) -> Tensor:
 class _WholeMean(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, mean: Tensor, count: Tensor, group: dist.ProcessGroup) -> Tensor:
-        # A slice without a label that counts has no mean: its NaN must not become everyone's.
+        # A slice without a label that counts has no mean: its NaN must not spread to all ranks.
         weighted = torch.where(count > 0, mean.double() * count, 0.0)
         sums = torch.stack([weighted, count.double()])
         dist.all_reduce(sums, group=group)

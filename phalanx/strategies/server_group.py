@@ -1,4 +1,4 @@
-"""The shards of a run: which rank starts which, where they listen, and how the ranks learn of it."""
+"""The shards of a run: which rank starts which, and how ranks find their addresses."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _PREFIX = "parameter-server"
 _PATIENCE_SECONDS = 10.0
-"""How long a rank calls a shard that does not answer: one that is started again is back in a fraction of it."""
+"""How long a rank retries a shard that does not answer; a restarted one is back in a fraction of it."""
 
 
 class ServerGroup:
@@ -69,7 +69,7 @@ class ServerGroup:
         return str(store.get(f"{_PREFIX}/{name}").decode())
 
     def close(self) -> None:
-        """Leave the shards, and end those that this rank started."""
+        """Disconnect, and end the shards that this rank started."""
         if self._client is not None:
             self._client.close()
         for shard in self.shards.values():

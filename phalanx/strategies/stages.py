@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def units_of(model: nn.Module) -> list[str]:
-    """Return the names of a model's units, first to last; a model that is no such row is refused."""
+    """Return the names of a model's units, first to last; any other model is refused."""
     if implements(model, PipelineUnits):
         units = list(model.pipeline_units())
     elif isinstance(model, nn.Sequential):

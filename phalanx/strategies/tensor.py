@@ -46,14 +46,14 @@ STYLES: dict[str, Callable[[], ParallelStyle]] = {
 
 
 def is_split(model: nn.Module) -> bool:
-    """Whether an earlier run laid this model over the ranks already."""
+    """Whether an earlier run has split this model."""
     return any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
 def split_tensors(model: nn.Module, mesh: DeviceMesh, *, loss_parallel: bool = False) -> None:
     """Split the model in place over a mesh of one axis. Its weights must be equal on all ranks, or on "meta".
 
-    With `loss_parallel` a model that says `takes_split_logits` computes its loss on logits that stay split.
+    With `loss_parallel` a model with `takes_split_logits` computes its loss on logits that stay split.
     """
     split_logits = loss_parallel and implements(model, SplitLogits) and model.takes_split_logits
     styles = _styles_by_module(model)
@@ -136,7 +136,7 @@ def _check_degree(model: nn.Module, styles: Mapping[str, str | ParallelStyle], d
 
 
 def _refuse_unsplit(model: nn.Module) -> None:
-    """Every parameter must be in the plan: what a rank holds beside it would get that rank's gradient alone."""
+    """Refuse parameters outside of the plan: they would get this rank's gradient only."""
     left = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
     if left:
         owner = left[0].rpartition(".")[0]

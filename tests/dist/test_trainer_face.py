@@ -321,7 +321,7 @@ def test_a_callback_can_stop_early():
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"callbacks": [3]}, "3 is no callback"),
+        ({"callbacks": [3]}, "3 is not a callback"),
         ({"hooks": [(print, 0)]}, "a hook every 0 steps"),
         ({"metrics": [top_two]}, "metrics is a list"),
         ({"tensorboard_dir": "/proc/nowhere"}, "TensorBoard files cannot be written to /proc/nowhere"),
