@@ -1,4 +1,4 @@
-"""`phalanx strategies`: how ranks can share the work, and when to choose which."""
+"""`phalanx strategies`: how ranks can share the work, and when to use each way."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 def run(arguments: Sequence[str]) -> int:
     """Run the verb."""
     parser = FlagParser(
-        prog="phalanx strategies", description="How ranks can share the work, and when to choose which."
+        prog="phalanx strategies", description="How ranks can share the work, and when to use each way."
     )
     parser.parse_all(arguments)
     for entry in CATALOG:
         print(f"{entry.name}\n  how       {entry.flag}\n  what      {entry.summary}")
         print(f"  choose    {entry.choose}\n  combines  {entry.combines}")
     print("\nAxes multiply: --num-workers 8 --pipeline-parallel 2 --tensor-parallel 2 --strategy fsdp is 2 x 2 x 2.")
-    print("Any of them is proved against one process by: phalanx verify <recipe, model or --script> ...")
+    print("Each of them can be proved against one process: phalanx verify <recipe, model or --script> ...")
     return 0
