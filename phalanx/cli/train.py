@@ -125,7 +125,7 @@ def _check_target(namespace: argparse.Namespace, own: list[str]) -> Recipe | Non
             hint="Write: phalanx train digits, phalanx train --script train.py, or phalanx train -m package.train",
         )
     if namespace.recipe and own:
-        raise UsageError(f"a recipe takes no arguments of its own; got: {shlex.join(own)}")
+        raise UsageError(f"a recipe takes no arguments; got: {shlex.join(own)}")
     if namespace.recipe and vars(namespace).get("backend") == "tensorflow":
         raise UsageError(
             f"the recipe '{namespace.recipe}' is a torch model, and backend = 'tensorflow' trains Keras models",

@@ -99,7 +99,7 @@ def _subject(namespace: argparse.Namespace, own: list[str]) -> Subject:
         )
     if namespace.recipe:
         if own:
-            raise UsageError("a recipe takes no arguments of its own")
+            raise UsageError("a recipe takes no arguments")
         recipe = load_recipe(namespace.recipe).with_preset(namespace.preset)
         return RecipeSubject(recipe, resolve_flags(namespace, recipe))
     if namespace.preset:

@@ -70,7 +70,7 @@ def write_payload(job: object, path: Path) -> None:
 
 
 def raise_failure(result: LaunchResult, log_dir: Path) -> None:
-    """Raise the error of a launch that failed; an error of ours that a rank raised is raised again here."""
+    """Raise the error of a launch that failed; a PhalanxError of a rank is raised again here."""
     if result.exit_code == 0:
         return
     if result.exit_code == errors.EXIT_INTERRUPTED:
