@@ -1,4 +1,4 @@
-"""The command line: one thin file a verb, imported when it is used. Nothing here imports torch."""
+"""The command line: one small file per verb, imported when it is used. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ VERBS = {
     "train": "train a recipe, a script or a module on N ranks",
     "tune": "search for the best hyperparameters, many trials at once",
     "config": "show every setting, its value and where it comes from",
-    "verify": "prove that a layout gives what one process gives",
+    "verify": "prove that a layout gives the same result as one process",
     "bench": "measure collectives, links, and training under gradient compression",
-    "nccl-env": "print what NCCL should be told on a kind of cluster, and why",
-    "strategies": "list how ranks can share the work, and when to choose which",
+    "nccl-env": "print the NCCL variables for a kind of cluster, with reasons",
+    "strategies": "list how ranks can share the work, and when to use each way",
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one verb and return the exit code; a user's mistake is told without a traceback."""
+    """Run one verb and return the exit code; errors of users are printed without a traceback."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words and re.fullmatch(r"--local[-_]rank=\d+", words[0]):  # DeepSpeed's launcher puts it first
         words = words[1:]
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not _is_about_output(error):
             raise
         discard_output(sys.stdout)
-        if isinstance(error, BrokenPipeError):  # head or less wants no more; a training run goes on without it
+        if isinstance(error, BrokenPipeError):  # head or less has ended; a training run continues
             return 0
         say_to_user(f"standard output failed ({error.strerror}).")
         return 1
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _is_about_output(error: OSError) -> bool:
-    """Whether an error is that of a write to standard output, and not of another file or socket."""
+    """Whether an error comes from a write to standard output, and not to another file or socket."""
     if error.filename is not None or sys.stdout is not sys.__stdout__:
         return False
     if isinstance(error, BrokenPipeError):

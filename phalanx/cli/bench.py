@@ -1,4 +1,4 @@
-"""`phalanx bench`: measure, one thin file a subject."""
+"""`phalanx bench`: measurements, one file per subject."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ if TYPE_CHECKING:
 
 SUBJECTS = {
     "comm": "collectives by algorithm and size, links between ranks",
-    "compression": "training under each compressor over slow links; which one pays on yours",
+    "compression": "training under each compressor over slow links; which one is worth it on yours",
 }
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Hand over to the subject's own file."""
+    """Run the subject."""
     if not arguments or arguments[0] in {"-h", "--help"}:
         subjects = "\n".join(f"  {name:<12} {text}" for name, text in SUBJECTS.items())
         print(f"usage: phalanx bench <subject> [options]\n\nsubjects:\n{subjects}\n\nphalanx bench <subject> --help")

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 _HELP = """Measure collectives by algorithm and size, or the links between ranks.
 
-Columns are those of nccl-tests: algbw is the tensor's bytes a second, busbw what an ideal link would have carried, so
+Columns are those of nccl-tests: algbw is the tensor's bytes per second, busbw what an ideal link would have carried, so
 that it can be compared between numbers of ranks. The time is the median of the iterations, on the slowest rank; #wrong
-counts elements that did not come out right. An algorithm that cannot run here is left out, with the reason.
+counts wrong elements of the result. An algorithm that cannot run here is left out, with the reason.
 Started by torchrun, srun or mpirun it measures the ranks of that job, on several hosts too."""
 
 
@@ -42,7 +42,7 @@ def run(arguments: Sequence[str]) -> int:
     quiet = asked.json == "-"
     console = PlainConsole(out=sys.stderr if quiet else None)
     found = run_bench(plan, asked.num_workers, console, threads=asked.threads_per_rank)
-    if found is None:  # another rank of a job that somebody else started has it
+    if found is None:  # a rank of a job that torchrun, srun or mpirun started, and not the first one
         return 0
     if not quiet:
         print(_summary(found, link_report=asked.link_report), end="")
@@ -70,15 +70,19 @@ def _parser() -> FlagParser:
     add("--redop", default="sum", metavar="NAME", help=f"{', '.join(OPS)} [sum]")
     add("--iters", type=int, metavar="N", help="timed iterations (default: 100 for small sizes, 5 for large ones)")
     add("--warmup", type=int, default=2, metavar="N", help="iterations before the timed ones [2]")
-    add("--threads-per-rank", type=int, metavar="N", help="compute threads a rank (default: the cores, shared evenly)")
+    add("--threads-per-rank", type=int, metavar="N", help="compute threads per rank (default: an equal share)")
     add(
         "--ranks-per-host",
         type=int,
         metavar="N",
-        help="hierarchical: every N ranks stand for a host (default: real hosts)",
+        help="hierarchical: treat every N ranks as one host (default: real hosts)",
     )
     add("--p2p", action="store_true", help="measure latency and bandwidth between every pair of ranks instead")
-    add("--link-report", action="store_true", help="set the bandwidth that the links should have beside the measured")
+    add(
+        "--link-report",
+        action="store_true",
+        help="show the expected bandwidth of the links next to the measured one",
+    )
     add("--json", metavar="FILE", help="write what was measured (- for standard output)")
     add("--plot", metavar="FILE", help="draw it; with --p2p as heat maps (needs the extra 'bench')")
     return parser
@@ -102,7 +106,7 @@ def _plan(asked: argparse.Namespace) -> BenchPlan:
 
 
 def _summary(found: dict[str, Any], *, link_report: bool) -> str:
-    """Return what is shown under the rows that the ranks printed as they had them."""
+    """Return what is shown below the rows, which the ranks printed themselves."""
     parts = [side_by_side([make_row(row) for row in found.get("rows", ())])]
     if "latency_us" in found:
         parts.append(matrix_table("latency, one way", found["latency_us"], "us"))

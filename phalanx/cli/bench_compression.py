@@ -1,4 +1,4 @@
-"""`phalanx bench compression`: recipes under each compressor over slow links, or the adviser's word."""
+"""`phalanx bench compression`: recipes under each compressor over slow links, or a prediction of it."""
 
 from __future__ import annotations
 
@@ -51,24 +51,24 @@ def run(arguments: Sequence[str]) -> int:
 def _parser() -> FlagParser:
     parser = FlagParser(prog="phalanx bench compression", description=_HELP)
     add = parser.add_argument
-    add("--recipes", default=",".join(RECIPES), metavar="NAMES", help=f"with commas [{','.join(RECIPES)}]")
-    add("--compressors", default=",".join(COMPRESSORS), metavar="NAMES", help="with commas [all of them]")
-    add("--links", default=",".join(LINKS), metavar="RATES", help=f"bits a second, with commas [{','.join(LINKS)}]; "
+    add("--recipes", default=",".join(RECIPES), metavar="NAMES", help=f"separated by commas [{','.join(RECIPES)}]")
+    add("--compressors", default=",".join(COMPRESSORS), metavar="NAMES", help="separated by commas [all of them]")
+    add("--links", default=",".join(LINKS), metavar="RATES", help=f"bits per second, by commas [{','.join(LINKS)}]; "
         f"with --advise also '{HERE}': measured between two ranks of this machine")  # fmt: skip
     add("--steps", type=int, default=120, metavar="N", help="optimizer steps of each run [120]")
     add("--compression-ratio", type=float, metavar="X", help="topk, randomk [0.01]")
     add("--powersgd-rank", type=int, metavar="N", help="powersgd [4]")
     add("--compression-warmup", type=int, metavar="N", help="steps before compression begins [0]")
-    add("--advise", action="store_true", help="say which compressor pays, without training")
+    add("--advise", action="store_true", help="predict which compressor is worth it, without training")
     add("--ranks", type=int, default=2, metavar="N", help="--advise: ranks of the job [2]")
-    add("--latency-us", type=float, default=50.0, metavar="X", help="--advise: a message's delay [50]")
+    add("--latency-us", type=float, default=50.0, metavar="X", help="--advise: delay of a message [50]")
     add("--json", metavar="FILE", help="write the records (- for standard output)")
     add("--plot", metavar="FILE", help="draw the picture as PNG (extra: phalanx[bench])")
     return parser
 
 
 def _settings(namespace: argparse.Namespace) -> dict[str, Any]:
-    """Return the compressors' settings that were given, refused as the config refuses them."""
+    """Return the given settings of compressors, checked by the rules of the config."""
     owners = {"compression_ratio": "topk", "powersgd_rank": "powersgd", "compression_warmup": "topk"}
     given = {name: getattr(namespace, name) for name in owners if getattr(namespace, name) is not None}
     for name, value in given.items():

@@ -1,4 +1,4 @@
-"""Flags made from the config's fields: one help text, one default, one check for all doors."""
+"""Flags made from the config's fields, with the same help text, default and check as every other source."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _BARE = "<bare flag>"
 
 
 class FlagParser(argparse.ArgumentParser):
-    """An argument parser that speaks our error style and reports every unknown flag at once."""
+    """An argument parser with our errors, which reports all unknown flags at once."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, formatter_class=_Help, **options)
@@ -38,14 +38,14 @@ class FlagParser(argparse.ArgumentParser):
         return known
 
     def describe_unknown(self, words: Sequence[str]) -> list[str]:
-        """Say of every word that no flag takes what is wrong with it."""
+        """Return what is wrong with each word that no flag takes."""
         flags = [flag for action in self._actions for flag in action.option_strings]
         told = [word for place, word in enumerate(words) if not _is_value_of_unknown(words, place)]
         return [_unknown(word, flags) for word in told]
 
 
 def _is_value_of_unknown(words: Sequence[str], place: int) -> bool:
-    """Whether a word is only the value of an unknown flag before it, which is told already."""
+    """Whether a word is the value of an unknown flag before it, which is reported already."""
     return (
         place > 0
         and not words[place].startswith("-")
@@ -63,7 +63,7 @@ def _unknown(word: str, flags: Iterable[str]) -> str:
     if not word.startswith("-"):
         return f"unexpected argument '{word}'. A script's own arguments go after --."
     name = word.split("=", 1)[0]
-    by_name = {flag.lstrip("-"): flag for flag in flags}  # dashes are what all flags have in common
+    by_name = {flag.lstrip("-"): flag for flag in flags}  # all flags have the dashes in common
     close = by_name.get(nearest(name.lstrip("-"), by_name) or "")
     return f"unknown flag '{name}'.{f' Did you mean {close}?' if close else ''}"
 

@@ -1,4 +1,4 @@
-"""What verbs write for programs: JSON in a file, or on standard output."""
+"""JSON output of verbs, to a file or standard output."""
 
 from __future__ import annotations
 

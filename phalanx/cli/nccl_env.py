@@ -1,4 +1,4 @@
-"""`phalanx nccl-env`: what NCCL should be told on a kind of cluster, and why."""
+"""`phalanx nccl-env`: the NCCL variables for a kind of cluster, with reasons."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def run(arguments: Sequence[str]) -> int:
     """Print the variables, ready for a shell."""
     parser = FlagParser(
         prog="phalanx nccl-env",
-        description="Print the NCCL variables for a kind of cluster, with a reason each. "
+        description="Print the NCCL variables for a kind of cluster, with a reason for each. "
         'Use them with: eval "$(phalanx nccl-env --cluster ethernet)", or let the launcher set them: '
         "phalanx train ... --nccl-env ethernet",
     )
@@ -53,6 +53,6 @@ def _quoted(value: str) -> str:
 
 
 def _as_set(variable: Variable) -> str:
-    """Say what the environment has already, where that is something else."""
+    """Return the value that the environment has, where it differs."""
     now = os.environ.get(variable.name)
     return f" (now: {now})" if now not in (None, variable.value) else ""

@@ -1,4 +1,4 @@
-"""`phalanx strategies`: how ranks can share the work, and when to choose which."""
+"""`phalanx strategies`: how ranks can share the work, and when to use each way."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 def run(arguments: Sequence[str]) -> int:
     """Run the verb."""
     parser = FlagParser(
-        prog="phalanx strategies", description="How ranks can share the work, and when to choose which."
+        prog="phalanx strategies", description="How ranks can share the work, and when to use each way."
     )
     parser.parse_all(arguments)
     for entry in TABLE:
@@ -23,5 +23,5 @@ def run(arguments: Sequence[str]) -> int:
     for entry_point in installed_strategies():
         print(f"{entry_point.name}\n  how       --strategy {entry_point.name}\n  what      {entry_point.value}")
     print("\nAxes multiply: --num-workers 8 --pipeline-parallel 2 --tensor-parallel 2 --strategy fsdp is 2 x 2 x 2.")
-    print("Any of them is proved against one process by: phalanx verify <recipe, model or --script> ...")
+    print("Each of them can be proved against one process: phalanx verify <recipe, model or --script> ...")
     return 0

@@ -11,16 +11,14 @@ from typing import TYPE_CHECKING
 from phalanx.cli.flags import FlagParser, add_config_flags, resolve_flags
 from phalanx.config import Resolved
 from phalanx.errors import PhalanxError, UsageError
-from phalanx.launch import ModuleTarget, ScriptTarget, count_gpus, launch, prestart
+from phalanx.launch import ModuleTarget, ScriptTarget, count_gpus
 from phalanx.launch.nccl import nccl_environment
-from phalanx.launch.scratch import close_scratch, open_scratch
+from phalanx.launch.scratch import scratch_folder
 from phalanx.recipes import Recipe, load_recipe, recipe_names
-from phalanx.trainers.folders import discard_unused, make_run_dir
-from phalanx.trainers.launching import engine_environment, launch_spec, raise_failure
-from phalanx.trainers.nvme import warn_of_slow_start
-from phalanx.trainers.preflight import check_before_start, check_packages, check_script_starter
-from phalanx.trainers.targets import given_settings, recipe_target, settings_environment
-from phalanx.trainers.terminal import open_console
+from phalanx.runs.folder import discard_unused, make_run_dir
+from phalanx.runs.preflight import check_before_start, check_packages, check_script_starter
+from phalanx.runs.spec import given_settings, launch_spec, recipe_target, settings_environment
+from phalanx.runs.start import run_on_ranks
 from phalanx.world.env import RankEnv, export_rank_env, read_rank_env
 from phalanx.world.layout import Layout, plan_layout
 from phalanx.world.tf_config import check_against, read_task
@@ -42,7 +40,7 @@ def run(arguments: Sequence[str]) -> int:
     recipe = _check_target(namespace, own)
     resolved = resolve_flags(namespace, recipe)
     if recipe is not None and recipe.needs_data_dir and resolved.config.data_dir is None:
-        raise UsageError(f"the recipe '{recipe.name}' reads files of yours", hint="Say where: --data-dir path/to/them")
+        raise UsageError(f"the recipe '{recipe.name}' reads your files", hint="Add: --data-dir path/to/them")
     target = _target(namespace, own)
     if target is not None:
         target.check()
@@ -52,17 +50,15 @@ def run(arguments: Sequence[str]) -> int:
     if started is None and _is_task_of_cluster(resolved):
         return _be_the_task(resolved, target)
     if started is not None and not _is_node_of(started, resolved.config):
-        return _be_the_rank(started, recipe, resolved, target)  # torchrun, srun or mpirun started us: start no more
+        return _be_the_rank(started, recipe, resolved, target)  # torchrun, srun or mpirun started this rank
     if started is not None:
         resolved = _as_node(started, resolved)
     layout = plan_layout(resolved.config, count_gpus())
-    if resolved.config.launcher == "local":
-        prestart(engine_environment(resolved.config, layout.device))
     return _launch(recipe, resolved, target, layout)
 
 
 def _check_starter(script: Path, config: DistributedConfig, started: RankEnv | None) -> None:
-    """Where several ranks are to run, a script made for Horovod needs horovodrun to start them."""
+    """Refuse a script for Horovod on several ranks unless horovodrun starts them."""
     ranks = started.world_size if started is not None else config.total_ranks or 1
     if ranks > 1:
         name = (
@@ -72,13 +68,13 @@ def _check_starter(script: Path, config: DistributedConfig, started: RankEnv | N
 
 
 def _split(words: list[str]) -> tuple[list[str], list[str]]:
-    """Part our words from the script's own, which follow --."""
+    """Separate our arguments from those of the script, which follow --."""
     place = words.index("--") if "--" in words else len(words)
     return words[:place], words[place + 1 :]
 
 
 def _check_own_arguments(parser: FlagParser, words: list[str], own: list[str]) -> None:
-    """Refuse arguments of a script that stand before --, with the command line as it should be."""
+    """Refuse arguments of a script before --, and show the correct command line."""
     namespace, unknown = parser.parse_known_args(words)
     named = namespace.recipe if namespace.recipe not in recipe_names() else None
     if not (namespace.script or namespace.module) or not (unknown or named):
@@ -93,7 +89,7 @@ def _check_own_arguments(parser: FlagParser, words: list[str], own: list[str]) -
 
 
 def _part(words: list[str], chosen: list[str]) -> tuple[list[str], list[str]]:
-    """Part the chosen words from the others; both keep their order."""
+    """Separate the chosen words from the others; both keep their order."""
     left, rest, taken = list(chosen), [], []
     for word in words:
         if word in left:
@@ -129,7 +125,7 @@ def _check_target(namespace: argparse.Namespace, own: list[str]) -> Recipe | Non
             hint="Write: phalanx train digits, phalanx train --script train.py, or phalanx train -m package.train",
         )
     if namespace.recipe and own:
-        raise UsageError(f"a recipe takes no arguments of its own; got: {shlex.join(own)}")
+        raise UsageError(f"a recipe takes no arguments; got: {shlex.join(own)}")
     if namespace.recipe and vars(namespace).get("backend") == "tensorflow":
         raise UsageError(
             f"the recipe '{namespace.recipe}' is a torch model, and backend = 'tensorflow' trains Keras models",
@@ -155,37 +151,29 @@ def _name(recipe: Recipe | None, target: ScriptTarget | ModuleTarget | None) -> 
 def _launch(
     recipe: Recipe | None, resolved: Resolved, script: ScriptTarget | ModuleTarget | None, layout: Layout
 ) -> int:
-    """Start the ranks, show them, and return how it ended."""
+    """Start the ranks, and return the exit code."""
     config = resolved.config.with_trusted(device=layout.device)
     if recipe is None:  # a script may have other settings inside
         check_packages(config)
     else:
         check_before_start(config)
     run_dir = make_run_dir(config, _name(recipe, script))
-    folder = open_scratch("run")
-    try:
+    ranks = f"{layout.world_size} rank{'s' * (layout.world_size > 1)}"
+    with scratch_folder("run") as folder:
         target: Target | None = script if recipe is None else recipe_target(recipe, config, run_dir, folder)
         assert target is not None, "either a recipe or a script was named"
-        env = _rank_environment(resolved, config, run_dir)
-        spec = launch_spec(config, layout, target, run_dir / "logs", env=env)
-        with open_console(config) as console:
-            if recipe is not None:  # a script's output stays its own
-                console.notice(f"starting {layout.world_size} rank{'s' * (layout.world_size > 1)} on {layout.device}")
-            warn_of_slow_start(config, console)
-            result = launch(spec, console)
-    finally:
-        close_scratch(folder)
-    try:
-        raise_failure(result, run_dir / "logs")
-    except PhalanxError:
-        if recipe is not None:  # a script may have left files of its own
-            discard_unused(config, run_dir)
-        raise
+        spec = launch_spec(config, layout, target, run_dir / "logs", env=_rank_environment(resolved, config, run_dir))
+        try:  # the console of a script shows its output only
+            run_on_ranks(spec, config, notice=f"starting {ranks} on {layout.device}" if recipe is not None else "")
+        except PhalanxError:
+            if recipe is not None:  # a script may have written files
+                discard_unused(config, run_dir)
+            raise
     return 0
 
 
 def _rank_environment(resolved: Resolved, config: DistributedConfig, run_dir: Path | None = None) -> dict[str, str]:
-    """Hand the settings that were given down to a trainer inside the script."""
+    """Return the given settings as variables for a trainer inside the script."""
     given = given_settings(resolved, config)
     if run_dir is not None:
         given |= {"run_dir": str(run_dir), "device": config.device}
@@ -193,13 +181,13 @@ def _rank_environment(resolved: Resolved, config: DistributedConfig, run_dir: Pa
 
 
 def _is_node_of(started: RankEnv, config: DistributedConfig) -> bool:
-    """Whether a scheduler started one of us on each machine, to start that machine's ranks."""
-    one_a_machine = started.started_by in {"srun", "mpirun"} and started.local_world_size == 1
-    return one_a_machine and started.world_size == config.num_nodes < (config.total_ranks or 0)
+    """Whether a scheduler started one process per machine, which starts the ranks of that machine."""
+    one_per_machine = started.started_by in {"srun", "mpirun"} and started.local_world_size == 1
+    return one_per_machine and started.world_size == config.num_nodes < (config.total_ranks or 0)
 
 
 def _as_node(started: RankEnv, resolved: Resolved) -> Resolved:
-    """Fill in what the scheduler knows about this machine, where flags did not say it."""
+    """Fill in node_rank and rdzv_endpoint from the scheduler, where flags did not set them."""
     config = resolved.config
     endpoint = config.rdzv_endpoint or f"{started.master_addr}:{started.master_port}"
     node_rank = started.rank if config.node_rank is None else config.node_rank
@@ -207,7 +195,7 @@ def _as_node(started: RankEnv, resolved: Resolved) -> Resolved:
 
 
 def _is_task_of_cluster(resolved: Resolved) -> bool:
-    """Whether somebody who writes TF_CONFIG (Kubeflow, say) started this process of a TensorFlow cluster."""
+    """Whether this process was started with TF_CONFIG (for example by Kubeflow), as a task of a cluster."""
     task = read_task() if resolved.config.backend == "tensorflow" else None
     if task is not None:
         check_against(task, resolved.config, resolved.given)
@@ -230,7 +218,7 @@ def _be_the_rank(
     started: RankEnv, recipe: Recipe | None, resolved: Resolved, target: ScriptTarget | ModuleTarget | None
 ) -> int:
     if recipe is None:
-        export_rank_env(started)  # a plain torch script knows torchrun's names only
+        export_rank_env(started)  # a plain torch script reads torchrun's variables only
         from phalanx.launch.target import run_target
 
         assert target is not None, "either a recipe or a script was named"

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _HELP = """Search for the best hyperparameters.
 
-Every trial is a run like that of `phalanx train`, on as many ranks as --num-workers says, in a folder of its own. The
+Every trial is a run like that of `phalanx train`, on as many ranks as --num-workers says, in its own folder. The
 space is a TOML file, such as
 
   learning_rate = { loguniform = [1e-4, 1e-1] }
@@ -69,21 +69,21 @@ def _parser() -> FlagParser:
         "--metric",
         default="val/loss",
         metavar="NAME",
-        help="what is searched for: val/loss, val/accuracy, ... [val/loss]",
+        help="metric to optimize: val/loss, val/accuracy, ... [val/loss]",
     )
     add("--mode", metavar="min|max", help="whether less or more of it is better (default: by the metric's name)")
     add("--num-samples", type=int, metavar="N", help="how many trials [10; grid: every point]")
-    add("--scheduler", default="none", metavar="asha|pbt|median|none", help="who is given up early [none]")
+    add("--scheduler", default="none", metavar="asha|pbt|median|none", help="which trials are stopped early [none]")
     add("--search", default="random", metavar="random|grid|optuna", help="how points are chosen [random]")
-    add("--trials", type=int, metavar="N", help="how many run at once (default: as GPUs or cores allow)")
+    add("--trials", type=int, metavar="N", help="trials that run at once (default: as GPUs or cores allow)")
     add("--trials-per-gpu", type=int, default=1, metavar="N", help="trials that share a GPU [1]")
     add("--engine", default="auto", metavar="auto|local|ray", help="auto: ray where --address is given, else local")
     add("--grace", type=int, default=1, metavar="N", help="asha, median: iterations (epochs) that every trial gets [1]")
-    add("--eta", type=int, default=3, metavar="N", help="asha: one of so many goes on at each rung [3]")
+    add("--eta", type=int, default=3, metavar="N", help="asha: one of this many trials continues at each rung [3]")
     add("--interval", type=int, default=1, metavar="N", help="pbt: iterations between exchanges [1]")
-    add("--mutate", metavar="NAMES", help="pbt: hyperparameters that change on the way, with commas [all]")
+    add("--mutate", metavar="NAMES", help="pbt: hyperparameters that change during a trial, separated by commas [all]")
     add("--study-dir", metavar="DIR", help="folder of the search [runs/tune-<name>-<time>]")
-    add("--resume", action="store_true", help="go on with the search in --study-dir")
+    add("--resume", action="store_true", help="continue the search in --study-dir")
     add_config_flags(parser)
     return parser
 
@@ -99,7 +99,7 @@ def _subject(namespace: argparse.Namespace, own: list[str]) -> Subject:
         )
     if namespace.recipe:
         if own:
-            raise UsageError("a recipe takes no arguments of its own")
+            raise UsageError("a recipe takes no arguments")
         recipe = load_recipe(namespace.recipe).with_preset(namespace.preset)
         return RecipeSubject(recipe, resolve_flags(namespace, recipe))
     if namespace.preset:

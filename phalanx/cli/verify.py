@@ -1,4 +1,4 @@
-"""`phalanx verify`: prove that a layout gives what one process gives."""
+"""`phalanx verify`: prove that a layout gives the same result as one process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-_HELP = """Prove that a layout gives what one process gives.
+_HELP = """Prove that a layout gives the same result as one process.
 
 Runs the same global batches on one process and on the layout, in float64 and in float32, with dropout off, and
 compares losses, gradient norms, and each module's outputs, gradients and weights. Exit code 1 when they differ
@@ -59,7 +59,7 @@ def _parser() -> FlagParser:
 
 
 def _defaults(subject: Subject) -> Recipe:
-    """Take a recipe's settings, but a few steps of it; else two ranks."""
+    """Return the settings of a recipe with few steps; for other subjects two ranks."""
     known = load_recipe(subject.name) if isinstance(subject, RecipeSubject) else None
     settings = {"num_workers": 2, **(known.settings if known is not None else {}), "max_steps": _STEPS}
     return Recipe(subject.name, "", {}, {}, settings)

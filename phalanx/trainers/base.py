@@ -15,10 +15,10 @@ from phalanx.launch import count_gpus
 from phalanx.loop.adapters import adapt, check_trains_adapters
 from phalanx.loop.schedulers import load_scheduler_state
 from phalanx.loop.task import TrainTask, check_task
-from phalanx.trainers.folders import discard_unused, make_run_dir
+from phalanx.runs.folder import discard_unused, make_run_dir
+from phalanx.runs.preflight import check_before_start
 from phalanx.trainers.job import Job, JobResult, run_job
-from phalanx.trainers.preflight import check_before_start
-from phalanx.trainers.remote import run_on_ranks
+from phalanx.trainers.remote import send_job
 from phalanx.trainers.weights import hand_back, load_weights, save_weights
 from phalanx.world.env import read_rank_env
 from phalanx.world.layout import plan_layout
@@ -168,7 +168,7 @@ class TorchTrainer:
             return run_job(Job(action, task, config_here, checked=True), in_place=True)
         run_dir = make_run_dir(config, task.name) if action == "fit" else None
         try:
-            result: JobResult = run_on_ranks(
+            result: JobResult = send_job(
                 Job(action, task, config_here, run_dir, checked=True), layout, data=datasets_of(task.train, task.val)
             )
         except PhalanxError as error:

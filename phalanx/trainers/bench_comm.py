@@ -6,9 +6,9 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from phalanx.errors import UsageError
-from phalanx.launch import CallTarget, LaunchSpec, launch
-from phalanx.launch.scratch import close_scratch, open_scratch
-from phalanx.trainers.launching import raise_failure
+from phalanx.launch import CallTarget, LaunchSpec
+from phalanx.launch.scratch import scratch_folder
+from phalanx.runs.start import run_on_ranks
 from phalanx.world.env import export_rank_env, read_rank_env
 
 if TYPE_CHECKING:
@@ -32,13 +32,10 @@ def run_bench(plan: BenchPlan, ranks: int, console: Console, *, threads: int | N
         return found if started.rank == 0 else None
     if ranks < 1:
         raise UsageError(f"--num-workers is {ranks}", hint="It must be 1 or more.")
-    folder = open_scratch("bench")
-    try:
+    with scratch_folder("bench") as folder:
         (folder / _PLAN).write_text(plan.to_json())
         target = CallTarget("phalanx.comm.bench.rank:run_plan", str(folder))
         spec = LaunchSpec(target=target, ranks_per_node=ranks, log_dir=folder / "logs", threads_per_rank=threads)
-        raise_failure(launch(spec, console), folder / "logs")
+        run_on_ranks(spec, console=console)
         left: dict[str, Any] = json.loads((folder / _RESULT).read_text())
         return left
-    finally:
-        close_scratch(folder)

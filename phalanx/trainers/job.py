@@ -13,7 +13,7 @@ from phalanx.loop.evaluate import evaluate, predict
 from phalanx.loop.formation import Formation
 from phalanx.loop.schedulers import OwnSchedule, scheduler_state
 from phalanx.loop.trainer import TrainLoop
-from phalanx.trainers.folders import make_run_dir
+from phalanx.runs.folder import make_run_dir
 from phalanx.trainers.gathering import whole_state, whole_weights
 from phalanx.trainers.ray_report import engine_callbacks
 from phalanx.trainers.session import agree_run_dir, check_per_host, open_events, save_config

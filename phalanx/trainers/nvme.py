@@ -18,7 +18,6 @@ from phalanx.errors import UsageError
 
 if TYPE_CHECKING:
     from phalanx.config import DistributedConfig
-    from phalanx.launch.console import Console
 
 _EXTENSIONS = ("pin_memory", "async_io")
 """What DeepSpeed compiles for NVMe, in its order."""
@@ -50,13 +49,6 @@ def slow_start(config: DistributedConfig) -> str | None:
     if locks:  # torch waits for the holder of a lock for ever, also for one that was killed
         text += f"; if no other run is compiling, delete what a killed one left, or it waits: {' '.join(locks)}"
     return text
-
-
-def warn_of_slow_start(config: DistributedConfig, console: Console) -> None:
-    """Say so before the silence."""
-    text = slow_start(config)
-    if text is not None:
-        console.notice(text)
 
 
 def _check_compiler() -> None:

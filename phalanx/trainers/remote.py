@@ -1,6 +1,6 @@
-"""From a plain script, a notebook or a prompt to N ranks and back: the job travels as a pickle, the result returns.
+"""Send a job from a script or a notebook to N ranks as a pickle, and bring its result back.
 
-Classes and functions defined in `__main__` travel by value, so no script needs a main guard and a prompt works too.
+Classes and functions of `__main__` are pickled by value, so scripts need no main guard, and a notebook works too.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from phalanx.errors import CheckpointError, DataError, ModelError, UsageError
+from phalanx.errors import UsageError
 from phalanx.host.files import replacing
-from phalanx.launch import CallTarget, launch
-from phalanx.launch.scratch import close_scratch, open_scratch
+from phalanx.launch import CallTarget
+from phalanx.launch.scratch import scratch_folder
+from phalanx.runs.folder import log_folder
+from phalanx.runs.spec import launch_spec
+from phalanx.runs.start import run_on_ranks, write_payload
 from phalanx.trainers.job import JobResult
-from phalanx.trainers.launching import launch_spec, raise_failure
-from phalanx.trainers.nvme import warn_of_slow_start
-from phalanx.trainers.terminal import open_console
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -30,46 +30,30 @@ if TYPE_CHECKING:
 RESULT_NAME = "result.pt"
 WEIGHTS_NAME = "weights.pt"
 _HEAVY = ("weights", "optimizer_state")
-"""What of a result lies in a file of its own, which may be too large to come back from another machine."""
+"""Parts of a result in a separate file, which may be too large to come back from another machine."""
 
 
 class RemoteJob(Protocol):
-    """What can be sent to ranks: its settings, the run's folder, and what a rank does."""
+    """What can be sent to ranks: settings, the run's folder, and what a rank does."""
 
     config: DistributedConfig
     run_dir: Path | None
 
     def run(self) -> Any:
-        """Run it on a rank; what the first rank of this machine returns is the result."""
+        """Run it on a rank; the result is that of the first rank on this machine."""
 
 
-def run_on_ranks(job: RemoteJob, layout: Layout, data: Mapping[str, Any] | None = None) -> Any:
-    """Start the ranks, let them run the job, and return the result of this machine's first rank.
+def send_job(job: RemoteJob, layout: Layout, data: Mapping[str, Any] | None = None) -> Any:
+    """Start the ranks, let them run the job, and return the result of the first rank on this machine.
 
-    `data`: data sets that whoever starts the ranks deals out to them, by name.
+    `data`: data sets that the launcher distributes to the ranks, by name.
     """
-    folder = open_scratch("job")
-    log_dir = open_scratch("logs") if job.run_dir is None else job.run_dir / "logs"
-    keep_logs = True
-    try:
-        payload = folder / "job.pkl"
-        write_payload(job, payload)
-        with open_console(job.config) as console:
-            target = CallTarget("phalanx.worker:run_job_file", str(payload))
-            spec = launch_spec(job.config, layout, target, log_dir, env=_tracking_environment())
-            spec = dataclasses.replace(spec, data=data or {})
-            warn_of_slow_start(job.config, console)
-            result = launch(spec, console)
-        raise_failure(result, log_dir)
-        keep_logs = False
+    with scratch_folder("job") as folder, log_folder(job.run_dir) as logs:
+        write_payload(job, folder / "job.pkl")
+        target = CallTarget("phalanx.worker:run_job_file", str(folder / "job.pkl"))
+        spec = launch_spec(job.config, layout, target, logs, env=_tracking_environment(), data=data)
+        run_on_ranks(spec, job.config)
         return read_result(folder)
-    except (UsageError, DataError, ModelError, CheckpointError):  # told in full; other reports name the logs
-        keep_logs = False
-        raise
-    finally:
-        if job.run_dir is None:
-            close_scratch(log_dir, keep=keep_logs)
-        close_scratch(folder)
 
 
 def _tracking_environment() -> Mapping[str, str]:
@@ -81,23 +65,8 @@ def _tracking_environment() -> Mapping[str, str]:
     return {"MLFLOW_RUN_ID": active.info.run_id, "MLFLOW_TRACKING_URI": mlflow.get_tracking_uri()}
 
 
-def write_payload(job: object, path: Path) -> None:
-    """Write what the ranks are to do where they read it."""
-    import cloudpickle  # only a process that starts ranks needs it
-
-    try:
-        with path.open("wb") as file:
-            cloudpickle.dump(job, file)
-    except (TypeError, AttributeError, RuntimeError, ValueError) as error:
-        raise UsageError(
-            f"the job cannot be sent to the ranks: {error}",
-            hint="Everything handed to the trainer must be picklable: open files, locks, sockets, running DataLoader "
-            "iterators and CUDA handles are not. Or run the script itself on the ranks: phalanx train --script ...",
-        ) from error
-
-
 def write_result(result: object, folder: Path) -> None:
-    """Store the main rank's result where the parent waits for it."""
+    """Write the result of the main rank where the parent reads it."""
     if isinstance(result, JobResult) and result.weights is not None:
         _write({name: getattr(result, name) for name in _HEAVY}, folder / WEIGHTS_NAME)
         result = dataclasses.replace(result, weights={}, optimizer_state=None)

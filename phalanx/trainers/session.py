@@ -16,7 +16,7 @@ from phalanx.observe.fdsink import FdSink
 from phalanx.observe.guard import Guard, say_to_user
 from phalanx.observe.sinks import JsonlSink
 from phalanx.observe.stream import EventStream, Sink
-from phalanx.trainers.preflight import check_before_start
+from phalanx.runs.preflight import check_before_start
 
 _FITS = itertools.count(1)
 
@@ -39,8 +39,8 @@ def check_per_host(world: World, config: DistributedConfig) -> None:
     if world.world_size > 1:
         errors *= world.world_size
         dist.all_gather_object(errors, found)
-    for error in filter(None, errors):
-        raise error
+    for each in filter(None, errors):
+        raise each
 
 
 def agree_run_dir(world: World, make: Callable[[], Path], *, goes_on: bool = False) -> Path:

@@ -12,8 +12,8 @@ from phalanx.launch.record import read_record
 from phalanx.observe.gate import GATE, Gate
 from phalanx.observe.guard import Guard, say_to_user
 from phalanx.observe.streams import Streams
-from phalanx.trainers.launching import launch_spec
-from phalanx.trainers.preflight import check_packages
+from phalanx.runs.preflight import check_packages
+from phalanx.runs.spec import launch_spec
 from phalanx.tune.reporting import GOES_ON_AFTER
 from phalanx.world.layout import plan_layout
 

@@ -12,7 +12,7 @@ from phalanx.errors import UsageError, unknown_name
 from phalanx.launch import prestart
 from phalanx.launch.ray_address import check_address
 from phalanx.observe.folders import make_private
-from phalanx.trainers.launching import engine_environment
+from phalanx.runs.spec import engine_environment
 from phalanx.tune.charts import axes_and_lines
 from phalanx.tune.engine import Engine, IndependentTrials, Plan
 from phalanx.tune.objective import Objective

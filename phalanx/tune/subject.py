@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from phalanx.config import FIELDS, read_toml
 from phalanx.errors import UsageError, nearest
 from phalanx.launch import CallTarget, ModuleTarget, ScriptTarget
-from phalanx.trainers.targets import given_settings, recipe_target, settings_environment
+from phalanx.runs.spec import given_settings, recipe_target, settings_environment
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping

@@ -18,8 +18,8 @@ from phalanx.errors import ConfigError, UsageError
 from phalanx.loop.formation import Formation
 from phalanx.loop.task import TrainTask
 from phalanx.models.gpt import gpt
+from phalanx.runs import preflight
 from phalanx.strategies.base import local, whole
-from phalanx.trainers import preflight
 from phalanx.trainers.job import Job, run_job
 
 installed = pytest.mark.skipif(

@@ -20,7 +20,7 @@ from phalanx import HorovodTrainer, PyTorchDDPTrainer
 from phalanx.errors import ConfigError, UsageError
 from phalanx.launch.horovod_build import installed_library, speaks_mpi
 from phalanx.launch.horovodrun import HorovodRun, starter
-from phalanx.trainers.preflight import check_script_starter
+from phalanx.runs.preflight import check_script_starter
 from phalanx.world.env import read_rank_env
 
 HOROVODRUN = str(Path(sys.executable).with_name("horovodrun"))

@@ -24,6 +24,7 @@ LAYERS = {
     "launch": 1,
     "world": 2,
     "comm": 3,
+    "runs": 4,
     "strategies": 4,
     "checkpoint": 4,
     "data": 4,

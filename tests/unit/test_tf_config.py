@@ -18,7 +18,7 @@ from phalanx.errors import ConfigError, UsageError
 from phalanx.launch.preload import extra_modules
 from phalanx.launch.warm import import_settings
 from phalanx.observe.gate import GATE, Gate
-from phalanx.trainers.launching import engine_environment
+from phalanx.runs.spec import engine_environment
 from phalanx.world import tf_cluster
 from phalanx.world.env import RankEnv
 from phalanx.world.layout import plan_layout

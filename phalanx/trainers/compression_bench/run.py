@@ -10,14 +10,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from phalanx.config import DistributedConfig
 from phalanx.errors import RankFailedError
-from phalanx.launch import CallTarget, LaunchSpec, launch
-from phalanx.launch.scratch import close_scratch, open_scratch
+from phalanx.launch import CallTarget, LaunchSpec
+from phalanx.launch.scratch import scratch_folder
+from phalanx.runs.start import run_on_ranks
 from phalanx.trainers.compression_bench import netns
 from phalanx.trainers.compression_bench.plan import Case, Request, read_link
-from phalanx.trainers.launching import raise_failure
-from phalanx.trainers.terminal import open_console
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -59,24 +57,19 @@ def run_bench(
 
 def probe(recipes: Sequence[str]) -> dict[str, Any]:
     """Measure on two ranks of this machine what the adviser asks for."""
-    folder = open_scratch("probe")
-    try:
+    with scratch_folder("probe") as folder:
         payload = folder / "request.json"
         payload.write_text(json.dumps({"recipes": list(recipes)}), encoding="utf-8")
         launch_ranks("phalanx.worker:run_compression_probe_file", payload)
         found: dict[str, Any] = json.loads((folder / "probe.json").read_text(encoding="utf-8"))
         return found
-    finally:
-        close_scratch(folder)
 
 
 def launch_ranks(function: str, payload: Path, **spec: Any) -> None:
     """Start ranks of the benchmark here and wait for them; their failure is raised."""
     log_dir = payload.parent / f"logs-{spec.get('node_rank', 0)}"
     whole = {"ranks_per_node": RANKS, "log_dir": log_dir, **spec}
-    with open_console(DistributedConfig(progress=False)) as console:
-        result = launch(LaunchSpec(target=CallTarget(function, str(payload)), **whole), console)
-    raise_failure(result, log_dir)
+    run_on_ranks(LaunchSpec(target=CallTarget(function, str(payload)), **whole))
 
 
 def run_node(payload: str, node: int, endpoint: str) -> None:
@@ -93,17 +86,13 @@ def run_node(payload: str, node: int, endpoint: str) -> None:
 
 
 def _run_here(request: Request) -> dict[str, Any]:
-    folder = open_scratch("bench")
-    try:
+    with scratch_folder("bench") as folder:
         launch_ranks("phalanx.worker:run_compression_bench_file", _written(request, folder), threads_per_rank=1)
         return _read(request, folder)
-    finally:
-        close_scratch(folder)
 
 
 def _run_on_nodes(request: Request, nodes: netns.Nodes, rate: float) -> dict[str, Any]:
-    folder = open_scratch("bench")
-    try:
+    with scratch_folder("bench") as folder:
         payload = _written(request, folder)
         nodes.shape(rate)
         code = f"from {__name__} import run_node; run_node({str(payload)!r}, {{}}, {f'{nodes.address}:{_PORT}'!r})"
@@ -118,8 +107,6 @@ def _run_on_nodes(request: Request, nodes: netns.Nodes, rate: float) -> dict[str
         ]
         _wait(processes)
         return _read(request, folder)
-    finally:
-        close_scratch(folder)
 
 
 def _wait(processes: list[subprocess.Popen[str]]) -> None:

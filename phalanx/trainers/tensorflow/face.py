@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from phalanx.config import DistributedConfig, resolve
 from phalanx.errors import PhalanxError, UsageError
 from phalanx.launch import count_gpus
-from phalanx.trainers.folders import discard_unused, make_run_dir
-from phalanx.trainers.preflight import check_before_start
+from phalanx.runs.folder import discard_unused, make_run_dir
+from phalanx.runs.preflight import check_before_start
 from phalanx.trainers.tensorflow.feeding import check_data
 from phalanx.trainers.tensorflow.task import KerasJob, KerasTask
 from phalanx.world.env import read_rank_env
@@ -124,13 +124,11 @@ class TensorFlowDistributedTrainer:
         layout = None if started else plan_layout(config, count_gpus())
         if layout is None or layout.world_size == 1:
             return self._train_here(KerasJob(task, config))
-        from phalanx.trainers.remote import run_on_ranks
+        from phalanx.trainers.remote import send_job
 
         run_dir = make_run_dir(config, task.name)
         try:
-            result: KerasResult = run_on_ranks(
-                KerasJob(task, config.with_trusted(device=layout.device), run_dir), layout
-            )
+            result: KerasResult = send_job(KerasJob(task, config.with_trusted(device=layout.device), run_dir), layout)
         except PhalanxError:
             discard_unused(config, run_dir)
             raise

@@ -11,7 +11,7 @@ from phalanx.loop.reporting import tensorboard_dir
 from phalanx.observe.events import RunStarted
 from phalanx.observe.folders import make_private
 from phalanx.observe.stream import EventStream
-from phalanx.trainers.folders import make_run_dir
+from phalanx.runs.folder import make_run_dir
 from phalanx.trainers.session import open_sinks, save_config
 from phalanx.trainers.tensorflow import backup, reporting
 from phalanx.trainers.tensorflow.feeding import served_feed, training_feed, validation_feed

@@ -7,12 +7,12 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from phalanx.config.fields import STRATEGIES
-from phalanx.errors import PreemptedError, RankFailedError, UsageError, unknown_name
-from phalanx.launch import CallTarget, count_gpus, launch
+from phalanx.errors import PreemptedError, UsageError, unknown_name
+from phalanx.launch import CallTarget, count_gpus
 from phalanx.launch.scratch import close_scratch, open_scratch
-from phalanx.trainers.launching import launch_spec, raise_failure
-from phalanx.trainers.remote import write_payload
-from phalanx.trainers.terminal import open_console
+from phalanx.runs.folder import log_folder
+from phalanx.runs.spec import launch_spec
+from phalanx.runs.start import run_on_ranks, write_payload
 from phalanx.trainers.verify.compare import compare, same_bits
 from phalanx.trainers.verify.findings import MEASURES, Verdict
 from phalanx.trainers.verify.rank import Request, Run, read_recording
@@ -164,25 +164,15 @@ class Proof:
         placed = [dataclasses.replace(run, config=run.config.with_trusted(device=layout.device)) for run in runs]
         payload = self._folder / f"{runs[0].name}.pkl"
         write_payload(Request(self.subject, placed), payload)
-        self._start(config, layout, CallTarget("phalanx.worker:run_verify_file", str(payload)))
+        target = CallTarget("phalanx.worker:run_verify_file", str(payload))
+        with log_folder(None) as logs:
+            try:
+                run_on_ranks(launch_spec(config, layout, target, logs), config)
+            except PreemptedError:  # the ranks would advise a checkpoint_dir, which verify does not use
+                raise PreemptedError(
+                    "verify was stopped before it could compare", hint="It keeps nothing: run the same command again."
+                ) from None
         return {run.name: read_recording(self._folder, run.name) for run in runs}
-
-    def _start(self, config: DistributedConfig, layout: Layout, target: CallTarget) -> None:
-        """Launch; the logs of a rank that crashed outlive us, for the report names them."""
-        logs, crashed = open_scratch("logs"), False
-        try:
-            with open_console(config) as console:
-                result = launch(launch_spec(config, layout, target, logs, env={}), console)
-            raise_failure(result, logs)
-        except RankFailedError:
-            crashed = True
-            raise
-        except PreemptedError:  # the ranks would advise a checkpoint_dir, which a proof has no use for
-            raise PreemptedError(
-                "verify was stopped before it could compare", hint="It keeps nothing: run the same command again."
-            ) from None
-        finally:
-            close_scratch(logs, keep=crashed)
 
     def _verdict(
         self, claim: str, run: Recording, comparisons: list[Comparison], problems: Sequence[str] = ()

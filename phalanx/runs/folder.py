@@ -1,4 +1,4 @@
-"""A run's folder: where its config, logs, events and, by default, checkpoints lie. No torch here."""
+"""The folder of a run (config, logs, events and, by default, checkpoints), and temporary folders of logs."""
 
 from __future__ import annotations
 
@@ -6,19 +6,22 @@ import itertools
 import re
 import shutil
 import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from phalanx.errors import UsageError
+from phalanx.errors import PhalanxError, RankFailedError, UsageError
+from phalanx.launch.scratch import close_scratch, open_scratch
 from phalanx.observe.folders import make_private
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from phalanx.config import DistributedConfig
 
 
 def make_run_dir(config: DistributedConfig, name: str) -> Path:
-    """Make the folder of this run: the configured one, or a new runs/<name>-<time> that nobody else has."""
+    """Make the folder of this run: the configured one, or a new runs/<name>-<time>."""
     if config.run_dir is not None:
         return _make(Path(config.run_dir), exist_ok=True)
     plain = re.sub(r"[^\w.-]+", "-", config.name or name).strip("-") or "run"
@@ -44,10 +47,26 @@ def _make(path: Path, *, exist_ok: bool) -> Path:
 
 
 def discard_unused(config: DistributedConfig, run_dir: Path) -> None:
-    """Remove the folder of a run that was refused before it began: one we chose, with no event and no checkpoint."""
+    """Remove the folder of a run that was refused before it began, unless run_dir is set or something is in it."""
     events = run_dir / "events.jsonl"
     began = (run_dir / "checkpoints").exists() or (events.exists() and events.stat().st_size > 0)
     if config.run_dir is None and not began:
         shutil.rmtree(run_dir, ignore_errors=True)
         with suppress(OSError):
             run_dir.parent.rmdir()
+
+
+@contextmanager
+def log_folder(run_dir: Path | None) -> Iterator[Path]:
+    """Yield the folder for the logs of ranks: in the run's folder, or a temporary one, kept where an error needs it."""
+    if run_dir is not None:
+        yield run_dir / "logs"
+        return
+    logs, keep = open_scratch("logs"), False
+    try:
+        yield logs
+    except PhalanxError as error:
+        keep = isinstance(error, RankFailedError) or str(logs) in str(error)
+        raise
+    finally:
+        close_scratch(logs, keep=keep)

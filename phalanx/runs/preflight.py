@@ -1,10 +1,11 @@
-"""What can be refused before any process starts and any folder is made. No torch here."""
+"""Checks of files and packages, before any process starts and any folder is made."""
 
 from __future__ import annotations
 
 import ast
 import importlib.util
 import os
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,16 +13,20 @@ from phalanx.config import deepspeed
 from phalanx.config.engine_rules import missing_package
 from phalanx.errors import CheckpointError, UsageError
 from phalanx.launch import check_endpoint
-from phalanx.trainers.nvme import check_nvme
+from phalanx.launch.horovod_build import installed_library, speaks_mpi
 
 if TYPE_CHECKING:
     from phalanx.config import DistributedConfig
 
 
+_NVME = "phalanx.trainers.nvme"
+
+
 def check_before_start(config: DistributedConfig) -> None:
-    """Raise for settings that the files and packages of this machine cannot serve."""
+    """Raise for settings that need files or packages which this machine lacks."""
     check_packages(config)
-    check_nvme(config)
+    if config.offload == "nvme":
+        import_module(_NVME).check_nvme(config)
     if config.num_nodes > 1 and config.rdzv_endpoint:
         check_endpoint(config.rdzv_endpoint)
     _check_resume(config)
@@ -30,13 +35,13 @@ def check_before_start(config: DistributedConfig) -> None:
 
 
 def check_script_starter(script: Path, starter: str) -> None:
-    """Refuse a script made for Horovod whose ranks something else starts: each of them would train alone."""
+    """Refuse a script that imports Horovod where another launcher starts its ranks: each would train alone."""
     if starter == "horovodrun" or not _imports_horovod(script):
         return
     if starter != "mpirun":
-        why = "hvd.init() meets other ranks only where horovodrun started them"
-    elif _horovod_lacks_mpi():  # where it has it, horovodrun too may let mpirun start the ranks
-        why = "this Horovod was built without MPI, by which it would meet them"
+        why = "hvd.init() finds other ranks only where horovodrun started them"
+    elif (library := installed_library()) is not None and not speaks_mpi(library):  # with MPI, mpirun may start them
+        why = "this Horovod was built without MPI, which it would need to find them"
     else:
         return
     raise UsageError(
@@ -45,26 +50,25 @@ def check_script_starter(script: Path, starter: str) -> None:
     )
 
 
-def _horovod_lacks_mpi() -> bool:
-    from phalanx.launch.horovod_build import installed_library, speaks_mpi
-
-    library = installed_library()
-    return library is not None and not speaks_mpi(library)
+def slow_start(config: DistributedConfig) -> str | None:
+    """Return the notice about a start that takes minutes, or None."""
+    found: str | None = import_module(_NVME).slow_start(config) if config.offload == "nvme" else None
+    return found
 
 
 def _imports_horovod(script: Path) -> bool:
-    """Whether the script's first level imports Horovod; a script that may do without it imports it in a branch."""
+    """Whether the script imports Horovod at its top level; where it is optional, a branch imports it."""
     try:
         body = ast.parse(script.read_bytes()).body
     except (OSError, SyntaxError, ValueError):
-        return False  # the rank that runs it says so better
+        return False  # the rank that runs it reports it better
     names = [alias.name for node in body if isinstance(node, ast.Import) for alias in node.names]
     names += [node.module or "" for node in body if isinstance(node, ast.ImportFrom) and not node.level]
     return any(name.split(".")[0] == "horovod" for name in names)
 
 
 def check_packages(config: DistributedConfig) -> None:
-    """Refuse settings whose package is not installed, and name the extra that brings it."""
+    """Refuse settings whose package is not installed, and name the extra with it."""
     if (config.mlflow_tracking or config.mlflow_experiment) and importlib.util.find_spec("mlflow") is None:
         raise UsageError(
             "mlflow_tracking needs MLflow, which is not installed", hint="Run: pip install 'phalanx[mlflow]'"
@@ -93,7 +97,7 @@ def _check_resume(config: DistributedConfig) -> None:
 
 
 def _check_folder(name: str, given: str | None) -> None:
-    """Refuse a folder that is a file or that nobody could create; writing itself is tried by the rank that writes."""
+    """Refuse a folder that is a file or cannot be created; the rank that writes reports other errors."""
     if given is None:
         return
     path = Path(given)

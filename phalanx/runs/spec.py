@@ -1,0 +1,115 @@
+"""From the config to a `LaunchSpec`, and what ranks get by environment variables and files."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from phalanx.config import FIELDS
+from phalanx.config.sources import ENV_PREFIX
+from phalanx.launch import CallTarget, LaunchSpec
+from phalanx.launch.nccl import nccl_environment
+from phalanx.launch.preload import PRELOAD
+from phalanx.world.tf_cluster import import_environment, tensorflow_modules
+from phalanx.world.tf_config import ROLES_VARIABLE, roles_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from phalanx.config import DistributedConfig, Resolved
+    from phalanx.launch.spec import Starter, Target
+    from phalanx.recipes import Recipe
+    from phalanx.world.layout import Layout
+
+
+def launch_spec(
+    config: DistributedConfig,
+    layout: Layout,
+    target: Target,
+    log_dir: Path,
+    *,
+    env: Mapping[str, str] | None = None,
+    data: Mapping[str, Any] | None = None,
+) -> LaunchSpec:
+    """Return the launch that the config asks for.
+
+    Our own targets join within `timeout` of their start; a user's script may prepare for hours before it does.
+    """
+    start_timeout = config.start_timeout
+    if start_timeout is None and isinstance(target, CallTarget):
+        start_timeout = config.timeout
+    return LaunchSpec(
+        target=target,
+        ranks_per_node=layout.ranks_per_node,
+        num_nodes=layout.num_nodes,
+        node_rank=config.node_rank,
+        rdzv_endpoint=config.rdzv_endpoint or "",
+        env={**nccl_environment(config.nccl_env, os.environ), **engine_environment(config, layout.device), **(env or {})},
+        log_dir=log_dir,
+        labels=_labels(layout, target),
+        console_ranks="all" if config.console_ranks == "all" else "0",
+        max_restarts=config.max_restarts,
+        grace_seconds=config.stop_grace,
+        join_timeout=config.timeout,
+        start_timeout=start_timeout,
+        threads_per_rank=config.threads_per_rank,
+        data=data or {},
+        prelude="phalanx.world.tf_cluster:enter" if config.backend == "tensorflow" else "",
+        starter=_starter(config, layout),
+    )
+
+
+def engine_environment(config: DistributedConfig, device: str) -> dict[str, str]:
+    """Return the variables of ranks for packages other than torch, which the fork server imports too."""
+    imports = ["mlflow"] if config.mlflow_tracking or config.mlflow_experiment else []
+    found = {}
+    if config.backend == "tensorflow":
+        roles = roles_of(config)
+        found = {ROLES_VARIABLE: ",".join(roles), **import_environment(os.environ, len(roles))}
+        # What TensorFlow may do with a GPU while it is imported must not happen before a fork.
+        imports = [*tensorflow_modules({**os.environ, **found}), *imports] if device == "cpu" else imports
+    return {**found, PRELOAD: ",".join(imports)} if imports else found
+
+
+_STARTERS = {"horovodrun": "phalanx.launch.horovodrun", "ray": "phalanx.launch.ray_train"}
+"""The modules of launchers other than our own."""
+
+
+def _starter(config: DistributedConfig, layout: Layout) -> Starter | None:
+    if config.launcher == "local":
+        return None
+    starter: Starter = import_module(_STARTERS[config.launcher]).starter(config, layout)
+    return starter
+
+
+def _labels(layout: Layout, target: Target) -> tuple[str, ...]:
+    """Return labels of ranks by mesh position; none (r0, r1, ...) for scripts, unless flags set more than a count."""
+    mesh = layout.mesh
+    is_set = sum(size > 1 for size in mesh.sizes.values()) > 1 or mesh.dp_size < mesh.world_size
+    return layout.labels if isinstance(target, CallTarget) or layout.names or is_set else ()
+
+
+def recipe_target(recipe: Recipe, config: DistributedConfig, run_dir: Path, folder: Path) -> CallTarget:
+    """Write the recipe and its config into `folder`, and return the target that runs them."""
+    request = {"recipe": dataclasses.asdict(recipe), "config": config.to_dict(), "run_dir": str(run_dir)}
+    payload = folder / "recipe.json"
+    payload.write_text(json.dumps(request), encoding="utf-8")
+    return CallTarget("phalanx.worker:run_recipe_file", str(payload))
+
+
+def given_settings(resolved: Resolved, config: DistributedConfig) -> dict[str, Any]:
+    """Return the settings that some source set, with the config's values."""
+    return {name: getattr(config, name) for name in FIELDS if name in resolved.given}
+
+
+def settings_environment(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Return settings as variables for a trainer inside a script, whose own arguments win."""
+    return {f"{ENV_PREFIX}{name.upper()}": _as_text(value) for name, value in settings.items()}
+
+
+def _as_text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else "none" if value is None else str(value)

@@ -1,0 +1,93 @@
+"""Start ranks, show their progress on the terminal, and raise what failed."""
+
+from __future__ import annotations
+
+import signal
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING
+
+from phalanx import errors
+from phalanx.config import DistributedConfig
+from phalanx.launch import launch, prestart
+from phalanx.launch.console import PlainConsole
+from phalanx.launch.record import any_record, read_record
+from phalanx.runs.preflight import slow_start
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from phalanx.launch import LaunchResult, LaunchSpec
+    from phalanx.launch.console import Console
+
+
+def run_on_ranks(
+    spec: LaunchSpec, config: DistributedConfig | None = None, *, console: Console | None = None, notice: str = ""
+) -> None:
+    """Run the target on the ranks and return when all have ended; raise what went wrong.
+
+    Without a console, one is opened as the config says; without a config, the output of ranks is shown as it is.
+    """
+    config = config or DistributedConfig(progress=False)
+    if spec.starter is None:
+        prestart(spec.env)  # torch is imported while the console opens
+    with open_console(config) if console is None else nullcontext(console) as shown:
+        for text in filter(None, (notice, slow_start(config))):
+            shown.notice(text)
+        result = launch(spec, shown)
+    raise_failure(result, spec.log_dir)
+
+
+@contextmanager
+def open_console(config: DistributedConfig) -> Iterator[Console]:
+    """Open the console of one launch: with a progress display, or plain; restore the terminal afterwards."""
+    labelled = config.console_ranks == "all"
+    if not config.progress:
+        yield PlainConsole(labelled=labelled)
+        return
+    from phalanx.observe.console import Console as LiveConsole
+
+    console = LiveConsole(show_labels=labelled)
+    try:
+        yield console
+    finally:
+        console.close()
+
+
+def write_payload(job: object, path: Path) -> None:
+    """Pickle what the ranks run; classes and functions of `__main__` are pickled by value."""
+    import cloudpickle  # only a process that starts ranks needs it
+
+    try:
+        with path.open("wb") as file:
+            cloudpickle.dump(job, file)
+    except (TypeError, AttributeError, RuntimeError, ValueError) as error:
+        raise errors.UsageError(
+            f"the job cannot be sent to the ranks: {error}",
+            hint="Everything handed to the trainer must be picklable: open files, locks, sockets, running DataLoader "
+            "iterators and CUDA handles are not. Or run the script itself on the ranks: phalanx train --script ...",
+        ) from error
+
+
+def raise_failure(result: LaunchResult, log_dir: Path) -> None:
+    """Raise the error of a launch that failed; a PhalanxError of a rank is raised again here."""
+    if result.exit_code == 0:
+        return
+    if result.exit_code == errors.EXIT_INTERRUPTED:
+        raise KeyboardInterrupt
+    failure = result.failure
+    rank = None if failure is None else failure.rank
+    record = any_record(log_dir) if failure is None else None if rank is None else read_record(log_dir, rank)
+    kind = getattr(errors, record["type"], None) if record is not None else None
+    if record is not None and isinstance(kind, type) and issubclass(kind, errors.PhalanxError):
+        raise errors.rebuild(kind, record["message"], record["hint"])
+    if failure is not None:
+        raise errors.RankFailedError(str(failure), exit_code=result.exit_code)
+    if result.exit_code == errors.EXIT_PREEMPTED:
+        raise errors.PreemptedError(f"the program ended with exit code {result.exit_code}", hint=f"Logs: {log_dir}")
+    raise errors.RankFailedError(_how_it_stopped(result.exit_code), exit_code=result.exit_code)
+
+
+def _how_it_stopped(code: int) -> str:
+    by = {128 + number.value: number.name for number in (signal.SIGTERM, signal.SIGHUP)}
+    return f"stopped by {by[code]}; no checkpoint was saved" if code in by else f"the ranks ended with exit code {code}"
