@@ -38,7 +38,7 @@ $(VENV)/.test: $(VENV)/.phalanx
 	$(UV) setuptools wheel
 	command -v cmake >/dev/null || $(UV) cmake
 	@# Horovod compiles for minutes, while the others are fetched.
-	@$(call optional,Horovod,$(BIN)/python -m phalanx.launch.horovod_build) & \
+	@$(call optional,Horovod,$(BIN)/python -m phalanx.engines.horovod.build) & \
 	$(MAKE) --no-print-directory $(VENV)/.engines; status=$$?; wait; exit $$status
 	@touch $@
 
@@ -88,7 +88,7 @@ docs: $(VENV)/.test ## build the documentation into site/, warnings are errors
 horovod: $(VENV)/.phalanx ## build Horovod against the installed torch; the wheel is kept under ~/.cache
 	$(UV) setuptools wheel
 	command -v cmake >/dev/null || $(UV) cmake
-	$(BIN)/python -m phalanx.launch.horovod_build
+	$(BIN)/python -m phalanx.engines.horovod.build
 
 bench: $(VENV)/.bench ## measure against the rivals (on an otherwise idle machine)
 	$(BIN)/python benchmarks/startup.py

@@ -9,10 +9,10 @@ import dataclasses
 import re
 from typing import Any
 
-from phalanx.config import FIELDS, GROUPS
+from phalanx.config import (FIELDS, GROUPS)
 from phalanx.config.option import kinds
-from phalanx.observe.events import KINDS, Event
-from phalanx.recipes import load_recipe, recipe_names
+from phalanx.observe.events import (KINDS, Event)
+from phalanx.recipes import (load_recipe, recipe_names)
 
 _MARKER = re.compile(r"<!-- table: (\w+) -->")
 _WORDS = {"None": "unset", "bool": "true/false", "int": "whole number", "float": "number", "str": "text"}

@@ -12,18 +12,18 @@ from phalanx.version import __version__
 
 if TYPE_CHECKING:
     from phalanx.config import DistributedConfig
+    from phalanx.engines.horovod.trainer import HorovodTrainer
+    from phalanx.engines.ray.trainer import RayTrainer
+    from phalanx.engines.tensorflow.trainer import TensorFlowDistributedTrainer
     from phalanx.errors import PhalanxError
     from phalanx.loop.formation import Formation
     from phalanx.loop.hooks import Callback, StepInfo
     from phalanx.models.lora import lora, merge_lora, remove_lora, unmerge_lora
-    from phalanx.models.lora_files import load_adapter, save_adapter
+    from phalanx.models.lora.files import load_adapter, save_adapter
     from phalanx.observe.history import History
-    from phalanx.trainers.ddp import PyTorchDDPTrainer
-    from phalanx.trainers.horovod import HorovodTrainer
-    from phalanx.trainers.ray import RayTrainer
-    from phalanx.trainers.tensorflow.face import TensorFlowDistributedTrainer
-    from phalanx.trainers.verify.face import verify
+    from phalanx.trainers.torch import PyTorchDDPTrainer
     from phalanx.tune.tuner import DistributedTuner
+    from phalanx.verification.api import verify
 
 _HOMES = {
     "Callback": "phalanx.loop.hooks",
@@ -31,19 +31,19 @@ _HOMES = {
     "DistributedTuner": "phalanx.tune.tuner",
     "Formation": "phalanx.loop.formation",
     "History": "phalanx.observe.history",
-    "HorovodTrainer": "phalanx.trainers.horovod",
+    "HorovodTrainer": "phalanx.engines.horovod.trainer",
     "PhalanxError": "phalanx.errors",
-    "PyTorchDDPTrainer": "phalanx.trainers.ddp",
-    "RayTrainer": "phalanx.trainers.ray",
+    "PyTorchDDPTrainer": "phalanx.trainers.torch",
+    "RayTrainer": "phalanx.engines.ray.trainer",
     "StepInfo": "phalanx.loop.hooks",
-    "TensorFlowDistributedTrainer": "phalanx.trainers.tensorflow.face",
-    "load_adapter": "phalanx.models.lora_files",
+    "TensorFlowDistributedTrainer": "phalanx.engines.tensorflow.trainer",
+    "load_adapter": "phalanx.models.lora.files",
     "lora": "phalanx.models.lora",
     "merge_lora": "phalanx.models.lora",
     "remove_lora": "phalanx.models.lora",
-    "save_adapter": "phalanx.models.lora_files",
+    "save_adapter": "phalanx.models.lora.files",
     "unmerge_lora": "phalanx.models.lora",
-    "verify": "phalanx.trainers.verify.face",
+    "verify": "phalanx.verification.api",
 }
 
 __all__ = [

@@ -99,7 +99,7 @@ class RankFailedError(PhalanxError):
         self.exit_code = exit_code
 
 
-class WarmProcessDiedError(PhalanxError):
+class ForkServerDiedError(PhalanxError):
     """The process that forks the ranks has ended, and every rank with it."""
 
 

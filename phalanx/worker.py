@@ -6,13 +6,12 @@ import json
 import pickle
 from pathlib import Path
 
+from phalanx.bench.compression.rank import run_cases, run_probe
 from phalanx.config import DistributedConfig
 from phalanx.recipes import Recipe
-from phalanx.trainers.compression_bench.probe import run_probe
-from phalanx.trainers.compression_bench.rank import run_cases
 from phalanx.trainers.recipe import run_recipe
 from phalanx.trainers.remote import write_result
-from phalanx.trainers.verify.rank import run_request
+from phalanx.verification.rank import run_request
 from phalanx.world.env import read_rank_env
 
 

@@ -14,7 +14,7 @@ import psutil
 import pytest
 from ranks import ScriptRun, run_on_ranks, run_script, warm_pid
 
-from phalanx.launch import warm
+from phalanx.launch.forkserver import client
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -82,9 +82,9 @@ def launch_script(tmp_path: Path, warm_process: None) -> Callable[..., ScriptRun
 @pytest.fixture(scope="session")
 def warm_process() -> Iterator[None]:
     """Have the warm process for the whole session, and end it with the session."""
-    warm.prestart()
+    client.prestart()
     yield
-    warm.shutdown()
+    client.shutdown()
 
 
 @pytest.fixture(scope="session", autouse=True)

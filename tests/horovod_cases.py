@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from phalanx.comm.horovod import HorovodReducer
+from phalanx.engines.horovod.strategy import HorovodReducer
 from phalanx.errors import UsageError
 
 SAMPLES = 45

@@ -13,8 +13,8 @@ from phalanx.loop.task import TrainTask
 from phalanx.models.gpt import gpt
 from phalanx.models.llama import llama
 from phalanx.models.moe import moe
-from phalanx.trainers.gathering import whole_weights
 from phalanx.trainers.job import Job, run_job
+from phalanx.trainers.weights import whole_weights
 
 SHAPE = {"layers": 2, "vocab_size": 61, "block_size": 16}  # 61 tokens cannot be cut evenly
 MODELS = {"gpt": gpt, "llama": llama, "moe": moe}

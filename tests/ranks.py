@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 import cloudpickle
 
 from phalanx.errors import RankFailedError
-from phalanx.launch import CallTarget, LaunchResult, LaunchSpec, ScriptTarget, launch, warm
-from phalanx.observe.streams import Streams
+from phalanx.launch import CallTarget, LaunchResult, LaunchSpec, ScriptTarget, launch
+from phalanx.launch.forkserver import client
+from phalanx.observe.guard import Streams
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -141,4 +142,4 @@ def run_script(directory: Path, source: str, console: RecordingConsole | None = 
 
 def warm_pid() -> int | None:
     """Return the id of this process's warm process, or None when there is none."""
-    return None if warm._current is None else warm._current.pid
+    return None if client._current is None else client._current.pid

@@ -229,7 +229,7 @@ _RAY = {
     "ray_search": """
 from ray import tune
 from distributed import RayTrainer
-from phalanx.launch.ray_cluster import open_cluster
+from phalanx.engines.ray.cluster import open_cluster
 
 
 def train_fn(config):

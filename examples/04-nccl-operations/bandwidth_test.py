@@ -22,15 +22,15 @@ import torch
 import torch.distributed as dist
 
 import phalanx
-from phalanx.comm.bench.plan import BenchPlan, parse_algorithms, parse_sizes
-from phalanx.comm.bench.rank import measure_rows
-from phalanx.comm.bench.report import HEADER, side_by_side
-from phalanx.comm.links import measure_links
-from phalanx.comm.wire import Wire
+from phalanx.bench.comm.plan import BenchPlan, parse_algorithms, parse_sizes
+from phalanx.bench.comm.rank import measure_rows
+from phalanx.bench.comm.report import HEADER, side_by_side
+from phalanx.comm.collectives.channel import P2PChannel
+from phalanx.comm.topology import measure_links
 from phalanx.errors import PhalanxError
 
 
-def measure_sizes(wire: Wire, sizes: tuple[int, ...], rounds: int) -> list[dict[str, Any]]:
+def measure_sizes(wire: P2PChannel, sizes: tuple[int, ...], rounds: int) -> list[dict[str, Any]]:
     """Return one row for each size and pair of ranks; every rank calls it."""
     rows = []
     for size in sizes:
@@ -57,15 +57,15 @@ def link_cells(row: dict[str, Any], width: int) -> str:
     return f"{pair:>{width}}{row['time_us']:>12.1f}{row['gbs']:>9.3f}"
 
 
-def link_wire(formation: phalanx.Formation) -> Wire:
+def link_wire(formation: phalanx.Formation) -> P2PChannel:
     """Return what connects the ranks: nccl between GPUs when each rank has one, else gloo."""
     local_ranks = formation.world.env.local_world_size
     if formation.device.type == "cuda" and torch.cuda.device_count() >= local_ranks:
-        return Wire(dist.new_group(backend="nccl"))
-    return Wire()
+        return P2PChannel(dist.new_group(backend="nccl"))
+    return P2PChannel()
 
 
-def choose_algorithms(asked: str | None, op: str, wire: Wire) -> tuple[str, ...]:
+def choose_algorithms(asked: str | None, op: str, wire: P2PChannel) -> tuple[str, ...]:
     """Return what was asked for, or what runs here: nccl too where the GPUs are there."""
     names = parse_algorithms(asked, op)
     return (*names, "nccl") if asked is None and wire.is_batched else names
@@ -83,7 +83,7 @@ def main() -> None:
         formation.print(f"links between {wire.size} ranks, by {'nccl' if wire.is_batched else 'gloo'}")
         links = measure_sizes(wire, sizes, args.rounds)
         formation.print(f"{links_table(links)}\n\n{args.op} on {wire.size} ranks\n{HEADER}")
-        rows = list(measure_rows(plan, Wire(), formation.print))
+        rows = list(measure_rows(plan, P2PChannel(), formation.print))
         if beside := side_by_side(rows):  # nothing for a single algorithm
             formation.print(f"\n{beside}")
         if args.json and formation.is_main:

@@ -20,14 +20,14 @@ import torch.distributed as dist
 
 import phalanx
 from phalanx.comm import collectives as ours
-from phalanx.comm.shared.opening import share_memory
-from phalanx.comm.shared.telling import tell_through
-from phalanx.comm.signature import HEADER_BYTES
+from phalanx.comm.collectives.mismatch import HEADER_BYTES
+from phalanx.comm.shm.bootstrap import group_text_gatherer
+from phalanx.comm.shm.setup import share_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from phalanx.comm.shared import SharedGroup
+    from phalanx.comm.shm import SharedGroup
 
 ROOT = 0
 OPS = {
@@ -289,7 +289,7 @@ def open_shared_memory(wire: ours.Wire) -> SharedGroup | None:
     """Return the pages that these ranks can share; None on several machines, and where tensors are on GPUs."""
     if wire.device.type != "cpu":
         return None
-    return share_memory(tell_through(None), wire.rank, wire.size, timeout=60.0)
+    return share_memory(group_text_gatherer(None), wire.rank, wire.size, timeout=60.0)
 
 
 def parse_args() -> argparse.Namespace:

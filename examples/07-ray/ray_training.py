@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from phalanx import RayTrainer
-from phalanx.launch.ray_cluster import open_cluster
+from phalanx.engines.ray.cluster import open_cluster
 
 INPUTS = torch.randn(32, 4, generator=torch.Generator().manual_seed(0))
 LABELS = (INPUTS.sum(1) > 0).long()

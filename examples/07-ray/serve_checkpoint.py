@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader
 
 from phalanx import PyTorchDDPTrainer
 from phalanx.data import load
-from phalanx.launch.ray_cluster import open_cluster
+from phalanx.engines.ray.cluster import open_cluster
 
 
 def build_model() -> nn.Module:

@@ -22,7 +22,7 @@ def train(config):
     import torch
 
     from phalanx import PyTorchDDPTrainer
-    from phalanx.data.registry import load
+    from phalanx.data.sets import load
 
     torch.manual_seed(0)
     width = config["width"]

@@ -15,12 +15,10 @@ Nothing here knows the training loop: state dicts go in and come out.
 
 from __future__ import annotations
 
-from phalanx.checkpoint.find import Checkpoint, Choice, choose, list_checkpoints
+from phalanx.checkpoint.find import Checkpoint, Choice, choose, list_checkpoints, verify
 from phalanx.checkpoint.lock import RunLock
-from phalanx.checkpoint.manifest import Manifest, TensorInfo, read_manifest
+from phalanx.checkpoint.manifest import Manifest, SavedCheckpoint, Snapshot, TensorInfo, read_manifest
 from phalanx.checkpoint.read import Loaded, compare_model, entries, load, read_rank_state, read_state_of, read_tensors
-from phalanx.checkpoint.snapshot import SavedCheckpoint, Snapshot
-from phalanx.checkpoint.verify import verify
 from phalanx.checkpoint.write import check_writable, save
 
 __all__ = [

@@ -1,16 +1,97 @@
-"""Find checkpoints, and choose the one to resume from."""
+"""Find checkpoints, verify them, and name what else lies in a directory."""
 
 from __future__ import annotations
 
+import stat
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from phalanx.checkpoint import group
-from phalanx.checkpoint.foreign import foreign, looks_like, nothing_there
+from phalanx.checkpoint.files import hash_file
 from phalanx.checkpoint.manifest import MANIFEST, Manifest, read_manifest
-from phalanx.checkpoint.names import is_published
-from phalanx.checkpoint.verify import verify
+from phalanx.checkpoint.publish import is_published
 from phalanx.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from phalanx.checkpoint.files import FileRecord
+
+
+def verify(path: Path | str, files: Iterable[str] | None = None, *, manifest: Manifest | None = None) -> list[str]:
+    """Return what is wrong with a checkpoint: missing files, wrong sizes, wrong hashes; nothing when it is whole.
+
+    With a process group this is collective: every rank hashes its share of the files and all return the same list.
+    """
+    path = Path(path)
+    known = (manifest or read_manifest(path)).files
+    names = sorted(known if files is None else files, key=lambda name: (-known[name].size, name))
+    mine = names[group.rank() :: group.world_size()]
+    found = {name: problem for name in mine if (problem := _problem(path / name, known[name]))}
+    merged = {name: problem for part in group.gather_to_all(found) for name, problem in part.items()}
+    return [merged[name] for name in sorted(merged)]
+
+
+def sizes_match(checkpoint: Checkpoint) -> bool:
+    """Say whether every file is there with its size: a check that costs no reading, for this process alone."""
+    return not any(_size_problem(checkpoint.path / name, record) for name, record in checkpoint.manifest.files.items())
+
+
+def _problem(file: Path, record: FileRecord) -> str | None:
+    try:
+        problem = _size_problem(file, record)
+        if problem is None and hash_file(file) != record.hash:
+            problem = f"{file.name} does not match its hash: it was changed after it was written"
+    except OSError as error:
+        return f"{file.name} cannot be read: {error.strerror}"
+    return problem
+
+
+def _size_problem(file: Path, record: FileRecord) -> str | None:
+    try:
+        found = file.stat()
+    except FileNotFoundError:
+        return f"{file.name} is missing"
+    if not stat.S_ISREG(found.st_mode):
+        return f"{file.name} is not a regular file"
+    size = found.st_size
+    if size == record.size:
+        return None
+    how = "truncated" if size < record.size else "longer than written"
+    return f"{file.name} is {how}: {size:,} bytes where the manifest says {record.size:,}"
+
+
+_EXPECTED = "Expected the checkpoint_dir of an earlier run, which holds step-00000100 and the like, or one of those."
+_TORCH_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin")
+
+
+def looks_like(path: Path) -> str | None:
+    """Say what kind of foreign checkpoint is at `path`, or None when it is none that we know."""
+    if path.is_file():
+        return "a single file, as torch.save writes it" if path.suffix in _TORCH_SUFFIXES else "a single file"
+    names = sorted(entry.name for entry in path.iterdir())
+    if ".metadata" in names or any(name.endswith(".distcp") for name in names):
+        return "a torch.distributed.checkpoint directory without a Phalanx manifest"
+    if "config.json" in names and any(name.endswith((".safetensors", ".bin")) for name in names):
+        return "a Hugging Face model directory"
+    if any(name.endswith(".safetensors") for name in names):
+        return "a directory of safetensors files"
+    if "checkpoint" in names and any(name.endswith(".index") for name in names):
+        return "a TensorFlow checkpoint directory"
+    files = [name for name in names if name.endswith(_TORCH_SUFFIXES)]
+    return f"a directory of torch.save files ({files[0]})" if files else None
+
+
+def foreign(path: Path, kind: str) -> CheckpointError:
+    """Return the error for something that is no checkpoint of ours."""
+    return CheckpointError(f"{path} is not a Phalanx checkpoint: it looks like {kind}", hint=_EXPECTED)
+
+
+def nothing_there(path: Path) -> CheckpointError:
+    """Return the error for a place that holds no checkpoint of any kind."""
+    what = "holds no checkpoint" if path.exists() else "does not exist"
+    return CheckpointError(f"{path} {what}", hint=_EXPECTED)
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,9 @@ from __future__ import annotations
 import shutil
 from typing import TYPE_CHECKING
 
-from phalanx.checkpoint.find import list_checkpoints
+from phalanx.checkpoint.find import list_checkpoints, sizes_match
 from phalanx.checkpoint.lock import is_under_way, remove_stale_locks
-from phalanx.checkpoint.names import is_abandoned, owner_of
-from phalanx.checkpoint.publish import remove
-from phalanx.checkpoint.verify import sizes_match
+from phalanx.checkpoint.publish import is_abandoned, owner_of, remove
 from phalanx.errors import CheckpointError
 
 if TYPE_CHECKING:

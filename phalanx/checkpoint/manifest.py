@@ -1,4 +1,4 @@
-"""manifest.json: what a checkpoint holds, and how to tell that all of it is there."""
+"""The manifest of a checkpoint: its files, tensors and progress, with a checksum of its own; what is saved."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from phalanx.errors import CheckpointError
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
+
 
 MANIFEST = "manifest.json"
 FORMAT = 2
@@ -109,3 +110,32 @@ def _require_json(values: Mapping[str, Any], where: str) -> None:
             json.dumps(value)
         except (TypeError, ValueError) as error:
             raise CheckpointError(f"{where}[{key!r}] cannot be stored as JSON: {error}") from error
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The state of a run at a step boundary.
+
+    `tensors` is a nested state dict (`{"model": {...}, "optimizer": {...}}`) of tensors, DTensors and plain numbers
+    with string keys: it loads at any other layout. `rank_state` belongs to this rank alone (random number generators).
+    `shared` is JSON-able and equal on all ranks; what rank 0 holds is what is stored. As JSON has it, tuples come back
+    as lists and keys as strings.
+    """
+
+    step: int
+    epoch: int
+    tensors: dict[str, Any]
+    rank_state: Any = None
+    shared: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class SavedCheckpoint:
+    """A published checkpoint: where it is, how long the save took, and how many bytes it holds over all ranks."""
+
+    path: Path
+    step: int
+    seconds: float
+    bytes: int
+    notes: tuple[str, ...] = ()
+    """What the user should hear about, such as an old checkpoint that could not be removed."""

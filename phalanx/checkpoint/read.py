@@ -12,11 +12,11 @@ from torch.distributed.checkpoint import CheckpointException
 
 from phalanx.checkpoint import group
 from phalanx.checkpoint.manifest import TensorInfo
-from phalanx.checkpoint.plain import from_plain
 from phalanx.checkpoint.storage import (
     PlainLoadPlanner,
     ShardReader,
     first_cause,
+    from_plain,
     quiet_without_group,
     rank_file_name,
 )

@@ -1,4 +1,8 @@
-"""torch.distributed.checkpoint on our files: hashed on the way out, and read back without running code from them."""
+"""torch.distributed.checkpoint on hashed files, read back without running code from them.
+
+`torch.load(weights_only=True)` accepts tensors and plain containers. NumPy's arrays, which its random generator state
+consists of, are stored as tagged tensors.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,6 @@ from torch.distributed.checkpoint.planner import WriteItemType
 from torch.serialization import _get_layout
 
 from phalanx.checkpoint.files import FileRecord, hashed_file, open_regular, write_failed
-from phalanx.checkpoint.plain import from_plain, to_plain
 from phalanx.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -30,6 +33,59 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner, WriteItem
     from torch.distributed.checkpoint.storage import WriteResult
     from torch.futures import Future
+
+
+_ARRAY = "__phalanx_ndarray__"
+_PLAIN = (type(None), bool, int, float, complex, str)
+
+
+def to_plain(value: Any, where: str = "rank_state") -> Any:
+    """Encode `value`, or raise a CheckpointError that names the part that cannot be stored."""
+    if type(value) in _PLAIN or isinstance(value, torch.Tensor):
+        return value
+    if isinstance(value, dict):
+        return {_plain_key(key, where): to_plain(item, f"{where}[{key!r}]") for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(to_plain(item, f"{where}[{index}]") for index, item in enumerate(value))
+    return _from_numpy(value, where)
+
+
+def from_plain(value: Any) -> Any:
+    """Decode what `to_plain` made."""
+    if isinstance(value, dict):
+        if _ARRAY in value:
+            return _to_numpy(value)
+        return {key: from_plain(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(from_plain(item) for item in value)
+    return value
+
+
+def _plain_key(key: Any, where: str) -> Any:
+    if type(key) not in (bool, int, float, str) or key == _ARRAY:
+        raise CheckpointError(f"{where} has the key {key!r}; keys must be strings or numbers")
+    return key
+
+
+def _from_numpy(value: Any, where: str) -> Any:
+    import numpy as np
+
+    if isinstance(value, np.generic):
+        return to_plain(value.item(), where)
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+        raw = torch.from_numpy(np.frombuffer(value.tobytes(), dtype=np.uint8).copy())
+        return {_ARRAY: raw, "dtype": value.dtype.str, "shape": tuple(value.shape)}
+    raise CheckpointError(
+        f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot hold",
+        hint="Use numbers, strings, tensors, NumPy arrays, and lists, tuples and dicts of them.",
+    )
+
+
+def _to_numpy(value: dict[str, Any]) -> Any:
+    import numpy as np
+
+    raw = value[_ARRAY].numpy().tobytes()
+    return np.frombuffer(raw, dtype=np.dtype(value["dtype"])).reshape(value["shape"]).copy()
 
 
 class HashingFileSystem(FileSystem):

@@ -21,13 +21,11 @@ from phalanx.checkpoint import group
 from phalanx.checkpoint.files import FileRecord, hashed_file, write_failed
 from phalanx.checkpoint.find import Checkpoint, list_checkpoints
 from phalanx.checkpoint.keep import check_keep_last, clear_leftovers, keep_newest
-from phalanx.checkpoint.manifest import MANIFEST, Manifest, TensorInfo, dump_manifest
-from phalanx.checkpoint.names import writing_name
-from phalanx.checkpoint.publish import publish
-from phalanx.checkpoint.snapshot import SavedCheckpoint, Snapshot
+from phalanx.checkpoint.manifest import MANIFEST, Manifest, SavedCheckpoint, Snapshot, TensorInfo, dump_manifest
+from phalanx.checkpoint.publish import publish, writing_name
 from phalanx.checkpoint.storage import PlainSavePlanner, ShardWriter, first_cause, quiet_without_group
 from phalanx.errors import CheckpointError
-from phalanx.observe.folders import make_private
+from phalanx.host.files import make_private
 from phalanx.version import __version__
 
 if TYPE_CHECKING:

@@ -1,8 +1,13 @@
-"""Flags made from the config's fields, with the same help text, default and check as every other source."""
+"""Flags made from the config's fields, with the same help text, default and check as every other source.
+
+JSON output of verbs, to a file or standard output."""
 
 from __future__ import annotations
 
 import argparse
+import json
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from phalanx.config import FIELDS, GROUPS, parse_text, resolve
@@ -16,6 +21,7 @@ if TYPE_CHECKING:
 
     from phalanx.config import Resolved
     from phalanx.recipes import Recipe
+
 
 _BARE = "<bare flag>"
 
@@ -128,3 +134,15 @@ def _given_settings(namespace: argparse.Namespace) -> dict[str, Any]:
     """Return the settings that were given as flags, read by the config's own rules."""
     given = {name: value for name, value in vars(namespace).items() if name in FIELDS}
     return {name: True if text == _BARE else parse_text(FIELDS[name], text) for name, text in given.items()}
+
+
+def write_json(value: Any, path: str) -> None:
+    """Write a value where `--json` says; `-` is standard output."""
+    text = json.dumps(value, indent=2) + "\n"
+    if path == "-":
+        sys.stdout.write(text)
+        return
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"--json {path}: {error.strerror}") from None

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from phalanx.cli.flags import FlagParser, add_config_flags, resolve_flags
 from phalanx.config import Resolved
+from phalanx.engines.tensorflow.tf_config import check_against, read_task
 from phalanx.errors import PhalanxError, UsageError
 from phalanx.launch import ModuleTarget, ScriptTarget, count_gpus
 from phalanx.launch.nccl import nccl_environment
@@ -21,7 +22,6 @@ from phalanx.runs.spec import given_settings, launch_spec, recipe_target, settin
 from phalanx.runs.start import run_on_ranks
 from phalanx.world.env import RankEnv, export_rank_env, read_rank_env
 from phalanx.world.layout import Layout, plan_layout
-from phalanx.world.tf_config import check_against, read_task
 
 if TYPE_CHECKING:
     import argparse
@@ -203,8 +203,8 @@ def _is_task_of_cluster(resolved: Resolved) -> bool:
 
 
 def _be_the_task(resolved: Resolved, target: ScriptTarget | ModuleTarget | None) -> int:
+    from phalanx.engines.tensorflow.cluster import enter_alone
     from phalanx.launch.target import run_target
-    from phalanx.world.tf_cluster import enter_alone
 
     assert target is not None, "recipes are torch models, and were refused"
     check_packages(resolved.config)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
 
-    from phalanx.tune.subject import Subject
+    from phalanx.tune.trainable import Trainable
 
 _HELP = """Search for the best hyperparameters.
 
@@ -35,14 +35,14 @@ def run(arguments: Sequence[str]) -> int:
     namespace = _parser().parse_all(words[:place])
     if namespace.space is None:
         raise UsageError("tune needs --space", hint="Write: phalanx tune digits --space space.toml")
-    from phalanx.tune.search import Request, search
+    from phalanx.tune.search import SearchRequest, search
     from phalanx.tune.space import SearchSpace
 
     address = vars(namespace).pop("address", None)  # the cluster of the search, not of one run's ranks
     space = SearchSpace.read(namespace.space)
     subject = _subject(namespace, words[place + 1 :])
     mutate = None if namespace.mutate is None else tuple(name.strip() for name in namespace.mutate.split(","))
-    asked = Request(
+    asked = SearchRequest(
         metric=namespace.metric, mode=namespace.mode, num_samples=namespace.num_samples,
         scheduler=namespace.scheduler, search=namespace.search, engine=namespace.engine, address=address,
         trials=namespace.trials,
@@ -88,8 +88,8 @@ def _parser() -> FlagParser:
     return parser
 
 
-def _subject(namespace: argparse.Namespace, own: list[str]) -> Subject:
-    from phalanx.tune.subject import RecipeSubject, ScriptSubject
+def _subject(namespace: argparse.Namespace, own: list[str]) -> Trainable:
+    from phalanx.tune.trainable import RecipeTrainable, ScriptTrainable
 
     named = [name for name in ("recipe", "script", "module") if getattr(namespace, name)]
     if len(named) != 1:
@@ -101,10 +101,10 @@ def _subject(namespace: argparse.Namespace, own: list[str]) -> Subject:
         if own:
             raise UsageError("a recipe takes no arguments")
         recipe = load_recipe(namespace.recipe).with_preset(namespace.preset)
-        return RecipeSubject(recipe, resolve_flags(namespace, recipe))
+        return RecipeTrainable(recipe, resolve_flags(namespace, recipe))
     if namespace.preset:
         raise UsageError("--preset is for recipes; a script builds its own model")
     target = (
         ScriptTarget(namespace.script, tuple(own)) if namespace.script else ModuleTarget(namespace.module, tuple(own))
     )
-    return ScriptSubject(target, resolve_flags(namespace, None))
+    return ScriptTrainable(target, resolve_flags(namespace, None))

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from phalanx.cli.flags import FlagParser, add_config_flags, resolve_flags
-from phalanx.cli.json_output import write_json
+from phalanx.cli.flags import FlagParser, add_config_flags, resolve_flags, write_json
 from phalanx.errors import UsageError
 from phalanx.launch import prestart
 from phalanx.recipes import Recipe, load_recipe, recipe_names
-from phalanx.trainers.verify.subject import RecipeSubject, Subject, find_subject
+from phalanx.verification.subject import RecipeSubject, Subject, find_subject
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,7 +31,7 @@ def run(arguments: Sequence[str]) -> int:
     subject = find_subject(namespace.subject, namespace.script, namespace.preset)
     resolved = resolve_flags(namespace, _defaults(subject))
     prestart()
-    from phalanx.trainers.verify.face import prove
+    from phalanx.verification.api import prove
 
     verdict = prove(subject, resolved.config, resume=namespace.resume, reshard=namespace.reshard)
     print(verdict)

@@ -15,16 +15,16 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, _create_work_from_future  # type: ignore[attr-defined]
 from torch.distributed import ProcessGroup, ProcessGroupGloo
 
-from phalanx.comm.reduction import find_reduction
+from phalanx.comm.collectives.reduction import find_reduction
 from phalanx.comm.register import NAME
-from phalanx.comm.shared.opening import share_memory
-from phalanx.comm.shared.telling import tell_by
+from phalanx.comm.shm.bootstrap import text_gatherer
+from phalanx.comm.shm.setup import share_memory
 from phalanx.errors import UsageError
 
 if TYPE_CHECKING:
     from datetime import timedelta
 
-    from phalanx.comm.shared import SharedGroup
+    from phalanx.comm.shm import SharedGroup
 
 _OPERATIONS = {
     dist.ReduceOp.SUM: "sum",
@@ -66,7 +66,7 @@ class PhalanxGroup(_Base):  # type: ignore[misc]
     def _memory(self) -> SharedGroup | None:
         if self._undecided:  # at the first collective: a group that only sends and receives needs no pages
             self._undecided = False
-            tell = tell_by(self._collect_by_gloo, self.size())
+            tell = text_gatherer(self._collect_by_gloo, self.size())
             self._shared = share_memory(tell, self.rank(), self.size(), timeout=self._timeout.total_seconds())
         return self._shared
 

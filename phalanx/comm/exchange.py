@@ -1,11 +1,22 @@
-"""What gradient synchronisation and compression ask of a group of ranks; whoever moves bytes can stand behind it."""
+"""The collectives that gradient synchronisation and compression need, as one interface (`Exchange`).
+
+`TorchExchange` is torch's process group; `ThrottledExchange` emulates a slow link: it sleeps for as long as its bytes
+would take at a given rate, for machines where the kernel cannot shape traffic (`phalanx bench compression` says which
+of the two it used).
+"""
 
 from __future__ import annotations
 
-from typing import Protocol
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
 
 _gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 renamed it
 
@@ -85,3 +96,66 @@ class Alone:
 
     def close(self) -> None:
         """Nothing is held."""
+
+
+_emulated: float | None = None
+
+
+class ThrottledExchange:
+    """An exchange whose every call takes at least as long as its bytes on a link of `bytes_per_second`."""
+
+    def __init__(self, inner: Exchange, bytes_per_second: float) -> None:
+        self._inner = inner
+        self._rate = bytes_per_second
+        self.rank = inner.rank
+        self.size = inner.size
+        self.sent_bytes = inner.sent_bytes
+
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> None:
+        """Combine a tensor over the ranks, in place."""
+        with self._at_rate():
+            self._inner.all_reduce(tensor, op)
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the tensors of all ranks, stacked by rank."""
+        with self._at_rate():
+            return self._inner.all_gather(tensor)
+
+    def all_to_all(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Send row r to rank r; return the rows that were sent here."""
+        with self._at_rate():
+            return self._inner.all_to_all(tensor)
+
+    def close(self) -> None:
+        """Let go of what the real exchange holds."""
+        self._inner.close()
+
+    @contextmanager
+    def _at_rate(self) -> Iterator[None]:
+        begin, before = time.perf_counter(), self.sent_bytes
+        yield
+        self.sent_bytes = self._inner.sent_bytes
+        due = begin + (self.sent_bytes - before) / self._rate
+        time.sleep(max(0.0, due - time.perf_counter()))
+
+
+@contextmanager
+def emulated_link(bytes_per_second: float) -> Iterator[None]:
+    """Have every exchange that is opened meanwhile, in this process, run at a rate."""
+    global _emulated
+    before, _emulated = _emulated, bytes_per_second
+    try:
+        yield
+    finally:
+        _emulated = before
+
+
+def is_emulated() -> bool:
+    """Whether exchanges are opened at a rate of ours."""
+    return _emulated is not None
+
+
+def open_exchange(group: dist.ProcessGroup | None) -> Exchange:
+    """Return the exchange of a process group, slowed down where a link is emulated."""
+    exchange = TorchExchange(group)
+    return exchange if _emulated is None else ThrottledExchange(exchange, _emulated)

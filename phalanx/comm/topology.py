@@ -1,26 +1,132 @@
-"""Where the ranks are: which share a host, a NUMA node, a switch. What follows from it is plain arithmetic.
+"""The location of each rank (host, NUMA node, switch), and the measured latency and bandwidth between ranks.
 
-Each rank finds out about itself from its host name, the kernel and the environment; one all-gather tells the others.
-`wire.among(ring_order(places))` is then a wire whose neighbours are neighbours in the machine room too.
+Each rank reads its own location from the host name, the kernel and the environment; one all-gather shares it.
+`channel.subgroup(ring_order(locations))` is a channel over the ranks in an order that crosses few switches.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import socket
+import time
 from dataclasses import asdict, dataclass, replace
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from phalanx.comm import ring
-from phalanx.comm.shared.machine import machine_id
+from phalanx.comm.collectives import ring
+from phalanx.comm.collectives.direct import barrier
+from phalanx.comm.shm import futex
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from phalanx.comm.wire import Wire
+    from phalanx.comm.collectives.channel import P2PChannel
+    from phalanx.comm.shm.bootstrap import AllGatherText
+
+
+FAR_RATIO = 2.0
+"""A link is far when it takes at least so many times as long as the slowest of the near ones."""
+
+
+@dataclass(frozen=True)
+class LinkMatrix:
+    """For every pair of ranks: seconds that the smallest message takes one way, and bytes a second of large ones.
+
+    Symmetric, for each number comes from a ping and a pong; the diagonal is zero.
+    """
+
+    latency_s: list[list[float]]
+    bandwidth: list[list[float]]
+
+    @property
+    def size(self) -> int:
+        """How many ranks it is about."""
+        return len(self.latency_s)
+
+    def seconds(self, first: int, second: int, nbytes: int = 1 << 20) -> float:
+        """Return how long so many bytes take between two ranks."""
+        return max(self.latency_s[first][second], nbytes / self.bandwidth[first][second])
+
+
+def measure_links(channel: P2PChannel, *, nbytes: int = 4 << 20, rounds: int = 10) -> LinkMatrix:
+    """Measure every pair by ping-pong, one pair at a time while the others wait; every rank calls it."""
+    small = torch.zeros(1, dtype=torch.uint8, device=channel.device)
+    large = torch.zeros(nbytes, dtype=torch.uint8, device=channel.device)
+    own = torch.zeros(2, channel.size, dtype=torch.float64)
+    for first, second in combinations(range(channel.size), 2):
+        barrier(channel)
+        if channel.rank in (first, second):
+            peer = first + second - channel.rank
+            own[0, peer] = _one_way(small, peer, channel, 2 * rounds)
+            own[1, peer] = nbytes / _one_way(large, peer, channel, rounds)
+    every = ring.all_gather(own, channel)
+    for first, second in combinations(range(channel.size), 2):  # both measured it: take the lower rank's word
+        every[second, :, first] = every[first, :, second]
+    return LinkMatrix(every[:, 0].tolist(), every[:, 1].tolist())
+
+
+def _one_way(tensor: torch.Tensor, peer: int, channel: P2PChannel, rounds: int) -> float:
+    """Return half of the quickest round trip: what disturbs a message only ever makes it slower."""
+    trips = []
+    for _ in range(rounds + 1):  # the first one connects
+        _settle_links(tensor)
+        begin = time.perf_counter()
+        if channel.rank < peer:
+            channel.send(tensor, peer, is_control=True).wait()
+            channel.receive(tensor, peer, is_control=True).wait()
+        else:
+            channel.receive(tensor, peer, is_control=True).wait()
+            channel.send(tensor, peer, is_control=True).wait()
+        _settle_links(tensor)
+        trips.append(time.perf_counter() - begin)
+    return min(trips[1:]) / 2
+
+
+def _settle_links(tensor: torch.Tensor) -> None:
+    if tensor.is_cuda:
+        torch.cuda.synchronize(tensor.device)
+
+
+def near_groups(matrix: LinkMatrix) -> list[list[int]]:
+    """Split the ranks into groups of near ones, at the widest gap between links' times; one group if none."""
+    links = {pair: matrix.seconds(*pair) for pair in combinations(range(matrix.size), 2)}
+    limit = _widest_gap(sorted(links.values()))
+    group = list(range(matrix.size))
+    for (first, second), seconds in links.items():
+        if seconds <= limit:
+            old, new = group[second], group[first]
+            group = [new if member == old else member for member in group]
+    return [[rank for rank in range(matrix.size) if group[rank] == name] for name in dict.fromkeys(group)]
+
+
+def _widest_gap(times: Sequence[float]) -> float:
+    """Return the time below the largest jump, or infinity when no jump is as large as `FAR_RATIO`."""
+    if len(times) < 2:
+        return float("inf")
+    ratio, below = max((slower / faster, faster) for faster, slower in pairwise(times))
+    return below if ratio >= FAR_RATIO else float("inf")
+
+
+def machine_id() -> str:
+    """Return what is equal on ranks that may share memory: the machine since it booted, and its view of processes.
+
+    Ranks in different containers see different processes, and could not open each other's memory. Ranks in different
+    network namespaces stand for different machines, here and in tests: what goes between them goes over the network.
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    parts = [socket.gethostname(), boot.read_text().strip() if boot.exists() else "?"]
+    parts += [os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net") if Path(f"/proc/self/ns/{kind}").exists()]
+    return "/".join(parts)
+
+
+def on_one_machine(tell: AllGatherText, rank: int) -> bool:
+    """Whether all ranks are on this machine, and it has what shared memory needs; equal on all ranks."""
+    return len(set(tell(machine_id() if futex.is_available() else f"rank {rank} has no futex"))) == 1
+
 
 SWITCH_VARIABLE = "PHALANX_SWITCH"
 """Names this host's switch where Slurm does not: levels from the core down, with dots, such as "spine1.leaf4"."""
@@ -32,7 +138,7 @@ _LONGEST_NAME = 512
 
 
 @dataclass(frozen=True)
-class Place:
+class RankLocation:
     """Where one rank is. `numa` is None where it may run on several nodes, `switch` is empty where nothing says it."""
 
     rank: int
@@ -41,25 +147,25 @@ class Place:
     switch: tuple[str, ...] = ()
 
 
-def find_places(wire: Wire) -> list[Place]:
+def find_locations(channel: P2PChannel) -> list[RankLocation]:
     """Return where each rank of a wire is; every rank calls it, and only the first call sends anything."""
-    known: dict[tuple[int, ...], list[Place]] = wire.tally.places
-    if wire.peers not in known:
-        message = json.dumps(asdict(own_place(wire.rank))).encode().ljust(_MESSAGE_BYTES)
-        heard = ring.all_gather(torch.frombuffer(bytearray(message), dtype=torch.uint8), wire)
-        known[wire.peers] = [_read_place(bytes(row.numpy())) for row in heard]
-    return known[wire.peers]
+    known: dict[tuple[int, ...], list[RankLocation]] = channel.tally.places
+    if channel.peers not in known:
+        message = json.dumps(asdict(own_location(channel.rank))).encode().ljust(_MESSAGE_BYTES)
+        heard = ring.all_gather(torch.frombuffer(bytearray(message), dtype=torch.uint8), channel)
+        known[channel.peers] = [_read_location(bytes(row.numpy())) for row in heard]
+    return known[channel.peers]
 
 
-def own_place(rank: int, environment: Mapping[str, str] | None = None) -> Place:
+def own_location(rank: int, environment: Mapping[str, str] | None = None) -> RankLocation:
     """Return where this process is."""
     switch = switch_path(os.environ if environment is None else environment)
-    return Place(rank, machine_id()[:_LONGEST_NAME], numa_node(_affinity()), switch)
+    return RankLocation(rank, machine_id()[:_LONGEST_NAME], numa_node(_affinity()), switch)
 
 
-def _read_place(message: bytes) -> Place:
+def _read_location(message: bytes) -> RankLocation:
     found = json.loads(message)
-    return Place(found["rank"], found["host"], found["numa"], tuple(found["switch"]))
+    return RankLocation(found["rank"], found["host"], found["numa"], tuple(found["switch"]))
 
 
 def _affinity() -> set[int]:
@@ -96,7 +202,7 @@ def switch_path(environment: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(named.split(".")) if named else ()
 
 
-def hosts(places: Sequence[Place]) -> list[list[int]]:
+def hosts(places: Sequence[RankLocation]) -> list[list[int]]:
     """Return the ranks of each host, hosts in the order of their first rank."""
     found: dict[str, list[int]] = {}
     for place in places:
@@ -104,7 +210,7 @@ def hosts(places: Sequence[Place]) -> list[list[int]]:
     return list(found.values())
 
 
-def ring_order(places: Sequence[Place]) -> list[int]:
+def ring_order(places: Sequence[RankLocation]) -> list[int]:
     """Return the ranks in an order in which neighbours share as much as they can.
 
     Ranks of a NUMA node stand together, then those of a host, of a switch, of the switch above. Everything else keeps
@@ -120,12 +226,12 @@ def ring_order(places: Sequence[Place]) -> list[int]:
     )
 
 
-def _trail(place: Place) -> tuple[object, ...]:
+def _trail(place: RankLocation) -> tuple[object, ...]:
     """Name what a rank is in, from the core switch down; a level is told from its namesakes by those above it."""
     return (*place.switch, place.host, place.numa)
 
 
-def with_switches(places: Sequence[Place], groups: Sequence[Sequence[int]]) -> list[Place]:
+def with_switches(places: Sequence[RankLocation], groups: Sequence[Sequence[int]]) -> list[RankLocation]:
     """Take measured groups of near ranks for switches where nothing else names one."""
     number = {rank: f"near{index}" for index, group in enumerate(groups) for rank in group}
     return [place if place.switch else replace(place, switch=(number[place.rank],)) for place in places]

@@ -22,7 +22,7 @@ PACKAGES = {
     "horovod": Package(
         "horovod",
         "Horovod",
-        "Build it: make horovod, or python -m phalanx.launch.horovod_build. (The extra phalanx[horovod] alone does not "
+        "Build it: make horovod, or python -m phalanx.engines.horovod.build. (The extra phalanx[horovod] alone does not "
         "compile: docs/horovod.md)",
     ),
     "ray": Package("ray", "Ray", "Run: pip install 'phalanx[ray]'"),

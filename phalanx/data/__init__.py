@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from phalanx.data.device import to_device
-    from phalanx.data.gather import GatherDataset
+    from phalanx.data.fetch import GatherDataset
     from phalanx.data.loader import ShardedLoader, shard_loader
     from phalanx.data.order import MicroInfo, epoch_order
-    from phalanx.data.registry import load, names
+    from phalanx.data.sets import load, names
 
 __all__ = ["GatherDataset", "MicroInfo", "ShardedLoader", "epoch_order", "load", "names", "shard_loader", "to_device"]
 

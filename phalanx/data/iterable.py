@@ -15,18 +15,16 @@ import torch
 from torch.utils.data import IterableDataset, default_collate, default_convert, get_worker_info
 
 from phalanx.data.device import batch_length
-from phalanx.data.fetch import return_as_is
-from phalanx.data.gather import is_deterministic
+from phalanx.data.fetch import is_deterministic, return_as_is
 from phalanx.data.rng import derive_seed, rng_scope, seed_process
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from phalanx.data.order import Layout
-    from phalanx.data.sampler import Order
+    from phalanx.data.order import BatchSplit, Order
 
 
-class Block(NamedTuple):
+class StreamBlock(NamedTuple):
     """One micro-batch cut from a stream: `samples` is 0 for a stand-in, `batch` None where a resumed run skips it.
 
     Offsets order the blocks of all ranks, except those of a data set that shards itself: they count within the shard.
@@ -37,7 +35,7 @@ class Block(NamedTuple):
     offset: int
 
 
-class Slot(NamedTuple):
+class StreamSlot(NamedTuple):
     """Which of a rank's worker processes this is."""
 
     worker: int = 0
@@ -45,13 +43,13 @@ class Slot(NamedTuple):
     own_process: bool = False
 
 
-class BlockStream(IterableDataset[Block]):
+class BlockStream(IterableDataset[StreamBlock]):
     """The blocks of one rank, in the order of the stream, in this process or dealt over worker processes."""
 
     def __init__(
         self,
         dataset: Any,
-        layout: Layout,
+        layout: BatchSplit,
         collate_fn: Callable[[Any], Any],
         *,
         seed: int,
@@ -67,7 +65,7 @@ class BlockStream(IterableDataset[Block]):
         self.items_per_block = 1 if ready else layout.batch_size
         self._reads_randomly = not is_deterministic(dataset)
         self._collates_randomly = collate_fn not in (default_collate, default_convert, return_as_is)
-        self._slot: Slot | None = None
+        self._slot: StreamSlot | None = None
         parts = layout.dp_size * max(workers, 1)
         # Where a sample of a user's own shard stands in the whole is not known; of our own it is.
         ordered = not in_order or isinstance(dataset, ReadyItems)
@@ -81,7 +79,7 @@ class BlockStream(IterableDataset[Block]):
         """Set what the next iteration reads: the epoch, from sample `start` (or this rank's block `skipped`) on."""
         self._aim.copy_(torch.tensor([epoch, start, skipped]))
 
-    def __iter__(self) -> Iterator[Block]:
+    def __iter__(self) -> Iterator[StreamBlock]:
         self._slot = self._slot or _take_slot()
         epoch, start, skipped = self._aim.tolist()
         if callable(getattr(self.dataset, "set_epoch", None)):
@@ -90,7 +88,7 @@ class BlockStream(IterableDataset[Block]):
             return self._own_shard(epoch, skipped, self._slot)
         return self._dealt(epoch, start, self._slot)
 
-    def _dealt(self, epoch: int, start: int, slot: Slot) -> Iterator[Block]:
+    def _dealt(self, epoch: int, start: int, slot: StreamSlot) -> Iterator[StreamBlock]:
         """Read everything, keep every `dp_size x workers`-th block; DataLoader's round robin restores their order."""
         layout = self._layout
         stride, mine = layout.dp_size * slot.workers, slot.worker * layout.dp_size + layout.dp_rank
@@ -105,14 +103,14 @@ class BlockStream(IterableDataset[Block]):
         if number <= mine and slot.worker == 0 and first:
             yield reader.block(first)._replace(samples=0)
 
-    def _own_shard(self, epoch: int, skipped: int, slot: Slot) -> Iterator[Block]:
+    def _own_shard(self, epoch: int, skipped: int, slot: StreamSlot) -> Iterator[StreamBlock]:
         layout = self._layout
         index, parts = layout.dp_rank * slot.workers + slot.worker, layout.dp_size * slot.workers
         reader = _Reader(self, self.dataset.shard(num_shards=parts, index=index), (epoch, index))
         number, place = slot.worker, index
         while items := reader.read(self.items_per_block):
             # The consumer leaves out the first `skipped` blocks it gets; those surely among them need no collating.
-            block = reader.block(items) if number >= skipped else Block(None, 0, 0)
+            block = reader.block(items) if number >= skipped else StreamBlock(None, 0, 0)
             yield block._replace(offset=place) if isinstance(self.dataset, ReadyItems) else block
             number += slot.workers
             place += parts
@@ -170,9 +168,9 @@ class _Reader:
             first = first or items[:1]
         return first
 
-    def block(self, items: list[Any]) -> Block:
+    def block(self, items: list[Any]) -> StreamBlock:
         with self._blocks.scope(*self._seed_parts, self.offset, 1, collating=True):
-            return Block(self._blocks.collate(items), self._blocks.size(items), self.offset)
+            return StreamBlock(self._blocks.collate(items), self._blocks.size(items), self.offset)
 
 
 class ReadyItems(IterableDataset[Any]):
@@ -205,13 +203,13 @@ def _can_shard(dataset: Any, parts: int) -> bool:
     return not isinstance(available, int) or available >= parts
 
 
-def _take_slot() -> Slot:
+def _take_slot() -> StreamSlot:
     """Say which worker this is, and hide it from the user's data set.
 
     Data sets split themselves by get_worker_info(); here the blocks are dealt to the workers, so each must see all.
     """
     info = get_worker_info()
     if info is None:
-        return Slot()
+        return StreamSlot()
     torch.utils.data._utils.worker._worker_info = None
-    return Slot(info.id, info.num_workers, own_process=True)
+    return StreamSlot(info.id, info.num_workers, own_process=True)

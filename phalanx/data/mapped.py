@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from phalanx.data.fetch import BatchFetcher, Request
+from phalanx.data.fetch import BatchFetcher, BatchRequest
 from phalanx.data.rng import derive_seed
 from phalanx.data.source import stop_workers
 
@@ -15,8 +15,7 @@ if TYPE_CHECKING:
 
     from torch.utils.data import DataLoader
 
-    from phalanx.data.order import Layout, MicroInfo, Plan
-    from phalanx.data.sampler import Order
+    from phalanx.data.order import BatchSplit, EpochPlan, MicroInfo, Order
     from phalanx.data.source import Source
 
 
@@ -24,14 +23,14 @@ class _Requests:
     """The index source of the inner DataLoader; re-aimed each epoch, as persistent workers keep their DataLoader."""
 
     def __init__(self) -> None:
-        self.plan: Plan | None = None
+        self.plan: EpochPlan | None = None
         self.epoch = 0
         self.start = 0
 
-    def __iter__(self) -> Iterator[Request]:
+    def __iter__(self) -> Iterator[BatchRequest]:
         if self.plan is not None:
             for cut in self.plan.cuts(self.start):
-                yield Request(cut.indices, self.epoch, cut.info.offset)
+                yield BatchRequest(cut.indices, self.epoch, cut.info.offset)
 
 
 class MappedBatches:
@@ -39,7 +38,7 @@ class MappedBatches:
 
     shards: list[int] | None = None
 
-    def __init__(self, source: Source, order: Order, layout: Layout, *, seed: int, drop_last: bool) -> None:
+    def __init__(self, source: Source, order: Order, layout: BatchSplit, *, seed: int, drop_last: bool) -> None:
         self._fetcher = BatchFetcher(source.dataset, source.collate_fn, seed=seed)
         self._workers = source.workers
         self._order = order
@@ -48,9 +47,9 @@ class MappedBatches:
         self._seed = seed
         self._requests = _Requests()
         self._loader: DataLoader[Any] | None = None
-        self._planned: tuple[int, Plan] | None = None
+        self._planned: tuple[int, EpochPlan] | None = None
 
-    def plan(self, epoch: int) -> Plan:
+    def plan(self, epoch: int) -> EpochPlan:
         """Return the epoch's plan; drawing an order is not free, so the last one is kept."""
         if self._planned is None or self._planned[0] != epoch:
             self._planned = (epoch, self._order.plan(epoch, self._layout, drop_last=self._drop_last))
@@ -81,12 +80,12 @@ class MappedBatches:
         stop_workers(self._loader)
         self._loader = None
 
-    def _fetch_here(self, plan: Plan, epoch: int, start: int) -> Iterator[tuple[MicroInfo, Any]]:
+    def _fetch_here(self, plan: EpochPlan, epoch: int, start: int) -> Iterator[tuple[MicroInfo, Any]]:
         fetch = self._fetcher.__getitem__
         for indices, info in plan.cuts(start):
-            yield info, fetch(Request(indices, epoch, info.offset))
+            yield info, fetch(BatchRequest(indices, epoch, info.offset))
 
-    def _fetch_by_workers(self, plan: Plan, epoch: int, start: int) -> Iterator[tuple[MicroInfo, Any]]:
+    def _fetch_by_workers(self, plan: EpochPlan, epoch: int, start: int) -> Iterator[tuple[MicroInfo, Any]]:
         self._requests.plan, self._requests.epoch, self._requests.start = plan, epoch, start
         loader = self._loader if self._loader is not None else self._build_loader(epoch)
         if self._workers.persistent_workers:

@@ -1,16 +1,22 @@
-"""Which samples a rank sees, and when: arithmetic on (seed, epoch, position) alone.
+"""Which samples a rank sees, and when: arithmetic on (seed, epoch, position) alone, and the user's samplers.
 
 An epoch is one order of all samples. A *global batch* is the next `batch_size x accumulation x dp_size` samples of it,
-whatever the split; it is dealt in blocks of `batch_size`, micro-batch `m` of rank `r` being block `m * dp_size + r`.
+whatever the split; it is cut into blocks of `batch_size`, micro-batch `m` of rank `r` being block `m * dp_size + r`.
 Two runs with the same global batch therefore take the same optimizer steps at any number of ranks.
 """
 
 from __future__ import annotations
 
+import operator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
+import torch
+from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler
+
+from phalanx.data.rng import derive_seed, rng_scope
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -43,7 +49,7 @@ class MicroInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class BatchSplit:
     """How a global batch is split over ranks and micro-batches."""
 
     batch_size: int
@@ -76,7 +82,7 @@ class Cut(NamedTuple):
     info: MicroInfo
 
 
-class Plan(Protocol):
+class EpochPlan(Protocol):
     """One epoch of one rank, cut into micro-batches."""
 
     @property
@@ -107,7 +113,7 @@ class Plan(Protocol):
 class SamplePlan:
     """Global batches of a fixed number of consecutive samples; the last one may be ragged."""
 
-    def __init__(self, order: Sequence[Any] | NDArray[np.int64], layout: Layout, *, drop_last: bool) -> None:
+    def __init__(self, order: Sequence[Any] | NDArray[np.int64], layout: BatchSplit, *, drop_last: bool) -> None:
         self._order = order
         self._layout = layout
         self._drop_last = drop_last
@@ -169,7 +175,7 @@ class SamplePlan:
 class BatchPlan:
     """Batches that the user's own batch sampler made: dealt whole, one to each rank in turn, weighted by their size."""
 
-    def __init__(self, batches: Sequence[Any], layout: Layout, *, drop_last: bool) -> None:
+    def __init__(self, batches: Sequence[Any], layout: BatchSplit, *, drop_last: bool) -> None:
         self._layout = layout
         self._blocks_per_step = layout.dp_size * layout.accumulation
         whole = len(batches) - len(batches) % self._blocks_per_step if drop_last else len(batches)
@@ -208,3 +214,97 @@ class BatchPlan:
             offset = int(self._offsets[mine if real else micro])
             boundary = micro + layout.dp_size >= end
             yield Cut(batch, layout.info(len(batch) if real else 0, total, boundary=boundary, offset=offset))
+
+
+class Order(Protocol):
+    """The order of the samples in each epoch, the same on every rank."""
+
+    def indices(self, epoch: int) -> Sequence[Any]:
+        """Return what the epoch visits, one entry a sample (a batch, for a batch sampler)."""
+        ...
+
+    def plan(self, epoch: int, layout: BatchSplit, *, drop_last: bool) -> EpochPlan:
+        """Cut the epoch for one rank."""
+        ...
+
+
+class IndexOrder:
+    """All of `length` samples, shuffled or not, by Phalanx itself."""
+
+    def __init__(self, length: int, *, seed: int, shuffle: bool) -> None:
+        self._length = length
+        self._seed = seed
+        self._shuffle = shuffle
+
+    def indices(self, epoch: int) -> list[int]:
+        """Return what the epoch visits."""
+        return list(self._order(epoch).tolist())
+
+    def plan(self, epoch: int, layout: BatchSplit, *, drop_last: bool) -> EpochPlan:
+        """Cut the epoch for one rank."""
+        return SamplePlan(self._order(epoch), layout, drop_last=drop_last)
+
+    def _order(self, epoch: int) -> NDArray[np.int64]:
+        return epoch_order(self._length, seed=self._seed, epoch=epoch, shuffle=self._shuffle)
+
+
+class DrawnOrder:
+    """What a sampler of the user's draws when its random numbers come from (seed, epoch)."""
+
+    def __init__(self, sampler: Any, *, seed: int, batches: bool = False) -> None:
+        self._sampler = sampler
+        self._seed = seed
+        self._batches = batches
+
+    def plan(self, epoch: int, layout: BatchSplit, *, drop_last: bool) -> EpochPlan:
+        """Cut the epoch for one rank."""
+        drawn = self.indices(epoch)
+        if self._batches:
+            return BatchPlan([as_index_array(batch) for batch in drawn if len(batch)], layout, drop_last=drop_last)
+        return SamplePlan(as_index_array(drawn), layout, drop_last=drop_last)
+
+    def indices(self, epoch: int) -> list[Any]:
+        """Return what the sampler draws for the epoch."""
+        seed = derive_seed(self._seed, epoch)
+        if callable(getattr(self._sampler, "set_epoch", None)):
+            self._sampler.set_epoch(epoch)
+        with rng_scope(seed), _seeded_generators(self._sampler, seed):
+            return list(self._sampler)
+
+
+def order_of(sampler: Any, dataset: Any, *, seed: int, training: bool, notes: list[str]) -> Order:
+    """Read a DataLoader's sampler: Phalanx shuffles by itself where the sampler only shuffles, else draws from it."""
+    if isinstance(sampler, DistributedSampler):
+        notes.append(f"{type(sampler).__name__} replaced: Phalanx shards the data itself.")
+        return IndexOrder(len(dataset), seed=seed, shuffle=training and sampler.shuffle)
+    if type(sampler) is SequentialSampler:
+        return IndexOrder(len(sampler), seed=seed, shuffle=False)
+    if type(sampler) is RandomSampler and not sampler.replacement and sampler._num_samples is None:
+        return IndexOrder(len(sampler), seed=seed, shuffle=training)
+    return DrawnOrder(sampler, seed=seed)
+
+
+def as_index_array(drawn: Sequence[Any]) -> NDArray[np.int64] | list[Any]:
+    """Return plain positions as an array, which is quick to slice and gather; other keys stay what the sampler drew."""
+    try:
+        indices = np.fromiter((operator.index(each) for each in drawn), dtype=np.int64, count=len(drawn))
+    except TypeError:
+        return list(drawn)
+    return indices if not len(indices) or indices.min() >= 0 else list(drawn)
+
+
+@contextmanager
+def _seeded_generators(sampler: Any, seed: int) -> Iterator[None]:
+    """Seed the torch generators a sampler (or the sampler inside it) owns, and put them back afterwards."""
+    owned = []
+    while sampler is not None:
+        generator = getattr(sampler, "generator", None)
+        if isinstance(generator, torch.Generator):
+            owned.append((generator, generator.get_state()))
+            generator.manual_seed(seed)
+        sampler = getattr(sampler, "sampler", None)
+    try:
+        yield
+    finally:
+        for generator, state in owned:
+            generator.set_state(state)

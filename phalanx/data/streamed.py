@@ -1,14 +1,16 @@
-"""Micro-batches of an iterable data set, or of any re-iterable of batches."""
+"""Micro-batches of an iterable data set; ranks agree on what each step holds, so that none waits for missing data."""
 
 from __future__ import annotations
 
 import itertools
+import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
-from phalanx.data.agree import AgreedStep, agreed_steps
-from phalanx.data.iterable import Block, BlockStream
+from phalanx.data.iterable import BlockStream, StreamBlock
 from phalanx.data.rng import derive_seed
 from phalanx.data.source import stop_workers
 from phalanx.errors import DataError
@@ -16,11 +18,89 @@ from phalanx.errors import DataError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    import torch.distributed as dist
     from torch.utils.data import DataLoader
 
-    from phalanx.data.order import Layout, MicroInfo
+    from phalanx.data.iterable import StreamBlock
+    from phalanx.data.order import BatchSplit, MicroInfo
     from phalanx.data.source import Source
+
+
+@dataclass(frozen=True, slots=True)
+class AgreedStep:
+    """One optimizer step: this rank's blocks, and what all ranks together hold."""
+
+    own: list[StreamBlock]
+    samples: int
+    micro_steps: int
+    blocks: int
+
+
+class _Pending:
+    """The counts of one step, on their way: for each micro-step the samples and the blocks of all ranks."""
+
+    def __init__(self, own: list[StreamBlock], layout: BatchSplit, group: dist.ProcessGroup | None) -> None:
+        missing = [0] * (layout.accumulation - len(own))
+        self._own = own
+        counts = [[*(block.samples for block in own), *missing], [*(1 for _ in own), *missing]]
+        self._counts = torch.tensor(counts, dtype=torch.int64)
+        self._work: Any = None
+        if layout.dp_size > 1:
+            self._counts = self._counts.to(_reducing_device(group))
+            self._work = dist.all_reduce(self._counts, group=group, async_op=True)
+
+    def result(self) -> AgreedStep:
+        if self._work is not None:
+            self._work.wait()
+        samples, blocks = self._counts.tolist()
+        return AgreedStep(self._own, sum(samples), sum(count > 0 for count in blocks), sum(blocks))
+
+    def settle(self) -> None:
+        """Let a collective that nobody will read finish, but do not wait for a peer that is gone."""
+        deadline = time.monotonic() + 1.0
+        while self._work is not None and not self._work.is_completed() and time.monotonic() < deadline:
+            time.sleep(0.001)
+
+
+def agreed_steps(
+    blocks: Iterator[StreamBlock], layout: BatchSplit, group: dist.ProcessGroup | None
+) -> Iterator[AgreedStep]:
+    """Group a rank's blocks into optimizer steps on which all ranks agree, until the last rank has run out.
+
+    With several ranks the counts travel one step ahead, while the step before is computed.
+    """
+    if layout.dp_size == 1:
+        while (step := _Pending(_take(blocks, layout), layout, None).result()).blocks:
+            yield step
+        return
+    _require_group(layout)
+    pending = _Pending(_take(blocks, layout), layout, group)
+    try:
+        while (step := pending.result()).blocks:
+            pending = _Pending(_take(blocks, layout), layout, group)
+            yield step
+    finally:
+        pending.settle()
+
+
+def _take(blocks: Iterator[StreamBlock], layout: BatchSplit) -> list[StreamBlock]:
+    own: list[StreamBlock] = []
+    while len(own) < layout.accumulation and (block := next(blocks, None)) is not None:
+        own.append(block)
+    return own
+
+
+def _reducing_device(group: dist.ProcessGroup | None) -> torch.device:
+    """Count on the CPU where the group can: reading counts off an accelerator would stop it at every step."""
+    config = str(dist.get_backend_config(group))
+    return torch.device("cpu" if "cpu:" in config else torch.accelerator.current_accelerator() or "cpu")
+
+
+def _require_group(layout: BatchSplit) -> None:
+    if not (dist.is_available() and dist.is_initialized()):
+        raise DataError(
+            f"iterable data on {layout.dp_size} ranks needs torch.distributed: ranks agree on the counts of each step.",
+            hint="Call torch.distributed.init_process_group() first, or train through a Phalanx trainer.",
+        )
 
 
 class StreamedBatches:
@@ -29,7 +109,7 @@ class StreamedBatches:
     def __init__(
         self,
         source: Source,
-        layout: Layout,
+        layout: BatchSplit,
         *,
         seed: int,
         drop_last: bool,
@@ -93,7 +173,7 @@ class StreamedBatches:
         stop_workers(self._loader)
         self._loader = None
 
-    def _read(self, epoch: int, start: int, skipped: int) -> Iterator[Block]:
+    def _read(self, epoch: int, start: int, skipped: int) -> Iterator[StreamBlock]:
         self._stream.aim(epoch, start, skipped)
         if self._source.workers.num_workers == 0:
             yield from self._stream
@@ -120,7 +200,7 @@ class StreamedBatches:
             last = micro == step.micro_steps - 1
             yield self._layout.info(block.samples, step.samples, boundary=last, offset=block.offset), block.batch
 
-    def _stand_in(self, own: _OwnBlocks) -> Block:
+    def _stand_in(self, own: _OwnBlocks) -> StreamBlock:
         if own.latest is None:
             raise DataError(
                 f"rank {self._layout.dp_rank} of {self._layout.dp_size} got no data from the data set's shard().",
@@ -132,14 +212,14 @@ class StreamedBatches:
 class _OwnBlocks:
     """The blocks of this rank that hold samples; the latest is kept to stand in once they have run out."""
 
-    def __init__(self, blocks: Iterator[Block], skipped: int) -> None:
+    def __init__(self, blocks: Iterator[StreamBlock], skipped: int) -> None:
         self._blocks = itertools.islice(blocks, skipped, None)
-        self.latest: Block | None = None
+        self.latest: StreamBlock | None = None
 
     def __iter__(self) -> _OwnBlocks:
         return self
 
-    def __next__(self) -> Block:
+    def __next__(self) -> StreamBlock:
         for block in self._blocks:
             self.latest = block
             if block.samples:

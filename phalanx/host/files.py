@@ -1,4 +1,4 @@
-"""Write a small file so that a reader finds the old content or the new one, never a part of it."""
+"""Small files written as a whole, and folders that only their owner can open."""
 
 from __future__ import annotations
 
@@ -40,3 +40,9 @@ def replace_file(path: Path, content: str | bytes) -> None:
     """Write `path` as a whole."""
     with replacing(path) as file:
         file.write(content.encode() if isinstance(content, str) else content)
+
+
+def make_private(path: Path, *, exist_ok: bool = True) -> None:
+    """Make a folder, with its parents, that only its owner can open; one that exists keeps its permissions."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.mkdir(mode=0o700, exist_ok=exist_ok)

@@ -32,7 +32,7 @@ class Reminder:
         return True
 
 
-def in_words(seconds: float) -> str:
+def duration_text(seconds: float) -> str:
     """Write a duration as text: "30 s", "2 min", "1.5 h"."""
     if seconds < 100:
         return f"{seconds:.0f} s"

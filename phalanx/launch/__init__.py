@@ -19,20 +19,20 @@ The flow of one launch:
 from __future__ import annotations
 
 from phalanx.host.gpus import count_gpus
-from phalanx.launch.console import Console, PlainConsole
-from phalanx.launch.failure import Failure
+from phalanx.launch.failure import FailureReport
+from phalanx.launch.forkserver.client import prestart
+from phalanx.launch.output import PlainConsole, RankConsole
 from phalanx.launch.spec import CallTarget, LaunchResult, LaunchSpec, ModuleTarget, ScriptTarget, check_endpoint
 from phalanx.launch.supervisor import launch
-from phalanx.launch.warm import prestart
 
 __all__ = [
     "CallTarget",
-    "Console",
-    "Failure",
+    "FailureReport",
     "LaunchResult",
     "LaunchSpec",
     "ModuleTarget",
     "PlainConsole",
+    "RankConsole",
     "ScriptTarget",
     "check_endpoint",
     "count_gpus",

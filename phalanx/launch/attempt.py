@@ -8,26 +8,24 @@ import socket
 import time
 from typing import TYPE_CHECKING, Any
 
-from phalanx.errors import EXIT_PREEMPTED, EXIT_USAGE, WarmProcessDiedError
+from phalanx.errors import EXIT_PREEMPTED, EXIT_USAGE, ForkServerDiedError
 from phalanx.host.processes import how_it_ended
-from phalanx.launch.blame import YIELD_SECONDS
-from phalanx.launch.environment import Place
-from phalanx.launch.evidence import Evidence
-from phalanx.launch.failure import Failure
+from phalanx.launch.diagnosis import Evidence
+from phalanx.launch.environment import NodeInfo
+from phalanx.launch.failure import YIELD_SECONDS, FailureReport
 from phalanx.launch.follower import Follower
 from phalanx.launch.group import RankGroup, RankState
-from phalanx.launch.policy import WELL, Outcome, ended_well, stopped
-from phalanx.launch.prelude import Prelude
-from phalanx.launch.start_watch import Hang, StartWatch
+from phalanx.launch.policy import SUCCESS_CODES, Outcome, ended_well, stopped
+from phalanx.launch.startup_watch import Hang, StartupNotices, StartWatch
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from phalanx.host.signals import SignalInbox
-    from phalanx.launch.console import Console
-    from phalanx.launch.meeting import Meeting
+    from phalanx.launch.forkserver.client import Session
+    from phalanx.launch.output import RankConsole
+    from phalanx.launch.rendezvous import Rendezvous
     from phalanx.launch.spec import LaunchSpec
-    from phalanx.launch.warm import Session
 
 _FAILURE_GRACE = 1.0
 _STACK_SECONDS = 0.3
@@ -42,9 +40,9 @@ class Attempt(Follower):
     def __init__(
         self,
         spec: LaunchSpec,
-        console: Console,
+        console: RankConsole,
         session: Session,
-        meeting: Meeting,
+        meeting: Rendezvous,
         inbox: SignalInbox,
         number: int,
         scratch: Path,
@@ -57,10 +55,10 @@ class Attempt(Follower):
         self._scratch = scratch
         self._group: RankGroup | None = None
         self._watch: StartWatch | None = None
-        self._prelude = Prelude(spec, time.monotonic(), serving=session.is_serving)
+        self._prelude = StartupNotices(spec, time.monotonic(), serving=session.is_serving)
         self._evidence: Evidence | None = None
         self._silent_nodes: list[str] = []
-        self._failure: Failure | None = None
+        self._failure: FailureReport | None = None
         self._blaming = False
         self._diagnosing = False
         self._told_end = False
@@ -73,7 +71,7 @@ class Attempt(Follower):
         try:
             self._begin()
             self._follow()
-        except WarmProcessDiedError:
+        except ForkServerDiedError:
             # A signal to the whole process group ends the warm process as well.
             self._take_signals()
             if not self._is_stopping:
@@ -89,12 +87,12 @@ class Attempt(Follower):
         elif self._meeting.line is not None:
             self._selector.register(self._meeting.line, selectors.EVENT_READ, self._take_meeting)
 
-    def _start(self, place: Place) -> None:
+    def _start(self, place: NodeInfo) -> None:
         self._prelude.take_place(time.monotonic())
         try:
             self._evidence = Evidence(self._spec, place)
         except OSError as error:
-            self._fail(Failure(cause=f"{self._spec.log_dir} cannot be written: {error.strerror}.", exit_code=1))
+            self._fail(FailureReport(cause=f"{self._spec.log_dir} cannot be written: {error.strerror}.", exit_code=1))
             return
         self._group = RankGroup(self._spec, place, self._session, self._console)
         ranks = tuple(state.rank for state in self._group.ranks.values())
@@ -116,7 +114,9 @@ class Attempt(Follower):
         self._prelude.take_serving(now)
         if self._meeting.agent_key and message.get("exited") == self._meeting.agent_key:
             self._fail(
-                Failure(cause=f"the process that hosts the ranks' store {how_it_ended(message['code'])}.", exit_code=1)
+                FailureReport(
+                    cause=f"the process that hosts the ranks' store {how_it_ended(message['code'])}.", exit_code=1
+                )
             )
         if self._group is None or self._watch is None:
             return
@@ -145,10 +145,10 @@ class Attempt(Follower):
         elif "arrived" in message:
             self._prelude.take_arrived(message["arrived"], time.monotonic())
         elif "place" in message:
-            self._start(Place(**message["place"]))
+            self._start(NodeInfo(**message["place"]))
         elif "remote_failure" in message:
             # This node may have failed at the same time; the store keeps the first failure.
-            self._failure = Failure.from_message(message["remote_failure"])
+            self._failure = FailureReport.from_message(message["remote_failure"])
             if self._failure.rank is None:  # the cause may be here: keep where the ranks are
                 self._signal_ranks(signal.SIGQUIT)
             self._stop_ranks(signal.SIGTERM, _FAILURE_GRACE)
@@ -158,7 +158,7 @@ class Attempt(Follower):
             self._all_ended = True
         elif "error" in message:
             code = EXIT_USAGE if message["usage"] else 1
-            self._fail(Failure(cause=message["error"], hint=message["hint"], exit_code=code), tell=False)
+            self._fail(FailureReport(cause=message["error"], hint=message["hint"], exit_code=code), tell=False)
 
     def _take_signals(self) -> None:
         super()._take_signals()
@@ -169,7 +169,7 @@ class Attempt(Follower):
 
     def _weigh(self, ended: RankState) -> None:
         """Look for the cause: at once after a real error, a little later after a rank that only lost its peers."""
-        if ended.code in WELL or self._is_stopping:
+        if ended.code in SUCCESS_CODES or self._is_stopping:
             return
         assert self._evidence is not None
         if not self._evidence.of(ended).lost_peer:
@@ -205,7 +205,7 @@ class Attempt(Follower):
             self._diagnosing = False
             self._blame()
 
-    def _fail(self, failure: Failure, *, tell: bool = True) -> None:
+    def _fail(self, failure: FailureReport, *, tell: bool = True) -> None:
         if self._is_stopping:
             return
         self._failure = failure
@@ -308,5 +308,5 @@ class Attempt(Follower):
         outcome = stopped(self._requested, codes, "" if self.has_started else self._prelude.activity)
         if not ended_well(codes):
             cause = f"{socket.gethostname()} was stopped ({self._requested.name})."
-            self._meeting.tell_failure(Failure(cause=cause, exit_code=outcome.exit_code))
+            self._meeting.tell_failure(FailureReport(cause=cause, exit_code=outcome.exit_code))
         return outcome

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Place:
+class NodeInfo:
     """Where this node stands in the group, and where the ranks' store listens."""
 
     node_rank: int
@@ -44,7 +44,7 @@ def shared_environment(spec: LaunchSpec) -> dict[str, str]:
 
 
 def rank_environment(
-    spec: LaunchSpec, place: Place, local_rank: int, attempt: int, shared: Mapping[str, str]
+    spec: LaunchSpec, place: NodeInfo, local_rank: int, attempt: int, shared: Mapping[str, str]
 ) -> dict[str, str]:
     """Return one rank's whole environment."""
     rank = str(place.first_rank + local_rank)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from phalanx.host.signals import SignalInbox
-    from phalanx.launch.console import Console
+    from phalanx.launch.output import RankConsole
     from phalanx.launch.policy import Outcome
     from phalanx.launch.spec import LaunchSpec
 
@@ -26,7 +26,7 @@ class Follower:
     second Ctrl-C. SIGUSR1 is passed on and nothing else: ranks that know it leave with a checkpoint.
     """
 
-    def __init__(self, spec: LaunchSpec, console: Console, inbox: SignalInbox) -> None:
+    def __init__(self, spec: LaunchSpec, console: RankConsole, inbox: SignalInbox) -> None:
         self._spec = spec
         self._console = console
         self._inbox = inbox
@@ -102,7 +102,9 @@ class Follower:
         raise NotImplementedError
 
 
-def run_attempts(spec: LaunchSpec, console: Console, attempt: Callable[[int], Outcome]) -> tuple[Outcome, LaunchResult]:
+def run_attempts(
+    spec: LaunchSpec, console: RankConsole, attempt: Callable[[int], Outcome]
+) -> tuple[Outcome, LaunchResult]:
     """Run attempts, given their numbers, until one succeeds or none is left."""
     number = 0
     while True:

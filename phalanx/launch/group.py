@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from phalanx.host.processes import kill_group
-from phalanx.launch import wire
-from phalanx.launch.environment import Place, rank_environment, threads_per_rank
+from phalanx.launch.environment import NodeInfo, rank_environment, threads_per_rank
+from phalanx.launch.forkserver import messages
 from phalanx.launch.output import OutputPump, RankLog
 from phalanx.launch.spec import CallTarget
 from phalanx.launch.target import to_message
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from phalanx.launch.console import Console
+    from phalanx.launch.forkserver.client import Session
+    from phalanx.launch.output import RankConsole
     from phalanx.launch.spec import LaunchSpec
-    from phalanx.launch.warm import Session
 
 _EVENT_BYTES = 1 << 18
 _STOPPED_BEFORE_START = -9
@@ -60,14 +60,14 @@ class RankState:
 class RankGroup:
     """This node's ranks. `register` puts its sockets and pipes on a selector; their callbacks keep `ranks` true."""
 
-    def __init__(self, spec: LaunchSpec, place: Place, session: Session, console: Console) -> None:
+    def __init__(self, spec: LaunchSpec, place: NodeInfo, session: Session, console: RankConsole) -> None:
         self._spec = spec
         self._place = place
         self._session = session
         self._console = console
         self._pumps: list[OutputPump] = []
         self._logs: list[RankLog] = []
-        self._events, self._events_far = wire.socket_pair()
+        self._events, self._events_far = messages.socket_pair()
         self._events.setblocking(False)
         self.on_event: Callable[[dict[str, Any]], None] = console.handle
         self.ranks = {
@@ -104,7 +104,7 @@ class RankGroup:
             self._fork({**common, **own}, state, selector)
         self._events_far.close()
 
-    def _fork(self, request: wire.Message, state: RankState, selector: selectors.BaseSelector) -> None:
+    def _fork(self, request: messages.Message, state: RankState, selector: selectors.BaseSelector) -> None:
         log = RankLog(self._spec.log_dir, state.rank, self._console.notice)
         self._logs.append(log)
         stack = open_stack(self._spec.log_dir, state.rank)
@@ -149,7 +149,7 @@ class RankGroup:
         selector.register(pump, selectors.EVENT_READ, pass_on)
         return pump
 
-    def take_message(self, message: wire.Message) -> RankState | None:
+    def take_message(self, message: messages.Message) -> RankState | None:
         """Note a message of the warm process about a rank; return the rank when it has just ended."""
         state = self.ranks.get(message.get("started") or message.get("exited") or message.get("refused") or "")
         if state is None:
@@ -164,7 +164,7 @@ class RankGroup:
         return state
 
     def _take_events(self) -> None:
-        for data in wire.read_available(lambda: self._events.recv(_EVENT_BYTES)):
+        for data in messages.read_available(lambda: self._events.recv(_EVENT_BYTES)):
             self.on_event(json.loads(data))
 
     def signal(self, number: int, states: list[RankState] | None = None) -> None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from torch.distributed import Store, TCPStore
 
-    from phalanx.launch.wire import Message
+    from phalanx.launch.forkserver.messages import Message
 
 _CONNECT_SECONDS = 60.0
 _LEAVE_SECONDS = 3.0

@@ -1,4 +1,4 @@
-"""A rank's output on its way to its log file and, line by line, to the console."""
+"""Rank output: log files, line splitting, the console, and the thread-free pump that forwards it."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ import os
 import re
 import termios
 from collections import defaultdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
-from phalanx.observe.guard import Guard
+from phalanx.observe.guard import Guard, Streams, guarded_streams, labelled_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from phalanx.launch.console import Console
 
 _CHUNK = 1 << 14
 """How much is read at a time: between two reads the launcher serves signals and other ranks."""
@@ -114,7 +113,14 @@ class OutputPump:
     """
 
     def __init__(
-        self, rank: int, label: str, log: RankLog, console: Console, *, err: bool = False, terminal: int | None = None
+        self,
+        rank: int,
+        label: str,
+        log: RankLog,
+        console: RankConsole,
+        *,
+        err: bool = False,
+        terminal: int | None = None,
     ) -> None:
         self._rank = rank
         self._label = label
@@ -178,3 +184,45 @@ def _open_terminal() -> tuple[int, int]:
     settings[3] &= ~(termios.ECHO | termios.ICANON | termios.ISIG)
     termios.tcsetattr(write_end, termios.TCSANOW, settings)
     return read_end, write_end
+
+
+class RankConsole(Protocol):
+    """Where the supervisor shows output, events and notices. Called from the supervisor's thread only."""
+
+    streams: Streams
+
+    def rank_output(self, rank: int, label: str, text: str, *, err: bool = False) -> None:
+        r"""Show a line that a rank printed, with its end: "\n", "\r\n", or "\r" where it will be redrawn.
+
+        A text without an end is the beginning of a line whose rest follows. `err`: it came from standard error.
+        """
+
+    def handle(self, event: dict[str, Any]) -> None:
+        """Take one event a rank sent: a dict with an "event" key."""
+
+    def notice(self, text: str) -> None:
+        """Show a message of the launcher."""
+
+
+class PlainConsole:
+    """Prints rank output as it is (labelled when several ranks speak) and notices to stderr."""
+
+    def __init__(self, *, labelled: bool = False, out: TextIO | None = None, err: TextIO | None = None) -> None:
+        self._labelled = labelled
+        self._out, self._err = guarded_streams(out, err)
+        self.streams = Streams.of(self._out, self._err)
+
+    def rank_output(self, rank: int, label: str, text: str, *, err: bool = False) -> None:
+        """Print the text; keep a redrawn line on the same row of the terminal."""
+        self._write(self._err if err else self._out, labelled_line(label, text) if self._labelled else text)
+
+    def handle(self, event: dict[str, Any]) -> None:
+        """Ignore events: they are for consoles that draw."""
+
+    def notice(self, text: str) -> None:
+        """Print to stderr, so that piped output is the ranks' alone."""
+        self._write(self._err, f"phalanx: {text}\n")
+
+    def _write(self, stream: TextIO, text: str) -> None:
+        stream.write(text)
+        stream.flush()

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from phalanx.errors import EXIT_PREEMPTED, EXIT_USAGE
-from phalanx.launch.failure import Failure
+from phalanx.launch.failure import FailureReport
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-WELL = (0, EXIT_PREEMPTED)
+SUCCESS_CODES = (0, EXIT_PREEMPTED)
 """The exit codes of ranks that count as success."""
 
 
@@ -21,7 +21,7 @@ class Outcome:
     """How one attempt ended."""
 
     exit_code: int
-    failure: Failure | None = None
+    failure: FailureReport | None = None
     interrupted: bool = False
     """Stopped on request: Ctrl-C, SIGTERM or the like."""
     before_start: bool = False
@@ -30,7 +30,7 @@ class Outcome:
 
 def ended_well(codes: Sequence[int | None]) -> bool:
     """Whether there were ranks, and all of them ended successfully."""
-    return bool(codes) and all(code in WELL for code in codes)
+    return bool(codes) and all(code in SUCCESS_CODES for code in codes)
 
 
 def stopped(requested: signal.Signals, codes: Sequence[int | None], activity: str) -> Outcome:
@@ -43,7 +43,7 @@ def stopped(requested: signal.Signals, codes: Sequence[int | None], activity: st
     code = 128 + requested
     if not activity:
         return Outcome(code, interrupted=True)
-    failure = Failure(cause=f"stopped by {requested.name} while {activity}; no rank had started.", exit_code=code)
+    failure = FailureReport(cause=f"stopped by {requested.name} while {activity}; no rank had started.", exit_code=code)
     return Outcome(code, failure, interrupted=True, before_start=True)
 
 

@@ -14,25 +14,25 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from phalanx.launch.joining import announce_joining
-from phalanx.launch.preload import set_compute_threads
-from phalanx.launch.record import exit_code_of, record_exception
+from phalanx.launch.error_file import exit_code_of, record_exception
+from phalanx.launch.forkserver.preload import set_compute_threads
+from phalanx.launch.init_hook import announce_joining
 from phalanx.launch.target import call, from_message, run_target
 from phalanx.observe.events import Message
-from phalanx.observe.fdsink import FdSink
 from phalanx.observe.guard import guard_own_output
+from phalanx.observe.sinks import FdSink
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from phalanx.launch import wire
+    from phalanx.launch.forkserver import messages
 
 # A process started by the rank inherits the variable but not the descriptor: a high number makes it unlikely that the
 # same number is something else there.
 _EVENTS_DESCRIPTOR_FLOOR = 200
 
 
-def run(request: wire.Message, descriptors: list[int]) -> NoReturn:
+def run(request: messages.Message, descriptors: list[int]) -> NoReturn:
     """Run as rank `request["rank"]` until the target ends, then exit without tearing torch down."""
     *stdio, log, stack, events = descriptors
     for number, descriptor in enumerate(stdio):
@@ -61,7 +61,7 @@ def run_to_end(program: Callable[[], None], record: Callable[[BaseException], No
     return 0
 
 
-def record_to_log(error: BaseException, request: wire.Message, log: int | None) -> None:
+def record_to_log(error: BaseException, request: messages.Message, log: int | None) -> None:
     """Record what ended the rank, with the traceback in the log instead of on stderr, which the launcher shows."""
     if log is not None:
         with contextlib.suppress(OSError, ValueError):
@@ -70,7 +70,7 @@ def record_to_log(error: BaseException, request: wire.Message, log: int | None) 
     record_exception(error, request)
 
 
-def _take_on(request: wire.Message, log: int, stack: int, events: int) -> None:
+def _take_on(request: messages.Message, log: int, stack: int, events: int) -> None:
     os.environ.clear()
     os.environ.update(request["env"])
     os.environ["PHALANX_EVENTS_FD"] = str(lift(events))

@@ -14,8 +14,8 @@ from phalanx.errors import UsageError, nearest
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from phalanx.launch.console import Console
-    from phalanx.launch.failure import Failure
+    from phalanx.launch.failure import FailureReport
+    from phalanx.launch.output import RankConsole
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class PlannedRanks(Protocol):
 class Starter(Protocol):
     """Another system that starts ranks: its settings, and how it runs a launch to its end."""
 
-    def launch(self, spec: LaunchSpec, console: Console) -> LaunchResult:
+    def launch(self, spec: LaunchSpec, console: RankConsole) -> LaunchResult:
         """Run the target on the ranks and return when all of them have ended."""
 
 
@@ -204,4 +204,4 @@ class LaunchResult:
 
     exit_code: int
     attempts: int
-    failure: Failure | None = None
+    failure: FailureReport | None = None

@@ -9,8 +9,9 @@ import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
+from phalanx.launch.error_file import LAUNCHER_FILES
+
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<function>.*)$')
-_OWN_DIRECTORY = str(Path(__file__).resolve().parent) + os.sep
 
 
 @dataclass(frozen=True)
@@ -27,12 +28,12 @@ class Frame:
     @property
     def is_launchers(self) -> bool:
         """Whether it belongs to this package or to the way modules are run."""
-        return self.file.startswith((_OWN_DIRECTORY, "<frozen runpy")) or self.file == runpy.__file__
+        return self.file.startswith((*LAUNCHER_FILES, "<frozen runpy")) or self.file == runpy.__file__
 
     @property
     def is_users(self) -> bool:
         """Whether it is neither the standard library's, an installed package's nor the launcher's."""
-        libraries = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), _OWN_DIRECTORY, "<frozen")
+        libraries = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), *LAUNCHER_FILES, "<frozen")
         return not self.file.startswith(libraries)
 
 

@@ -12,7 +12,7 @@ import socket
 from typing import TYPE_CHECKING, NoReturn
 
 from phalanx.errors import PhalanxError, UsageError
-from phalanx.launch import wire
+from phalanx.launch.forkserver import messages
 
 if TYPE_CHECKING:
     from phalanx.launch.nodes import NodeGroup
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _POLL_SECONDS = 0.2
 
 
-def serve(request: wire.Message, descriptors: list[int]) -> NoReturn:
+def serve(request: messages.Message, descriptors: list[int]) -> NoReturn:
     """Run as the store agent of a supervisor until it closes its end of the socket."""
     line = socket.socket(fileno=descriptors[0])
     # A scheduler may signal every process of a job: the ranks still need the store while they stop.
@@ -50,11 +50,11 @@ def _serve_one_node(line: socket.socket, listener: int) -> None:
     store = TCPStore(
         "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener, use_libuv=True
     )
-    wire.receive(line)
+    messages.receive(line)
     assert store.port == port
 
 
-def _serve_nodes(line: socket.socket, request: wire.Message) -> None:
+def _serve_nodes(line: socket.socket, request: messages.Message) -> None:
     from phalanx.launch.nodes import NodeGroup
 
     nodes = None
@@ -63,9 +63,9 @@ def _serve_nodes(line: socket.socket, request: wire.Message) -> None:
         _follow(line, nodes)
     except PhalanxError as error:
         usage = isinstance(error, UsageError)
-        wire.send(line, {"error": error.message, "hint": error.hint, "usage": usage})
+        messages.send(line, {"error": error.message, "hint": error.hint, "usage": usage})
         line.settimeout(None)
-        wire.receive(line)
+        messages.receive(line)
     if nodes is not None:
         nodes.leave()
 
@@ -75,18 +75,18 @@ def _follow(line: socket.socket, nodes: NodeGroup) -> None:
     line.settimeout(_POLL_SECONDS)
     while True:
         try:
-            received = wire.receive(line)
+            received = messages.receive(line)
         except TimeoutError:
             received = ({}, [])
         if received is None:
             return
         request, _ = received
         if "gather" in request:
-            place = nodes.gather(request["gather"], lambda message: wire.send(line, message))
-            wire.send(line, {"place": place})
+            place = nodes.gather(request["gather"], lambda message: messages.send(line, message))
+            messages.send(line, {"place": place})
         elif "failed" in request:
             nodes.publish_failure(request["failed"])
         elif "finished" in request:
             nodes.publish_end()
         for message in nodes.news():
-            wire.send(line, message)
+            messages.send(line, message)

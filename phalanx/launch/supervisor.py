@@ -5,26 +5,26 @@ from __future__ import annotations
 import secrets
 from typing import TYPE_CHECKING
 
-from phalanx.errors import UsageError, WarmProcessDiedError
+from phalanx.errors import ForkServerDiedError, UsageError
+from phalanx.host.files import make_private
 from phalanx.host.signals import SignalInbox
 from phalanx.host.signed_store import VARIABLE
 from phalanx.launch.attempt import Attempt
-from phalanx.launch.console import Console, PlainConsole
 from phalanx.launch.environment import shared_environment
-from phalanx.launch.failure import Failure
+from phalanx.launch.failure import FailureReport
 from phalanx.launch.follower import run_attempts
-from phalanx.launch.meeting import Meeting
+from phalanx.launch.forkserver.client import fork_server
+from phalanx.launch.output import PlainConsole, RankConsole
 from phalanx.launch.policy import Outcome
+from phalanx.launch.rendezvous import Rendezvous
 from phalanx.launch.scratch import scratch_folder
 from phalanx.launch.spec import LaunchResult, LaunchSpec, check_endpoint
-from phalanx.launch.warm import warm_process
-from phalanx.observe.folders import make_private
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 
-def launch(spec: LaunchSpec, console: Console | None = None, signals: SignalInbox | None = None) -> LaunchResult:
+def launch(spec: LaunchSpec, console: RankConsole | None = None, signals: SignalInbox | None = None) -> LaunchResult:
     """Run the target on this node's ranks and return when all of them have ended.
 
     Runs in the caller's thread. Signals are taken over meanwhile when that is the main thread; `signals` lets another
@@ -52,7 +52,7 @@ def launch(spec: LaunchSpec, console: Console | None = None, signals: SignalInbo
 class _Launching:
     """Runs attempts. A warm process that dies ends the ranks and the store too; the next attempt gets a new one."""
 
-    def __init__(self, spec: LaunchSpec, console: Console, shared_env: dict[str, str], scratch: Path) -> None:
+    def __init__(self, spec: LaunchSpec, console: RankConsole, shared_env: dict[str, str], scratch: Path) -> None:
         self._spec = spec
         self._console = console
         self._shared_env = shared_env
@@ -64,10 +64,10 @@ class _Launching:
 
     def _open(self) -> None:
         try:
-            self._session = warm_process(self._shared_env).open_session()
-        except WarmProcessDiedError:  # since it was last used
-            self._session = warm_process(self._shared_env).open_session()
-        self._meeting = Meeting(self._spec, self._session)
+            self._session = fork_server(self._shared_env).open_session()
+        except ForkServerDiedError:  # since it was last used
+            self._session = fork_server(self._shared_env).open_session()
+        self._meeting = Rendezvous(self._spec, self._session)
 
     def close(self) -> None:
         """Close the connections to the agent and the warm process."""
@@ -87,14 +87,14 @@ class _Launching:
         attempt = self._new_attempt(inbox, number)
         try:
             return attempt.run(self._rank_env)
-        except WarmProcessDiedError as death:
+        except ForkServerDiedError as death:
             if not self._session.is_serving:  # it cannot import torch, nor could the next
                 raise
             self.close()
             self._open()
             if not attempt.has_started:  # it was dying already
                 return self._new_attempt(inbox, number).run(self._rank_env)
-            failure = Failure(cause=death.message, hint=death.hint, exit_code=death.exit_code)
+            failure = FailureReport(cause=death.message, hint=death.hint, exit_code=death.exit_code)
             return Outcome(failure.exit_code, failure)
 
     def _new_attempt(self, inbox: SignalInbox, number: int) -> Attempt:

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import (
 
 from phalanx.errors import ModelError
 from phalanx.loop.offload import HostMemory
-from phalanx.strategies.blocks import find_blocks
+from phalanx.strategies.fsdp import find_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Callable

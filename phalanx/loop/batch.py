@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from phalanx.loop.forward import count_labels
-from phalanx.strategies.batch_rows import count_rows
+from phalanx.strategies.pipeline.loss import count_rows
 
 if TYPE_CHECKING:
     from phalanx.loop.forward import Forward

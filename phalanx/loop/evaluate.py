@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from phalanx.loop.formation import Formation
     from phalanx.loop.forward import LossFn
     from phalanx.loop.metrics import Metric
-    from phalanx.loop.prepared import PreparedLoader
+    from phalanx.loop.prepare import PreparedLoader
 
 
 @torch.no_grad()

@@ -30,16 +30,18 @@ from phalanx.config.option import local_path
 from phalanx.data.loader import shard_loader
 from phalanx.errors import UsageError
 from phalanx.loop.activation import spare_activations
-from phalanx.loop.adapters import adapt, check_trains_adapters
 from phalanx.loop.batch import BatchPasses
-from phalanx.loop.binding import bind_optimizer
-from phalanx.loop.compiling import compile_in_place
 from phalanx.loop.forward import decide_forward
-from phalanx.loop.prepared import Prepared, PreparedLoader
-from phalanx.loop.process import remember_process
-from phalanx.loop.replaced import Replaced
-from phalanx.loop.schedulers import bind_scheduler
-from phalanx.loop.snapshot import restore_snapshot, save_snapshot
+from phalanx.loop.optimizer_binding import ParameterRemap, bind_optimizer, bind_scheduler
+from phalanx.loop.prepare import (
+    Prepared,
+    PreparedLoader,
+    adapt,
+    check_trains_adapters,
+    compile_in_place,
+    remember_process,
+)
+from phalanx.loop.state import restore_snapshot, save_snapshot
 from phalanx.strategies.base import claim_layout, local
 from phalanx.strategies.registry import build_strategy
 from phalanx.world.groups import build_axis_group
@@ -83,7 +85,7 @@ class Formation(Prepared):
         self._locks: dict[Path, RunLock] = {}
         if self.precision.warning and self.is_main:
             warnings.warn(self.precision.warning, stacklevel=2)
-        self._replaced = Replaced()
+        self._replaced = ParameterRemap()
         self._host_group: dist.ProcessGroup | None = None
 
     @property

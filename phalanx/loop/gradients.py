@@ -1,9 +1,4 @@
-"""The step as a transaction: micro-batches add up to the gradient of the global batch, and all ranks step or none.
-
-The mean loss of a micro-batch is multiplied by its share of the global batch (`MicroInfo.scale`), so the average over
-ranks is the gradient of the global mean, whatever the split. Where the shares are only known afterwards (tokens), the
-loss is weighted, and the summed gradient is divided by the total weight at the boundary.
-"""
+"""The gradients of a step as a transaction: accumulation, scaling, clipping; all ranks step or none does."""
 
 from __future__ import annotations
 
@@ -14,8 +9,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.errors import UsageError
-from phalanx.loop.held import HeldParameters
-from phalanx.loop.weighing import StepWeight
+from phalanx.loop.sharing import HeldParameters
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +21,42 @@ if TYPE_CHECKING:
     from phalanx.loop.precision import Precision
     from phalanx.strategies.base import Strategy
     from phalanx.world.world import World
+
+
+class LossWeights:
+    """The weights of a step's micro-batches on this rank, and their mean over the ranks that average gradients."""
+
+    def __init__(self, device: torch.device, ranks: int) -> None:
+        self._device = device
+        self._ranks = ranks
+        self._here: torch.Tensor | None = None
+        self._mean: torch.Tensor | None = None
+
+    def add(self, weight: float | torch.Tensor) -> torch.Tensor:
+        """Count a micro-batch; return its weight as a tensor, the factor on its loss."""
+        weight = torch.as_tensor(weight, dtype=torch.float64, device=self._device)
+        self._here = weight.clone() if self._here is None else self._here + weight
+        self._mean = None
+        return weight
+
+    def mean(self) -> torch.Tensor | None:
+        """Return what the averaged gradient has to be divided by, or None without weights; all ranks call this.
+
+        One all-reduce, at the first call. Each sample counts once for every rank that saw it, so what the sum is
+        divided by is the world's size, not dp_size.
+        """
+        if self._here is None or self._mean is not None:
+            return self._mean
+        total = self._here.clone()
+        if self._ranks > 1:
+            dist.all_reduce(total)
+        # A step without any weight has no gradient either: divided by one it stays zero, by zero it would be NaN.
+        self._mean = torch.where(total == 0, 1.0, total / self._ranks)
+        return self._mean
+
+    def clear(self) -> None:
+        """Begin the next step."""
+        self._here = self._mean = None
 
 
 class Gradients:
@@ -42,7 +72,7 @@ class Gradients:
         self._counted = 0
         self._wrapped: list[nn.Module] = []
         self.held = HeldParameters(strategy, unused_allowed=config.find_unused_parameters)
-        self._weight = StepWeight(world.device, 1 if strategy.local_steps else world.world_size)
+        self._weight = LossWeights(world.device, 1 if strategy.local_steps else world.world_size)
         self._ready = False
         self._direct = False
         self._unscaled: set[int] = set()

@@ -71,7 +71,7 @@ class OptimizerSettings:
             group.update(settings)
 
 
-class Schedule:
+class LRSchedule:
     """The learning rate at each step: a factor on every parameter group's own rate.
 
     The factor is a function of the step alone. The rate is set only where the factor changes: with a constant schedule

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from phalanx.host.gpus import GpuLoad
 from phalanx.loop.speed import PeakMemory, TokenRate, token_rate
 from phalanx.observe.events import (
     CheckpointSaved,
@@ -24,7 +25,6 @@ from phalanx.observe.events import (
     RunStarted,
     StepDone,
 )
-from phalanx.observe.gpu_load import GpuLoad
 from phalanx.observe.history import EpochRecord, History
 from phalanx.observe.timing import Throughput
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from phalanx.checkpoint import SavedCheckpoint
     from phalanx.config import DistributedConfig
     from phalanx.loop.hooks import StepInfo
-    from phalanx.observe.stream import EventStream
+    from phalanx.observe.sinks import EventStream
     from phalanx.strategies.base import Strategy
     from phalanx.world.world import World
 

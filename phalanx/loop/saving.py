@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from phalanx import checkpoint
-from phalanx.loop.snapshot import restore_snapshot
+from phalanx.loop.state import restore_snapshot
 
 if TYPE_CHECKING:
     from phalanx.loop.formation import Formation

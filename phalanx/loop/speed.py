@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from phalanx.models.contract import CountsFlops, implements
-from phalanx.observe.peaks import peak_flops
+from phalanx.observe.timing import peak_flops
 
 if TYPE_CHECKING:
     from torch import nn

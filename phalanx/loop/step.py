@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from phalanx.loop.forward import Forward
     from phalanx.loop.gradients import Gradients
-    from phalanx.loop.ledger import LossLedger
+    from phalanx.loop.loss_log import LossLog
     from phalanx.loop.precision import Precision
     from phalanx.strategies.base import Strategy
 
@@ -35,7 +35,7 @@ def train_step(
     optimizer: torch.optim.Optimizer,
     forward: Forward,
     batches: Iterator[Any],
-    ledger: LossLedger,
+    ledger: LossLog,
     *,
     by_tokens: bool = False,
     clip: float | None = None,

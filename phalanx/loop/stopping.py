@@ -1,12 +1,4 @@
-"""Stop on a signal: one rank receives it, and all ranks stop at the same step boundary.
-
-Ranks in lock-step: none completes step s+1 before all have begun it. A rank that gets the signal after step s writes a
-request "s" to the store (the first request stays) before it begins s+1. Every rank reads the store after each step that
-is a multiple of `period`. A rank that reads after a step m > s therefore sees the request, and all ranks stop at the
-first such m. Rank 0 chooses the period once, so that reading costs almost nothing when steps are short. Ranks that are
-not in lock-step read only after the steps in which they waited for each other, to gather losses or to average weights:
-no rank passes such a step before all have reached it.
-"""
+"""Stop requests (signals, `max_steps`, tuning trials), agreed by all ranks at a step boundary."""
 
 from __future__ import annotations
 
@@ -16,14 +8,18 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from phalanx.errors import PreemptedError
-from phalanx.observe import stop_wish
-from phalanx.world.env import stop_signals
+from phalanx.observe import control
+from phalanx.observe.control import TrialControl
+from phalanx.world.env import read_rank_env, stop_signals
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import FrameType
 
+    import torch.distributed as dist
+
     from phalanx.world.world import World
+
 
 _LOOK_EVERY_SECONDS = 0.25
 _MEASURED_STEPS = 8
@@ -68,7 +64,7 @@ class StopRequest:
     @property
     def told(self) -> str | None:
         """The request to stop from outside the process, such as SIGTERM; None where there is none, or only `ask`."""
-        self._heard = self._heard or stop_wish.take()
+        self._heard = self._heard or control.take()
         return self._heard
 
     def ask(self, reason: str) -> None:
@@ -125,3 +121,55 @@ def preempted_error(reason: str | None, step: int, checkpoint: str | None) -> Pr
         else "Set checkpoint_dir to keep the progress of a run that is stopped."
     )
     return PreemptedError(f"stopped by {reason} after step {step}: {kept}", hint=hint)
+
+
+_LOOK_SECONDS = 0.02
+
+
+class EpochControl:
+    """Decides after epochs whether a tuning trial continues."""
+
+    def __init__(
+        self,
+        store: dist.Store | None,
+        *,
+        asks: bool,
+        given_up: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """`store`: shares the answer of the rank that `asks` (None: one rank); `given_up`: the run ends anyway."""
+        self._gate = TrialControl.from_environment()
+        self._store = store
+        self._asks = asks
+        self._given_up = given_up
+
+    @property
+    def is_there(self) -> bool:
+        """Whether this run is a trial that may be stopped."""
+        return self._gate is not None
+
+    def start_after(self, epochs: int) -> None:
+        """Note the epochs that a resumed run has completed."""
+        if self._gate is not None:
+            self._gate.start_after(epochs)
+
+    def lets_pass(self, epochs: int) -> bool:
+        """Whether training continues after this many epochs; every rank calls this, and gets the same answer."""
+        if self._gate is None or not self._gate.is_due(epochs):
+            return True
+        return self._ask(epochs) if self._store is None else self._agree(self._store, epochs)
+
+    def _ask(self, epochs: int) -> bool:
+        assert self._gate is not None, "asked for only where there is a gate"
+        return self._gate.wait(epochs, given_up=self._given_up)
+
+    def _agree(self, store: dist.Store, epochs: int) -> bool:
+        env = read_rank_env()
+        key = f"gate/{env.attempt if env is not None else 0}/{epochs}"
+        if self._asks:
+            passes = self._ask(epochs)
+            store.set(key, "on" if passes else "stop")
+            return passes
+        # Not store.get, which has a timeout: the answer may take hours, until other trials have come this far.
+        while not store.check([key]):
+            time.sleep(_LOOK_SECONDS)
+        return bool(store.get(key) == b"on")

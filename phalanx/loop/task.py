@@ -13,7 +13,7 @@ from phalanx.data.source import read_source
 from phalanx.errors import UsageError
 from phalanx.loop.hooks import Hooks
 from phalanx.loop.optim import build_optimizer
-from phalanx.loop.schedulers import check_scheduler
+from phalanx.loop.optimizer_binding import check_scheduler
 
 if TYPE_CHECKING:
     from torch import nn

@@ -7,17 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx.loop.evaluate import evaluate
 from phalanx.loop.forward import decide_forward
-from phalanx.loop.gating import EpochGate
 from phalanx.loop.hooks import Hooks, StepInfo
-from phalanx.loop.ledger import LossLedger, first_nonfinite, nonfinite_error, spoilt_weights_error
-from phalanx.loop.optim import OptimizerSettings, Schedule, rate_factor, rate_scale
+from phalanx.loop.loss_log import LossLog, first_nonfinite, nonfinite_error, spoilt_weights_error
+from phalanx.loop.optim import LRSchedule, OptimizerSettings, rate_factor, rate_scale
+from phalanx.loop.optimizer_binding import OwnSchedule, make_scheduler
 from phalanx.loop.reporting import Reporter, RunFacts
 from phalanx.loop.saving import CheckpointPolicy
-from phalanx.loop.schedulers import OwnSchedule, make_scheduler
 from phalanx.loop.step import train_step
-from phalanx.loop.stopping import StopRequest, preempted_error
+from phalanx.loop.stopping import EpochControl, StopRequest, preempted_error
 from phalanx.loop.task import make_optimizer
-from phalanx.observe import board
+from phalanx.observe import heartbeat as board
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from phalanx.loop.forward import Forward
     from phalanx.loop.task import TrainTask
     from phalanx.observe.history import History
-    from phalanx.observe.stream import EventStream
+    from phalanx.observe.sinks import EventStream
 
 
 class TrainLoop:
@@ -45,17 +44,17 @@ class TrainLoop:
         self.global_batch = layout.batch_size * layout.accumulation * layout.dp_size
         self.total_steps = self._total_steps()
         scale = rate_scale(self.config, self.global_batch, layout.batch_size)
-        self.schedule: Schedule | OwnSchedule = (
-            Schedule(self.optimizer, rate_factor(self.config, self.total_steps), scale)
+        self.schedule: LRSchedule | OwnSchedule = (
+            LRSchedule(self.optimizer, rate_factor(self.config, self.total_steps), scale)
             if task.scheduler is None
             else self._own_schedule()
         )
         self._settings = OptimizerSettings(self.optimizer) if task.optimizer is None else None
         self.hooks = Hooks(task.callbacks)
-        self.ledger = LossLedger(formation.world)
+        self.ledger = LossLog(formation.world)
         self.stop = StopRequest(formation.world, None if formation.strategy.in_lockstep else self._have_met)
         world = formation.world
-        self.gate = EpochGate(world.store, asks=world.is_main, given_up=lambda: self.stop.heard)
+        self.gate = EpochControl(world.store, asks=world.is_main, given_up=lambda: self.stop.heard)
         self.saving = CheckpointPolicy(formation, run_dir)
         facts = RunFacts(
             name=task.name,

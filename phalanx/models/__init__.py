@@ -11,9 +11,9 @@ if TYPE_CHECKING:
     from phalanx.models.gpt import GPT, GPTConfig
     from phalanx.models.hf import load_pretrained, save_pretrained
     from phalanx.models.llama import Llama, LlamaConfig
+    from phalanx.models.loss import LMOutput
     from phalanx.models.mlp import MLP
     from phalanx.models.moe import MoE, MoEConfig
-    from phalanx.models.output import LMOutput
     from phalanx.models.registry import build, names, presets
     from phalanx.models.resnet import ResNet, ResNetConfig
     from phalanx.models.vit import ViT, ViTConfig

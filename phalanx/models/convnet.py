@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, cast
 from torch import nn
 
 from phalanx.errors import ModelError
-from phalanx.models.weights import is_meta
+from phalanx.models.init import is_meta
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.errors import ModelError
-from phalanx.models.output import LMOutput, token_loss, visible_logits
+from phalanx.models.loss import LMOutput, token_loss, visible_logits
 
 if TYPE_CHECKING:
     from collections.abc import Callable

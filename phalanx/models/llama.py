@@ -9,15 +9,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.errors import ModelError
-from phalanx.models import plan_names as words
-from phalanx.models.attention import InnerAttention
+from phalanx.models import contract as words
+from phalanx.models.attention import InnerAttention, RopeScaling, rotary_table, rotate
 from phalanx.models.decoder import Decoder
-from phalanx.models.preset import from_preset
-from phalanx.models.rope import RopeScaling, rotary_table, rotate
-from phalanx.models.weights import init_transformer, is_meta
+from phalanx.models.init import from_preset, init_transformer, is_meta
 
 if TYPE_CHECKING:
-    from phalanx.models.output import LMOutput
+    from phalanx.models.loss import LMOutput
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

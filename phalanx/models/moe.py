@@ -1,4 +1,4 @@
-"""A mixture-of-experts decoder: a Llama whose feed-forward net is, for each token, a few out of many."""
+"""A mixture-of-experts decoder: routing, dispatch to experts, and the balance loss."""
 
 from __future__ import annotations
 
@@ -10,13 +10,55 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.errors import ModelError
+from phalanx.models.attention import rotary_table
 from phalanx.models.decoder import Decoder
+from phalanx.models.init import from_preset, init_transformer, is_meta
 from phalanx.models.llama import Attention, LlamaConfig
-from phalanx.models.output import LMOutput
-from phalanx.models.preset import from_preset
-from phalanx.models.rope import rotary_table
-from phalanx.models.routing import balance_loss, combine, dispatch
-from phalanx.models.weights import init_transformer, is_meta
+from phalanx.models.loss import LMOutput
+
+
+class Dispatched(NamedTuple):
+    """Copies of tokens, sorted by expert."""
+
+    rows: Tensor
+    """[tokens x top_k, width]: the rows of expert 0 first."""
+
+    counts: Tensor
+    """[experts]: how many rows each expert has; int64."""
+
+    order: Tensor
+    """[tokens x top_k]: row r is choice order[r] % top_k of token order[r] // top_k."""
+
+
+def dispatch(tokens: Tensor, experts: Tensor, num_experts: int) -> Dispatched:
+    """Sort a copy of each token [tokens, width] for each of its experts [tokens, top_k].
+
+    Rows for one expert, and so for one rank's experts, lie together: `rows` and `counts` are what an all-to-all sends.
+    """
+    chosen = experts.flatten()
+    order = chosen.argsort(stable=True)
+    counts = torch.zeros(num_experts, dtype=torch.int64, device=chosen.device)
+    counts = counts.scatter_add(0, chosen, torch.ones_like(chosen))
+    return Dispatched(tokens[order // experts.shape[1]], counts, order)
+
+
+def combine(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
+    """Bring the experts' rows back into the tokens' order and add each token's [tokens, top_k] weighted rows."""
+    tokens, top_k = weights.shape
+    restored = torch.empty_like(rows).index_copy(0, order, rows)
+    return (restored.view(tokens, top_k, -1) * weights.to(rows.dtype).unsqueeze(-1)).sum(dim=1)
+
+
+def balance_loss(probabilities: Tensor, experts: Tensor) -> Tensor:
+    """Return experts x sum(share of choices x mean probability), from [batch, time, experts] and [batch, time, top_k].
+
+    It is 1 when all experts are used alike and grows with the imbalance. It is taken of each sequence, then averaged:
+    so, other than an average over the whole batch, it does not depend on how the batch is split over ranks.
+    """
+    chosen = experts.flatten(1)
+    choice = probabilities.new_full((), 1 / chosen.shape[1]).expand(chosen.shape)
+    shares = torch.zeros_like(probabilities[:, 0]).scatter_add(1, chosen, choice)
+    return probabilities.shape[-1] * (shares * probabilities.mean(dim=1)).sum(dim=-1).mean()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

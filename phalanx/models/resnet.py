@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.errors import ModelError
-from phalanx.models.preset import from_preset
-from phalanx.models.weights import is_meta
+from phalanx.models.init import from_preset, is_meta
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -10,10 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.errors import ModelError
-from phalanx.models import plan_names as words
+from phalanx.models import contract as words
 from phalanx.models.attention import FusedAttention
-from phalanx.models.preset import from_preset
-from phalanx.models.weights import init_transformer, is_meta
+from phalanx.models.init import from_preset, init_transformer, is_meta
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

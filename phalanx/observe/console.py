@@ -1,27 +1,92 @@
-"""What the user watches: a live bar on a terminal, a line every few seconds elsewhere, a summary at the end.
-
-Used by the launcher's own process or, when there is no launcher, as a sink of rank 0.
-"""
+"""What the user watches: a live bar on a terminal, a line every few seconds elsewhere, a summary at the end."""
 
 from __future__ import annotations
 
 import os
+import time
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
-from phalanx.observe import events, words
-from phalanx.observe.guard import guarded_streams
-from phalanx.observe.plainview import PlainView
-from phalanx.observe.streams import Streams, labelled_line
+from phalanx.observe import events, format
+from phalanx.observe.guard import Streams, guarded_streams, labelled_line
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from phalanx.observe.events import Event, RunStarted, StepDone
+
+
+class PlainView:
+    """Writes lines; of the steps only the first, the last and one every `interval` seconds."""
+
+    def __init__(
+        self, out: TextIO, err: TextIO, *, interval: float = 5.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._out = out
+        self._err = err
+        self._interval = interval
+        self._clock = clock
+        self._due = -1.0
+        self._pending: str | None = None
+
+    def begin(self, run: RunStarted) -> None:
+        """Say what is about to run."""
+        self.line(format.start_line(run))
+
+    def step(self, event: StepDone, run: RunStarted | None) -> None:
+        """Show a step if it is time; otherwise remember it in case it is the last."""
+        text = format.step_line(event, run)
+        if self._clock() < self._due:
+            self._pending = text
+            return
+        self._due = self._clock() + self._interval
+        self._pending = None
+        self.line(text)
+
+    def activity(self, name: str | None) -> None:
+        """Ignore what goes on between steps: its result gets a line."""
+
+    def settle(self) -> None:
+        """Show the last step if it has not been shown."""
+        if self._pending is not None:
+            self.line(self._pending)
+            self._pending = None
+            self._due = self._clock() + self._interval
+
+    def line(self, text: str, *, kind: str = "info") -> None:
+        """Write a line of our own; the step that was measured goes before its metrics."""
+        if kind == "metrics":
+            self.settle()
+        self._write(self._out, f"{text}\n")
+
+    def output(self, text: str, *, err: bool = False) -> None:
+        """Write what a rank printed, as it is."""
+        self._write(self._err if err else self._out, text)
+
+    def error(self, text: str) -> None:
+        """Write to standard error."""
+        self._write(self._err, f"{text}\n")
+
+    def summary(self, title: str, rows: list[tuple[str, str]], commands: list[str]) -> None:
+        """Write the summary as aligned columns, and the commands to paste."""
+        width = max((len(label) for label, _ in rows), default=0)
+        lines = [title, *(f"  {label.ljust(width)}  {value}" for label, value in rows)]
+        if commands:
+            lines += ["next:", *(f"  {command}" for command in commands)]
+        self.line("\n".join(lines))
+
+    def close(self) -> None:
+        """Show what is pending."""
+        self.settle()
+
+    def _write(self, stream: TextIO, text: str) -> None:
+        stream.write(text)
+        stream.flush()
+
 
 _ACTIVITIES = {"eval": "evaluating", "evaluate": "evaluating", "evaluation": "evaluating", "checkpoint": "saving"}
 
 
-class View(Protocol):
+class ConsoleView(Protocol):
     """How things are shown: `PlainView` writes lines, `RichView` draws."""
 
     def begin(self, run: RunStarted) -> None:
@@ -109,23 +174,23 @@ class Console:
 
     def _end(self, end: events.RunEnded) -> None:
         self._view.settle()
-        self._view.summary(words.summary_title(end), words.summary_rows(end, self._run), end.next_commands)
+        self._view.summary(format.summary_title(end), format.summary_rows(end, self._run), end.next_commands)
 
     def _mention(self, event: Event) -> None:
         if isinstance(event, events.EpochDone):
-            self._view.line(words.epoch_line(event, self._run), kind="metrics")
+            self._view.line(format.epoch_line(event, self._run), kind="metrics")
         elif isinstance(event, events.MetricsReported):
             if not event.ends_epoch:  # else the epoch's own line tells it
-                self._view.line(words.metrics_line(event, self._run), kind="metrics")
+                self._view.line(format.metrics_line(event, self._run), kind="metrics")
         elif isinstance(event, events.CheckpointSaved):
-            self._view.line(words.checkpoint_line(event), kind="dim")
+            self._view.line(format.checkpoint_line(event), kind="dim")
         elif isinstance(event, events.Phase):
             self._view.activity(_ACTIVITIES.get(event.name, event.name) if event.state == "begin" else None)
         elif isinstance(event, events.Membership):
-            self._view.line(words.membership_line(event), kind="warning")
+            self._view.line(format.membership_line(event), kind="warning")
         elif isinstance(event, events.ServersReported):
             self._view.settle()
-            for line in words.servers_lines(event):
+            for line in format.servers_lines(event):
                 self._view.line(line)
         elif isinstance(event, events.Message):
             self._say(event)
@@ -144,7 +209,7 @@ def _can_draw(out: TextIO) -> bool:
     return out.isatty() and os.environ.get("TERM", "") not in ("", "dumb", "unknown")
 
 
-def _rich_view(out: TextIO, err: TextIO) -> View:
+def _rich_view(out: TextIO, err: TextIO) -> ConsoleView:
     from phalanx.observe.richview import RichView
 
     return RichView(out, err)

@@ -1,14 +1,16 @@
-"""Output that fails is dropped with one notice: a full disk, a closed pipe or a closed terminal does not end a run."""
+"""Guarded output: a stream or file that fails (closed pipe, full disk) is dropped with one notice."""
 
 from __future__ import annotations
 
 import io
 import os
 import sys
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from typing import TextIO
 
 
 class Guard:
@@ -121,3 +123,39 @@ def guard_own_output(tell: Callable[[str], object]) -> None:
         fresh = io.TextIOWrapper(buffered, encoding=old.encoding, errors=old.errors, line_buffering=True)
         setattr(sys, name, fresh)
         setattr(sys, f"__{name}__", fresh)
+
+
+@dataclass(frozen=True)
+class Streams:
+    """Where a console writes what ranks print to standard output and to standard error."""
+
+    out_terminal: int | None = None
+    """A descriptor of the terminal that standard output is; None where it is something else."""
+    err_terminal: int | None = None
+    same: bool = True
+    """Whether both lead to one place: then one pipe carries both, and their order is kept."""
+
+    @classmethod
+    def of(cls, out: TextIO, err: TextIO) -> Streams:
+        """Look at the files behind two text streams; a stream without a file is not a terminal."""
+        ends = [_descriptor(stream) for stream in (out, err)]
+        out_terminal, err_terminal = (end if end is not None and os.isatty(end) else None for end in ends)
+        return cls(out_terminal, err_terminal, out is err or _is_one_file(*ends))
+
+
+def _descriptor(stream: TextIO) -> int | None:
+    try:
+        return stream.fileno()
+    except (OSError, ValueError, AttributeError):
+        return None
+
+
+def _is_one_file(first: int | None, second: int | None) -> bool:
+    if first is None or second is None:
+        return False
+    return os.path.sameopenfile(first, second)
+
+
+def labelled_line(label: str, text: str) -> str:
+    """Put a rank's label before its line; where ranks take turns, a part of a line ends like a line."""
+    return f"[{label}] {text}" if text.endswith(("\n", "\r")) else f"[{label}] {text}\n"

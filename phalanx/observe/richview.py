@@ -13,7 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from phalanx.observe import words
+from phalanx.observe import format
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,7 +45,7 @@ class RichView:
     def begin(self, run: RunStarted) -> None:
         """Say what is about to run, and draw the empty bar."""
         self._run, self._last, self._started = run, None, self._clock()
-        self._terminal.print(Text.assemble((run.name, "bold"), "  ", (words.start_line(run), "dim")))
+        self._terminal.print(Text.assemble((run.name, "bold"), "  ", (format.start_line(run), "dim")))
         self._draw()
 
     def step(self, event: StepDone, run: RunStarted | None) -> None:
@@ -128,20 +128,20 @@ class RichView:
         total = self._run.total_steps if self._run else None
         bar = ProgressBar(total=total, completed=done, pulse=total is None, width=None)
         epochs = self._run.epochs if self._run else None
-        epoch = f"epoch {words.of_total(self._last.epoch, epochs)}" if self._last else "starting"
+        epoch = f"epoch {format.of_total(self._last.epoch, epochs)}" if self._last else "starting"
         row = Table.grid(padding=(0, 1), expand=True)
         row.add_column(no_wrap=True, max_width=_NAME_WIDTH, overflow="ellipsis")
         row.add_column(ratio=1)
         for _ in range(3):
             row.add_column(no_wrap=True)
         name = Text(self._run.name if self._run else "training", style="bold")
-        row.add_row(name, bar, Text(words.of_total(done, total)), Text(epoch), Text(self._times(done), style="dim"))
+        row.add_row(name, bar, Text(format.of_total(done, total)), Text(epoch), Text(self._times(done), style="dim"))
         return row
 
     def _figures_row(self) -> Text:
         """Fit as many figures as the terminal is wide."""
         parts = [self._activity] if self._activity else []
-        parts += words.step_parts(self._last) if self._last else []
+        parts += format.step_parts(self._last) if self._last else []
         while len(parts) > 1 and len(" · ".join(parts)) > self._terminal.width:
             parts.pop()
         return Text(" · ".join(parts) or "waiting for the first step", style="cyan", no_wrap=True, overflow="ellipsis")
@@ -151,8 +151,8 @@ class RichView:
         total = self._run.total_steps if self._run else None
         fresh = done - self._first_step()
         if not total or fresh <= 0:
-            return words.clock(elapsed)
-        return f"{words.clock(elapsed)} < {words.clock(elapsed / fresh * max(0, total - done))}"
+            return format.clock(elapsed)
+        return f"{format.clock(elapsed)} < {format.clock(elapsed / fresh * max(0, total - done))}"
 
     def _first_step(self) -> int:
         return self._run.first_step if self._run else 0

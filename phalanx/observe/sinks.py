@@ -1,14 +1,75 @@
-"""Sinks that need nothing but the standard library."""
+"""The event stream and its plain sinks: JSON lines, and datagrams to the launcher."""
 
 from __future__ import annotations
 
+import dataclasses
+import errno
+import json
+import os
+import select
+import socket
+import stat
+import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
-from phalanx.observe.folders import make_private
+from phalanx.host.files import make_private
+from phalanx.observe.events import StepDone
+from phalanx.observe.guard import say_to_user
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
     from phalanx.observe.events import Event
+
+
+class Sink(Protocol):
+    """Something that takes events: a file, a dashboard, a terminal."""
+
+    def handle(self, event: Event) -> None:
+        """Take one event; called between training steps, so be quick."""
+
+    def close(self) -> None:
+        """Write out what is pending and let go of everything."""
+
+
+class EventStream:
+    """The sinks of one rank. A sink that raises is reported once and dropped."""
+
+    def __init__(self, sinks: Iterable[Sink] = (), rank: int = 0) -> None:
+        self.rank = rank
+        self._sinks = list(sinks)
+
+    def add(self, sink: Sink) -> None:
+        """Let a sink take the events from now on."""
+        self._sinks.append(sink)
+
+    def emit(self, event: Event) -> None:
+        """Give an event to every sink."""
+        if not self._sinks:
+            return
+        if event.rank is None:
+            event = dataclasses.replace(event, rank=self.rank)
+        for sink in tuple(self._sinks):
+            try:
+                sink.handle(event)
+            except Exception as error:  # noqa: BLE001 - whatever a logger breaks on, the run outlives it
+                self._drop(sink, error)
+
+    def close(self) -> None:
+        """Close every sink; the stream takes nothing more."""
+        for sink in tuple(self._sinks):
+            try:
+                sink.close()
+            except Exception as error:  # noqa: BLE001 - the trained model matters more than its log's last line
+                self._drop(sink, error)
+        self._sinks.clear()
+
+    def _drop(self, sink: Sink, error: Exception) -> None:
+        self._sinks.remove(sink)
+        # A full disk explains itself; a mistake in a sink is found by its lines.
+        cause = f" {error}" if isinstance(error, OSError) else f"\n{traceback.format_exc(limit=-3)}"
+        say_to_user(f"{type(sink).__name__} failed and gets no more events:{cause.rstrip()}")
 
 
 class JsonlSink:
@@ -37,3 +98,82 @@ def _ends_inside_a_line(path: Path) -> bool:
     with path.open("rb") as file:
         file.seek(-1, 2)
         return file.read(1) != b"\n"
+
+
+EVENTS_FD = "PHALANX_EVENTS_FD"
+"""The environment variable in which the launcher names the file descriptor."""
+
+_PATIENCE_MS = 200
+
+
+class FdSink:
+    """Writes events to a datagram socket; goes silent when the other end has gone."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket: socket.socket | None = connection
+        connection.setblocking(False)
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] | None = None) -> FdSink | None:
+        """Return a sink on the launcher's socket, or None when there is none or it is something else."""
+        value = (os.environ if environ is None else environ).get(EVENTS_FD, "")
+        if not value.isdecimal() or not _is_socket(int(value)):
+            return None
+        # A copy of the descriptor: closing the sink must not close the launcher's, which a second run may use.
+        return cls(socket.socket(fileno=os.dup(int(value))))
+
+    def handle(self, event: Event) -> None:
+        """Send an event. A parent too busy to read loses step events; others are worth a short wait."""
+        if self._socket is None:
+            return
+        data = event.to_json().encode()
+        try:
+            self._socket.send(data)
+        except BlockingIOError:
+            if not isinstance(event, StepDone):
+                self._send_patiently(data)
+        except OSError as error:
+            self._leave_if_alone(error)
+
+    def close(self) -> None:
+        """Let go of the socket."""
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+    def _send_patiently(self, data: bytes) -> None:
+        assert self._socket is not None
+        poller = select.poll()
+        poller.register(self._socket, select.POLLOUT)
+        if not poller.poll(_PATIENCE_MS):
+            return
+        try:
+            self._socket.send(data)
+        except BlockingIOError:
+            return  # Another rank took the room: an event lost is better than a step delayed further.
+        except OSError as error:
+            self._leave_if_alone(error)
+
+    def _leave_if_alone(self, error: OSError) -> None:
+        if not isinstance(error, ConnectionError) and error.errno != errno.ENOTCONN:
+            raise error
+        self.close()
+
+
+def _is_socket(descriptor: int) -> bool:
+    try:
+        return stat.S_ISSOCK(os.fstat(descriptor).st_mode)
+    except OSError:
+        return False
+
+
+def announce(what: str, rank: int) -> None:
+    """Send "joining" or "joined": this rank enters or leaves its rendezvous."""
+    descriptor = os.environ.get(EVENTS_FD, "")
+    if not descriptor.isdecimal():
+        return
+    with socket.socket(fileno=os.dup(int(descriptor))) as events:
+        try:
+            events.send(json.dumps({"event": what, "rank": rank}).encode())
+        except (BrokenPipeError, ConnectionResetError):
+            return  # the launcher has ended, and this rank will be killed

@@ -1,4 +1,4 @@
-"""Clocks that count training time alone: evaluation and checkpoints are paused out."""
+"""Clocks of training time (evaluation and checkpoints are paused out), and the peak FLOPs of accelerators for MFU."""
 
 from __future__ import annotations
 
@@ -85,3 +85,30 @@ class Throughput:
 
 def _ratio(amount: float, per: float) -> float:
     return amount / per if per > 0 else 0.0
+
+
+_TERAFLOPS = {
+    "B200": 2250.0,
+    "H200": 989.4,
+    "H100 PCIe": 756.0,
+    "H100 NVL": 835.0,
+    "H100": 989.4,
+    "A100": 312.0,
+    "A10": 125.0,
+    "L40S": 362.0,
+    "L4": 121.0,
+    "MI300X": 1307.4,
+    "MI250X": 383.0,
+}
+"""By what the driver calls them. The name that says more comes first: an H100 PCIe is an H100, too."""
+
+
+def peak_flops(device_name: str, precision: str) -> float | None:
+    """Return a device's peak in operations a second, or None when it is not known: then no MFU is told."""
+    if precision not in ("bf16", "fp16"):
+        return None
+    words = device_name.replace("-", " ").split()
+    for name, teraflops in _TERAFLOPS.items():
+        if all(part in words for part in name.split()):
+            return teraflops * 1e12
+    return None

@@ -10,9 +10,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from phalanx.errors import PhalanxError, RankFailedError, UsageError
-from phalanx.launch.scratch import close_scratch, open_scratch
-from phalanx.observe.folders import make_private
+from phalanx.errors import (PhalanxError, RankFailedError, UsageError)
+from phalanx.launch.scratch import (close_scratch, open_scratch)
+from phalanx.host.files import make_private
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING
 
 from phalanx.config import deepspeed
 from phalanx.config.engine_rules import missing_package
-from phalanx.errors import CheckpointError, UsageError
+from phalanx.errors import (CheckpointError, UsageError)
 from phalanx.launch import check_endpoint
-from phalanx.launch.horovod_build import installed_library, speaks_mpi
+from phalanx.engines.horovod.build import (installed_library, speaks_mpi)
 
 if TYPE_CHECKING:
     from phalanx.config import DistributedConfig
 
 
-_NVME = "phalanx.trainers.nvme"
+_NVME = "phalanx.engines.deepspeed.nvme"
 
 
 def check_before_start(config: DistributedConfig) -> None:

@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx.config import FIELDS
 from phalanx.config.sources import ENV_PREFIX
-from phalanx.launch import CallTarget, LaunchSpec
+from phalanx.launch import (CallTarget, LaunchSpec)
 from phalanx.launch.nccl import nccl_environment
-from phalanx.launch.preload import PRELOAD
-from phalanx.world.tf_cluster import import_environment, tensorflow_modules
-from phalanx.world.tf_config import ROLES_VARIABLE, roles_of
+from phalanx.launch.forkserver.preload import PRELOAD
+from phalanx.engines.tensorflow.cluster import (import_environment, tensorflow_modules)
+from phalanx.engines.tensorflow.tf_config import (ROLES_VARIABLE, roles_of)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from phalanx.config import DistributedConfig, Resolved
-    from phalanx.launch.spec import Starter, Target
+    from phalanx.config import (DistributedConfig, Resolved)
+    from phalanx.launch.spec import (Starter, Target)
     from phalanx.recipes import Recipe
     from phalanx.world.layout import Layout
 
@@ -58,7 +58,7 @@ def launch_spec(
         start_timeout=start_timeout,
         threads_per_rank=config.threads_per_rank,
         data=data or {},
-        prelude="phalanx.world.tf_cluster:enter" if config.backend == "tensorflow" else "",
+        prelude="phalanx.engines.tensorflow.cluster:enter" if config.backend == "tensorflow" else "",
         starter=_starter(config, layout),
     )
 
@@ -75,7 +75,7 @@ def engine_environment(config: DistributedConfig, device: str) -> dict[str, str]
     return {**found, PRELOAD: ",".join(imports)} if imports else found
 
 
-_STARTERS = {"horovodrun": "phalanx.launch.horovodrun", "ray": "phalanx.launch.ray_train"}
+_STARTERS = {"horovodrun": "phalanx.engines.horovod.launch", "ray": "phalanx.engines.ray.launch"}
 """The modules of launchers other than our own."""
 
 

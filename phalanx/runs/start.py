@@ -8,21 +8,21 @@ from typing import TYPE_CHECKING
 
 from phalanx import errors
 from phalanx.config import DistributedConfig
-from phalanx.launch import launch, prestart
-from phalanx.launch.console import PlainConsole
-from phalanx.launch.record import any_record, read_record
+from phalanx.launch import (launch, prestart)
+from phalanx.launch.output import PlainConsole
+from phalanx.launch.error_file import (any_record, read_record)
 from phalanx.runs.preflight import slow_start
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from phalanx.launch import LaunchResult, LaunchSpec
-    from phalanx.launch.console import Console
+    from phalanx.launch import (LaunchResult, LaunchSpec)
+    from phalanx.launch.output import RankConsole
 
 
 def run_on_ranks(
-    spec: LaunchSpec, config: DistributedConfig | None = None, *, console: Console | None = None, notice: str = ""
+    spec: LaunchSpec, config: DistributedConfig | None = None, *, console: RankConsole | None = None, notice: str = ""
 ) -> None:
     """Run the target on the ranks and return when all have ended; raise what went wrong.
 
@@ -39,13 +39,13 @@ def run_on_ranks(
 
 
 @contextmanager
-def open_console(config: DistributedConfig) -> Iterator[Console]:
+def open_console(config: DistributedConfig) -> Iterator[RankConsole]:
     """Open the console of one launch: with a progress display, or plain; restore the terminal afterwards."""
     labelled = config.console_ranks == "all"
     if not config.progress:
         yield PlainConsole(labelled=labelled)
         return
-    from phalanx.observe.console import Console as LiveConsole
+    from phalanx.observe.console import RankConsole as LiveConsole
 
     console = LiveConsole(show_labels=labelled)
     try:

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 from torch.nn.parallel import DistributedDataParallel
 
+from phalanx.comm.exchange import is_emulated
 from phalanx.comm.reducer import bytes_for
-from phalanx.comm.shared.opening import share_gradients
-from phalanx.comm.shared.telling import tell_through
-from phalanx.comm.throttle import is_emulated
+from phalanx.comm.shm.bootstrap import group_text_gatherer
+from phalanx.comm.shm.setup import share_gradients
 from phalanx.strategies.ddp import DDP
 from phalanx.strategies.ring_ddp import RingDDP
 
@@ -64,7 +64,7 @@ class Auto(RingDDP):
         ):
             return None
         size, timeout = self.world.world_size, self.config.timeout
-        return share_gradients(tell_through(None), self.world.rank, size, bytes_for(trained), timeout=timeout)
+        return share_gradients(group_text_gatherer(None), self.world.rank, size, bytes_for(trained), timeout=timeout)
 
     def _open_exchange(self, nbytes: int) -> tuple[Exchange, torch.Tensor]:
         assert self._shared is not None, "wrap() has opened it"

@@ -12,13 +12,11 @@ from torch.distributed.tensor import DTensor
 
 from phalanx.errors import UsageError
 from phalanx.strategies.base import COALESCED_BYTES, equalise, local, share_weights
-from phalanx.strategies.context import install_ring, split_context
+from phalanx.strategies.context.sequence import SequenceSlices
+from phalanx.strategies.context.strategy import install_ring, split_context
 from phalanx.strategies.expert import expert_parameters, spread_experts
 from phalanx.strategies.fsdp import FSDP
-from phalanx.strategies.materialise import is_meta
-from phalanx.strategies.norm import global_norm, scale_to_norm
-from phalanx.strategies.pipeline import Pipeline
-from phalanx.strategies.placing import (
+from phalanx.strategies.pipeline.placement import (
     Placed,
     place_stages,
     placed_before,
@@ -26,8 +24,9 @@ from phalanx.strategies.placing import (
     rename_tied,
     share_buffers,
 )
-from phalanx.strategies.sequence import SequenceSlices
-from phalanx.strategies.tensor import is_split, split_tensors, splits_sequence
+from phalanx.strategies.pipeline.strategy import Pipeline
+from phalanx.strategies.tensor.strategy import is_split, split_tensors, splits_sequence
+from phalanx.strategies.tensors import global_norm, is_meta, scale_to_norm
 from phalanx.world.groups import build_axis_group
 from phalanx.world.schedules import SCHEDULES
 from phalanx.world.seed import seed_everything

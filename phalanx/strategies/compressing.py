@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from phalanx.comm.comm_thread import CommThread
     from phalanx.comm.compress import Compressor
-    from phalanx.comm.courier import Courier
     from phalanx.comm.exchange import Exchange
     from phalanx.config import DistributedConfig
     from phalanx.world.world import World
@@ -31,7 +31,7 @@ class Lane:
 
     compressor: Compressor
     exchange: Exchange
-    courier: Courier
+    courier: CommThread
 
 
 class CompressesGradients(Strategy):

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from phalanx.comm.compress.hook import CompressionHook, FixedBuckets
-from phalanx.comm.throttle import is_emulated, open_exchange
+from phalanx.comm.exchange import is_emulated, open_exchange
 from phalanx.strategies.compressing import CompressesGradients, Lane
-from phalanx.strategies.materialise import is_meta, materialise
+from phalanx.strategies.tensors import is_meta, materialise
 
 if TYPE_CHECKING:
     from torch import nn

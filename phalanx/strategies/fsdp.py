@@ -1,7 +1,4 @@
-"""fsdp: each rank holds a part of every parameter, gradient and optimizer state (torch's FSDP2, `fully_shard`).
-
-The model's repeated blocks are gathered one at a time: while one computes, the next arrives.
-"""
+"""Strategy `fsdp`: parameters, gradients and optimizer state sharded by FSDP2, block by block."""
 
 from __future__ import annotations
 
@@ -9,18 +6,47 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from phalanx.config.settings import precision_name
+from phalanx.errors import UsageError, unknown_name
 from phalanx.strategies.base import Strategy, share_weights
-from phalanx.strategies.blocks import blocks_of_class, find_blocks
-from phalanx.strategies.materialise import is_meta, materialise
+from phalanx.strategies.tensors import is_meta, materialise
 from phalanx.world.groups import build_device_mesh
 from phalanx.world.seed import seed_everything
 
 if TYPE_CHECKING:
-    from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
+
+
+def blocks_of_class(model: nn.Module, name: str) -> dict[str, nn.Module]:
+    """Return the modules of the class called `name`; an unknown name is refused with the nearest one."""
+    found = {path: module for path, module in model.named_modules() if path and type(module).__name__ == name}
+    if not found:
+        classes = {type(module).__name__ for path, module in model.named_modules() if path}
+        raise UsageError(unknown_name(f"class of modules in {type(model).__name__}", name, classes))
+    return found
+
+
+def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the repeated blocks: children of one class inside the outermost list or sequence that has several."""
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        if any(name.startswith(f"{block}.") for block in found):
+            continue  # inside a block already
+        if isinstance(module, (nn.ModuleList, nn.Sequential)):
+            children = [(f"{name}.{key}".lstrip("."), child) for key, child in module.named_children()]
+            wide = [(key, child) for key, child in children if _is_block(child)]
+            kinds = [type(child) for _, child in wide]
+            found.update((key, child) for key, child in wide if kinds.count(type(child)) > 1)
+    return found
+
+
+def _is_block(module: nn.Module) -> bool:
+    """A block has parameters and an inner structure; recomputing a bare layer would save nothing."""
+    return any(True for _ in module.children()) and any(True for _ in module.parameters())
+
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

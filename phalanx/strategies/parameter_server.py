@@ -13,20 +13,20 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from phalanx.comm.server import better_placement, plan_placement
-from phalanx.comm.server.bundle import VALUE
-from phalanx.comm.server.optimizers import plain_settings
+from phalanx.comm.ps import better_placement, plan_placement
+from phalanx.comm.ps.bundle import VALUE
+from phalanx.comm.ps.state import plain_settings
 from phalanx.config.settings import precision_name
 from phalanx.errors import UsageError
 from phalanx.observe.events import ServersReported
 from phalanx.strategies.base import Strategy, share_weights
-from phalanx.strategies.materialise import is_meta, materialise
 from phalanx.strategies.server_group import ServerGroup
+from phalanx.strategies.tensors import is_meta, materialise
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from phalanx.comm.server import ParameterClient, Placement
+    from phalanx.comm.ps import ParameterClient, Placement
     from phalanx.config import DistributedConfig
     from phalanx.world.world import World
 

@@ -63,7 +63,7 @@ TABLE = (
         "local-sgd with an outer step along the average movement, with Nesterov momentum",
         "as local-sgd, with rounds of tens or hundreds of steps",
         "as local-sgd",
-        "phalanx.strategies.diloco:DiLoCo",
+        "phalanx.strategies.local_sgd:DiLoCo",
     ),
     Row(
         "fsdp",
@@ -86,7 +86,7 @@ TABLE = (
         "DeepSpeed's own engine, by its JSON: ZeRO's stages 0 to 3, offload to CPU memory or NVMe",
         "you have a DeepSpeed configuration, or optimizer states should be in CPU memory or on disk",
         "accumulation, clipping, bf16, activation checkpointing, offload; no other axis",
-        "phalanx.strategies.deepspeed:DeepSpeed",
+        "phalanx.engines.deepspeed.strategy:DeepSpeed",
     ),
     Row(
         "horovod",
@@ -94,7 +94,7 @@ TABLE = (
         "ddp by Horovod's all-reduce, on ranks that horovodrun starts",
         "scripts and clusters are made for Horovod, or workers come and go (elastic Horovod)",
         "accumulation, clipping, precision, compile, lora; no other axis, no zero",
-        "phalanx.strategies.horovod:Horovod",
+        "phalanx.engines.horovod.strategy:Horovod",
     ),
     Row(
         "tensor",

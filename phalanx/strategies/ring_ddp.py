@@ -12,16 +12,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from phalanx.comm.exchange import Alone
-from phalanx.comm.fixed_reducer import FixedOrderReducer
-from phalanx.comm.reducer import GradientReducer, bytes_for
-from phalanx.comm.shared.opening import share_gradients
-from phalanx.comm.shared.telling import tell_through
-from phalanx.comm.throttle import is_emulated, open_exchange
-from phalanx.comm.wire_exchange import WireExchange
+from phalanx.comm.channel_exchange import ChannelExchange
+from phalanx.comm.exchange import Alone, is_emulated, open_exchange
+from phalanx.comm.reducer import FixedOrderReducer, GradientReducer, bytes_for
+from phalanx.comm.shm.bootstrap import group_text_gatherer
+from phalanx.comm.shm.setup import share_gradients
 from phalanx.strategies.base import share_weights
 from phalanx.strategies.compressing import CompressesGradients, Lane
-from phalanx.strategies.materialise import is_meta, materialise
+from phalanx.strategies.tensors import is_meta, materialise
 
 if TYPE_CHECKING:
     from torch import nn
@@ -88,12 +86,14 @@ def open_exchange_for(config: DistributedConfig, world: World, nbytes: int) -> t
     """Return how tensors are sent, and a buffer of `nbytes` for them; all ranks call this, in the same order."""
     ours = world.device.type == "cpu" and not is_emulated()
     if ours:
-        shared = share_gradients(tell_through(None), world.rank, world.world_size, nbytes, timeout=config.timeout)
+        shared = share_gradients(
+            group_text_gatherer(None), world.rank, world.world_size, nbytes, timeout=config.timeout
+        )
         if shared is not None:
             return shared
     # A separate group: collectives of the communication thread must not interleave with those of the main thread.
     group = dist.new_group(timeout=timedelta(seconds=config.timeout))
     memory = torch.empty(nbytes, dtype=torch.uint8, device=world.device)
     if ours or config.fixed_order:
-        return WireExchange(group, in_fixed_order=config.fixed_order), memory
+        return ChannelExchange(group, in_fixed_order=config.fixed_order), memory
     return open_exchange(group), memory

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from phalanx.comm.server import ParameterClient, Rules, ShardProcess, ShardSpec, StateSlots
+from phalanx.comm.ps import ParameterClient, Rules, ShardProcess, ShardSpec, StateSlots
 from phalanx.host.addresses import own_address
 
 if TYPE_CHECKING:
-    from phalanx.comm.server import Placement
+    from phalanx.comm.ps import Placement
     from phalanx.config import DistributedConfig
     from phalanx.world.world import World
 

@@ -9,23 +9,23 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 import torch.distributed as dist
 
+from phalanx.engines.ray.trainer import engine_callbacks
 from phalanx.loop.evaluate import evaluate, predict
 from phalanx.loop.formation import Formation
-from phalanx.loop.schedulers import OwnSchedule, scheduler_state
+from phalanx.loop.optimizer_binding import OwnSchedule, scheduler_state
 from phalanx.loop.trainer import TrainLoop
 from phalanx.runs.folder import make_run_dir
-from phalanx.trainers.gathering import whole_state, whole_weights
-from phalanx.trainers.ray_report import engine_callbacks
 from phalanx.trainers.session import agree_run_dir, check_per_host, open_events, save_config
+from phalanx.trainers.weights import whole_state, whole_weights
 from phalanx.world.env import horovod_is_elastic
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from phalanx.config import DistributedConfig
+    from phalanx.engines.horovod.elastic import Survivor
     from phalanx.loop.task import TrainTask
     from phalanx.observe.history import History
-    from phalanx.trainers.elastic import Survivor
 
 
 @dataclass
@@ -59,7 +59,7 @@ class JobResult:
 def run_job(job: Job, *, in_place: bool) -> JobResult:
     """Run a job on this rank. `in_place`: the caller holds the model itself, so no weights are handed back."""
     if job.action == "fit" and horovod_is_elastic():
-        from phalanx.trainers.elastic import run_elastic
+        from phalanx.engines.horovod.elastic import run_elastic
 
         return run_elastic(lambda survivor: _run_once(job, in_place, survivor))
     return _run_once(job, in_place)

@@ -1,24 +1,72 @@
-"""A recipe's data set and model, built in the rank."""
+"""What a language model has learned, in its own words: a recipe's last line.
+
+A recipe's data set and model, built in the rank."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
-from phalanx.data.registry import load
+import torch
+
+from phalanx.data.sets import load
 from phalanx.loop.forward import implied_loss
+from phalanx.loop.hooks import Callback
 from phalanx.loop.task import TrainTask
 from phalanx.models.registry import build
 from phalanx.trainers.job import Job, JobResult, run_job
-from phalanx.trainers.sampling import SampleText
 from phalanx.world.seed import seed_everything
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
     from torch import nn
 
     from phalanx.config import DistributedConfig
+    from phalanx.loop.trainer import TrainLoop
     from phalanx.recipes import Recipe
+
+
+_BYTES = 256
+
+
+class SampleText(Callback):
+    """After training, continues a prompt byte by byte. All ranks take part, for each may hold a part of the model."""
+
+    def __init__(self, prompt: str, count: int, *, temperature: float = 0.8) -> None:
+        self.prompt = prompt
+        self.count = count
+        self.temperature = temperature
+
+    def on_fit_end(self, trainer: TrainLoop) -> None:
+        """Draw the text, the same on all ranks, and let the main rank tell it."""
+        formation = trainer.formation
+        model: Any = formation.unwrap(trainer.model)
+        mesh = formation.world.mesh
+        tokens = torch.tensor([list(self.prompt.encode())], device=formation.device)
+        generator = torch.Generator(formation.device).manual_seed(trainer.config.seed)
+        with _uncompiled(trainer.config.compile), formation.autocast():
+            drawn = model.generate(
+                tokens,
+                self.count,
+                temperature=self.temperature,
+                generator=generator,
+                multiple=mesh.tp * (2 * mesh.cp if mesh.cp > 1 else 1),
+                through=trainer.model if formation.strategy.shards else None,
+            )
+        trainer.report.say(f"sample:\n{as_text(drawn[0].tolist())}")
+
+
+def as_text(tokens: list[int]) -> str:
+    """Return bytes as text that a terminal can show: a young model writes control characters as well."""
+    text = bytes(token for token in tokens if token < _BYTES).decode("utf-8", errors="replace")
+    return "".join(sign if sign.isprintable() or sign in "\n\t" else "\N{REPLACEMENT CHARACTER}" for sign in text)
+
+
+def _uncompiled(compiled: bool) -> AbstractContextManager[Any]:
+    """A text grows by one token a call: compiling each length would take longer than training."""
+    return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
 
 
 _LONGEST_TEXT = 1024

@@ -12,19 +12,17 @@ import torch.distributed as dist
 from phalanx.config import write_toml
 from phalanx.errors import PhalanxError
 from phalanx.loop.reporting import tensorboard_dir
-from phalanx.observe.fdsink import FdSink
 from phalanx.observe.guard import Guard, say_to_user
-from phalanx.observe.sinks import JsonlSink
-from phalanx.observe.stream import EventStream, Sink
+from phalanx.observe.sinks import EventStream, FdSink, JsonlSink, Sink
 from phalanx.runs.preflight import check_before_start
-
-_FITS = itertools.count(1)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from phalanx.config import DistributedConfig
     from phalanx.world.world import World
+
+_FITS = itertools.count(1)
 
 
 def check_per_host(world: World, config: DistributedConfig) -> None:

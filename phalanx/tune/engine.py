@@ -21,20 +21,20 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from phalanx.observe.gate import Gate
+    from phalanx.observe.control import TrialControl
     from phalanx.tune.objective import Objective
     from phalanx.tune.record import Record
     from phalanx.tune.runner import Ending
     from phalanx.tune.schedulers import Points, Scheduler
     from phalanx.tune.slots import Slots
     from phalanx.tune.space import SearchSpace
-    from phalanx.tune.subject import Subject
     from phalanx.tune.suggest import Search
     from phalanx.tune.tracking import Tracking
+    from phalanx.tune.trainable import Trainable
     from phalanx.tune.trial import Trial
 
 
-class View(Protocol):
+class SearchView(Protocol):
     """Where the search is shown."""
 
     def show(self, trials: Sequence[Trial]) -> None:
@@ -45,10 +45,10 @@ class View(Protocol):
 
 
 @dataclass(frozen=True)
-class Plan:
+class SearchPlan:
     """Everything that a search is made of."""
 
-    subject: Subject
+    subject: Trainable
     space: SearchSpace
     objective: Objective
     search: Search
@@ -71,7 +71,7 @@ class Engine(ABC):
 
     points: Points | None = None
 
-    def __init__(self, plan: Plan, record: Record, view: View) -> None:
+    def __init__(self, plan: SearchPlan, record: Record, view: SearchView) -> None:
         self.plan = plan
         self.record = record
         self.view = view
@@ -205,7 +205,7 @@ class Engine(ABC):
 class IndependentTrials(Engine):
     """Trials that each run by themselves, some of them given up on the way."""
 
-    def __init__(self, plan: Plan, record: Record, view: View, scheduler: Scheduler) -> None:
+    def __init__(self, plan: SearchPlan, record: Record, view: SearchView, scheduler: Scheduler) -> None:
         super().__init__(plan, record, view)
         self._scheduler = scheduler
         self.points = scheduler.points
@@ -246,7 +246,7 @@ class IndependentTrials(Engine):
         elif goes_on and trial.state is State.RUNNING and trial.iteration:
             gate.let_through(trial.iteration)
 
-    def _give_up(self, trial: Trial, gate: Gate) -> None:
+    def _give_up(self, trial: Trial, gate: TrialControl) -> None:
         if trial.state is State.RUNNING:
             gate.stop_at(trial.iteration)
         else:  # an interruption came between its report and the verdict

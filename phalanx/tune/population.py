@@ -11,7 +11,7 @@ import shutil
 from typing import TYPE_CHECKING, NamedTuple
 
 from phalanx.errors import UsageError
-from phalanx.tune.engine import Engine, Plan
+from phalanx.tune.engine import Engine, SearchPlan
 from phalanx.tune.schedulers import Points
 from phalanx.tune.trial import State
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from phalanx.tune.engine import View
+    from phalanx.tune.engine import SearchView
     from phalanx.tune.objective import Objective
     from phalanx.tune.pool import Pool
     from phalanx.tune.record import Record
@@ -54,7 +54,13 @@ class Population(Engine):
     """Runs members in generations of `interval` iterations."""
 
     def __init__(
-        self, plan: Plan, record: Record, view: View, *, interval: int = 1, mutate: Sequence[str] | None = None
+        self,
+        plan: SearchPlan,
+        record: Record,
+        view: SearchView,
+        *,
+        interval: int = 1,
+        mutate: Sequence[str] | None = None,
     ) -> None:
         super().__init__(plan, record, view)
         if interval < 1:

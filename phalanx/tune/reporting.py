@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from phalanx.errors import EXIT_PREEMPTED, UsageError
+from phalanx.observe.control import TrialControl
 from phalanx.observe.events import MetricsReported
-from phalanx.observe.fdsink import FdSink
-from phalanx.observe.gate import Gate
-from phalanx.observe.sinks import JsonlSink
+from phalanx.observe.sinks import FdSink, JsonlSink
 from phalanx.tune.trial import REPORTED
 from phalanx.world.env import read_rank_env
 
@@ -37,7 +36,7 @@ class _Reporter:
         folder = os.environ.get("PHALANX_RUN_DIR")
         self._events = None if folder is None else JsonlSink(Path(folder) / "events.jsonl")
         self._bell = FdSink.from_environment()
-        self._gate = Gate.from_environment()
+        self._gate = TrialControl.from_environment()
         self.iteration = int(os.environ.get(GOES_ON_AFTER, "0"))
         if self._gate is not None:
             self._gate.start_after(self.iteration)

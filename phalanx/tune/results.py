@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx.config import FIELDS, write_toml
 from phalanx.errors import SearchFailedError
-from phalanx.tune.subject import OF_THE_TRIAL
 from phalanx.tune.table import ranked
+from phalanx.tune.trainable import OF_THE_TRIAL
 from phalanx.tune.trial import State
 
 if TYPE_CHECKING:

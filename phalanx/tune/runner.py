@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx.errors import EXIT_PREEMPTED, PhalanxError
 from phalanx.launch import launch
-from phalanx.launch.record import read_record
-from phalanx.observe.gate import GATE, Gate
-from phalanx.observe.guard import Guard, say_to_user
-from phalanx.observe.streams import Streams
+from phalanx.launch.error_file import read_record
+from phalanx.observe.control import CONTROL, TrialControl
+from phalanx.observe.guard import Guard, Streams, say_to_user
 from phalanx.runs.preflight import check_packages
 from phalanx.runs.spec import launch_spec
 from phalanx.tune.reporting import GOES_ON_AFTER
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from phalanx.launch import LaunchResult
     from phalanx.tune.schedulers import Points
     from phalanx.tune.slots import Slot
-    from phalanx.tune.subject import Subject
+    from phalanx.tune.trainable import Trainable
     from phalanx.tune.trial import Trial
 
 _OUT_OF_MEMORY = {"OutOfMemoryError", "MemoryError"}
@@ -72,15 +71,15 @@ class TrialConsole:
         self._guard.attempt(keep)
 
 
-def gate_of(trial: Trial, points: Points | None) -> Gate | None:
+def gate_of(trial: Trial, points: Points | None) -> TrialControl | None:
     """Return the gate at which a trial waits for its scheduler's word."""
     if points is None:
         return None
-    return Gate(trial.folder.absolute() / "gate.json", points.at, points.first, points.every)
+    return TrialControl(trial.folder.absolute() / "gate.json", points.at, points.first, points.every)
 
 
 def run_trial(
-    subject: Subject,
+    subject: Trainable,
     trial: Trial,
     slot: Slot,
     *,
@@ -103,7 +102,7 @@ def run_trial(
         extra = {"PHALANX_TRIAL": str(trial.number), "PHALANX_DEVICE": layout.device, **slot.environment()}
         extra[GOES_ON_AFTER] = str(trial.goes_on_after)
         if gate is not None:
-            extra[GATE] = gate.to_text()
+            extra[CONTROL] = gate.to_text()
         spec = launch_spec(
             config, layout, parts.target, trial.folder / "logs", env={**(env or {}), **parts.env, **extra}
         )

@@ -8,33 +8,32 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from phalanx.engines.ray.address import check_address
 from phalanx.errors import UsageError, unknown_name
+from phalanx.host.files import make_private
 from phalanx.launch import prestart
-from phalanx.launch.ray_address import check_address
-from phalanx.observe.folders import make_private
 from phalanx.runs.spec import engine_environment
-from phalanx.tune.charts import axes_and_lines
-from phalanx.tune.engine import Engine, IndependentTrials, Plan
+from phalanx.tune.charts import axes_and_lines, draw_pictures
+from phalanx.tune.engine import Engine, IndependentTrials, SearchPlan
 from phalanx.tune.objective import Objective
 from phalanx.tune.page import PAGE_FILE, page
-from phalanx.tune.plots import draw_pictures
 from phalanx.tune.population import Population
 from phalanx.tune.record import FILE, Record
 from phalanx.tune.results import Results, check_some_worked, write_best, write_trials
 from phalanx.tune.schedulers import SCHEDULERS, make_scheduler
 from phalanx.tune.slots import plan_slots
-from phalanx.tune.subject import OF_THE_TRIAL
 from phalanx.tune.suggest import SEARCHES, make_search
 from phalanx.tune.table import open_table, point_words
 from phalanx.tune.tracking import open_tracking
+from phalanx.tune.trainable import OF_THE_TRIAL
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from phalanx.tune.slots import Slots
     from phalanx.tune.space import SearchSpace
-    from phalanx.tune.subject import Subject
     from phalanx.tune.table import LiveTable, PlainTable
+    from phalanx.tune.trainable import Trainable
     from phalanx.tune.trial import Trial
 
 ENGINES = ("auto", "local", "ray")
@@ -42,7 +41,7 @@ DEFAULT_SAMPLES = 10
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class SearchRequest:
     """A search as it was asked for."""
 
     metric: str | None
@@ -90,7 +89,7 @@ class Request:
             raise UsageError("\n  ".join(wrong))
 
 
-def search(subject: Subject, space: SearchSpace, request: Request) -> Results:
+def search(subject: Trainable, space: SearchSpace, request: SearchRequest) -> Results:
     """Run a search to its end, write its files and return what was found."""
     request.check(space)
     _check_draws(space, request, subject.resolved.origins)
@@ -109,14 +108,14 @@ def search(subject: Subject, space: SearchSpace, request: Request) -> Results:
     return _search_here(subject, space, objective, request, slots)
 
 
-def _uses_ray(request: Request) -> bool:
+def _uses_ray(request: SearchRequest) -> bool:
     """Ray where it was asked for, or where there is a cluster to run on; else this machine's own processes."""
     if request.engine != "auto":
         return request.engine == "ray"
     return request.address is not None
 
 
-def _check_draws(space: SearchSpace, request: Request, origins: Mapping[str, str]) -> None:
+def _check_draws(space: SearchSpace, request: SearchRequest, origins: Mapping[str, str]) -> None:
     """Refuse a search that would not search, and a value that is given beside its search."""
     if not space.domains and request.num_samples != 1:
         raise UsageError(
@@ -128,7 +127,7 @@ def _check_draws(space: SearchSpace, request: Request, origins: Mapping[str, str
         raise UsageError(f"{', '.join(twice)}: searched, and given for all trials too", hint="Leave one of them out.")
 
 
-def _check_settings(subject: Subject) -> None:
+def _check_settings(subject: Trainable) -> None:
     origins, config = subject.resolved.origins, subject.resolved.config
     given = [name for name in OF_THE_TRIAL if origins[name] != "default"]
     if given:
@@ -145,14 +144,16 @@ def _check_settings(subject: Subject) -> None:
         raise UsageError(f"num_nodes = {config.num_nodes}: a trial runs on one machine")
 
 
-def _search_here(subject: Subject, space: SearchSpace, objective: Objective, request: Request, slots: Slots) -> Results:
+def _search_here(
+    subject: Trainable, space: SearchSpace, objective: Objective, request: SearchRequest, slots: Slots
+) -> Results:
     config = subject.resolved.config
     method = make_search(request.search, space, config.seed, objective)
     total = request.num_samples or method.size or DEFAULT_SAMPLES
     folder = study_folder(request, subject.name)
     record = Record(folder, space, objective, common_settings(subject, space, objective, request))
     tracking = open_tracking(config, subject.name, objective, folder)
-    plan = Plan(subject, space, objective, method, slots, folder, total, config.seed, tracking, request.mode)
+    plan = SearchPlan(subject, space, objective, method, slots, folder, total, config.seed, tracking, request.mode)
     table = open_table(objective, progress=config.progress)
     results = None
     try:
@@ -164,8 +165,8 @@ def _search_here(subject: Subject, space: SearchSpace, objective: Objective, req
     return results
 
 
-def _search_on_ray(subject: Subject, space: SearchSpace, objective: Objective, request: Request) -> Results:
-    from phalanx.tune.ray_engine import EXPERIMENT, check_ray, run_on_ray
+def _search_on_ray(subject: Trainable, space: SearchSpace, objective: Objective, request: SearchRequest) -> Results:
+    from phalanx.engines.ray.tune.engine import EXPERIMENT, check_ray, run_on_ray
 
     check_ray()
     if request.address is not None:  # before a folder is made
@@ -192,7 +193,7 @@ def _search_on_ray(subject: Subject, space: SearchSpace, objective: Objective, r
     return results
 
 
-def _run(engine: Engine, plan: Plan, table: PlainTable | LiveTable) -> list[Trial]:
+def _run(engine: Engine, plan: SearchPlan, table: PlainTable | LiveTable) -> list[Trial]:
     table.notice(f"{plan.total} trials of {plan.subject.name}, {plan.slots.words}; {plan.folder}")
     done = sum(trial.state.is_final for trial in engine.trials)
     if done:
@@ -203,7 +204,7 @@ def _run(engine: Engine, plan: Plan, table: PlainTable | LiveTable) -> list[Tria
         table.close(engine.trials)
 
 
-def _engine(plan: Plan, record: Record, table: PlainTable | LiveTable, request: Request) -> Engine:
+def _engine(plan: SearchPlan, record: Record, table: PlainTable | LiveTable, request: SearchRequest) -> Engine:
     if request.scheduler == "pbt":
         return Population(plan, record, table, interval=request.interval, mutate=request.mutate)
     scheduler = make_scheduler(request.scheduler, eta=request.eta, grace=request.grace)
@@ -214,7 +215,7 @@ def conclude(
     trials: Sequence[Trial],
     space: SearchSpace,
     objective: Objective,
-    subject: Subject,
+    subject: Trainable,
     folder: Path,
     table: PlainTable | LiveTable,
 ) -> Results:
@@ -246,7 +247,9 @@ def _draw(results: Results, space: SearchSpace, name: str, table: PlainTable | L
         return [path]
 
 
-def common_settings(subject: Subject, space: SearchSpace, objective: Objective, request: Request) -> dict[str, Any]:
+def common_settings(
+    subject: Trainable, space: SearchSpace, objective: Objective, request: SearchRequest
+) -> dict[str, Any]:
     """Return what a resumed search must have in common with the one that began."""
     return {
         "subject": subject.name,
@@ -259,7 +262,7 @@ def common_settings(subject: Subject, space: SearchSpace, objective: Objective, 
     }
 
 
-def study_folder(request: Request, name: str, mark: str = FILE) -> Path:
+def study_folder(request: SearchRequest, name: str, mark: str = FILE) -> Path:
     """Make the folder of the search; one that holds another search is refused unless that is to go on.
 
     `mark`: the file by which a search is known.

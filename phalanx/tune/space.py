@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 from phalanx.config import FIELDS
 from phalanx.config.option import problem
 from phalanx.errors import ConfigError, UsageError, nearest
-from phalanx.tune.domains import KINDS, Domain
-from phalanx.tune.foreign import from_ray, is_rays
+from phalanx.tune.domains import KINDS, Domain, from_ray, is_rays
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

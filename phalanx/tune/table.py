@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any, TextIO
 
-from phalanx.observe import words
+from phalanx.observe import format
 from phalanx.observe.guard import guarded_streams
 from phalanx.tune.trial import State
 
@@ -47,7 +47,7 @@ def _row(trial: Trial, names: list[str], objective: Objective) -> list[str]:
 
 
 def _time(trial: Trial) -> str:
-    return words.duration(trial.seconds) if trial.seconds else ""
+    return format.duration(trial.seconds) if trial.seconds else ""
 
 
 def ranked(trials: Sequence[Trial], objective: Objective) -> list[Trial]:

@@ -10,15 +10,15 @@ from phalanx.errors import UsageError
 from phalanx.launch import ScriptTarget, count_gpus
 from phalanx.recipes import load_recipe
 from phalanx.tune.objective import DEFAULT_METRIC
-from phalanx.tune.search import Request, search
+from phalanx.tune.search import SearchRequest, search
 from phalanx.tune.space import SearchSpace
-from phalanx.tune.subject import FunctionSubject, RecipeSubject, ScriptSubject
+from phalanx.tune.trainable import FunctionTrainable, RecipeTrainable, ScriptTrainable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from phalanx.tune.results import Results
-    from phalanx.tune.subject import Subject
+    from phalanx.tune.trainable import Trainable
 
 
 class DistributedTuner:
@@ -61,12 +61,12 @@ class DistributedTuner:
             "interval": interval, "mutate": None if mutate is None else tuple(mutate), "study_dir": study_dir,
             "resume": resume,
         }  # fmt: skip
-        Request(**self._asked).check(self.space)
+        SearchRequest(**self._asked).check(self.space)
         self.results: Results | None = None
 
     def tune(self, num_samples: int | None = None) -> dict[str, Any]:
         """Run the trials and return the best one's hyperparameters; `results` has all of them."""
-        self.results = search(self._subject, self.space, Request(num_samples=num_samples, **self._asked))
+        self.results = search(self._subject, self.space, SearchRequest(num_samples=num_samples, **self._asked))
         return self.results.best_params
 
 
@@ -89,14 +89,14 @@ def _subject(
     recipe: str | None,
     metric: str | None,
     settings: dict[str, Any],
-) -> Subject:
+) -> Trainable:
     if sum(one is not None for one in (train_fn, script, recipe)) != 1:
         raise UsageError("nothing or several things to tune", hint="Give one of train_fn, script and recipe.")
     if recipe is not None:
         known = load_recipe(recipe)
-        return RecipeSubject(known, resolve(settings, recipe=known.settings_for(count_gpus()), recipe_name=recipe))
+        return RecipeTrainable(known, resolve(settings, recipe=known.settings_for(count_gpus()), recipe_name=recipe))
     resolved = resolve(settings)
     if script is not None:
-        return ScriptSubject(ScriptTarget(script), resolved)
+        return ScriptTrainable(ScriptTarget(script), resolved)
     assert train_fn is not None, "one of three was given"
-    return FunctionSubject(train_fn, resolved, metric or DEFAULT_METRIC)
+    return FunctionTrainable(train_fn, resolved, metric or DEFAULT_METRIC)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from phalanx.engines.tensorflow.tf_config import role_names, roles_of
 from phalanx.errors import UsageError
 from phalanx.world.mesh import Mesh, plan_mesh
-from phalanx.world.tf_config import role_names, roles_of
 
 if TYPE_CHECKING:
     from phalanx.config import DistributedConfig

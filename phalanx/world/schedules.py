@@ -12,7 +12,7 @@ from phalanx.errors import UsageError
 
 
 @dataclass(frozen=True)
-class Schedule:
+class PipelineSchedule:
     """One way to order the passes."""
 
     name: str
@@ -52,17 +52,17 @@ class Schedule:
 SCHEDULES = {
     schedule.name: schedule
     for schedule in (
-        Schedule("gpipe", "GPipe"),
-        Schedule("1f1b", "1F1B"),
-        Schedule("interleaved", "Interleaved1F1B", stages_per_rank=2),
-        Schedule("zero-bubble", "ZBVZeroBubble", stages_per_rank=2, folded=True, splits_backward=True),
+        PipelineSchedule("gpipe", "GPipe"),
+        PipelineSchedule("1f1b", "1F1B"),
+        PipelineSchedule("interleaved", "Interleaved1F1B", stages_per_rank=2),
+        PipelineSchedule("zero-bubble", "ZBVZeroBubble", stages_per_rank=2, folded=True, splits_backward=True),
     )
 }
 """The schedules by the name that the config gives them."""
 
 
 def choose_microbatches(
-    wanted: int | None, batch_size: int, ranks: int, schedule: Schedule, *, smallest: int = 1
+    wanted: int | None, batch_size: int, ranks: int, schedule: PipelineSchedule, *, smallest: int = 1
 ) -> int:
     """Return into how many microbatches a rank's batch is cut; what cannot be is refused with what could.
 
@@ -90,7 +90,7 @@ def choose_microbatches(
     return wanted
 
 
-def _fits(microbatches: int, ranks: int, schedule: Schedule) -> bool:
+def _fits(microbatches: int, ranks: int, schedule: PipelineSchedule) -> bool:
     """1f1b fills the row before its first backward pass; interleaved goes in rounds of equal length."""
     if schedule.name == "1f1b":
         return microbatches >= ranks

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from phalanx.engines.horovod import rendezvous
 from phalanx.errors import UsageError
 from phalanx.host.addresses import loopback_environment, network_environment
 from phalanx.host.signed_store import sign_store
-from phalanx.world import horovod
 from phalanx.world.env import RankEnv, export_rank_env, read_rank_env
 from phalanx.world.groups import forget_groups, open_loopback_store
 from phalanx.world.layout import check_device
@@ -86,7 +86,7 @@ def join_world(config: DistributedConfig) -> World:
     mesh = plan_mesh(config, env.world_size, env.local_world_size)
     if env.world_size == 1:
         return World(env, device, mesh, None, None, owns_group=False)
-    horovod.check_not_alone(env)
+    rendezvous.check_not_alone(env)
     backend = _comm_backend(config, device, env)
     name = f"phalanx/{next(_JOINS)}"
     if dist.is_initialized():  # the user's script met the others already: join in, and leave the leaving to it
@@ -111,8 +111,8 @@ def join_world(config: DistributedConfig) -> World:
 
 def _meet(env: RankEnv, seconds: float, *, signed: bool) -> tuple[RankEnv, dist.Store]:
     """Return the ranks' store, and this rank's place with the store's address in it."""
-    if env.started_by == horovod.STARTED_BY:
-        return horovod.meet(env, seconds)
+    if env.started_by == rendezvous.STARTED_BY:
+        return rendezvous.meet(env, seconds)
     return env, _connect_signed(env, seconds) if signed else _connect(env, seconds)
 
 

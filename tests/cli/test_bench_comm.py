@@ -11,9 +11,9 @@ from command import clean_environment, phalanx
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.comm.bench.expected import Link, link_report, network_links, parse_nvlink, parse_pcie
-from phalanx.comm.bench.plan import ALGORITHMS_OF, bus_factor, element_count, parse_size, parse_sizes
-from phalanx.comm.bench.report import Row, side_by_side
+from phalanx.bench.comm.expected import ExpectedLink, link_report, network_links, parse_nvlink, parse_pcie
+from phalanx.bench.comm.plan import ALGORITHMS_OF, bus_factor, element_count, parse_size, parse_sizes
+from phalanx.bench.comm.report import BenchRow, side_by_side
 
 pytestmark = pytest.mark.usefixtures("warm_process")
 PROMISED = {"op", "algo", "ranks", "size_bytes", "dtype", "time_us", "algbw_gbs", "busbw_gbs", "wrong"}
@@ -48,18 +48,18 @@ def test_wrong_elements_are_counted():
     """The check itself: what comes out must be compared with what should."""
     import torch
 
-    from phalanx.comm.bench import rank
-    from phalanx.comm.bench.movers import Mover, sample
-    from phalanx.comm.bench.plan import BenchPlan
+    from phalanx.bench.comm import rank
+    from phalanx.bench.comm.cases import Case, sample
+    from phalanx.bench.comm.plan import BenchPlan
 
     class Alone:
         rank, size = 0, 2
 
     plan = BenchPlan(op="all_reduce", algos=(), sizes=())
     right = sample(0, 6, "float32") + sample(1, 6, "float32")
-    assert rank._count_wrong(Mover(lambda given: right), torch.empty(6), plan, 6, Alone()) == 0
-    assert rank._count_wrong(Mover(lambda given: given), torch.empty(6), plan, 6, Alone()) == 6
-    assert rank._count_wrong(Mover(lambda given: None), torch.empty(6), plan, 6, Alone()) == 6
+    assert rank._count_wrong(Case(lambda given: right), torch.empty(6), plan, 6, Alone()) == 0
+    assert rank._count_wrong(Case(lambda given: given), torch.empty(6), plan, 6, Alone()) == 6
+    assert rank._count_wrong(Case(lambda given: None), torch.empty(6), plan, 6, Alone()) == 6
 
 
 def test_links_as_tables_and_heat_map(tmp_path):
@@ -146,7 +146,7 @@ def test_bus_bandwidth_is_that_of_nccl_tests():
     assert bus_factor("all_reduce", 4) == 1.5
     assert bus_factor("all_gather", 4) == bus_factor("reduce_scatter", 4) == bus_factor("all_to_all", 4) == 0.75
     assert bus_factor("broadcast", 4) == bus_factor("reduce", 4) == 1
-    row = Row("all_reduce", "ring", 4, 4_000_000, 1_000_000, "float32", "sum", 1000.0, 0)
+    row = BenchRow("all_reduce", "ring", 4, 4_000_000, 1_000_000, "float32", "sum", 1000.0, 0)
     assert (row.algbw_gbs, row.busbw_gbs) == (4.0, 6.0)
     assert side_by_side([row]) == ""
 
@@ -169,6 +169,6 @@ def test_expected_bandwidth(tmp_path):
         ("GPU 1 NVLink", 26.5),
     ]
     assert parse_pcie("5, 16\n[N/A], 16\n")[0].expected_gbs == pytest.approx(63.0, abs=0.1)
-    across = link_report(1.0, 5.0, one_host=False, links=[Link("eth0", 1.25, "sysfs")])
+    across = link_report(1.0, 5.0, one_host=False, links=[ExpectedLink("eth0", 1.25, "sysfs")])
     assert "80%" in across
     assert "memory" not in across

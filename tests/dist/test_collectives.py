@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from phalanx.comm import pieces, ring, wire
 from phalanx.comm.collectives import (
     ALGORITHMS,
     Wire,
@@ -14,9 +13,12 @@ from phalanx.comm.collectives import (
     all_to_all,
     barrier,
     broadcast,
+    channel,
+    chunks,
     gather,
     reduce,
     reduce_scatter,
+    ring,
     scatter,
 )
 
@@ -128,8 +130,8 @@ def test_chunks_that_follow_each_other(ranks, size):
     """More chunks than receives are posted ahead, so that every slot is used again; the last chunk is shorter."""
 
     def run():
-        wire.CHUNK_BYTES = pieces.CHUNK_BYTES = 64
-        wire.DEPTH = 2
+        channel.CHUNK_BYTES = chunks.CHUNK_BYTES = 64
+        channel.DEPTH = 2
         line = Wire()
         every = stacked(size, (1001,), "float32")
         for function in ALGORITHMS["all_reduce"].values():

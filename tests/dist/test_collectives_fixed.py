@@ -5,10 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from phalanx.comm import fixed_order
-from phalanx.comm.collectives import Wire, all_reduce
-from phalanx.comm.links import measure_links
-from phalanx.comm.topology import find_places, hosts, ring_order
+from phalanx.comm.collectives import Wire, all_reduce, fixed_order
+from phalanx.comm.topology import find_locations, hosts, measure_links, ring_order
 from phalanx.errors import UsageError
 
 SHARDS = 24
@@ -52,11 +50,11 @@ def test_three_ranks_are_refused(ranks):
 def test_places_and_links_of_real_ranks(ranks):
     def run():
         line = Wire()
-        places = find_places(line)
+        places = find_locations(line)
         sent = line.sent_bytes
-        assert find_places(line) is places
+        assert find_locations(line) is places
         assert line.sent_bytes == sent
-        turned = line.among([2, 0, 1])
+        turned = line.subgroup([2, 0, 1])
         tensor = torch.full((5,), float(line.rank))
         all_reduce(tensor, turned)
         assert tensor.eq(3).all()

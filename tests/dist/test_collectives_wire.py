@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from phalanx.comm.collectives import Wire, all_gather, all_reduce, all_to_all, barrier, reduce_scatter, scatter
-from phalanx.comm.pieces import bounds
-from phalanx.comm.signature import HEADER_BYTES
-from phalanx.comm.tree import relatives
+from phalanx.comm.collectives.chunks import bounds
+from phalanx.comm.collectives.mismatch import HEADER_BYTES
+from phalanx.comm.collectives.tree import relatives
 from phalanx.errors import CommunicationError, UsageError
 
 BYTES = 4
@@ -156,23 +156,23 @@ def test_a_peer_that_is_gone_is_named(ranks):
 
 def exchange_over_measured_hosts() -> tuple[list[list[int]], list[float]]:
     """Four ranks that stand for three hosts, of which nothing names the switches."""
-    from phalanx.comm import topology, wire_exchange
-    from phalanx.comm.links import LinkMatrix
+    from phalanx.comm import channel_exchange, topology
+    from phalanx.comm.topology import LinkMatrix
 
-    places = [topology.Place(rank, f"host{max(rank - 1, 0)}") for rank in range(4)]
-    wire_exchange.find_places = lambda wire: places
+    places = [topology.RankLocation(rank, f"host{max(rank - 1, 0)}") for rank in range(4)]
+    channel_exchange.find_places = lambda channel: places
     measured: list[list[int]] = []
 
-    def measure(wire, **settings):
-        real = wire_exchange.links_measured(wire, **settings)
-        measured.append(list(wire.peers))
+    def measure(channel, **settings):
+        real = channel_exchange.links_measured(channel, **settings)
+        measured.append(list(channel.peers))
         # the hosts 0 and 2 are near each other, whatever this machine says
         slow = [[0.0, 1.0, 1e-3], [1.0, 0.0, 1.0], [1e-3, 1.0, 0.0]]
         assert real.size == 3
         return LinkMatrix(slow, [[1e9] * 3] * 3)
 
-    wire_exchange.links_measured, wire_exchange.measure_links = wire_exchange.measure_links, measure
-    exchange = wire_exchange.WireExchange()
+    channel_exchange.links_measured, channel_exchange.measure_links = channel_exchange.measure_links, measure
+    exchange = channel_exchange.ChannelExchange()
     order = list(exchange._ring.peers)
     tensor = torch.full((1000,), float(dist.get_rank() + 1))
     exchange.all_reduce(tensor)

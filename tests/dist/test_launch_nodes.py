@@ -9,7 +9,7 @@ import pytest
 from ranks import run_script
 
 from phalanx.errors import UsageError
-from phalanx.launch import prelude
+from phalanx.launch import startup_watch
 
 SUM = """
 import os, torch, torch.distributed as dist
@@ -103,7 +103,7 @@ def test_nodes_that_do_not_come_are_waited_for_only_so_long(launch_script):
 
 
 def test_machines_that_came_are_told_how_many_are_missing(tmp_path, warm_process, monkeypatch):
-    monkeypatch.setattr(prelude, "MACHINES_MOMENTS", (0.3, 30.0))
+    monkeypatch.setattr(startup_watch, "MACHINES_MOMENTS", (0.3, 30.0))
     endpoint = _free_endpoint()
     runs = _run_nodes(tmp_path, SUM, num_nodes=3, endpoint=endpoint, join_timeout=2.0)
     for run in runs:

@@ -10,7 +10,7 @@ import psutil
 import pytest
 from ranks import warm_pid
 
-from phalanx.launch import warm
+from phalanx.launch.forkserver import client
 
 
 def _sum_of_ranks():
@@ -90,7 +90,7 @@ def test_the_warm_process_has_one_thread(ranks):
 
 
 def test_a_warm_process_is_used_only_under_the_settings_it_imported_torch_with(ranks):
-    process = warm.warm_process()
+    process = client.fork_server()
     assert process.is_usable({**os.environ, "OMP_NUM_THREADS": "3", "OTHER": "1"})
     assert not process.is_usable({**os.environ, "TORCH_LOGS": "dynamo"})
 

@@ -13,7 +13,7 @@ from phalanx.config import DistributedConfig
 from phalanx.loop.task import TrainTask
 from phalanx.models import build
 from phalanx.trainers.job import Job, run_job
-from phalanx.trainers.sampling import SampleText, as_text
+from phalanx.trainers.recipe import SampleText, as_text
 
 if TYPE_CHECKING:
     from phalanx.loop.hooks import Callback

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from command import clean_environment, finish
 
 from phalanx.comm.register import register
-from phalanx.comm.shared import SharedGroup
-from phalanx.comm.shared.telling import tell_through
+from phalanx.comm.shm import SharedGroup
+from phalanx.comm.shm.bootstrap import group_text_gatherer
 from phalanx.errors import CommunicationError
 
 SIZES = (0, 1, 7, 1000, 20_000, 33_333)
@@ -30,7 +30,7 @@ SIZES = (0, 1, 7, 1000, 20_000, 33_333)
 
 
 def make_group(*, half: int = 8 << 10, timeout: float = 20.0) -> SharedGroup:
-    return SharedGroup(tell_through(None), dist.get_rank(), dist.get_world_size(), timeout=timeout, half=half)
+    return SharedGroup(group_text_gatherer(None), dist.get_rank(), dist.get_world_size(), timeout=timeout, half=half)
 
 
 def values(rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
@@ -281,7 +281,7 @@ def test_a_killed_rank_ends_the_job_and_leaves_nothing(launch_script):
 
 
 def fall_back() -> tuple[list[str], list[float]]:
-    from phalanx.comm.shared import group as group_module
+    from phalanx.comm.shm import group as group_module
 
     register()
     group_module.HALF = 1 << 44  # more than any /dev/shm has

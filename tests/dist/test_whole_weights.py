@@ -15,10 +15,10 @@ from phalanx.errors import CheckpointError
 from phalanx.loop.formation import Formation
 from phalanx.loop.task import TrainTask
 from phalanx.models.gpt import gpt
-from phalanx.trainers import gathering
-from phalanx.trainers.ddp import PyTorchDDPTrainer
-from phalanx.trainers.gathering import whole_weights
+from phalanx.trainers import weights
 from phalanx.trainers.job import Job, run_job
+from phalanx.trainers.torch import PyTorchDDPTrainer
+from phalanx.trainers.weights import whole_weights
 
 SHAPE = {"layers": 2, "vocab_size": 61, "block_size": 16}  # 61 tokens cannot be cut evenly
 PARTS = {
@@ -106,7 +106,7 @@ def test_ranks_that_keep_no_weights_hold_one_tensor_at_a_time(ranks, layout):
 
                 return call
 
-            gathering.whole, dist.broadcast = watched(gathering.whole), watched(dist.broadcast)
+            weights.whole, dist.broadcast = watched(weights.whole), watched(dist.broadcast)
             found = whole_weights(model, keep=formation.is_main)
         return most, None if found is None else set(found)
 

@@ -13,11 +13,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from phalanx.config import DistributedConfig
 from phalanx.loop.task import TrainTask
 from phalanx.models.llama import llama
-from phalanx.strategies.attention_kernels import ByHand, CUDAFlash, choose_kernel
 from phalanx.strategies.base import whole
-from phalanx.strategies.ring_attention import RingAttention
-from phalanx.strategies.ring_passes import Ring
-from phalanx.strategies.sequence import SequenceSlices
+from phalanx.strategies.context.kernels import ByHand, CUDAFlash, choose_kernel
+from phalanx.strategies.context.ring_attention import Ring, RingAttention
+from phalanx.strategies.context.sequence import SequenceSlices
 from phalanx.trainers.job import Job, run_job
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

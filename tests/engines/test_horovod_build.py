@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 from command import ROOT, clean_environment
 
-from phalanx.launch import horovod_build as build
+from phalanx.engines.horovod import build
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -27,7 +27,7 @@ def cache(tmp_path, monkeypatch) -> Path:
 
 def run(**environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "phalanx.launch.horovod_build"],
+        [sys.executable, "-m", "phalanx.engines.horovod.build"],
         cwd=ROOT,
         env=clean_environment(**environment),
         capture_output=True,

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from phalanx.config import resolve
+from phalanx.engines.horovod import elastic
 from phalanx.errors import PreemptedError
 from phalanx.loop.formation import Formation
 from phalanx.loop.hooks import Callback
 from phalanx.loop.task import TrainTask
 from phalanx.loop.trainer import TrainLoop
-from phalanx.observe.stream import EventStream
-from phalanx.trainers import elastic
+from phalanx.observe.sinks import EventStream
 
 exceptions = pytest.importorskip("horovod.common.exceptions", reason="horovod is not installed: make horovod")
 

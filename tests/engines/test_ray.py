@@ -23,14 +23,15 @@ from ray._private.ray_logging import LogDeduplicator
 from ray_cluster_hosts import TwoMachines, in_a_namespace_of_its_own, ray_environment, silent_port, why_no_namespaces
 
 from phalanx import DistributedConfig
+from phalanx.engines.ray import address as ray_address
+from phalanx.engines.ray import cluster
+from phalanx.engines.ray.address import check_address, started_on_this_machine
+from phalanx.engines.ray.follow import describe_death
+from phalanx.engines.ray.launch import read_resources, starter
+from phalanx.engines.ray.sources import PAYLOAD_NAME
+from phalanx.engines.ray.trainer import split_hyperparameters
+from phalanx.engines.ray.worker import made_next_to
 from phalanx.errors import UsageError
-from phalanx.launch import ray_address, ray_cluster
-from phalanx.launch.luggage import PAYLOAD_NAME
-from phalanx.launch.ray_address import check_address, started_on_this_machine
-from phalanx.launch.ray_follow import describe_death
-from phalanx.launch.ray_train import read_resources, starter
-from phalanx.launch.ray_worker import made_next_to
-from phalanx.trainers.ray import split_hyperparameters
 from phalanx.world.layout import plan_layout
 
 if TYPE_CHECKING:
@@ -199,7 +200,7 @@ import os, sys
 import torch
 from phalanx import PyTorchDDPTrainer
 from phalanx.models.gpt import gpt
-from phalanx.trainers.gathering import whole_weights
+from phalanx.trainers.weights import whole_weights
 from torch.utils.data import TensorDataset
 
 torch.manual_seed(0)
@@ -348,12 +349,12 @@ def test_a_head_that_stays_busy_is_told_as_one_that_could_not_be_joined(monkeypa
     monkeypatch.setattr("ray.init", join)
     told: list[str] = []
     with pytest.raises(UsageError, match="could not be joined: Starting Ray client server failed"):
-        ray_cluster._join("ray://head:10001", told.append)
+        cluster._join("ray://head:10001", told.append)
     assert (len(tries), len(told)) == (2, 1)
 
 
 def test_deaths_of_workers_are_told_by_us_and_not_by_ray_too():
-    skip = ray_cluster._QUIET["RAY_DEDUP_LOGS_SKIP_REGEX"]
+    skip = cluster._QUIET["RAY_DEDUP_LOGS_SKIP_REGEX"]
     told = ["A worker died or was killed while executing a task by an unexpected system error.", "memory is short"]
     batches = LogDeduplicator(5, None, skip).deduplicate({"lines": told, "pid": "raylet", "is_err": False})
     assert [line for batch in batches for line in batch["lines"]] == ["memory is short"]

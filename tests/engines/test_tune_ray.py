@@ -31,7 +31,7 @@ from long_proofs import ALL
 from test_tune_population import train as fit
 
 from phalanx import DistributedTuner, tune
-from phalanx.launch.ray_cluster import open_cluster
+from phalanx.engines.ray.cluster import open_cluster
 
 
 def curve(config):
@@ -191,7 +191,7 @@ import json
 import psutil
 
 from phalanx.launch import ray_local
-from phalanx.launch.ray_cluster import open_cluster
+from phalanx.engines.ray.cluster import open_cluster
 
 ray_local.TRIED = ()
 with open_cluster(num_cpus=2):
@@ -233,7 +233,7 @@ def _run(folder, script):
 def test_workers_of_a_local_ray_are_forks_that_share_no_random_numbers(found):
     (parent, nice, given, *drawn), (other_parent, _, others, *others_drawn) = found[1]["workers"]
     assert parent == other_parent
-    assert "phalanx.launch.ray_warm" in parent
+    assert "phalanx.engines.ray.forkserver" in parent
     assert (nice, given, others) == (0, None, "yes")
     assert not set(drawn) & set(others_drawn)
 

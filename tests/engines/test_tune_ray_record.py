@@ -7,14 +7,21 @@ import json
 import pytest
 
 from phalanx.config import resolve
+from phalanx.engines.ray.tune.record import (
+    folder_of,
+    forget_end,
+    mark_ended,
+    note_end,
+    number_of,
+    read_point,
+    write_point,
+)
+from phalanx.engines.ray.tune.trial import TrialDecider, Work
 from phalanx.tune import choice, loguniform
 from phalanx.tune.objective import Objective
-from phalanx.tune.ray_record import folder_of, forget_end, mark_ended, note_end, number_of, read_point, write_point
-from phalanx.tune.ray_trial import Work
-from phalanx.tune.ray_verdict import Judge
 from phalanx.tune.schedulers import Asha, decide
 from phalanx.tune.space import SearchSpace
-from phalanx.tune.subject import FunctionSubject
+from phalanx.tune.trainable import FunctionTrainable
 from phalanx.tune.trial import State, Trial
 
 LOSS = Objective("loss", "min")
@@ -23,7 +30,7 @@ LATE = [{"other": 1.0}, {"loss": 2.5}, {"loss": 2.3}]
 
 @pytest.fixture
 def work(tmp_path):
-    subject = FunctionSubject(lambda config: config["x"], resolve({}), "loss")
+    subject = FunctionTrainable(lambda config: config["x"], resolve({}), "loss")
     return Work(subject, SearchSpace({"x": choice([0, 1, 2])}), LOSS, str(tmp_path), ({"x": 0}, {"x": 1}, {"x": 2}))
 
 
@@ -71,7 +78,7 @@ def test_a_verdict_does_not_count_what_others_reported_after_they_were_given_up(
     report(work, 0, [{"loss": 1.0}, {"loss": 1.0}, {"loss": 1.0}])
     report(work, 1, LATE)  # given up at its second report; its worker has not noticed yet
     mine = report(work, 2, [{"loss": 0.5}, {"loss": 0.5}, {"loss": 1.5}])
-    judge = Judge(mine, Asha(eta=3), LOSS, work.folder)
+    judge = TrialDecider(mine, Asha(eta=3), LOSS, work.folder)
     judge.judge()
     assert mine.passed == {1}, "the second may not have a third report: its end is waited for"
     given_up = work.trial(1)

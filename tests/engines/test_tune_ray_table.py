@@ -8,20 +8,20 @@ from types import SimpleNamespace
 import pytest
 
 from phalanx.config import resolve
+from phalanx.engines.ray.tune.table import show_callback, shown_on
+from phalanx.engines.ray.tune.trial import ENDED, Work
 from phalanx.tune import choice
 from phalanx.tune.objective import Objective
-from phalanx.tune.ray_table import show_callback, shown_on
-from phalanx.tune.ray_trial import ENDED, Work
 from phalanx.tune.space import SearchSpace
-from phalanx.tune.subject import FunctionSubject
 from phalanx.tune.table import LiveTable, PlainTable
+from phalanx.tune.trainable import FunctionTrainable
 
 pytest.importorskip("ray", reason="ray is not installed: pip install 'phalanx[ray]'")
 LOSS = Objective("loss", "min")
 
 
 def searched() -> Work:
-    subject = FunctionSubject(lambda config: config["x"], resolve({}), "loss")
+    subject = FunctionTrainable(lambda config: config["x"], resolve({}), "loss")
     return Work(subject, SearchSpace({"x": choice([1, 2])}), LOSS, "/nowhere", ({"x": 1}, {"x": 2}))
 
 

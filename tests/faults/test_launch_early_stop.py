@@ -16,8 +16,9 @@ import psutil
 import pytest
 from ranks import RecordingConsole, run_script, warm_pid
 
-from phalanx.launch import LaunchSpec, ScriptTarget, prelude, warm
-from phalanx.launch.environment import Place
+from phalanx.launch import LaunchSpec, ScriptTarget, startup_watch
+from phalanx.launch.environment import NodeInfo
+from phalanx.launch.forkserver import client
 from phalanx.launch.group import RankGroup
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -78,7 +79,7 @@ def _await_import(variables):
 
 def test_an_importing_warm_process_is_killed_with_its_last_session(tmp_path):
     variables = _slow_import(tmp_path)
-    process = warm.WarmProcess({**os.environ, **variables})
+    process = client.ForkServerProcess({**os.environ, **variables})
     try:
         first, second = process.open_session(), process.open_session()
         _await_import(variables)
@@ -111,8 +112,8 @@ def test_a_stop_while_torch_is_imported_ends_everything_at_once(tmp_path, number
 def test_a_signal_for_a_rank_that_was_just_forked_is_neither_lost_nor_ours(tmp_path, warm_process):
     (tmp_path / "train.py").write_text("import time\ntime.sleep(60)\n")
     spec = LaunchSpec(target=ScriptTarget(tmp_path / "train.py"), ranks_per_node=1, log_dir=tmp_path)
-    place = Place(0, 1, first_rank=0, world_size=1, master_addr="127.0.0.1", master_port=1)
-    process = warm.warm_process()
+    place = NodeInfo(0, 1, first_rank=0, world_size=1, master_addr="127.0.0.1", master_port=1)
+    process = client.fork_server()
     session = process.open_session()
     for _ in range(10):
         group = RankGroup(spec, place, session, RecordingConsole())
@@ -125,7 +126,7 @@ def test_a_signal_for_a_rank_that_was_just_forked_is_neither_lost_nor_ours(tmp_p
             group.close(selector)
         assert [state.code for state in group.ranks.values()] == [-signal.SIGTERM]
     session.close()
-    assert warm.warm_process() is process
+    assert client.fork_server() is process
 
 
 CHECKPOINTER = """
@@ -196,7 +197,7 @@ def test_a_machine_alone_says_whom_it_waits_for_and_stops_when_told(
                 asked.append(time.monotonic())
                 os.kill(os.getpid(), number)
 
-    monkeypatch.setattr(prelude, "MACHINES_MOMENTS", (0.05, 30.0))
+    monkeypatch.setattr(startup_watch, "MACHINES_MOMENTS", (0.05, 30.0))
     endpoint = _free_endpoint()
     run = launch_script("pass", Impatient(), num_nodes=2, node_rank=node_rank, rdzv_endpoint=endpoint)
     waiting = f"waiting for 1 of 2 machines at {endpoint}{silence}"

@@ -20,7 +20,8 @@ import phalanx
 from phalanx import PyTorchDDPTrainer
 from phalanx.errors import RankFailedError, UsageError
 from phalanx.host import reminders
-from phalanx.launch import CallTarget, LaunchSpec, ScriptTarget, launch, start_watch, warm
+from phalanx.launch import CallTarget, LaunchSpec, ScriptTarget, launch, startup_watch
+from phalanx.launch.forkserver import client
 
 JOIN = """
 import os, sys, time
@@ -223,7 +224,7 @@ def test_when_nobody_comes_the_start_timeout_ends_it(launch_script):
 
 
 def test_the_warm_processs_own_import_is_on_nobodys_clock(launch_script):
-    warm.shutdown()
+    client.shutdown()
     run = launch_script("import torch.distributed as dist\ndist.init_process_group('gloo')\n", start_timeout=0.5)
     assert run.result.exit_code == 0, run.report
 
@@ -235,7 +236,7 @@ def test_a_slow_start_is_told_with_the_line_and_the_way_to_limit_it(launch_scrip
             if len(self.notices) == 2:
                 os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(start_watch, "Reminder", lambda now: reminders.Reminder(now, (0.3, 0.7, 9.0)))
+    monkeypatch.setattr(startup_watch, "Reminder", lambda now: reminders.Reminder(now, (0.3, 0.7, 9.0)))
     run = launch_script("import time\ntime.sleep(60)\n", Patient())
     words = r"no rank has joined the group after [01] s: rank 0 is at train\.py:2 in <module>; --start-timeout SECONDS"
     first, second, *_ = run.console.notices

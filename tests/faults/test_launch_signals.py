@@ -13,7 +13,8 @@ import psutil
 import pytest
 from ranks import RecordingConsole, warm_pid
 
-from phalanx.launch import attempt, warm
+from phalanx.launch import attempt
+from phalanx.launch.forkserver import client
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -137,7 +138,7 @@ def test_sigusr1_is_forwarded_and_75_is_no_failure(launch_script):
 @pytest.mark.parametrize("wakes", [True, False])
 def test_a_warm_process_that_is_stopped_does_not_keep_the_ranks_running(launch_script, monkeypatch, wakes):
     if not wakes:  # as one that waits for a dead disk
-        monkeypatch.setattr(warm.Session, "wake", lambda self: None)
+        monkeypatch.setattr(client.Session, "wake", lambda self: None)
         monkeypatch.setattr(attempt, "_KILL_SECONDS", 0.5)
     waiting = iter([None, True])
     pids = []

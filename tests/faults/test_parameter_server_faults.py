@@ -16,11 +16,10 @@ import pytest
 import torch
 from torch import nn
 
-from phalanx.comm.server import ParameterClient, Placement, Rules, ShardProcess, ShardSpec, handshake, plan_placement
-from phalanx.comm.server.core import ShardCore
-from phalanx.comm.server.frames import Kind, receive, send
-from phalanx.comm.server.handshake import introduce
-from phalanx.comm.server.shard import _MAX_UNPROVEN
+from phalanx.comm.ps import ParameterClient, Placement, Rules, ShardProcess, ShardSpec, plan_placement, protocol
+from phalanx.comm.ps.core import ShardCore
+from phalanx.comm.ps.protocol import FrameKind, introduce, receive, send
+from phalanx.comm.ps.shard import _MAX_UNPROVEN
 from phalanx.errors import ServerError
 from phalanx.loop.formation import Formation
 
@@ -253,7 +252,7 @@ def test_many_silent_callers_keep_no_worker_out():
 
 
 def test_a_caller_that_sends_byte_by_byte_is_dropped_in_time(monkeypatch):
-    monkeypatch.setattr(handshake, "SECONDS", 0.4)
+    monkeypatch.setattr(protocol, "SECONDS", 0.4)
     shard, caller = socket.socketpair()
 
     def trickle() -> None:
@@ -266,7 +265,7 @@ def test_a_caller_that_sends_byte_by_byte_is_dropped_in_time(monkeypatch):
     thread.start()
     begin = time.monotonic()
     with shard, pytest.raises(TimeoutError):
-        handshake.greet(shard, TOKEN)
+        protocol.greet(shard, TOKEN)
     assert time.monotonic() - begin < 1.5
     thread.join()
     caller.close()
@@ -337,11 +336,11 @@ def test_a_worker_with_another_model_is_refused():
 def test_spoilt_pushes_are_refused_with_words(parts: Any, payload: bytes, words: str):
     with job(Rules(workers=1), shards=1) as running, socket.create_connection(running.shards[0].address) as worker:
         introduce(worker, TOKEN)
-        send(worker, Kind.HELLO, 0, {"worker": 0, "placement": running.placement.digest(0)})
-        assert receive(worker).kind is Kind.REPLY
-        send(worker, Kind.PUSH, 1, {"parts": parts}, [memoryview(payload)])
+        send(worker, FrameKind.HELLO, 0, {"worker": 0, "placement": running.placement.digest(0)})
+        assert receive(worker).kind is FrameKind.REPLY
+        send(worker, FrameKind.PUSH, 1, {"parts": parts}, [memoryview(payload)])
         answer = receive(worker)
-        assert answer.kind is Kind.ERROR
+        assert answer.kind is FrameKind.ERROR
         assert words in answer.meta["message"]
 
 

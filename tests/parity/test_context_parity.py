@@ -19,8 +19,8 @@ from phalanx.models import InnerAttention
 from phalanx.models.gpt import gpt
 from phalanx.models.llama import llama
 from phalanx.strategies.base import whole
-from phalanx.trainers.gathering import whole_weights
 from phalanx.trainers.job import Job, run_job
+from phalanx.trainers.weights import whole_weights
 
 SHAPE = {"layers": 2, "vocab_size": 61, "block_size": 16}
 MODELS = {"gpt": gpt, "llama": llama}

@@ -17,8 +17,8 @@ from phalanx.loop.task import TrainTask
 from phalanx.models.gpt import gpt
 from phalanx.models.llama import llama
 from phalanx.strategies.base import local, whole
-from phalanx.trainers.ddp import PyTorchDDPTrainer
 from phalanx.trainers.job import Job, run_job
+from phalanx.trainers.torch import PyTorchDDPTrainer
 
 
 class Block(nn.Module):

@@ -20,8 +20,8 @@ from phalanx.models.gpt import gpt
 from phalanx.models.llama import llama
 from phalanx.models.moe import moe
 from phalanx.strategies.base import local
-from phalanx.trainers.gathering import whole_weights
 from phalanx.trainers.job import Job, run_job
+from phalanx.trainers.weights import whole_weights
 
 
 @pytest.mark.parametrize(

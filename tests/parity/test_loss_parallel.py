@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from phalanx.loop.formation import Formation
 from phalanx.models.llama import llama
-from phalanx.models.output import token_loss
+from phalanx.models.loss import token_loss
 
 VOCABULARY = 61  # cannot be cut evenly
 

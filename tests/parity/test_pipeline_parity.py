@@ -18,9 +18,9 @@ from phalanx.loop.task import TrainTask
 from phalanx.models.gpt import gpt
 from phalanx.models.llama import llama
 from phalanx.strategies.base import local
-from phalanx.strategies.stages import cut_evenly
-from phalanx.trainers.gathering import whole_weights
+from phalanx.strategies.pipeline.stages import cut_evenly
 from phalanx.trainers.job import Job, run_job
+from phalanx.trainers.weights import whole_weights
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,9 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from phalanx.errors import ModelError
-from phalanx.strategies.attention_kernels import ROWS, ByHand, CPUFlash
-from phalanx.strategies.ring_attention import RingAttention
-from phalanx.strategies.ring_passes import Ring
-from phalanx.strategies.sequence import SequenceSlices
+from phalanx.strategies.context.kernels import ROWS, ByHand, CPUFlash
+from phalanx.strategies.context.ring_attention import Ring, RingAttention
+from phalanx.strategies.context.sequence import SequenceSlices
 
 
 def make_heads(time: int, dtype: torch.dtype, kv_heads: int = 2) -> list[torch.Tensor]:

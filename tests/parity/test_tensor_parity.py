@@ -13,11 +13,11 @@ from phalanx.config import DistributedConfig
 from phalanx.errors import ModelError, UsageError
 from phalanx.loop.formation import Formation
 from phalanx.loop.task import TrainTask
+from phalanx.models.contract import PLAN_NAMES
 from phalanx.models.gpt import gpt
 from phalanx.models.llama import llama
-from phalanx.models.plan_names import PLAN_NAMES
 from phalanx.strategies.base import local, whole
-from phalanx.strategies.tensor import STYLES
+from phalanx.strategies.tensor.strategy import STYLES
 from phalanx.trainers.job import Job, run_job
 
 

@@ -6,14 +6,14 @@ import random
 
 import pytest
 
-from phalanx.checkpoint import hashing
-from phalanx.checkpoint.hashing import TreeHash, hash_file, hashing_threads
+from phalanx.checkpoint import files
+from phalanx.checkpoint.files import TreeHash, hash_file, hashing_threads
 
 
 @pytest.fixture(autouse=True)
 def small_leaves(monkeypatch):
-    monkeypatch.setattr(hashing, "LEAF_BYTES", 1000)
-    monkeypatch.setattr(hashing, "_THREADED_BYTES", 100)
+    monkeypatch.setattr(files, "LEAF_BYTES", 1000)
+    monkeypatch.setattr(files, "_THREADED_BYTES", 100)
 
 
 def hash_in_pieces(data: bytes, sizes: list[int]) -> str:

@@ -9,7 +9,8 @@ import sys
 import pytest
 import torch
 
-from phalanx.checkpoint import Snapshot, choose, list_checkpoints, load, names, publish, save
+from phalanx.checkpoint import Snapshot, choose, list_checkpoints, load, publish, save
+from phalanx.checkpoint import publish as names
 from phalanx.errors import CheckpointError
 
 

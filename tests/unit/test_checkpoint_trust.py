@@ -12,7 +12,7 @@ from torch.distributed.checkpoint import metadata as torch_metadata
 
 import phalanx
 from phalanx.checkpoint import Snapshot, choose, entries, save
-from phalanx.checkpoint.hashing import hash_file
+from phalanx.checkpoint.files import hash_file
 from phalanx.checkpoint.manifest import _checksum
 from phalanx.errors import CheckpointError
 

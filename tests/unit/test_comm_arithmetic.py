@@ -9,21 +9,22 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.comm.fixed_order import TreeAccumulator, check_ranks, tree_sum
-from phalanx.comm.links import LinkMatrix, near_groups
-from phalanx.comm.pieces import bounds, split
-from phalanx.comm.signature import Heard
+from phalanx.comm.collectives.chunks import bounds, split
+from phalanx.comm.collectives.fixed_order import TreeAccumulator, check_ranks, tree_sum
+from phalanx.comm.collectives.mismatch import Seen
+from phalanx.comm.collectives.tree import relatives
 from phalanx.comm.topology import (
-    Place,
+    LinkMatrix,
+    RankLocation,
     core_set,
     hosts,
+    near_groups,
     numa_node,
-    own_place,
+    own_location,
     ring_order,
     switch_path,
     with_switches,
 )
-from phalanx.comm.tree import relatives
 from phalanx.errors import UsageError
 
 nasty = st.sampled_from([1e8, -1e8, 1.0, -1.0, 1e-8, -3e-8, 0.1, 7e7, -7e7, 1e-38, 3.3333])
@@ -120,7 +121,7 @@ def test_fixed_order_refuses_what_is_no_power_of_two(ranks, hint):
 @given(st.lists(st.sampled_from([b"a", b"b"]), min_size=1, max_size=9))
 def test_after_the_last_round_every_rank_knows(texts):
     size = len(texts)
-    heard = [Heard(rank, text) for rank, text in enumerate(texts)]
+    heard = [Seen(rank, text) for rank, text in enumerate(texts)]
     distance = 1
     while distance < size:
         heard = [heard[rank].and_also(heard[rank - distance]) for rank in range(size)]
@@ -134,19 +135,19 @@ def test_hosts_and_ring_order():
     """Ranks dealt out over hosts like cards: each host's stand together, those of one switch beside each other."""
     place = {"a": ("s1", "l1"), "b": ("s1", "l2"), "c": ("s1", "l1"), "d": ("s2", "l1")}
     names = "adbcadbc"
-    places = [Place(rank, name, rank // 4, place[name]) for rank, name in enumerate(names)]
+    places = [RankLocation(rank, name, rank // 4, place[name]) for rank, name in enumerate(names)]
     assert hosts(places) == [[0, 4], [1, 5], [2, 6], [3, 7]]
     assert ring_order(places) == [0, 4, 3, 7, 2, 6, 1, 5]
 
 
 def test_ranks_in_order_stay_in_order():
-    places = [Place(rank, f"host{rank // 2}") for rank in range(6)]
+    places = [RankLocation(rank, f"host{rank // 2}") for rank in range(6)]
     assert ring_order(places) == list(range(6))
 
 
 @given(st.lists(st.tuples(st.sampled_from("xyz"), st.sampled_from("hijk"), st.sampled_from([None, 0, 1])), min_size=1))
 def test_every_group_is_one_run_of_the_ring(found):
-    places = [Place(rank, switch + host, numa, (switch,)) for rank, (switch, host, numa) in enumerate(found)]
+    places = [RankLocation(rank, switch + host, numa, (switch,)) for rank, (switch, host, numa) in enumerate(found)]
     order = ring_order(places)
     assert sorted(order) == list(range(len(places)))
     assert order[0] == 0
@@ -175,8 +176,8 @@ def test_numa_node_of_cores(tmp_path):
 
 
 def test_this_process_has_a_place():
-    assert own_place(3, {}).host == own_place(4, {"PHALANX_SWITCH": "x"}).host
-    assert own_place(4, {"PHALANX_SWITCH": "x"}).switch == ("x",)
+    assert own_location(3, {}).host == own_location(4, {"PHALANX_SWITCH": "x"}).host
+    assert own_location(4, {"PHALANX_SWITCH": "x"}).switch == ("x",)
 
 
 def test_near_groups_at_the_widest_gap():
@@ -192,6 +193,6 @@ def test_near_groups_at_the_widest_gap():
 
 
 def test_measured_groups_stand_in_for_switches():
-    places = [Place(0, "a"), Place(1, "b"), Place(2, "c", switch=("known",))]
+    places = [RankLocation(0, "a"), RankLocation(1, "b"), RankLocation(2, "c", switch=("known",))]
     named = with_switches(places, [[0, 2], [1]])
     assert [place.switch for place in named] == [("near0",), ("near1",), ("known",)]

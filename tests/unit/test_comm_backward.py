@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from phalanx.comm.horovod import HorovodReducer
+from phalanx.engines.horovod.strategy import HorovodReducer
 from phalanx.errors import CommunicationError, ModelError
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from phalanx.comm.compress.advise import Cost, Link, advise
-from phalanx.comm.compress.measure import measure_costs
+from phalanx.bench.compression.advise import Cost, LinkSpeed, advise, measure_costs
 from phalanx.errors import UsageError
 
 MB = 1_000_000
@@ -14,7 +13,7 @@ COSTS = [Cost("topk", 0.02, 500 * MB), Cost("bf16", 0.5, 2000 * MB, messages=2),
 
 def verdicts(rate, **changes):
     numbers = {"model_bytes": 100 * MB, "compute_s": 0.3, "ranks": 2, "costs": COSTS, **changes}
-    return {item.name: item for item in advise(Link(rate), **numbers)}
+    return {item.name: item for item in advise(LinkSpeed(rate), **numbers)}
 
 
 def test_a_slow_link_makes_compression_pay():
@@ -38,7 +37,9 @@ def test_a_fast_link_makes_it_lose():
 
 
 def test_latency_counts_messages():
-    quick, slow = (advise(Link(1e9, late), model_bytes=MB, compute_s=1e-3, ranks=4, costs=COSTS) for late in (0, 0.01))
+    quick, slow = (
+        advise(LinkSpeed(1e9, late), model_bytes=MB, compute_s=1e-3, ranks=4, costs=COSTS) for late in (0, 0.01)
+    )
     quick, slow = ({item.name: item.send_s for item in found} for found in (quick, slow))
     assert slow["bf16"] - quick["bf16"] == pytest.approx(2 * 3 * 0.01)
     assert slow["none"] - quick["none"] == pytest.approx(2 * 3 * 0.01)

@@ -20,7 +20,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from phalanx.data.fetch import BatchFetcher, Request
+from phalanx.data.fetch import BatchFetcher, BatchRequest
 from phalanx.data.loader import MicroInfo, shard_loader
 from phalanx.errors import DataError, UsageError
 
@@ -224,7 +224,7 @@ def test_the_short_cut_gives_bit_identical_batches(dataset):
     quick = BatchFetcher(dataset, default_collate, seed=0)
     assert quick._gather is not None
     expected = default_collate([dataset[index] for index in indices.tolist()])
-    got = quick[Request(indices, 0, 0)]
+    got = quick[BatchRequest(indices, 0, 0)]
     assert type(got) is type(expected)
     assert all(
         torch.equal(mine, theirs) and mine.dtype == theirs.dtype for mine, theirs in zip(got, expected, strict=True)

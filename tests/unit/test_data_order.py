@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.data.order import BatchPlan, Layout, SamplePlan, epoch_order
+from phalanx.data.order import BatchPlan, BatchSplit, SamplePlan, epoch_order
 
 
 def plans(length, batch_size, dp_size, accumulation, *, drop_last=False):
     order = epoch_order(length, seed=7, epoch=1, shuffle=True)
-    layouts = [Layout(batch_size, rank, dp_size, accumulation) for rank in range(dp_size)]
+    layouts = [BatchSplit(batch_size, rank, dp_size, accumulation) for rank in range(dp_size)]
     return order, [SamplePlan(order, layout, drop_last=drop_last) for layout in layouts]
 
 
@@ -88,7 +88,7 @@ def test_a_rank_with_nothing_left_stands_in():
 
 
 def test_blocks_are_dealt_by_micro_step_then_rank():
-    layout = Layout(2, dp_rank=1, dp_size=2, accumulation=2)
+    layout = BatchSplit(2, dp_rank=1, dp_size=2, accumulation=2)
     plan = SamplePlan(np.arange(8), layout, drop_last=False)
     assert [(cut.indices.tolist(), cut.info.offset, cut.info.boundary) for cut in plan.cuts()] == [
         ([2, 3], 2, False),
@@ -98,11 +98,11 @@ def test_blocks_are_dealt_by_micro_step_then_rank():
 
 def test_ready_made_batches_are_dealt_whole_and_weighed_by_size():
     batches = [[0, 1, 2], [3], [4, 5]]
-    ranks = [BatchPlan(batches, Layout(1, rank, 2), drop_last=False) for rank in range(2)]
+    ranks = [BatchPlan(batches, BatchSplit(1, rank, 2), drop_last=False) for rank in range(2)]
     first, second = (list(plan.cuts()) for plan in ranks)
     assert [(cut.indices, cut.info.samples, cut.info.scale) for cut in first] == [([0, 1, 2], 3, 1.5), ([4, 5], 2, 2.0)]
     assert [(cut.indices, cut.info.samples, cut.info.scale) for cut in second] == [([3], 1, 0.5), ([4], 0, 0.0)]
     assert [cut.indices for cut in ranks[0].cuts(start=4)] == [[4, 5]]
     assert (ranks[0].num_samples, ranks[0].micro_batches, ranks[0].steps) == (6, 2, 2)
-    dropping = BatchPlan(batches, Layout(1, 0, 2), drop_last=True)
+    dropping = BatchPlan(batches, BatchSplit(1, 0, 2), drop_last=True)
     assert (dropping.num_samples, dropping.steps, dropping.length) == (4, 1, 6)

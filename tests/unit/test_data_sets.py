@@ -12,13 +12,13 @@ import torch
 from PIL import Image
 from torch.utils.data import default_collate
 
-from phalanx.data.gather import GatherDataset
-from phalanx.data.registry import load, names
+from phalanx.data.fetch import GatherDataset
+from phalanx.data.sets import load, names
 from phalanx.errors import DataError, UsageError
 
 
 def test_names_are_listed_without_torch():
-    code = "import sys; from phalanx.data.registry import names; names(); sys.exit('torch' in sys.modules)"
+    code = "import sys; from phalanx.data.sets import names; names(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
     assert names() == ["digits", "imagefolder", "mnist", "synthetic", "text"]
 

@@ -6,14 +6,14 @@ import time
 
 import pytest
 
-from phalanx.observe import board
+from phalanx.observe import heartbeat
 
 
 def test_beats_are_read_by_rank(tmp_path):
-    reader = board.HeartbeatBoard.create(tmp_path / "heartbeats", 3)
+    reader = heartbeat.HeartbeatBoard.create(tmp_path / "heartbeats", 3)
     assert [reader.read(rank) for rank in range(3)] == [None, None, None]
     before = time.time()
-    writer = board.HeartbeatBoard(tmp_path / "heartbeats", 1)
+    writer = heartbeat.HeartbeatBoard(tmp_path / "heartbeats", 1)
     writer.beat(7)
     beat = reader.read(1)
     assert beat is not None
@@ -25,26 +25,26 @@ def test_beats_are_read_by_rank(tmp_path):
 
 
 def test_a_rank_that_is_not_on_the_board_is_refused(tmp_path):
-    board.HeartbeatBoard.create(tmp_path / "heartbeats", 2).close()
+    heartbeat.HeartbeatBoard.create(tmp_path / "heartbeats", 2).close()
     with pytest.raises(IndexError, match="rank 2 is not on the board"):
-        board.HeartbeatBoard(tmp_path / "heartbeats", 2)
+        heartbeat.HeartbeatBoard(tmp_path / "heartbeats", 2)
 
 
 def test_the_current_board_comes_from_the_environment(tmp_path, monkeypatch):
     monkeypatch.delenv("PHALANX_LOG_DIR", raising=False)
-    board.current().beat(1)
-    board.HeartbeatBoard.create(board.board_path(tmp_path, 1), 4)
+    heartbeat.current().beat(1)
+    heartbeat.HeartbeatBoard.create(heartbeat.board_path(tmp_path, 1), 4)
     for name, value in {"PHALANX_LOG_DIR": str(tmp_path), "GROUP_RANK": "1", "RANK": "3"}.items():
         monkeypatch.setenv(name, value)
-    board.current().beat(5)
-    beat = board.current().read(3)
+    heartbeat.current().beat(5)
+    beat = heartbeat.current().read(3)
     assert beat is not None
     assert beat.step == 5
 
 
 def test_a_beat_makes_no_file_grow(tmp_path):
     path = tmp_path / "heartbeats"
-    writer = board.HeartbeatBoard.create(path, 2)
+    writer = heartbeat.HeartbeatBoard.create(path, 2)
     size = path.stat().st_size
     for step in range(100):
         writer.beat(step)

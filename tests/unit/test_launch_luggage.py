@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from command import write_script
 
+from phalanx.engines.ray import sources as module
+from phalanx.engines.ray.sources import SourceArchive, UnpackedSources, pack, unpack
 from phalanx.errors import UsageError
-from phalanx.launch import luggage as module
-from phalanx.launch.luggage import Luggage, Unpacked, pack, unpack
 from phalanx.launch.spec import ModuleTarget, ScriptTarget
 
 
@@ -26,11 +26,11 @@ def home(tmp_path, monkeypatch) -> Path:
     return folder
 
 
-def packed(home: Path) -> Luggage:
+def packed(home: Path) -> SourceArchive:
     return pack(ScriptTarget(home / "train.py"), print)
 
 
-def unpacked(luggage: Luggage, tmp_path: Path, rank: int = 0) -> Unpacked:
+def unpacked(luggage: SourceArchive, tmp_path: Path, rank: int = 0) -> UnpackedSources:
     scratch = tmp_path / f"away/scratch-{rank}"
     scratch.mkdir(parents=True, exist_ok=True)
     return unpack(luggage, scratch)

@@ -12,14 +12,13 @@ from ranks import RecordingConsole
 
 from phalanx.errors import UsageError
 from phalanx.host.gpus import _count_visible, count_gpus
-from phalanx.launch import CallTarget, Failure, LaunchSpec, ModuleTarget, PlainConsole, ScriptTarget
-from phalanx.launch.blame import RankExit, find_guilty
+from phalanx.launch import CallTarget, FailureReport, LaunchSpec, ModuleTarget, PlainConsole, ScriptTarget
+from phalanx.launch.diagnosis import oom_kills
 from phalanx.launch.environment import threads_per_rank
-from phalanx.launch.memory import oom_kills
+from phalanx.launch.failure import RankExit, explain, find_first_cause
 from phalanx.launch.nodes import order_nodes
 from phalanx.launch.output import LineSplitter, OutputPump, RankLog, log_path
 from phalanx.launch.policy import Outcome, may_restart
-from phalanx.launch.report import explain
 from phalanx.launch.spec import check_endpoint, split_endpoint
 from phalanx.launch.stacks import whereabouts
 
@@ -82,17 +81,17 @@ def test_the_earliest_real_cause_is_guilty():
     reset = _exit(3, 0.5, "recv: Connection reset by peer")
     aborted = _exit(4, 0.4, code=-6, tail=["Watchdog caught collective operation timeout"])
     cause, later = _exit(1, 2.0, "bad batch"), _exit(2, 3.0, "also bad")
-    assert find_guilty([lost, later, cause, reset, aborted]) is cause
-    assert find_guilty([lost, reset]) is reset
+    assert find_first_cause([lost, later, cause, reset, aborted]) is cause
+    assert find_first_cause([lost, reset]) is reset
 
 
 @pytest.mark.parametrize(
     ("outcome", "attempt", "restarts"),
     [
         (Outcome(0), 0, False),
-        (Outcome(1, Failure(cause="x", exit_code=1)), 0, True),
-        (Outcome(1, Failure(cause="x", exit_code=1)), 2, False),
-        (Outcome(2, Failure(cause="x", exit_code=2)), 0, False),
+        (Outcome(1, FailureReport(cause="x", exit_code=1)), 0, True),
+        (Outcome(1, FailureReport(cause="x", exit_code=1)), 2, False),
+        (Outcome(2, FailureReport(cause="x", exit_code=2)), 0, False),
         (Outcome(75), 0, False),
         (Outcome(130, interrupted=True), 0, False),
     ],
@@ -115,8 +114,8 @@ def test_memory_is_blamed_only_on_evidence(tmp_path):
 
 
 def test_a_failure_survives_the_way_to_another_node():
-    failure = Failure(cause="raised X", exit_code=1, rank=3, label="r3 dp1", host="a", details=("one", "two"))
-    assert Failure.from_message(failure.to_message()) == failure
+    failure = FailureReport(cause="raised X", exit_code=1, rank=3, label="r3 dp1", host="a", details=("one", "two"))
+    assert FailureReport.from_message(failure.to_message()) == failure
     assert str(failure).splitlines()[0] == "rank 3 [r3 dp1] on a raised X"
 
 

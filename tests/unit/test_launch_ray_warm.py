@@ -12,8 +12,8 @@ import sys
 import pytest
 from command import ROOT
 
-from phalanx.launch import ray_ask, ray_warm
-from phalanx.launch.ray_warm import RayWarm
+from phalanx.engines.ray import fork_client, forkserver
+from phalanx.engines.ray.forkserver import RayForkServer
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def line(listener):
 
 def test_the_environment_is_handed_to_nobody_but_the_same_user(listener, monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
-    assert not ray_ask._is_forked(listener.getsockname())
+    assert not fork_client._is_forked(listener.getsockname())
     accepted, _ = listener.accept()
     with accepted:
         assert socket.recv_fds(accepted, 1, 4)[:2] == (b"", [])
@@ -46,7 +46,7 @@ def test_nobody_but_the_same_user_is_forked_for(listener, line, monkeypatch):
 
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     monkeypatch.setattr(os, "fork", fork)
-    warm = RayWarm(listener, os.getpid(), folder="/nowhere")
+    warm = RayForkServer(listener, os.getpid(), folder="/nowhere")
     try:
         line.send(b"+")  # from another user not even looked at
         assert warm._take() is None
@@ -56,7 +56,7 @@ def test_nobody_but_the_same_user_is_forked_for(listener, line, monkeypatch):
 
 KILLED = """
 import os, socket, sys
-from phalanx.launch.ray_warm import RayWarm
+from phalanx.engines.ray.forkserver import RayWarm
 
 owner = os.fork()
 if owner == 0:
@@ -79,7 +79,7 @@ def test_the_folder_of_a_killed_owner_is_removed(tmp_path):
 # --- where a fork will not do ---------------------------------------------------------------------------------------
 
 CHANGED = (signal.SIGCHLD, signal.SIGINT)
-OURS = os.path.abspath(ray_ask.__file__)
+OURS = os.path.abspath(fork_client.__file__)
 
 
 @pytest.fixture
@@ -89,9 +89,9 @@ def executed(monkeypatch):
     pytest.importorskip("ray", reason="Ray is not installed: pip install 'phalanx[ray]'")
     told: list[tuple[list[str], str | None]] = []
     monkeypatch.setattr(os, "execv", lambda _, words: told.append((words, os.environ.get("PYTHONPATH"))))
-    os.environ |= {ray_ask.WARM: "/nowhere", "PYTHONPATH": "mine"}
+    os.environ |= {fork_client.WARM: "/nowhere", "PYTHONPATH": "mine"}
     yield told
-    assert ray_ask.WARM not in os.environ, "Ray's own script would ask again"
+    assert fork_client.WARM not in os.environ, "Ray's own script would ask again"
     os.environ.clear()
     os.environ.update(before)
     os.chdir(folder)
@@ -100,9 +100,9 @@ def executed(monkeypatch):
 
 
 def test_without_a_warm_process_the_script_is_executed_that_ray_meant(executed):
-    ray_ask.become_rays_own(["--node-id=1"])
-    ray_ask.become_rays_own(["--language=PYTHON", OURS, "--node-id=1"])
-    default, setup = ray_ask.rays_own("default_worker.py"), ray_ask.rays_own("setup_worker.py")
+    fork_client.become_rays_own(["--node-id=1"])
+    fork_client.become_rays_own(["--language=PYTHON", OURS, "--node-id=1"])
+    default, setup = fork_client.rays_own("default_worker.py"), fork_client.rays_own("setup_worker.py")
     assert [words for words, _ in executed] == [
         [sys.executable, default, "--node-id=1"],
         [sys.executable, setup, "--language=PYTHON", default, "--node-id=1"],
@@ -119,10 +119,10 @@ def test_without_a_warm_process_the_script_is_executed_that_ray_meant(executed):
     ],
 )
 def test_variables_are_left_to_ray_where_the_worker_is(executed, context, tmp_path):
-    imported_under = ray_warm._settings()
+    imported_under = forkserver._settings()
     arguments = [f"--serialized-runtime-env-context={json.dumps(context)}", "--language=PYTHON", OURS, "--node-id=1"]
     request = {"env": dict(os.environ), "folder": str(tmp_path), "arguments": arguments}
-    ray_warm._become(request, [], imported_under)
+    forkserver._become(request, [], imported_under)
     ((words, path),) = executed
-    assert words[1:3] == [ray_ask.rays_own("setup_worker.py"), arguments[0]]
+    assert words[1:3] == [fork_client.rays_own("setup_worker.py"), arguments[0]]
     assert path == "mine"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import phalanx
-from phalanx.launch.record import users_traceback
+from phalanx.launch.error_file import users_traceback
 
 LIBRARY = Path(phalanx.__file__).parent / "loop" / "stand_in.py"
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from phalanx.host.reminders import MOMENTS, Reminder, in_words
+from phalanx.host.reminders import MOMENTS, Reminder, duration_text
 from phalanx.launch import LaunchSpec, ScriptTarget
-from phalanx.launch.prelude import IMPORT_MOMENTS, MACHINES_MOMENTS, Prelude
-from phalanx.launch.start_watch import StartWatch
+from phalanx.launch.startup_watch import IMPORT_MOMENTS, MACHINES_MOMENTS, StartupNotices, StartWatch
 
 
 def _spec(tmp_path, **fields):
@@ -33,7 +32,7 @@ def test_reminders_missed_together_are_one():
 
 
 def test_durations_in_words():
-    assert [in_words(seconds) for seconds in (30, 120, 600, 5400)] == ["30 s", "2 min", "10 min", "1.5 h"]
+    assert [duration_text(seconds) for seconds in (30, 120, 600, 5400)] == ["30 s", "2 min", "10 min", "1.5 h"]
 
 
 def test_the_start_watch_names_who_is_missing(tmp_path):
@@ -83,7 +82,7 @@ def test_a_rank_alone_need_not_join(tmp_path):
 
 
 def test_a_slow_import_is_called_by_its_name(tmp_path):
-    prelude = Prelude(_spec(tmp_path), 0.0, serving=False)
+    prelude = StartupNotices(_spec(tmp_path), 0.0, serving=False)
     assert prelude.take_notice(IMPORT_MOMENTS[0] - 1) is None
     assert prelude.take_notice(IMPORT_MOMENTS[0]) == f"still importing torch after {IMPORT_MOMENTS[0]:.0f} s"
     assert prelude.next_deadline == IMPORT_MOMENTS[1]
@@ -96,17 +95,17 @@ def test_a_slow_import_is_called_by_its_name(tmp_path):
 
 def test_what_is_imported_beside_torch_is_named_too(tmp_path):
     spec = _spec(tmp_path, env={"PHALANX_PRELOAD": "tensorflow,keras._tf_keras.keras"})
-    assert Prelude(spec, 0.0, serving=False).activity == "importing torch and tensorflow"
+    assert StartupNotices(spec, 0.0, serving=False).activity == "importing torch and tensorflow"
 
 
 def test_missing_machines_are_counted(tmp_path):
-    prelude = Prelude(_spec(tmp_path, num_nodes=4, rdzv_endpoint="a:1"), 0.0, serving=False)
+    prelude = StartupNotices(_spec(tmp_path, num_nodes=4, rdzv_endpoint="a:1"), 0.0, serving=False)
     assert prelude.activity == "importing torch"
     prelude.take_serving(10.0)
     due = 10.0 + MACHINES_MOMENTS[0]
     assert prelude.take_notice(due - 0.1) is None
     assert prelude.take_notice(due) == "waiting for 3 of 4 machines at a:1 (no answer there yet)"
-    host = Prelude(_spec(tmp_path, num_nodes=4, rdzv_endpoint="a:1", node_rank=0), 0.0, serving=True)
+    host = StartupNotices(_spec(tmp_path, num_nodes=4, rdzv_endpoint="a:1", node_rank=0), 0.0, serving=True)
     assert host.activity == "waiting for 3 of 4 machines at a:1"
     prelude.take_arrived(1, 20.0)
     assert prelude.activity == "waiting for 3 of 4 machines at a:1"

@@ -10,7 +10,7 @@ from torch import nn
 
 from phalanx.config import DistributedConfig
 from phalanx.errors import ConfigError, UsageError
-from phalanx.loop.optim import Schedule, build_optimizer, rate_factor, rate_scale
+from phalanx.loop.optim import LRSchedule, build_optimizer, rate_factor, rate_scale
 
 
 def factors(steps: int, **settings) -> list[float]:
@@ -63,7 +63,7 @@ def test_every_group_keeps_its_own_rate_and_a_constant_schedule_leaves_changes_a
     layers = nn.Linear(2, 2), nn.Linear(2, 2)
     groups = [{"params": layers[0].parameters(), "lr": 0.1}, {"params": layers[1].parameters(), "lr": 0.4}]
     optimizer = torch.optim.SGD(groups)
-    schedule = Schedule(optimizer, lambda step: 0.5, scale=2.0)
+    schedule = LRSchedule(optimizer, lambda step: 0.5, scale=2.0)
     schedule.apply(0)
     assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.1, 0.4])
     optimizer.param_groups[0]["lr"] = 0.03  # a callback of the user's, a scheduler of their own

@@ -9,7 +9,7 @@ import torch
 from torch.optim import lr_scheduler
 
 from phalanx import Formation
-from phalanx.loop.schedulers import load_scheduler_state, scheduler_state
+from phalanx.loop.optimizer_binding import load_scheduler_state, scheduler_state
 
 MAKERS = {
     "step": lambda o: lr_scheduler.StepLR(o, 3, 0.5),

@@ -14,7 +14,7 @@ import phalanx
 from phalanx import PyTorchDDPTrainer
 from phalanx.loop.speed import token_rate
 from phalanx.models import build
-from phalanx.observe.peaks import peak_flops
+from phalanx.observe.timing import peak_flops
 
 TOKENS = torch.zeros(2, 32, dtype=torch.long)
 

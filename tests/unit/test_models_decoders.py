@@ -13,9 +13,8 @@ from torch import nn
 
 from phalanx.errors import ModelError, UsageError
 from phalanx.models import LMOutput, build
-from phalanx.models.attention import InnerAttention
-from phalanx.models.plan_names import PLAN_NAMES
-from phalanx.models.rope import RopeScaling, rotary_table, rotate
+from phalanx.models.attention import InnerAttention, RopeScaling, rotary_table, rotate
+from phalanx.models.contract import PLAN_NAMES
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from phalanx.errors import CheckpointError, ModelError, UsageError
 from phalanx.models import build, load_pretrained, save_pretrained
-from phalanx.models.rope import RopeScaling
+from phalanx.models.attention import RopeScaling
 
 CASES = {
     "gpt": ("gpt", {"dropout": 0.1}),

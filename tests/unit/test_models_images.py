@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from phalanx.data.registry import load
+from phalanx.data.sets import load
 from phalanx.errors import ModelError
 from phalanx.models import build
 

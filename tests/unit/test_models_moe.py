@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from phalanx.errors import ModelError
 from phalanx.models import build
-from phalanx.models.routing import balance_loss, combine, dispatch
+from phalanx.models.moe import balance_loss, combine, dispatch
 
 
 @pytest.fixture(autouse=True, scope="module")

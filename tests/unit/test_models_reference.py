@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from phalanx.data.registry import load
+from phalanx.data.sets import load
 from phalanx.errors import ModelError, UsageError
 from phalanx.models.gpt import GPT, GPTConfig, gpt
 from phalanx.models.registry import build, names

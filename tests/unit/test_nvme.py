@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 from phalanx import DistributedConfig
+from phalanx.engines.deepspeed.nvme import check_nvme, slow_start
 from phalanx.errors import UsageError
-from phalanx.trainers.nvme import check_nvme, slow_start
 
 compiles = pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
 

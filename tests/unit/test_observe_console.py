@@ -8,9 +8,8 @@ import re
 import pytest
 from rich.console import Console as Terminal
 
-from phalanx.observe import events, words
-from phalanx.observe.console import Console
-from phalanx.observe.plainview import PlainView
+from phalanx.observe import events, format
+from phalanx.observe.console import Console, PlainView
 from phalanx.observe.richview import RichView
 
 RUN = events.RunStarted(
@@ -46,16 +45,16 @@ class Tty(io.StringIO):
 
 def test_tokens_and_mfu_are_told_where_they_are_known():
     step = events.StepDone(1, 1, 0.5, 1e-3, samples_per_second=10.0, tokens_per_second=10_240.0, mfu=0.4567)
-    assert words.step_parts(step)[-2:] == ["10,240 tokens/s", "MFU 45.7%"]
+    assert format.step_parts(step)[-2:] == ["10,240 tokens/s", "MFU 45.7%"]
     assert step.scalars()["throughput/mfu"] == 0.4567
     end = events.RunEnded("finished", 1, 2.0, 10.0, tokens_per_second=10_240.0, mfu=0.4567)
-    assert {("throughput", "10 samples/s, 10,240 tokens/s"), ("MFU", "45.7%")} <= set(words.summary_rows(end, None))
+    assert {("throughput", "10 samples/s, 10,240 tokens/s"), ("MFU", "45.7%")} <= set(format.summary_rows(end, None))
 
 
 def test_the_first_steps_are_told_apart_where_they_took_long():
     long, short = (events.RunEnded("finished", 9, 90.0, 10.0, first_steps_seconds=time) for time in (61.0, 0.1))
-    assert ("first steps", "1:01, not in the throughput") in words.summary_rows(long, None)
-    assert "first steps" not in dict(words.summary_rows(short, None))
+    assert ("first steps", "1:01, not in the throughput") in format.summary_rows(long, None)
+    assert "first steps" not in dict(format.summary_rows(short, None))
 
 
 def test_the_lines_in_a_pipe_are_stable():
@@ -216,4 +215,4 @@ def test_no_color_is_honoured(monkeypatch):
     [(0, "0 bytes"), (999, "999 bytes"), (1_500, "1.5 kB"), (312_000_000, "312 MB"), (5e12, "5.0 TB")],
 )
 def test_sizes_read_well(count, text):
-    assert words.size(count) == text
+    assert format.size(count) == text

@@ -13,9 +13,7 @@ import sys
 import pytest
 
 from phalanx.observe import events
-from phalanx.observe.fdsink import EVENTS_FD, FdSink
-from phalanx.observe.sinks import JsonlSink
-from phalanx.observe.stream import EventStream
+from phalanx.observe.sinks import EVENTS_FD, EventStream, FdSink, JsonlSink
 
 STEP = events.StepDone(3, 1, 0.5, 1e-3, 0.9, 100.0, 0.01, 1_000, 96)
 ALL = [

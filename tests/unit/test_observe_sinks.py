@@ -11,8 +11,8 @@ import pytest
 from curves import scalars
 
 from phalanx.errors import UsageError
+from phalanx.host.gpus import GpuLoad
 from phalanx.observe import events
-from phalanx.observe.gpu_load import GpuLoad
 from phalanx.observe.history import EpochRecord, History
 from phalanx.observe.mlflow import MlflowSink
 from phalanx.observe.tensorboard import TensorBoardSink

@@ -8,16 +8,15 @@ import pytest
 import torch
 
 from phalanx import DistributedConfig
-from phalanx.comm.server.bundle import Bundle
-from phalanx.comm.server.contribution import Contribution, Rows, merge
-from phalanx.comm.server.optimizers import pattern_of, rebuild
-from phalanx.comm.server.parts import cut_gradient
-from phalanx.comm.server.placement import Piece
-from phalanx.comm.server.roster import Roster
-from phalanx.comm.server.saved import StateFile, StateSlots
+from phalanx.comm.ps.bundle import Bundle
+from phalanx.comm.ps.gradients import Contribution, Rows, cut_gradient, merge
+from phalanx.comm.ps.membership import WorkerTable
+from phalanx.comm.ps.placement import Piece
+from phalanx.comm.ps.state import pattern_of, rebuild
+from phalanx.comm.ps.state_file import StateFile, StateSlots
 from phalanx.errors import ConfigError, ServerError
 from phalanx.observe.events import ServersReported
-from phalanx.observe.words import servers_lines
+from phalanx.observe.format import servers_lines
 
 TABLE = Piece("table", (6, 2), "float32", 4)
 
@@ -50,7 +49,7 @@ def test_a_save_that_is_cut_off_leaves_the_old_state(tmp_path, monkeypatch):
     def fail(descriptor: int) -> None:
         raise OSError("no space left on device")
 
-    monkeypatch.setattr("phalanx.comm.server.saved.os.fsync", fail)
+    monkeypatch.setattr("phalanx.comm.ps.state_file.os.fsync", fail)
     with pytest.raises(OSError, match="no space"):
         saved.save({"clock": 2}, Bundle())
     assert saved.load()[0]["clock"] == 1
@@ -73,7 +72,7 @@ def test_slots_have_the_newest_state_that_is_whole():
 
 
 def test_the_roster_waits_for_the_expected_and_forgets_the_gone():
-    roster = Roster({0, 1})
+    roster = WorkerTable({0, 1})
     roster.come(0, 10, 0)
     roster.committed[0] = 3
     assert not roster.all_have(roster.committed, 1)
@@ -87,7 +86,7 @@ def test_the_roster_waits_for_the_expected_and_forgets_the_gone():
 
 
 def test_a_restored_roster_waits_for_some_seconds_only():
-    roster = Roster.restored({"live": [0, 1], "applied": [[0, 5]]}, 0.02)
+    roster = WorkerTable.restored({"live": [0, 1], "applied": [[0, 5]]}, 0.02)
     roster.come(0, 1, 5)
     assert not roster.gathered
     time.sleep(roster.patience)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from phalanx.comm.server import Piece, Placement, plan_placement, rebalance, spread
+from phalanx.comm.ps import Piece, Placement, plan_placement, rebalance, spread
 from phalanx.errors import UsageError
 from phalanx.strategies.server_group import owner
 

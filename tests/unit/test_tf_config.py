@@ -14,15 +14,15 @@ import phalanx
 from phalanx import DistributedConfig
 from phalanx.cli import main
 from phalanx.config import resolve
+from phalanx.engines.tensorflow import cluster as tf_cluster
+from phalanx.engines.tensorflow.tf_config import check_against, read_task, role_names, roles_of, task_of
 from phalanx.errors import ConfigError, UsageError
-from phalanx.launch.preload import extra_modules
-from phalanx.launch.warm import import_settings
-from phalanx.observe.gate import GATE, Gate
+from phalanx.launch.forkserver.client import import_settings
+from phalanx.launch.forkserver.preload import extra_modules
+from phalanx.observe.control import CONTROL, TrialControl
 from phalanx.runs.spec import engine_environment
-from phalanx.world import tf_cluster
 from phalanx.world.env import RankEnv
 from phalanx.world.layout import plan_layout
-from phalanx.world.tf_config import check_against, read_task, role_names, roles_of, task_of
 
 TWO_WORKERS = {"worker": ["a:1", "b:2"]}
 SERVED = {"chief": ["a:1"], "worker": ["a:2", "b:3"], "ps": ["c:4"]}
@@ -242,7 +242,7 @@ def test_only_workers_of_our_own_that_ask_at_a_gate_need_a_store(started, cluste
     """Nobody listens where a rank of another starter would look for one."""
     tried = []
     monkeypatch.setattr(tf_cluster, "_open_store", tried.append)
-    gate = {GATE: Gate("gate.json").to_text()} if gated else {}
+    gate = {CONTROL: TrialControl("gate.json").to_text()} if gated else {}
     for name, value in {**started, **gate}.items():
         monkeypatch.setenv(name, value)
     tf_cluster.open_store(read_task(environ(cluster, "worker", 0)))

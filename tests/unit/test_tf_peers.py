@@ -12,9 +12,9 @@ import sys
 import pytest
 from command import clean_environment, finish, start, write_script
 
+from phalanx.engines.tensorflow.peers import needed_peers, wait_for_peers
+from phalanx.engines.tensorflow.tf_config import Task
 from phalanx.errors import CommunicationError
-from phalanx.world.tf_config import Task
-from phalanx.world.tf_peers import needed_peers, wait_for_peers
 
 SERVED = {"chief": ["a:1"], "worker": ["a:2", "b:3"], "ps": ["c:4"]}
 
@@ -81,7 +81,7 @@ def test_a_process_that_waits_in_vain_is_ended_with_the_reason(tmp_path, silent,
 
 HANGUP = """
     import os, signal, sys, threading
-    from phalanx.world.tf_config import Task
+    from phalanx.engines.tensorflow.tf_config import Task
     from phalanx.world import tf_peers
 
     before = sys.argv[1]

@@ -9,13 +9,13 @@ import pytest
 
 from phalanx.config import DistributedConfig
 from phalanx.errors import UsageError
-from phalanx.observe.gate import GATE, Gate
+from phalanx.observe.control import CONTROL, TrialControl
 from phalanx.tune import reporting, uniform
 from phalanx.tune.engine import IndependentTrials
 from phalanx.tune.objective import Objective
 from phalanx.tune.population import exploits
 from phalanx.tune.schedulers import Asha, Median, Points, make_scheduler
-from phalanx.tune.search import Request
+from phalanx.tune.search import SearchRequest
 from phalanx.tune.slots import plan_slots
 from phalanx.tune.space import SearchSpace
 from phalanx.tune.table import LiveTable
@@ -91,18 +91,18 @@ def test_modes_by_name_and_metrics_by_their_short_name():
 
 
 def test_the_gate_asks_at_its_points_and_after_a_jump(tmp_path):
-    gate = Gate(tmp_path / "gate", (1, 3, 9))
+    gate = TrialControl(tmp_path / "gate", (1, 3, 9))
     assert [number for number in range(1, 11) if gate.is_due(number)] == [1, 3, 9]
-    jumping = Gate(tmp_path / "gate", (1, 3, 9))
+    jumping = TrialControl(tmp_path / "gate", (1, 3, 9))
     jumping.start_after(1)
     assert [number for number in (2, 5, 7, 20) if jumping.is_due(number)] == [5, 20]
-    every = Gate(tmp_path / "gate", None, first=2, every=2)
+    every = TrialControl(tmp_path / "gate", None, first=2, every=2)
     assert [number for number in range(1, 8) if every.is_due(number)] == [2, 4, 6]
-    assert Gate.from_environment({"PHALANX_GATE": gate.to_text()}).to_text() == gate.to_text()
+    assert TrialControl.from_environment({"PHALANX_GATE": gate.to_text()}).to_text() == gate.to_text()
 
 
 def test_the_gates_word(tmp_path):
-    gate = Gate(tmp_path / "gate")
+    gate = TrialControl(tmp_path / "gate")
     assert gate.wait(3, given_up=lambda: True) is True, "whoever ends the run otherwise needs no word"
     gate.let_through(3)
     assert gate.wait(3) is True
@@ -124,7 +124,7 @@ def test_the_live_table_draws_and_leaves_the_best_first(capsys):
 
 def test_a_population_of_one_is_refused():
     with pytest.raises(UsageError, match="a population has 2 members or more"):
-        Request(metric="loss", scheduler="pbt", num_samples=1).check(SearchSpace({"x": uniform(0, 1)}))
+        SearchRequest(metric="loss", scheduler="pbt", num_samples=1).check(SearchSpace({"x": uniform(0, 1)}))
 
 
 def test_gpus_are_shared_out(monkeypatch):
@@ -166,9 +166,9 @@ def test_reports_count_on_from_where_the_trial_goes_on(tmp_path, monkeypatch):
     assert again.goes_on_after == 2
     monkeypatch.setenv("PHALANX_RUN_DIR", str(tmp_path))
     monkeypatch.setenv(reporting.GOES_ON_AFTER, str(again.goes_on_after))
-    gate = Gate(tmp_path / "gate.json", at=(2, 4))
+    gate = TrialControl(tmp_path / "gate.json", at=(2, 4))
     gate.stop_at(4)
-    monkeypatch.setenv(GATE, gate.to_text())
+    monkeypatch.setenv(CONTROL, gate.to_text())
     monkeypatch.setattr(reporting, "_reporter", None)
     reporting.report(loss=0.5)
     with pytest.raises(reporting.TrialStopped):

@@ -18,13 +18,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from phalanx.comm.compress.base import Compressor, Uncompressed
-from phalanx.comm.compress.casts import BF16, FP16
 from phalanx.comm.compress.feedback import merged_states
-from phalanx.comm.compress.int8 import Int8
 from phalanx.comm.compress.powersgd import PowerSGD, check_rank
-from phalanx.comm.compress.randomk import RandomK
+from phalanx.comm.compress.quantize import BF16, FP16, Int8
 from phalanx.comm.compress.sign import Sign
-from phalanx.comm.compress.topk import TopK
+from phalanx.comm.compress.sparsify import RandomK, TopK
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

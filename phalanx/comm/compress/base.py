@@ -16,7 +16,7 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from phalanx.comm.bucket import Bucket
+    from phalanx.comm.buckets import Bucket
     from phalanx.comm.exchange import Exchange
 
 

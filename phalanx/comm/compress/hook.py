@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from phalanx.comm.bucket import Bucket
-from phalanx.comm.courier import Courier
+from phalanx.comm.buckets import Bucket
+from phalanx.comm.comm_thread import CommThread
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -52,7 +52,7 @@ class CompressionHook:
     ) -> None:
         self.compressor = compressor
         self.exchange = exchange
-        self.courier = Courier("phalanx-compression", device)
+        self.courier = CommThread("phalanx-compression", device)
         self._names = {id(parameter): name for name, parameter in named_parameters}
         self._device = device
 

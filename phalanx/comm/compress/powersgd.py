@@ -21,7 +21,7 @@ from phalanx.errors import ModelError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from phalanx.comm.bucket import Bucket
+    from phalanx.comm.buckets import Bucket
     from phalanx.comm.exchange import Exchange
 
 

@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from phalanx.comm.compress.base import is_finite
-from phalanx.comm.compress.feedback import FeedbackCompressor
-from phalanx.comm.compress.two_phases import average_in_two_phases
+from phalanx.comm.compress.feedback import FeedbackCompressor, average_in_two_phases
 
 if TYPE_CHECKING:
-    from phalanx.comm.bucket import Bucket
+    from phalanx.comm.buckets import Bucket
     from phalanx.comm.exchange import Exchange
 
 BLOCK = 512

@@ -1,0 +1,1 @@
+"""Benchmarks that run on ranks: collectives and gradient compression."""

@@ -1,0 +1,43 @@
+"""`phalanx bench comm` on the parent's side: start the ranks, and bring back what they measured. No torch here."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from phalanx.errors import UsageError
+from phalanx.launch import CallTarget, LaunchSpec
+from phalanx.launch.scratch import scratch_folder
+from phalanx.runs.start import run_on_ranks
+from phalanx.world.env import export_rank_env, read_rank_env
+
+if TYPE_CHECKING:
+    from phalanx.bench.comm.plan import BenchPlan
+    from phalanx.launch import RankConsole
+
+_PLAN, _RESULT = "plan.json", "result.json"
+
+
+def run_bench(
+    plan: BenchPlan, ranks: int, console: RankConsole, *, threads: int | None = None
+) -> dict[str, Any] | None:
+    """Measure on so many ranks of this machine, or on those that torchrun, srun or mpirun started.
+
+    Return what the first rank found; None on the others of those.
+    """
+    started = read_rank_env()
+    if started is not None:
+        from phalanx.bench.comm.rank import measure
+
+        export_rank_env(started)
+        found = measure(plan, lambda text: console.rank_output(0, "r0", f"{text}\n"))
+        return found if started.rank == 0 else None
+    if ranks < 1:
+        raise UsageError(f"--num-workers is {ranks}", hint="It must be 1 or more.")
+    with scratch_folder("bench") as folder:
+        (folder / _PLAN).write_text(plan.to_json())
+        target = CallTarget("phalanx.bench.comm.rank:run_plan", str(folder))
+        spec = LaunchSpec(target=target, ranks_per_node=ranks, log_dir=folder / "logs", threads_per_rank=threads)
+        run_on_ranks(spec, console=console)
+        left: dict[str, Any] = json.loads((folder / _RESULT).read_text())
+        return left

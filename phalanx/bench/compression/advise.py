@@ -1,0 +1,207 @@
+"""The adviser: for a link, a model and a step time, which compressor pays and which loses. Arithmetic, nothing else.
+
+A step computes for a while and sends for a while. Gradients travel during backward, about two thirds of the computing,
+and what does not fit behind it is waited for. A compressor shortens the sending and takes time of its own; that time is
+measured (`measure.py`), and counts as computing, since the courier needs the processor for it.
+
+What a compressor costs on this machine: gradient bytes a second, and bytes sent for each of them.
+
+Measured on one process that plays all ranks: an exchange whose other ranks have the same gradient needs no network."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from phalanx.comm.buckets import Bucket
+from phalanx.comm.compress import build_compressor
+from phalanx.comm.compress.base import ring_bytes
+from phalanx.config import DistributedConfig
+from phalanx.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+
+BACKWARD_SHARE = 2 / 3
+"""Backward computes two products where forward computes one."""
+WORTH_IT = 0.05
+"""Less than this share of a step is not worth a coarser gradient."""
+
+
+@dataclass(frozen=True)
+class LinkSpeed:
+    """What a rank can send: bytes a second, and seconds until a message's first byte is there."""
+
+    bytes_per_second: float
+    latency_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a compressor was measured to do: bytes sent for each byte of gradient, gradient bytes a second, messages."""
+
+    name: str
+    sent_share: float
+    bytes_per_second: float
+    messages: int = 1
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One compressor's step, and whether it is worth having."""
+
+    name: str
+    step_s: float
+    send_s: float
+    own_s: float
+    exposed_s: float
+    verdict: str
+    """"pays", "even" or "loses"."""
+    reason: str
+
+
+def advise(
+    link: LinkSpeed, *, model_bytes: int, compute_s: float, ranks: int, costs: Iterable[Cost], buckets: int = 1
+) -> list[Prediction]:
+    """Predict the step of each compressor and of none, the fastest first.
+
+    `model_bytes` are those of the gradients, `compute_s` a step's time without any sending, `costs` what `measure`
+    found for this number of ranks.
+    """
+    _check(link, model_bytes, compute_s, ranks)
+    plain_s = ring_bytes(model_bytes, ranks) / link.bytes_per_second + 2 * (ranks - 1) * link.latency_s * buckets
+    exposed = max(0.0, plain_s - BACKWARD_SHARE * compute_s)
+    plain = Prediction("none", compute_s + exposed, plain_s, 0.0, exposed, "even", _plain_reason(plain_s, exposed))
+    found = [_predict(cost, link, model_bytes, compute_s, ranks, buckets, plain) for cost in costs]
+    return sorted([plain, *found], key=lambda prediction: prediction.step_s)
+
+
+def _check(link: LinkSpeed, model_bytes: int, compute_s: float, ranks: int) -> None:
+    wrong = {
+        "a link of bytes_per_second": link.bytes_per_second,
+        "model_bytes": model_bytes,
+        "compute_s": compute_s,
+    }
+    for name, value in wrong.items():
+        if not value > 0:
+            raise UsageError(f"advise: {name} = {value}: must be greater than 0.")
+    if ranks < 2:
+        raise UsageError(f"advise: ranks = {ranks}: one rank sends nothing, so there is nothing to compress.")
+
+
+def _predict(
+    cost: Cost, link: LinkSpeed, model_bytes: int, compute_s: float, ranks: int, buckets: int, plain: Prediction
+) -> Prediction:
+    own_s = model_bytes / cost.bytes_per_second
+    send_s = cost.sent_share * model_bytes / link.bytes_per_second
+    send_s += cost.messages * (ranks - 1) * link.latency_s * buckets
+    busy = compute_s + own_s
+    # While the courier sends it does not compress: both share its time behind backward.
+    exposed = max(0.0, send_s - BACKWARD_SHARE * compute_s)
+    step_s = busy + exposed
+    gain = plain.step_s - step_s
+    verdict = "even" if abs(gain) < WORTH_IT * plain.step_s else "pays" if gain > 0 else "loses"
+    return Prediction(cost.name, step_s, send_s, own_s, exposed, verdict, _reason(plain, own_s, send_s, exposed))
+
+
+def _plain_reason(send_s: float, exposed: float) -> str:
+    if exposed == 0:
+        return f"{_ms(send_s)} of sending fit behind backward"
+    return f"{_ms(send_s)} of sending, {_ms(exposed)} of it waited for"
+
+
+def _reason(plain: Prediction, own_s: float, send_s: float, exposed: float) -> str:
+    if plain.exposed_s == 0:
+        return f"sending was hidden already, and compressing takes {_ms(own_s)}"
+    saved = plain.exposed_s - exposed
+    return f"waits {_ms(abs(saved))} {'less' if saved >= 0 else 'more'}, compresses for {_ms(own_s)}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1000:.3g} ms"
+
+
+_ROUNDS = 3
+_SETTINGS_OF = {"topk": ("compression_ratio",), "randomk": ("compression_ratio",), "powersgd": ("powersgd_rank",)}
+"""Which settings a compressor has of its own; all have the warm-up."""
+
+
+class EchoExchange:
+    """An exchange of ranks that all hold what this one holds: nothing travels, everything is counted."""
+
+    def __init__(self, size: int) -> None:
+        self.rank = 0
+        self.size = size
+        self.sent_bytes = 0
+        self.messages = 0
+
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> None:
+        """Add up a tensor over the ranks, in place."""
+        self._count(2 * (self.size - 1) * tensor.nbytes // self.size, 2)
+        if op != "mean":
+            tensor.mul_(self.size)
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the tensors of all ranks, stacked by rank."""
+        self._count((self.size - 1) * tensor.nbytes, 1)
+        return tensor.expand(self.size, *tensor.shape).contiguous()
+
+    def all_to_all(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Send row r to rank r; return the rows that were sent here."""
+        self._count((self.size - 1) * tensor.nbytes // self.size, 1)
+        return tensor[:1].expand_as(tensor).contiguous()
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def _count(self, sent: int, messages: int) -> None:
+        self.sent_bytes += sent
+        self.messages += messages
+
+
+def settings_of(name: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings that a compressor would follow: the config refuses the others."""
+    own = () if name == "none" else (*_SETTINGS_OF.get(name, ()), "compression_warmup")
+    return {key: value for key, value in settings.items() if key in own}
+
+
+def measure_costs(
+    names: Iterable[str], shapes: Sequence[tuple[int, ...]], ranks: int, device: str = "cpu", **settings: Any
+) -> list[Cost]:
+    """Measure compressors on gradients of these shapes, as the config's settings have them."""
+    return [_measure(name, shapes, ranks, torch.device(device), settings) for name in names if name != "none"]
+
+
+def _measure(
+    name: str, shapes: Sequence[tuple[int, ...]], ranks: int, device: torch.device, settings: dict[str, Any]
+) -> Cost:
+    config = DistributedConfig(compression=name, **settings_of(name, settings))
+    named = [(str(number), torch.zeros(shape, requires_grad=True)) for number, shape in enumerate(shapes)]
+    compressor = build_compressor(config, named)
+    gradient = torch.randn(sum(parameter.numel() for _, parameter in named), device=device)
+    times = []
+    for _ in range(_ROUNDS + 1):  # the first makes residuals and factors
+        flat = gradient.clone()
+        bucket = Bucket(0, flat, tuple(key for key, _ in named), _views(flat, shapes))
+        exchange = EchoExchange(ranks)
+        _settle(device)
+        begin = time.perf_counter()
+        compressor.reduce(bucket, exchange)
+        _settle(device)
+        times.append(time.perf_counter() - begin)
+    nbytes = gradient.nbytes
+    return Cost(name, exchange.sent_bytes / nbytes, nbytes / sorted(times[1:])[_ROUNDS // 2], exchange.messages)
+
+
+def _views(flat: torch.Tensor, shapes: Sequence[tuple[int, ...]]) -> tuple[torch.Tensor, ...]:
+    pieces = torch.split(flat, [torch.Size(shape).numel() for shape in shapes])
+    return tuple(piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True))
+
+
+def _settle(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

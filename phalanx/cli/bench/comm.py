@@ -1,0 +1,135 @@
+"""`phalanx bench comm`: how fast each algorithm moves bytes here, in nccl-tests' columns."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from phalanx.bench.comm.plan import ALGORITHMS_OF, DTYPE_BYTES, OPS, BenchPlan, parse_algorithms, parse_sizes
+from phalanx.bench.comm.report import make_row, matrix_table, side_by_side
+from phalanx.cli.flags import FlagParser, write_json
+from phalanx.errors import UsageError
+from phalanx.launch import PlainConsole, prestart
+from phalanx.world.env import read_rank_env
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Sequence
+
+_HELP = """Measure collectives by algorithm and size, or the links between ranks.
+
+Columns are those of nccl-tests: algbw is the tensor's bytes per second, busbw what an ideal link would have carried, so
+that it can be compared between numbers of ranks. The time is the median of the iterations, on the slowest rank; #wrong
+counts wrong elements of the result. An algorithm that cannot run here is left out, with the reason.
+Started by torchrun, srun or mpirun it measures the ranks of that job, on several hosts too."""
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run the subject."""
+    asked = _parser().parse_all(arguments)
+    plan = _plan(asked)
+    if asked.plot:
+        from phalanx.bench.comm.report import check_plotting
+
+        check_plotting(asked.plot)
+    _check_folders(asked)
+    if read_rank_env() is None:
+        prestart()
+    from phalanx.bench.comm.run import run_bench
+
+    quiet = asked.json == "-"
+    console = PlainConsole(out=sys.stderr if quiet else None)
+    found = run_bench(plan, asked.num_workers, console, threads=asked.threads_per_rank)
+    if found is None:  # a rank of a job that torchrun, srun or mpirun started, and not the first one
+        return 0
+    if not quiet:
+        print(_summary(found, link_report=asked.link_report), end="")
+    if asked.json:
+        rows = found.get("rows")
+        write_json(found if rows is None else rows, asked.json)
+    if asked.plot:
+        _plot(found, asked.plot)
+    return 1 if any(row["wrong"] for row in found.get("rows", ())) else 0
+
+
+def _parser() -> FlagParser:
+    parser = FlagParser(
+        prog="phalanx bench comm",
+        usage="phalanx bench comm [--op NAME] [--algo A,B] [--sizes 1K:64M] [--p2p] [--link-report] [options]",
+        description=_HELP,
+    )
+    add = parser.add_argument
+    add("--op", default="all_reduce", metavar="NAME", help=f"{', '.join(ALGORITHMS_OF)} [all_reduce]")
+    algos = ", ".join(dict.fromkeys(algo for known in ALGORITHMS_OF.values() for algo in known))
+    add("--algo", metavar="A,B", help=f"which of {algos} (default: those that run anywhere)")
+    add("--sizes", metavar="FIRST:LAST", help="1K:256M, 1K:256M:4 (each four times the last), or 1K,64K,4M [1K:64M:4]")
+    add("--num-workers", type=int, default=2, metavar="N", help="ranks on this machine [2]")
+    add("--dtype", default="float32", metavar="NAME", help=f"{', '.join(DTYPE_BYTES)} [float32]")
+    add("--redop", default="sum", metavar="NAME", help=f"{', '.join(OPS)} [sum]")
+    add("--iters", type=int, metavar="N", help="timed iterations (default: 100 for small sizes, 5 for large ones)")
+    add("--warmup", type=int, default=2, metavar="N", help="iterations before the timed ones [2]")
+    add("--threads-per-rank", type=int, metavar="N", help="compute threads per rank (default: an equal share)")
+    add(
+        "--ranks-per-host",
+        type=int,
+        metavar="N",
+        help="hierarchical: treat every N ranks as one host (default: real hosts)",
+    )
+    add("--p2p", action="store_true", help="measure latency and bandwidth between every pair of ranks instead")
+    add(
+        "--link-report",
+        action="store_true",
+        help="show the expected bandwidth of the links next to the measured one",
+    )
+    add("--json", metavar="FILE", help="write what was measured (- for standard output)")
+    add("--plot", metavar="FILE", help="draw it; with --p2p as heat maps (needs the extra 'bench')")
+    return parser
+
+
+def _plan(asked: argparse.Namespace) -> BenchPlan:
+    only_links = (asked.p2p or asked.link_report) and asked.sizes is None and asked.algo is None
+    if asked.ranks_per_host is not None and asked.ranks_per_host < 1:
+        raise UsageError(f"--ranks-per-host is {asked.ranks_per_host}", hint="It must be 1 or more.")
+    return BenchPlan(
+        op=asked.op,
+        algos=parse_algorithms(asked.algo, asked.op),
+        sizes=() if only_links else parse_sizes(asked.sizes or "1K:64M:4"),
+        dtype=asked.dtype,
+        redop=asked.redop,
+        iters=asked.iters,
+        warmup=asked.warmup,
+        ranks_per_host=asked.ranks_per_host,
+        p2p=asked.p2p or asked.link_report,
+    )
+
+
+def _summary(found: dict[str, Any], *, link_report: bool) -> str:
+    """Return what is shown below the rows, which the ranks printed themselves."""
+    parts = [side_by_side([make_row(row) for row in found.get("rows", ())])]
+    if "latency_us" in found:
+        parts.append(matrix_table("latency, one way", found["latency_us"], "us"))
+        parts.append(matrix_table("bandwidth", found["bandwidth_gbs"], "GB/s"))
+    if link_report:
+        from phalanx.bench.comm import expected
+
+        best = max((value for row in found["bandwidth_gbs"] for value in row), default=0.0)
+        links = [*expected.network_links(), *expected.gpu_links()]
+        parts.append(expected.link_report(best, found["copy_gbs"], one_host=found["hosts"] == 1, links=links))
+    return "".join(f"\n{part}\n" for part in parts if part)
+
+
+def _check_folders(asked: argparse.Namespace) -> None:
+    """Refuse a file that could not be written before anything is measured."""
+    for flag, path in (("--json", asked.json), ("--plot", asked.plot)):
+        if path and path != "-" and not Path(path).parent.is_dir():
+            raise UsageError(f"{flag} {path}: there is no folder {Path(path).parent}")
+
+
+def _plot(found: dict[str, Any], path: str) -> None:
+    from phalanx.bench.comm import report
+
+    if found.get("rows"):
+        report.plot_rows([make_row(row) for row in found["rows"]], path)
+    elif "latency_us" in found:
+        report.plot_links(found["latency_us"], found["bandwidth_gbs"], path)

@@ -1,0 +1,74 @@
+"""Every collective of ours by name, with the algorithms that can do it: what users call, and what the bench measures.
+
+wire = Wire()                                   # the default process group, or Wire(group)
+all_reduce(gradient, wire)                      # by the ring
+all_reduce(flags, wire, "max", algorithm="tree")
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from phalanx.comm.collectives import direct, fixed_order, halving, hierarchical, ring, tree
+from phalanx.comm.collectives.direct import all_to_all, barrier, gather, scatter
+from phalanx.comm.collectives.ring import all_gather, reduce_scatter
+from phalanx.comm.collectives.tree import broadcast, reduce
+from phalanx.errors import UsageError, unknown_name
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    import torch
+
+    from phalanx.comm.collectives.channel import P2PChannel
+
+__all__ = [
+    "ALGORITHMS",
+    "Wire",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "barrier",
+    "broadcast",
+    "find_algorithm",
+    "gather",
+    "reduce",
+    "reduce_scatter",
+    "scatter",
+]
+
+ALGORITHMS: Mapping[str, Mapping[str, Callable[..., Any]]] = {
+    "all_reduce": {
+        "ring": ring.all_reduce,
+        "tree": tree.all_reduce,
+        "halving-doubling": halving.all_reduce,
+        "hierarchical": hierarchical.all_reduce,
+        "fixed-order": fixed_order.all_reduce,
+    },
+    "reduce_scatter": {"ring": ring.reduce_scatter},
+    "all_gather": {"ring": ring.all_gather},
+    "broadcast": {"tree": tree.broadcast},
+    "reduce": {"tree": tree.reduce},
+    "gather": {"direct": direct.gather},
+    "scatter": {"direct": direct.scatter},
+    "all_to_all": {"direct": direct.all_to_all},
+    "barrier": {"dissemination": direct.barrier},
+}
+"""The functions by collective and algorithm; the first algorithm of a collective is what its plain name does."""
+
+
+def find_algorithm(collective: str, algorithm: str | None = None) -> Callable[..., Any]:
+    """Return a collective's function, by the algorithm named or else its usual one."""
+    if collective not in ALGORITHMS:
+        raise UsageError(unknown_name("collective", collective, ALGORITHMS))
+    known = ALGORITHMS[collective]
+    if algorithm is None:
+        return next(iter(known.values()))
+    if algorithm not in known:
+        raise UsageError(unknown_name(f"algorithm of {collective}", algorithm, known))
+    return known[algorithm]
+
+
+def all_reduce(tensor: torch.Tensor, channel: P2PChannel, op: str = "sum", *, algorithm: str = "ring") -> None:
+    """Combine a tensor over all ranks, in place: ring for large tensors, tree or halving-doubling for small ones."""
+    find_algorithm("all_reduce", algorithm)(tensor, channel, op)

@@ -1,0 +1,210 @@
+"""A server shard: it listens, knows its callers, and answers each in a thread of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import socket
+import threading
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from phalanx.comm.ps.bundle import Bundle, dtype_of
+from phalanx.comm.ps.core import ShardCore
+from phalanx.comm.ps.gradients import Rows
+from phalanx.comm.ps.placement import digest_of, piece_from
+from phalanx.comm.ps.protocol import FrameKind, Head, bytes_of, greet, receive, receive_into, send, tune
+from phalanx.errors import ServerError
+
+if TYPE_CHECKING:
+    from phalanx.comm.ps.membership import ShardSpec
+
+_log = logging.getLogger("phalanx.server")
+_MAX_UNPROVEN = 64
+"""Callers that have not yet shown the token, each with a thread. When one more comes the longest waiting is dropped: a
+worker proves itself in milliseconds."""
+_MAX_STATE_FACTOR = 32
+"""No optimizer keeps this many times the parameters' bytes: a larger LOAD is refused before memory is reserved."""
+_SLACK_BYTES = 1 << 20
+
+
+class ServerShard:
+    """Serves one shard on a listening socket until `close`."""
+
+    def __init__(self, spec: ShardSpec, listener: socket.socket) -> None:
+        self.core = ShardCore(spec)
+        self._spec = spec
+        self._listener = listener
+        self._numbers = itertools.count(1)
+        self._open: set[socket.socket] = set()
+        self._unproven: dict[socket.socket, None] = {}
+        self._admitting = threading.Lock()
+        self._threads: list[threading.Thread] = []
+        self._closing = threading.Event()
+
+    def serve(self) -> None:
+        """Answer callers until the listening socket is closed."""
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                if self._closing.is_set():
+                    return
+                raise
+            self._admit(connection)
+            thread = threading.Thread(target=self._attend, args=(connection,), name="phalanx-shard", daemon=True)
+            self._threads = [other for other in self._threads if other.is_alive()] + [thread]
+            thread.start()
+
+    def _admit(self, connection: socket.socket) -> None:
+        """Note a caller without proof, and drop the one that has been without it longest where there are too many."""
+        with self._admitting:
+            self._unproven[connection] = None
+            if len(self._unproven) <= _MAX_UNPROVEN:
+                return
+            oldest = next(iter(self._unproven))
+            del self._unproven[oldest]
+        with contextlib.suppress(OSError):  # its thread may just be closing it
+            oldest.shutdown(socket.SHUT_RDWR)
+
+    def _dismiss(self, connection: socket.socket) -> None:
+        """Note that a caller has shown the token, or is gone."""
+        with self._admitting:
+            self._unproven.pop(connection, None)
+
+    def close(self) -> None:
+        """End all connections and their threads."""
+        self._closing.set()
+        self.core.close()
+        for end in (self._listener, *self._open):
+            with contextlib.suppress(OSError):  # the other side may have closed it
+                end.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        for thread in self._threads:
+            thread.join()
+
+    def _attend(self, connection: socket.socket) -> None:
+        """Serve one caller to the end of its connection."""
+        number = next(self._numbers)
+        worker: int | None = None
+        self._open.add(connection)
+        try:
+            with connection:
+                tune(connection)
+                greet(connection, self._spec.token)
+                self._dismiss(connection)
+                worker = self._welcome(connection, number)
+                while True:
+                    self._answer(connection, worker)
+        except (OSError, EOFError):
+            pass  # the caller is gone: what follows is what its end means
+        except (ServerError, ValueError) as error:  # what a caller sent cannot be read
+            _log.warning("shard %d: %s", self._spec.number, error)
+        finally:
+            self._dismiss(connection)
+            self._open.discard(connection)
+            if worker is not None:
+                self.core.goodbye(worker, number)
+
+    def _welcome(self, connection: socket.socket, number: int) -> int:
+        head = receive(connection)
+        self._count(head)
+        expected = digest_of(self.core.pieces)
+        if head.kind is not FrameKind.HELLO or head.meta.get("placement") != expected:
+            message = "this worker has another model, optimizer or number of shards than the server"
+            send(connection, FrameKind.ERROR, head.seq, {"message": message})
+            raise ServerError(message)
+        worker = int(head.meta["worker"])
+        self._reply(connection, head, self.core.hello(worker, number, head.meta.get("passed")))
+        return worker
+
+    def _answer(self, connection: socket.socket, worker: int) -> None:
+        """Read one request and answer it; a push has no answer."""
+        head = receive(connection)
+        self._count(head)
+        core = self.core
+        try:
+            match head.kind:
+                case FrameKind.PUSH:
+                    self._take_push(connection, worker, head)
+                case FrameKind.NORM:
+                    self._reply(connection, head, core.norm(worker, head.seq))
+                case FrameKind.COMMIT:
+                    core.commit(worker, head.seq, head.meta)
+                    self._send_values(connection, worker, head)
+                case FrameKind.PULL:
+                    self._send_values(connection, worker, head)
+                case FrameKind.FETCH:
+                    found = core.fetch()
+                    self._reply(connection, head, found.describe(), found)
+                case FrameKind.LOAD:
+                    core.load(self._take_bundle(connection, head))
+                    self._reply(connection, head, {"clock": core.clock})
+                case FrameKind.STATS:
+                    self._reply(connection, head, core.tally.to_dict())
+                case FrameKind.REPLACE:
+                    core.replace([piece_from(piece) for piece in head.meta["pieces"]])
+                    self._reply(connection, head, {"clock": core.clock})
+                case FrameKind.COSTS:
+                    self._reply(connection, head, {"moved": core.moved})
+                case _:
+                    raise ServerError(f"{head.kind.name} is no request")
+        except (ServerError, RuntimeError, KeyError, ValueError, TypeError, IndexError) as error:
+            send(connection, FrameKind.ERROR, head.seq, {"message": f"{type(error).__name__}: {error}"})
+            raise ServerError(f"{head.kind.name} of worker {worker}: {error}") from error
+
+    def _take_push(self, connection: socket.socket, worker: int, head: Head) -> None:
+        """Receive gradients straight into the worker's place: whole pieces, or rows of them."""
+        part = self.core.contribution(worker, head.seq)
+        pieces = self.core.pieces
+        left = head.payload
+        for index, count, sparse in head.meta["parts"]:
+            piece = pieces[index]
+            if count < 0:
+                left = _take(connection, part.memory.bytes_of_piece(index), left)
+                self.core.moved[index] += piece.nbytes
+                part.dense.add(index)
+                part.rows.pop(index, None)
+                continue
+            if count > piece.shape[0]:
+                raise ServerError(f"{count} rows of {piece.name} were pushed, which has {piece.shape[0]} here")
+            rows = torch.empty(count, dtype=torch.int64)
+            values = torch.empty((count, *piece.shape[1:]), dtype=dtype_of(piece.dtype))
+            left = _take(connection, bytes_of(values), _take(connection, bytes_of(rows), left))
+            self.core.moved[index] += values.nbytes
+            if count and not 0 <= int(rows.min()) <= int(rows.max()) < piece.shape[0]:
+                raise ServerError(f"rows of {piece.name} were pushed that it does not have here")
+            part.rows[index] = Rows(rows, values, bool(sparse))
+            part.dense.discard(index)
+        if left:
+            raise ServerError("a push is longer than its parts")
+
+    def _take_bundle(self, connection: socket.socket, head: Head) -> Bundle:
+        limit = _MAX_STATE_FACTOR * sum(piece.nbytes for piece in self.core.pieces) + _SLACK_BYTES
+        if head.payload > limit:
+            raise ServerError(f"{head.payload} bytes of state were announced; this shard takes up to {limit}")
+        bundle = Bundle.allocate(head.meta, head.payload)
+        for view in bundle.buffers():
+            receive_into(connection, view)
+        return bundle
+
+    def _send_values(self, connection: socket.socket, worker: int, head: Head) -> None:
+        meta, _kept_alive, buffers = self.core.values(worker)
+        self.core.tally.sent(send(connection, FrameKind.REPLY, head.seq, meta, buffers))
+
+    def _reply(self, connection: socket.socket, head: Head, meta: dict[str, Any], bundle: Bundle | None = None) -> None:
+        buffers = bundle.buffers() if bundle is not None else []
+        self.core.tally.sent(send(connection, FrameKind.REPLY, head.seq, meta, buffers))
+
+    def _count(self, head: Head) -> None:
+        self.core.tally.received(head.kind.name, head.size)
+
+
+def _take(connection: socket.socket, view: memoryview, left: int) -> int:
+    """Receive into memory what the message still has; return what is left of it."""
+    if view.nbytes > left:
+        raise ServerError("a push is shorter than its parts")
+    receive_into(connection, view)
+    return left - view.nbytes

@@ -1,0 +1,118 @@
+"""A shard's state, kept where it can be found whole again after a death at any moment."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+import tempfile
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from phalanx.comm.ps.bundle import Bundle
+from phalanx.comm.ps.protocol import bytes_of
+from phalanx.errors import ServerError
+from phalanx.host.files import replacing
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+_LENGTH = struct.Struct("!QQ")
+_DIGEST = 32
+
+
+class StateFile:
+    """A file that is written beside the old one, hashed, flushed to the disk, then renamed over it."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def save(self, meta: dict[str, Any], bundle: Bundle) -> None:
+        """Publish a state: after a crash the old one or the new one is there, whole."""
+        with replacing(self._path, flush=True) as file:
+            _write(file, meta, bundle)
+
+    def load(self) -> tuple[dict[str, Any], Bundle] | None:
+        """Return the state that was saved last, or None where there is none; ServerError for a damaged one."""
+        if not self._path.exists():
+            return None
+        with self._path.open("rb") as file:
+            return _read(file, str(self._path))
+
+
+class StateSlots:
+    """Two files without a name, written in turns: they outlive a shard, and vanish with the process that made them.
+
+    A child inherits them. What was being written when it died is damaged, and the other slot is whole.
+    """
+
+    def __init__(self) -> None:
+        self._slots: list[BinaryIO] = [tempfile.TemporaryFile() for _ in range(2)]  # noqa: SIM115 - see close
+        self._serial = 0
+
+    @property
+    def descriptors(self) -> set[int]:
+        """What a child must not close."""
+        return {slot.fileno() for slot in self._slots}
+
+    def save(self, meta: dict[str, Any], bundle: Bundle) -> None:
+        """Write a state over the older one."""
+        slot = self._slots[(self._serial + 1) % 2]
+        slot.seek(0)
+        slot.truncate()
+        _write(slot, {**meta, "serial": self._serial + 1}, bundle)
+        self._serial += 1
+
+    def load(self) -> tuple[dict[str, Any], Bundle] | None:
+        """Return the newest whole state, or None where nothing has been saved."""
+        found = [state for state in map(self._whole, self._slots) if state is not None]
+        newest = max(found, key=lambda state: state[0]["serial"], default=None)
+        self._serial = 0 if newest is None else newest[0]["serial"]
+        return newest
+
+    def _whole(self, slot: BinaryIO) -> tuple[dict[str, Any], Bundle] | None:
+        slot.seek(0)
+        try:
+            return _read(slot, "a slot")
+        except ServerError:  # empty, or cut off by a death: the other one counts
+            return None
+
+    def close(self) -> None:
+        """Give the space back."""
+        for slot in self._slots:
+            slot.close()
+
+
+def _write(file: BinaryIO, meta: dict[str, Any], bundle: Bundle) -> None:
+    head = json.dumps({**meta, **bundle.describe()}).encode()
+    buffers = bundle.buffers()
+    lengths = _LENGTH.pack(len(head), sum(buffer.nbytes for buffer in buffers))
+    parts: list[bytes | memoryview] = [lengths, head, *buffers]
+    digest = hashlib.blake2b(digest_size=_DIGEST)
+    for part in parts:
+        digest.update(part)
+        file.write(part)
+    file.write(digest.digest())
+    file.flush()
+
+
+def _read(file: BinaryIO, name: str) -> tuple[dict[str, Any], Bundle]:
+    digest = hashlib.blake2b(digest_size=_DIGEST)
+    lengths = file.read(_LENGTH.size)
+    if len(lengths) != _LENGTH.size:
+        raise ServerError(f"{name} is cut off")
+    head_length, payload = _LENGTH.unpack(lengths)
+    if _LENGTH.size + head_length + payload + _DIGEST != os.fstat(file.fileno()).st_size:
+        raise ServerError(f"{name} is not as long as it says")
+    head = file.read(head_length)
+    meta: dict[str, Any] = json.loads(head)
+    bundle = Bundle.allocate(meta, payload)
+    digest.update(lengths)
+    digest.update(head)
+    for tensor in bundle.tensors.values():
+        view = bytes_of(tensor)
+        file.readinto(view)  # type: ignore[attr-defined]
+        digest.update(view)
+    if file.read(_DIGEST) != digest.digest():
+        raise ServerError(f"{name} is damaged: its bytes do not give the hash that it carries")
+    return meta, bundle

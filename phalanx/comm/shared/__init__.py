@@ -1,7 +1,0 @@
-"""Shared memory between the ranks of one machine."""
-
-from __future__ import annotations
-
-from phalanx.comm.shared.group import SharedGroup
-
-__all__ = ["SharedGroup"]

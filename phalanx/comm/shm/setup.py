@@ -1,0 +1,74 @@
+"""Create the shared-memory group if all ranks share a host and /dev/shm has room; otherwise warn and return None."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING
+
+import torch
+
+from phalanx.comm.shm.group import SharedGroup
+from phalanx.comm.topology import on_one_machine
+from phalanx.errors import SharedMemoryUnavailable
+
+if TYPE_CHECKING:
+    from phalanx.comm.shm.bootstrap import AllGatherText
+
+
+class SharedExchange:
+    """The ranks of one machine; `empty` gives tensors that are added up where they lie."""
+
+    def __init__(self, group: SharedGroup) -> None:
+        self._group = group
+        self.rank, self.size = group.rank, group.size
+        self.sent_bytes = 0
+
+    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return memory in the shared pages."""
+        return self._group.empty(numel, dtype)
+
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> None:
+        """Combine a tensor over the ranks, in place."""
+        self.sent_bytes += 2 * (self.size - 1) * tensor.nbytes // self.size
+        self._group.all_reduce(tensor, op)
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the tensors of all ranks, stacked by rank."""
+        self.sent_bytes += (self.size - 1) * tensor.nbytes
+        gathered = tensor.new_empty((self.size, *tensor.shape))
+        self._group.all_gather(gathered, tensor)
+        return gathered
+
+    def all_to_all(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Send row r to rank r; return the rows that were sent here."""
+        self.sent_bytes += (self.size - 1) * tensor.nbytes // self.size
+        received = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        self._group.all_to_all(received, tensor)
+        return received
+
+    def close(self) -> None:
+        """Let go of the pages."""
+        self._group.close()
+
+
+def share_memory(tell: AllGatherText, rank: int, size: int, *, timeout: float, room: int = 0) -> SharedGroup | None:
+    """Return the shared memory of ranks that are all on this machine, else None; all of them call this.
+
+    `room`: bytes that the caller will ask of it for tensors. Where there is too little, one warning says how much.
+    """
+    if not on_one_machine(tell, rank):
+        return None
+    try:
+        return SharedGroup(tell, rank, size, timeout=timeout, room=room)
+    except SharedMemoryUnavailable as error:
+        if rank == 0:
+            warnings.warn(f"no shared memory between these ranks, gloo is used instead: {error}", stacklevel=3)
+        return None
+
+
+def share_gradients(
+    tell: AllGatherText, rank: int, size: int, nbytes: int, *, timeout: float
+) -> tuple[SharedExchange, torch.Tensor] | None:
+    """Return an exchange of the ranks of this machine, and so many bytes that lie in the memory they share, or None."""
+    group = share_memory(tell, rank, size, timeout=timeout, room=nbytes)
+    return None if group is None else (SharedExchange(group), group.empty(nbytes, torch.uint8))

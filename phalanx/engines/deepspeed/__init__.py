@@ -1,0 +1,1 @@
+"""DeepSpeed: ZeRO as a strategy."""

@@ -1,0 +1,259 @@
+"""deepspeed: DeepSpeed's own engine keeps the ranks in step (ZeRO's stages 0 to 3, CPU and NVMe offload).
+
+The engine needs the model and its optimizer at once, so it is built when the optimizer is prepared. It gets the scaled
+loss and the boundary from the loop; clipping, token weights and checkpoints under canonical names are done here.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from phalanx.config.deepspeed import batch_size_for
+from phalanx.engines.deepspeed.settings import build_settings
+from phalanx.engines.deepspeed.state import EngineState
+from phalanx.errors import UsageError
+from phalanx.strategies.base import Strategy
+from phalanx.world.env import rank_environment, show_local_rank
+from phalanx.world.groups import join_alone
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from types import ModuleType
+
+    from phalanx.config import DistributedConfig
+    from phalanx.world.world import World
+
+
+class EngineModule(nn.Module):
+    """The user's model behind DeepSpeed's engine; the bare model as long as there is no optimizer, and so no engine."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.engine: Any = None
+        self.dtype: torch.dtype | None = None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "engine":  # a module too, but not a child: its parameters are those of `module`
+            object.__setattr__(self, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """Run the model through the engine; with bf16 or fp16 weights inputs go in, and fp32 comes out."""
+        if self.engine is None:
+            return self.module(*inputs, **named)
+        if self.dtype is None:
+            return self.engine(*inputs, **named)
+        inputs, named = _floats_to((inputs, named), self.dtype)
+        return _floats_to(self.engine(*inputs, **named), torch.float32)
+
+
+def _floats_to(values: Any, dtype: torch.dtype) -> Any:
+    return pytree.tree_map_only(torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, values)
+
+
+class DeepSpeed(Strategy):
+    """deepspeed.initialize and the engine that it returns; one model and one optimizer."""
+
+    name = "deepspeed"
+    shards = True  # and DeepSpeed keeps the groups of its first engine for the process's life
+    owns_step = owns_precision = owns_gradients = True
+
+    def __init__(self, config: DistributedConfig, world: World) -> None:
+        super().__init__(config.replace(batch_size=batch_size_for(config, world.mesh.dp_size)), world)
+        self._deepspeed = import_deepspeed(world.device)
+        self._wrapped: EngineModule | None = None
+        self._state: EngineState | None = None
+        self._sync = True
+        self._divisor: torch.Tensor | None = None
+        self._unset_local_rank: Callable[[], None] | None = None
+        if world.world_size == 1:
+            join_alone(world.device)
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """Hold the model until its optimizer is known."""
+        if self._wrapped is not None:
+            raise UsageError("strategy = 'deepspeed' trains one model", hint="Use strategy='fsdp' for several.")
+        if any(parameter.is_meta for parameter in model.parameters()):
+            raise UsageError(
+                "DeepSpeed's engine takes a model with memory", hint="Use strategy='fsdp' for meta models."
+            )
+        wide = next((f"{name} is {p.dtype}" for name, p in model.named_parameters() if p.dtype == torch.float64), None)
+        if wide:
+            raise UsageError(f"DeepSpeed keeps weights in float32, and {wide}", hint="Train float64 with ddp or fsdp.")
+        self._wrapped = EngineModule(model)
+        return self._wrapped
+
+    def unwrap(self, wrapped: nn.Module) -> nn.Module:
+        """Return the module inside."""
+        return wrapped.module if isinstance(wrapped, EngineModule) else wrapped
+
+    def set_sync(self, wrapped: nn.Module, sync: bool) -> None:
+        """Set whether the next backward completes a step."""
+        self._sync = sync
+        if self._wrapped is not None and self._wrapped.engine is not None:
+            self._wrapped.engine.set_gradient_accumulation_boundary(sync)
+
+    def attach(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """Build the engine around the model and its optimizer, or the optimizer of the JSON."""
+        if self._wrapped is None or self._wrapped.engine is not None:
+            raise UsageError("strategy = 'deepspeed' takes one model, then one optimizer, in this order")
+        model = self._wrapped.module
+        settings = build_settings(self.config, self.world, model)
+        own = "optimizer" not in settings
+        if not own:
+            _check_same(optimizer, settings["optimizer"]["params"])
+        state = EngineState(self._deepspeed, model, optimizer)
+        groups = [{**group, "params": list(group["params"])} for group in optimizer.param_groups]
+        given: dict[str, Any] = {"optimizer": optimizer} if own else {"model_parameters": groups}
+        try:
+            with rank_environment(self.world.env):
+                engine, made, _, _ = self._deepspeed.initialize(model=model, config=settings, **given)
+        except (ValueError, AssertionError, self._deepspeed.DeepSpeedConfigError) as error:
+            raise UsageError(f"DeepSpeed refuses its settings: {error}", hint=f"They were: {settings}") from error
+        state.connect(engine)
+        self._state = state
+        self._wrapped.engine = engine
+        self._unset_local_rank = show_local_rank(self.world.env)  # stage 3 reads it in every forward pass
+        self._wrapped.dtype = next((d for n, d in _LOW.items() if settings.get(n, {}).get("enabled")), None)
+        engine.set_gradient_accumulation_boundary(self._sync)
+        stepping: torch.optim.Optimizer = getattr(made, "optimizer", made)
+        return stepping
+
+    @property
+    def engine(self) -> Any:
+        """DeepSpeed's engine, which the prepared optimizer brings."""
+        if self._wrapped is None or self._wrapped.engine is None:
+            raise UsageError(
+                "DeepSpeed's engine needs the optimizer before the first backward",
+                hint="Prepare both: model, optimizer = formation.prepare(model, optimizer).",
+            )
+        return self._wrapped.engine
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Let the engine run backward on a loss that carries its share of the global batch already."""
+        self.engine.backward(loss, scale_wrt_gas=False)
+
+    def divide_gradients(self, parameters: Sequence[nn.Parameter], divisor: torch.Tensor) -> None:
+        """Divide what `.grad` holds; ZeRO's gradients are divided in its step, where it takes a loss scale out."""
+        if self._shards_gradients:
+            self._divisor = divisor
+        else:
+            torch._foreach_div_([p.grad for p in self.engine.module.parameters() if p.grad is not None], divisor)
+
+    def clip_grad_norm(self, parameters: Sequence[nn.Parameter], max_norm: float) -> torch.Tensor:
+        """Return the norm before; ZeRO clips in its step, by the same rule as torch."""
+        if not self._shards_gradients:
+            return super().clip_grad_norm(parameters, max_norm)
+        self.engine.optimizer.clip_grad = max_norm
+        return self.grad_norm(parameters)
+
+    def grad_norm(self, parameters: Sequence[nn.Parameter]) -> torch.Tensor:
+        """Return the one norm of the partitions that the ranks hold."""
+        if not self._shards_gradients:
+            return super().grad_norm(parameters)
+        zero = self.engine.optimizer
+        groups = zero._get_norm_groups() if hasattr(zero, "_get_norm_groups") else [zero.scaled_global_norm()]
+        norms = [torch.as_tensor(group, device=self.world.device, dtype=torch.float32) for group in groups]
+        norm: torch.Tensor = torch.stack(norms).norm() / zero.loss_scale
+        return norm if self._divisor is None else norm / self._divisor
+
+    def step(self, optimizer_step: Callable[[], object]) -> None:
+        """Take the engine's step; the boundary is set again, for it may already be that of the next backward."""
+        engine = self.engine
+        engine.set_gradient_accumulation_boundary(True)
+        zero = engine.optimizer
+        if self._divisor is not None:
+            zero.override_loss_scale(float(zero.loss_scale * self._divisor))
+        try:
+            engine.step()
+        finally:
+            if self._shards_gradients:
+                zero.clip_grad, zero.custom_loss_scaler, zero.external_loss_scale = 0.0, False, None
+            self._divisor = None
+            engine.set_gradient_accumulation_boundary(self._sync)
+
+    @property
+    def _shards_gradients(self) -> bool:
+        return self.config.zero_stage is not None
+
+    def state(self, wrapped: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
+        """Gather whole fp32 weights and optimizer states, under canonical names, on every rank's CPU."""
+        if self._state is None or not self._state.partitioned:
+            return super().state(wrapped, optimizers)
+        state: dict[str, Any] = {"model": self._state.weights()}
+        return {**state, "optimizer": self._state.optimizer_state()} if optimizers else state
+
+    def load_state(
+        self, wrapped: nn.Module, optimizers: Sequence[torch.optim.Optimizer], state: dict[str, Any]
+    ) -> None:
+        """Put whole weights and states back into the partitions."""
+        if self._state is None or not self._state.partitioned:
+            super().load_state(wrapped, optimizers, state)
+            return
+        self._state.load_weights(state["model"])
+        if optimizers:
+            self._state.load_optimizer_state(state["optimizer"])
+
+    def return_weights(self, wrapped: nn.Module) -> None:
+        """Give the model whole fp32 weights again, without DeepSpeed's attributes on them."""
+        if self._state is not None and self._state.partitioned:
+            weights = self._state.weights()
+            self.close()
+            self._state.restore(weights, self.world.device)
+
+    def close(self) -> None:
+        """Remove the engine's hooks from the model."""
+        if self._wrapped is not None and self._wrapped.engine is not None:
+            self._wrapped.engine.destroy()
+            self._wrapped.engine = None
+        if self._unset_local_rank is not None:
+            self._unset_local_rank()
+            self._unset_local_rank = None
+        self._wrapped = None
+
+
+_LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def import_deepspeed(device: torch.device) -> ModuleType:
+    """Import DeepSpeed for this device, quietly, and without what it would compile unasked."""
+    with rank_environment(None, DS_ACCELERATOR=device.type):
+        try:
+            import deepspeed
+        except ImportError as error:
+            raise UsageError(
+                f"strategy = 'deepspeed' needs DeepSpeed: {error}", hint="Run: pip install 'phalanx[deepspeed]'"
+            ) from error
+        found = deepspeed.accelerator.get_accelerator().device_name()
+    if found != device.type:
+        raise UsageError(
+            f"the ranks compute on {device.type}, but DeepSpeed was imported for {found}",
+            hint=f"Set DS_ACCELERATOR={device.type} before deepspeed is imported.",
+        )
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    # Its own calls of torch's collectives, by their older names, would warn in every run.
+    warnings.filterwarnings("ignore", message="`torch.distributed.*is deprecated", category=FutureWarning)
+    if device.type == "cpu":
+        # Its shared-memory collectives are compiled for minutes at the first start; gloo has them all.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    module: ModuleType = deepspeed
+    return module
+
+
+def _check_same(optimizer: torch.optim.Optimizer, params: dict[str, Any]) -> None:
+    """Refuse an optimizer given in Python that differs from the one in the JSON."""
+    for name in ("lr", "weight_decay"):
+        ours, theirs = optimizer.defaults.get(name), params.get(name)
+        if ours is not None and theirs is not None and float(ours) != float(theirs):
+            raise UsageError(
+                f"the optimizer has {name} = {ours}, but deepspeed_config says optimizer.params.{name} = {theirs}",
+                hint='Leave "optimizer" out of the JSON, or do not give one in Python.',
+            )

@@ -1,0 +1,1 @@
+"""Horovod: horovodrun as launcher, its all-reduce as strategy, its elastic driver."""

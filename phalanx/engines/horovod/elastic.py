@@ -1,0 +1,276 @@
+"""Elastic Horovod: state kept in memory, restored after a rank is lost or added."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.utils._pytree as pytree
+
+from phalanx.engines.horovod.rendezvous import horovod, note_new_place
+from phalanx.launch.failure import reports_lost_peer
+from phalanx.loop.hooks import Callback
+from phalanx.loop.state import put_back, shared_state, tensors_of
+from phalanx.world.env import read_rank_env, stop_signals
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+    from types import FrameType
+
+    from phalanx.loop.formation import Formation
+    from phalanx.loop.hooks import StepInfo
+    from phalanx.loop.trainer import TrainLoop
+    from phalanx.observe.history import History
+
+
+@dataclass(frozen=True)
+class MemoryState:
+    """What a surviving rank knows of the run."""
+
+    step: int
+    run_id: str
+    lineage: list[dict[str, Any]]
+    world_size: int
+    tensors: dict[str, Any]
+    shared: dict[str, Any]
+
+
+class Position(Callback):
+    """Notes after each step how far the data were read."""
+
+    def __init__(self) -> None:
+        self.step = -1
+        self.loaders: list[dict[str, Any]] = []
+
+    def on_fit_start(self, trainer: TrainLoop) -> None:
+        """Note where the run begins or resumes."""
+        self._note(trainer.formation)
+
+    def on_step_end(self, trainer: TrainLoop, info: StepInfo) -> None:
+        """Note what this step has read."""
+        self._note(trainer.formation)
+
+    def on_epoch_end(self, trainer: TrainLoop, epoch: int, metrics: dict[str, float]) -> None:
+        """Note that the epoch is over and reported: a surviving rank begins the next one."""
+        self._note(trainer.formation)
+
+    def _note(self, formation: Formation) -> None:
+        self.step = formation.step
+        self.loaders = [loader.sharded.state_dict() for loader in formation.loaders]
+
+
+def capture(loop: TrainLoop, position: Position) -> MemoryState | None:
+    """Return the state after the last complete step; None before the run has begun. Without communication."""
+    formation = loop.formation
+    if position.step < 0:
+        return None
+    shared = {**shared_state(formation), **loop.to_keep()}
+    if formation.step == position.step:  # else the step was taken, and only its report failed
+        shared["loaders"] = position.loaders
+    tensors = tensors_of(formation)
+    for model in formation.models:  # gradients of the interrupted step are not part of the next one
+        model.zero_grad(set_to_none=True)
+    return MemoryState(formation.step, formation.run_id, formation.lineage, formation.world_size, tensors, shared)
+
+
+def restore(formation: Formation, carried: MemoryState | None) -> dict[str, Any] | None:
+    """Broadcast the state that rank 0 holds; return what is not part of a `Prepared`, None where rank 0 has none."""
+    identity = None if carried is None else (carried.step, carried.run_id, carried.lineage, carried.world_size)
+    shown = _broadcast(formation, identity)
+    if shown is None:
+        return None
+    step, formation.run_id, formation.lineage, before = shown
+    tensors = _share_tensors(formation, None if carried is None else carried.tensors)
+    shared = _broadcast(formation, None if carried is None else carried.shared)
+    formation.notes.append(f"the ranks were {before} and are {formation.world_size}: going on after step {step}")
+    return {**put_back(formation, tensors, step, dict(shared)), "path": f"the memory of rank 0 (step {step})"}
+
+
+@dataclass(frozen=True)
+class _Described:
+    """Shape and dtype of a tensor that a rank allocates before it is broadcast."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    on_host: bool
+
+
+def _share_tensors(formation: Formation, own: dict[str, Any] | None) -> dict[str, Any]:
+    """Broadcast rank 0's tree of tensors and plain values; trees of new ranks may have another structure."""
+    own = own if formation.is_main else None
+    described = _broadcast(formation, pytree.tree_map_only(torch.Tensor, _describe, own))
+    places, shape = pytree.tree_flatten(described)
+    held = iter(places if own is None else pytree.tree_leaves(own))
+    values = [_share(formation, place, next(held)) for place in places]
+    tree: dict[str, Any] = pytree.tree_unflatten(values, shape)
+    return tree
+
+
+def _describe(tensor: torch.Tensor) -> _Described:
+    return _Described(tensor.shape, tensor.dtype, tensor.device.type == "cpu")
+
+
+def _share(formation: Formation, place: Any, held: Any) -> Any:
+    if not isinstance(place, _Described):
+        return place
+    if isinstance(held, torch.Tensor):
+        value = held.detach().to(formation.device, copy=True)
+    else:
+        value = torch.empty(place.shape, dtype=place.dtype, device=formation.device)
+    if formation.world_size > 1:
+        dist.broadcast(value, src=0)
+    return value.cpu() if place.on_host else value
+
+
+def _broadcast(formation: Formation, what: Any) -> Any:
+    box = [what if formation.is_main else None]
+    if formation.world_size > 1:
+        dist.broadcast_object_list(box, src=0, device=formation.device)
+    return box[0]
+
+
+Result = TypeVar("Result")
+
+
+class Survivor:
+    """What lives on in this process while the ranks around it change."""
+
+    def __init__(self, attempt: int) -> None:
+        self.run_dir: Path | None = None
+        self.attempt = attempt
+        self.hosts_changed = False
+        self.told_to_stop: str | None = None
+        """What told this process to stop while ranks were meeting, or before they met again: the next loop obeys."""
+        self._carried: MemoryState | None = None
+        self._loop: TrainLoop | None = None
+
+    def run(self, loop: TrainLoop, run_dir: Path) -> History:
+        """Run the loop from what was carried here; keep its state when ranks are lost or come."""
+        self.run_dir = run_dir
+        position = Position()
+        loop.hooks.add(position)
+        if self.attempt > 0:
+            loop.restore = lambda: restore(loop.formation, self._carried) or loop.saving.restore()
+        loop.before_stop = self._regroup_if_hosts_changed
+        self._loop = loop
+        if self.hosts_changed:  # while the ranks were still meeting
+            self.hear_of_hosts()
+        if self.told_to_stop is not None:
+            loop.stop.ask(self.told_to_stop)
+        try:
+            return loop.run()
+        except BaseException:
+            self.told_to_stop = loop.stop.told or self.told_to_stop
+            self._carried = capture(loop, position) or self._carried
+            raise
+        finally:
+            self._loop = None
+
+    def hear_of_hosts(self) -> None:
+        """Have all ranks stop at a boundary, to meet again with other machines; told by a thread of Horovod's."""
+        self.hosts_changed = True
+        if self._loop is not None:
+            self._loop.stop.ask("a change of machines")
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Hear of SIGTERM between the loops too, which listen for themselves while they run."""
+
+        def hear(number: int, frame: FrameType | None) -> None:
+            self.told_to_stop = signal.Signals(number).name
+            if self._loop is not None:
+                self._loop.stop.ask(self.told_to_stop)
+
+        in_main = threading.current_thread() is threading.main_thread()  # Python allows handlers in no other
+        before = {number: signal.signal(number, hear) for number in stop_signals(read_rank_env()) if in_main}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _regroup_if_hosts_changed(self) -> None:
+        """At a boundary where all ranks stop: to meet again, unless rank 0 was told to end the run."""
+        from horovod.common.exceptions import HostsUpdatedInterrupt
+
+        assert self._loop is not None, "called by the loop that runs"
+        told = self._loop.stop.told or self.told_to_stop
+        told, changed = horovod().broadcast_object((told, self.hosts_changed), root_rank=0, name="phalanx.why_stop")
+        if told is not None:
+            self._loop.stop.reason = told
+        elif changed:
+            raise HostsUpdatedInterrupt(skip_sync=False)
+
+
+def run_elastic(run_once: Callable[[Survivor], Result]) -> Result:
+    """Run, and run on with whoever is there, until a run ends well or by an error of its own."""
+    hvd = horovod()
+    import horovod.torch.elastic as elastic
+    from horovod.common.exceptions import HorovodInternalError
+
+    env = read_rank_env()
+    survivor = Survivor(0 if env is None else env.attempt)
+
+    def attempt(state: Any) -> Result:
+        note_new_place(survivor.attempt)
+        try:
+            return run_once(survivor)
+        except BaseException as error:
+            _leave_old_group()
+            if not isinstance(error, HorovodInternalError) and _lost_peers(error):
+                raise HorovodInternalError(str(error)) from error
+            raise
+
+    with survivor.listening():
+        result: Result = elastic.run(attempt)(_state_class()(hvd, survivor))
+    return result
+
+
+def _state_class() -> type:
+    """Return what Horovod asks about state, which it must see as its own class: ours travels with the survivor."""
+    from horovod.common.elastic import State
+
+    class SurvivorState(State):  # type: ignore[misc]
+        def __init__(self, hvd: Any, survivor: Survivor) -> None:
+            super().__init__(bcast_object=hvd.broadcast_object, get_rank=hvd.rank)
+            self._survivor = survivor
+
+        def on_hosts_updated(self, timestamp: int, update: Any) -> None:
+            self._survivor.hear_of_hosts()
+
+        def reset(self) -> None:
+            self._survivor.attempt += 1
+            self._survivor.hosts_changed = False
+
+        def sync(self) -> None:
+            self._survivor.attempt = self._bcast_object(self._survivor.attempt, name="phalanx.attempt")
+
+        def save(self) -> None:
+            """Nothing: between steps the state is whole as it lies."""
+
+        def restore(self) -> None:
+            """Nothing: a step that broke off has changed nothing."""
+
+    return SurvivorState
+
+
+def _lost_peers(error: BaseException) -> bool:
+    """Whether an error says that other ranks are gone, itself or in what led to it."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if reports_lost_peer(str(seen)):
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return False
+
+
+def _leave_old_group() -> None:
+    """Close torch's connections: a rank that waits for us in one of its collectives then hears that we left."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,153 @@
+"""Launch ranks with horovodrun: its command line, its environment, and restarts."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from phalanx.config.settings import Host, parse_hosts
+from phalanx.engines.horovod.attempt import HorovodAttempt
+from phalanx.engines.horovod.rank import network
+from phalanx.errors import UsageError
+from phalanx.host.processes import own_python
+from phalanx.host.signals import SignalInbox
+from phalanx.launch.environment import shared_environment, threads_per_rank
+from phalanx.launch.follower import run_attempts
+from phalanx.launch.target import to_message
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from phalanx.config import DistributedConfig
+    from phalanx.launch.output import RankConsole
+    from phalanx.launch.policy import Outcome
+    from phalanx.launch.spec import LaunchResult, LaunchSpec, PlannedRanks
+
+_SCRIPT_SECONDS = 30.0
+
+
+@dataclass(frozen=True)
+class HorovodRun:
+    """The settings of horovodrun."""
+
+    ranks: int
+    hosts: str | None = None
+    least: int | None = None
+    discovery: str | None = None
+    timeline: str | None = None
+    mpi: bool = False
+    """Whether mpirun starts the ranks, which then use MPI; else horovodrun does, and they use gloo."""
+
+    @property
+    def elastic(self) -> bool:
+        """Whether the run continues while machines are lost and added."""
+        return self.least is not None or self.discovery is not None
+
+    def launch(self, spec: LaunchSpec, console: RankConsole) -> LaunchResult:
+        """Run the target on the ranks and return when all of them have ended."""
+        hosts = self._machines()
+        with SignalInbox() as inbox:
+
+            def run_once(number: int) -> Outcome:
+                attempt = HorovodAttempt(spec, console, inbox, number, ranks=self.ranks, elastic=self.elastic)
+                return attempt.run(self.command(spec, hosts, attempt.name), self._environment(spec, hosts, number))
+
+            return run_attempts(spec, console, run_once)[1]
+
+    def command(self, spec: LaunchSpec, hosts: Sequence[Host], events: str) -> list[str]:
+        """Return horovodrun's whole command line."""
+        words = ["--mpi" if self.mpi else "--gloo", "--disable-cache", "-np", str(self.least or self.ranks)]
+        if self.elastic:
+            words += ["--min-np", str(self.least or self.ranks), "--max-np", str(self.ranks)]
+        loopback = _all_here(hosts) and not self.mpi
+        if loopback:
+            words += ["--network-interfaces", "lo"]
+        if self.discovery is not None:
+            words += ["--host-discovery-script", str(Path(self.discovery).absolute())]
+        else:
+            words += ["-H", ",".join(f"{host.name}:{host.slots}" for host in hosts)]
+        if self.timeline is not None:
+            words += ["--timeline-filename", str(Path(self.timeline).absolute())]
+        request = {
+            "target": to_message(spec.target),
+            "path": [entry or os.getcwd() for entry in sys.path],
+            "log_dir": str(spec.log_dir.absolute()),
+            "events": events,
+            "network": network(),
+            "loopback": loopback and self.elastic,  # ranks open servers of Horovod only in elastic runs
+        }
+        driver = own_python(f"from phalanx.engines.horovod.driver import main; main({os.getpid()}, {loopback})", *words)
+        return [*driver, *own_python("from phalanx.engines.horovod.rank import main; main()", json.dumps(request))]
+
+    def _environment(self, spec: LaunchSpec, hosts: Sequence[Host], attempt: int) -> dict[str, str]:
+        shared = shared_environment(spec)
+        densest = max((host.slots for host in hosts), default=self.ranks)
+        here = sum(host.slots for host in hosts) if _all_here(hosts) else densest
+        threads = threads_per_rank(dataclasses.replace(spec, ranks_per_node=max(1, min(here, self.ranks))), shared)
+        first = {"MASTER_ADDR": hosts[0].name} if self.mpi and not _all_here(hosts) else {}  # MPI does not set it
+        return {
+            **shared,
+            **first,
+            "OMP_NUM_THREADS": str(threads),
+            "PHALANX_LOG_DIR": str(spec.log_dir.absolute()),
+            "PHALANX_RUN_ID": spec.run_id,
+            "TORCHELASTIC_RESTART_COUNT": str(attempt),
+            "TORCHELASTIC_MAX_RESTARTS": str(spec.max_restarts),
+        }
+
+    def _machines(self) -> tuple[Host, ...]:
+        """Return the machines; a discovery script that names none is refused here, because horovodrun would wait."""
+        if self.discovery is not None:
+            return _discover(self.discovery)
+        return parse_hosts(self.hosts) if self.hosts is not None else (Host("localhost", self.ranks),)
+
+
+def starter(config: DistributedConfig, layout: PlannedRanks) -> HorovodRun:
+    """Return the starter for a config."""
+    return HorovodRun(
+        ranks=layout.world_size,
+        hosts=config.hosts,
+        least=config.min_workers,
+        discovery=config.host_discovery_script,
+        timeline=config.horovod_timeline,
+        mpi=config.adasum,
+    )
+
+
+def _discover(script: str) -> tuple[Host, ...]:
+    path = Path(script)
+    if not path.is_file() or not os.access(path, os.X_OK):
+        what = "is not executable" if path.is_file() else "does not exist"
+        raise UsageError(
+            f"host_discovery_script = {script!r} {what}",
+            hint="Write a script that prints the machines, a line of host:slots each, and make it executable: chmod +x",
+        )
+    try:
+        done = subprocess.run(
+            [str(path.absolute())], capture_output=True, text=True, check=True, timeout=_SCRIPT_SECONDS
+        )
+        return parse_hosts(",".join(done.stdout.split()))
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        raise UsageError(
+            f"host_discovery_script = {script!r} names no machines: {error}",
+            hint="It must print a line of host:slots for each machine, such as node1:8.",
+        ) from error
+
+
+def _all_here(hosts: Sequence[Host]) -> bool:
+    """Whether all names are this machine: then ranks use loopback."""
+    return all(_is_loopback(host.name) for host in hosts)
+
+
+def _is_loopback(name: str) -> bool:
+    try:
+        return socket.gethostbyname(name).startswith("127.")
+    except OSError:
+        return False

@@ -1,0 +1,77 @@
+"""`HorovodTrainer`: ranks that horovodrun starts, and gradients that Horovod averages."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from phalanx.config import DistributedConfig
+from phalanx.engines.horovod.rendezvous import horovod
+from phalanx.errors import UsageError
+from phalanx.trainers.torch import TorchTrainer
+from phalanx.world.env import read_rank_env
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_COMPRESSORS = {"NoneCompressor": "none", "FP16Compressor": "fp16"}
+"""Horovod's own classes, by what they are called in the config."""
+
+
+class HorovodTrainer(TorchTrainer):
+    """Trains a model on all ranks as if they were one, by Horovod's all-reduce.
+
+    Works in a rank that horovodrun started, with hvd.init() called before or not, and in a plain script, where `fit`
+    starts horovodrun itself (`num_workers=4`, `hosts="node1:8,node2:8"`). Arguments are those of `PyTorchDDPTrainer`;
+    `backward_passes_per_step` is Horovod's name for `gradient_accumulation_steps`; `verbose=False` shows no progress.
+    """
+
+    backend = "horovod"
+    keras_hint = (
+        "Horovod 0.28.1 does not compile against TensorFlow 2.21 (docs/horovod.md), so it trains torch models here. "
+        "Keras models on several workers: TensorFlowDistributedTrainer(model_fn=..., num_workers=2)."
+    )
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: DistributedConfig | torch.optim.Optimizer | None = None,
+        *,
+        compression: Any = None,
+        backward_passes_per_step: int | None = None,
+        verbose: bool | int | None = None,
+        **settings: Any,
+    ) -> None:
+        if compression is not None:
+            settings["compression"] = _compression_name(compression)
+        if backward_passes_per_step is not None:
+            settings = _renamed(settings, "gradient_accumulation_steps", backward_passes_per_step)
+        if verbose is not None:
+            settings.setdefault("progress", bool(verbose))
+        if isinstance(config, DistributedConfig) and config.backend != self.backend:
+            settings.setdefault("backend", self.backend)
+        super().__init__(model, config, **settings)
+
+    def metric_average(self, value: Any, name: str = "metric") -> float:
+        """Return the mean of a value over all ranks; outside of a rank, the value itself."""
+        number = torch.as_tensor(value, dtype=torch.float64).detach().cpu()
+        if number.numel() != 1:
+            raise UsageError(f"metric_average({name!r}) takes one number; got a tensor of shape {tuple(number.shape)}")
+        env = read_rank_env()
+        if env is None or env.world_size == 1:
+            return float(number)
+        return float(horovod().allreduce(number.reshape(()), name=f"phalanx.metric.{name}"))
+
+
+def _compression_name(given: Any) -> str:
+    return given if isinstance(given, str) else _COMPRESSORS.get(getattr(given, "__name__", ""), repr(given))
+
+
+def _renamed(settings: dict[str, Any], name: str, value: int) -> dict[str, Any]:
+    if settings.get(name, value) != value:
+        raise UsageError(
+            f"backward_passes_per_step = {value}, but {name} = {settings[name]}",
+            hint="They are two names of one setting: write one of them.",
+        )
+    return {**settings, name: value}

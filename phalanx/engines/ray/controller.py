@@ -1,0 +1,103 @@
+"""The actor in the cluster that runs Ray Train's controller and passes messages between the ranks and the launcher.
+
+Messages are dicts; the first key is the kind: `output`, `event`, `record`, `begun`, `lost`, `ended`, `files`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from phalanx.engines.ray.worker import RankOrder
+
+RayMessage = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class RayRunSpec:
+    """The settings of a run for Ray Train."""
+
+    workers: int | tuple[int, int]
+    resources: dict[str, float]
+    use_gpu: bool
+    placement: str
+    max_failures: int
+    storage: str
+    name: str
+    resize_seconds: float = 20.0
+    own_ray: bool = False
+    """Whether the Ray was started for this run and ends with it."""
+
+
+class Controller:
+    """Runs on the head node, without which Ray ends anyway."""
+
+    def __init__(self, variables: dict[str, str]) -> None:
+        os.environ.update(variables)  # not by Ray's runtime_env, for which it would start a fresh process
+        self._messages: list[RayMessage] = []
+        self._arrived = asyncio.Event()
+        self._stop = asyncio.Event()
+        self._reason = ""
+        self._attempts = 0
+        self._controller: Any = None
+
+    async def run(self, arrangement: RayRunSpec, order: RankOrder, data: Mapping[str, Any]) -> str:
+        """Let Ray Train run the order; return the error, or an empty text."""
+        myself = ray.get_runtime_context().current_actor
+        return await asyncio.get_running_loop().run_in_executor(None, _fit, arrangement, order, dict(data), myself)
+
+    async def post(self, messages: list[RayMessage]) -> None:
+        """Queue messages for the launcher."""
+        for message in messages:
+            self._controller = message.pop("controller", self._controller)
+        self._messages += messages
+        self._arrived.set()
+
+    async def take(self, seconds: float) -> list[RayMessage]:
+        """Return the queued messages; wait up to `seconds` for the first."""
+        if not self._messages:
+            try:
+                await asyncio.wait_for(self._arrived.wait(), seconds)
+            except TimeoutError:
+                return []
+        self._arrived.clear()
+        messages, self._messages = self._messages, []
+        return messages
+
+    async def begin(self, world_size: int) -> int:
+        """Count an attempt (rank 0 asks) and return its number, from 0."""
+        attempt, self._attempts = self._attempts, self._attempts + 1
+        await self.post([{"begun": attempt, "world_size": world_size}])
+        return attempt
+
+    async def ask_to_stop(self, reason: str) -> None:
+        """Request that every rank stops at the next step boundary."""
+        self._reason = reason
+        self._stop.set()
+
+    async def stop_reason(self) -> str:
+        """Wait until a stop is requested, and return the reason."""
+        await self._stop.wait()
+        return self._reason
+
+    async def abort(self) -> None:
+        """End the run now: the controller first, so that its workers and placement group are released."""
+        if self._controller is not None:
+            try:
+                await asyncio.wait_for(asyncio.shield(self._controller.abort.remote()), 10.0)
+            except (TimeoutError, ray.exceptions.RayActorError):
+                # It may end without an answer.
+                return
+
+
+def _fit(arrangement: RayRunSpec, order: RankOrder, data: dict[str, Any], conductor: Any) -> str:
+    from phalanx.engines.ray.fit import fit  # takes seconds, while the conductor already accepts messages
+
+    return fit(arrangement, order, data, conductor)

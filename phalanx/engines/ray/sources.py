@@ -1,0 +1,222 @@
+"""Ship code to machines that may not see the files of this one: the sources around a script, and a payload.
+
+A machine that sees the files of the one that started the launch works in place, whatever is edited meanwhile; so does
+one that has the same sources under the same path. Any other imports from a copy. Data files are not sent.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import io
+import os
+import socket
+import sys
+import tarfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from phalanx.errors import UsageError
+from phalanx.host.processes import PACKAGE
+from phalanx.launch.spec import CallTarget, ModuleTarget, ScriptTarget
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from phalanx.launch.spec import Target
+
+PAYLOAD_NAME = "payload"
+_MOST_BYTES = 32 << 20
+_NOT_SOURCES = {"__pycache__", "site-packages", "node_modules", "runs", "build", "dist"}
+
+
+@dataclass(frozen=True)
+class SourceArchive:
+    """A target, the folder its sources lie in, and their bytes."""
+
+    target: Target
+    root: str
+    folder: str
+    """Where the launch was started: relative paths are meant from here."""
+    sources: bytes
+    """Empty: they must be on every machine already."""
+    digest: str
+    payload: bytes = b""
+    own_path: tuple[str, ...] = field(default=())
+    """Entries of the import path that are the user's own."""
+    beacon: str = ""
+    """A file of this launch: a machine that sees it shares the file system with the one that started it."""
+
+
+@dataclass(frozen=True)
+class UnpackedSources:
+    """Where the luggage lies on this machine."""
+
+    target: Target
+    folder: str
+    path: tuple[str, ...]
+    in_place: bool
+    """Whether this machine sees the files of the one that started the launch."""
+    payload_folder: Path | None = None
+    """Set where the payload was unpacked too, so that files written next to it must be sent back."""
+
+
+def pack(target: Target, notice: Callable[[str], None], beacon: Path | None = None) -> SourceArchive:
+    """Collect the sources of a target. Above 32 MB nothing is sent, and a notice says so."""
+    root = _root(target)
+    files = dict(_sources(root))
+    if sum(map(len, files.values())) > _MOST_BYTES:
+        notice(f"the Python files under {root} are over {_MOST_BYTES >> 20} MB: they must be on every machine already")
+        files = {}
+    payload = Path(target.payload).read_bytes() if isinstance(target, CallTarget) and target.payload else b""
+    own = tuple(entry for entry in map(os.path.abspath, sys.path) if _is_users(entry))
+    return SourceArchive(
+        target=target,
+        root=str(root),
+        folder=os.getcwd(),
+        sources=_tar(files) if files else b"",
+        digest=_digest(files),
+        payload=payload,
+        own_path=own,
+        beacon="" if beacon is None else str(beacon.absolute()),
+    )
+
+
+def unpack(luggage: SourceArchive, scratch: Path) -> UnpackedSources:
+    """Use the files that are here already, or lay out those that were sent, in `scratch` or next to it.
+
+    Every attempt of a run must choose the same working folder, for relative paths lead to its checkpoints: edits of the
+    sources do not count.
+    """
+    target, payload_folder = _place_payload(luggage, scratch)
+    in_place = luggage.beacon != "" and os.path.exists(luggage.beacon)
+    folder = _working_folder(luggage, in_place)
+    if folder and (in_place or _has_sources(luggage)):
+        return UnpackedSources(target, folder, luggage.own_path, in_place, payload_folder)
+    root = scratch.parent / f"phalanx-ray-{os.getuid()}-{luggage.digest}"  # stays, for the restarts of the run
+    _lay_out(luggage, root, scratch / "sources")
+    if isinstance(target, ScriptTarget):
+        target = dataclasses.replace(target, path=root / Path(target.path).name)
+    return UnpackedSources(target, folder or str(root), (str(root),), in_place, payload_folder)
+
+
+def _working_folder(luggage: SourceArchive, in_place: bool) -> str:
+    """Return the launch's own folder where it is of use here, else nothing."""
+    folder = luggage.folder
+    if in_place:
+        return folder if os.path.isdir(folder) else ""
+    if isinstance(luggage.target, ModuleTarget) and luggage.sources:
+        return ""  # `-m` imports from the working folder first: nothing but what was sent may lie there
+    return folder if os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK) else ""
+
+
+def _has_sources(luggage: SourceArchive) -> bool:
+    """Whether the sources lie here under the same path; of those that were not sent, only whether they are there."""
+    if luggage.sources:
+        return _digest(dict(_sources(Path(luggage.root)))) == luggage.digest
+    if isinstance(luggage.target, ScriptTarget):
+        return Path(luggage.folder, luggage.target.path).is_file()
+    return os.path.isdir(luggage.root)
+
+
+def _lay_out(luggage: SourceArchive, root: Path, aside: Path) -> None:
+    """Put the sources into `root`, each at once: other ranks of this machine may be reading them there."""
+    if not luggage.sources:
+        raise UsageError(
+            f"{socket.gethostname()} lacks {luggage.root} or {luggage.folder}, and no sources were sent: there are "
+            f"none, or more than {_MOST_BYTES >> 20} MB of them.",
+            hint="Put them on every machine under the same path, or start the script from a folder that holds less.",
+        )
+    root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if root.stat().st_uid != os.getuid():  # in a folder that all may write, another user could have put code there
+        raise UsageError(f"{root} belongs to another user.", hint="Remove it: the sources of this run go there.")
+    with tarfile.open(fileobj=io.BytesIO(luggage.sources)) as archive:
+        archive.extractall(aside, filter="data")
+    for path in aside.rglob("*.py"):
+        place = root / path.relative_to(aside)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        path.replace(place)
+
+
+def _place_payload(luggage: SourceArchive, scratch: Path) -> tuple[Target, Path | None]:
+    target = luggage.target
+    if not isinstance(target, CallTarget) or not target.payload:
+        return target, None
+    if _holds(Path(target.payload), luggage.payload):
+        return target, None
+    folder = scratch / "payload"
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / PAYLOAD_NAME
+    path.write_bytes(luggage.payload)
+    return dataclasses.replace(target, payload=str(path)), folder
+
+
+def _holds(path: Path, content: bytes) -> bool:
+    try:
+        return path.stat().st_size == len(content) and path.read_bytes() == content
+    except OSError:
+        return False
+
+
+def _root(target: Target) -> Path:
+    """Return the folder that Python itself would put first on the import path."""
+    if isinstance(target, ScriptTarget):
+        return Path(target.path).resolve().parent
+    first = sys.path[0] if isinstance(target, CallTarget) and sys.path else ""
+    return Path(first or os.getcwd()).resolve()
+
+
+def _sources(root: Path) -> Iterator[tuple[str, bytes]]:
+    """Yield the Python files below a folder in a fixed order, without environments, caches and hidden folders."""
+    if not root.is_dir() or not _is_users(str(root)):
+        return
+    taken = 0
+    for folder, names, files in os.walk(root):
+        names[:] = sorted(name for name in names if _may_hold_sources(Path(folder, name)))
+        for name in sorted(files):
+            content = _read(Path(folder, name)) if name.endswith(".py") else None
+            if content is not None:
+                taken += len(content)
+                yield os.path.relpath(os.path.join(folder, name), root), content
+        if taken > _MOST_BYTES:
+            return
+
+
+def _read(path: Path) -> bytes | None:
+    """Return the content; of what cannot be imported here either, such as a dangling link (editors' locks), None."""
+    try:
+        return path.read_bytes() if path.is_file() else None
+    except OSError:
+        return None
+
+
+def _may_hold_sources(folder: Path) -> bool:
+    hidden = folder.name.startswith(".") or folder.name in _NOT_SOURCES
+    return not hidden and not folder.is_symlink() and not (folder / "pyvenv.cfg").exists()
+
+
+def _is_users(entry: str) -> bool:
+    """Whether a folder of the import path is the user's, not the interpreter's, an environment's or this package's."""
+    environments = {os.path.realpath(prefix) for prefix in (sys.prefix, sys.base_prefix)}
+    real = os.path.realpath(entry)
+    own = os.path.dirname(os.path.realpath(PACKAGE))
+    return real not in {"/", own} and not any(Path(real).is_relative_to(prefix) for prefix in environments)
+
+
+def _tar(files: dict[str, bytes]) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:gz", compresslevel=1) as archive:
+        for name, content in files.items():
+            entry = tarfile.TarInfo(name)
+            entry.size = len(content)
+            archive.addfile(entry, io.BytesIO(content))
+    return buffer.getvalue()
+
+
+def _digest(files: dict[str, bytes]) -> str:
+    summary = hashlib.blake2b(digest_size=16)
+    for name, content in files.items():
+        summary.update(f"{name}\0{len(content)}\0".encode())
+        summary.update(content)
+    return summary.hexdigest()

@@ -1,0 +1,123 @@
+"""`RayTrainer`, and the callback that reports metrics and checkpoints to Ray Train."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from phalanx.config import FIELDS, DistributedConfig
+from phalanx.engines.ray.data import RayData, is_ray_dataset
+from phalanx.engines.ray.worker import UNDER_RAY
+from phalanx.errors import UsageError
+from phalanx.loop.hooks import Callback
+from phalanx.trainers.torch import TorchTrainer
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from phalanx.observe.history import History
+
+
+_OTHER_NAMES = {"lr": "learning_rate", "num_epochs": "epochs"}
+"""What examples of Ray Tune call our settings."""
+
+
+class RayTrainer(TorchTrainer):
+    """Trains on Ray.
+
+    `config` is a DistributedConfig, or a dict as Ray Tune hands it to a trial: names that are settings here are taken
+    (`lr` means learning_rate), the others are yours (`hidden_size`), kept in `hyperparameters`, and ignored.
+    """
+
+    backend: ClassVar[str] = "ray"
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: DistributedConfig | Mapping[str, Any] | torch.optim.Optimizer | None = None,
+        **settings: Any,
+    ) -> None:
+        self.hyperparameters: dict[str, Any] = {}
+        if isinstance(config, Mapping):
+            given, self.hyperparameters = split_hyperparameters(config)
+            settings, config = {**given, **settings}, None
+        super().__init__(model, config, **settings)
+
+    def fit(self, train: Any, val: Any = None, **settings: Any) -> History:
+        """Train on a DataLoader, data set, iterable of batches or Ray data set; settings given here win."""
+        batch_size = settings.get("batch_size", self.config.batch_size)
+        return super().fit(_dealt(train, "train", batch_size), _dealt(val, "val", batch_size), **settings)
+
+    def evaluate(self, data: Any) -> dict[str, float]:
+        """Return the mean loss and metrics over every sample of `data`."""
+        return super().evaluate(_dealt(data, "val", self.config.batch_size))
+
+    def predict(self, data: Any) -> Any:
+        """Return the model's outputs for `data`, in its order (on a started rank: on the main rank only)."""
+        return super().predict(_dealt(data, "val", self.config.batch_size))
+
+
+def split_hyperparameters(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Part a trial's hyperparameters into our settings and the user's own, and say once which are not ours."""
+    renamed = {_OTHER_NAMES.get(name, name): value for name, value in given.items()}
+    if len(renamed) < len(given):
+        twice = [f"'{name}' and '{meant}'" for name, meant in _OTHER_NAMES.items() if name in given and meant in given]
+        raise UsageError(f"{', '.join(twice)} name the same setting.", hint="Give one of them.")
+    ours = {name: value for name, value in renamed.items() if name in FIELDS}
+    others = {name: value for name, value in renamed.items() if name not in FIELDS}
+    if others:
+        names = ", ".join(others)
+        print(f"phalanx: no setting of the trainer, left to your code: {names}", file=sys.stderr)
+    return ours, others
+
+
+def _dealt(data: Any, name: str, batch_size: int | None) -> Any:
+    return RayData(data, name, batch_size) if is_ray_dataset(data) else data
+
+
+class ReportToRay(Callback):
+    """Every rank reports, for Ray waits until all have. Checkpoints stay where they were written: nothing is copied."""
+
+    def on_epoch_end(self, trainer: Any, epoch: int, metrics: dict[str, float]) -> None:
+        """Report the metrics of the epoch."""
+        import ray.train
+
+        ray.train.report({"epoch": epoch + 1, "step": trainer.step, **metrics})
+
+    def on_checkpoint(self, trainer: Any, path: str) -> None:
+        """Let Ray know of a checkpoint; one rank names it for all."""
+        if trainer.formation.is_main:
+            _report_checkpoint(Path(path).absolute(), trainer.step)
+        else:
+            _report(trainer.step)
+
+
+def _report_checkpoint(path: Path, step: int) -> None:
+    """Name the checkpoint itself where Ray may look, that is in the run's folder; else name a note of where it is."""
+    import ray.train
+
+    storage: Any = ray.train.get_context().get_storage()
+    if path.is_relative_to(storage.experiment_fs_path):
+        mode = ray.train.CheckpointUploadMode.NO_UPLOAD
+        _report(step, checkpoint=ray.train.Checkpoint.from_directory(path), checkpoint_upload_mode=mode)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "pointer_ckpt.json").write_text(json.dumps({"uri": str(path)}))
+        _report(step, checkpoint=ray.train.Checkpoint.from_directory(folder))
+
+
+def _report(step: int, **more: Any) -> None:
+    import ray.train
+
+    ray.train.report({"step": step}, **more)
+
+
+def engine_callbacks() -> list[Callback]:
+    """Return what the engine that started this rank wants to hear."""
+    return [ReportToRay()] if os.environ.get(UNDER_RAY) else []

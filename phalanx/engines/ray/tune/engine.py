@@ -1,0 +1,226 @@
+"""The engine on Ray Tune: Ray places the trials on its cluster and schedules them, each trial is our own runner."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import logging
+import os
+import random
+import warnings
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from phalanx.engines.ray.cluster import check_resources, open_cluster
+from phalanx.engines.ray.tune.record import NUMBER, marking_callback, number_of
+from phalanx.engines.ray.tune.table import show_callback, shown_on
+from phalanx.engines.ray.tune.trial import ITERATION, Work, pack, run_in_worker
+from phalanx.errors import UsageError
+from phalanx.tune.schedulers import make_scheduler
+from phalanx.tune.suggest import make_search
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from phalanx.engines.ray.cluster import Cluster
+    from phalanx.tune.objective import Objective
+    from phalanx.tune.search import SearchRequest
+    from phalanx.tune.space import SearchSpace
+    from phalanx.tune.table import LiveTable, PlainTable
+    from phalanx.tune.tracking import Tracking
+    from phalanx.tune.trainable import Trainable
+    from phalanx.tune.trial import Trial
+
+EXPERIMENT = "ray"
+"""Ray's own folder within that of the search."""
+
+
+def check_ray() -> None:
+    """Say what brings Ray where it is missing."""
+    if importlib.util.find_spec("ray") is None:
+        raise UsageError("engine = 'ray' needs Ray, which is not installed", hint="Run: pip install 'phalanx[ray]'")
+
+
+def run_on_ray(
+    subject: Trainable,
+    space: SearchSpace,
+    objective: Objective,
+    request: SearchRequest,
+    folder: Path,
+    total: int,
+    table: PlainTable | LiveTable,
+    tracking: Tracking,
+) -> list[Trial]:
+    """Run the trials by Ray Tune, and return them as ours."""
+    if request.resume:
+        total = max(total, sum(1 for _ in folder.glob("trials/*")))  # it may be asked for fewer than it had
+    work = _work(subject, space, objective, request, folder, total, tracking)
+    numbers = _unfinished(work, total)
+    if len(numbers) < total:
+        table.notice(f"{total - len(numbers)} of them are done already")
+    if numbers:
+        needed = {"CPU": float(subject.resolved.config.total_ranks or 1)}
+        at_once = total if request.scheduler == "pbt" else request.trials
+        with open_cluster(request.address, num_cpus=_local_cpus(needed, at_once), notice=table.notice) as cluster:
+            needed = _with_gpus(needed, cluster, subject, request)
+            _check_room(cluster, needed, total, request)
+            tuner = _tuner(work, request, folder, numbers, needed)
+            with _quiet(), shown_on(table, work):
+                rays = tuner.fit()._experiment_analysis.trials
+    trials = [work.trial(number) for number in range(total)]
+    if request.scheduler == "pbt" and numbers:
+        for one in rays:  # members have other points by now
+            trials[number_of(one.trial_id, one.config)].params = work.params(one.config)
+    if unfinished := _unfinished(work, total):
+        table.notice(
+            f"stopped after {total - len(unfinished)} of {total} trials; nothing that was finished is lost\n"
+            f"  To go on: the same command with --study-dir {folder} --resume (resume=True in Python)."
+        )
+        raise KeyboardInterrupt
+    return trials
+
+
+def _unfinished(work: Work, total: int) -> list[int]:
+    """Return the trials that have not written down their end; what Ray stopped with itself counts as ended there."""
+    return [number for number in range(total) if not work.trial(number).state.is_final]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Let our own table speak: Ray's tells every error twice, with its own frames."""
+    logger, variable = logging.getLogger("ray.tune"), "RAY_AIR_NEW_OUTPUT"
+    level, before = logger.level, os.environ.get(variable)
+    logger.setLevel(logging.CRITICAL)
+    os.environ[variable] = "0"
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # advice about Ray's own settings, which are not the user's
+            yield
+    finally:
+        logger.setLevel(level)
+        if before is None:
+            del os.environ[variable]
+        else:
+            os.environ[variable] = before
+
+
+def _local_cpus(needed: dict[str, float], at_once: int | None) -> float:
+    """A local Ray has the machine's cores, or as many as the trials that are wanted at once say."""
+    cores = len(os.sched_getaffinity(0))
+    return max(cores, needed["CPU"] * at_once) if at_once is not None else max(cores, needed["CPU"])
+
+
+def _with_gpus(
+    needed: dict[str, float], cluster: Cluster, subject: Trainable, request: SearchRequest
+) -> dict[str, float]:
+    config = subject.resolved.config
+    has_gpus = any(node.get("GPU") for node in cluster.nodes())
+    if config.device == "cpu" or not has_gpus:
+        return needed
+    return {**needed, "GPU": (config.total_ranks or 1) / request.trials_per_gpu}
+
+
+def _check_room(cluster: Cluster, needed: dict[str, float], total: int, request: SearchRequest) -> None:
+    """Refuse what Ray would wait for without end; its population-based training needs all members at once."""
+    check_resources(cluster, needed, total if request.scheduler == "pbt" else 1, what="trials")
+
+
+def _work(
+    subject: Trainable,
+    space: SearchSpace,
+    objective: Objective,
+    request: SearchRequest,
+    folder: Path,
+    total: int,
+    tracking: Tracking,
+) -> Work:
+    seed = subject.resolved.config.seed
+    points: tuple[dict[str, Any], ...] = ()
+    if request.search != "optuna":
+        method = make_search(request.search, space, seed, objective)
+        points = tuple(method.point(number, []) for number in range(total))
+    return Work(
+        subject, space, objective, str(folder), points,
+        scheduler=make_scheduler(request.scheduler, eta=request.eta, grace=request.grace),
+        interval=request.interval if request.scheduler == "pbt" else None,
+        threads_per_rank=subject.resolved.config.threads_per_rank or 1,
+        tracking=tracking,
+    )  # fmt: skip
+
+
+def _tuner(work: Work, request: SearchRequest, folder: Path, numbers: list[int], needed: dict[str, float]) -> Any:
+    """Return Ray's search for these trials.
+
+    One that goes on is a new one for Ray, of the trials that are left, in order: Ray would start those again first that
+    reported last, and on fewer slots they would wait without end for the verdicts on lower numbers. Only a population,
+    whose members all run at once, is restored, since what was exchanged is Ray's own.
+    """
+    from ray import tune
+
+    bare = functools.partial(run_in_worker, packed=pack(work))
+    bare.__name__ = "trial"  # type: ignore[attr-defined]
+    trainable = tune.with_resources(bare, needed)
+    learns, is_population = request.search == "optuna", request.scheduler == "pbt"
+    every = tune.grid_search(list(range(len(work.points))) if is_population else numbers)
+    space = {"point" if is_population else NUMBER: every} if not learns else {}
+    if request.resume and is_population:
+        return tune.Tuner.restore(str(folder / EXPERIMENT), trainable, resume_unfinished=True, param_space=space)
+    return tune.Tuner(
+        trainable,
+        param_space=space,
+        tune_config=tune.TuneConfig(
+            metric=work.objective.metric,
+            mode=work.objective.mode,
+            scheduler=_scheduler(work, request),
+            search_alg=_learnt(work, numbers, _at_once(needed, request)) if learns else None,
+            num_samples=len(numbers) if learns else 1,
+            max_concurrent_trials=_at_once(needed, request),
+        ),
+        run_config=tune.RunConfig(
+            name=EXPERIMENT,
+            storage_path=str(folder),
+            verbose=0,
+            callbacks=[show_callback(work), marking_callback(work.folder)],
+            checkpoint_config=tune.CheckpointConfig(num_to_keep=3),
+        ),
+    )
+
+
+def _at_once(needed: dict[str, float], request: SearchRequest) -> int | None:
+    """Return how many trials run at once; None: as many as fit."""
+    if request.scheduler == "pbt":
+        return None
+    if request.trials is None and request.num_gpus is not None and "GPU" in needed:
+        return max(1, int(request.num_gpus / needed["GPU"] + 1e-9))
+    return request.trials
+
+
+def _learnt(work: Work, numbers: list[int], at_once: int | None) -> Any:
+    from phalanx.engines.ray.tune.search import LearntPoints  # which imports Ray
+
+    return LearntPoints(work, numbers, at_once)
+
+
+def _scheduler(work: Work, request: SearchRequest) -> Any:
+    """Return what Ray is to decide; who goes on is decided in the trials, by our own rules."""
+    from ray.tune import schedulers
+
+    if request.scheduler == "pbt":
+        return schedulers.PopulationBasedTraining(
+            time_attr=ITERATION,
+            perturbation_interval=request.interval,
+            custom_explore_fn=_explorer(work, request.mutate),
+            synch=True,
+        )
+    return None
+
+
+def _explorer(work: Work, mutate: tuple[str, ...] | None) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Perturb in our own words, conditions included; members are compared in step, so they are asked in order."""
+    rng = random.Random(work.subject.resolved.config.seed)
+
+    def explore(config: dict[str, Any]) -> dict[str, Any]:
+        return {**config, "params": work.space.perturbed(work.params(config), rng, mutate)}
+
+    return explore

@@ -1,0 +1,281 @@
+"""Keras callbacks: events and history, stop/continue control for tuning, and preemption."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import resource
+import signal
+import threading
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from phalanx.engines.tensorflow.backup import start_of
+from phalanx.errors import PreemptedError
+from phalanx.loop.stopping import EpochControl
+from phalanx.observe.events import CheckpointSaved, EpochDone, Message, MetricsReported, RunEnded, RunStarted, StepDone
+from phalanx.observe.history import EpochRecord, History
+from phalanx.observe.timing import Throughput
+from phalanx.world.env import read_rank_env, stop_signals
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+    from pathlib import Path
+    from types import FrameType
+
+    import torch.distributed as dist
+
+    from phalanx.config import DistributedConfig
+    from phalanx.observe.sinks import EventStream
+
+
+class KerasReport:
+    """Takes Keras' moments on every rank; the stream of ranks that do not lead has no sinks."""
+
+    def __init__(self, config: DistributedConfig, events: EventStream, started: RunStarted, steps: int) -> None:
+        self._config = config
+        self._events = events
+        self._started = started
+        self.history = History()
+        self._speed = Throughput()
+        self._began = self._epoch_began = time.monotonic()
+        self._step = started.first_step
+        self._epoch = 0
+        self._mean = (0, 0.0)
+        self._batches, self._steps_an_epoch = 0, steps
+        self._evaluating = contextlib.ExitStack()
+        self.backup: str | None = None
+        self.status = "finished"
+
+    @property
+    def epoch_is_whole(self) -> bool:
+        """Whether the epoch has had all its steps: one that max_steps cut short is not done, and not backed up."""
+        return self._batches >= self._steps_an_epoch
+
+    @property
+    def step(self) -> int:
+        """Steps taken, over all resumptions."""
+        return self._step
+
+    def say(self, text: str, level: str = "info") -> None:
+        """Tell the user something."""
+        self._events.emit(Message(level, text))
+
+    def begin(self) -> None:
+        """Announce the run."""
+        self._began = time.monotonic()
+        self._events.emit(self._started)
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Note that an epoch begins."""
+        self._epoch, self._mean, self._batches = epoch, (0, 0.0), 0
+        self._epoch_began = time.monotonic()
+        self._speed.lap()
+
+    def end_step(self, batch: int, loss: Callable[[], float], rate: Callable[[], float]) -> None:
+        """Count a step; read its loss, which waits for the device, only where it is logged."""
+        self._step += 1
+        self._batches += 1
+        self._speed.add(self._started.global_batch)
+        if self._step % self._config.log_every_n_steps and self._step != self._started.first_step + 1:
+            return
+        samples, seconds = self._speed.lap()
+        event = StepDone(
+            step=self._step,
+            epoch=self._epoch + 1,
+            loss=self._loss_since_last(batch + 1, loss()),
+            learning_rate=rate(),
+            samples_per_second=samples,
+            step_seconds=seconds,
+            memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            samples=self._step * self._started.global_batch,
+        )
+        self.history.steps.append(
+            {key: value for key, value in event.to_dict().items() if key not in {"event", "time", "rank"}}
+        )
+        self._events.emit(event)
+
+    def _loss_since_last(self, batches: int, mean: float) -> float:
+        """Keras keeps the mean since the epoch began: return that of the batches since it was last read."""
+        before, earlier = self._mean
+        self._mean = (batches, mean)
+        return mean if batches <= before else (mean * batches - earlier * before) / (batches - before)
+
+    def begin_evaluation(self) -> None:
+        """Leave what follows out of the throughput."""
+        self._evaluating.enter_context(self._speed.paused())
+
+    def end_evaluation(self) -> None:
+        """Count time again."""
+        self._evaluating.close()
+
+    def end_epoch(self, epoch: int, logs: Mapping[str, Any], rate: float) -> None:
+        """Close an epoch's record with Keras' means."""
+        values = {name: float(value) for name, value in logs.items() if _is_number(value)}
+        val = {name.removeprefix("val_"): value for name, value in values.items() if name.startswith("val_")}
+        train = {name: value for name, value in values.items() if not name.startswith("val_") and name != "lr"}
+        seconds = time.monotonic() - self._epoch_began
+        loss = train.get("loss", float("nan"))
+        speed = self._speed.average
+        self.history.epochs.append(EpochRecord(epoch + 1, self._step, loss, val, rate, seconds, speed))
+        if val:
+            self._events.emit(MetricsReported(self._step, epoch + 1, "val", val, ends_epoch=True))
+        self._events.emit(MetricsReported(self._step, epoch + 1, "train", train, ends_epoch=True))
+        self._events.emit(EpochDone(self._step, epoch + 1, loss, val, seconds, speed))
+        self._update()
+
+    def saved(self, path: str, size: int, seconds: float) -> None:
+        """Report a backup."""
+        self.backup = self.history.checkpoint = path
+        self._events.emit(CheckpointSaved(self._step, path, seconds, size))
+
+    def end(self, status: str | None = None) -> None:
+        """Close the run's record; without another word it ended as it had to: finished, or stopped at a gate."""
+        status = status or self.status
+        self.history.status = status
+        self._update()
+        best = {"accuracy": self.history.best_accuracy, "loss": self.history.best_loss}
+        self._events.emit(
+            RunEnded(
+                status=status,
+                step=self._step,
+                total_time=self.history.total_time,
+                throughput=self.history.throughput,
+                best={name: value for name, value in best.items() if value is not None},
+                checkpoint=self.backup,
+            )
+        )
+
+    def _update(self) -> None:
+        self.history.total_time = time.monotonic() - self._began
+        self.history.throughput = self._speed.average
+
+
+def _is_number(value: Any) -> bool:
+    return hasattr(value, "__float__")
+
+
+def as_callback(keras: Any, report: KerasReport, max_steps: int | None) -> Any:
+    """Return the report as a callback of the Keras that trains: each has a base class of its own."""
+
+    class Report(keras.callbacks.Callback):  # type: ignore[misc]
+        _supports_tf_logs = True  # Keras 2 would copy every step's logs to the host for us
+
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            report.begin_epoch(epoch)
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            report.end_step(batch, lambda: epoch_loss(self.model), lambda: rate_of(self.model))
+            if max_steps is not None and report.step >= max_steps:
+                self.model.stop_training = True
+
+        def on_test_begin(self, logs: Any = None) -> None:
+            report.begin_evaluation()
+
+        def on_test_end(self, logs: Any = None) -> None:
+            report.end_evaluation()
+
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            report.end_epoch(epoch, logs or {}, rate_of(self.model))
+
+    return Report()
+
+
+def epoch_loss(model: Any) -> float:
+    """Return the mean loss of the epoch so far; every worker asks at the same steps, for they answer together.
+
+    Not what Keras 2 hands to callbacks: there the losses of several workers are added up.
+    """
+    return float(model.get_metrics_result()["loss"])
+
+
+def rate_of(model: Any) -> float:
+    """Return the learning rate of now."""
+    import tensorflow as tf
+
+    optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+    rate = optimizer.learning_rate
+    if callable(rate) and not hasattr(rate, "assign"):  # Keras 2 shows a schedule itself
+        rate = rate(optimizer.iterations)
+    return float(tf.convert_to_tensor(rate).numpy())
+
+
+_fits = itertools.count()
+_OWNER = "trial"
+"""A file in a backup's folder that names the trial whose backup it is."""
+
+
+def open_control(store: dist.Store | None, *, leads: bool, done: int) -> EpochControl | None:
+    """Return the gate of this run, which has `done` epochs behind it; None where nobody wants to be asked."""
+    fit = next(_fits)
+    if store is not None:
+        import torch.distributed as dist
+
+        store = dist.PrefixStore(f"fit-{fit}", store)  # a script may fit again in the same processes
+    gate = EpochControl(store, asks=leads)
+    gate.start_after(done)
+    return gate if gate.is_there else None
+
+
+def control_callback(keras: Any, gate: EpochControl, report: KerasReport) -> Any:
+    """Return the gate as a callback. It stands before the backup, which saves the epoch after which a run stops."""
+
+    class AtTheGate(keras.callbacks.Callback):  # type: ignore[misc]
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            last = epoch + 1 == self.params["epochs"] or self.model.stop_training
+            if not last and not gate.lets_pass(epoch + 1):
+                self.model.stop_training = True
+                report.status = "stopped"
+
+    return AtTheGate()
+
+
+def rate_keeper(keras: Any, model: Any, directory: Path, *, leads: bool) -> Any:
+    """Return a callback that stands behind the backup: a trial that took over another's keeps its own rate.
+
+    Backups hold the rate among the optimizer's variables. In a trial's own backup it is what callbacks made of it. A
+    schedule is no variable, and stays the model's own anyway.
+    """
+    optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+    compiled = optimizer.learning_rate
+    own = float(compiled.numpy()) if hasattr(compiled, "assign") else None
+    note, trial = directory / _OWNER, os.environ.get("PHALANX_TRIAL", "")
+    is_ours = note.exists() and note.read_text(encoding="ascii") == trial
+
+    class KeepTheRate(keras.callbacks.Callback):  # type: ignore[misc]
+        def on_train_begin(self, logs: Any = None) -> None:
+            if own is not None and not is_ours:
+                optimizer.learning_rate = own
+
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            if leads and start_of(directory).epoch == epoch + 1:  # not before: a kill may leave the other's backup
+                note.write_text(trial, encoding="ascii")
+
+    return KeepTheRate()
+
+
+@contextmanager
+def stopping(report: KerasReport) -> Iterator[None]:
+    """End training by an exception when a signal asks for it; workers have no boundary of their own to agree on."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        name = signal.Signals(number).name
+        kept = f"the last backup is {report.backup}" if report.backup else "there is no backup yet"
+        raise PreemptedError(
+            f"stopped by {name} after step {report.step}: {kept}",
+            hint=f"To go on from it, run it again with resume_from_checkpoint={report.backup!r}."
+            if report.backup
+            else "Set checkpoint_dir or checkpoint_frequency to keep the progress of a run that is stopped.",
+        )
+
+    before = {number: signal.signal(number, stop) for number in stop_signals(read_rank_env())}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,152 @@
+"""What a rank does before TensorFlow is imported: find its place in the cluster, write TF_CONFIG, or serve.
+
+Ranks choose free ports themselves and exchange them through the launcher's store.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib.util
+import os
+import sys
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from phalanx.engines.tensorflow.peers import watch_peers
+from phalanx.engines.tensorflow.tf_config import ROLES_VARIABLE, VARIABLE, read_task, task_of
+from phalanx.host.addresses import free_port, own_address
+from phalanx.observe.control import TrialControl
+from phalanx.observe.sinks import announce
+from phalanx.world.env import read_rank_env
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch.distributed as dist
+
+    from phalanx.engines.tensorflow.tf_config import Task
+    from phalanx.world.env import RankEnv
+
+_QUIET = {"TF_CPP_MIN_LOG_LEVEL": "2", "TF_FORCE_GPU_ALLOW_GROWTH": "true"}
+_LEGACY = "TF_USE_LEGACY_KERAS"
+_KERAS_2, _KERAS_3 = "tf_keras.api._v2.keras", "keras._tf_keras.keras"
+"""What `tf.keras` imports when it is first used."""
+_POLL = timedelta(seconds=3600 * 24 * 365)
+
+
+def enter() -> None:
+    """Take this rank's place in the cluster. A rank that serves others stays here until the chief has finished."""
+    env = read_rank_env()
+    assert env is not None, "our launcher started this process"
+    roles = tuple(os.environ[ROLES_VARIABLE].split(","))
+    os.environ.update(quiet_environment(os.environ))
+    announce("joining", env.rank)
+    if len(roles) > 1:
+        store = _open_store(env)
+        task = task_of(env.rank, roles, _exchange_addresses(env, store))
+        os.environ[VARIABLE] = task.to_json()
+        prepare_task(task)
+        announce("joined", env.rank)
+        if task.serves:
+            _serve_until_done(task, store)
+        if task.leads and "ps" in task.cluster:
+            atexit.register(store.set, "done", "1")
+    else:
+        announce("joined", env.rank)
+    _keep_to_own_gpu(env)
+
+
+def enter_alone(start_timeout: float | None) -> None:
+    """Take the place that TF_CONFIG names, where somebody else started this process."""
+    task = read_task()
+    os.environ.update(quiet_environment(os.environ))
+    if task is None:
+        return
+    prepare_task(task)
+    if task.serves:
+        _start_server(task).join()
+    watch_peers(task, start_timeout)
+
+
+def open_store(task: Task | None) -> dist.Store | None:
+    """Return what the workers of a search's trial talk through beside TensorFlow; None where they need no such thing.
+
+    Only our launcher has a store for them: ranks that mpirun started with a TF_CONFIG of theirs have none.
+    """
+    env = read_rank_env()
+    trains_alone = task is None or "ps" in task.cluster or sum(map(len, task.cluster.values())) == 1
+    if env is None or not env.supervised or trains_alone or TrialControl.from_environment() is None:
+        return None
+    return _open_store(env)
+
+
+def prepare_task(task: Task) -> None:
+    """Choose the Keras whose `fit` runs on several machines, where the user has not chosen one."""
+    os.environ.update(legacy_environment(os.environ))
+    if task.cluster.get("ps"):
+        os.environ.setdefault("GRPC_FAIL_FAST", "use_caller")  # else the chief gives up before a server listens
+
+
+def legacy_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return what makes `tf.keras` the older Keras 2, whose fit runs on several machines; Keras 3's does not."""
+    wanted = _LEGACY not in environ and importlib.util.find_spec("tf_keras") is not None
+    return {_LEGACY: "1"} if wanted else {}
+
+
+def import_environment(environ: Mapping[str, str], processes: int) -> dict[str, str]:
+    """Return what TensorFlow has to find in the environment when it is imported."""
+    wanted = {name: value for name, value in _QUIET.items() if name not in environ}
+    return wanted | (legacy_environment(environ) if processes > 1 else {})
+
+
+def tensorflow_modules(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Return what a rank imports before it can build a model: TensorFlow, and the Keras that `tf.keras` is there."""
+    return ("tensorflow", _KERAS_2 if environ.get(_LEGACY) in ("1", "true", "True") else _KERAS_3)
+
+
+def quiet_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return what keeps TensorFlow from talking about itself, and to the threads that the rank was given."""
+    threads = environ.get("OMP_NUM_THREADS", "")
+    wanted = {**_QUIET, "TF_NUM_INTRAOP_THREADS": threads} if threads.isdecimal() else _QUIET
+    return {name: value for name, value in wanted.items() if name not in environ}
+
+
+def _open_store(env: RankEnv) -> dist.Store:
+    import torch.distributed as dist
+
+    store = dist.TCPStore(env.master_addr, env.master_port, is_master=False, timeout=timedelta(seconds=600))
+    return dist.PrefixStore(f"tensorflow/{env.attempt}", store)
+
+
+def _exchange_addresses(env: RankEnv, store: dist.Store) -> list[str]:
+    """Publish where this rank will listen; return where all of them will."""
+    host = own_address(env.master_addr, one_machine=env.local_world_size == env.world_size)
+    store.set(str(env.rank), f"{host}:{free_port(env.local_rank)}")
+    return [store.get(str(rank)).decode() for rank in range(env.world_size)]
+
+
+def _keep_to_own_gpu(env: RankEnv) -> None:
+    """Let each of several ranks of a machine see one GPU: TensorFlow takes all that it sees."""
+    if env.local_world_size == 1:
+        return
+    given = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    if not given:
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(env.local_rank)
+    elif len(given) >= env.local_world_size:  # a scheduler's choice for all of us; fewer are shared, as it wished
+        os.environ["CUDA_VISIBLE_DEVICES"] = given[env.local_rank]
+
+
+def _serve_until_done(task: Task, store: dist.Store) -> None:
+    """Be a worker or a parameter server; the launcher ends us where the chief fails."""
+    _start_server(task)
+    store.wait(["done"], _POLL)
+    sys.stdout.flush()
+    os._exit(0)  # TensorFlow's server has no end of its own
+
+
+def _start_server(task: Task) -> Any:
+    import tensorflow as tf
+
+    return tf.distribute.Server(
+        tf.train.ClusterSpec(dict(task.cluster)), job_name=task.role, task_index=task.index, protocol="grpc"
+    )

@@ -1,0 +1,324 @@
+"""Train a Keras model in a rank: choose between Keras' own fit and our loop, and run it."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from phalanx.config.settings import precision_name
+from phalanx.engines.tensorflow import backup, callbacks
+from phalanx.engines.tensorflow import callbacks as gating
+from phalanx.engines.tensorflow import callbacks as reporting
+from phalanx.engines.tensorflow.callbacks import stopping
+from phalanx.engines.tensorflow.cluster import open_store
+from phalanx.engines.tensorflow.data import served_feed, training_feed, validation_feed
+from phalanx.engines.tensorflow.loop import OwnBackup, OwnLoop
+from phalanx.engines.tensorflow.strategies import device_kind, make_strategy, set_precision
+from phalanx.engines.tensorflow.tf_config import read_task
+from phalanx.errors import ModelError, PreemptedError, UsageError
+from phalanx.host.files import make_private
+from phalanx.loop.reporting import tensorboard_dir
+from phalanx.observe.events import RunStarted
+from phalanx.observe.sinks import EventStream
+from phalanx.runs.folder import make_run_dir
+from phalanx.trainers.session import open_sinks, save_config
+from phalanx.world.env import read_rank_env
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from phalanx.config import DistributedConfig
+    from phalanx.engines.tensorflow.callbacks import KerasReport
+    from phalanx.engines.tensorflow.data import Feed, Start
+    from phalanx.observe.history import History
+
+
+@dataclass
+class KerasTask:
+    """A function that builds the model, the data, and what Keras is to compile where the model is not yet compiled."""
+
+    model_fn: Callable[[], Any]
+    train: Any
+    val: Any = None
+    loss: Any = None
+    optimizer: Any = None
+    metrics: list[Any] | None = None
+    callbacks: list[Any] = field(default_factory=list)
+    name: str = "keras"
+
+
+@dataclass
+class KerasResult:
+    """What the leading rank hands back: weights in Keras' order."""
+
+    history: History
+    weights: list[Any]
+
+
+@dataclass
+class KerasJob:
+    """A task with its settings: what every rank runs."""
+
+    task: KerasTask
+    config: DistributedConfig
+    run_dir: Path | None = None
+
+    def run(self) -> KerasResult:
+        """Train on this rank."""
+
+        _, result = train(self)
+        return result
+
+
+@dataclass(frozen=True)
+class Fitting:
+    """How a model is trained, and the words that tell the user."""
+
+    model: Any
+    strategy: Any
+    keras: Any
+    own: bool
+    says: str
+
+    def run(
+        self,
+        job: KerasJob,
+        feed: Feed,
+        val: Any,
+        directory: Path | None,
+        start: Start,
+        report: KerasReport,
+        *,
+        leads: bool,
+    ) -> None:
+        """Train from `start` to the end."""
+        config = job.config
+        epochs = config.epochs or 1
+        callbacks = [*job.task.callbacks, *self._after_epochs(config, directory, start, report, leads=leads)]
+        if self.own:
+            loop = OwnLoop(self.keras, self.model, self.strategy, feed, val, report, callbacks)
+            loop.run(start.epoch, epochs, config.max_steps)
+            return
+        self.model.fit(
+            feed.data,
+            epochs=epochs,
+            steps_per_epoch=feed.steps,
+            validation_data=val,
+            callbacks=[reporting.as_callback(self.keras, report, config.max_steps), *callbacks],
+            shuffle=False,  # the feed has its own order
+            verbose=0,
+        )
+
+    def _after_epochs(
+        self, config: DistributedConfig, directory: Path | None, start: Start, report: KerasReport, *, leads: bool
+    ) -> list[Any]:
+        """Return what of ours follows the user's callbacks: the gate of a search, then the backup."""
+        gate = gating.open_control(open_store(read_task()), leads=leads, done=start.epoch)
+        found = [] if gate is None else [gating.control_callback(self.keras, gate, report)]
+        if directory is None:
+            return found
+        every = (config.checkpoint_every or (1, ""))[0]
+        if self.own:
+            kept = OwnBackup(self.model, directory, leads=leads)
+            found.append(_own_backup_callback(self.keras, kept, directory, every, report))
+        else:
+            found.append(backup.as_callback(self.keras, directory, every, report))
+        if gate is not None:
+            found.append(gating.rate_keeper(self.keras, self.model, directory, leads=leads))
+        return found
+
+
+def choose(model: Any, strategy: Any) -> Fitting:
+    """Return the way of training that works for this model under this strategy."""
+    import tensorflow as tf
+
+    keras = keras_of(model)
+    name = "Keras 2 (tf_keras)" if keras.__name__ == "tf_keras" else "Keras 3"
+    if isinstance(strategy, tf.distribute.ParameterServerStrategy):
+        says = f"a {name} model by phalanx' own loop: Keras' fit cannot tell of steps that workers take by themselves"
+        return Fitting(model, strategy, keras, own=True, says=says)
+    if name == "Keras 3" and isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
+        says = "a Keras 3 model by phalanx' own loop: Keras 3's fit does not run on several workers"
+        return Fitting(model, strategy, keras, own=True, says=says)
+    return Fitting(model, strategy, keras, own=False, says=f"a {name} model by its own fit")
+
+
+def keras_of(model: Any) -> Any:
+    """Return the Keras that a model was made with."""
+    names = [base.__module__.partition(".")[0] for base in type(model).__mro__]
+    return importlib.import_module("tf_keras" if "tf_keras" in names else "keras")
+
+
+def _own_backup_callback(keras: Any, kept: OwnBackup, directory: Path, every: int, report: KerasReport) -> Any:
+    class Backup(keras.callbacks.Callback):  # type: ignore[misc]
+        def on_train_begin(self, logs: Any = None) -> None:
+            kept.restore()
+
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            last = epoch + 1 == self.params["epochs"] or self.model.stop_training
+            if not report.epoch_is_whole or ((epoch + 1) % every and not last):
+                return
+            began = time.monotonic()
+            kept.save(epoch)
+            report.saved(str(directory), backup.size_of(directory), time.monotonic() - began)
+
+    return Backup()
+
+
+def train(job: KerasJob) -> tuple[Any, KerasResult]:
+    """Train on this rank; return the model and what is handed back."""
+    config = job.config
+    env = read_rank_env()
+    task = read_task()
+    leads = task is None or task.leads
+    run_dir = job.run_dir or make_run_dir(config, job.task.name)
+    strategy = make_strategy(config)
+    device = device_kind(config)
+    with strategy.scope():
+        model = _built(job.task, config, device)
+    directory = backup.backup_dir(config, run_dir, 0 if env is None else env.attempt)
+    if directory is not None:
+        make_private(directory.parent)
+    start = backup.start_of(directory)
+    feed = _feed(job, strategy, start)
+    first_step = start.epoch * (feed.steps or 0)
+    started = _started(job, model, strategy, feed, run_dir, device, first_step, str(directory) if start.epoch else None)
+    if leads:
+        save_config(config, run_dir)
+    events = EventStream(open_sinks(config, run_dir) if leads else [])
+    report = callbacks.KerasReport(config, events, started, feed.steps or 0)
+    fitting = choose(model, strategy)
+    try:
+        report.begin()
+        report.say(fitting.says)
+        if config.unused_note:
+            report.say(config.unused_note, "warning")
+        val = validation_feed(job.task.val, batch=feed.global_batch or None)
+        with stopping(report):
+            fitting.run(job, feed, val, directory, start, report, leads=leads)
+        report.end()
+    except PreemptedError:
+        report.end("preempted")
+        raise
+    except BaseException:
+        report.end("failed")
+        raise
+    finally:
+        events.close()
+    return model, KerasResult(report.history, model.get_weights())
+
+
+def _built(task: KerasTask, config: DistributedConfig, device: str) -> Any:
+    """Build and compile the model with the seed and the precision of the run.
+
+    Where `tf.keras` is Keras 2, Keras 3 may be imported by `model_fn` itself: that draws from the seeded numbers, and
+    nobody has told it the precision, so the model is built once more.
+    """
+    loaded = _prepare_keras(config, device)
+    model = _compiled(task, config)
+    if len(_loaded_keras()) > loaded:
+        _prepare_keras(config, device)
+        model = _compiled(task, config)
+    return model
+
+
+def _prepare_keras(config: DistributedConfig, device: str) -> int:
+    loaded = _loaded_keras()
+    for keras in loaded:
+        keras.utils.set_random_seed(config.seed)
+        set_precision(config, keras, device)
+    return len(loaded)
+
+
+def _loaded_keras() -> list[Any]:
+    """Return the Kerases that are in use: `tf.keras`, and Keras 3 where that is another one and was imported."""
+    import tensorflow as tf
+
+    keras = sys.modules.get("keras")
+    is_older = tf.keras.Model.__module__.startswith("tf_keras")
+    return [tf.keras, keras] if is_older and keras is not None else [tf.keras]
+
+
+def _compiled(task: KerasTask, config: DistributedConfig) -> Any:
+    """Build the model, and compile it where its builder has not."""
+    model = task.model_fn()
+    if not hasattr(model, "train_step") or not hasattr(model, "compile"):
+        raise UsageError(
+            f"model_fn returned a {type(model).__name__}", hint="It must return a Keras model: tf.keras.Model(...)."
+        )
+    if getattr(model, "optimizer", None) is None:
+        if task.loss is None:
+            raise ModelError(
+                "model_fn returned a model that is not compiled, and no loss was given",
+                hint="Call model.compile(...) in model_fn, or give the trainer loss=..., optimizer=..., metrics=[...].",
+            )
+        model.compile(optimizer=task.optimizer or _optimizer(model, config), loss=task.loss, metrics=task.metrics)
+    return model
+
+
+def _optimizer(model: Any, config: DistributedConfig) -> Any:
+    keras = keras_of(model)
+    options: dict[str, Any] = {"learning_rate": config.learning_rate}
+    if config.optimizer in ("sgd", "rmsprop"):
+        options["momentum"] = config.momentum
+    elif config.optimizer in ("adam", "adamw"):
+        options["beta_1"] = config.momentum
+    if config.weight_decay or config.optimizer == "adamw":
+        options["weight_decay"] = config.weight_decay
+    names = {"sgd": "SGD", "rmsprop": "RMSprop", "adam": "Adam", "adamw": "AdamW", "adagrad": "Adagrad"}
+    return getattr(keras.optimizers, names[config.optimizer])(**options)
+
+
+def _feed(job: KerasJob, strategy: Any, start: Any) -> Feed:
+    config = job.config
+    options = {"batch_size": config.batch_size, "seed": config.seed, "start": start}
+    task = read_task()
+    if task is not None and "ps" in task.cluster:
+        feed = served_feed(job.task.train, strategy, **options)
+    else:
+        feed = training_feed(job.task.train, strategy, drop_last=config.drop_last, **options)
+    if feed.steps is None:
+        raise UsageError(
+            "the training dataset does not know how many batches it has",
+            hint="Tell it: dataset.apply(tf.data.experimental.assert_cardinality(number of batches)).",
+        )
+    return feed
+
+
+def _started(
+    job: KerasJob,
+    model: Any,
+    strategy: Any,
+    feed: Feed,
+    run_dir: Path,
+    device: str,
+    first_step: int,
+    resumed: str | None,
+) -> RunStarted:
+    config = job.config
+    task = read_task()
+    served = task is not None and "ps" in task.cluster
+    replicas = len(task.cluster["worker"]) if task is not None and served else strategy.num_replicas_in_sync
+    total = (feed.steps or 0) * (config.epochs or 1)
+    return RunStarted(
+        name=job.task.name,
+        run_dir=str(run_dir),
+        world_size=replicas,
+        device=device,
+        strategy=f"tensorflow {config.resolved_strategy if task is None or served else 'multiworker'}",
+        precision=precision_name(config.mixed_precision, device),
+        parameters=model.count_params() if model.built else 0,
+        batch_size=feed.global_batch // (1 if served else replicas),
+        accumulation=1,
+        global_batch=feed.global_batch,
+        total_steps=min(total, config.max_steps) if config.max_steps else total,
+        epochs=config.epochs or 1,
+        resumed_from=resumed,
+        first_step=first_step,
+        tensorboard_dir=tensorboard_dir(config, run_dir),
+        log_dir=str(run_dir / "logs"),
+    )

@@ -1,0 +1,213 @@
+"""Evidence about a failed or silent rank: error file, exit code, heartbeat, stack, OOM-kill counter, log."""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from phalanx.errors import EXIT_PREEMPTED
+from phalanx.host.processes import is_stopped
+from phalanx.host.reminders import duration_text
+from phalanx.launch.error_file import read_record, record_path
+from phalanx.launch.failure import FailureReport, RankExit, explain, find_first_cause
+from phalanx.launch.group import stack_path
+from phalanx.launch.output import log_path, log_tail
+from phalanx.launch.stacks import is_waiting, whereabouts
+from phalanx.observe.heartbeat import HeartbeatBoard, board_path
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from phalanx.launch.environment import NodeInfo
+    from phalanx.launch.group import RankState
+    from phalanx.launch.spec import LaunchSpec
+    from phalanx.launch.startup_watch import Hang
+
+
+_PROC = Path("/proc")
+_CGROUPS = Path("/sys/fs/cgroup")
+
+
+def oom_kills(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int:
+    """Return how often the kernel has killed for memory, on this machine or in this process's control group."""
+    sources = [proc / "vmstat", *_cgroup_counters(proc, cgroups)]
+    return sum(_counter(source) for source in sources)
+
+
+def _cgroup_counters(proc: Path, cgroups: Path) -> list[Path]:
+    """Return the counter files of this process's groups: version 2 (`0::/path`) and version 1 (`4:memory:/path`)."""
+    found = [cgroups / "memory.events"]
+    try:
+        lines = (proc / "self" / "cgroup").read_text().splitlines()
+    except OSError:
+        return found
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        relative = path.lstrip("/")
+        if controllers == "" and relative:
+            found.append(cgroups / relative / "memory.events")
+        elif "memory" in controllers.split(","):
+            found.append(cgroups / "memory" / relative / "memory.oom_control")
+    return found
+
+
+def _counter(path: Path) -> int:
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        # Not every kernel and container shows every counter.
+        return 0
+    return sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
+
+
+class Evidence:
+    """Reads what one attempt's ranks wrote into the log directory."""
+
+    def __init__(self, spec: LaunchSpec, place: NodeInfo) -> None:
+        self._spec = spec
+        self._world_size = place.world_size
+        self._board = HeartbeatBoard.create(board_path(spec.log_dir, place.node_rank), place.world_size)
+        self._oom_kills = oom_kills()
+
+    def clear(self, ranks: Sequence[int], attempt: int) -> None:
+        """Remove what earlier runs left under this node's ranks; the log goes on across restarts."""
+        for rank in ranks:
+            record_path(self._spec.log_dir, rank).unlink(missing_ok=True)
+            log = log_path(self._spec.log_dir, rank)
+            if attempt == 0:
+                log.unlink(missing_ok=True)
+            else:
+                with log.open("a") as file:
+                    file.write(f"--- restart {attempt} ---\n")
+
+    def of(self, state: RankState) -> RankExit:
+        """Collect what is known of a rank's end (or, while it still runs, of its exception)."""
+        return RankExit(
+            rank=state.rank,
+            code=state.code if state.code is not None else 1,
+            time=state.ended or time.time(),
+            record=read_record(self._spec.log_dir, state.rank),
+            log_tail=log_tail(self._spec.log_dir, state.rank),
+        )
+
+    def find_failure(self, states: Sequence[RankState]) -> FailureReport:
+        """Explain the failure of the guilty rank among those that failed or are about to."""
+        suspects = [self.of(state) for state in states if self._is_suspect(state)]
+        guilty = find_first_cause(suspects)
+        failure = explain(
+            guilty,
+            label=self._spec.label(guilty.rank),
+            host=socket.gethostname(),
+            step=self._step(guilty.rank),
+            killed_for_memory=oom_kills() > self._oom_kills,
+            log=log_path(self._spec.log_dir, guilty.rank),
+        )
+        return dataclasses.replace(failure, others_stopped=self._others(states))
+
+    def only_waited(self, states: Sequence[RankState]) -> bool:
+        """Whether every rank that failed reports only that it lost another rank, or waited too long for it."""
+        suspects = [self.of(state) for state in states if self._is_suspect(state)]
+        return bool(suspects) and all(suspect.lost_peer for suspect in suspects)
+
+    def silent(self, states: Sequence[RankState]) -> list[RankState]:
+        """Return the ranks that run and have reported no error."""
+        return [state for state in states if state.alive and not self._is_suspect(state)]
+
+    def explain_silence(self, states: Sequence[RankState], silent: Sequence[RankState]) -> FailureReport:
+        """Name the rank that did not answer the others: one that is not waiting itself, and the furthest behind."""
+        found = self.find_failure(states)
+        positions = {state.rank: self._position(state) for state in silent}
+        guilty = [state for state in silent if not is_waiting(stack_path(self._spec.log_dir, state.rank))]
+        if not guilty:  # they wait for each other: show where
+            waits = (f"rank {rank} waits too: it is {where}" for rank, where in positions.items())
+            return dataclasses.replace(found, details=(*found.details, *waits))
+        first = min(guilty, key=lambda state: (self._step(state.rank) or 0, state.rank))
+        others = [rank for rank in positions if rank != first.rank]
+        lines = [f"rank {found.rank} gave up waiting: {_first_line(found.cause)}"]
+        lines += [f"rank {rank} has not answered either: it is {positions[rank]}" for rank in others]
+        return FailureReport(
+            cause=f"has not answered: it is {positions[first.rank]}",
+            details=tuple(lines),
+            exit_code=1,
+            rank=first.rank,
+            label=first.label,
+            host=socket.gethostname(),
+            step=self._step(first.rank),
+            hint="Its stack is in the .stack file next to its log.",
+            others_stopped=self._others(states),
+            logs=str(log_path(self._spec.log_dir, first.rank)),
+        )
+
+    def explain_lost_nodes(self, states: Sequence[RankState], nodes: Sequence[str]) -> FailureReport:
+        """Name the nodes without a heartbeat; where there are none, say that the cause is on another node."""
+        found = self.find_failure(states)
+        waited = f"rank {found.rank} here gave up waiting: {_first_line(found.cause)}"
+        if nodes:
+            lost = f"node{'s' * (len(nodes) > 1)} {', '.join(nodes)}"
+            cause = f"{lost} sent no heartbeat: the machine, its network or its launcher was lost"
+        else:
+            cause = "a rank of another node was lost or did not answer"
+        hint = "Look at the output of the launcher there, and at the network between the nodes."
+        return FailureReport(cause=cause, details=(waited,), exit_code=1, hint=hint, others_stopped=0, logs=found.logs)
+
+    def _position(self, state: RankState) -> str:
+        if state.pid is not None and is_stopped(state.pid):
+            return "stopped (SIGSTOP or a debugger)"
+        return whereabouts(stack_path(self._spec.log_dir, state.rank))
+
+    def explain_hang(self, hang: Hang, states: Sequence[RankState]) -> FailureReport:
+        """Name the ranks that never joined, and where they are."""
+        missing = [state for state in states if state.rank in hang.missing]
+        lines = tuple(self._absence(state, hang) for state in missing)
+        if not missing:
+            lines = (
+                f"not all ranks joined: those of this node have waited {hang.waited:g} s for those of other nodes",
+            )
+        first = missing[0] if missing else None
+        return FailureReport(
+            cause=lines[0] if first is None else lines[0].removeprefix(f"rank {first.rank} "),
+            details=lines[1:],
+            exit_code=1,
+            rank=first.rank if first else None,
+            label=first.label if first else "",
+            hint="Its stack is in the .stack file next to its log." if first and first.alive else "",
+            others_stopped=self._others(states) if first else 0,
+            logs=str(log_path(self._spec.log_dir, first.rank) if first else self._spec.log_dir),
+        )
+
+    def describe_slow_start(self, state: RankState, waited: float) -> str:
+        """Describe where a rank is while no rank has joined."""
+        where = whereabouts(stack_path(self._spec.log_dir, state.rank))
+        limit = "" if self._spec.start_timeout else "; --start-timeout SECONDS limits the wait"
+        return f"no rank has joined the group after {duration_text(waited)}: rank {state.rank} is {where}{limit}"
+
+    def _absence(self, state: RankState, hang: Hang) -> str:
+        if not state.alive:
+            return f"rank {state.rank} never joined: it ended with code {state.code} while others waited for it"
+        waited = "nothing happened for" if hang.none_came else "waited"
+        where = whereabouts(stack_path(self._spec.log_dir, state.rank))
+        return f"rank {state.rank} never joined: {waited} {hang.waited:g} s; it is {where}"
+
+    def _is_suspect(self, state: RankState) -> bool:
+        if state.alive:
+            return record_path(self._spec.log_dir, state.rank).exists()
+        return state.code not in (0, EXIT_PREEMPTED)
+
+    def _step(self, rank: int) -> int | None:
+        beat = self._board.read(rank)
+        return beat.step if beat else None
+
+    def _others(self, states: Sequence[RankState]) -> int:
+        ended_well = sum(state.code in (0, EXIT_PREEMPTED) for state in states)
+        return self._world_size - 1 - ended_well
+
+    def close(self) -> None:
+        """Close the heartbeat board."""
+        self._board.close()
+
+
+def _first_line(cause: str) -> str:
+    return cause.removeprefix("raised ").splitlines()[0]

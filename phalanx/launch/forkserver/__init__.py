@@ -1,0 +1,1 @@
+"""The fork server: a process that has imported torch, from which ranks are forked."""

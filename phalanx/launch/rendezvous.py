@@ -1,0 +1,132 @@
+"""Rendezvous client: the supervisor's side of the store agent."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import socket
+import time
+from typing import TYPE_CHECKING
+
+from phalanx.errors import ForkServerDiedError
+from phalanx.host.addresses import LOOPBACK
+from phalanx.host.signed_store import VARIABLE
+from phalanx.launch.environment import NodeInfo
+from phalanx.launch.forkserver import messages
+
+if TYPE_CHECKING:
+    from phalanx.launch.failure import FailureReport
+    from phalanx.launch.forkserver.client import Session
+    from phalanx.launch.spec import LaunchSpec
+
+_GATHER_SECONDS = 600.0
+_LEAVE_SECONDS = 4.0
+
+
+class Rendezvous:
+    """The rendezvous of this node's ranks with all others. With one node it does not wait."""
+
+    def __init__(self, spec: LaunchSpec, session: Session) -> None:
+        self._spec = spec
+        self._session = session
+        self._line: socket.socket | None = None
+        self.agent_key = ""
+        self.has_met = False
+        """Whether all nodes have come: then the others wait for a message when this one leaves."""
+
+    @property
+    def has_other_nodes(self) -> bool:
+        """Whether other supervisors take part."""
+        return self._spec.num_nodes > 1
+
+    @property
+    def line(self) -> socket.socket | None:
+        """The socket to listen to for `receive`, once the agent runs."""
+        return self._line
+
+    def begin(self, attempt: int) -> NodeInfo | None:
+        """Start gathering for an attempt; return the place at once when this node is alone."""
+        if not self.has_other_nodes:
+            return self._host_store(attempt)
+        self.has_met = False
+        if self._line is None:
+            request = {
+                "num_nodes": self._spec.num_nodes,
+                "node_rank": self._spec.node_rank,
+                "endpoint": self._spec.rdzv_endpoint,
+                "run_id": self._spec.rdzv_id,
+                "launch_id": self._spec.run_id,
+                "ranks_per_node": self._spec.ranks_per_node,
+                "seconds": self._spec.join_timeout or _GATHER_SECONDS,
+                "secret": {**os.environ, **self._spec.env}.get(VARIABLE),
+            }
+            self._fork_agent("store", request, [])
+        self._say({"gather": attempt})
+        return None
+
+    def _host_store(self, attempt: int) -> NodeInfo:
+        """Bind the port here, so that it is known before the store runs."""
+        self.close()
+        with socket.create_server((LOOPBACK, 0), backlog=1024) as listener:
+            port = listener.getsockname()[1]
+            self._fork_agent(f"store{attempt}", {"num_nodes": 1}, [listener.fileno()])
+        world_size = self._spec.ranks_per_node
+        return NodeInfo(0, 1, first_rank=0, world_size=world_size, master_addr=LOOPBACK, master_port=port)
+
+    def _fork_agent(self, key: str, request: messages.Message, descriptors: list[int]) -> None:
+        self._line, far_end = messages.socket_pair()
+        self.agent_key = key
+        with far_end:
+            log = str(self._spec.log_dir.absolute() / "store.log")
+            self._session.fork({"do": "agent", "key": key, "log": log, **request}, [far_end.fileno(), *descriptors])
+
+    def receive(self) -> messages.Message | None:
+        """Return the agent's next message, None when it has ended.
+
+        It is one of "arrived", "place", "remote_failure", "all_ended" and "error".
+        """
+        assert self._line is not None
+        received = messages.receive(self._line)
+        if received is None:
+            return None
+        self.has_met = self.has_met or "place" in received[0]
+        return received[0]
+
+    def tell_failure(self, failure: FailureReport) -> None:
+        """Publish to the other nodes why this one stops."""
+        if self.has_other_nodes:
+            self._say({"failed": failure.to_message()})
+
+    def tell_end(self) -> None:
+        """Publish to the other nodes that all ranks of this one have succeeded."""
+        self._say({"finished": True})
+
+    def _say(self, message: messages.Message) -> None:
+        if self._line is None:
+            return
+        try:
+            messages.send(self._line, message)
+        except (BrokenPipeError, ConnectionResetError):
+            # The agent has ended; the loop sees the end of its socket.
+            return
+
+    def close(self) -> None:
+        """Close the connection, which ends the agent."""
+        self.agent_key = ""
+        if self._line is not None:
+            self._line.close()
+            self._line = None
+
+    def leave(self) -> None:
+        """End the agent and wait for its end; with several nodes it waits a moment for the slower ones."""
+        key = self.agent_key
+        self.close()
+        deadline = time.monotonic() + _LEAVE_SECONDS
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._session, selectors.EVENT_READ)
+            while key and selector.select(deadline - time.monotonic()):
+                try:
+                    if self._session.receive().get("exited") == key:
+                        return
+                except ForkServerDiedError:
+                    return  # and the agent with it

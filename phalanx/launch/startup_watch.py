@@ -1,0 +1,174 @@
+"""Start-up: notices of what the launch waits for, and detection of ranks that never reach init_process_group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from phalanx.host.reminders import MOMENTS, Reminder, duration_text
+from phalanx.launch.forkserver.preload import extra_modules
+
+if TYPE_CHECKING:
+    from phalanx.launch.spec import LaunchSpec
+
+
+IMPORT_MOMENTS = (15.0, *MOMENTS)
+"""torch takes a few seconds from a local disk; from a cold network disk, far more."""
+MACHINES_MOMENTS = (2.0, *MOMENTS)
+"""The user has to start the other machines: report early which are missing."""
+
+
+class StartupNotices:
+    """First torch is imported, then the machines gather, then the ranks are forked. Each phase has its own clock."""
+
+    def __init__(self, spec: LaunchSpec, now: float, *, serving: bool) -> None:
+        self._endpoint = spec.rdzv_endpoint
+        self._machines = spec.num_nodes
+        self._imports = " and ".join(["torch", *extra_modules(spec.env)[:1]])
+        # Node 0 is at the endpoint itself.
+        self._arrived = 1 if spec.node_rank == 0 else 0
+        self._serving = False
+        self._reminder: Reminder | None = Reminder(now, IMPORT_MOMENTS)
+        if serving:
+            self.take_serving(now)
+
+    def take_serving(self, now: float) -> None:
+        """Note that the warm process has answered: torch is imported."""
+        if not self._serving:
+            self._serving = True
+            self._reminder = Reminder(now, MACHINES_MOMENTS if self._machines > 1 else MOMENTS)
+
+    def take_arrived(self, machines: int, now: float) -> None:
+        """Note how many machines have come to the endpoint, this one included; a notice follows soon."""
+        changed = 1 < machines != self._arrived
+        self._arrived = machines
+        if changed:
+            self._reminder = Reminder(now, MACHINES_MOMENTS)
+
+    def take_place(self, now: float) -> None:
+        """Note that all machines are here."""
+        self._arrived = self._machines
+        if self._serving:
+            self._reminder = Reminder(now)
+
+    def end(self) -> None:
+        """Note that the ranks run: from here on they report progress."""
+        self._reminder = None
+
+    @property
+    def activity(self) -> str:
+        """The phase, as the end of a sentence: "importing torch", "waiting for 1 of 2 machines at node0:29400"."""
+        if not self._serving:
+            return f"importing {self._imports}"
+        missing = self._machines - max(self._arrived, 1)
+        if self._machines == 1 or missing <= 0:
+            return "starting the ranks"
+        silent = "" if self._arrived else " (no answer there yet)"
+        return f"waiting for {missing} of {self._machines} machines at {self._endpoint}{silent}"
+
+    @property
+    def next_deadline(self) -> float | None:
+        """When `take_notice` may next return a notice."""
+        return None if self._reminder is None else self._reminder.next_moment
+
+    def take_notice(self, now: float) -> str | None:
+        """Return the notice that is due now, if any."""
+        if self._reminder is None or not self._reminder.is_due(now):
+            return None
+        waited = now - self._reminder.began
+        if self.activity.startswith("waiting"):
+            return self.activity
+        return f"still {self.activity} after {duration_text(waited)}"
+
+
+@dataclass(frozen=True)
+class Hang:
+    """Ranks for which others wait, and how long these have waited."""
+
+    missing: tuple[int, ...]
+    waited: float
+    none_came: bool = False
+
+
+@dataclass
+class StartWatch:
+    """Gets starts, events and exits, and is asked with the time. Limits count from when the last rank was forked."""
+
+    spec: LaunchSpec
+    ranks: tuple[int, ...]
+    world_size: int
+    _begun: set[int] = field(default_factory=set)
+    _all_begun: float | None = None
+    _rounds: dict[int, int] = field(default_factory=dict)
+    _waiting: dict[int, float] = field(default_factory=dict)
+    _ended: set[int] = field(default_factory=set)
+    _reminder: Reminder | None = None
+
+    def take_start(self, rank: int, now: float) -> None:
+        """Note that a rank has been forked."""
+        self._begun.add(rank)
+        if self._all_begun is None and len(self._begun) == len(self.ranks):
+            self._all_begun = now
+            self._reminder = Reminder(now)
+
+    def take_event(self, event: dict[str, Any], now: float) -> None:
+        """Note a rank entering or leaving init_process_group."""
+        rank = event.get("rank")
+        if not isinstance(rank, int):
+            return
+        if event["event"] == "joining":
+            self._rounds[rank] = self._rounds.get(rank, 0) + 1
+            self._waiting[rank] = now
+        elif event["event"] == "joined":
+            self._waiting.pop(rank, None)
+
+    def take_exit(self, rank: int, now: float) -> None:
+        """Note that a rank has ended, or could not be started."""
+        self.take_start(rank, now)
+        self._ended.add(rank)
+        self._waiting.pop(rank, None)
+
+    @property
+    def quiet(self) -> bool:
+        """Whether no rank has reached init_process_group or ended yet."""
+        return not self._rounds and not self._ended
+
+    @property
+    def _start_deadline(self) -> float | None:
+        if not self.quiet or self._all_begun is None or self.spec.start_timeout is None:
+            return None
+        return self._all_begun + self.spec.start_timeout
+
+    @property
+    def _join_deadline(self) -> float | None:
+        if not self._waiting or self._all_begun is None or self.spec.join_timeout is None:
+            return None
+        return max(self._all_begun, min(self._waiting.values())) + self.spec.join_timeout
+
+    @property
+    def _notice_moment(self) -> float | None:
+        # A rank alone need not join anything.
+        return self._reminder.next_moment if self._reminder and self.quiet and self.world_size > 1 else None
+
+    def next_deadline(self) -> float | None:
+        """Return when `find_hang` or `wants_notice` may next have something to say."""
+        deadlines = (self._start_deadline, self._join_deadline, self._notice_moment)
+        return min((deadline for deadline in deadlines if deadline is not None), default=None)
+
+    def find_hang(self, now: float) -> Hang | None:
+        """Return the missing ranks once a rank has waited too long, else None."""
+        if self._start_deadline is not None and now >= self._start_deadline:
+            return Hang(self.ranks, self.spec.start_timeout or 0.0, none_came=True)
+        if self._join_deadline is None or now < self._join_deadline:
+            return None
+        rounds = max(self._rounds.values())
+        missing = tuple(rank for rank in self.ranks if self._rounds.get(rank, 0) < rounds)
+        return Hang(missing, self.spec.join_timeout or 0.0)
+
+    def wants_notice(self, now: float) -> bool:
+        """Return True when no rank has come for long, and again at growing intervals."""
+        return self._notice_moment is not None and self._reminder is not None and self._reminder.is_due(now)
+
+    def waited(self, now: float) -> float:
+        """Return for how long all ranks have been running."""
+        return 0.0 if self._all_begun is None else now - self._all_begun

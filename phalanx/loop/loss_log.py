@@ -1,0 +1,115 @@
+"""Losses between two logging steps: kept on the device and read with one transfer, so that no step waits for it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from phalanx.errors import NonFiniteLossError
+
+if TYPE_CHECKING:
+    from phalanx.world.world import World
+
+
+class LossLog:
+    """Collects each micro-batch's loss and its share; `read` gives the global-batch loss of every step since."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._losses: list[torch.Tensor] = []
+        self._shares: list[float | torch.Tensor] = []
+        self._step_of: list[int] = []
+        self._first_step = 0
+
+    def add(self, step: int, loss: torch.Tensor, share: float | torch.Tensor) -> None:
+        """Note a micro-batch's mean loss and its share of (or weight in) the global batch."""
+        self._losses.append(loss.detach())
+        self._shares.append(share)
+        self._step_of.append(step)
+
+    def read(self) -> dict[int, float]:
+        """Return step -> loss of its global batch, and forget them; all ranks must call this together."""
+        if not self._losses:
+            return {}
+        first, alone = self._step_of[0], self._world.world_size == 1
+        losses = torch.stack(self._losses).double()
+        if alone or losses.device.type == "cpu":
+            # One transfer, or none: for a few numbers the host is faster than starting kernels.
+            table = self._sums(losses.tolist(), _on_host(self._shares))
+        else:
+            table = self._sums_on_device(losses)
+        if not alone:
+            dist.all_reduce(table)
+        self._losses.clear()
+        self._shares.clear()
+        self._step_of.clear()
+        totals, weights = table.tolist()
+        rows_read = zip(itertools.count(first), totals, weights, strict=False)
+        # A step in which no label counts has no loss to report.
+        return {step: total / weight for step, total, weight in rows_read if weight}
+
+    def _sums(self, losses: list[float], shares: list[float]) -> torch.Tensor:
+        """Return two rows, by step: the weighted losses and the weights.
+
+        An empty batch has share 0; a NaN in its loss must not spread to all ranks.
+        """
+        first = self._step_of[0]
+        weighted, weights = ([0.0] * (self._step_of[-1] - first + 1) for _ in range(2))
+        for step, loss, share in zip(self._step_of, losses, shares, strict=True):
+            if share > 0:
+                weighted[step - first] += loss * share
+                weights[step - first] += share
+        return torch.tensor([weighted, weights], dtype=torch.float64)
+
+    def _sums_on_device(self, losses: torch.Tensor) -> torch.Tensor:
+        device, first = losses.device, self._step_of[0]
+        rows = torch.tensor([step - first for step in self._step_of], device=device)
+        shares = _on_device(self._shares, device)
+        weighted = torch.where(shares > 0, losses * shares, torch.zeros_like(losses))
+        table = torch.zeros(2, self._step_of[-1] - first + 1, dtype=torch.float64, device=device)
+        table[0].index_add_(0, rows, weighted)
+        table[1].index_add_(0, rows, shares)
+        return table
+
+
+def _on_host(shares: list[float | torch.Tensor]) -> list[float]:
+    numbers = [share for share in shares if not isinstance(share, torch.Tensor)]
+    if len(numbers) == len(shares):
+        return numbers
+    return torch.stack([torch.as_tensor(share).double() for share in shares]).tolist()
+
+
+def _on_device(shares: list[float | torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Move the shares to the device in one transfer; those that were counted there are there already."""
+    numbers = [share for share in shares if not isinstance(share, torch.Tensor)]
+    if len(numbers) == len(shares):
+        return torch.tensor(numbers, dtype=torch.float64, device=device)
+    return torch.stack([torch.as_tensor(share, device=device).double() for share in shares])
+
+
+def first_nonfinite(losses: dict[int, float]) -> int | None:
+    """Return the first step whose loss is NaN or infinite."""
+    return next((step for step, loss in losses.items() if not math.isfinite(loss)), None)
+
+
+_REMEDY = "Lower learning_rate, set gradient_clipping, or skip such steps with on_nonfinite='skip'."
+
+
+def nonfinite_error(step: int, loss: float, checkpoint: str | None) -> NonFiniteLossError:
+    """Return the error for a loss that is not finite."""
+    return NonFiniteLossError(f"the loss is {loss} at step {step}; {_last_good(checkpoint)}", hint=_REMEDY)
+
+
+def spoilt_weights_error(step: int, checkpoint: str | None) -> NonFiniteLossError:
+    """Return the error for weights that are not finite after a step whose loss was."""
+    return NonFiniteLossError(
+        f"step {step} left weights that are not finite, so they were not saved; {_last_good(checkpoint)}", hint=_REMEDY
+    )
+
+
+def _last_good(checkpoint: str | None) -> str:
+    return f"the last good checkpoint is {checkpoint}" if checkpoint else "there is no checkpoint before it"

@@ -1,0 +1,197 @@
+"""Prepare loaders and models: the share of each micro-batch, torch.compile in place, LoRA adapters."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from phalanx.errors import UsageError
+from phalanx.loop.gradients import Gradients
+from phalanx.loop.precision import Precision
+from phalanx.world.seed import rng_state, set_rng_state
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch import nn
+
+    from phalanx.config import DistributedConfig
+    from phalanx.data.loader import ShardedLoader
+    from phalanx.data.order import MicroInfo
+    from phalanx.strategies.base import Strategy
+    from phalanx.world.world import World
+
+
+class Prepared:
+    """The record of a run on this rank."""
+
+    def __init__(self, strategy: Strategy, world: World, run_id: str) -> None:
+        self.strategy = strategy
+        self.config = strategy.config
+        self.world = world
+        self.device = world.device
+        self.run_id = run_id
+        self.lineage: list[dict[str, Any]] = []
+        """The runs that this one continues, as a checkpoint's manifest holds them."""
+        self.precision = Precision(self.config, self.device, by_engine=strategy.owns_precision)
+        self.notes: list[str] = [self.precision.note] if self.precision.note else []
+        """What the user should read when the run starts."""
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget everything that was prepared."""
+        self.models: list[nn.Module] = []
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self.schedulers: list[Any] = []
+        self.loaders: list[PreparedLoader] = []
+        self.gradients = Gradients(self.config, self.world, self.strategy, self.precision)
+
+    @property
+    def rank(self) -> int:
+        """This rank's number in the whole job."""
+        return self.world.rank
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in the whole job."""
+        return self.world.world_size
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this rank is the one that prints and publishes."""
+        return self.world.is_main
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps taken; checkpoints are named after it."""
+        return self.gradients.steps
+
+
+class PreparedLoader:
+    """This rank's share of a loader; one pass is one epoch.
+
+    Reports each micro-batch's share of the global batch to `Gradients` before yielding it.
+    """
+
+    def __init__(self, sharded: ShardedLoader, gradients: Gradients | None = None) -> None:
+        self.sharded = sharded
+        self._gradients = gradients
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._gradients is None:
+            yield from self.sharded
+            return
+        sharded, begin = self.sharded, self._gradients.begin
+        try:
+            for batch in sharded:
+                begin(sharded.current)
+                yield batch
+        except GeneratorExit:
+            if not sharded.current.boundary:
+                self._gradients.abandon()
+            raise
+        sharded.set_epoch(sharded.epoch + 1)
+
+    def roll_over(self) -> None:
+        """Begin the next epoch where all samples of this one were read, but the iteration stopped before its end."""
+        if self.is_consumed:
+            self.sharded.set_epoch(self.sharded.epoch + 1)
+
+    @property
+    def is_consumed(self) -> bool:
+        """Whether every sample of this epoch was yielded; False for a stream of unknown size that has not ended."""
+        total = self.sharded.num_samples
+        return total is not None and self.sharded.samples_done >= total
+
+    def __len__(self) -> int:
+        return len(self.sharded)
+
+    @property
+    def current(self) -> MicroInfo:
+        """What is known about the batch yielded last."""
+        return self.sharded.current
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the next pass (or the one under way) belongs to, from 0."""
+        return self.sharded.epoch
+
+
+def compile_in_place(model: nn.Module) -> Callable[[], None]:
+    """Compile the calls of the user's own model, inside its wrapper; return what undoes it.
+
+    Not the wrapper: torch would compile the insides of DDP, dozens of frames and more with every step, whereas of a
+    model inside DDP it makes one graph and cuts that by DDP's buckets.
+    """
+    model._compiled_call_impl = torch.compile(_call_of(model))
+
+    def undo() -> None:
+        model._compiled_call_impl = None
+
+    return undo
+
+
+def _call_of(model: nn.Module) -> Callable[..., Any]:
+    """Return the model's call as a plain function: torch skips the calls of its own modules (nn.Sequential)."""
+    inner: Callable[..., Any] = model._call_impl
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        return inner(*arguments, **options)
+
+    return call
+
+
+def adapt(model: nn.Module, config: DistributedConfig) -> None:
+    """Give the model the adapters that the config asks for, unless it has them; equal on all ranks, by the seed."""
+    if config.lora_rank is None:
+        return
+    from phalanx.models.lora import adapters, lora
+
+    present = adapters(model)
+    if not present:
+        lora(
+            model,
+            config.lora_rank,
+            alpha=config.lora_alpha,
+            dropout=config.lora_dropout,
+            targets=config.lora_targets,
+            seed=config.seed,
+        )
+    elif other := [adapter.rank for adapter in present.values() if adapter.rank != config.lora_rank]:
+        raise UsageError(
+            f"lora_rank = {config.lora_rank}, but the model has adapters of rank {other[0]} already",
+            hint="Leave lora_rank out to train those, or take them off with phalanx.remove_lora(model).",
+        )
+
+
+def check_trains_adapters(models: list[nn.Module], optimizer: torch.optim.Optimizer, config: DistributedConfig) -> None:
+    """Refuse an optimizer that would train nothing: made before the adapters, or for merged ones."""
+    from phalanx.models.lora import adapters
+
+    if any(adapter.merged for model in models for adapter in adapters(model).values()):
+        raise UsageError("merged adapters take no part in training", hint="Call phalanx.unmerge_lora(model) first.")
+    if config.lora_rank is None:
+        return
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    trained = [parameter for model in models for parameter in model.parameters() if parameter.requires_grad]
+    if not trained or any(id(parameter) in held for parameter in trained):  # a pipeline stage may have no adapter
+        return
+    raise UsageError(
+        "the optimizer was made before the adapters, and holds frozen parameters only",
+        hint=f"Call phalanx.lora(model, rank={config.lora_rank}) before you make it, or give the trainer a factory: "
+        "optimizer=lambda parameters: AdamW(parameters).",
+    )
+
+
+def remember_process() -> Callable[[], None]:
+    """Save the process-wide settings that a run changes; return what restores them."""
+    random, threads = rng_state(), torch.get_num_threads()
+    deterministic = torch.are_deterministic_algorithms_enabled()
+
+    def restore() -> None:
+        set_rng_state(random)
+        torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(deterministic)
+
+    return restore

@@ -1,0 +1,206 @@
+"""Training state to and from a checkpoint: what all ranks share, and what each rank keeps for itself."""
+
+from __future__ import annotations
+
+from itertools import compress
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from phalanx import checkpoint
+from phalanx.loop.optimizer_binding import load_scheduler_state, scheduler_state
+from phalanx.strategies.optimizer_state import fill_state
+from phalanx.world.seed import rng_state, set_rng_state
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from torch import nn
+
+    from phalanx.loop.prepare import Prepared
+
+
+def rank_state(prepared: Prepared) -> dict[str, Any]:
+    """Return this rank's part of a checkpoint."""
+    return {**rng_state(), **(prepared.strategy.rank_state() if prepared.strategy.keeps_rank_state else {})}
+
+
+def restore_residuals(prepared: Prepared, saved: checkpoint.Checkpoint, own: dict[str, Any] | None) -> None:
+    """Restore the residuals; `own`: this rank's part, None where the number of ranks changed.
+
+    Then every old rank's residuals go to one of the new ranks, scaled so that their average stays what it was.
+    """
+    strategy = prepared.strategy
+    if not strategy.keeps_rank_state:
+        return
+    then, now = saved.manifest.world_size, prepared.world_size
+    factor = now / then
+    parts = (
+        [own]
+        if own is not None
+        else [checkpoint.read_state_of(saved, rank) for rank in range(prepared.rank, then, now)]
+    )
+    if not parts:  # more ranks than before: this one has no residuals yet, but knows the steps as all do
+        factor, parts = 0.0, [checkpoint.read_state_of(saved, 0)]
+    if not strategy.load_rank_state(parts, factor):
+        prepared.notes.append("the checkpoint was saved without compression: nothing is kept back yet")
+
+
+def save_snapshot(prepared: Prepared, directory: str | Path, shared: dict[str, Any]) -> checkpoint.SavedCheckpoint:
+    """Publish a checkpoint of everything that was prepared; all ranks must call this."""
+    prepared.gradients.update_scale()
+    for wrapped in prepared.models:
+        prepared.strategy.consolidate(wrapped)
+    state = {**shared_state(prepared), **shared}
+    epoch = prepared.loaders[0].epoch if prepared.loaders else 0
+    return checkpoint.save(
+        directory,
+        checkpoint.Snapshot(prepared.step, epoch, tensors_of(prepared), rank_state(prepared), state),
+        run_id=prepared.run_id,
+        keep_last=prepared.config.keep_last,
+        lineage=prepared.lineage,
+        mesh=prepared.world.mesh.sizes,
+        config=prepared.config.to_dict(),
+    )
+
+
+def restore_snapshot(
+    prepared: Prepared, directory: str | Path, *, required: bool = True, this_run: bool = False
+) -> dict[str, Any] | None:
+    """Restore the newest complete checkpoint; return its shared state, with its "path".
+
+    `this_run`: of those that this run has saved, in this attempt or an earlier one.
+    """
+    choice = checkpoint.choose(directory, required=required, run_id=prepared.run_id if this_run else None)
+    prepared.notes += choice.notes
+    if choice.checkpoint is None:
+        return None
+    checkpoint.compare_model(choice.checkpoint.manifest, _described(prepared))
+    template = _template(prepared, choice.checkpoint)
+    loaded = checkpoint.load(choice.checkpoint, template)
+    saved_by = choice.checkpoint.manifest
+    prepared.lineage = list(saved_by.lineage)
+    if saved_by.run_id != prepared.run_id:  # two runs that resume one checkpoint stay two
+        prepared.lineage.append({"run_id": saved_by.run_id, "step": saved_by.step})
+    prepared.notes += loaded.notes
+    shared = put_back(prepared, template, loaded.step, dict(loaded.shared))
+    if loaded.rank_state is not None:
+        set_rng_state(loaded.rank_state)
+    restore_residuals(prepared, choice.checkpoint, loaded.rank_state)
+    return {**shared, "path": str(choice.checkpoint.path)}
+
+
+def shared_state(prepared: Prepared) -> dict[str, Any]:
+    """Return what is equal on all ranks apart from tensors: data positions, schedulers, fp16's loss scale."""
+    scaler = prepared.precision.scaler
+    return {
+        "loaders": [loader.sharded.state_dict() for loader in prepared.loaders],
+        "schedulers": [scheduler_state(scheduler) for scheduler in prepared.schedulers],
+        "scaler": None if scaler is None else scaler.state_dict(),
+    }
+
+
+def put_back(prepared: Prepared, tensors: dict[str, Any], step: int, shared: dict[str, Any]) -> dict[str, Any]:
+    """Load a state; return what of `shared` is not part of a `Prepared`."""
+    _put_back_tensors(prepared, tensors)
+    prepared.gradients.steps = step
+    for loader, state in zip(prepared.loaders, shared.pop("loaders"), strict=False):
+        loader.sharded.load_state_dict(state)
+    for scheduler, state in zip(prepared.schedulers, shared.pop("schedulers"), strict=False):
+        load_scheduler_state(scheduler, state)
+    scaler_state = shared.pop("scaler")
+    if prepared.precision.scaler is not None and scaler_state is not None:
+        prepared.precision.scaler.load_state_dict(scaler_state)
+    return shared
+
+
+def _described(prepared: Prepared) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """Return shape and dtype of every model tensor by name, those of all pipeline stages together."""
+    here = {name: (tensor.shape, tensor.dtype) for name, tensor in _named_tensors(prepared)}
+    if prepared.world.mesh.pp == 1:
+        return here
+    parts: list[Any] = [None] * prepared.world_size
+    dist.all_gather_object(parts, here)
+    return {name: info for part in parts for name, info in part.items()}
+
+
+def _named_tensors(prepared: Prepared) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the model tensors a checkpoint holds, by canonical name."""
+    for number, wrapped in enumerate(prepared.models):
+        prefix = f"model{number}." if number else ""
+        for name, tensor in prepared.strategy.state(wrapped, [])["model"].items():
+            if isinstance(tensor, torch.Tensor):
+                yield prefix + name, tensor
+
+
+def tensors_of(prepared: Prepared) -> dict[str, Any]:
+    """Return the nested state dict of all models and their optimizers, under canonical names."""
+    with prepared.gradients.direct():  # torch takes an empty step to give a fresh optimizer its state
+        state: dict[str, Any] = {}
+        trained = _optimizers_of_models(prepared)
+        for number, wrapped in enumerate(prepared.models):
+            for key, value in prepared.strategy.state(wrapped, trained[number]).items():
+                state[f"{key}{number or ''}" if key == "model" else f"{key}@{number}" if number else key] = value
+        return state
+
+
+def _template(prepared: Prepared, saved: checkpoint.Checkpoint) -> dict[str, Any]:
+    """Return the tensors to be read into: those that the checkpoint has."""
+    with prepared.gradients.direct():
+        for wrapped in prepared.models:
+            for optimizer in prepared.optimizers:
+                if _trains(optimizer, wrapped):  # an engine's partitions have their states already
+                    fill_state(prepared.strategy.unwrap(wrapped), optimizer)
+    template = tensors_of(prepared)
+    entries = checkpoint.entries(saved)
+    for name, value in template.items():
+        if "state" in value and "param_groups" in value and f"{name}.state" not in entries:
+            value["state"] = {}  # saved before the optimizer's first step
+    _drop_what_was_not_saved(prepared, entries, template)
+    return template
+
+
+def _drop_what_was_not_saved(prepared: Prepared, entries: set[str], template: dict[str, Any]) -> None:
+    """Leave out what only this strategy keeps where another one saved the checkpoint."""
+    optional = [name for name in template if name.split("@")[0] in prepared.strategy.optional_state]
+    missing = sorted(set(optional) - entries)
+    for name in missing:
+        del template[name]
+    if missing:
+        prepared.notes.append(f"the checkpoint was saved by another strategy: {', '.join(missing)} starts afresh")
+
+
+def _put_back_tensors(prepared: Prepared, state: dict[str, Any]) -> None:
+    with prepared.gradients.direct():
+        trained = _optimizers_of_models(prepared)
+        for number, wrapped in enumerate(prepared.models):
+            own = {
+                key.removesuffix(f"@{number}"): value
+                for key, value in state.items()
+                if (key.endswith(f"@{number}") if number else "@" not in key and not key.startswith("model"))
+            }
+            own["model"] = state[f"model{number or ''}"]
+            prepared.strategy.load_state(wrapped, trained[number], own)
+
+
+def _optimizers_of_models(prepared: Prepared) -> list[list[torch.optim.Optimizer]]:
+    """Return, for each model, the optimizers that train its parameters, on any rank; an engine's trains partitions.
+
+    Their place in the list is their name in a checkpoint. So all ranks must have the same list, also a pipeline stage
+    that holds none of an optimizer's parameters.
+    """
+    if prepared.strategy.owns_step:
+        return [prepared.optimizers for _ in prepared.models]
+    trains = [[_trains(optimizer, wrapped) for optimizer in prepared.optimizers] for wrapped in prepared.models]
+    if prepared.world.mesh.pp > 1 and prepared.models and prepared.optimizers:
+        anywhere = torch.tensor(trains, device=prepared.device).int()
+        dist.all_reduce(anywhere, op=dist.ReduceOp.MAX)
+        trains = anywhere.bool().tolist()
+    return [list(compress(prepared.optimizers, chosen)) for chosen in trains]
+
+
+def _trains(optimizer: torch.optim.Optimizer, wrapped: nn.Module) -> bool:
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    return any(id(parameter) in held for parameter in wrapped.parameters())

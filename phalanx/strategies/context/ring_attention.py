@@ -1,0 +1,158 @@
+"""Ring attention: keys and values pass around the ranks, in forward and in backward."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from phalanx.errors import ModelError
+from phalanx.strategies.context.kernels import choose_kernel
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+
+
+_GRADIENTS = 1
+"""The tag of gradients on the ring, different from that of keys and values."""
+
+
+class RingAttention(nn.Module):
+    """Takes the place of a model's inner attention; each rank gives and gets its slice of the sequence."""
+
+    def __init__(self, ring: Ring, *, causal: bool, dropout: float) -> None:
+        super().__init__()
+        self.ring = ring
+        self.causal = causal
+        self.dropout = dropout
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Mix the values of all ranks: [batch, heads, slice, head width] three times in, once out."""
+        if self.training and self.dropout > 0:
+            raise ModelError(
+                f"context_parallel cannot drop attention weights (dropout = {self.dropout}): no rank has all of them",
+                hint="Set dropout = 0 on the model's inner attention modules; dropout between layers works.",
+            )
+        if torch.is_autocast_enabled(query.device.type):  # as torch's own attention does
+            dtype = torch.get_autocast_dtype(query.device.type)
+            query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+        mixed: Tensor = _Travelling.apply(query, key, value, self.ring, self.causal)  # type: ignore[no-untyped-call]
+        return mixed
+
+
+class _Travelling(torch.autograd.Function):
+    """Attention over a ring: what is kept for backward is a rank's slice of everything, never a score."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, ring: Ring, causal: bool) -> Tensor:
+        kernel = choose_kernel(query)
+        precise = torch.promote_types(query.dtype, torch.float32)
+        out, lse = query.new_empty(0), query.new_empty(0)
+        for owner, pair in ring.travel(torch.stack([key, value])):
+            rows, columns, masked = _seen(ring, owner, query.shape[2], causal=causal)
+            keys, values = pair[:, :, :, columns].unbind(0)
+            block, sums = kernel.forward(query[:, :, rows], keys, values, causal=masked)
+            if owner == ring.rank:
+                out, lse = block.to(precise), sums.contiguous()
+            else:
+                _merge(out[:, :, rows], lse[:, :, rows], block, sums)
+        out = out.to(query.dtype)
+        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.ring, ctx.causal = ring, causal
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out, lse = ctx.saved_tensors
+        ring: Ring = ctx.ring
+        kernel = choose_kernel(query)
+        precise = torch.promote_types(query.dtype, torch.float32)
+        for_query = torch.zeros_like(query, dtype=precise)
+        totals = torch.zeros(2, *key.shape, dtype=precise, device=key.device)
+        flight = None
+        for owner, pair in ring.travel(torch.stack([key, value])):
+            rows, columns, masked = _seen(ring, owner, query.shape[2], causal=ctx.causal)
+            keys, values = pair[:, :, :, columns].unbind(0)
+            into, asked, mixed, sums = (tensor[:, :, rows] for tensor in (gradient, query, out, lse))
+            found = kernel.backward(into, asked, keys, values, mixed, sums, causal=masked)
+            if flight is not None:  # what the ranks before found for these very keys and values
+                totals = flight.wait()
+            for_query[:, :, rows] += found[0]
+            totals[0, :, :, columns] += found[1]
+            totals[1, :, :, columns] += found[2]
+            flight = ring.send(totals, _GRADIENTS)
+        assert flight is not None, "a ring has a rank"
+        for_key, for_value = flight.wait().to(key.dtype).unbind(0)
+        return for_query.to(query.dtype), for_key, for_value, None, None
+
+
+def _seen(ring: Ring, owner: int, time: int, *, causal: bool) -> tuple[slice, slice, bool]:
+    """Return which of this rank's queries see which of the owner's keys, and whether causally."""
+    everything, half = slice(None), time // 2
+    if not causal or owner == ring.rank:
+        return everything, everything, causal
+    return (everything, slice(0, half), False) if owner < ring.rank else (slice(half, None), everything, False)
+
+
+def _merge(out: Tensor, lse: Tensor, block: Tensor, block_lse: Tensor) -> None:
+    """Add a block to the attention so far, in place: both count by the sums of their exponentials."""
+    total = torch.logaddexp(lse, block_lse)
+    out.mul_((lse - total).exp_()[..., None]).add_(block * (block_lse - total).exp_()[..., None])
+    lse.copy_(total)
+
+
+class Flight:
+    """A tensor on its way to the next rank, and the one that comes for it."""
+
+    def __init__(self, sent: Tensor, arriving: Tensor, works: list[dist.Work], device: torch.device) -> None:
+        self._sent = sent  # must live until it has left
+        self._arriving = arriving
+        self._works = works
+        self._device = device
+
+    def wait(self) -> Tensor:
+        """Return what came from the rank before."""
+        for work in self._works:
+            work.wait()
+        return self._arriving.to(self._device)
+
+
+class Ring:
+    """The ranks of a group in a circle."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+        self._next = dist.get_global_rank(group, (self.rank + 1) % self.size)
+        self._before = dist.get_global_rank(group, (self.rank - 1) % self.size)
+        self._through_host = dist.get_backend(group) == "gloo"  # which cannot send memory of a GPU
+
+    def send(self, tensor: Tensor, tag: int = 0) -> Flight:
+        """Send a tensor on; the one that arrives has its shape and dtype."""
+        sent = tensor.contiguous()
+        if self._through_host:
+            sent = sent.cpu()
+        arriving = torch.empty_like(sent)
+        works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, sent, self._next, self.group, tag),
+                dist.P2POp(dist.irecv, arriving, self._before, self.group, tag),
+            ]
+        )
+        return Flight(sent, arriving, works, tensor.device)
+
+    def travel(self, mine: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Yield (owner, tensor) for every rank's tensor, its own first; the next is on its way by then."""
+        here = mine
+        for step in range(self.size):
+            flight = self.send(here) if step + 1 < self.size else None
+            yield (self.rank - step) % self.size, here
+            if flight is not None:
+                here = flight.wait()

@@ -1,0 +1,82 @@
+"""The loss of each micro-batch on the last pipeline stage."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.utils._pytree as pytree
+
+if TYPE_CHECKING:
+    from phalanx.strategies.base import BatchPass
+
+
+def count_rows(batch: Any) -> int:
+    """Return the samples of a batch."""
+    return next(leaf.shape[0] for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor))
+
+
+def cut_rows(batch: Any, start: int, end: int) -> Any:
+    """Return the samples from `start` to before `end`."""
+    return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor[start:end], batch)
+
+
+def fill_rows(batch: Any, rows: int, wanted: int) -> Any:
+    """Fill a short batch up with its last row."""
+
+    def fill(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.cat([tensor, tensor[-1:].expand(wanted - rows, *tensor.shape[1:])])
+
+    return tuple(pytree.tree_map_only(torch.Tensor, fill, item) for item in batch)
+
+
+class Judged(NamedTuple):
+    """An output and its loss, as models that compute their loss return them."""
+
+    loss: torch.Tensor
+    logits: Any
+
+
+class Judge:
+    """The loss of each microbatch, weighed so that their sum is the mean over the batch's real samples."""
+
+    def __init__(
+        self,
+        passes: BatchPass,
+        batch: Any,
+        rows: int,
+        size: int,
+        factor: float | torch.Tensor,
+        weight: float | torch.Tensor,
+    ) -> None:
+        self._passes = passes
+        self._batch = batch
+        self._rows = rows
+        self._size = size
+        self._factor = factor
+        self._weight = weight
+        self._found: dict[int, torch.Tensor] = {}
+
+    def __call__(self, output: Any, number: int) -> torch.Tensor:
+        """Return what a microbatch adds to the loss that is differentiated."""
+        start = number * self._size
+        real = min(self._size, self._rows - start)
+        if real <= 0:  # the batch was short: these rows are padding
+            return torch.stack([leaf.sum() * 0.0 for leaf in pytree.tree_leaves(output)]).sum()
+        part = cut_rows(self._batch, start, start + real)
+        seen = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor[:real], output)
+        assert self._passes.loss_fn is not None, "checked before the schedule began"
+        with self._passes.autocast():
+            loss = self._passes.loss_fn(seen, self._passes.target(part))
+        share = self._passes.weigh(part) / self._weight
+        if isinstance(share, torch.Tensor):  # no mean without a label that counts, and nothing to add
+            loss = torch.where(share > 0, loss, 0.0)
+        self._found[number] = loss.detach() * share
+        return loss * (share * self._factor)
+
+    def total(self, device: torch.device) -> torch.Tensor:
+        """Return the mean loss of the batch, where this rank has seen it."""
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        for value in self._found.values():
+            total += value
+        return total

@@ -1,0 +1,149 @@
+"""Stage placement: the model is cut, this rank keeps its units, and matrices of two stages are tied."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch.distributed as dist
+from torch import nn
+
+from phalanx.models.contract import SequenceShards, implements
+from phalanx.strategies.pipeline.stages import (
+    check_count,
+    cut_at,
+    cut_evenly,
+    drop_units,
+    measured_costs,
+    parameter_costs,
+    part_of,
+    units_of,
+)
+from phalanx.strategies.pipeline.strategy import Row, Tie
+from phalanx.world.schedules import SCHEDULES
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from phalanx.config import DistributedConfig
+    from phalanx.world.world import World
+
+_MARK = "_phalanx_placed"
+
+
+@dataclass(frozen=True)
+class Placed:
+    """What became of a model on this rank."""
+
+    row: Row
+    stages: dict[int, nn.Module]
+    ties: list[Tie]
+    smallest: int
+    """The least samples of a microbatch: a norm over the batch needs two."""
+
+
+def placed_before(model: nn.Module) -> Placed | None:
+    """Return how an earlier run placed this model."""
+    placed: Placed | None = model.__dict__.get(_MARK)
+    return placed
+
+
+class StagePlan(NamedTuple):
+    """Which units make which stage, and which rank holds it."""
+
+    row: Row
+    units: list[str]
+    parts: list[list[str]]
+    has_batch_norm: bool
+
+
+def plan_stages(model: nn.Module, config: DistributedConfig, mesh: DeviceMesh) -> StagePlan:
+    """Cut the whole model's units into stages. All ranks must call this."""
+    row = Row(mesh.get_group(), mesh.get_local_rank(), mesh.size(), SCHEDULES[config.pipeline_schedule])
+    units = units_of(model)
+    check_count(model, units, row.num_stages)
+    has_batch_norm = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
+    return StagePlan(row, units, _cut(model, units, config, row.num_stages), has_batch_norm)
+
+
+def place_stages(model: nn.Module, plan: StagePlan, world: World) -> Placed:
+    """Let this rank keep the units of its stages. All ranks must call this."""
+    row, units, parts = plan.row, plan.units, plan.parts
+    ties = _find_ties(model, parts, row, world)
+    mine = {stage: parts[stage] for stage in row.schedule.stages_of(row.place, row.size)}
+    drop_units(model, units, [unit for kept in mine.values() for unit in kept])
+    stages = {stage: part_of(model, units, kept) for stage, kept in mine.items()}
+    placed = Placed(row, stages, ties, 2 if plan.has_batch_norm else 1)
+    for part in placed.stages.values():
+        if implements(part, SequenceShards):  # hidden states between stages are slices of the sequence
+            part.sequence_shards = world.mesh.tp
+    model.__dict__[_MARK] = placed  # past nn.Module: the stages are not submodules, their units are
+    return placed
+
+
+def share_buffers(model: nn.Module, stages: Mapping[int, nn.Module]) -> None:
+    """Give the model the buffers that lie outside of units and got their memory in the stages' copies of its root."""
+    for name, buffer in list(model.named_buffers()):
+        found = [stage.get_buffer(name) for stage in stages.values() if name in dict(stage.named_buffers())]
+        if buffer.is_meta and found:
+            holder, _, key = name.rpartition(".")
+            model.get_submodule(holder)._buffers[key] = found[0]
+
+
+def join_stages(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+    """Return the state of all stages from that of this rank's; the same for a model that is not cut."""
+    placed = placed_before(model)
+    if placed is None:
+        return state
+    parts: list[Any] = [None] * placed.row.size
+    dist.all_gather_object(parts, state, group=placed.row.group)
+    return {name: value for part in parts for name, value in part.items()}
+
+
+def _cut(model: nn.Module, units: list[str], config: DistributedConfig, stages: int) -> list[list[str]]:
+    if config.pipeline_cuts is not None:
+        return cut_at(units, config.pipeline_cuts, stages)
+    measure = measured_costs if config.pipeline_balance == "measured" else parameter_costs
+    return cut_evenly(units, measure(model, units), stages)
+
+
+def _find_ties(model: nn.Module, parts: list[list[str]], row: Row, world: World) -> list[Tie]:
+    """Find parameters that units on different ranks share, and make the groups of those ranks."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    ties = []
+    for shared in names.values():
+        owners = {name: row.owner(_stage_of(name, parts)) for name in shared}
+        places = sorted(set(owners.values()))
+        if len(places) == 1:
+            continue
+        for ranks in world.mesh.groups("pp"):
+            group = dist.new_group([ranks[place] for place in places])
+            if world.rank in ranks and row.place in places:
+                mine = next(name for name, place in owners.items() if place == row.place)
+                ties.append(Tie(mine, shared[0], len(places), group))
+    return ties
+
+
+def _stage_of(parameter: str, parts: list[list[str]]) -> int:
+    return next(stage for stage, units in enumerate(parts) if any(parameter.startswith(f"{unit}.") for unit in units))
+
+
+def rename_tied(state: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
+    """Give optimizer states of tied matrices another name: a checkpoint holds both copies once."""
+    if not names:
+        return state
+    renamed = dict(state)
+    for key, part in state.items():
+        if key.startswith("optimizer"):
+            renamed[key] = {
+                "state": {names.get(name, name): value for name, value in part["state"].items()},
+                "param_groups": [
+                    {**group, "params": [names.get(name, name) for name in group["params"]]}
+                    for group in part["param_groups"]
+                ],
+            }
+    return renamed

@@ -1,0 +1,191 @@
+"""Split a model into pipeline stages of equal cost."""
+
+from __future__ import annotations
+
+import copy
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from phalanx.errors import UsageError, unknown_name
+from phalanx.models.contract import ExampleInputs, PipelineUnits, implements
+from phalanx.strategies.fsdp import find_blocks
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def units_of(model: nn.Module) -> list[str]:
+    """Return the names of a model's units, first to last; any other model is refused."""
+    if implements(model, PipelineUnits):
+        units = list(model.pipeline_units())
+    elif isinstance(model, nn.Sequential):
+        units = [name for name, _ in model.named_children()]
+    else:
+        raise UsageError(
+            f"pipeline_parallel needs to know how {type(model).__name__} is cut, and it has no pipeline_units()",
+            hint="Make it an nn.Sequential, or give it a method pipeline_units() that returns the names of modules "
+            "that run one after the other, and a forward that skips those that are None; or use strategy='fsdp'.",
+        )
+    for name, _ in model.named_parameters():
+        if not any(name.startswith(f"{unit}.") for unit in units):
+            raise UsageError(
+                f"the pipeline units of {type(model).__name__} do not hold {name}",
+                hint="Every parameter belongs to one unit: a stage keeps its units and drops all others.",
+            )
+    return units
+
+
+def check_count(model: nn.Module, units: Sequence[str], stages: int) -> None:
+    """Refuse more stages than the model has layers to fill them with."""
+    blocks = [unit for unit in units if unit in find_blocks(model)]
+    layers = blocks or [unit for unit in units if any(True for _ in model.get_submodule(unit).parameters())]
+    if stages > len(layers):
+        raise UsageError(
+            f"{stages} pipeline stages need as many layers, and {type(model).__name__} has {len(layers)}",
+            hint=f"Use at most {len(layers)} stages (interleaved and zero-bubble put two on each rank), or a deeper "
+            "model.",
+        )
+
+
+def cut_at(units: Sequence[str], cuts: str, stages: int) -> list[list[str]]:
+    """Cut the row before the units that are named."""
+    names = [name.strip() for name in cuts.split(",") if name.strip()]
+    for name in names:
+        if name not in units[1:]:
+            raise UsageError(unknown_name("unit in pipeline_cuts", name, units[1:]))
+    places = [units.index(name) for name in names]
+    if places != sorted(set(places)):
+        raise UsageError(
+            f"pipeline_cuts = {cuts!r} is not in the model's order", hint=f"Its units: {', '.join(units)}."
+        )
+    if len(names) != stages - 1:
+        raise UsageError(
+            f"pipeline_cuts = {cuts!r} makes {len(names) + 1} stages, and the pipeline has {stages}",
+            hint=f"Name {stages - 1} units, each the first of its stage.",
+        )
+    ends = [*places, len(units)]
+    return [list(units[start:end]) for start, end in zip([0, *places], ends, strict=True)]
+
+
+def cut_evenly(units: Sequence[str], costs: Sequence[float], stages: int) -> list[list[str]]:
+    """Cut the row so that the costliest stage is as cheap as it can be, and the others as equal; none is empty."""
+    sums = [0.0]
+    for cost in costs:
+        sums.append(sums[-1] + cost)
+    # best[k][n], for k stages over the first n units: the costliest stage, the sum of squares, where the last begins.
+    never = (float("inf"), float("inf"), 0)
+    best = [[(0.0, 0.0, 0), *[never] * len(units)]]
+    for stage in range(1, stages + 1):
+        row = [never] * (len(units) + 1)
+        for end in range(stage, len(units) + 1):
+            choices = []
+            for start in range(stage - 1, end):
+                worst, squares, _ = best[stage - 1][start]
+                cost = sums[end] - sums[start]
+                choices.append((max(worst, cost), squares + cost * cost, start))
+            row[end] = min(choices)
+        best.append(row)
+    parts: list[list[str]] = []
+    end = len(units)
+    for stage in range(stages, 0, -1):
+        start = best[stage][end][2]
+        parts.insert(0, list(units[start:end]))
+        end = start
+    return parts
+
+
+def drop_units(model: nn.Module, units: Sequence[str], kept: Sequence[str]) -> None:
+    """Set the units that are not kept to None, or take them out of a sequence, which skips nothing."""
+    for unit in units:
+        if unit in kept:
+            continue
+        parent, _, name = unit.rpartition(".")
+        holder = model.get_submodule(parent)
+        if isinstance(holder, nn.Sequential):
+            holder._modules.pop(name, None)
+        else:
+            setattr(holder, name, None)
+
+
+def part_of(model: nn.Module, units: Sequence[str], kept: Sequence[str]) -> nn.Module:
+    """Return a module with these units only. The units are the model's own objects, what holds them is copied."""
+    part = _hollow_copy(model)
+    for parent in {unit.rpartition(".")[0] for unit in units} - {""}:
+        holder = part
+        for name in parent.split("."):
+            setattr(holder, name, _hollow_copy(getattr(holder, name)))
+            holder = getattr(holder, name)
+    drop_units(part, units, kept)
+    return part
+
+
+def _hollow_copy(module: nn.Module) -> nn.Module:
+    """Copy a module without what is inside: hooks and children of the copy are its own, the children the same."""
+    made = copy.copy(module)
+    for name, value in list(made.__dict__.items()):
+        if isinstance(value, dict):
+            made.__dict__[name] = value.copy()
+    return made
+
+
+_ROUNDS = 3
+
+
+def parameter_costs(model: nn.Module, units: Sequence[str]) -> list[float]:
+    """Return the number of parameters of each unit."""
+    return [float(sum(p.numel() for p in model.get_submodule(unit).parameters())) for unit in units]
+
+
+def measured_costs(model: nn.Module, units: Sequence[str]) -> list[float]:
+    """Return the seconds of each unit's forward pass, as rank 0 measures them on the model's `example_inputs()`."""
+    if not implements(model, ExampleInputs):
+        raise UsageError(
+            f"pipeline_balance = 'measured' needs inputs to run, and {type(model).__name__} has no example_inputs()",
+            hint="Give it a method example_inputs() that returns what forward takes, or balance by 'parameters'.",
+        )
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise UsageError(
+            "pipeline_balance = 'measured' needs a model with weights, and this one is on the meta device",
+            hint="Balance by 'parameters', or name the cuts: pipeline_cuts = 'layers.4,layers.8'.",
+        )
+    costs: list[Any] = [_time_units(model, units, model.example_inputs()) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(costs, src=0)
+    found: list[float] = costs[0]
+    return found
+
+
+@torch.no_grad()
+def _time_units(model: nn.Module, units: Sequence[str], example: Sequence[torch.Tensor]) -> list[float]:
+    """Return each unit's quickest of a few forward passes; the first one warms up."""
+    device = next(model.parameters()).device
+    inputs = tuple(tensor.to(device) for tensor in example)
+    best = dict.fromkeys(units, float("inf"))
+    began: dict[str, float] = {}
+
+    def now() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    def watch(unit: str) -> list[Any]:
+        def enter(*_: Any) -> None:
+            began[unit] = now()
+
+        def leave(*_: Any) -> None:
+            best[unit] = min(best[unit], now() - began[unit])
+
+        module = model.get_submodule(unit)
+        return [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]
+
+    handles = [handle for unit in units for handle in watch(unit)]
+    try:
+        for _ in range(_ROUNDS):
+            model(*inputs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return [best[unit] if best[unit] < float("inf") else 0.0 for unit in units]

@@ -1,0 +1,266 @@
+"""pipeline: the model is cut into stages on different ranks; parts of a batch pass through them one by one.
+
+The passes and their order are torch's (`torch.distributed.pipelining`). Here: a batch of any size in microbatches of
+one size, a loss that is that of the whole batch, tied weights, and a way through all stages for evaluation.
+"""
+
+from __future__ import annotations
+
+import inspect
+from contextlib import nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.utils._pytree as pytree
+from torch import nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import get_schedule_class
+
+from phalanx.errors import ModelError, UsageError
+from phalanx.models.contract import LossFromOutput, implements
+from phalanx.strategies.base import local
+from phalanx.strategies.pipeline.loss import Judge, Judged, count_rows, cut_rows, fill_rows
+from phalanx.world.schedules import choose_microbatches
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from contextlib import AbstractContextManager
+
+    from phalanx.strategies.base import BatchPass
+    from phalanx.strategies.context.sequence import SequenceSlices
+    from phalanx.world.schedules import PipelineSchedule
+
+
+_KEPT_RUNNERS = 8
+_TARGETS = ("targets", "target", "labels", "label", "y")
+
+
+class Row(NamedTuple):
+    """The ranks that hold the stages of one copy of the model."""
+
+    group: dist.ProcessGroup
+    place: int
+    size: int
+    schedule: PipelineSchedule
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the whole model."""
+        return self.schedule.num_stages(self.size)
+
+    def owner(self, stage: int) -> int:
+        """Return the place of the rank that holds a stage; -1 is the last stage."""
+        return self.schedule.owner(stage % self.num_stages, self.size)
+
+
+class Tie(NamedTuple):
+    """A matrix with several names, of which this rank's stages have one, and those of other ranks have the rest."""
+
+    name: str
+    first: str
+    """The name that it has in checkpoints: the first in the whole model."""
+    copies: int
+    group: dist.ProcessGroup
+
+
+class Pipeline(nn.Module):
+    """This rank's stages as one model: trained by `train_batch`, called like any other for evaluation."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        stages: Mapping[int, nn.Module],
+        row: Row,
+        device: torch.device,
+        microbatches: int | None,
+        smallest: int = 1,
+    ) -> None:
+        super().__init__()
+        self.module = model
+        self.stages = dict(stages)  # a dict is not registered: the parameters are those of `module`
+        self.row = row
+        self.sync = True
+        self.tied: list[Tied] = []
+        self.finishing: list[Callable[[], None]] = []
+        """What is left to do with the gradients after the last batch of a step."""
+        self.aliases: dict[str, str] = {}
+        self.slices: SequenceSlices | None = None
+        """How sequences are cut over ranks of a context-parallel axis, if they are."""
+        self._places: dict[str, torch.Tensor] = {}
+        self._device = device
+        self._wanted = microbatches
+        self._smallest = smallest
+        self._largest = 0
+        self._runners: dict[Any, _Runner] = {}
+        self._autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
+        for stage in self.stages.values():
+            stage.forward = partial(self._call, stage)
+
+    def _call(self, stage: nn.Module, *inputs: Any) -> Any:
+        """Mixed precision belongs to the forward passes alone; a schedule has backward passes between them."""
+        if isinstance(stage, nn.Sequential) and type(stage).forward is nn.Sequential.forward and len(inputs) > 1:
+            raise ModelError(
+                f"a stage of an nn.Sequential got {len(inputs)} tensors, and it takes one",
+                hint="Let every unit return one tensor, and the batches be (inputs, targets).",
+            )
+        with self._autocast():
+            return type(stage).forward(stage, *inputs, **self._places)
+
+    def train(self, mode: bool = True) -> Pipeline:
+        """Set the mode of the stages too: what holds their units is a copy."""
+        for stage in self.stages.values():
+            stage.train(mode)
+        super().train(mode)
+        return self
+
+    def tie(self, ties: Sequence[Tie]) -> None:
+        """Keep copies of one matrix equal from now on."""
+        self.tied = [Tied(self.module.get_parameter(tie.name), tie) for tie in ties]
+        self.aliases = {tie.name: tie.first for tie in ties if tie.name != tie.first}
+        self.finishing += [tied.add_up for tied in self.tied if tied.parameter.requires_grad]
+
+    def expect(self, batch_size: int) -> str:
+        """Take batches of up to so many samples, if they can be cut into microbatches; return a line on the layout."""
+        row = self.row
+        self._largest = batch_size
+        count = self._microbatches(batch_size)
+        share = row.schedule.bubble(row.size, count)
+        return (
+            f"pipeline: {row.num_stages} stages on {row.size} ranks, {row.schedule.name}, {count} microbatches of "
+            f"{batch_size // count}: ranks are idle for {share:.0%} of a step when all stages take equally long"
+        )
+
+    def train_batch(self, batch: Any, passes: BatchPass, factor: float | torch.Tensor) -> torch.Tensor:
+        """Run forward and backward for a batch (inputs..., targets); return its mean loss, on every rank of the row.
+
+        Gradients are those of `factor` times that loss.
+        """
+        if not isinstance(batch, (tuple, list)) or len(batch) < 2:
+            raise ModelError("a pipeline takes batches of (inputs, ..., targets)", hint="Let the loader yield tuples.")
+        rows = count_rows(batch)
+        self._largest = max(rows, self._largest)  # shorter batches are filled up, so that shapes stay the same
+        count = self._microbatches(self._largest)
+        size = self._largest // count
+        padded = self._cut(tuple(batch) if rows == self._largest else fill_rows(batch, rows, self._largest))
+        weight = passes.weigh(cut_rows(padded, 0, rows))
+        if self.slices is not None:
+            weight = self.slices.mean(weight, self._device)
+        judge = Judge(passes, padded, rows, size, factor, weight)
+        self._autocast = passes.autocast
+        try:
+            self._runner(padded, size, count).run(padded, judge)
+        finally:
+            self._autocast = nullcontext
+        total = judge.total(self._device)
+        dist.broadcast(total, group=self.row.group, group_src=self.row.owner(-1))
+        if self.slices is not None:
+            total = self.slices.mean(total, self._device)
+        if self.sync:
+            for finish in self.finishing:
+                finish()
+        return total
+
+    def forward(self, *inputs: Any) -> Any:
+        """Send inputs through all stages, one after the other; every rank of the row gets the output.
+
+        Only without gradients: a training step has its microbatches under way at once (`train_batch`).
+        """
+        if torch.is_grad_enabled():
+            raise UsageError(
+                "a pipeline cannot be called like a model in training: its stages lie on different ranks",
+                hint="Write loss = f.train_batch(model, batch, loss_fn) in place of model(...) and f.backward(loss).",
+            )
+        own_loss = self.module.loss_from_output if implements(self.module, LossFromOutput) else None
+        targets = inputs[-1] if own_loss is not None and self._takes_targets(len(inputs)) else None
+        hidden: Any = self._cut(inputs if targets is None else inputs[:-1])
+        for stage in range(self.row.num_stages):
+            if stage in self.stages:
+                hidden = self.stages[stage](*(hidden if isinstance(hidden, tuple) else (hidden,)))
+            hidden = self._passed_on(hidden, self.row.owner(stage))
+        if self.slices is not None:
+            hidden = self.slices.gather(hidden)
+        return hidden if own_loss is None or targets is None else Judged(own_loss(hidden, targets), hidden)
+
+    def _takes_targets(self, count: int) -> bool:
+        """Whether the last of so many arguments are targets, by the name that the model's forward gives them."""
+        names = list(inspect.signature(self.module.forward).parameters)
+        return count > 1 and names[min(count, len(names)) - 1] in _TARGETS
+
+    def _cut(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return this rank's slice of every sequence, where sequences are cut; stages get its positions."""
+        if self.slices is None:
+            return inputs
+        cut, self._places["positions"] = self.slices.cut_all(inputs, self.module)
+        return tuple(cut)
+
+    def _passed_on(self, hidden: Any, source: int) -> Any:
+        """Give a stage's output, a tensor or several, to all ranks of the row."""
+        mine = self.row.place == source
+        told: list[Any] = [pytree.tree_map(lambda leaf: leaf.new_empty(leaf.shape, device="meta"), hidden)]
+        dist.broadcast_object_list(told if mine else (told := [None]), group=self.row.group, group_src=source)
+        if not mine:
+            hidden = pytree.tree_map(lambda leaf: torch.empty_like(leaf, device=self._device), told[0])
+        for leaf in pytree.tree_leaves(hidden := pytree.tree_map(torch.Tensor.contiguous, hidden)):
+            dist.broadcast(leaf, group=self.row.group, group_src=source)
+        return hidden
+
+    def _microbatches(self, batch_size: int) -> int:
+        row = self.row
+        return choose_microbatches(self._wanted, batch_size, row.size, row.schedule, smallest=self._smallest)
+
+    def _runner(self, batch: Any, size: int, count: int) -> _Runner:
+        """Return the runner for inputs of this shape: torch fixes the shapes between stages when it first runs."""
+        key = (size, count, *((leaf.shape[1:], leaf.dtype) for leaf in pytree.tree_leaves(batch[:-1])))
+        if key not in self._runners:
+            if len(self._runners) == _KEPT_RUNNERS:  # the oldest goes, with its buffers
+                del self._runners[next(iter(self._runners))]
+            self._runners[key] = _Runner(self.stages, self.row, self._device, count)
+        return self._runners[key]
+
+
+class _Runner:
+    """torch's stages and schedule for inputs of one shape."""
+
+    def __init__(self, stages: Mapping[int, nn.Module], row: Row, device: torch.device, count: int) -> None:
+        self._stages = stages
+        self._count = count
+        self._judge: Judge | None = None
+        made = [
+            PipelineStage(module, number, row.num_stages, device, group=row.group) for number, module in stages.items()
+        ]
+        kind = get_schedule_class(row.schedule.torch_name)
+        several: Any = made if row.schedule.stages_per_rank > 1 else made[0]
+        self._schedule = kind(several, n_microbatches=count, loss_fn=self._loss, scale_grads=False)
+
+    def run(self, batch: tuple[Any, ...], judge: Judge) -> None:
+        """Run one schedule: all microbatches forward and backward."""
+        self._judge = judge
+        inputs = batch[:-1] if 0 in self._stages else ()
+        try:
+            # The numbers of the microbatches in place of targets: torch can cut tensors only.
+            self._schedule.step(*inputs, target=torch.arange(self._count), return_outputs=False)
+        finally:
+            self._judge = None
+
+    def _loss(self, output: Any, number: torch.Tensor) -> torch.Tensor:
+        assert self._judge is not None, "only while a schedule runs"
+        return self._judge(output, int(number))
+
+
+class Tied:
+    """One matrix that stages on several ranks use: each has a copy, and their gradients are added up."""
+
+    def __init__(self, parameter: nn.Parameter, tie: Tie) -> None:
+        self.parameter = parameter
+        self.copies = tie.copies
+        self._group = tie.group
+        with torch.no_grad():  # stages initialised different weights
+            dist.broadcast(local(parameter), group=tie.group, group_src=0)
+
+    def add_up(self) -> None:
+        """Add up the gradients of all copies."""
+        if self.parameter.grad is None:
+            self.parameter.grad = torch.zeros_like(self.parameter)
+        dist.all_reduce(local(self.parameter.grad), group=self._group)

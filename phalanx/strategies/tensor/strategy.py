@@ -1,0 +1,166 @@
+"""tensor: every layer is split over neighbouring ranks, by the plan that the model itself carries, or by known names.
+
+A model's `tensor_plan()` maps names of modules ("*" stands for one part of a dotted name) to words, or to torch's own
+`ParallelStyle` objects. Between layers each rank holds its slice of the sequence, inside them its slice of the heads or
+features; all parameters become DTensors of one mesh, so that optimizers and checkpoints see them as one model.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import TYPE_CHECKING
+
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from phalanx.errors import UsageError, nearest, unknown_name
+from phalanx.models.contract import SplitLogits, TensorDivides, TensorPlan, implements
+from phalanx.strategies.tensor.patterns import known_divides, known_plan
+from phalanx.strategies.tensor.styles import GatherFirstInput, TokenEmbedding, WholeOnEveryRank
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
+
+_SEQUENCE = Shard(1)
+STYLES: dict[str, Callable[[], ParallelStyle]] = {
+    "colwise": ColwiseParallel,
+    "rowwise": lambda: RowwiseParallel(output_layouts=_SEQUENCE),
+    "sequence": lambda: SequenceParallel(use_local_output=True),
+    "gather": GatherFirstInput,
+    "embedding-rowwise": TokenEmbedding,
+    "embedding-positions": lambda: RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0)),
+    "head-colwise": lambda: ColwiseParallel(input_layouts=_SEQUENCE, output_layouts=Replicate()),
+    "whole": WholeOnEveryRank,
+}
+"""The words of a plan and what torch does for them."""
+
+
+def is_split(model: nn.Module) -> bool:
+    """Whether an earlier run has split this model."""
+    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def split_tensors(model: nn.Module, mesh: DeviceMesh, *, loss_parallel: bool = False) -> None:
+    """Split the model in place over a mesh of one axis. Its weights must be equal on all ranks, or on "meta".
+
+    With `loss_parallel` a model with `takes_split_logits` computes its loss on logits that stay split.
+    """
+    split_logits = loss_parallel and implements(model, SplitLogits) and model.takes_split_logits
+    styles = _styles_by_module(model)
+    _check_degree(model, styles, mesh.size())
+    before = dict(model.named_parameters(remove_duplicate=False))
+    for name, style in styles.items():
+        if split_logits and style == "head-colwise":
+            made: ParallelStyle = ColwiseParallel(
+                input_layouts=_SEQUENCE, output_layouts=Shard(-1), use_local_output=False
+            )
+        else:
+            made = STYLES[style]() if isinstance(style, str) else copy.copy(style)
+        parallelize_module(model.get_submodule(name), mesh, made, src_data_rank=None)
+    _refuse_unsplit(model)
+    _tie_again(model, before)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(before[name].requires_grad)  # torch's styles thaw what was frozen
+
+
+def splits_sequence(model: nn.Module) -> bool:
+    """Whether ranks hold different slices of the sequence between layers, rather than equal activations."""
+    return "sequence" in _plan_of(model).values()
+
+
+def _plan_of(model: nn.Module) -> Mapping[str, str | ParallelStyle]:
+    if not implements(model, TensorPlan):
+        known = known_plan(model)
+        if known is not None:
+            return known
+        raise UsageError(
+            f"tensor_parallel needs to know how {type(model).__name__} is split, and it has no tensor_plan()",
+            hint="Give the class a method tensor_plan() that returns {'layers.*.feed.up': 'colwise', ...} "
+            f"(words: {', '.join(STYLES)}; or torch ParallelStyle objects), or train with strategy='fsdp'.",
+        )
+    return model.tensor_plan()
+
+
+def _styles_by_module(model: nn.Module) -> dict[str, str | ParallelStyle]:
+    """Return the plan with its patterns resolved; words and names that mean nothing are refused."""
+    names = [name for name, _ in model.named_modules() if name]
+    styles: dict[str, str | ParallelStyle] = {}
+    for pattern, style in _plan_of(model).items():
+        if isinstance(style, str) and style not in STYLES:
+            raise UsageError(unknown_name(f"word for {pattern} in tensor_plan()", style, STYLES))
+        found = [name for name in names if _matches(pattern, name)]
+        if not found:
+            close = nearest(pattern, names)
+            raise UsageError(
+                f"tensor_plan() of {type(model).__name__} names '{pattern}', and no module is called that",
+                hint=f"Did you mean '{close}'?" if close else f"Its modules: {', '.join(names[:12])}.",
+            )
+        styles.update(dict.fromkeys(found, style))
+    return styles
+
+
+def _matches(pattern: str, name: str) -> bool:
+    wanted, parts = pattern.split("."), name.split(".")
+    return len(wanted) == len(parts) and all(w in ("*", part) for w, part in zip(wanted, parts, strict=True))
+
+
+def _check_degree(model: nn.Module, styles: Mapping[str, str | ParallelStyle], degree: int) -> None:
+    """Refuse a degree that leaves some ranks more heads or features than others."""
+    given = model.tensor_divides() if implements(model, TensorDivides) else known_divides(model)
+    sizes: dict[str, int] = dict(given)
+    for name, style in styles.items():
+        side = {"colwise": "out_features", "rowwise": "in_features"}.get(style) if isinstance(style, str) else None
+        size = getattr(model.get_submodule(name), side, None) if side else None
+        if isinstance(size, int):
+            sizes[f"{name}.{side}"] = size
+    wrong = [f"{name} = {size}" for name, size in sizes.items() if size % degree]
+    if wrong:
+        common = math.gcd(*sizes.values())
+        possible = [str(number) for number in range(1, common + 1) if common % number == 0]
+        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        raise UsageError(
+            f"tensor_parallel = {degree} cannot split {type(model).__name__}: it does not divide "
+            f"{', '.join(wrong[:3])}{more}",
+            hint=f"For this model tensor_parallel can be: {', '.join(possible)}.",
+        )
+
+
+def _refuse_unsplit(model: nn.Module) -> None:
+    """Refuse parameters outside of the plan: they would get this rank's gradient only."""
+    left = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
+    if left:
+        owner = left[0].rpartition(".")[0]
+        raise UsageError(
+            f"tensor_plan() of {type(model).__name__} does not say what becomes of {', '.join(left[:3])}",
+            hint=f"Add '{owner or left[0]}' to it: 'whole' keeps a module on every rank, with whole inputs; "
+            "'sequence' does so for one that sees slices of the sequence."
+            if owner
+            else "Move the parameter into a module of its own, and name that in the plan.",
+        )
+
+
+def _tie_again(model: nn.Module, before: Mapping[str, nn.Parameter]) -> None:
+    """Parameters that were one object are one again, as long as the plan splits them alike."""
+    first: dict[int, str] = {}
+    for name, old in before.items():
+        original = first.setdefault(id(old), name)
+        if original == name:
+            continue
+        kept, copied = model.get_parameter(original), model.get_parameter(name)
+        if getattr(kept, "placements", None) != getattr(copied, "placements", None):
+            raise UsageError(
+                f"{original} and {name} are tied, but tensor_plan() splits them differently",
+                hint="A token embedding split by 'embedding-rowwise' goes with a head split by 'head-colwise'.",
+            )
+        module, _, key = name.rpartition(".")
+        setattr(model.get_submodule(module), key, kept)

@@ -1,0 +1,88 @@
+"""Tensors on the meta device given memory, and the norm of sharded tensors."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from phalanx.errors import UsageError
+from phalanx.models.contract import Adapter, InitialisesWeights, implements
+from phalanx.strategies.base import COALESCED_BYTES, local
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import nn
+
+
+def is_meta(model: nn.Module) -> bool:
+    """Whether parameters of the model have shapes only."""
+    return any(parameter.is_meta for parameter in model.parameters())
+
+
+def materialise(model: nn.Module, device: torch.device | str) -> None:
+    """Allocate this rank's part of the model and initialise it; replicas are equal."""
+    if not implements(model, InitialisesWeights):
+        raise UsageError(
+            f"{type(model).__name__} was built on the meta device and has no init_weights()",
+            hint="Give it a method init_weights() that draws all weights in place, or build it on the CPU.",
+        )
+    model.to_empty(device=device)
+    with warnings.catch_warnings():
+        # On the CPU torch cannot draw the whole tensor's numbers; each rank draws its shard.
+        warnings.filterwarnings("ignore", message="DTensor random operators", category=UserWarning)
+        model.init_weights()
+        for module in model.modules():
+            if implements(module, Adapter):
+                module.reset_adapter()
+    _share_replicas(model)
+
+
+def _share_replicas(model: nn.Module) -> None:
+    """Broadcast the first replica's weights: on the CPU every rank drew different ones."""
+    replicas: dict[dist.ProcessGroup, list[torch.Tensor]] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        if isinstance(tensor, DTensor):
+            mesh = tensor.device_mesh
+            for axis, placement in enumerate(tensor.placements):
+                if placement.is_replicate() and mesh.size(axis) > 1:
+                    replicas.setdefault(mesh.get_group(axis), []).append(local(tensor.detach()))
+    for group, tensors in replicas.items():
+        dist._broadcast_coalesced(group, tensors, COALESCED_BYTES, 0)
+
+
+def global_norm(gradients: Sequence[torch.Tensor], holders: Sequence[int], device: torch.device) -> torch.Tensor:
+    """Return the norm of all gradients with one all-reduce over the world, whatever their meshes.
+
+    `holders`: over how many ranks each gradient lies, cut or copied. An element that several ranks hold counts on each
+    of them by its share, so that it counts once in all.
+    """
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    if gradients:
+        parts = [local(gradient) for gradient in gradients]
+        norms = torch.stack([norm.double() for norm in torch._foreach_norm(parts)])
+        shares = [_parts(gradient) / ranks for gradient, ranks in zip(gradients, holders, strict=True)]
+        total = (norms.square() * torch.tensor(shares, dtype=torch.float64).to(norms.device)).sum()
+    dist.all_reduce(total)
+    return total.sqrt()
+
+
+def scale_to_norm(gradients: Sequence[torch.Tensor], norm: torch.Tensor, max_norm: float) -> None:
+    """Scale gradients of this norm down to `max_norm`, without asking the device whether it is needed."""
+    if not gradients:
+        return
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    torch._foreach_mul_([local(gradient) for gradient in gradients], factor)
+
+
+def _parts(gradient: torch.Tensor) -> int:
+    """Return into how many different parts a gradient is cut."""
+    if not isinstance(gradient, DTensor):
+        return 1
+    mesh = gradient.device_mesh  # not is_shard: torch does not count the strided shards of two axes as such
+    return math.prod(mesh.size(axis) for axis, place in enumerate(gradient.placements) if not place.is_replicate())

@@ -1,0 +1,212 @@
+"""The face of torch's trainers: a model and a DataLoader on N ranks, from a script, a prompt or inside a rank.
+
+`PyTorchDDPTrainer`: torch's own processes and process groups, with any strategy."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from phalanx.config import DistributedConfig, resolve
+from phalanx.config.option import local_path
+from phalanx.engines.ray.data import datasets_of
+from phalanx.errors import PhalanxError, PreemptedError, UsageError
+from phalanx.launch import count_gpus
+from phalanx.loop.optimizer_binding import load_scheduler_state
+from phalanx.loop.prepare import adapt, check_trains_adapters
+from phalanx.loop.task import TrainTask, check_task
+from phalanx.runs.folder import discard_unused, make_run_dir
+from phalanx.runs.preflight import check_before_start
+from phalanx.trainers.job import Job, JobResult, run_job
+from phalanx.trainers.remote import send_job
+from phalanx.trainers.weights import load_weights, return_weights, save_weights
+from phalanx.world.env import read_rank_env
+from phalanx.world.layout import plan_layout
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from torch import nn
+
+    from phalanx.loop.forward import LossFn
+    from phalanx.loop.metrics import Metric
+    from phalanx.observe.history import History
+
+
+class TorchTrainer:
+    """A model, its task and its settings; where they run is the config's affair."""
+
+    backend: ClassVar[str]
+    """The backend of a config that names none."""
+    keras_hint: ClassVar[str] = "Keras models are trained by TensorFlowDistributedTrainer(model_fn=...)."
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: DistributedConfig | torch.optim.Optimizer | None = None,
+        *,
+        loss_fn: LossFn | None = None,
+        optimizer: Any = None,
+        scheduler: Any = None,
+        scheduler_interval: str = "epoch",
+        metrics: Mapping[str, Metric] | None = None,
+        callbacks: list[Any] | None = None,
+        hooks: list[Any] | None = None,
+        **settings: Any,
+    ) -> None:
+        if not isinstance(model, torch.nn.Module):
+            raise _not_a_module(model, self.keras_hint)
+        if isinstance(config, torch.optim.Optimizer):
+            optimizer = _only_one(config, optimizer)
+            config = None
+        if isinstance(optimizer, str):  # a name is the config's field of the same name
+            settings["optimizer"], optimizer = optimizer, None
+        self.model = model
+        self.config = self._configure(config, settings)
+        self.loss_fn = loss_fn
+        self.optimizer = optimizer
+        self.scheduler = scheduler
+        self.scheduler_interval = scheduler_interval
+        self.metrics = metrics
+        self.callbacks = [*(callbacks or []), *(hooks or [])]
+        self.history: History | None = None
+
+    def _configure(self, config: DistributedConfig | None, settings: dict[str, Any]) -> DistributedConfig:
+        if config is not None and not isinstance(config, DistributedConfig):
+            raise UsageError(
+                f"the second argument of {type(self).__name__} is a {type(config).__name__}: expected a "
+                "DistributedConfig or an optimizer",
+                hint="Name it: loss_fn=..., optimizer=..., or a setting such as num_workers=2.",
+            )
+        if config is not None:
+            chosen = config.replace(**settings) if settings else config
+            chosen.refuse_unused(settings)
+        else:
+            chosen = resolve({"backend": self.backend, **settings}).config
+        if chosen.backend == "tensorflow":
+            raise UsageError(
+                f"backend = 'tensorflow' trains Keras models, and {type(self).__name__} torch's",
+                hint="Use TensorFlowDistributedTrainer(model_fn=...), or another backend.",
+            )
+        return chosen
+
+    @property
+    def best_accuracy(self) -> float | None:
+        """The best validation accuracy of the last fit."""
+        return self.history.best_accuracy if self.history else None
+
+    def add_hook(self, function: Any, every: int = 1) -> None:
+        """Call `function(StepInfo)` on every rank after each `every`-th step."""
+        self.callbacks.append((function, every))
+
+    def fit(self, train: Any, val: Any = None, **settings: Any) -> History:
+        """Train on a DataLoader, data set or iterable of batches; settings given here win over the constructor's."""
+        __tracebackhide__ = True
+        config = self.config.replace(**settings) if settings else self.config
+        config.refuse_unused(settings)
+        adapt(self.model, config)  # here, not in the ranks only: the trained adapters come back into this model
+        if isinstance(self.optimizer, torch.optim.Optimizer):
+            check_trains_adapters([self.model], self.optimizer, config)
+        task = self._task(train=train, val=val)
+        check_task(task, config)
+        result = self._run("fit", task, config)
+        assert result.history is not None, "a fit always has a history"
+        self.history = result.history
+        return result.history
+
+    def evaluate(self, data: Any) -> dict[str, float]:
+        """Return the mean loss and metrics over every sample of `data`."""
+        __tracebackhide__ = True
+        return self._run("evaluate", self._task(val=data), self.config).metrics
+
+    def predict(self, data: Any) -> Any:
+        """Return the model's outputs for `data`, in its order (on a started rank: on the main rank only)."""
+        __tracebackhide__ = True
+        return self._run("predict", self._task(val=data), self.config).predictions
+
+    def save(self, path: str | Path) -> Path:
+        """Write the model's weights to a file: safetensors, or torch's own format for .pt and .pth."""
+        path = local_path(path)
+        env = read_rank_env()
+        save_weights(self.model, path, here=env is None or env.rank == 0)
+        return path
+
+    def load(self, path: str | Path) -> None:
+        """Read weights from a file that `save` wrote, or from a checkpoint directory of a run."""
+        load_weights(self.model, local_path(path))
+
+    def _task(self, train: Any = None, val: Any = None) -> TrainTask:
+        name = self.config.name or type(self.model).__name__.lower()
+        parts = (self.loss_fn, self.optimizer, self.metrics, self.callbacks)
+        return TrainTask(self.model, train, val, *parts, name, self.scheduler, self.scheduler_interval)
+
+    def _run(self, action: Any, task: TrainTask, config: DistributedConfig) -> JobResult:
+        """Run the job; a run that was told to stop ends the process with an exit code of its own.
+
+        Under `phalanx train` the launcher does that. In a plain script the scheduler must see it just as well.
+        """
+        __tracebackhide__ = True
+        try:
+            return self._run_where_it_belongs(action, task, config)
+        except PreemptedError as error:
+            env = read_rank_env()
+            if env is not None and env.supervised:
+                raise
+            print(f"phalanx: {error}", file=sys.stderr, flush=True)
+            raise SystemExit(error.exit_code) from error
+
+    def _run_where_it_belongs(self, action: Any, task: TrainTask, config: DistributedConfig) -> JobResult:
+        """Run here when this is a rank already or one rank is enough; else start the ranks."""
+        __tracebackhide__ = True  # in a notebook the rank's own traceback is what matters
+        if read_rank_env() is not None:
+            return run_job(Job(action, task, config), in_place=True)
+        layout = plan_layout(config, count_gpus())
+        check_before_start(config)
+        config_here = config.with_trusted(device=layout.device)
+        if layout.world_size == 1:
+            return run_job(Job(action, task, config_here, checked=True), in_place=True)
+        run_dir = make_run_dir(config, task.name) if action == "fit" else None
+        try:
+            result: JobResult = send_job(
+                Job(action, task, config_here, run_dir, checked=True), layout, data=datasets_of(task.train, task.val)
+            )
+        except PhalanxError as error:
+            if run_dir is not None:
+                discard_unused(config, run_dir)
+            raise error.with_traceback(None)  # noqa: B904 - what it tells happened in a rank, not in these frames
+        if result.weights is not None:
+            return_weights(self.model, result.weights)
+        if isinstance(self.optimizer, torch.optim.Optimizer) and result.optimizer_state is not None:
+            self.optimizer.load_state_dict(result.optimizer_state)
+        if isinstance(self.scheduler, torch.optim.lr_scheduler.LRScheduler) and result.scheduler_state is not None:
+            load_scheduler_state(self.scheduler, result.scheduler_state)
+        return result
+
+
+def _not_a_module(model: Any, keras_hint: str) -> UsageError:
+    is_keras = type(model).__module__.split(".")[0] in ("keras", "tf_keras")
+    said = f"model must be a torch.nn.Module; got {type(model).__name__}"
+    return UsageError(said, hint=keras_hint) if is_keras else UsageError(said)
+
+
+def _only_one(optimizer: torch.optim.Optimizer, other: Any) -> torch.optim.Optimizer:
+    if other is not None:
+        raise UsageError(
+            f"two optimizers: {type(optimizer).__name__} as second argument, and optimizer=...",
+            hint="Give one of them.",
+        )
+    return optimizer
+
+
+class PyTorchDDPTrainer(TorchTrainer):
+    """Trains a model on all ranks as if they were one, by torch's DistributedDataParallel or any other strategy.
+
+    Every setting of `DistributedConfig` is an argument (`num_workers=2, batch_size=32, epochs=5, ...`), or give a whole
+    `config=`. In a plain Python process `fit` starts the ranks itself and the trained weights are in `model`
+    afterwards; in a rank that a launcher started, it joins the others.
+    """
+
+    backend = "pytorch-ddp"

@@ -1,0 +1,221 @@
+"""What a trial runs: a recipe, a script or module, or a function. Each is a launch like that of `phalanx train`."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from phalanx.config import FIELDS, read_toml
+from phalanx.errors import UsageError, nearest
+from phalanx.launch import CallTarget, ModuleTarget, ScriptTarget
+from phalanx.observe.events import MetricsReported
+from phalanx.observe.sinks import JsonlSink
+from phalanx.runs.spec import given_settings, recipe_target, settings_environment
+from phalanx.tune.reporting import as_number
+from phalanx.tune.trial import REPORTED
+from phalanx.world.env import read_rank_env
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from phalanx.config import DistributedConfig, Resolved
+    from phalanx.launch.spec import Target
+    from phalanx.recipes import Recipe
+    from phalanx.tune.trial import Trial
+
+
+OF_THE_TRIAL = ("run_dir", "checkpoint_dir", "resume_from_checkpoint", "node_rank", "rdzv_endpoint")
+"""Settings that each trial has for itself."""
+
+
+class TrainableParts(NamedTuple):
+    """What the launcher is told of one trial."""
+
+    config: DistributedConfig
+    target: Target
+    env: dict[str, str]
+
+
+class Trainable(Protocol):
+    """What is tuned."""
+
+    @property
+    def name(self) -> str:
+        """What it is called."""
+
+    @property
+    def resolved(self) -> Resolved:
+        """The settings of all trials."""
+
+    def check(self, names: Iterable[str]) -> None:
+        """Refuse hyperparameters that would not reach it."""
+
+    def parts(self, trial: Trial) -> TrainableParts:
+        """Return what to launch for a trial."""
+
+    def overruled(self, trial: Trial) -> dict[str, Any]:
+        """Return the hyperparameters that did not reach a trial, with the values that it had instead."""
+
+
+def trial_config(resolved: Resolved, trial: Trial, params: Mapping[str, Any]) -> DistributedConfig:
+    """Return the settings of a trial: those of all, its own point, its own folders."""
+    own = {
+        "run_dir": str(trial.folder),
+        "checkpoint_dir": str(trial.checkpoints),
+        "resume_from_checkpoint": True,
+        "progress": False,
+        "name": f"{resolved.config.name or 'trial'}-{trial.number}",
+    }
+    if resolved.origins["keep_last"] == "default" and resolved.config.backend != "tensorflow":  # Keras keeps one
+        own["keep_last"] = 1
+    settings = {name: value for name, value in params.items() if name in FIELDS}
+    return resolved.config.replace(**settings, **own)
+
+
+def _changed(resolved: Resolved, config: DistributedConfig) -> dict[str, Any]:
+    """Return the settings that were given for all trials, and those that this one has for itself."""
+    differs = {name for name in FIELDS if getattr(config, name) != getattr(resolved.config, name)}
+    return given_settings(resolved, config) | {name: getattr(config, name) for name in differs}
+
+
+@dataclass(frozen=True)
+class RecipeTrainable:
+    """A built-in recipe: hyperparameters are settings."""
+
+    recipe: Recipe
+    resolved: Resolved
+
+    @property
+    def name(self) -> str:
+        """The recipe's name."""
+        return self.recipe.name
+
+    def check(self, names: Iterable[str]) -> None:
+        """A recipe takes settings only."""
+        unknown = [name for name in names if name not in FIELDS]
+        if unknown:
+            guesses = [f" Did you mean '{close}'?" if (close := nearest(name, FIELDS)) else "" for name in unknown]
+            told = "\n  ".join(f"unknown setting '{name}'.{g}" for name, g in zip(unknown, guesses, strict=True))
+            raise UsageError(told, hint="A recipe takes settings only; `phalanx config show` lists them.")
+
+    def parts(self, trial: Trial) -> TrainableParts:
+        """Return what to launch for a trial."""
+        config = trial_config(self.resolved, trial, trial.params)
+        return TrainableParts(config, recipe_target(self.recipe, config, trial.folder, trial.folder), {})
+
+    def overruled(self, trial: Trial) -> dict[str, Any]:
+        """A recipe takes every setting."""
+        return {}
+
+
+@dataclass(frozen=True)
+class ScriptTrainable:
+    """A script or module: settings go to the trainer inside it, other names are its own arguments."""
+
+    target: ScriptTarget | ModuleTarget
+    resolved: Resolved
+
+    @property
+    def name(self) -> str:
+        """The file's name without its ending, or the module's."""
+        return Path(self.target.path).stem if isinstance(self.target, ScriptTarget) else self.target.name
+
+    def check(self, names: Iterable[str]) -> None:
+        """Any name may be an argument of the script's own."""
+        self.target.check()
+
+    def parts(self, trial: Trial) -> TrainableParts:
+        """Return what to launch for a trial."""
+        config = trial_config(self.resolved, trial, trial.params)
+        own = [f"--{name}={value}" for name, value in trial.params.items() if name not in FIELDS]
+        arguments = (*self.target.args, *own)
+        target: Target = (
+            ScriptTarget(self.target.path, arguments)
+            if isinstance(self.target, ScriptTarget)
+            else ModuleTarget(self.target.name, arguments)
+        )
+        return TrainableParts(config, target, settings_environment(_changed(self.resolved, config)))
+
+    def overruled(self, trial: Trial) -> dict[str, Any]:
+        """A trainer's arguments in the script win over settings from outside: the run's own record tells."""
+        path = trial.folder / "config.toml"
+        ran = read_toml(path) if path.exists() else {}
+        asked = {name: value for name, value in trial.params.items() if name in FIELDS}
+        return {name: ran.get(name) for name, value in asked.items() if ran and ran.get(name) != value}
+
+
+@dataclass(frozen=True)
+class FunctionTrainable:
+    """A function of the hyperparameters: it gets all of them as a dict, and returns metrics."""
+
+    function: Callable[[dict[str, Any]], Any]
+    resolved: Resolved
+    metric: str
+
+    @property
+    def name(self) -> str:
+        """The function's name."""
+        return str(getattr(self.function, "__name__", type(self.function).__name__)).strip("<>")
+
+    def check(self, names: Iterable[str]) -> None:
+        """A function takes what it is given."""
+        if not callable(self.function):
+            raise UsageError(f"train_fn = {self.function!r}: expected a function of the hyperparameters")
+
+    def parts(self, trial: Trial) -> TrainableParts:
+        """Return what to launch for a trial."""
+
+        config = trial_config(self.resolved, trial, {})
+        payload = trial.folder / "train_fn.pkl"
+        write_call(payload, self.function, trial.params, self.metric)
+        env = settings_environment(_changed(self.resolved, config))
+        return TrainableParts(config, CallTarget("phalanx.tune.trainable:run_file", str(payload)), env)
+
+    def overruled(self, trial: Trial) -> dict[str, Any]:
+        """What a function does with its point is its own affair."""
+        return {}
+
+
+def write_call(path: Path, function: Callable[..., Any], params: dict[str, Any], metric: str) -> None:
+    """Pickle the call; functions of scripts and notebooks travel by value."""
+    import cloudpickle
+
+    try:
+        path.write_bytes(cloudpickle.dumps((function, params, metric)))
+    except (TypeError, AttributeError, pickle.PicklingError) as error:
+        raise UsageError(
+            f"train_fn cannot be sent to the trials: {error}",
+            hint="Open files, locks and data loaders inside the function, not outside of it.",
+        ) from error
+
+
+def run_file(payload: str) -> None:
+    """In a rank of a trial: call the function, and report what it returns."""
+    function, params, metric = pickle.loads(Path(payload).read_bytes())
+    returned = function(params)
+    env = read_rank_env()
+    if returned is None or (env is not None and env.rank != 0):
+        return
+    values = _as_metrics(returned, metric)
+    events = JsonlSink(Path(os.environ["PHALANX_RUN_DIR"]) / "events.jsonl")
+    events.handle(MetricsReported(0, 0, REPORTED, values, ends_epoch=True, rank=0))
+    events.close()
+
+
+def _as_metrics(returned: Any, metric: str) -> dict[str, float]:
+    if isinstance(returned, Mapping):
+        if isinstance(returned.get(metric), str):
+            raise UsageError(f"train_fn returned {metric} = {returned[metric]!r}, which is text, not a number")
+        numbers = {str(name): value for name, value in returned.items() if not isinstance(value, str)}
+        return {name: as_number(name, value) for name, value in numbers.items()}
+    try:
+        return {metric: float(returned)}
+    except (TypeError, ValueError):
+        raise UsageError(
+            f"train_fn returned a {type(returned).__name__}",
+            hint="Return a dict of metrics, such as {'loss': 0.3}, or the metric itself as a number.",
+        ) from None

@@ -1,0 +1,171 @@
+"""A callback that writes down what a run computes: activations and gradients of its first step, and its weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.utils._pytree import tree_leaves
+
+from phalanx.loop.hooks import Callback, StepInfo
+from phalanx.strategies.base import whole
+from phalanx.strategies.pipeline.placement import join_stages
+from phalanx.strategies.pipeline.strategy import Pipeline
+from phalanx.trainers.weights import whole_tensors
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from torch import nn
+
+    from phalanx.loop.formation import Formation
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass
+class Recording:
+    """One run, as far as another can be compared with it. Tensors are whole and on the CPU of the main rank."""
+
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    modules: dict[str, str] = field(default_factory=dict)
+    """Class by name, in the order in which their forward passes ended: what a module calls ends before itself."""
+    activations: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """Mean and mean square of each module's projected outputs, over the first global batch."""
+    gradients: Tensors = field(default_factory=dict)
+    before: Tensors = field(default_factory=dict)
+    after: Tensors = field(default_factory=dict)
+    global_batch: int = 0
+    parameters: int = 0
+
+
+class Probe(Callback):
+    """Records a run; `stop_after` ends it early, as if it were complete, so that it leaves a checkpoint."""
+
+    def __init__(self, *, stop_after: int | None = None) -> None:
+        self.recording = Recording()
+        self._stop_after = stop_after
+        self._sums: dict[str, torch.Tensor] = {}
+        self._order: list[str] = []
+        self._remove: list[Callable[[], None]] = []
+        self._formation: Formation
+        self._model: nn.Module
+        self._aliases: dict[str, str] = {}
+        self._looks_inside = True
+
+    def on_fit_start(self, trainer: Any) -> None:
+        """Hang the hooks on the model and the optimizer."""
+        self._formation = trainer.formation
+        self._model = self._formation.unwrap(trainer.model)
+        self._aliases = trainer.model.aliases if isinstance(trainer.model, Pipeline) else {}
+        self.recording.before = self._gathered(self._model.state_dict())
+        self.recording.global_batch = trainer.global_batch
+        self.recording.parameters = self._count_parameters()
+        mesh = self._formation.world.mesh
+        self._looks_inside = not trainer.config.compile and mesh.pp == mesh.tp == 1
+        if self._looks_inside:  # hooks would break a compiled graph into pieces
+            for name, module in self._model.named_modules():
+                self._remove.append(module.register_forward_hook(self._watcher(name)).remove)
+        self._remove.append(trainer.optimizer.register_step_pre_hook(self._before_first_update).remove)
+
+    def on_step_end(self, trainer: Any, info: StepInfo) -> None:
+        """End the run where that was asked for."""
+        if info.step == self._stop_after:
+            trainer.request_stop()
+
+    def on_fit_end(self, trainer: Any) -> None:
+        """Keep the weights of the end."""
+        self.recording.after = self._gathered(self._model.state_dict())
+
+    def _watcher(self, name: str) -> Callable[..., None]:
+        def watch(module: nn.Module, inputs: Any, output: Any) -> None:
+            micro = self._formation.gradients.micro
+            recomputing = torch._C._current_graph_task_id() != -1  # activation checkpointing calls forward twice
+            if recomputing or (micro is not None and micro.samples == 0):
+                return
+            if name not in self._sums:
+                self._order.append(name)
+                self._sums[name] = torch.zeros(3, dtype=torch.float64, device=self._formation.device)
+            self._sums[name] += _fingerprint(output).to(self._formation.device)
+
+        return watch
+
+    def _before_first_update(self, *_: Any) -> None:
+        """Keep the first global batch's gradient, after clipping, and its activations; then step aside."""
+        for remove in self._remove:
+            remove()
+        self._remove.clear()
+        gradients = {name: p.grad for name, p in self._model.named_parameters() if p.grad is not None}
+        self.recording.gradients = self._gathered(gradients)
+        if self._looks_inside:
+            self._keep_activations()
+
+    def _keep_activations(self) -> None:
+        """Add up over the ranks. In the order of the model's own names: ranks may call modules differently."""
+        kinds = {name: _class_of(module) for name, module in self._model.named_modules()}
+        nothing = torch.zeros(3, dtype=torch.float64, device=self._formation.device)
+        table = torch.stack([self._sums.get(name, nothing) for name in kinds])
+        if self._formation.world_size > 1:
+            dist.all_reduce(table)
+        sums = dict(zip(kinds, table.tolist(), strict=True))
+        order = _with_uncalled(self._order, kinds)
+        self.recording.modules = {name: kinds[name] for name in order}
+        self.recording.activations = {
+            name: (sums[name][0] / sums[name][2], sums[name][1] / sums[name][2]) for name in order if sums[name][2]
+        }
+
+    def _gathered(self, tensors: dict[str, Any]) -> Tensors:
+        """Gather on all ranks; keep on the main one."""
+        compared = {
+            name: tensor
+            for name, tensor in tensors.items()
+            if isinstance(tensor, torch.Tensor) and (tensor.is_floating_point() or tensor.is_complex())
+        }
+        found = whole_tensors(self._model, compared, keep=self._formation.is_main) or {}
+        return {name: tensor.clone() for name, tensor in found.items()}
+
+    def _count_parameters(self) -> int:
+        """Count those of all pipeline stages; a matrix that two stages share counts once, as in the whole model."""
+        here = {name: p.numel() for name, p in self._model.named_parameters() if name not in self._aliases}
+        return sum(join_stages(self._model, here).values())
+
+
+def _with_uncalled(order: list[str], names: Iterable[str]) -> list[str]:
+    """Put modules that were never called themselves (a parent uses their weights) just before their nearest parent."""
+    complete = list(order)
+    for name in names:
+        parent = name
+        while name not in complete and parent:
+            parent = parent.rpartition(".")[0]
+            if parent in complete:
+                complete.insert(complete.index(parent), name)
+        if name not in complete:
+            complete.append(name)
+    return complete
+
+
+def _class_of(module: nn.Module) -> str:
+    """Name the user's own class: sharding makes a subclass of it."""
+    kind = type(module)
+    return (kind.__bases__[-1] if isinstance(module, FSDPModule) else kind).__name__
+
+
+def _fingerprint(output: Any) -> torch.Tensor:
+    """Return (sum, sum of squares, count) of all rows of an output, each projected on one fixed direction.
+
+    Means of these are the same however the rows were split over ranks and micro-batches. Scalars are left out: they
+    are losses, which are weighed and compared elsewhere.
+    """
+    total = torch.zeros(3, dtype=torch.float64)
+    for leaf in tree_leaves(output):
+        if not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point() or leaf.ndim == 0 or leaf.numel() == 0:
+            continue
+        rows = whole(leaf.detach()).double().reshape(-1, leaf.shape[-1])
+        direction = torch.arange(rows.shape[1], dtype=torch.float64, device=rows.device).cos()
+        projected = rows @ direction
+        count = torch.tensor(float(len(projected)), dtype=torch.float64, device=rows.device)
+        total = total.to(rows.device) + torch.stack([projected.sum(), projected.square().sum(), count])
+    return total

@@ -1,0 +1,262 @@
+"""The three proofs: a layout against one process, a run against its own resumption, one layout against another."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import TYPE_CHECKING, Any
+
+from phalanx.config.fields import STRATEGIES
+from phalanx.errors import PreemptedError, UsageError, unknown_name
+from phalanx.launch import CallTarget, count_gpus
+from phalanx.launch.scratch import close_scratch, open_scratch
+from phalanx.runs.folder import log_folder
+from phalanx.runs.spec import launch_spec
+from phalanx.runs.start import run_on_ranks, write_payload
+from phalanx.verification.compare import compare, same_bits
+from phalanx.verification.rank import Run, VerifyRequest, read_recording
+from phalanx.verification.report import MEASURES, Verdict
+from phalanx.world.env import read_rank_env
+from phalanx.world.layout import Layout, plan_layout
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from phalanx.config import DistributedConfig
+    from phalanx.verification.probe import Recording
+    from phalanx.verification.report import Comparison
+    from phalanx.verification.subject import Subject
+
+DEFAULTS = {"num_workers": 2, "max_steps": 5}
+"""What verify takes where neither a flag nor a file says it."""
+
+_ONE_PROCESS: dict[str, Any] = {
+    "num_workers": 1,
+    "num_gpus": None,
+    "gpus_per_node": None,
+    "gradient_accumulation_steps": 1,
+    "zero_stage": None,
+    "sharding": "auto",
+    "shard_size": None,
+    "wrap_class": None,
+    "offload": "none",
+    "tensor_parallel": 1,
+    "pipeline_parallel": 1,
+    "pipeline_schedule": "1f1b",
+    "pipeline_cuts": None,
+    "pipeline_balance": "parameters",
+    "microbatches": None,
+    "context_parallel": 1,
+    "expert_parallel": 1,
+}
+"""One process takes a global batch in one piece."""
+
+_AXIS_FIELDS = {
+    "pp": "pipeline_parallel",
+    "cp": "context_parallel",
+    "tp": "tensor_parallel",
+    "ep": "expert_parallel",
+}
+_AXIS = re.compile(r"(pp|cp|tp|ep)([1-9]\d*)")
+
+_UNSEEN: dict[str, Any] = {
+    "epochs": None,
+    "log_every_n_steps": 1,
+    "progress": False,
+    "tensorboard": False,
+    "tensorboard_dir": None,
+    "mlflow_tracking": False,
+    "mlflow_experiment": None,
+    "run_dir": None,
+    "checkpoint_dir": None,
+    "checkpoint_frequency": None,
+    "resume_from_checkpoint": False,
+    "max_restarts": 0,
+}
+"""What surrounds a real run and is no part of the proof."""
+
+FLOAT64 = 1e-10
+FLOAT32 = 1e-5
+_ROUNDINGS = 10
+"""A layout may be this many times as far from one process as rounding alone takes one process from itself."""
+_FINER = 2.0**-29
+"""Float64 has 29 bits more than float32: what rounding does to a run in the one tells what it does in the other."""
+
+
+class Proof:
+    """Runs a subject on layouts and keeps the recordings; leaves no folder behind."""
+
+    def __init__(self, subject: Subject, config: DistributedConfig) -> None:
+        self.subject = subject
+        self.config = _quiet(config)
+        self.layout = plan_layout(self.config, count_gpus())
+        self.split = self.layout.mesh.dp_size * config.gradient_accumulation_steps
+        self.steps = config.max_steps or DEFAULTS["max_steps"]
+        self._folder = open_scratch("verify")
+
+    def close(self) -> None:
+        """Remove what the runs wrote."""
+        close_scratch(self._folder)
+
+    def against_one_process(self) -> Verdict:
+        """Compare the layout with one process, in float64 and in float32."""
+        alone = self.config.replace(**_ONE_PROCESS)
+        precisions = ("float64", "float32")
+        # The layout first: a model that it does not fit is told before a whole run of one process.
+        laid = self._launch(self.config, [self._run(f"laid-{kind}", self.config, kind) for kind in precisions])
+        one = self._launch(alone, [self._run(f"one-{kind}", alone, kind) for kind in precisions])
+        exact, rounded = one["one-float64"], one["one-float32"]
+        fine, coarse = _limits(exact, rounded)
+        comparisons = [
+            compare("float64: one process and the layout", exact, laid["laid-float64"], fine),
+            compare("float32: one process and the layout", rounded, laid["laid-float32"], coarse),
+        ]
+        return self._verdict("give what one process gives", laid["laid-float64"], comparisons)
+
+    def against_resumption(self) -> Verdict:
+        """Stop after half the steps, resume in new processes, and compare bits with the run that never stopped."""
+        found = self._launch(self.config, [self._run("straight", self.config, "float32"), self._stopped("float32")])
+        straight, resumed = found["straight"], self._resumed("float32", self.config)
+        title = f"bits: uninterrupted, and resumed after step {self._half()}"
+        comparison = compare(title, _without_first_step(straight), resumed, 0.0, labels=("uninterrupted", "resumed"))
+        problems = _load_problems(found["stopped"], resumed)
+        changed = same_bits(straight.after, resumed.after)
+        if changed is not None:
+            problems.append(f"{changed} is not equal to the last bit after step {self.steps}")
+        claim = "end with the same bits when it is stopped and resumed"
+        return self._verdict(claim, straight, [comparison], problems)
+
+    def against_layout(self, wish: str) -> Verdict:
+        """Save on this layout, load on another, and compare what the other goes on to compute."""
+        other = self._other_layout(wish)
+        straight = [self._run(f"straight-{kind}", self.config, kind) for kind in ("float64", "float32")]
+        found = self._launch(self.config, [*straight, self._stopped("float64")])
+        resumed = self._resumed("float64", other)
+        exact = _without_first_step(found["straight-float64"])
+        fine, _ = _limits(exact, found["straight-float32"])
+        name = _layout_name(other, plan_layout(other, count_gpus()))
+        title = f"float64: this layout, and {name} from step {self._half()} on"
+        comparison = compare(title, exact, resumed, fine, labels=("this layout", "resharded"))
+        claim = f"go on the same when its checkpoint is loaded on {name}"
+        return self._verdict(claim, exact, [comparison], _load_problems(found["stopped"], resumed))
+
+    def _half(self) -> int:
+        if self.steps < 2:
+            raise UsageError(f"max_steps = {self.steps}: stopping half-way needs at least 2 steps")
+        return self.steps // 2
+
+    def _stopped(self, dtype: str) -> Run:
+        kept = self.config.with_trusted(checkpoint_dir=str(self._folder / "kept"))
+        return self._run("stopped", kept, dtype, stop_after=self._half())
+
+    def _resumed(self, dtype: str, config: DistributedConfig) -> Recording:
+        """Go on from the checkpoint in new processes."""
+        going_on = config.with_trusted(resume_from_checkpoint=str(self._folder / "kept"))
+        return self._launch(config, [self._run("resumed", going_on, dtype)])["resumed"]
+
+    def _run(self, name: str, config: DistributedConfig, dtype: str, stop_after: int | None = None) -> Run:
+        ranks = plan_layout(config, count_gpus()).mesh.dp_size
+        return Run(name, config, dtype, self.split, ranks, stop_after)
+
+    def _launch(self, config: DistributedConfig, runs: list[Run]) -> dict[str, Recording]:
+        """Start the ranks of one layout and let them execute the runs."""
+        layout = plan_layout(config, count_gpus())
+        placed = [dataclasses.replace(run, config=run.config.with_trusted(device=layout.device)) for run in runs]
+        payload = self._folder / f"{runs[0].name}.pkl"
+        write_payload(VerifyRequest(self.subject, placed), payload)
+        target = CallTarget("phalanx.worker:run_verify_file", str(payload))
+        with log_folder(None) as logs:
+            try:
+                run_on_ranks(launch_spec(config, layout, target, logs), config)
+            except PreemptedError:  # the ranks would advise a checkpoint_dir, which verify does not use
+                raise PreemptedError(
+                    "verify was stopped before it could compare", hint="It keeps nothing: run the same command again."
+                ) from None
+        return {run.name: read_recording(self._folder, run.name) for run in runs}
+
+    def _verdict(
+        self, claim: str, run: Recording, comparisons: list[Comparison], problems: Sequence[str] = ()
+    ) -> Verdict:
+        size = f"global batch {run.global_batch}, {run.parameters:,} parameters, dropout off"
+        name = _layout_name(self.config, self.layout)
+        return Verdict(self.subject.name, name, claim, f"{self.steps} steps, {size}", comparisons, list(problems))
+
+    def _other_layout(self, wish: str) -> DistributedConfig:
+        strategy, _, rest = wish.partition(":")
+        count, *axes = rest.split(":")
+        sizes = [_AXIS.fullmatch(axis) for axis in axes]
+        if not count.isdigit() or int(count) < 1 or None in sizes:
+            raise UsageError(
+                f"--reshard {wish}: not a layout",
+                hint="Write <strategy>:<ranks>, for example ddp:1, and other axes after it: fsdp:8:pp2:tp2",
+            )
+        if strategy not in STRATEGIES:
+            raise UsageError(unknown_name("strategy", strategy, STRATEGIES))
+        degrees = {_AXIS_FIELDS[size[1]]: int(size[2]) for size in sizes if size is not None}
+        return self.config.replace(**{**_ONE_PROCESS, **degrees, "strategy": strategy, "num_workers": int(count)})
+
+
+def _limits(exact: Recording, rounded: Recording) -> tuple[dict[str, float], dict[str, float]]:
+    """Return how far two float64 and two float32 runs may be apart, from one run in both precisions.
+
+    Where a gradient is zero but for rounding, Adam divides rounding by rounding: such weights differ more than 1e-10
+    between any two runs, and float32 shows it.
+    """
+    rounding = compare("rounding", exact, rounded, 0.0).worst
+    fine = {measure: max(FLOAT64, _ROUNDINGS * rounding[measure] * _FINER) for measure in MEASURES}
+    return fine, {measure: max(FLOAT32, _ROUNDINGS * rounding[measure]) for measure in MEASURES}
+
+
+def _quiet(config: DistributedConfig) -> DistributedConfig:
+    """Return the settings that make the layout, without what surrounds a real run."""
+    if config.mixed_precision is not False:
+        raise UsageError(
+            f"mixed_precision = {config.mixed_precision!r}: verify compares in float64 and float32",
+            hint="Leave mixed_precision out: what it rounds away would hide what a layout gets wrong.",
+        )
+    if config.resolved_strategy == "deepspeed":
+        raise UsageError(
+            "verify compares in float64, and DeepSpeed keeps weights in float32",
+            hint="The same stages without DeepSpeed can be verified: leave it out and set zero_stage.",
+        )
+    if config.resolved_strategy in ("local-sgd", "diloco") or config.compression != "none":
+        means = f"compression = {config.compression!r}" if config.compression != "none" else config.resolved_strategy
+        raise UsageError(
+            f"{means} does not give what one process gives, and is not meant to",
+            hint="It is judged by the loss it reaches: phalanx bench compression, or a run beside --strategy ring.",
+        )
+    env = read_rank_env()
+    if env is not None and env.world_size > 1:
+        raise UsageError(
+            f"verify starts its own ranks, but {env.started_by} started {env.world_size} of it",
+            hint="Run phalanx verify once, by itself.",
+        )
+    if config.num_nodes > 1:
+        raise UsageError(
+            "verify runs on one machine", hint="Verify the same number of ranks here, with --device cpu if need be."
+        )
+    return config.replace(max_steps=config.max_steps or DEFAULTS["max_steps"], **_UNSEEN)
+
+
+def _layout_name(config: DistributedConfig, layout: Layout) -> str:
+    strategy = config.resolved_strategy
+    if config.zero_stage is not None:
+        strategy += f" (ZeRO {config.zero_stage})"
+    elif config.resolved_sharding != "full":  # beside other axes ddp shards the data axis too
+        strategy += f" ({config.resolved_sharding})"
+    axes = {short: getattr(config, name) for short, name in _AXIS_FIELDS.items()}
+    strategy += "".join(f" x {short}{size}" for short, size in axes.items() if size > 1)
+    ranks = f"{layout.world_size} rank{'s' * (layout.world_size > 1)}"
+    accumulation = config.gradient_accumulation_steps
+    return f"{strategy}, {ranks} on {layout.device}" + (f", accumulation {accumulation}" if accumulation > 1 else "")
+
+
+def _without_first_step(straight: Recording) -> Recording:
+    """A probe looks into the first step of its run, and that of a resumed run is another one."""
+    return dataclasses.replace(straight, activations={}, gradients={})
+
+
+def _load_problems(stopped: Recording, resumed: Recording) -> list[str]:
+    """Loading must give back what was saved to the last bit, on whatever layout."""
+    changed = same_bits(stopped.after, resumed.before)
+    return [] if changed is None else [f"{changed} was loaded with other bits than it was saved with"]

@@ -1,0 +1,302 @@
+"""What a comparison found, as plain data: how far apart, how far allowed, and where it began. No torch here.
+
+A verdict in words and tables. No torch here."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+MEASURES = ("loss", "grad_norm", "activations", "gradients", "parameters")
+
+
+@dataclass(frozen=True)
+class StepRow:
+    """Loss and gradient norm of one step, in the reference and in the other run."""
+
+    step: int
+    loss: tuple[float, float]
+    grad_norm: tuple[float, float]
+
+    def difference(self, measure: str) -> float:
+        """Return the relative difference of `loss` or `grad_norm`."""
+        mine, theirs = getattr(self, measure)
+        if mine == theirs:
+            return 0.0
+        apart = abs(mine - theirs) / max(abs(mine), math.ulp(0.0))
+        return math.inf if math.isnan(apart) else apart
+
+
+@dataclass(frozen=True)
+class ModuleRow:
+    """Largest relative differences of a module: outputs and gradients of the first step, weights after the last."""
+
+    name: str
+    kind: str
+    activations: float | None
+    gradients: float | None
+    parameters: float | None
+
+    @property
+    def title(self) -> str:
+        """The module's path in the model, or its class for the model itself."""
+        return self.name or f"({self.kind})"
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """Where two runs part, as early as it can be seen."""
+
+    module: str
+    kind: str
+    measure: str
+    difference: float
+    limit: float
+
+    def __str__(self) -> str:
+        seen = {
+            "activations": "its outputs of the first step differ, and nothing that ran before it does",
+            "gradients": "its gradients of the first step differ, and nothing that backward reached before it does",
+            "parameters": "the first step agrees, and its weights after the last one differ",
+        }[self.measure]
+        where = f"{self.module} ({self.kind})" if self.module != f"({self.kind})" else f"the model ({self.kind})"
+        return f"{where}: {seen}: {self.difference:.1e}, allowed {self.limit:.1e}"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One run beside another."""
+
+    title: str
+    labels: tuple[str, str]
+    steps: list[StepRow]
+    modules: list[ModuleRow]
+    limits: dict[str, float]
+
+    @property
+    def worst(self) -> dict[str, float]:
+        """The largest difference of each measure."""
+        found = {measure: [row.difference(measure) for row in self.steps] for measure in ("loss", "grad_norm")}
+        for measure in ("activations", "gradients", "parameters"):
+            values = [getattr(row, measure) for row in self.modules]
+            found[measure] = [value for value in values if value is not None]
+        return {measure: max(found[measure], default=0.0) for measure in MEASURES}
+
+    def measures(self, measure: str) -> bool:
+        """Whether both runs tell this measure at all."""
+        if measure in {"loss", "grad_norm"}:
+            return bool(self.steps)
+        return any(getattr(row, measure) is not None for row in self.modules)
+
+    @property
+    def agrees(self) -> bool:
+        """Whether nothing is further apart than allowed."""
+        return all(value <= self.limits[measure] for measure, value in self.worst.items())
+
+    @property
+    def divergence(self) -> Divergence | None:
+        """The first module that differs, in the order of computation.
+
+        Forward passes run down the list; the gradients of a batch come up it, so the last one of the list is the first.
+        """
+        for measure, rows in (
+            ("activations", self.modules),
+            ("gradients", self.modules[::-1]),
+            ("parameters", self.modules),
+        ):
+            limit = self.limits[measure]
+            for row in rows:
+                value = getattr(row, measure)
+                if value is not None and value > limit:
+                    return Divergence(row.title, row.kind, measure, value, limit)
+        return None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data that JSON can hold."""
+        first = self.divergence
+        return {
+            "title": self.title,
+            "runs": list(self.labels),
+            "agrees": self.agrees,
+            "limits": self.limits,
+            "worst": {name: _json_number(value) for name, value in self.worst.items()},
+            "first_diverging_module": None if first is None else first.module,
+            "first_diverging_measure": None if first is None else first.measure,
+            "steps": [_step(row) for row in self.steps],
+            "modules": [_module(row) for row in self.modules],
+        }
+
+
+def _step(row: StepRow) -> dict[str, Any]:
+    found: dict[str, Any] = {"step": row.step}
+    for measure in ("loss", "grad_norm"):
+        found[measure] = [_json_number(value) for value in getattr(row, measure)]
+        found[f"{measure}_difference"] = _json_number(row.difference(measure))
+    return found
+
+
+def _module(row: ModuleRow) -> dict[str, Any]:
+    values = {name: getattr(row, name) for name in ("activations", "gradients", "parameters")}
+    return {"module": row.name, "class": row.kind, **{name: _json_number(value) for name, value in values.items()}}
+
+
+def _json_number(value: float | None) -> float | str | None:
+    """JSON has no infinity and no NaN."""
+    return value if value is None or math.isfinite(value) else str(value)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The outcome of `verify`: true when the layout gives what it must."""
+
+    subject: str
+    layout: str
+    claim: str
+    """What is to be proved of the layout."""
+    summary: str
+    comparisons: list[Comparison]
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def agrees(self) -> bool:
+        """Whether every comparison agrees."""
+        return not self.problems and all(comparison.agrees for comparison in self.comparisons)
+
+    def __bool__(self) -> bool:
+        return self.agrees
+
+    def __str__(self) -> str:
+
+        return write_report(self)
+
+    @property
+    def first_diverging_module(self) -> str | None:
+        """The module where the first comparison that differs begins to."""
+        found = (comparison.divergence for comparison in self.comparisons if not comparison.agrees)
+        return next((divergence.module for divergence in found if divergence is not None), None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data that JSON can hold."""
+        return {
+            "subject": self.subject,
+            "layout": self.layout,
+            "claim": self.claim,
+            "summary": self.summary,
+            "agrees": self.agrees,
+            "first_diverging_module": self.first_diverging_module,
+            "problems": self.problems,
+            "comparisons": [comparison.to_dict() for comparison in self.comparisons],
+        }
+
+
+_MOST_MODULES = 40
+_SHARP = 1e-6
+_COLUMNS = ("activations", "gradients", "parameters")
+_WORDS = {
+    "loss": "loss",
+    "grad_norm": "gradient norm",
+    "activations": "outputs",
+    "gradients": "gradients",
+    "parameters": "weights",
+}
+_BATCH_NORM = (
+    "Batch normalisation uses the mean and variance of each rank's own samples, so it depends on the layout by design. "
+    "torch.nn.SyncBatchNorm (CUDA), GroupNorm and LayerNorm do not."
+)
+
+
+def write_report(verdict: Verdict) -> str:
+    """Return the whole report, the verdict last."""
+    lines = [f"{verdict.subject} on {verdict.layout}: {verdict.summary}"]
+    parted = False
+    for comparison in verdict.comparisons:
+        # Weights that float32 rounds say little by themselves; where runs part is worth showing, once.
+        is_sharp = max(comparison.limits.values()) < _SHARP
+        lines += ["", *_section(comparison, by_module=is_sharp or not (comparison.agrees or parted))]
+        parted = parted or not comparison.agrees
+    return "\n".join([*lines, "", *_closing(verdict)])
+
+
+def _section(comparison: Comparison, *, by_module: bool) -> list[str]:
+    mine, theirs = comparison.labels
+    runs = f"{mine:<18}{theirs:<18}{'difference':<13}"
+    lines = [
+        comparison.title,
+        f"  {'step':<6}{'loss':<49}gradient norm",
+        f"  {'':<6}{runs}{runs}".rstrip(),
+        *(f"  {row.step:<6}{_pair(row, 'loss')}{_pair(row, 'grad_norm')}".rstrip() for row in comparison.steps),
+        "",
+    ]
+    return [*lines, *(_modules(comparison) if by_module else []), *_largest(comparison)]
+
+
+def _pair(row: StepRow, measure: str) -> str:
+    first, second = getattr(row, measure)
+    return f"{first:<18.12g}{second:<18.12g}{row.difference(measure):<13.1e}"
+
+
+def _modules(comparison: Comparison) -> list[str]:
+    """Return the modules that hold parameters or differ, in the order of the forward pass."""
+    rows = [row for row in comparison.modules if row.parameters is not None or _is_apart(comparison, row)]
+    if not rows:
+        return []
+    shown = rows[:_MOST_MODULES]
+    names = max(len("module"), *(len(row.title) for row in shown)) + 2
+    kinds = max(len("class"), *(len(row.kind) for row in shown)) + 2
+    columns = [name for name in _COLUMNS if comparison.measures(name)]
+    head = f"  {'module':<{names}}{'class':<{kinds}}" + "".join(f"{_WORDS[name]:<11}" for name in columns)
+    lines = [head.rstrip()]
+    for row in shown:
+        cells = "".join(f"{_number(getattr(row, name)):<11}" for name in columns)
+        mark = "<- differs" if _is_apart(comparison, row) else ""
+        lines.append(f"  {row.title:<{names}}{row.kind:<{kinds}}{cells}{mark}".rstrip())
+    if len(rows) > _MOST_MODULES:
+        lines.append(f"  ... and {len(rows) - _MOST_MODULES} more (--json has all)")
+    return [*lines, ""]
+
+
+def _is_apart(comparison: Comparison, row: ModuleRow) -> bool:
+    values = {name: getattr(row, name) for name in _COLUMNS}
+    return any(value is not None and value > comparison.limits[name] for name, value in values.items())
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1e}"
+
+
+def _largest(comparison: Comparison) -> list[str]:
+    measured = {name: value for name, value in comparison.worst.items() if comparison.measures(name)}
+    lines = [f"  {'largest difference':<22}{'found':<11}allowed"]
+    return lines + [
+        f"  {_WORDS[name]:<22}{value:<11.1e}{comparison.limits[name]:.1e}" for name, value in measured.items()
+    ]
+
+
+def _closing(verdict: Verdict) -> list[str]:
+    if verdict.agrees:
+        found = ", ".join(_how_close(each) for each in verdict.comparisons)
+        return [f"AGREES  {verdict.layout}: does {verdict.claim} ({found})"]
+    lines = [f"DIFFERS  {verdict.layout}: does not {verdict.claim}", *(f"  {problem}" for problem in verdict.problems)]
+    parted = [comparison for comparison in verdict.comparisons if not comparison.agrees]
+    lines += [f"  {_short(each)}: {each.divergence or _by_steps(each)}" for each in parted]
+    first = parted[0].divergence if parted else None
+    return [*lines, f"  {_BATCH_NORM}"] if first is not None and first.kind.startswith("BatchNorm") else lines
+
+
+def _how_close(comparison: Comparison) -> str:
+    largest = max(comparison.worst.values())
+    return f"{_short(comparison)} to {largest:.1e}" if largest else "no difference at all"
+
+
+def _short(comparison: Comparison) -> str:
+    return comparison.title.split(":")[0]
+
+
+def _by_steps(comparison: Comparison) -> str:
+    """Name the first step that differs, where no module's own numbers do."""
+    for row in comparison.steps:
+        for measure in ("loss", "grad_norm"):
+            if row.difference(measure) > comparison.limits[measure]:
+                return f"the {measure.replace('_', ' ')} of step {row.step} differs by {row.difference(measure):.1e}"
+    raise AssertionError("something differs, for the comparison says so")

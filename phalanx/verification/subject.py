@@ -1,0 +1,151 @@
+"""What is verified: a recipe, a reference model, a script of the user's, or a model and data from Python."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from phalanx.errors import UsageError, unknown_name
+from phalanx.models import registry as models
+from phalanx.recipes import load_recipe, recipe_names
+
+_IMAGE_SIZE = {3: 8, 7: 64}
+"""A residual network takes any image; one that suits the kernel of its first convolution is small enough."""
+_LONGEST_TEXT = 128
+
+
+@dataclass
+class Parts:
+    """What a subject is made of. Without a loss function the model's own or the usual one is taken."""
+
+    model: Any
+    data: Any
+    loss_fn: Any = None
+
+
+class Subject(Protocol):
+    """Something that every rank can build for itself; the caller has seeded before."""
+
+    @property
+    def name(self) -> str:
+        """What the report calls it."""
+        ...
+
+    def build(self, data_dir: str | None) -> Parts:
+        """Return a fresh model and its data."""
+        ...
+
+
+@dataclass(frozen=True)
+class RecipeSubject:
+    """A built-in recipe, possibly with another preset of its model."""
+
+    name: str
+    preset: str | None = None
+
+    def build(self, data_dir: str | None) -> Parts:
+        """Build what `phalanx train` would train."""
+        from phalanx.loop.forward import implied_loss
+        from phalanx.trainers.recipe import recipe_parts
+
+        model, train, _ = recipe_parts(load_recipe(self.name).with_preset(self.preset), data_dir)
+        return Parts(model, train, None if hasattr(model, "loss_from_output") else implied_loss)
+
+
+@dataclass(frozen=True)
+class ModelSubject:
+    """A reference model, on data that suit it."""
+
+    name: str
+    preset: str | None = None
+
+    def build(self, data_dir: str | None) -> Parts:
+        """Build the model; text for a language model, made-up images or vectors for the others."""
+        from phalanx.data.sets import load
+        from phalanx.loop.forward import implied_loss
+
+        model: Any = models.build(self.name, **({"preset": self.preset} if self.preset else {}))
+        config: Any = getattr(model, "config", None)
+        if hasattr(config, "vocab_size"):
+            size = min(config.block_size, _LONGEST_TEXT)
+            return Parts(model, load("text", block_size=size, max_bytes=500_000))
+        return Parts(model, load("synthetic", **_made_up(config, self.name)), implied_loss)
+
+
+def _made_up(config: Any, name: str) -> dict[str, Any]:
+    if name == "convnet":
+        return {"shape": (1, 8, 8)}
+    if config is None:
+        return {"shape": (64,)}
+    size = getattr(config, "image_size", None) or _IMAGE_SIZE.get(config.stem, 64)
+    return {"shape": (config.channels, size, size), "classes": config.classes}
+
+
+@dataclass(frozen=True)
+class ScriptSubject:
+    """A script of the user's that defines `build()`."""
+
+    path: str
+
+    @property
+    def name(self) -> str:
+        """The script's file name."""
+        return Path(self.path).name
+
+    def build(self, data_dir: str | None) -> Parts:
+        """Run the script as a module and call its `build`."""
+        sys.path.insert(0, str(Path(self.path).resolve().parent))
+        function = runpy.run_path(self.path, run_name=Path(self.path).stem).get("build")
+        if not callable(function):
+            raise _no_parts(f"{self.path} defines no build()")
+        found = function()
+        if not isinstance(found, tuple) or len(found) not in (2, 3):
+            raise _no_parts(f"build() of {self.path} returned a {type(found).__name__}")
+        return Parts(*found)
+
+
+def _no_parts(what: str) -> UsageError:
+    return UsageError(
+        what, hint="Write: def build(): return model, data_set, loss_fn  (loss_fn may be None or left out)"
+    )
+
+
+@dataclass(frozen=True)
+class GivenSubject:
+    """A model (or a function that makes one) and data, handed over from Python."""
+
+    name: str
+    model: Any
+    data: Any
+    loss_fn: Any = None
+
+    def build(self, data_dir: str | None) -> Parts:
+        """Return them: each rank has a copy of its own, for they came in a pickle."""
+        import copy
+
+        from torch import nn
+
+        made = copy.deepcopy(self.model) if isinstance(self.model, nn.Module) else self.model()
+        return Parts(made, self.data, self.loss_fn)
+
+
+def find_subject(name: str | None, script: str | None, preset: str | None) -> Subject:
+    """Return what the command line names: a recipe, a model or a script."""
+    if (name is None) == (script is None):
+        what = "nothing to verify was named" if name is None else f"'{name}' and --script {script} were both given"
+        raise UsageError(what, hint="Write: phalanx verify digits, phalanx verify gpt, or phalanx verify --script FILE")
+    if script is not None:
+        if preset is not None:
+            raise UsageError("--preset is for the reference models; a script builds its own")
+        if not Path(script).is_file():
+            raise UsageError(f"no script at {script}")
+        return ScriptSubject(script)
+    assert name is not None, "one of the two was given"
+    if name in models.names():  # also the recipes of that name, on shorter texts
+        return ModelSubject(name, preset)
+    if name in recipe_names():
+        return RecipeSubject(name, preset)
+    raise UsageError(unknown_name("recipe or model", name, {*recipe_names(), *models.names()}))
