@@ -16,11 +16,11 @@ from typing import IO, TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import metadata as torch_metadata
-from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import WriteItemType
-from torch.serialization import _get_layout
 
+from phalanx import torch_compat
 from phalanx.checkpoint.files import FileRecord, hashed_file, open_regular, write_failed
 from phalanx.errors import CheckpointError
 
@@ -222,15 +222,14 @@ class _IndexUnpickler(pickle.Unpickler):
 
 
 _HELPERS: dict[tuple[str, str], Any] = {
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _StorageInfo,
     ("torch", "Size"): torch.Size,
-    ("torch.serialization", "_get_layout"): _get_layout,
+    **torch_compat.index_types(),
 }
 
 
 def _read_index(file: IO[bytes]) -> Metadata:
     """Unpickle an index; a stream may set attributes on the classes it names, which is undone and refused."""
-    classes = [*_RECORDS.values(), _StorageInfo]
+    classes = [value for value in (*_RECORDS.values(), *_HELPERS.values()) if isinstance(value, type)]
     before = [dict(vars(cls)) for cls in classes]
     try:
         index = _IndexUnpickler(file).load()

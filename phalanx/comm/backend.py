@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import AllgatherOptions, _create_work_from_future  # type: ignore[attr-defined]
 from torch.distributed import ProcessGroup, ProcessGroupGloo
 
+from phalanx import torch_compat
 from phalanx.comm.collectives.reduction import find_reduction
 from phalanx.comm.register import NAME
 from phalanx.comm.shm.bootstrap import text_gatherer
 from phalanx.comm.shm.setup import share_memory
 from phalanx.errors import UsageError
+from phalanx.torch_compat import AllgatherOptions
 
 if TYPE_CHECKING:
     from datetime import timedelta
@@ -49,8 +50,7 @@ class PhalanxGroup(_Base):  # type: ignore[misc]
         super().__init__(rank, size)
         self._timeout = timeout
         self._gloo: Any = ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout)
-        self._gloo._set_sequence_number_for_group()
-        self._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, self._gloo)
+        torch_compat.attach_gloo(self, self._gloo)
         self._shared: SharedGroup | None = None
         self._undecided = True
 
@@ -89,7 +89,7 @@ class PhalanxGroup(_Base):  # type: ignore[misc]
             return self._by_gloo(f"all_reduce {op} of {_described(tensors[0])}").allreduce(tensors, opts)
         for tensor in tensors:
             path.all_reduce(tensor, op)
-        return _done(tensors)
+        return torch_compat.finished_work(tensors)
 
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
         """Combine several tensors over the ranks."""
@@ -104,7 +104,7 @@ class PhalanxGroup(_Base):  # type: ignore[misc]
             return self._by_gloo(f"broadcast of {_described(tensors[0])}").broadcast(tensors, opts)
         for tensor in tensors:
             path.broadcast(tensor, opts.rootRank)
-        return _done(tensors)
+        return torch_compat.finished_work(tensors)
 
     def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> Any:
         """Collect the ranks' tensors in a list on every rank."""
@@ -116,15 +116,15 @@ class PhalanxGroup(_Base):  # type: ignore[misc]
             path.all_gather(gathered, tensor)
             for part, row in zip(parts, gathered, strict=True):
                 part.data.copy_(row)
-        return _done([part for parts in outputs for part in parts])
+        return torch_compat.finished_work([part for parts in outputs for part in parts])
 
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
         """Collect the ranks' tensors in one."""
         path = self._path(tensor)
         if path is None:
-            return self._by_gloo("all_gather")._allgather_base(output, tensor, opts or AllgatherOptions())
+            return torch_compat.gloo_all_gather(self._by_gloo("all_gather"), output, tensor, opts)
         path.all_gather(output, tensor)
-        return _done([output])
+        return torch_compat.finished_work([output])
 
     def all_gather_single_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
@@ -132,16 +132,16 @@ class PhalanxGroup(_Base):  # type: ignore[misc]
         """Collect several tensors of the ranks, each in one."""
         for output, tensor in zip(outputs, inputs, strict=True):
             self.all_gather_single(output, tensor, opts).wait()
-        return _done(outputs)
+        return torch_compat.finished_work(outputs)
 
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
         """Combine a tensor over the ranks; each gets its part."""
         opts = opts or dist.ReduceScatterOptions()
         op, path = _OPERATIONS.get(_kind(opts)), self._path(tensor)
         if path is None or op is None or not _can(op, tensor.dtype):
-            return self._by_gloo(f"reduce_scatter {op}")._reduce_scatter_base(output, tensor, opts)
+            return torch_compat.gloo_reduce_scatter(self._by_gloo(f"reduce_scatter {op}"), output, tensor, opts)
         path.reduce_scatter(output, tensor, op)
-        return _done([output])
+        return torch_compat.finished_work([output])
 
     def reduce_scatter_single_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
@@ -149,7 +149,7 @@ class PhalanxGroup(_Base):  # type: ignore[misc]
         """Combine several tensors over the ranks; each gets its parts."""
         for output, tensor in zip(outputs, inputs, strict=True):
             self.reduce_scatter_single(output, tensor, opts).wait()
-        return _done(outputs)
+        return torch_compat.finished_work(outputs)
 
     def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any = None) -> Any:
         """Combine lists of tensors over the ranks; each rank gets its one."""
@@ -157,7 +157,7 @@ class PhalanxGroup(_Base):  # type: ignore[misc]
             return self._by_gloo("reduce_scatter").reduce_scatter(outputs, inputs, opts or dist.ReduceScatterOptions())
         for output, parts in zip(outputs, inputs, strict=True):
             self.reduce_scatter_single(output, torch.stack([part.data for part in parts]), opts).wait()
-        return _done(outputs)
+        return torch_compat.finished_work(outputs)
 
     def all_to_all_single(
         self, output: torch.Tensor, tensor: torch.Tensor, outputs: list[int], inputs: list[int], opts: Any = None
@@ -168,7 +168,7 @@ class PhalanxGroup(_Base):  # type: ignore[misc]
             options = opts or dist.AllToAllOptions()
             return self._by_gloo("all_to_all").alltoall_base(output, tensor, outputs, inputs, options)
         path.all_to_all(output, tensor)
-        return _done([output])
+        return torch_compat.finished_work([output])
 
     def reduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
         """Combine a tensor over the ranks, for one of them."""
@@ -192,7 +192,7 @@ class PhalanxGroup(_Base):  # type: ignore[misc]
         if path is None:
             return self._gloo.barrier(opts or dist.BarrierOptions())
         path.barrier()
-        return _done([])
+        return torch_compat.finished_work([])
 
     def shutdown(self) -> None:
         """Let go of the shared memory."""
@@ -228,9 +228,3 @@ def _can(op: str, dtype: torch.dtype) -> bool:
     except UsageError:
         return False
     return True
-
-
-def _done(tensors: list[torch.Tensor]) -> Any:
-    future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
-    future.set_result(tensors)
-    return _create_work_from_future(future)

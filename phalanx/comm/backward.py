@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.autograd.function import BackwardCFunction
 
+from phalanx import torch_compat
 from phalanx.errors import CommunicationError, ModelError, PhalanxError, unused_parameters
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ class BackwardHooks(ABC):
     def _hook(self, number: int) -> Callable[[torch.nn.Parameter], None]:
         def gradient_is_there(parameter: torch.nn.Parameter) -> None:
             if self.sync or self._takes_every_pass:
-                if torch._C._current_graph_task_id() != self._pass:
+                if torch_compat.backward_pass_id() != self._pass:
                     self._begin()
                 self._take(number)
 
@@ -57,8 +58,8 @@ class BackwardHooks(ABC):
                     "the backward pass before this one broke off after some of its gradients were sent",
                     hint="Ranks are out of step. Let the error end the run, and go on from a checkpoint.",
                 )
-        self._pass = torch._C._current_graph_task_id()
-        torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+        self._pass = torch_compat.backward_pass_id()
+        torch_compat.call_after_backward(self._finish)
 
     @abstractmethod
     def _take(self, number: int) -> None:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from phalanx import torch_compat
 from phalanx.comm.backward import BackwardHooks
 from phalanx.comm.buckets import Bucket, plan_buckets
 from phalanx.comm.collectives.fixed_order import TreeAccumulator, check_ranks
@@ -143,7 +144,7 @@ class GradientReducer(BackwardHooks):
                 gradients.append(parameter.grad)
                 parameter.grad = part
         if parts:
-            torch._foreach_copy_(parts, gradients)
+            torch_compat.foreach_copy_(parts, gradients)
         return bucket
 
     def _finish(self) -> None:

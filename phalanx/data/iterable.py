@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.utils.data import IterableDataset, default_collate, default_convert, get_worker_info
 
+from phalanx import torch_compat
 from phalanx.data.device import batch_length
 from phalanx.data.fetch import is_deterministic, return_as_is
 from phalanx.data.rng import derive_seed, rng_scope, seed_process
@@ -211,5 +212,5 @@ def _take_slot() -> StreamSlot:
     info = get_worker_info()
     if info is None:
         return StreamSlot()
-    torch.utils.data._utils.worker._worker_info = None
+    torch_compat.hide_worker_info()
     return StreamSlot(info.id, info.num_workers, own_process=True)

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler
 
+from phalanx import torch_compat
 from phalanx.data.rng import derive_seed, rng_scope
 
 if TYPE_CHECKING:
@@ -279,7 +280,7 @@ def order_of(sampler: Any, dataset: Any, *, seed: int, training: bool, notes: li
         return IndexOrder(len(dataset), seed=seed, shuffle=training and sampler.shuffle)
     if type(sampler) is SequentialSampler:
         return IndexOrder(len(sampler), seed=seed, shuffle=False)
-    if type(sampler) is RandomSampler and not sampler.replacement and sampler._num_samples is None:
+    if type(sampler) is RandomSampler and torch_compat.draws_each_once(sampler):
         return IndexOrder(len(sampler), seed=seed, shuffle=training)
     return DrawnOrder(sampler, seed=seed)
 

@@ -82,10 +82,10 @@ class NodeGroup:
 
     def _is_host(self) -> bool:
         """Node 0 hosts when the nodes are numbered (a host's name may map to loopback); else torch's rule."""
-        from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname
+        from phalanx.torch_compat import is_own_host
 
         node_rank = self._request["node_rank"]
-        return bool(_matches_machine_hostname(self._host)) if node_rank is None else node_rank == 0
+        return is_own_host(self._host) if node_rank is None else node_rank == 0
 
     def gather(self, attempt: int, tell: Callable[[Message], None]) -> dict[str, Any]:
         """Wait for all nodes, agree on their order, and return this node's place and the ranks' store."""

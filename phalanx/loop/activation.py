@@ -16,6 +16,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from phalanx import torch_compat
 from phalanx.errors import ModelError
 from phalanx.loop.offload import HostMemory
 from phalanx.strategies.fsdp import find_blocks
@@ -104,7 +105,7 @@ _EXPENSIVE = {
         "_scaled_dot_product_fused_attention_overrideable",
     ),
     *_found(
-        torch.ops._c10d_functional,
+        torch_compat.functional_collectives(),
         "all_gather_into_tensor reduce_scatter_tensor all_reduce all_to_all_single wait_tensor",
     ),
 }
@@ -113,8 +114,8 @@ _EXPENSIVE = {
 _DROPOUT_PLACE = {
     operation: place
     for operation in _EXPENSIVE
-    for place, argument in enumerate(operation._schema.arguments)
-    if argument.name == "dropout_p"
+    for place, name in enumerate(torch_compat.argument_names(operation))
+    if name == "dropout_p"
 }
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from phalanx import torch_compat
 from phalanx.errors import UsageError
 from phalanx.loop.sharing import HeldParameters
 
@@ -167,7 +168,7 @@ class Gradients:
         if self._scaler is not None and self.boundary and id(optimizer) not in self._unscaled:
             self._unscaled.add(id(optimizer))
             self._scaler.unscale_(optimizer)
-            found = self._scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+            found = torch_compat.found_inf(self._scaler, id(optimizer))
             if not found:  # no gradient here: nothing overflowed, but torch raises without an entry
                 found[self._world.device] = torch.zeros((), device=self._world.device)
             if self._strategy.shards and self._world.world_size > 1:
@@ -263,7 +264,7 @@ class Gradients:
     def _count_overflow(self, key: int) -> None:
         """Note on the device whether the scaler leaves this step out: reading it here would wait for the device."""
         assert self._scaler is not None
-        found = self._scaler._per_optimizer_states[key]["found_inf_per_device"].values()
+        found = torch_compat.found_inf(self._scaler, key).values()
         here = torch.stack([flag.to(self._world.device) for flag in found]).amax().sign()
         self._overflows[key] = here + self._overflows[key] if key in self._overflows else here
 

@@ -16,6 +16,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from phalanx import torch_compat
+
 if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractContextManager
@@ -68,7 +70,7 @@ class _Block:
         if piece.nbytes < SMALLEST_BYTES or memory.nbytes() > LARGEST_SHARE * piece.nbytes:
             return tensor
         # The weak reference keeps the key from being reused by another storage at the same address.
-        key = (StorageWeakRef(memory), piece._version)  # type: ignore[no-untyped-call]
+        key = (StorageWeakRef(memory), torch_compat.version_of(piece))  # type: ignore[no-untyped-call]
         if key not in self._moved:
             self._moved[key] = _Moved(memory)
         return self._moved[key].saved_once_more(), _View(tensor, piece)
@@ -187,7 +189,7 @@ def _copy_stream(device: torch.device) -> torch.cuda.Stream:
 
 def _is_weight(tensor: torch.Tensor) -> bool:
     """Whether a saved tensor is a parameter, a view of one, or autocast's copy of one, which is there anyway."""
-    base = tensor if tensor._base is None else tensor._base
+    base = torch_compat.base_of(tensor)
     if isinstance(base, nn.Parameter):
         return True
     origin = base.grad_fn

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, ReduceLROnPlateau
 
+from phalanx import torch_compat
 from phalanx.errors import UsageError
 
 if TYPE_CHECKING:
@@ -19,10 +20,6 @@ if TYPE_CHECKING:
 
     from phalanx.config import DistributedConfig
     from phalanx.loop.gradients import Gradients
-
-
-_SCHEDULED = "_wrapped_by_lr_sched"
-"""torch's own mark on the step of an optimizer that has a scheduler."""
 
 
 def bind_optimizer(optimizer: torch.optim.Optimizer, gradients: Gradients) -> Callable[[], None]:
@@ -38,8 +35,8 @@ def bind_optimizer(optimizer: torch.optim.Optimizer, gradients: Gradients) -> Ca
             raise UsageError("a prepared optimizer takes no closure: compute the loss, call backward, then step()")
         gradients.step(optimizer, inner_step)
 
-    if hasattr(inner_step, _SCHEDULED):  # a scheduler made before marked it, and would miss its mark
-        setattr(step, _SCHEDULED, True)
+    if hasattr(inner_step, torch_compat.SCHEDULED_MARK):  # a scheduler made before marked it, and would miss its mark
+        setattr(step, torch_compat.SCHEDULED_MARK, True)
 
     def zero_grad(set_to_none: bool = True) -> None:
         if not gradients.may_zero(optimizer):

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from phalanx import torch_compat
 from phalanx.errors import UsageError
 from phalanx.loop.gradients import Gradients
 from phalanx.loop.precision import Precision
@@ -124,17 +125,17 @@ def compile_in_place(model: nn.Module) -> Callable[[], None]:
     Not the wrapper: torch would compile the insides of DDP, dozens of frames and more with every step, whereas of a
     model inside DDP it makes one graph and cuts that by DDP's buckets.
     """
-    model._compiled_call_impl = torch.compile(_call_of(model))
+    torch_compat.set_compiled_call(model, torch.compile(_call_of(model)))
 
     def undo() -> None:
-        model._compiled_call_impl = None
+        torch_compat.set_compiled_call(model, None)
 
     return undo
 
 
 def _call_of(model: nn.Module) -> Callable[..., Any]:
     """Return the model's call as a plain function: torch skips the calls of its own modules (nn.Sequential)."""
-    inner: Callable[..., Any] = model._call_impl
+    inner = torch_compat.uncompiled_call(model)
 
     def call(*arguments: Any, **options: Any) -> Any:
         return inner(*arguments, **options)

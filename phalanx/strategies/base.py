@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor, Replicate
 
+from phalanx import torch_compat
 from phalanx.errors import UsageError
 from phalanx.strategies.optimizer_state import load_optimizer_state, optimizer_state
 
@@ -72,14 +73,14 @@ def share_weights(model: nn.Module) -> None:
     """Broadcast rank 0's weights and buffers: ranks that initialised their own would hold different models."""
     tensors = [tensor.detach() for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta]
     if tensors:
-        dist._broadcast_coalesced(dist.distributed_c10d._get_default_group(), tensors, COALESCED_BYTES, 0)
+        torch_compat.broadcast_coalesced(tensors)
 
 
 def equalise(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
     """Broadcast parameters from the first rank of a group to the others."""
     parts = [local(parameter.detach()) for parameter in parameters]
     if parts:
-        dist._broadcast_coalesced(group, parts, COALESCED_BYTES, 0)
+        torch_compat.broadcast_coalesced(parts, group)
 
 
 def claim_layout(model: nn.Module, layout: str | None) -> None:
@@ -219,7 +220,7 @@ class Strategy:
         """Divide the averaged gradient, at a step boundary, by the mean weight of its losses."""
         gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
         if gradients:  # a pipeline stage may be frozen
-            torch._foreach_mul_(gradients, 1.0 / divisor)
+            torch_compat.foreach_mul_(gradients, 1.0 / divisor)
 
     def clip_grad_norm(self, parameters: Sequence[nn.Parameter], max_norm: float) -> torch.Tensor:
         """Scale gradients so that their one global norm is at most `max_norm`; return the norm before."""
@@ -246,7 +247,7 @@ class Strategy:
         buffers = [local(buffer) for buffer in self.unwrap(wrapped).buffers()]
         if self.world.world_size > 1 and buffers:
             with torch.no_grad():
-                dist._broadcast_coalesced(dist.distributed_c10d._get_default_group(), buffers, COALESCED_BYTES, 0)
+                torch_compat.broadcast_coalesced(buffers)
 
     def state(self, wrapped: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
         """Return model and optimizer state under canonical parameter names, ready to be saved at any layout."""

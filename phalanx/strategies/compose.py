@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from phalanx import torch_compat
 from phalanx.errors import UsageError
-from phalanx.strategies.base import COALESCED_BYTES, equalise, local, share_weights
+from phalanx.strategies.base import equalise, local, share_weights
 from phalanx.strategies.context.sequence import SequenceSlices
 from phalanx.strategies.context.strategy import install_ring, split_context
 from phalanx.strategies.expert import expert_parameters, spread_experts
@@ -122,7 +123,7 @@ class Composed(FSDP):
         buffers = [local(buffer) for buffer in self.unwrap(wrapped).buffers()]
         if self._stage_group.size() > 1 and buffers:
             with torch.no_grad():
-                dist._broadcast_coalesced(self._stage_group, buffers, COALESCED_BYTES, 0)
+                torch_compat.broadcast_coalesced(buffers, self._stage_group)
 
     def clip_grad_norm(self, parameters: Sequence[nn.Parameter], max_norm: float) -> torch.Tensor:
         """Scale gradients to the one norm over all axes."""
@@ -259,7 +260,7 @@ class Composed(FSDP):
         dist.all_reduce(flat, group=group)
         flat /= group.size()
         parts = flat.split([gradient.numel() for gradient in gradients])  # type: ignore[no-untyped-call]
-        torch._foreach_copy_(gradients, [part.view_as(g) for part, g in zip(parts, gradients, strict=True)])
+        torch_compat.foreach_copy_(gradients, [part.view_as(g) for part, g in zip(parts, gradients, strict=True)])
 
 
 def _complete_gradient(parameter: torch.Tensor) -> None:

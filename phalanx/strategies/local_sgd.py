@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from phalanx import torch_compat
 from phalanx.comm.compress.base import ring_bytes
 from phalanx.strategies.base import CommStats, Strategy, share_weights
 from phalanx.strategies.optimizer_state import level_moments
@@ -146,9 +147,9 @@ class Round:
         flat = self._memory[: sum(tensor.nbytes for tensor in tensors)].view(tensors[0].dtype)
         parts = torch.split_with_sizes(flat, [tensor.numel() for tensor in tensors])
         views = [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
-        torch._foreach_copy_(views, tensors)
+        torch_compat.foreach_copy_(views, tensors)
         self.exchange.all_reduce(flat, "mean")
-        torch._foreach_copy_(tensors, views)
+        torch_compat.foreach_copy_(tensors, views)
 
 
 OUTER = "outer"
@@ -204,7 +205,7 @@ class OuterRound(Round):
 
     def remember(self) -> None:
         """Begin a round at the current parameters."""
-        torch._foreach_copy_(self._start, [parameter.detach() for parameter in self.parameters.values()])
+        torch_compat.foreach_copy_(self._start, [parameter.detach() for parameter in self.parameters.values()])
 
     def momentum_by_name(self) -> dict[str, torch.Tensor]:
         """Return the momentum's own memory, under the parameters' names."""
@@ -215,9 +216,9 @@ class OuterRound(Round):
         """Take an outer step along the average movement of the ranks."""
         super().average()
         parameters = [parameter.detach() for parameter in self.parameters.values()]
-        movement = torch._foreach_sub(self._start, parameters)  # a gradient points backwards
-        torch._foreach_mul_(self._momentum, self._decay)
-        torch._foreach_add_(self._momentum, movement)
-        ahead = torch._foreach_add(movement, self._momentum, alpha=self._decay)  # Nesterov's look-ahead
-        torch._foreach_add_(self._start, ahead, alpha=-self._rate)
-        torch._foreach_copy_(parameters, self._start)
+        movement = torch_compat.foreach_sub(self._start, parameters)  # a gradient points backwards
+        torch_compat.foreach_mul_(self._momentum, self._decay)
+        torch_compat.foreach_add_(self._momentum, movement)
+        ahead = torch_compat.foreach_add(movement, self._momentum, alpha=self._decay)  # Nesterov's look-ahead
+        torch_compat.foreach_add_(self._start, ahead, alpha=-self._rate)
+        torch_compat.foreach_copy_(parameters, self._start)

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from phalanx import torch_compat
 from phalanx.comm.ps import better_placement, plan_placement
 from phalanx.comm.ps.bundle import VALUE
 from phalanx.comm.ps.state import plain_settings
@@ -154,7 +155,7 @@ class ParameterServer(Strategy):
         self._push_rest()
         groups = [plain_settings(group) for group in optimizer.param_groups]
         client.commit(factor=self._clip / self._divisor, groups=groups)
-        optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers check it, and would warn
+        torch_compat.note_step(optimizer)
         self._forget_gradients()
 
     def _push_rest(self) -> None:

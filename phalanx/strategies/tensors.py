@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from phalanx import torch_compat
 from phalanx.errors import UsageError
 from phalanx.models.contract import Adapter, InitialisesWeights, implements
-from phalanx.strategies.base import COALESCED_BYTES, local
+from phalanx.strategies.base import local
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -53,7 +54,7 @@ def _share_replicas(model: nn.Module) -> None:
                 if placement.is_replicate() and mesh.size(axis) > 1:
                     replicas.setdefault(mesh.get_group(axis), []).append(local(tensor.detach()))
     for group, tensors in replicas.items():
-        dist._broadcast_coalesced(group, tensors, COALESCED_BYTES, 0)
+        torch_compat.broadcast_coalesced(tensors, group)
 
 
 def global_norm(gradients: Sequence[torch.Tensor], holders: Sequence[int], device: torch.device) -> torch.Tensor:
@@ -65,7 +66,7 @@ def global_norm(gradients: Sequence[torch.Tensor], holders: Sequence[int], devic
     total = torch.zeros((), dtype=torch.float64, device=device)
     if gradients:
         parts = [local(gradient) for gradient in gradients]
-        norms = torch.stack([norm.double() for norm in torch._foreach_norm(parts)])
+        norms = torch.stack([norm.double() for norm in torch_compat.foreach_norm(parts)])
         shares = [_parts(gradient) / ranks for gradient, ranks in zip(gradients, holders, strict=True)]
         total = (norms.square() * torch.tensor(shares, dtype=torch.float64).to(norms.device)).sum()
     dist.all_reduce(total)
@@ -77,7 +78,7 @@ def scale_to_norm(gradients: Sequence[torch.Tensor], norm: torch.Tensor, max_nor
     if not gradients:
         return
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    torch._foreach_mul_([local(gradient) for gradient in gradients], factor)
+    torch_compat.foreach_mul_([local(gradient) for gradient in gradients], factor)
 
 
 def _parts(gradient: torch.Tensor) -> int:

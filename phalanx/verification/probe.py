@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
-from torch.utils._pytree import tree_leaves
 
+from phalanx import torch_compat
 from phalanx.loop.hooks import Callback, StepInfo
 from phalanx.strategies.base import whole
 from phalanx.strategies.pipeline.placement import join_stages
 from phalanx.strategies.pipeline.strategy import Pipeline
+from phalanx.torch_compat import pytree
 from phalanx.trainers.weights import whole_tensors
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ class Probe(Callback):
     def _watcher(self, name: str) -> Callable[..., None]:
         def watch(module: nn.Module, inputs: Any, output: Any) -> None:
             micro = self._formation.gradients.micro
-            recomputing = torch._C._current_graph_task_id() != -1  # activation checkpointing calls forward twice
+            recomputing = torch_compat.backward_pass_id() != -1  # activation checkpointing calls forward twice
             if recomputing or (micro is not None and micro.samples == 0):
                 return
             if name not in self._sums:
@@ -160,7 +161,7 @@ def _fingerprint(output: Any) -> torch.Tensor:
     are losses, which are weighed and compared elsewhere.
     """
     total = torch.zeros(3, dtype=torch.float64)
-    for leaf in tree_leaves(output):
+    for leaf in pytree.tree_leaves(output):
         if not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point() or leaf.ndim == 0 or leaf.numel() == 0:
             continue
         rows = whole(leaf.detach()).double().reshape(-1, leaf.shape[-1])

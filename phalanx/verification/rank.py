@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from phalanx import torch_compat
 from phalanx.errors import UsageError
 from phalanx.loop.task import TrainTask
+from phalanx.torch_compat import pytree
 from phalanx.trainers.job import Job, run_job
 from phalanx.verification.probe import Probe, Recording
 from phalanx.world.env import read_rank_env
@@ -134,7 +135,7 @@ class CastCollate:
 
     def __call__(self, samples: Any) -> Any:
         """Collate, then cast."""
-        return tree_map(self._cast, self._collate(samples))
+        return pytree.tree_map(self._cast, self._collate(samples))
 
     def _cast(self, value: Any) -> Any:
         return value.to(self._dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
@@ -143,7 +144,7 @@ class CastCollate:
 def without_dropout(model: nn.Module) -> nn.Module:
     """Turn dropout off: two layouts draw its random numbers differently, and both are right."""
     for module in model.modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd):
+        if torch_compat.is_dropout(module):
             module.p = 0.0
         for name in _DROPOUT_NAMES & vars(module).keys():
             if isinstance(getattr(module, name), float):

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from phalanx import torch_compat
+
 if TYPE_CHECKING:
     from datetime import timedelta
 
@@ -60,7 +62,7 @@ def _is_alive(made: Any) -> bool:
     if made is None:
         return False
     groups = made.get_all_groups() if hasattr(made, "get_all_groups") else [made]
-    return all(group in dist.distributed_c10d._world.pg_map for group in groups)
+    return all(torch_compat.is_alive(group) for group in groups)
 
 
 def open_loopback_store(port: int, timeout: timedelta, *, is_master: bool) -> dist.TCPStore:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from phalanx import torch_compat
 from phalanx.engines.horovod import rendezvous
 from phalanx.errors import UsageError
 from phalanx.host.addresses import loopback_environment, network_environment
@@ -90,7 +91,7 @@ def join_world(config: DistributedConfig) -> World:
     backend = _comm_backend(config, device, env)
     name = f"phalanx/{next(_JOINS)}"
     if dist.is_initialized():  # the user's script met the others already: join in, and leave the leaving to it
-        store = dist.distributed_c10d._get_default_store()
+        store = torch_compat.default_store()
         return World(env, device, mesh, dist.get_backend(), dist.PrefixStore(name, store), owns_group=False)
     # nccl's own threads read the store: they would have to ask Python for every value.
     env, store = _meet(env, config.timeout, signed="nccl" not in backend)

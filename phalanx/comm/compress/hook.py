@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from phalanx import torch_compat
 from phalanx.comm.buckets import Bucket
 from phalanx.comm.comm_thread import CommThread
 
@@ -32,8 +33,7 @@ class FixedBuckets(DistributedDataParallel):
 
     def __init__(self, module: torch.nn.Module, **options: Any) -> None:
         super().__init__(module, **options)
-        self.reducer._push_all_rebuilt_params()
-        self.reducer._rebuild_buckets()
+        torch_compat.rebuild_buckets(self.reducer)
 
     def _build_params_for_reducer(self) -> tuple[list[torch.nn.Parameter], list[bool]]:
         parameters, sparse = super()._build_params_for_reducer()  # type: ignore[no-untyped-call]
@@ -61,7 +61,7 @@ class CompressionHook:
         names = tuple(self._names[id(parameter)] for parameter in bucket.parameters())
         ours = Bucket(bucket.index(), bucket.buffer(), names, tuple(bucket.gradients()))
         if ours.index == 0:  # DDP hands buckets over in order: once a backward pass, errors are raised at its end
-            torch.autograd.Variable._execution_engine.queue_callback(self.courier.drain)
+            torch_compat.call_after_backward(self.courier.drain)
         on_gpu = self._device.type == "cuda"  # there the future carries the order of the streams on to DDP
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[self._device] if on_gpu else None)
         self.courier.submit(lambda: self._reduce(ours, future))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from phalanx import torch_compat
 from phalanx.comm.comm_thread import CommThread
 from phalanx.comm.ps.bundle import Bundle, ShardMemory, dtype_of
 from phalanx.comm.ps.connection import ServerConnection
@@ -171,7 +172,7 @@ class ParameterClient:
                     targets.append(self._part_of(piece))
                     values.append(view)
         if targets:
-            torch._foreach_copy_(targets, values)
+            torch_compat.foreach_copy_(targets, values)
         for shard, index, rows, changed in self._rows:
             target = self._part_of(self.placement.shards[shard][index])
             target.index_copy_(0, rows.to(target.device), changed.to(target.device))

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
+from phalanx import torch_compat
 from phalanx.config.deepspeed import batch_size_for
 from phalanx.engines.deepspeed.settings import build_settings
 from phalanx.engines.deepspeed.state import EngineState
 from phalanx.errors import UsageError
 from phalanx.strategies.base import Strategy
+from phalanx.torch_compat import pytree
 from phalanx.world.env import rank_environment, show_local_rank
 from phalanx.world.groups import join_alone
 
@@ -146,7 +147,7 @@ class DeepSpeed(Strategy):
         if self._shards_gradients:
             self._divisor = divisor
         else:
-            torch._foreach_div_([p.grad for p in self.engine.module.parameters() if p.grad is not None], divisor)
+            torch_compat.foreach_div_([p.grad for p in self.engine.module.parameters() if p.grad is not None], divisor)
 
     def clip_grad_norm(self, parameters: Sequence[nn.Parameter], max_norm: float) -> torch.Tensor:
         """Return the norm before; ZeRO clips in its step, by the same rule as torch."""

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
-import torch.utils._pytree as pytree
 
 from phalanx.engines.horovod.rendezvous import horovod, note_new_place
 from phalanx.launch.failure import reports_lost_peer
 from phalanx.loop.hooks import Callback
 from phalanx.loop.state import put_back, shared_state, tensors_of
+from phalanx.torch_compat import pytree
 from phalanx.world.env import read_rank_env, stop_signals
 
 if TYPE_CHECKING:

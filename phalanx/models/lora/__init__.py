@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from phalanx import torch_compat
 from phalanx.errors import UsageError, nearest
 
 if TYPE_CHECKING:
@@ -137,9 +138,9 @@ def remove_lora(model: Model) -> Model:
     """Take the adapters off and thaw the model: after `merge_lora` it is a plain model that learned."""
     for name in adapters(model):
         layer: Any = model.get_submodule(name)
-        for key, hook in list(layer._forward_hooks.items()):
+        for key, hook in list(torch_compat.forward_hooks(layer).items()):
             if hook is _add_output:
-                del layer._forward_hooks[key]
+                del torch_compat.forward_hooks(layer)[key]
         del layer.lora
     model.requires_grad_(True)
     return model

@@ -10,6 +10,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from phalanx import torch_compat
+
 ROWS = 1024
 """How many queries the kernel by hand scores at a time: it stores no more than this many rows of scores."""
 
@@ -41,16 +43,13 @@ class CPUFlash:
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
         """See `Kernel`."""
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal)
-        return out, lse
+        return torch_compat.flash_cpu(query, key, value, causal)
 
     def backward(
         self, gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, *, causal: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `Kernel`."""
-        operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        found: tuple[Tensor, Tensor, Tensor] = operator(gradient, query, key, value, out, lse, 0.0, causal)
-        return found
+        return torch_compat.flash_cpu_backward(gradient, query, key, value, out, lse, causal)
 
 
 class CUDAFlash:
@@ -58,26 +57,13 @@ class CUDAFlash:
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
         """See `Kernel`."""
-        found = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal)
-        return found[0], found[1]
+        return torch_compat.flash_cuda(query, key, value, causal)
 
     def backward(
         self, gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, *, causal: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `Kernel`."""
-        unused = torch.empty(0, dtype=torch.int64, device=query.device)  # generator state: there is no dropout
-        found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_backward(
-            *(tensor.contiguous() for tensor in (gradient, query, key, value, out, lse)),
-            None,
-            None,
-            query.shape[2],
-            key.shape[2],
-            0.0,
-            causal,
-            unused,
-            unused,
-        )
-        return found
+        return torch_compat.flash_cuda_backward(gradient, query, key, value, out, lse, causal)
 
 
 class ByHand:

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from phalanx.errors import ModelError
 from phalanx.models.contract import ChecksLength, implements
+from phalanx.torch_compat import pytree
 
 if TYPE_CHECKING:
     from torch import nn

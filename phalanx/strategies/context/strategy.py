@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from phalanx.config.fields import IGNORED_LABEL
 from phalanx.errors import ModelError, UsageError
 from phalanx.models.contract import ExpertModules, RingReady, implements
 from phalanx.strategies.context.ring_attention import Ring, RingAttention
 from phalanx.strategies.context.sequence import SequenceSlices, whole_mean
+from phalanx.torch_compat import pytree
 
 _TARGETS = ("targets", "target", "labels", "label", "y")
 _USAGE = (

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import torch.utils._pytree as pytree
+
+from phalanx.torch_compat import pytree
 
 if TYPE_CHECKING:
     from phalanx.strategies.base import BatchPass

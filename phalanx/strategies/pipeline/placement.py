@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch.distributed as dist
 from torch import nn
 
+from phalanx import torch_compat
 from phalanx.models.contract import SequenceShards, implements
 from phalanx.strategies.pipeline.stages import (
     check_count,
@@ -64,7 +65,7 @@ def plan_stages(model: nn.Module, config: DistributedConfig, mesh: DeviceMesh) -
     row = Row(mesh.get_group(), mesh.get_local_rank(), mesh.size(), SCHEDULES[config.pipeline_schedule])
     units = units_of(model)
     check_count(model, units, row.num_stages)
-    has_batch_norm = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
+    has_batch_norm = any(torch_compat.is_batch_norm(module) for module in model.modules())
     return StagePlan(row, units, _cut(model, units, config, row.num_stages), has_batch_norm)
 
 
@@ -89,7 +90,7 @@ def share_buffers(model: nn.Module, stages: Mapping[int, nn.Module]) -> None:
         found = [stage.get_buffer(name) for stage in stages.values() if name in dict(stage.named_buffers())]
         if buffer.is_meta and found:
             holder, _, key = name.rpartition(".")
-            model.get_submodule(holder)._buffers[key] = found[0]
+            torch_compat.own_buffers(model.get_submodule(holder))[key] = found[0]
 
 
 def join_stages(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.utils._pytree as pytree
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
@@ -22,6 +21,7 @@ from phalanx.errors import ModelError, UsageError
 from phalanx.models.contract import LossFromOutput, implements
 from phalanx.strategies.base import local
 from phalanx.strategies.pipeline.loss import Judge, Judged, count_rows, cut_rows, fill_rows
+from phalanx.torch_compat import pytree
 from phalanx.world.schedules import choose_microbatches
 
 if TYPE_CHECKING:

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle, RowwiseParallel
-from torch.utils import _pytree as pytree
 
 from phalanx.errors import ModelError
+from phalanx.torch_compat import pytree
 
 if TYPE_CHECKING:
     from torch import Tensor

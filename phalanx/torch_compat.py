@@ -1,0 +1,304 @@
+"""Every private torch API that Phalanx uses, one function each: the page to read when a new torch breaks something.
+
+`missing()` names what the installed torch lacks and what that breaks; `tests/unit/test_torch_compat.py` runs it and
+calls each function. Overridden methods that torch calls by a private name (DDP's `_build_params_for_reducer`, a process
+group's `_allgather_base`) stay in their classes and are listed here.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import AllgatherOptions, _create_work_from_future  # type: ignore[attr-defined]
+from torch.utils import _pytree as pytree
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor, nn
+
+__all__ = ["AllgatherOptions", "missing", "pytree"]
+
+PRIVATE = {
+    "torch:_C._current_graph_task_id": "gradient hooks: ring, horovod, compression, verify",
+    "torch.autograd:Variable._execution_engine.queue_callback": "the end of backward: ring, horovod, compression",
+    "torch:_foreach_copy_": "reducers, local-sgd, diloco",
+    "torch:_foreach_norm": "gradient clipping of sharded tensors",
+    "torch.utils._pytree:tree_map": "pipeline, context and tensor parallelism, deepspeed, verify",
+    "torch.distributed:_broadcast_coalesced": "the start of every run with several ranks",
+    "torch.distributed.distributed_c10d:_get_default_group": "the start of every run with several ranks",
+    "torch.distributed.distributed_c10d:_get_default_store": "joining a process group of the user's",
+    "torch.distributed.distributed_c10d:_world.pg_map": "a second fit() in one process",
+    "torch._C._distributed_c10d:_create_work_from_future": 'the backend "phalanx"',
+    "torch._C._distributed_c10d:AllgatherOptions": 'the backend "phalanx"',
+    "torch._C._distributed_c10d:ProcessGroup._register_backend": 'the backend "phalanx"',
+    "torch._C._distributed_c10d:ProcessGroupGloo._set_sequence_number_for_group": 'the backend "phalanx"',
+    "torch._C._distributed_c10d:ProcessGroupGloo._allgather_base": 'the backend "phalanx"',
+    "torch._C._distributed_c10d:ProcessGroupGloo._reduce_scatter_base": 'the backend "phalanx"',
+    "torch._C._distributed_c10d:Reducer._push_all_rebuilt_params": "gradient compression under ddp",
+    "torch._C._distributed_c10d:Reducer._rebuild_buckets": "gradient compression under ddp",
+    "torch.nn.parallel:DistributedDataParallel._build_params_for_reducer": "gradient compression under ddp",
+    "torch:ops.aten._scaled_dot_product_flash_attention_for_cpu": "context parallelism on CPUs",
+    "torch:ops.aten._scaled_dot_product_flash_attention_for_cpu_backward": "context parallelism on CPUs",
+    "torch:ops.aten._scaled_dot_product_flash_attention": "context parallelism on GPUs",
+    "torch:ops.aten._scaled_dot_product_flash_attention_backward": "context parallelism on GPUs",
+    "torch:ops._c10d_functional.all_reduce": "selective activation checkpointing",
+    "torch.nn:Module._call_impl": "compile",
+    "torch.nn:Module._compiled_call_impl": "compile",
+    "torch.nn.modules.batchnorm:_BatchNorm": "pipeline parallelism with batch norm",
+    "torch.nn.modules.dropout:_DropoutNd": "phalanx verify",
+    "torch.utils.data._utils.worker:_worker_info": "iterable data sets with worker processes",
+    "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter._shutdown_workers": "stopping DataLoader workers",
+    "torch.distributed.elastic.rendezvous.utils:_matches_machine_hostname": "several nodes",
+    "torch.distributed.checkpoint.filesystem:_StorageInfo": "reading checkpoints",
+    "torch.serialization:_get_layout": "reading checkpoints",
+}
+"""`module:attribute` of each private API, and what does not work without it."""
+
+COALESCED_BYTES = 250 << 20
+"""Tensors are broadcast in groups of this size, as DDP does."""
+
+
+def missing() -> dict[str, str]:
+    """Return the private APIs that this torch does not have, and what each breaks."""
+    found = {}
+    for name, breaks in PRIVATE.items():
+        module, _, path = name.partition(":")
+        try:
+            value: Any = import_module(module)
+            for part in path.split("."):
+                value = getattr(value, part)
+        except (ImportError, AttributeError):
+            found[name.replace(":", ".")] = breaks
+    return found
+
+
+# autograd
+
+
+def backward_pass_id() -> int:
+    """Return a number that identifies the running backward pass; -1 outside of one."""
+    return int(torch._C._current_graph_task_id())
+
+
+def call_after_backward(callback: Callable[[], None]) -> None:
+    """Call a function when the running backward pass has computed all gradients."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return how often a tensor was written in place."""
+    return tensor._version
+
+
+def base_of(tensor: Tensor) -> Tensor:
+    """Return the tensor that a view shows, or the tensor itself."""
+    return tensor if tensor._base is None else tensor._base
+
+
+# operations on many tensors in one call
+
+foreach_add = torch._foreach_add
+foreach_add_ = torch._foreach_add_
+foreach_copy_ = torch._foreach_copy_
+foreach_div_ = torch._foreach_div_
+foreach_mul_ = torch._foreach_mul_
+foreach_norm = torch._foreach_norm
+foreach_sub = torch._foreach_sub
+
+
+# process groups
+
+
+def broadcast_coalesced(tensors: Sequence[Tensor], group: dist.ProcessGroup | None = None) -> None:
+    """Broadcast tensors from the first rank of a group (all ranks where None), many in one message."""
+    group = group if group is not None else dist.distributed_c10d._get_default_group()
+    dist._broadcast_coalesced(group, list(tensors), COALESCED_BYTES, 0)
+
+
+def default_store() -> dist.Store:
+    """Return the store of the process group that the user's script initialised."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def is_alive(group: dist.ProcessGroup) -> bool:
+    """Whether torch still knows a group: a script may have destroyed it and initialised another."""
+    return group in dist.distributed_c10d._world.pg_map
+
+
+def attach_gloo(group: Any, gloo: Any) -> None:
+    """Make gloo the CPU backend inside a process group written in Python."""
+    gloo._set_sequence_number_for_group()
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+
+
+def gloo_all_gather(gloo: Any, output: Tensor, tensor: Tensor, options: Any = None) -> Any:
+    """All-gather into one tensor by gloo."""
+    return gloo._allgather_base(output, tensor, options or AllgatherOptions())
+
+
+def gloo_reduce_scatter(gloo: Any, output: Tensor, tensor: Tensor, options: Any) -> Any:
+    """Reduce-scatter from one tensor by gloo."""
+    return gloo._reduce_scatter_base(output, tensor, options)
+
+
+def finished_work(tensors: list[Tensor]) -> Any:
+    """Return the handle of a collective that is already done."""
+    future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
+    future.set_result(tensors)
+    return _create_work_from_future(future)
+
+
+def rebuild_buckets(reducer: Any) -> None:
+    """Let DDP's reducer take its final buckets now instead of after the first backward pass."""
+    reducer._push_all_rebuilt_params()
+    reducer._rebuild_buckets()
+
+
+def is_own_host(host: str) -> bool:
+    """Whether a host name or address means this machine, by torchrun's rule."""
+    from torch.distributed.elastic.rendezvous.utils import _matches_machine_hostname
+
+    return bool(_matches_machine_hostname(host))
+
+
+# modules, optimizers, loaders
+
+
+def set_compiled_call(model: nn.Module, compiled: Callable[..., Any] | None) -> None:
+    """Let calls of a module run a compiled function; None: as written."""
+    model._compiled_call_impl = compiled
+
+
+def uncompiled_call(model: nn.Module) -> Callable[..., Any]:
+    """Return a module's call with its hooks, not compiled."""
+    return model._call_impl
+
+
+def forward_hooks(model: nn.Module) -> dict[int, Callable[..., Any]]:
+    """Return the forward hooks of a module, which may be removed by key."""
+    return model._forward_hooks
+
+
+def own_buffers(model: nn.Module) -> dict[str, Tensor | None]:
+    """Return the buffers that a module itself holds, which may be replaced by name."""
+    return model._buffers
+
+
+def is_batch_norm(module: nn.Module) -> bool:
+    """Whether a module is a batch norm of any dimension."""
+    return isinstance(module, torch.nn.modules.batchnorm._BatchNorm)
+
+
+def is_dropout(module: nn.Module) -> bool:
+    """Whether a module is a dropout of any dimension."""
+    return isinstance(module, torch.nn.modules.dropout._DropoutNd)
+
+
+def found_inf(scaler: torch.amp.GradScaler, optimizer_id: int) -> dict[torch.device, Tensor]:
+    """Return the overflow flags that a scaler found for an optimizer (by `id`), per device."""
+    flags: dict[torch.device, Tensor] = scaler._per_optimizer_states[optimizer_id]["found_inf_per_device"]
+    return flags
+
+
+SCHEDULED_MARK = "_wrapped_by_lr_sched"
+"""The attribute by which torch's schedulers know that they have wrapped an optimizer's step."""
+
+
+def note_step(optimizer: torch.optim.Optimizer) -> None:
+    """Tell torch's schedulers that an optimizer has stepped; they warn otherwise."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def shutdown_workers(loader: Any) -> None:
+    """Stop the worker processes of a DataLoader now, instead of when it is garbage collected."""
+    running = getattr(loader, "_iterator", None)
+    if running is not None:
+        running._shutdown_workers()
+
+
+def hide_worker_info() -> None:
+    """Let `get_worker_info()` return None in this worker process."""
+    torch.utils.data._utils.worker._worker_info = None
+
+
+def draws_each_once(sampler: torch.utils.data.RandomSampler) -> bool:
+    """Whether a RandomSampler is a plain permutation of its data set."""
+    return not sampler.replacement and sampler._num_samples is None
+
+
+# operators
+
+
+def argument_names(operator: Any) -> list[str]:
+    """Return the names of an operator's arguments, in order."""
+    return [argument.name for argument in operator._schema.arguments]
+
+
+def functional_collectives() -> Any:
+    """Return the namespace of the collectives that torch.compile and DTensor call."""
+    return torch.ops._c10d_functional
+
+
+def flash_cpu(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """Return the output of flash attention on a CPU and its log-sum-exp."""
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal)
+    return out, lse
+
+
+def flash_cpu_backward(
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of query, key and value."""
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    found: tuple[Tensor, Tensor, Tensor] = backward(gradient, query, key, value, out, lse, 0.0, causal)
+    return found
+
+
+def flash_cuda(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """Return the output of flash attention on a GPU and its log-sum-exp."""
+    found = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal)
+    return found[0], found[1]
+
+
+def flash_cuda_backward(
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of query, key and value."""
+    unused = torch.empty(0, dtype=torch.int64, device=query.device)  # generator state: there is no dropout
+    found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+        *(tensor.contiguous() for tensor in (gradient, query, key, value, out, lse)),
+        None,
+        None,
+        query.shape[2],
+        key.shape[2],
+        0.0,
+        causal,
+        unused,
+        unused,
+    )
+    return found
+
+
+# checkpoints
+
+
+def index_types() -> dict[tuple[str, str], Any]:
+    """Return the private types that the index of a sharded checkpoint consists of, by module and name."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+    from torch.serialization import _get_layout
+
+    return {
+        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _StorageInfo,
+        ("torch.serialization", "_get_layout"): _get_layout,
+    }
+
+
+def init_process_group_homes() -> list[Any]:
+    """Return the modules that hold `init_process_group` under their own name."""
+    from torch.distributed import device_mesh, distributed_c10d
+
+    return [torch.distributed, distributed_c10d, device_mesh]
