@@ -7,10 +7,7 @@ exception. The classes are defined here because the parent rebuilds the error of
 from __future__ import annotations
 
 import difflib
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 EXIT_USAGE = 2
 """A wrong flag, key, value or path: nothing was started."""

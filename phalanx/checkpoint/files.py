@@ -8,17 +8,13 @@ import hashlib
 import os
 import shutil
 import stat
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import IO, TYPE_CHECKING
+from pathlib import Path
+from typing import IO
 
 from phalanx.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from concurrent.futures import Future
-    from pathlib import Path
-
 
 LEAF_BYTES = 4 << 20
 _THREADED_BYTES = 64 << 10

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import stat
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from phalanx.checkpoint import group
-from phalanx.checkpoint.files import hash_file
+from phalanx.checkpoint.files import FileRecord, hash_file
 from phalanx.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from phalanx.checkpoint.publish import is_published
 from phalanx.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from phalanx.checkpoint.files import FileRecord
 
 
 def verify(path: Path | str, files: Iterable[str] | None = None, *, manifest: Manifest | None = None) -> list[str]:

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import shutil
-from typing import TYPE_CHECKING
+from pathlib import Path
 
-from phalanx.checkpoint.find import list_checkpoints, sizes_match
+from phalanx.checkpoint.find import Checkpoint, list_checkpoints, sizes_match
 from phalanx.checkpoint.lock import is_under_way, remove_stale_locks
 from phalanx.checkpoint.publish import is_abandoned, owner_of, remove
 from phalanx.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from phalanx.checkpoint.find import Checkpoint
 
 
 def check_keep_last(keep_last: int | None) -> None:

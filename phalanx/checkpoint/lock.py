@@ -6,10 +6,7 @@ import fcntl
 import os
 import time
 from contextlib import suppress
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from pathlib import Path
 
 _PREFIX, _SUFFIX = ".run-", ".lock"
 _TRIES, _PAUSE_SECONDS = 5, 0.02

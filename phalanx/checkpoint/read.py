@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
 
 from phalanx.checkpoint import group
-from phalanx.checkpoint.manifest import TensorInfo
+from phalanx.checkpoint.find import Checkpoint
+from phalanx.checkpoint.manifest import Manifest, TensorInfo
 from phalanx.checkpoint.storage import (
     PlainLoadPlanner,
     ShardReader,
@@ -21,12 +23,6 @@ from phalanx.checkpoint.storage import (
     rank_file_name,
 )
 from phalanx.errors import CheckpointError, nearest
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from phalanx.checkpoint.find import Checkpoint
-    from phalanx.checkpoint.manifest import Manifest
 
 
 @dataclass(frozen=True)

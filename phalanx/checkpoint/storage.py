@@ -8,31 +8,29 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import io
+import os
 import pickle
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint import metadata as torch_metadata
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import WriteItemType
+from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.futures import Future
 
 from phalanx import torch_compat
 from phalanx.checkpoint.files import FileRecord, hashed_file, open_regular, write_failed
 from phalanx.errors import CheckpointError
 
 if TYPE_CHECKING:
-    import io
-    import os
-    from collections.abc import Iterator
-
-    from torch.distributed.checkpoint import CheckpointException
-    from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner, WriteItem
     from torch.distributed.checkpoint.storage import WriteResult
-    from torch.futures import Future
 
 
 _ARRAY = "__phalanx_ndarray__"

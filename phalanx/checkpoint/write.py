@@ -9,8 +9,9 @@ import secrets
 import shutil
 import socket
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -27,9 +28,6 @@ from phalanx.checkpoint.storage import PlainSavePlanner, ShardWriter, first_caus
 from phalanx.errors import CheckpointError
 from phalanx.host.files import make_private
 from phalanx.version import __version__
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 _MOMENT_SECONDS = 1e-3
 _OF_A_MODEL = re.compile(r"model\d*\.")

@@ -6,15 +6,12 @@ import errno
 import re
 import select
 import sys
+from collections.abc import Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING
 
 from phalanx.errors import EXIT_INTERRUPTED, EXIT_USAGE, PhalanxError, unknown_name
 from phalanx.observe.guard import discard_output, say_to_user
 from phalanx.version import __version__
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 VERBS = {
     "train": "train a recipe, a script or a module on N ranks",

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from phalanx.cli.flags import FlagParser, add_config_flags, resolve_flags
 from phalanx.config import GROUPS, Resolved, write_toml
 from phalanx.errors import UsageError, unknown_name
 from phalanx.recipes import load_recipe
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 _HELP = "Show every setting, its value and where it comes from: default, recipe, file, environment or flag."
 

@@ -5,23 +5,18 @@ JSON output of verbs, to a file or standard output."""
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
-from phalanx.config import FIELDS, GROUPS, parse_text, resolve
+from phalanx.config import FIELDS, GROUPS, Resolved, parse_text, resolve
 from phalanx.config.option import kinds
 from phalanx.errors import UsageError, nearest
 from phalanx.launch import count_gpus
-
-if TYPE_CHECKING:
-    import dataclasses
-    from collections.abc import Iterable, Sequence
-
-    from phalanx.config import Resolved
-    from phalanx.recipes import Recipe
-
+from phalanx.recipes import Recipe
 
 _BARE = "<bare flag>"
 

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from phalanx.cli.flags import FlagParser
 from phalanx.errors import UsageError, unknown_name
-from phalanx.launch.nccl import CLUSTERS, nccl_variables
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from phalanx.launch.nccl import Variable
+from phalanx.launch.nccl import CLUSTERS, Variable, nccl_variables
 
 
 def run(arguments: Sequence[str]) -> int:

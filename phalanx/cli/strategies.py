@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from phalanx.cli.flags import FlagParser
 from phalanx.strategies.registry import TABLE, installed_strategies
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from phalanx.cli.flags import FlagParser, add_config_flags, resolve_flags
-from phalanx.config import Resolved
+from phalanx.config import DistributedConfig, Resolved
 from phalanx.engines.tensorflow.tf_config import check_against, read_task
 from phalanx.errors import PhalanxError, UsageError
 from phalanx.launch import ModuleTarget, ScriptTarget, count_gpus
 from phalanx.launch.nccl import nccl_environment
 from phalanx.launch.scratch import scratch_folder
+from phalanx.launch.spec import Target
 from phalanx.recipes import Recipe, load_recipe, recipe_names
 from phalanx.runs.folder import discard_unused, make_run_dir
 from phalanx.runs.preflight import check_before_start, check_packages, check_script_starter
@@ -22,13 +24,6 @@ from phalanx.runs.spec import given_settings, launch_spec, recipe_target, settin
 from phalanx.runs.start import run_on_ranks
 from phalanx.world.env import RankEnv, export_rank_env, read_rank_env
 from phalanx.world.layout import Layout, plan_layout
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Sequence
-
-    from phalanx.config import DistributedConfig
-    from phalanx.launch.spec import Target
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import argparse
+from collections.abc import Sequence
 
 from phalanx.cli.flags import FlagParser, add_config_flags, resolve_flags
 from phalanx.errors import UsageError
 from phalanx.launch import ModuleTarget, ScriptTarget
 from phalanx.recipes import load_recipe, recipe_names
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Sequence
-
-    from phalanx.tune.trainable import Trainable
+from phalanx.tune.trainable import Trainable
 
 _HELP = """Search for the best hyperparameters.
 

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from phalanx.cli.flags import FlagParser, add_config_flags, resolve_flags, write_json
 from phalanx.errors import UsageError
 from phalanx.launch import prestart
 from phalanx.recipes import Recipe, load_recipe, recipe_names
 from phalanx.verification.subject import RecipeSubject, Subject, find_subject
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
 
 _HELP = """Prove that a layout gives the same result as one process.
 

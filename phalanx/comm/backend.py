@@ -8,7 +8,8 @@ through a gloo group that every group of ours carries with it, so that whatever 
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,15 +18,11 @@ from torch.distributed import ProcessGroup, ProcessGroupGloo
 from phalanx import torch_compat
 from phalanx.comm.collectives.reduction import find_reduction
 from phalanx.comm.register import NAME
+from phalanx.comm.shm import SharedGroup
 from phalanx.comm.shm.bootstrap import text_gatherer
 from phalanx.comm.shm.setup import share_memory
 from phalanx.errors import UsageError
 from phalanx.torch_compat import AllgatherOptions
-
-if TYPE_CHECKING:
-    from datetime import timedelta
-
-    from phalanx.comm.shm import SharedGroup
 
 _OPERATIONS = {
     dist.ReduceOp.SUM: "sum",

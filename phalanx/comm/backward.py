@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.autograd.function import BackwardCFunction
 
 from phalanx import torch_compat
 from phalanx.errors import CommunicationError, ModelError, PhalanxError, unused_parameters
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 _NOT_REENTRANT = "Checkpoint activations without reentrant autograd (use_reentrant=False)."
 

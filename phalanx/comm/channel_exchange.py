@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
+import torch.distributed as dist
 
 from phalanx.comm.collectives import direct, fixed_order, hierarchical, ring
 from phalanx.comm.collectives.channel import P2PChannel
@@ -17,9 +16,6 @@ from phalanx.comm.topology import (
     ring_order,
     with_switches,
 )
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
 
 _MEASURABLE = 16
 """Up to so many hosts all pairs are measured when they meet; more would take too long, and have a scheduler's names."""

@@ -16,23 +16,18 @@ come and go, not for speed."""
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
 from phalanx import torch_compat
 from phalanx.comm.backward import BackwardHooks
-from phalanx.comm.buckets import Bucket, plan_buckets
+from phalanx.comm.buckets import Bucket, BucketPlan, plan_buckets
 from phalanx.comm.collectives.fixed_order import TreeAccumulator, check_ranks
 from phalanx.comm.comm_thread import CommThread
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from phalanx.comm.buckets import BucketPlan
-    from phalanx.comm.compress import Compressor
-    from phalanx.comm.exchange import Exchange
-
+from phalanx.comm.compress import Compressor
+from phalanx.comm.exchange import Exchange
 
 _ALIGNMENT = 64
 """Bytes to which buckets are aligned in their common memory: a cache line, and a multiple of every dtype."""

@@ -6,11 +6,10 @@ torch calls `register` by itself when it is imported and Phalanx is installed (e
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from datetime import timedelta
-
     import torch.distributed as dist
 
 NAME = "phalanx"

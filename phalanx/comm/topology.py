@@ -10,23 +10,18 @@ import json
 import os
 import socket
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import combinations, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 from phalanx.comm.collectives import ring
+from phalanx.comm.collectives.channel import P2PChannel
 from phalanx.comm.collectives.direct import barrier
 from phalanx.comm.shm import futex
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from phalanx.comm.collectives.channel import P2PChannel
-    from phalanx.comm.shm.bootstrap import AllGatherText
-
+from phalanx.comm.shm.bootstrap import AllGatherText
 
 FAR_RATIO = 2.0
 """A link is far when it takes at least so many times as long as the slowest of the near ones."""

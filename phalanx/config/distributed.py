@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numbers
 import os
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from phalanx.config import deepspeed, rules
@@ -12,9 +13,6 @@ from phalanx.config.fields import TORCH_SHARDING
 from phalanx.config.option import problem
 from phalanx.config.settings import FIELDS, Settings
 from phalanx.errors import ConfigError, nearest
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
 
 _RULES = (
     deepspeed.engine_conflicts,

@@ -8,14 +8,12 @@ and drops what a rule reports about a field that was wrong before.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from phalanx.config.fields import ZERO_SHARDING
 from phalanx.config.option import url_problem
+from phalanx.config.settings import Settings
 from phalanx.errors import nearest
-
-if TYPE_CHECKING:
-    from phalanx.config.settings import Settings
 
 Mistakes = Iterator[tuple[str, str]]
 

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import os
 import tomllib
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from phalanx.config import deepspeed
 from phalanx.config.distributed import DistributedConfig, check, translate, unknown_field
 from phalanx.config.option import kinds, parse_text
 from phalanx.config.settings import FIELDS
 from phalanx.errors import ConfigError, UsageError
-
-if TYPE_CHECKING:
-    from collections.abc import Container, Mapping
 
 ENV_PREFIX = "PHALANX_"
 RANK_COUNTS = {"num_workers", "num_gpus", "gpus_per_node"}

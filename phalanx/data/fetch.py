@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,9 +19,6 @@ from torch.utils.data import (
 )
 
 from phalanx.data.rng import derive_seed, rng_scope, seed_process
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 class GatherDataset(Dataset[tuple[torch.Tensor, ...]], ABC):

@@ -8,8 +8,9 @@ that again the position alone says who gets what. Each rank reads past the block
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import IterableDataset, default_collate, default_convert, get_worker_info
@@ -17,12 +18,8 @@ from torch.utils.data import IterableDataset, default_collate, default_convert, 
 from phalanx import torch_compat
 from phalanx.data.device import batch_length
 from phalanx.data.fetch import is_deterministic, return_as_is
+from phalanx.data.order import BatchSplit, Order
 from phalanx.data.rng import derive_seed, rng_scope, seed_process
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from phalanx.data.order import BatchSplit, Order
 
 
 class StreamBlock(NamedTuple):

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Iterator
+from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 
 from phalanx.data.device import staged
 from phalanx.data.iterable import ReadyItems
 from phalanx.data.mapped import MappedBatches
 from phalanx.data.order import BatchSplit, DrawnOrder, IndexOrder, MicroInfo, Order, order_of
-from phalanx.data.source import read_source
+from phalanx.data.source import Source, read_source
 from phalanx.data.streamed import StreamedBatches
 from phalanx.errors import DataError, UsageError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    import torch.distributed as dist
-
-    from phalanx.data.source import Source
 
 
 class Batches(Protocol):

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import torch
+from torch.utils.data import DataLoader
 
 from phalanx.data.fetch import BatchFetcher, BatchRequest
+from phalanx.data.order import BatchSplit, EpochPlan, MicroInfo, Order
 from phalanx.data.rng import derive_seed
-from phalanx.data.source import stop_workers
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from torch.utils.data import DataLoader
-
-    from phalanx.data.order import BatchSplit, EpochPlan, MicroInfo, Order
-    from phalanx.data.source import Source
+from phalanx.data.source import Source, stop_workers
 
 
 class _Requests:

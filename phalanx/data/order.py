@@ -8,21 +8,18 @@ Two runs with the same global batch therefore take the same optimizer steps at a
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler
 
 from phalanx import torch_compat
 from phalanx.data.rng import derive_seed, rng_scope
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from numpy.typing import NDArray
 
 
 def epoch_order(length: int, *, seed: int, epoch: int, shuffle: bool) -> NDArray[np.int64]:

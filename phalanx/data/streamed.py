@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader
 
 from phalanx.data.iterable import BlockStream, StreamBlock
+from phalanx.data.order import BatchSplit, MicroInfo
 from phalanx.data.rng import derive_seed
-from phalanx.data.source import stop_workers
+from phalanx.data.source import Source, stop_workers
 from phalanx.errors import DataError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from torch.utils.data import DataLoader
-
-    from phalanx.data.iterable import StreamBlock
-    from phalanx.data.order import BatchSplit, MicroInfo
-    from phalanx.data.source import Source
 
 
 @dataclass(frozen=True, slots=True)

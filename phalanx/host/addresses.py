@@ -14,10 +14,7 @@ import random
 import socket
 import struct
 import time
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+from collections.abc import Mapping
 
 LOOPBACK = "127.0.0.1"
 VARIABLE = "GLOO_SOCKET_IFNAME"

@@ -6,12 +6,11 @@ import contextlib
 import os
 import signal
 import threading
+from collections.abc import Callable
+from types import FrameType, TracebackType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from types import FrameType, TracebackType
-
     Handler = Callable[[int, FrameType | None], object] | int | signal.Handlers | None
 
 _WATCHED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)

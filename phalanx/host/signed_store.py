@@ -11,14 +11,13 @@ from __future__ import annotations
 import functools
 import hmac
 import os
+from collections.abc import Mapping
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from phalanx.errors import CommunicationError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from datetime import timedelta
-
     from torch.distributed import Store
 
 VARIABLE = "PHALANX_JOB_SECRET"

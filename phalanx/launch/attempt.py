@@ -6,26 +6,23 @@ import selectors
 import signal
 import socket
 import time
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from phalanx.errors import EXIT_PREEMPTED, EXIT_USAGE, ForkServerDiedError
 from phalanx.host.processes import how_it_ended
+from phalanx.host.signals import SignalInbox
 from phalanx.launch.diagnosis import Evidence
 from phalanx.launch.environment import NodeInfo
 from phalanx.launch.failure import YIELD_SECONDS, FailureReport
 from phalanx.launch.follower import Follower
+from phalanx.launch.forkserver.client import Session
 from phalanx.launch.group import RankGroup, RankState
+from phalanx.launch.output import RankConsole
 from phalanx.launch.policy import SUCCESS_CODES, Outcome, ended_well, stopped
+from phalanx.launch.rendezvous import Rendezvous
+from phalanx.launch.spec import LaunchSpec
 from phalanx.launch.startup_watch import Hang, StartupNotices, StartWatch
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from phalanx.host.signals import SignalInbox
-    from phalanx.launch.forkserver.client import Session
-    from phalanx.launch.output import RankConsole
-    from phalanx.launch.rendezvous import Rendezvous
-    from phalanx.launch.spec import LaunchSpec
 
 _FAILURE_GRACE = 1.0
 _STACK_SECONDS = 0.3

@@ -5,27 +5,21 @@ from __future__ import annotations
 import dataclasses
 import socket
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from phalanx.errors import EXIT_PREEMPTED
 from phalanx.host.processes import is_stopped
 from phalanx.host.reminders import duration_text
+from phalanx.launch.environment import NodeInfo
 from phalanx.launch.error_file import read_record, record_path
 from phalanx.launch.failure import FailureReport, RankExit, explain, find_first_cause
-from phalanx.launch.group import stack_path
+from phalanx.launch.group import RankState, stack_path
 from phalanx.launch.output import log_path, log_tail
+from phalanx.launch.spec import LaunchSpec
 from phalanx.launch.stacks import is_waiting, whereabouts
+from phalanx.launch.startup_watch import Hang
 from phalanx.observe.heartbeat import HeartbeatBoard, board_path
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from phalanx.launch.environment import NodeInfo
-    from phalanx.launch.group import RankState
-    from phalanx.launch.spec import LaunchSpec
-    from phalanx.launch.startup_watch import Hang
-
 
 _PROC = Path("/proc")
 _CGROUPS = Path("/sys/fs/cgroup")

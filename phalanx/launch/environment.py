@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from phalanx.host.addresses import loopback_environment, network_environment
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from phalanx.launch.spec import LaunchSpec
+from phalanx.launch.spec import LaunchSpec
 
 
 @dataclass(frozen=True)

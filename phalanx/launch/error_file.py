@@ -11,16 +11,13 @@ import sys
 import time
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import TracebackType
+from typing import Any
 
 from phalanx.errors import PhalanxError
 from phalanx.host.files import replace_file
+from phalanx.launch.forkserver.messages import Message
 from phalanx.observe import heartbeat
-
-if TYPE_CHECKING:
-    from types import TracebackType
-
-    from phalanx.launch.forkserver.messages import Message
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 LAUNCHER_FILES = (

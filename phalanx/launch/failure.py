@@ -5,14 +5,12 @@ from __future__ import annotations
 import linecache
 import re
 import signal
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from phalanx.launch.stacks import main_stack
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,18 +5,12 @@ from __future__ import annotations
 import selectors
 import signal
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
-from phalanx.launch.policy import may_restart
-from phalanx.launch.spec import LaunchResult
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from phalanx.host.signals import SignalInbox
-    from phalanx.launch.output import RankConsole
-    from phalanx.launch.policy import Outcome
-    from phalanx.launch.spec import LaunchSpec
+from phalanx.host.signals import SignalInbox
+from phalanx.launch.output import RankConsole
+from phalanx.launch.policy import Outcome, may_restart
+from phalanx.launch.spec import LaunchResult, LaunchSpec
 
 
 class Follower:

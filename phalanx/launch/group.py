@@ -8,23 +8,18 @@ import selectors
 import signal
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from phalanx.host.processes import kill_group
 from phalanx.launch.environment import NodeInfo, rank_environment, threads_per_rank
 from phalanx.launch.forkserver import messages
-from phalanx.launch.output import OutputPump, RankLog
-from phalanx.launch.spec import CallTarget
+from phalanx.launch.forkserver.client import Session
+from phalanx.launch.output import OutputPump, RankConsole, RankLog
+from phalanx.launch.spec import CallTarget, LaunchSpec
 from phalanx.launch.target import to_message
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from phalanx.launch.forkserver.client import Session
-    from phalanx.launch.output import RankConsole
-    from phalanx.launch.spec import LaunchSpec
 
 _EVENT_BYTES = 1 << 18
 _STOPPED_BEFORE_START = -9

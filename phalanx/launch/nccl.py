@@ -8,12 +8,10 @@ and not set.
 from __future__ import annotations
 
 import socket
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Mapping
+from typing import NamedTuple
 
 from phalanx.host.addresses import default_interface
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 NO_CARD = "^lo,docker,veth"
 """All cards but those that lead nowhere, where no default route names one."""

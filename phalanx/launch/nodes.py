@@ -10,19 +10,18 @@ import contextlib
 import json
 import socket
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from phalanx.errors import PhalanxError, UsageError
 from phalanx.host.signed_store import VARIABLE, sign_store
+from phalanx.launch.forkserver.messages import Message
 from phalanx.launch.spec import split_endpoint
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch.distributed import Store, TCPStore
 
-    from phalanx.launch.forkserver.messages import Message
 
 _CONNECT_SECONDS = 60.0
 _LEAVE_SECONDS = 3.0

@@ -10,14 +10,11 @@ import os
 import re
 import termios
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any, Protocol, TextIO
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Protocol, TextIO
 
 from phalanx.observe.guard import Guard, Streams, guarded_streams, labelled_line
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
 
 _CHUNK = 1 << 14
 """How much is read at a time: between two reads the launcher serves signals and other ranks."""

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from phalanx.errors import EXIT_PREEMPTED, EXIT_USAGE
 from phalanx.launch.failure import FailureReport
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 SUCCESS_CODES = (0, EXIT_PREEMPTED)
 """The exit codes of ranks that count as success."""

@@ -12,20 +12,17 @@ import sys
 import tempfile
 import threading
 import time
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 from phalanx.launch.error_file import exit_code_of, record_exception
+from phalanx.launch.forkserver import messages
 from phalanx.launch.forkserver.preload import set_compute_threads
 from phalanx.launch.init_hook import announce_joining
 from phalanx.launch.target import call, from_message, run_target
 from phalanx.observe.events import Message
 from phalanx.observe.guard import guard_own_output
 from phalanx.observe.sinks import FdSink
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from phalanx.launch.forkserver import messages
 
 # A process started by the rank inherits the variable but not the descriptor: a high number makes it unlikely that the
 # same number is something else there.

@@ -6,18 +6,15 @@ import os
 import selectors
 import socket
 import time
-from typing import TYPE_CHECKING
 
 from phalanx.errors import ForkServerDiedError
 from phalanx.host.addresses import LOOPBACK
 from phalanx.host.signed_store import VARIABLE
 from phalanx.launch.environment import NodeInfo
+from phalanx.launch.failure import FailureReport
 from phalanx.launch.forkserver import messages
-
-if TYPE_CHECKING:
-    from phalanx.launch.failure import FailureReport
-    from phalanx.launch.forkserver.client import Session
-    from phalanx.launch.spec import LaunchSpec
+from phalanx.launch.forkserver.client import Session
+from phalanx.launch.spec import LaunchSpec
 
 _GATHER_SECONDS = 600.0
 _LEAVE_SECONDS = 4.0

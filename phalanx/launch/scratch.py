@@ -8,12 +8,9 @@ import os
 import shutil
 import socket
 import tempfile
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 _PREFIX = "phalanx-"
 _OWNER = ".owner"

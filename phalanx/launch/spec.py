@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import socket
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from phalanx.errors import UsageError, nearest
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from phalanx.launch.failure import FailureReport
-    from phalanx.launch.output import RankConsole
+from phalanx.launch.failure import FailureReport
+from phalanx.launch.output import RankConsole
 
 
 @dataclass(frozen=True)

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from phalanx.host.reminders import MOMENTS, Reminder, duration_text
 from phalanx.launch.forkserver.preload import extra_modules
-
-if TYPE_CHECKING:
-    from phalanx.launch.spec import LaunchSpec
-
+from phalanx.launch.spec import LaunchSpec
 
 IMPORT_MOMENTS = (15.0, *MOMENTS)
 """torch takes a few seconds from a local disk; from a cold network disk, far more."""

@@ -9,13 +9,11 @@ from __future__ import annotations
 import os
 import signal
 import socket
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from phalanx.errors import PhalanxError, UsageError
 from phalanx.launch.forkserver import messages
-
-if TYPE_CHECKING:
-    from phalanx.launch.nodes import NodeGroup
+from phalanx.launch.nodes import NodeGroup
 
 _POLL_SECONDS = 0.2
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from phalanx.errors import ForkServerDiedError, UsageError
 from phalanx.host.files import make_private
@@ -19,9 +19,6 @@ from phalanx.launch.policy import Outcome
 from phalanx.launch.rendezvous import Rendezvous
 from phalanx.launch.scratch import scratch_folder
 from phalanx.launch.spec import LaunchResult, LaunchSpec, check_endpoint
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def launch(spec: LaunchSpec, console: RankConsole | None = None, signals: SignalInbox | None = None) -> LaunchResult:

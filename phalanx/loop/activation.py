@@ -6,10 +6,12 @@ Blocks are changed before a strategy wraps them, and only in the instance's `for
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -17,16 +19,10 @@ from torch.utils.checkpoint import (
 )
 
 from phalanx import torch_compat
+from phalanx.config import DistributedConfig
 from phalanx.errors import ModelError
 from phalanx.loop.offload import HostMemory
 from phalanx.strategies.fsdp import find_blocks
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import nn
-
-    from phalanx.config import DistributedConfig
 
 
 def spare_activations(model: nn.Module, config: DistributedConfig) -> Callable[[], None]:

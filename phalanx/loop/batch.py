@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from phalanx.loop.forward import count_labels
+from phalanx.loop.forward import Forward, count_labels
+from phalanx.loop.gradients import Gradients
+from phalanx.loop.precision import Precision
 from phalanx.strategies.pipeline.loss import count_rows
-
-if TYPE_CHECKING:
-    from phalanx.loop.forward import Forward
-    from phalanx.loop.gradients import Gradients
-    from phalanx.loop.precision import Precision
 
 
 class BatchPasses:

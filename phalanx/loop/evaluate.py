@@ -6,17 +6,14 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from phalanx.data.device import map_batch
-from phalanx.loop.forward import count_labels, decide_forward, positional_parameters
-from phalanx.loop.metrics import MetricSums
+from phalanx.loop.forward import LossFn, count_labels, decide_forward, positional_parameters
+from phalanx.loop.metrics import Metric, MetricSums
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from phalanx.loop.formation import Formation
-    from phalanx.loop.forward import LossFn
-    from phalanx.loop.metrics import Metric
     from phalanx.loop.prepare import PreparedLoader
 
 

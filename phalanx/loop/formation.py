@@ -16,14 +16,18 @@ import itertools
 import math
 import uuid
 import warnings
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from types import TracebackType
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import phalanx.strategies.auto  # noqa: F401 - most runs need it: the fork server imports it once for all ranks
-from phalanx.checkpoint import RunLock
+from phalanx.checkpoint import RunLock, SavedCheckpoint
 from phalanx.comm.register import register as register_backend
 from phalanx.config import DistributedConfig, resolve
 from phalanx.config.option import local_path
@@ -31,7 +35,7 @@ from phalanx.data.loader import shard_loader
 from phalanx.errors import UsageError
 from phalanx.loop.activation import spare_activations
 from phalanx.loop.batch import BatchPasses
-from phalanx.loop.forward import decide_forward
+from phalanx.loop.forward import LossFn, decide_forward
 from phalanx.loop.optimizer_binding import ParameterRemap, bind_optimizer, bind_scheduler
 from phalanx.loop.prepare import (
     Prepared,
@@ -47,16 +51,6 @@ from phalanx.strategies.registry import build_strategy
 from phalanx.world.groups import build_axis_group
 from phalanx.world.seed import seed_everything
 from phalanx.world.world import join_world, leave_world
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from contextlib import AbstractContextManager
-    from pathlib import Path
-    from types import TracebackType
-
-    from phalanx.checkpoint import SavedCheckpoint
-    from phalanx.loop.forward import LossFn
-
 
 _FORMATIONS = itertools.count(1)
 

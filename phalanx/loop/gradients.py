@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from phalanx import torch_compat
+from phalanx.config import DistributedConfig
 from phalanx.errors import UsageError
+from phalanx.loop.precision import Precision
 from phalanx.loop.sharing import HeldParameters
+from phalanx.strategies.base import Strategy
+from phalanx.world.world import World
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from torch import nn
-
-    from phalanx.config import DistributedConfig
     from phalanx.data.order import MicroInfo
-    from phalanx.loop.precision import Precision
-    from phalanx.strategies.base import Strategy
-    from phalanx.world.world import World
 
 
 class LossWeights:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from phalanx.errors import NonFiniteLossError
-
-if TYPE_CHECKING:
-    from phalanx.world.world import World
+from phalanx.world.world import World
 
 
 class LossLog:

@@ -7,8 +7,9 @@ that saves it. Here copies run on a separate stream, weights stay, and each tens
 from __future__ import annotations
 
 import weakref
-from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,10 +18,6 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from phalanx import torch_compat
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from contextlib import AbstractContextManager
 
 SMALLEST_BYTES = 64 * 1024
 """Smaller tensors stay on the device: a copy has a fixed cost."""

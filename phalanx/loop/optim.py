@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
+from phalanx.config import DistributedConfig
 from phalanx.errors import UsageError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    from phalanx.config import DistributedConfig
-
 
 _BETA2 = 0.999
 """Torch's own default, as is a momentum of 0.9."""

@@ -5,21 +5,17 @@ from __future__ import annotations
 import types
 import warnings
 import weakref
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
+import torch
+from torch import nn
 from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, ReduceLROnPlateau
 
 from phalanx import torch_compat
+from phalanx.config import DistributedConfig
 from phalanx.errors import UsageError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    import torch
-    from torch import nn
-
-    from phalanx.config import DistributedConfig
-    from phalanx.loop.gradients import Gradients
+from phalanx.loop.gradients import Gradients
 
 
 def bind_optimizer(optimizer: torch.optim.Optimizer, gradients: Gradients) -> Callable[[], None]:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import warnings
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from phalanx.config import DistributedConfig
 from phalanx.config.settings import cpu_has_bf16, precision_name
-
-if TYPE_CHECKING:
-    from phalanx.config import DistributedConfig
 
 _COMPUTES_IN_FP32 = "mixed_precision = true: this CPU has no bf16 arithmetic, so it computes in fp32, which is faster"
 _EMULATED = (

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
+from torch import nn
 
 from phalanx import torch_compat
+from phalanx.config import DistributedConfig
+from phalanx.data.loader import ShardedLoader
+from phalanx.data.order import MicroInfo
 from phalanx.errors import UsageError
 from phalanx.loop.gradients import Gradients
 from phalanx.loop.precision import Precision
+from phalanx.strategies.base import Strategy
 from phalanx.world.seed import rng_state, set_rng_state
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from torch import nn
-
-    from phalanx.config import DistributedConfig
-    from phalanx.data.loader import ShardedLoader
-    from phalanx.data.order import MicroInfo
-    from phalanx.strategies.base import Strategy
-    from phalanx.world.world import World
+from phalanx.world.world import World
 
 
 class Prepared:

@@ -6,14 +6,19 @@ import os
 import shutil
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import nn
 
+from phalanx.checkpoint import SavedCheckpoint
+from phalanx.config import DistributedConfig
 from phalanx.host.gpus import GpuLoad
+from phalanx.loop.hooks import StepInfo
 from phalanx.loop.speed import PeakMemory, TokenRate, token_rate
 from phalanx.observe.events import (
     CheckpointSaved,
@@ -26,20 +31,10 @@ from phalanx.observe.events import (
     StepDone,
 )
 from phalanx.observe.history import EpochRecord, History
+from phalanx.observe.sinks import EventStream
 from phalanx.observe.timing import Throughput
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from torch import nn
-
-    from phalanx.checkpoint import SavedCheckpoint
-    from phalanx.config import DistributedConfig
-    from phalanx.loop.hooks import StepInfo
-    from phalanx.observe.sinks import EventStream
-    from phalanx.strategies.base import Strategy
-    from phalanx.world.world import World
-
+from phalanx.strategies.base import Strategy
+from phalanx.world.world import World
 
 _STEPS_IN_CHECKPOINT = 1000
 _FIRST_STEPS_COMPILED = 3

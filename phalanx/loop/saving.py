@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from phalanx import checkpoint
+from phalanx.loop.formation import Formation
 from phalanx.loop.state import restore_snapshot
-
-if TYPE_CHECKING:
-    from phalanx.loop.formation import Formation
 
 
 class CheckpointPolicy:

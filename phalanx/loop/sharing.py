@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
+from torch import nn
 
 from phalanx.errors import UsageError, unused_parameters
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from phalanx.strategies.base import Strategy
+from phalanx.strategies.base import Strategy
 
 
 class _Sorted(NamedTuple):

@@ -7,17 +7,14 @@ import resource
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import nn
 
 from phalanx.models.contract import CountsFlops, implements
 from phalanx.observe.timing import peak_flops
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from phalanx.world.world import World
+from phalanx.world.world import World
 
 
 @dataclass(frozen=True)

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import compress
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from phalanx import checkpoint
 from phalanx.loop.optimizer_binding import load_scheduler_state, scheduler_state
+from phalanx.loop.prepare import Prepared
 from phalanx.strategies.optimizer_state import fill_state
 from phalanx.world.seed import rng_state, set_rng_state
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from torch import nn
-
-    from phalanx.loop.prepare import Prepared
 
 
 def rank_state(prepared: Prepared) -> dict[str, Any]:

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
 
 from phalanx.loop.batch import BatchPasses
-from phalanx.loop.forward import count_labels
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    import torch
-    from torch import nn
-
-    from phalanx.loop.forward import Forward
-    from phalanx.loop.gradients import Gradients
-    from phalanx.loop.loss_log import LossLog
-    from phalanx.loop.precision import Precision
-    from phalanx.strategies.base import Strategy
+from phalanx.loop.forward import Forward, count_labels
+from phalanx.loop.gradients import Gradients
+from phalanx.loop.loss_log import LossLog
+from phalanx.loop.precision import Precision
+from phalanx.strategies.base import Strategy
 
 
 class StepOutcome(NamedTuple):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from collections.abc import Callable
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from phalanx.errors import PreemptedError
@@ -13,9 +15,6 @@ from phalanx.observe.control import TrialControl
 from phalanx.world.env import read_rank_env, stop_signals
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from types import FrameType
-
     import torch.distributed as dist
 
     from phalanx.world.world import World

@@ -5,22 +5,19 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import nn
 
+from phalanx.config import DistributedConfig
 from phalanx.data.source import read_source
 from phalanx.errors import UsageError
+from phalanx.loop.forward import LossFn
 from phalanx.loop.hooks import Hooks
+from phalanx.loop.metrics import Metric
 from phalanx.loop.optim import build_optimizer
 from phalanx.loop.optimizer_binding import check_scheduler
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from phalanx.config import DistributedConfig
-    from phalanx.loop.forward import LossFn
-    from phalanx.loop.metrics import Metric
 
 
 @dataclass

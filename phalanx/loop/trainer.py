@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 from phalanx.loop.evaluate import evaluate
-from phalanx.loop.forward import decide_forward
+from phalanx.loop.formation import Formation
+from phalanx.loop.forward import Forward, decide_forward
 from phalanx.loop.hooks import Hooks, StepInfo
 from phalanx.loop.loss_log import LossLog, first_nonfinite, nonfinite_error, spoilt_weights_error
 from phalanx.loop.optim import LRSchedule, OptimizerSettings, rate_factor, rate_scale
@@ -15,18 +18,10 @@ from phalanx.loop.reporting import Reporter, RunFacts
 from phalanx.loop.saving import CheckpointPolicy
 from phalanx.loop.step import train_step
 from phalanx.loop.stopping import EpochControl, StopRequest, preempted_error
-from phalanx.loop.task import make_optimizer
+from phalanx.loop.task import TrainTask, make_optimizer
 from phalanx.observe import heartbeat as board
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from phalanx.loop.formation import Formation
-    from phalanx.loop.forward import Forward
-    from phalanx.loop.task import TrainTask
-    from phalanx.observe.history import History
-    from phalanx.observe.sinks import EventStream
+from phalanx.observe.history import History
+from phalanx.observe.sinks import EventStream
 
 
 class TrainLoop:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
-from torch import nn
+from torch import Tensor, nn
 
 from phalanx.errors import ModelError
 from phalanx.models.init import is_meta
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class ConvNet(nn.Module):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from collections.abc import Callable
+from typing import ClassVar, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -10,9 +11,6 @@ from torch import Tensor, nn
 
 from phalanx.errors import ModelError
 from phalanx.models.loss import LMOutput, token_loss, visible_logits
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 class DecoderConfig(Protocol):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast, overload
+from typing import Any, cast, overload
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -13,9 +13,7 @@ from phalanx.models import contract as words
 from phalanx.models.attention import FusedAttention
 from phalanx.models.decoder import Decoder
 from phalanx.models.init import from_preset, init_transformer, is_meta
-
-if TYPE_CHECKING:
-    from phalanx.models.loss import LMOutput
+from phalanx.models.loss import LMOutput
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

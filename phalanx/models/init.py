@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
@@ -11,8 +12,6 @@ from torch import nn
 from phalanx.errors import UsageError, unknown_name
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from _typeshed import DataclassInstance
 
     Config = TypeVar("Config", bound=DataclassInstance)

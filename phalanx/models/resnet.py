@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.errors import ModelError
 from phalanx.models.init import from_preset, is_meta
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 class Conv(NamedTuple):

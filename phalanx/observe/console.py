@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import os
 import time
-from typing import TYPE_CHECKING, Any, Protocol, TextIO
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, TextIO
 
 from phalanx.observe import events, format
+from phalanx.observe.events import Event, RunStarted, StepDone
 from phalanx.observe.guard import Streams, guarded_streams, labelled_line
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from phalanx.observe.events import Event, RunStarted, StepDone
 
 
 class PlainView:

@@ -10,11 +10,9 @@ import dataclasses
 import json
 import math
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
 
 KINDS: dict[str, type[Event]] = {}
 """Every kind of event by its name on the wire."""

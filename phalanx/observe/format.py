@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from phalanx.observe.events import (
-        CheckpointSaved,
-        EpochDone,
-        Membership,
-        MetricsReported,
-        RunEnded,
-        RunStarted,
-        ServersReported,
-        StepDone,
-    )
+from phalanx.observe.events import (
+    CheckpointSaved,
+    EpochDone,
+    Membership,
+    MetricsReported,
+    RunEnded,
+    RunStarted,
+    ServersReported,
+    StepDone,
+)
 
 _TITLES = {
     "finished": "Training finished",

@@ -5,12 +5,9 @@ from __future__ import annotations
 import io
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TextIO, cast
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from typing import TextIO
+from typing import Any, TextIO, cast
 
 
 class Guard:

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 from phalanx.errors import UsageError
-from phalanx.observe.events import MetricsReported, RunEnded, RunStarted, StepDone
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-
-    from phalanx.observe.events import Event
+from phalanx.observe.events import Event, MetricsReported, RunEnded, RunStarted, StepDone
 
 _TOLD_AT_THE_START = ("world_size", "strategy", "precision", "global_batch", "parameters", "device")
 _OPENED = "MLFLOW_RUN_ID"

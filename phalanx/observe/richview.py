@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, TextIO
 
 from rich.console import Console as Terminal
@@ -14,13 +15,11 @@ from rich.table import Table
 from rich.text import Text
 
 from phalanx.observe import format
+from phalanx.observe.events import RunStarted, StepDone
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from rich.console import RenderableType
 
-    from phalanx.observe.events import RunStarted, StepDone
 
 _REFRESH_PER_SECOND = 8
 _NAME_WIDTH = 16

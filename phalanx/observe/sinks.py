@@ -10,17 +10,13 @@ import select
 import socket
 import stat
 import traceback
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from phalanx.host.files import make_private
-from phalanx.observe.events import StepDone
+from phalanx.observe.events import Event, StepDone
 from phalanx.observe.guard import say_to_user
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
-    from phalanx.observe.events import Event
 
 
 class Sink(Protocol):

@@ -11,16 +11,12 @@ import os
 import socket
 import struct
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 from phalanx.errors import UsageError
-from phalanx.observe.events import CheckpointSaved, MetricsReported, RunEnded, StepDone
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from phalanx.observe.events import Event
+from phalanx.observe.events import CheckpointSaved, Event, MetricsReported, RunEnded, StepDone
 
 _FLUSH_SECONDS = 5.0
 _CASTAGNOLI = 0x82F63B78

@@ -8,16 +8,13 @@ import shutil
 import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from phalanx.errors import (PhalanxError, RankFailedError, UsageError)
 from phalanx.launch.scratch import (close_scratch, open_scratch)
 from phalanx.host.files import make_private
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from phalanx.config import DistributedConfig
+from collections.abc import Iterator
+from phalanx.config import DistributedConfig
 
 
 def make_run_dir(config: DistributedConfig, name: str) -> Path:

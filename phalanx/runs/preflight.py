@@ -7,7 +7,6 @@ import importlib.util
 import os
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from phalanx.config import deepspeed
 from phalanx.config.engine_rules import missing_package
@@ -15,8 +14,7 @@ from phalanx.errors import (CheckpointError, UsageError)
 from phalanx.launch import check_endpoint
 from phalanx.engines.horovod.build import (installed_library, speaks_mpi)
 
-if TYPE_CHECKING:
-    from phalanx.config import DistributedConfig
+from phalanx.config import DistributedConfig
 
 
 _NVME = "phalanx.engines.deepspeed.nvme"

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import os
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from phalanx.config import FIELDS
 from phalanx.config.sources import ENV_PREFIX
@@ -16,14 +16,12 @@ from phalanx.launch.forkserver.preload import PRELOAD
 from phalanx.engines.tensorflow.cluster import (import_environment, tensorflow_modules)
 from phalanx.engines.tensorflow.tf_config import (ROLES_VARIABLE, roles_of)
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-
-    from phalanx.config import (DistributedConfig, Resolved)
-    from phalanx.launch.spec import (Starter, Target)
-    from phalanx.recipes import Recipe
-    from phalanx.world.layout import Layout
+from collections.abc import Mapping
+from pathlib import Path
+from phalanx.config import (DistributedConfig, Resolved)
+from phalanx.launch.spec import (Starter, Target)
+from phalanx.recipes import Recipe
+from phalanx.world.layout import Layout
 
 
 def launch_spec(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING
 
 from phalanx import errors
 from phalanx.config import DistributedConfig
@@ -13,12 +12,10 @@ from phalanx.launch.output import PlainConsole
 from phalanx.launch.error_file import (any_record, read_record)
 from phalanx.runs.preflight import slow_start
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from phalanx.launch import (LaunchResult, LaunchSpec)
-    from phalanx.launch.output import RankConsole
+from collections.abc import Iterator
+from pathlib import Path
+from phalanx.launch import (LaunchResult, LaunchSpec)
+from phalanx.launch.output import RankConsole
 
 
 def run_on_ranks(

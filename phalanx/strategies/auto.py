@@ -7,24 +7,18 @@ gradients, use torch's DistributedDataParallel.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+import torch
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from phalanx.comm.exchange import is_emulated
+from phalanx.comm.exchange import Exchange, is_emulated
 from phalanx.comm.reducer import bytes_for
 from phalanx.comm.shm.bootstrap import group_text_gatherer
 from phalanx.comm.shm.setup import share_gradients
+from phalanx.config import DistributedConfig
 from phalanx.strategies.ddp import DDP
 from phalanx.strategies.ring_ddp import RingDDP
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
-
-    from phalanx.comm.exchange import Exchange
-    from phalanx.config import DistributedConfig
-    from phalanx.world.world import World
+from phalanx.world.world import World
 
 
 class Auto(RingDDP):

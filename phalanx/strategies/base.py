@@ -5,8 +5,10 @@ A strategy decides how ranks share one training run. Subclasses override what th
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,17 +21,11 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor, Replicate
 
 from phalanx import torch_compat
+from phalanx.config import DistributedConfig
 from phalanx.errors import UsageError
+from phalanx.observe.events import Event
 from phalanx.strategies.optimizer_state import load_optimizer_state, optimizer_state
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-    from contextlib import AbstractContextManager
-
-    from phalanx.config import DistributedConfig
-    from phalanx.observe.events import Event
-    from phalanx.world.world import World
-
+from phalanx.world.world import World
 
 _LAYOUT = "_phalanx_layout"
 COALESCED_BYTES = 250 * 1024 * 1024

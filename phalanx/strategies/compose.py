@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from phalanx import torch_compat
 from phalanx.errors import UsageError
-from phalanx.strategies.base import equalise, local, share_weights
+from phalanx.strategies.base import BatchPass, equalise, local, share_weights
 from phalanx.strategies.context.sequence import SequenceSlices
 from phalanx.strategies.context.strategy import install_ring, split_context
 from phalanx.strategies.expert import expert_parameters, spread_experts
@@ -31,13 +33,6 @@ from phalanx.strategies.tensors import global_norm, is_meta, scale_to_norm
 from phalanx.world.groups import build_axis_group
 from phalanx.world.schedules import SCHEDULES
 from phalanx.world.seed import seed_everything
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import nn
-
-    from phalanx.strategies.base import BatchPass
 
 
 class Composed(FSDP):

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from phalanx.comm.compress import build_compressor, merged_states
+import torch
+from torch import nn
+
+from phalanx.comm.comm_thread import CommThread
+from phalanx.comm.compress import Compressor, build_compressor, merged_states
+from phalanx.comm.exchange import Exchange
+from phalanx.config import DistributedConfig
 from phalanx.errors import ModelError
 from phalanx.strategies.base import CommStats, Strategy
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    import torch
-    from torch import nn
-
-    from phalanx.comm.comm_thread import CommThread
-    from phalanx.comm.compress import Compressor
-    from phalanx.comm.exchange import Exchange
-    from phalanx.config import DistributedConfig
-    from phalanx.world.world import World
+from phalanx.world.world import World
 
 RANK_STATE = "compression"
 """Key of the compressors' states, one per prepared model, in a rank's part of a checkpoint."""

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from phalanx.comm.compress.hook import CompressionHook, FixedBuckets
 from phalanx.comm.exchange import is_emulated, open_exchange
 from phalanx.strategies.compressing import CompressesGradients, Lane
 from phalanx.strategies.tensors import is_meta, materialise
-
-if TYPE_CHECKING:
-    from torch import nn
 
 
 class DDP(CompressesGradients):

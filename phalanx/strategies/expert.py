@@ -7,18 +7,16 @@ experts, and `forward(rows, counts)` applies each expert to its rows, which lie 
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from phalanx.errors import UsageError
 from phalanx.models.contract import ExpertModules, implements
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 
 def expert_parameters(model: nn.Module) -> list[nn.Parameter]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from phalanx.config.settings import precision_name
@@ -15,9 +16,6 @@ from phalanx.strategies.base import Strategy, share_weights
 from phalanx.strategies.tensors import is_meta, materialise
 from phalanx.world.groups import build_device_mesh
 from phalanx.world.seed import seed_everything
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 
 def blocks_of_class(model: nn.Module, name: str) -> dict[str, nn.Module]:

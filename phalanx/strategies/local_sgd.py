@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
+from torch import nn
 
 from phalanx import torch_compat
 from phalanx.comm.compress.base import ring_bytes
+from phalanx.comm.exchange import Exchange
+from phalanx.config import DistributedConfig
 from phalanx.strategies.base import CommStats, Strategy, share_weights
 from phalanx.strategies.optimizer_state import level_moments
 from phalanx.strategies.ring_ddp import open_exchange_for
 from phalanx.strategies.tensors import is_meta, materialise
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from torch import nn
-
-    from phalanx.comm.exchange import Exchange
-    from phalanx.config import DistributedConfig
-    from phalanx.world.world import World
+from phalanx.world.world import World
 
 
 class LocalSGD(Strategy):

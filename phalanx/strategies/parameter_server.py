@@ -7,29 +7,25 @@ into the model before its next forward pass.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from phalanx import torch_compat
-from phalanx.comm.ps import better_placement, plan_placement
+from phalanx.comm.ps import ParameterClient, Placement, better_placement, plan_placement
 from phalanx.comm.ps.bundle import VALUE
 from phalanx.comm.ps.state import plain_settings
+from phalanx.config import DistributedConfig
 from phalanx.config.settings import precision_name
 from phalanx.errors import UsageError
 from phalanx.observe.events import ServersReported
 from phalanx.strategies.base import Strategy, share_weights
 from phalanx.strategies.server_group import ServerGroup
 from phalanx.strategies.tensors import is_meta, materialise
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from phalanx.comm.ps import ParameterClient, Placement
-    from phalanx.config import DistributedConfig
-    from phalanx.world.world import World
+from phalanx.world.world import World
 
 
 class ParameterServer(Strategy):

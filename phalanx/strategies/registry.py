@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.metadata import EntryPoints
 from typing import TYPE_CHECKING
 
+from phalanx.config import DistributedConfig
 from phalanx.errors import UsageError, unknown_name
 
 if TYPE_CHECKING:
-    from importlib.metadata import EntryPoints
-
-    from phalanx.config import DistributedConfig
     from phalanx.strategies.base import Strategy
     from phalanx.world.world import World
 

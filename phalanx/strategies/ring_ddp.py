@@ -7,26 +7,22 @@ weights are those of torch's DDP, to the last bit where additions have the same 
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from phalanx.comm.channel_exchange import ChannelExchange
-from phalanx.comm.exchange import Alone, is_emulated, open_exchange
+from phalanx.comm.exchange import Alone, Exchange, is_emulated, open_exchange
 from phalanx.comm.reducer import FixedOrderReducer, GradientReducer, bytes_for
 from phalanx.comm.shm.bootstrap import group_text_gatherer
 from phalanx.comm.shm.setup import share_gradients
+from phalanx.config import DistributedConfig
 from phalanx.strategies.base import share_weights
 from phalanx.strategies.compressing import CompressesGradients, Lane
 from phalanx.strategies.tensors import is_meta, materialise
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from phalanx.comm.exchange import Exchange
-    from phalanx.config import DistributedConfig
-    from phalanx.world.world import World
+from phalanx.world.world import World
 
 
 class RingDDP(CompressesGradients):

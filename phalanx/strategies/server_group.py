@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import json
 import secrets
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from phalanx.comm.ps import ParameterClient, Rules, ShardProcess, ShardSpec, StateSlots
+from phalanx.comm.ps import ParameterClient, Placement, Rules, ShardProcess, ShardSpec, StateSlots
+from phalanx.config import DistributedConfig
 from phalanx.host.addresses import own_address
-
-if TYPE_CHECKING:
-    from phalanx.comm.ps import Placement
-    from phalanx.config import DistributedConfig
-    from phalanx.world.world import World
+from phalanx.world.world import World
 
 _PREFIX = "parameter-server"
 _PATIENCE_SECONDS = 10.0

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import math
 import warnings
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from phalanx import torch_compat
 from phalanx.errors import UsageError
 from phalanx.models.contract import Adapter, InitialisesWeights, implements
 from phalanx.strategies.base import local
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import nn
 
 
 def is_meta(model: nn.Module) -> bool:

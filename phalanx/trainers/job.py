@@ -4,28 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
+from phalanx.config import DistributedConfig
+from phalanx.engines.horovod.elastic import Survivor
 from phalanx.engines.ray.trainer import engine_callbacks
 from phalanx.loop.evaluate import evaluate, predict
 from phalanx.loop.formation import Formation
 from phalanx.loop.optimizer_binding import OwnSchedule, scheduler_state
+from phalanx.loop.task import TrainTask
 from phalanx.loop.trainer import TrainLoop
+from phalanx.observe.history import History
 from phalanx.runs.folder import make_run_dir
 from phalanx.trainers.session import agree_run_dir, check_per_host, open_events, save_config
 from phalanx.trainers.weights import whole_state, whole_weights
 from phalanx.world.env import horovod_is_elastic
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from phalanx.config import DistributedConfig
-    from phalanx.engines.horovod.elastic import Survivor
-    from phalanx.loop.task import TrainTask
-    from phalanx.observe.history import History
 
 
 @dataclass

@@ -4,29 +4,23 @@ A recipe's data set and model, built in the rank."""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
 
+from phalanx.config import DistributedConfig
 from phalanx.data.sets import load
 from phalanx.loop.forward import implied_loss
 from phalanx.loop.hooks import Callback
 from phalanx.loop.task import TrainTask
+from phalanx.loop.trainer import TrainLoop
 from phalanx.models.registry import build
+from phalanx.recipes import Recipe
 from phalanx.trainers.job import Job, JobResult, run_job
 from phalanx.world.seed import seed_everything
-
-if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-    from pathlib import Path
-
-    from torch import nn
-
-    from phalanx.config import DistributedConfig
-    from phalanx.loop.trainer import TrainLoop
-    from phalanx.recipes import Recipe
-
 
 _BYTES = 256
 

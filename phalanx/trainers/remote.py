@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 
+from phalanx.config import DistributedConfig
 from phalanx.errors import UsageError
 from phalanx.host.files import replacing
 from phalanx.launch import CallTarget
@@ -19,13 +22,7 @@ from phalanx.runs.folder import log_folder
 from phalanx.runs.spec import launch_spec
 from phalanx.runs.start import run_on_ranks, write_payload
 from phalanx.trainers.job import JobResult
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-
-    from phalanx.config import DistributedConfig
-    from phalanx.world.layout import Layout
+from phalanx.world.layout import Layout
 
 RESULT_NAME = "result.pt"
 WEIGHTS_NAME = "weights.pt"

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 
-from phalanx.config import write_toml
+from phalanx.config import DistributedConfig, write_toml
 from phalanx.errors import PhalanxError
 from phalanx.loop.reporting import tensorboard_dir
 from phalanx.observe.guard import Guard, say_to_user
 from phalanx.observe.sinks import EventStream, FdSink, JsonlSink, Sink
 from phalanx.runs.preflight import check_before_start
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from phalanx.config import DistributedConfig
-    from phalanx.world.world import World
+from phalanx.world.world import World
 
 _FITS = itertools.count(1)
 

@@ -5,18 +5,24 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
+from torch import nn
 
 from phalanx.config import DistributedConfig, resolve
 from phalanx.config.option import local_path
 from phalanx.engines.ray.data import datasets_of
 from phalanx.errors import PhalanxError, PreemptedError, UsageError
 from phalanx.launch import count_gpus
+from phalanx.loop.forward import LossFn
+from phalanx.loop.metrics import Metric
 from phalanx.loop.optimizer_binding import load_scheduler_state
 from phalanx.loop.prepare import adapt, check_trains_adapters
 from phalanx.loop.task import TrainTask, check_task
+from phalanx.observe.history import History
 from phalanx.runs.folder import discard_unused, make_run_dir
 from phalanx.runs.preflight import check_before_start
 from phalanx.trainers.job import Job, JobResult, run_job
@@ -24,16 +30,6 @@ from phalanx.trainers.remote import send_job
 from phalanx.trainers.weights import load_weights, return_weights, save_weights
 from phalanx.world.env import read_rank_env
 from phalanx.world.layout import plan_layout
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-
-    from torch import nn
-
-    from phalanx.loop.forward import LossFn
-    from phalanx.loop.metrics import Metric
-    from phalanx.observe.history import History
 
 
 class TorchTrainer:

@@ -4,25 +4,21 @@ Weights alone: written to a file, read back from it or out of a checkpoint."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 from phalanx import checkpoint
 from phalanx.errors import CheckpointError, nearest
 from phalanx.strategies.base import part_like, whole
 from phalanx.strategies.pipeline.placement import join_stages, placed_before
+from phalanx.strategies.pipeline.strategy import Row
 from phalanx.strategies.tensors import is_meta, materialise
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-
-    from torch import nn
-
-    from phalanx.strategies.pipeline.strategy import Row
 
 
 def whole_weights(model: nn.Module, *, keep: bool = True) -> dict[str, torch.Tensor] | None:

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from phalanx.errors import UsageError
+from phalanx.tune.domains import Domain
+from phalanx.tune.objective import Objective
+from phalanx.tune.space import SearchSpace
 from phalanx.tune.table import brief
-from phalanx.tune.trial import State
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from phalanx.tune.domains import Domain
-    from phalanx.tune.objective import Objective
-    from phalanx.tune.space import SearchSpace
-    from phalanx.tune.trial import Trial
-
+from phalanx.tune.trial import State, Trial
 
 _TICKS = 5
 _BELOW = -0.08

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
+import random
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-if TYPE_CHECKING:
-    import random
-    from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 
 class Kind(NamedTuple):

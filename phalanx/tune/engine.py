@@ -7,31 +7,24 @@ import math
 import shutil
 import signal
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from pathlib import Path
+from typing import Protocol
 
 from phalanx.errors import PreemptedError, UsageError
+from phalanx.observe.control import TrialControl
+from phalanx.tune.objective import Objective
 from phalanx.tune.pool import Pool
-from phalanx.tune.runner import gate_of, nonfinite, run_trial
-from phalanx.tune.schedulers import decide
-from phalanx.tune.tracking import NoTracking
-from phalanx.tune.trial import State
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from phalanx.observe.control import TrialControl
-    from phalanx.tune.objective import Objective
-    from phalanx.tune.record import Record
-    from phalanx.tune.runner import Ending
-    from phalanx.tune.schedulers import Points, Scheduler
-    from phalanx.tune.slots import Slots
-    from phalanx.tune.space import SearchSpace
-    from phalanx.tune.suggest import Search
-    from phalanx.tune.tracking import Tracking
-    from phalanx.tune.trainable import Trainable
-    from phalanx.tune.trial import Trial
+from phalanx.tune.record import Record
+from phalanx.tune.runner import Ending, gate_of, nonfinite, run_trial
+from phalanx.tune.schedulers import Points, Scheduler, decide
+from phalanx.tune.slots import Slots
+from phalanx.tune.space import SearchSpace
+from phalanx.tune.suggest import Search
+from phalanx.tune.tracking import NoTracking, Tracking
+from phalanx.tune.trainable import Trainable
+from phalanx.tune.trial import State, Trial
 
 
 class SearchView(Protocol):

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from phalanx.errors import UsageError, nearest
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
 
 _MORE_IS_BETTER = ("accuracy", "acc", "auc", "f1", "score", "reward", "bleu", "precision", "recall")
 _LESS_IS_BETTER = ("loss", "error", "mse", "mae", "rmse", "perplexity", "ppl", "seconds", "time")

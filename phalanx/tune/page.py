@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from html import escape
-from typing import TYPE_CHECKING
 
+from phalanx.tune.charts import Axis, Line
+from phalanx.tune.results import Results
 from phalanx.tune.table import brief, columns, point_words, ranked
 from phalanx.tune.trial import State
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from phalanx.tune.charts import Axis, Line
-    from phalanx.tune.results import Results
 
 PAGE_FILE = "study.html"
 _HEIGHT, _LEFT, _TOP, _STRIDE = 300, 60, 30, 170

@@ -9,17 +9,14 @@ import selectors
 import signal
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any
 
 from phalanx.host.signals import SignalInbox
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from types import TracebackType
-
-    from phalanx.tune.runner import Ending
-    from phalanx.tune.slots import Slot
-    from phalanx.tune.trial import Trial
+from phalanx.tune.runner import Ending
+from phalanx.tune.slots import Slot
+from phalanx.tune.trial import Trial
 
 _LOOK_SECONDS = 0.5
 

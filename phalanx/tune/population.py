@@ -8,23 +8,18 @@ from __future__ import annotations
 
 import random
 import shutil
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
 
 from phalanx.errors import UsageError
-from phalanx.tune.engine import Engine, SearchPlan
+from phalanx.tune.engine import Engine, SearchPlan, SearchView
+from phalanx.tune.objective import Objective
+from phalanx.tune.pool import Pool
+from phalanx.tune.record import Record
+from phalanx.tune.runner import Ending
 from phalanx.tune.schedulers import Points
-from phalanx.tune.trial import State
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from phalanx.tune.engine import SearchView
-    from phalanx.tune.objective import Objective
-    from phalanx.tune.pool import Pool
-    from phalanx.tune.record import Record
-    from phalanx.tune.runner import Ending
-    from phalanx.tune.trial import Trial
+from phalanx.tune.trial import State, Trial
 
 _QUANTILE = 0.25
 

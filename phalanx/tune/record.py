@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 from phalanx.errors import UsageError
+from phalanx.tune.objective import Objective
+from phalanx.tune.space import SearchSpace
 from phalanx.tune.suggest import distribution, import_optuna, stored
 from phalanx.tune.trial import State, Trial
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from phalanx.tune.objective import Objective
-    from phalanx.tune.space import SearchSpace
 
 FILE = "study.db"
 _STUDY = "phalanx"

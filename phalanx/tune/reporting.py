@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from phalanx.errors import EXIT_PREEMPTED, UsageError
 from phalanx.observe.control import TrialControl
@@ -12,9 +13,6 @@ from phalanx.observe.events import MetricsReported
 from phalanx.observe.sinks import FdSink, JsonlSink
 from phalanx.tune.trial import REPORTED
 from phalanx.world.env import read_rank_env
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 GOES_ON_AFTER = "PHALANX_TRIAL_GOES_ON_AFTER"
 """The environment variable that says after which iteration a trial goes on from what it had saved."""

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
-from phalanx.config import FIELDS, write_toml
+from phalanx.config import FIELDS, DistributedConfig, write_toml
 from phalanx.errors import SearchFailedError
+from phalanx.tune.objective import Objective
 from phalanx.tune.table import ranked
 from phalanx.tune.trainable import OF_THE_TRIAL
-from phalanx.tune.trial import State
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from phalanx.config import DistributedConfig
-    from phalanx.tune.objective import Objective
-    from phalanx.tune.trial import Trial
+from phalanx.tune.trial import State, Trial
 
 BEST_FILE = "best.toml"
 TRIALS_FILE = "trials.json"

@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from phalanx.errors import EXIT_PREEMPTED, PhalanxError
-from phalanx.launch import launch
+from phalanx.host.signals import SignalInbox
+from phalanx.launch import LaunchResult, launch
 from phalanx.launch.error_file import read_record
 from phalanx.observe.control import CONTROL, TrialControl
 from phalanx.observe.guard import Guard, Streams, say_to_user
 from phalanx.runs.preflight import check_packages
 from phalanx.runs.spec import launch_spec
 from phalanx.tune.reporting import GOES_ON_AFTER
+from phalanx.tune.schedulers import Points
+from phalanx.tune.slots import Slot
+from phalanx.tune.trainable import Trainable
+from phalanx.tune.trial import Trial
 from phalanx.world.layout import plan_layout
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from phalanx.host.signals import SignalInbox
-    from phalanx.launch import LaunchResult
-    from phalanx.tune.schedulers import Points
-    from phalanx.tune.slots import Slot
-    from phalanx.tune.trainable import Trainable
-    from phalanx.tune.trial import Trial
 
 _OUT_OF_MEMORY = {"OutOfMemoryError", "MemoryError"}
 _KILLED = 137

@@ -8,16 +8,13 @@ seed gives the same trials, verdicts and best point again.
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from phalanx.errors import UsageError, unknown_name
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from phalanx.tune.objective import Objective
-    from phalanx.tune.trial import Trial
+from phalanx.tune.objective import Objective
+from phalanx.tune.trial import Trial
 
 SCHEDULERS = ("asha", "pbt", "median", "none")
 _FARTHEST = 10**7

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from phalanx.engines.ray.address import check_address
 from phalanx.errors import UsageError, unknown_name
@@ -21,20 +22,13 @@ from phalanx.tune.population import Population
 from phalanx.tune.record import FILE, Record
 from phalanx.tune.results import Results, check_some_worked, write_best, write_trials
 from phalanx.tune.schedulers import SCHEDULERS, make_scheduler
-from phalanx.tune.slots import plan_slots
+from phalanx.tune.slots import Slots, plan_slots
+from phalanx.tune.space import SearchSpace
 from phalanx.tune.suggest import SEARCHES, make_search
-from phalanx.tune.table import open_table, point_words
+from phalanx.tune.table import LiveTable, PlainTable, open_table, point_words
 from phalanx.tune.tracking import open_tracking
-from phalanx.tune.trainable import OF_THE_TRIAL
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from phalanx.tune.slots import Slots
-    from phalanx.tune.space import SearchSpace
-    from phalanx.tune.table import LiveTable, PlainTable
-    from phalanx.tune.trainable import Trainable
-    from phalanx.tune.trial import Trial
+from phalanx.tune.trainable import OF_THE_TRIAL, Trainable
+from phalanx.tune.trial import Trial
 
 ENGINES = ("auto", "local", "ray")
 DEFAULT_SAMPLES = 10

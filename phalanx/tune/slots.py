@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from phalanx.config import DistributedConfig
 from phalanx.errors import UsageError
 from phalanx.launch import count_gpus
-
-if TYPE_CHECKING:
-    from phalanx.config import DistributedConfig
 
 
 @dataclass(frozen=True)

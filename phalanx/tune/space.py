@@ -5,17 +5,14 @@ from __future__ import annotations
 import itertools
 import random
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from phalanx.config import FIELDS
 from phalanx.config.option import problem
 from phalanx.errors import ConfigError, UsageError, nearest
 from phalanx.tune.domains import KINDS, Domain, from_ray, is_rays
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 _EXAMPLE = "learning_rate = { loguniform = [1e-4, 1e-1] }"
 

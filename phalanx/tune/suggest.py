@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import math
 import zlib
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 from phalanx.errors import UsageError, unknown_name
-from phalanx.tune.trial import State
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from phalanx.tune.domains import Domain
-    from phalanx.tune.objective import Objective
-    from phalanx.tune.space import SearchSpace
-    from phalanx.tune.trial import Trial
+from phalanx.tune.domains import Domain
+from phalanx.tune.objective import Objective
+from phalanx.tune.space import SearchSpace
+from phalanx.tune.trial import State, Trial
 
 SEARCHES = ("random", "grid", "optuna")
 

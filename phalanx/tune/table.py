@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any, TextIO
+from collections.abc import Sequence
+from typing import Any, TextIO
 
 from phalanx.observe import format
 from phalanx.observe.guard import guarded_streams
-from phalanx.tune.trial import State
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from phalanx.tune.objective import Objective
-    from phalanx.tune.trial import Trial
+from phalanx.tune.objective import Objective
+from phalanx.tune.trial import State, Trial
 
 _MOST_ROWS = 20
 _REFRESH_PER_SECOND = 4

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from phalanx.config import DistributedConfig
 from phalanx.observe.mlflow import import_mlflow
-from phalanx.tune.trial import State
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from phalanx.config import DistributedConfig
-    from phalanx.tune.objective import Objective
-    from phalanx.tune.results import Results
-    from phalanx.tune.trial import Trial
+from phalanx.tune.objective import Objective
+from phalanx.tune.results import Results
+from phalanx.tune.trial import State, Trial
 
 _RUN_FILE = "mlflow-run"
 """The id of the run that a folder belongs to: the search's, or a trial's."""

@@ -4,29 +4,22 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
-from phalanx.config import FIELDS, read_toml
+from phalanx.config import FIELDS, DistributedConfig, Resolved, read_toml
 from phalanx.errors import UsageError, nearest
 from phalanx.launch import CallTarget, ModuleTarget, ScriptTarget
+from phalanx.launch.spec import Target
 from phalanx.observe.events import MetricsReported
 from phalanx.observe.sinks import JsonlSink
+from phalanx.recipes import Recipe
 from phalanx.runs.spec import given_settings, recipe_target, settings_environment
 from phalanx.tune.reporting import as_number
-from phalanx.tune.trial import REPORTED
+from phalanx.tune.trial import REPORTED, Trial
 from phalanx.world.env import read_rank_env
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    from phalanx.config import DistributedConfig, Resolved
-    from phalanx.launch.spec import Target
-    from phalanx.recipes import Recipe
-    from phalanx.tune.trial import Trial
-
 
 OF_THE_TRIAL = ("run_dir", "checkpoint_dir", "resume_from_checkpoint", "node_rank", "rdzv_endpoint")
 """Settings that each trial has for itself."""

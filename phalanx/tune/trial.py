@@ -5,14 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from phalanx.observe.events import EpochDone, MetricsReported, RunEnded, StepDone, from_json
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from phalanx.tune.objective import Objective
+from phalanx.tune.objective import Objective
 
 REPORTED = "tune"
 """The split under which `phalanx.tune.report` writes its events."""

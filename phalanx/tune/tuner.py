@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from phalanx.config import resolve
 from phalanx.errors import UsageError
 from phalanx.launch import ScriptTarget, count_gpus
 from phalanx.recipes import load_recipe
 from phalanx.tune.objective import DEFAULT_METRIC
+from phalanx.tune.results import Results
 from phalanx.tune.search import SearchRequest, search
 from phalanx.tune.space import SearchSpace
-from phalanx.tune.trainable import FunctionTrainable, RecipeTrainable, ScriptTrainable
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from phalanx.tune.results import Results
-    from phalanx.tune.trainable import Trainable
+from phalanx.tune.trainable import FunctionTrainable, RecipeTrainable, ScriptTrainable, Trainable
 
 
 class DistributedTuner:

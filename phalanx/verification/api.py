@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from contextlib import closing
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from phalanx.config import resolve
+from phalanx.config import DistributedConfig, resolve
 from phalanx.verification.proofs import DEFAULTS, Proof
-from phalanx.verification.subject import GivenSubject
-
-if TYPE_CHECKING:
-    from phalanx.config import DistributedConfig
-    from phalanx.verification.report import Verdict
-    from phalanx.verification.subject import Subject
+from phalanx.verification.report import Verdict
+from phalanx.verification.subject import GivenSubject, Subject
 
 
 def verify(

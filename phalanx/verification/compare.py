@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from phalanx.verification.report import MEASURES, Comparison, ModuleRow, StepRow
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     import torch
 
     from phalanx.verification.probe import Recording, Tensors

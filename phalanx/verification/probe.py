@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from phalanx import torch_compat
+from phalanx.loop.formation import Formation
 from phalanx.loop.hooks import Callback, StepInfo
 from phalanx.strategies.base import whole
 from phalanx.strategies.pipeline.placement import join_stages
 from phalanx.strategies.pipeline.strategy import Pipeline
 from phalanx.torch_compat import pytree
 from phalanx.trainers.weights import whole_tensors
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    from torch import nn
-
-    from phalanx.loop.formation import Formation
 
 Tensors = dict[str, torch.Tensor]
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
+from phalanx.config import DistributedConfig
 from phalanx.config.fields import STRATEGIES
 from phalanx.errors import PreemptedError, UsageError, unknown_name
 from phalanx.launch import CallTarget, count_gpus
@@ -14,18 +16,12 @@ from phalanx.runs.folder import log_folder
 from phalanx.runs.spec import launch_spec
 from phalanx.runs.start import run_on_ranks, write_payload
 from phalanx.verification.compare import compare, same_bits
+from phalanx.verification.probe import Recording
 from phalanx.verification.rank import Run, VerifyRequest, read_recording
-from phalanx.verification.report import MEASURES, Verdict
+from phalanx.verification.report import MEASURES, Comparison, Verdict
+from phalanx.verification.subject import Subject
 from phalanx.world.env import read_rank_env
 from phalanx.world.layout import Layout, plan_layout
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from phalanx.config import DistributedConfig
-    from phalanx.verification.probe import Recording
-    from phalanx.verification.report import Comparison
-    from phalanx.verification.subject import Subject
 
 DEFAULTS = {"num_workers": 2, "max_steps": 5}
 """What verify takes where neither a flag nor a file says it."""

@@ -5,24 +5,22 @@ from __future__ import annotations
 import pickle
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from phalanx import torch_compat
+from phalanx.config import DistributedConfig
 from phalanx.errors import UsageError
 from phalanx.loop.task import TrainTask
 from phalanx.torch_compat import pytree
 from phalanx.trainers.job import Job, run_job
 from phalanx.verification.probe import Probe, Recording
+from phalanx.verification.subject import Parts, Subject
 from phalanx.world.env import read_rank_env
 from phalanx.world.seed import seed_everything
-
-if TYPE_CHECKING:
-    from phalanx.config import DistributedConfig
-    from phalanx.verification.subject import Parts, Subject
 
 _DEFAULT_BATCH = 8
 _DROPOUT_NAMES = {"dropout", "dropout_p", "attn_dropout", "attention_dropout"}

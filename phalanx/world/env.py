@@ -11,15 +11,12 @@ import os
 import re
 import signal
 import zlib
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from phalanx.errors import UsageError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
 
 _DERIVED_PORTS = (29500, 20000)
 """First port and number of ports for starters that name no port; the job's own id picks one, equally on every rank."""

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import socket
-from typing import TYPE_CHECKING, Any
+from datetime import timedelta
+from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from phalanx import torch_compat
-
-if TYPE_CHECKING:
-    from datetime import timedelta
-
-    import torch
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from phalanx.world.mesh import Mesh
-
+from phalanx.world.mesh import Mesh
 
 LOOPBACK = "127.0.0.1"
 _MADE: dict[Any, Any] = {}

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from phalanx.config import DistributedConfig
 from phalanx.engines.tensorflow.tf_config import role_names, roles_of
 from phalanx.errors import UsageError
 from phalanx.world.mesh import Mesh, plan_mesh
-
-if TYPE_CHECKING:
-    from phalanx.config import DistributedConfig
 
 
 @dataclass(frozen=True)

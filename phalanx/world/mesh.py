@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from phalanx.config import DistributedConfig
 from phalanx.config.deepspeed import batch_size_for
 from phalanx.errors import UsageError
 from phalanx.world.schedules import SCHEDULES, choose_microbatches
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
-    from phalanx.config import DistributedConfig
-
 
 SHOWN = 3
 """How many possible products an error lists."""

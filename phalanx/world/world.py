@@ -8,12 +8,12 @@ import itertools
 import os
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from phalanx import torch_compat
+from phalanx.config import DistributedConfig
 from phalanx.engines.horovod import rendezvous
 from phalanx.errors import UsageError
 from phalanx.host.addresses import loopback_environment, network_environment
@@ -22,9 +22,6 @@ from phalanx.world.env import RankEnv, export_rank_env, read_rank_env
 from phalanx.world.groups import forget_groups, open_loopback_store
 from phalanx.world.layout import check_device
 from phalanx.world.mesh import Mesh, plan_mesh
-
-if TYPE_CHECKING:
-    from phalanx.config import DistributedConfig
 
 _ALONE = RankEnv(0, 0, 1, 1, 0, "127.0.0.1", 0, started_by="python")
 _LOOPBACK_STORES: dict[int, dist.Store] = {}

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from phalanx.bench.comm.plan import DTYPE_BYTES
+from phalanx.bench.comm.plan import DTYPE_BYTES, BenchPlan
 from phalanx.comm.collectives import ALGORITHMS
+from phalanx.comm.collectives.channel import P2PChannel
 from phalanx.comm.collectives.fixed_order import check_ranks
 from phalanx.errors import SharedMemoryUnavailable, UsageError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from phalanx.bench.comm.plan import BenchPlan
-    from phalanx.comm.collectives.channel import P2PChannel
 
 _TORCH_OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.AVG, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 _TORCH_OPS["prod"] = dist.ReduceOp.PRODUCT

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import statistics
 import time
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,9 +19,6 @@ from phalanx.bench.comm.report import HEADER, BenchRow
 from phalanx.comm.collectives.channel import P2PChannel
 from phalanx.comm.collectives.direct import barrier
 from phalanx.comm.topology import find_locations, hosts, measure_links
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 PLAN_NAME = "plan.json"
 RESULT_NAME = "result.json"

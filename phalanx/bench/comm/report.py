@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from phalanx.bench.comm.plan import REDUCING, bus_factor
 from phalanx.errors import UsageError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
 
 HEADER = (
     f"{'algo':<17}{'size':>12}{'count':>12}{'type':>10}{'redop':>7}{'time':>12}{'algbw':>9}{'busbw':>9}{'#wrong':>8}\n"

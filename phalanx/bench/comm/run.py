@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from phalanx.bench.comm.plan import BenchPlan
 from phalanx.errors import UsageError
-from phalanx.launch import CallTarget, LaunchSpec
+from phalanx.launch import CallTarget, LaunchSpec, RankConsole
 from phalanx.launch.scratch import scratch_folder
 from phalanx.runs.start import run_on_ranks
 from phalanx.world.env import export_rank_env, read_rank_env
-
-if TYPE_CHECKING:
-    from phalanx.bench.comm.plan import BenchPlan
-    from phalanx.launch import RankConsole
 
 _PLAN, _RESULT = "plan.json", "result.json"
 

@@ -11,8 +11,9 @@ Measured on one process that plays all ranks: an exchange whose other ranks have
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -21,10 +22,6 @@ from phalanx.comm.compress import build_compressor
 from phalanx.comm.compress.base import ring_bytes
 from phalanx.config import DistributedConfig
 from phalanx.errors import UsageError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
 
 BACKWARD_SHARE = 2 / 3
 """Backward computes two products where forward computes one."""

@@ -10,13 +10,10 @@ import os
 import secrets
 import shutil
 import subprocess
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING
 
 from phalanx.errors import ShapingError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 _ADDRESSES = ("10.213.77.1", "10.213.77.2")
 _BURST_SECONDS = 0.002

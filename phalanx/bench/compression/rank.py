@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import shutil
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,10 +30,6 @@ from phalanx.trainers.recipe import recipe_parts
 from phalanx.world.env import read_rank_env
 from phalanx.world.seed import seed_everything
 from phalanx.world.world import join_world, leave_world
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 
 QUIET: dict[str, Any] = {
     "progress": False,

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
-from phalanx.bench.compression.advise import LinkSpeed, advise
+from phalanx.bench.compression.advise import Cost, LinkSpeed, advise
 from phalanx.errors import UsageError
 from phalanx.observe.format import size
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from phalanx.bench.compression.advise import Cost
 
 
 def table(records: Sequence[dict[str, Any]]) -> str:

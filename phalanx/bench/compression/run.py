@@ -6,9 +6,10 @@ import dataclasses
 import json
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from phalanx.bench.compression import netns
 from phalanx.bench.compression.plan import Case, CompressionRequest, read_link
@@ -16,9 +17,6 @@ from phalanx.errors import RankFailedError
 from phalanx.launch import CallTarget, LaunchSpec
 from phalanx.launch.scratch import scratch_folder
 from phalanx.runs.start import run_on_ranks
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 RANKS = 2
 NAMESPACES = "network namespaces, the rate by the kernel's token bucket"

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING
 
 from phalanx.errors import UsageError, unknown_name
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 SUBJECTS = {
     "comm": "collectives by algorithm and size, links between ranks",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from phalanx.bench.comm.plan import ALGORITHMS_OF, DTYPE_BYTES, OPS, BenchPlan, parse_algorithms, parse_sizes
 from phalanx.bench.comm.report import make_row, matrix_table, side_by_side
@@ -12,10 +14,6 @@ from phalanx.cli.flags import FlagParser, write_json
 from phalanx.errors import UsageError
 from phalanx.launch import PlainConsole, prestart
 from phalanx.world.env import read_rank_env
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Sequence
 
 _HELP = """Measure collectives by algorithm and size, or the links between ranks.
 

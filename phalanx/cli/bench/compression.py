@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from phalanx.bench.compression.plan import HERE, LINKS, RECIPES, read_compressors, read_link, read_names
 from phalanx.cli.flags import FlagParser, write_json
@@ -12,10 +14,6 @@ from phalanx.config import DistributedConfig
 from phalanx.config.fields import COMPRESSORS
 from phalanx.errors import UsageError
 from phalanx.launch import prestart
-
-if TYPE_CHECKING:
-    import argparse
-    from collections.abc import Sequence
 
 _HELP = """Train recipes under each gradient compressor over slow links, and show the time to a target loss and bytes.
 

@@ -7,20 +7,17 @@ all_reduce(flags, wire, "max", algorithm="tree")
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
 
 from phalanx.comm.collectives import direct, fixed_order, halving, hierarchical, ring, tree
+from phalanx.comm.collectives.channel import P2PChannel
 from phalanx.comm.collectives.direct import all_to_all, barrier, gather, scatter
 from phalanx.comm.collectives.ring import all_gather, reduce_scatter
 from phalanx.comm.collectives.tree import broadcast, reduce
 from phalanx.errors import UsageError, unknown_name
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    import torch
-
-    from phalanx.comm.collectives.channel import P2PChannel
 
 __all__ = [
     "ALGORITHMS",

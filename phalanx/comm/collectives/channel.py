@@ -19,18 +19,15 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from phalanx.errors import CommunicationError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
 
 _THREAD_NAME = "gloo_tcp_loop"
 _TASKS = Path("/proc/self/task")

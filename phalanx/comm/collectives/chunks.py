@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
-from phalanx.comm.collectives.channel import CHUNK_BYTES, P2PChannel
+import torch
+
+from phalanx.comm.collectives.channel import CHUNK_BYTES, Handle, P2PChannel
 from phalanx.comm.collectives.mismatch import describe, start_check
 from phalanx.comm.collectives.reduction import Reduction, find_reduction
 from phalanx.errors import UsageError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    import torch
-
-    from phalanx.comm.collectives.channel import Handle, P2PChannel
 
 
 def start_collective(

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import torch
 
+from phalanx.comm.collectives.channel import P2PChannel
 from phalanx.comm.collectives.chunks import chunks, flatten, sendrecv, split, start_collective, write_back
 from phalanx.comm.collectives.mismatch import start_check
 from phalanx.errors import CommunicationError, UsageError
-
-if TYPE_CHECKING:
-    import torch
-
-    from phalanx.comm.collectives.channel import P2PChannel
 
 
 def gather(tensor: torch.Tensor, channel: P2PChannel, root: int = 0) -> torch.Tensor | None:

@@ -12,18 +12,14 @@ together the same tree, wherever it is cut. The bytes are those of halving and d
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
+import torch
+
+from phalanx.comm.collectives.channel import P2PChannel
 from phalanx.comm.collectives.chunks import start_reduction, write_back
 from phalanx.comm.collectives.halving import halve_and_double
 from phalanx.errors import UsageError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    import torch
-
-    from phalanx.comm.collectives.channel import P2PChannel
 
 
 def check_ranks(ranks: int) -> None:

@@ -15,16 +15,12 @@ the result at the end: those send S once more, as do their partners.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import torch
 
+from phalanx.comm.collectives.channel import P2PChannel
 from phalanx.comm.collectives.chunks import RecvBuffers, bounds, chunks, sendrecv, start_reduction, write_back
+from phalanx.comm.collectives.reduction import Reduction
 from phalanx.comm.collectives.tree import climb, descend
-
-if TYPE_CHECKING:
-    import torch
-
-    from phalanx.comm.collectives.channel import P2PChannel
-    from phalanx.comm.collectives.reduction import Reduction
 
 
 def all_reduce(tensor: torch.Tensor, channel: P2PChannel, op: str = "sum") -> None:

@@ -7,20 +7,16 @@ the result down. On one host it is the tree.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+
+import torch
 
 from phalanx.comm.collectives import ring
+from phalanx.comm.collectives.channel import P2PChannel
 from phalanx.comm.collectives.chunks import start_reduction, write_back
 from phalanx.comm.collectives.tree import climb, descend
 from phalanx.comm.topology import find_locations, hosts
 from phalanx.errors import UsageError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    import torch
-
-    from phalanx.comm.collectives.channel import P2PChannel
 
 
 def all_reduce(

@@ -10,14 +10,11 @@ from __future__ import annotations
 import struct
 import zlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
+from phalanx.comm.collectives.channel import Handle, P2PChannel
 from phalanx.errors import CommunicationError
-
-if TYPE_CHECKING:
-    from phalanx.comm.collectives.channel import Handle, P2PChannel
 
 _TEXT_BYTES = 124
 _LAYOUT = struct.Struct(f"<ii{_TEXT_BYTES}s{_TEXT_BYTES}s")

@@ -17,16 +17,13 @@ evenly. Blocks travel as chunks, and a chunk goes on as soon as it was added: th
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
+import torch
+
+from phalanx.comm.collectives.channel import Handle, P2PChannel
 from phalanx.comm.collectives.chunks import bounds, chunk_count, split, start_collective, start_reduction, write_back
 from phalanx.comm.collectives.mismatch import INLINE_BYTES
 from phalanx.comm.collectives.reduction import OPS, Reduction
-
-if TYPE_CHECKING:
-    import torch
-
-    from phalanx.comm.collectives.channel import Handle, P2PChannel
 
 
 def all_reduce(tensor: torch.Tensor, channel: P2PChannel, op: str = "sum") -> None:

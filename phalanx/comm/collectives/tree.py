@@ -10,15 +10,11 @@ handed down, chunk by chunk, so that all levels work at once on a large tensor:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import torch
 
+from phalanx.comm.collectives.channel import Handle, P2PChannel
 from phalanx.comm.collectives.chunks import RecvBuffers, chunks, start_collective, start_reduction, write_back
-
-if TYPE_CHECKING:
-    import torch
-
-    from phalanx.comm.collectives.channel import Handle, P2PChannel
-    from phalanx.comm.collectives.reduction import Reduction
+from phalanx.comm.collectives.reduction import Reduction
 
 
 def all_reduce(tensor: torch.Tensor, channel: P2PChannel, op: str = "sum") -> None:

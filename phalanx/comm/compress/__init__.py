@@ -15,7 +15,9 @@ brings it to torch's DDP, `advise.py` says whether it pays.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
+
+import torch
 
 from phalanx.comm.compress.base import Compressor, Uncompressed
 from phalanx.comm.compress.feedback import merged_states
@@ -23,13 +25,7 @@ from phalanx.comm.compress.powersgd import PowerSGD, check_rank
 from phalanx.comm.compress.quantize import BF16, FP16, Int8
 from phalanx.comm.compress.sign import Sign
 from phalanx.comm.compress.sparsify import RandomK, TopK
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    import torch
-
-    from phalanx.config import DistributedConfig
+from phalanx.config import DistributedConfig
 
 __all__ = ["Compressor", "build_compressor", "merged_states"]
 

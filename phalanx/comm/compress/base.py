@@ -9,15 +9,13 @@ from __future__ import annotations
 import hashlib
 import math
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from phalanx.comm.buckets import Bucket
-    from phalanx.comm.exchange import Exchange
+from phalanx.comm.buckets import Bucket
+from phalanx.comm.exchange import Exchange
 
 
 class Compressor(ABC):

@@ -10,17 +10,14 @@ that computed one too, so all end with equal bits."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 
+from phalanx.comm.buckets import Bucket
 from phalanx.comm.compress.base import Compressor, wide
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
-    from phalanx.comm.buckets import Bucket
-    from phalanx.comm.exchange import Exchange
+from phalanx.comm.exchange import Exchange
 
 
 class Residuals:

@@ -6,22 +6,18 @@ partners; so the courier has a group of its own.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from phalanx import torch_compat
 from phalanx.comm.buckets import Bucket
 from phalanx.comm.comm_thread import CommThread
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    import torch.distributed as dist
-
-    from phalanx.comm.compress.base import Compressor
-    from phalanx.comm.exchange import Exchange
+from phalanx.comm.compress.base import Compressor
+from phalanx.comm.exchange import Exchange
 
 
 class FixedBuckets(DistributedDataParallel):

@@ -10,19 +10,16 @@ Jaggi: PowerSGD, 2019.)
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 
+from phalanx.comm.buckets import Bucket
 from phalanx.comm.compress.base import average, generator, is_finite
 from phalanx.comm.compress.feedback import FeedbackCompressor, places
+from phalanx.comm.exchange import Exchange
 from phalanx.errors import ModelError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
-    from phalanx.comm.buckets import Bucket
-    from phalanx.comm.exchange import Exchange
 
 
 class _Matrix(NamedTuple):

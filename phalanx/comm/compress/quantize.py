@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
+from phalanx.comm.buckets import Bucket
 from phalanx.comm.compress.base import Compressor, generator, wide
 from phalanx.comm.compress.feedback import average_in_two_phases
-
-if TYPE_CHECKING:
-    from phalanx.comm.buckets import Bucket
-    from phalanx.comm.exchange import Exchange
+from phalanx.comm.exchange import Exchange
 
 
 class _CastCodec:

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 
+from phalanx.comm.buckets import Bucket
 from phalanx.comm.compress.base import average, generator, is_finite
 from phalanx.comm.compress.feedback import SelectingCompressor
-
-if TYPE_CHECKING:
-    from phalanx.comm.buckets import Bucket
-    from phalanx.comm.exchange import Exchange
-
+from phalanx.comm.exchange import Exchange
 
 _LARGEST_INT32 = 2**31 - 1
 

@@ -6,6 +6,7 @@ The same form travels between worker and shard, and is what a shard writes to it
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +16,6 @@ from phalanx.comm.ps.protocol import bytes_of
 from phalanx.errors import ServerError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from phalanx.comm.ps.placement import Piece
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import socket
 from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -14,14 +16,8 @@ from phalanx.comm.comm_thread import CommThread
 from phalanx.comm.ps.bundle import Bundle, ShardMemory, dtype_of
 from phalanx.comm.ps.connection import ServerConnection
 from phalanx.comm.ps.gradients import GradientPart, cut_gradient
-from phalanx.comm.ps.placement import join_pieces, split_pieces
+from phalanx.comm.ps.placement import Piece, Placement, join_pieces, split_pieces
 from phalanx.comm.ps.protocol import FrameKind, Head, bytes_of, receive_into
-
-if TYPE_CHECKING:
-    import socket
-    from collections.abc import Callable, Mapping, Sequence
-
-    from phalanx.comm.ps.placement import Piece, Placement
 
 _BUCKET_BYTES = 1 << 20
 

@@ -6,13 +6,11 @@ import contextlib
 import logging
 import socket
 import time
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from phalanx.comm.ps.protocol import SECONDS, FrameKind, Head, introduce, receive, send, tune
 from phalanx.errors import ServerError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 _log = logging.getLogger("phalanx.server")
 _Result = TypeVar("_Result")

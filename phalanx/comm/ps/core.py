@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from phalanx.comm.ps.bundle import Bundle
 from phalanx.comm.ps.gradients import Contribution, Merged, merge
-from phalanx.comm.ps.membership import ShardStats, WorkerTable
-from phalanx.comm.ps.placement import piece_from
+from phalanx.comm.ps.membership import ShardSpec, ShardStats, WorkerTable
+from phalanx.comm.ps.placement import Piece, piece_from
 from phalanx.comm.ps.state import ShardState
 from phalanx.errors import ServerError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from phalanx.comm.ps.membership import ShardSpec
-    from phalanx.comm.ps.placement import Piece
 
 _SAVING_SHARE = 20
 """Saving by the clock takes at most one part in so many of the time."""

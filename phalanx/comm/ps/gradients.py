@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 
 from phalanx.comm.ps.bundle import ShardMemory
+from phalanx.comm.ps.placement import Piece
 from phalanx.comm.ps.protocol import bytes_of
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from phalanx.comm.ps.placement import Piece
 
 
 @dataclass

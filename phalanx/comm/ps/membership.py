@@ -6,17 +6,14 @@ import threading
 import time
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from pathlib import Path
+from typing import Any, Literal
 
+import torch
+
+from phalanx.comm.ps.placement import Placement
 from phalanx.comm.ps.state import pattern_of
 from phalanx.comm.ps.state_file import StateFile, StateSlots
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    import torch
-
-    from phalanx.comm.ps.placement import Placement
 
 
 @dataclass

@@ -10,6 +10,7 @@ import itertools
 import json
 import math
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +22,6 @@ from phalanx.comm.ps.state import leaves_untouched_rows, works_by_element
 from phalanx.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from phalanx.comm.ps.client import ParameterClient
 
 

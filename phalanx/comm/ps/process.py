@@ -16,15 +16,13 @@ import socket
 import sys
 import threading
 import warnings
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 import torch
 
+from phalanx.comm.ps.membership import ShardSpec
 from phalanx.comm.ps.shard import ServerShard
 from phalanx.host.processes import die_with
-
-if TYPE_CHECKING:
-    from phalanx.comm.ps.membership import ShardSpec
 
 _log = logging.getLogger("phalanx.server")
 _BACKLOG = 256

@@ -14,17 +14,14 @@ import secrets
 import socket
 import struct
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from phalanx.errors import ServerError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    import torch
-
 
 _HEADER = struct.Struct("!4sBxxxIQQ")
 _MAGIC = b"phx1"

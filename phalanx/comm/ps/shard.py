@@ -7,19 +7,17 @@ import itertools
 import logging
 import socket
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from phalanx.comm.ps.bundle import Bundle, dtype_of
 from phalanx.comm.ps.core import ShardCore
 from phalanx.comm.ps.gradients import Rows
+from phalanx.comm.ps.membership import ShardSpec
 from phalanx.comm.ps.placement import digest_of, piece_from
 from phalanx.comm.ps.protocol import FrameKind, Head, bytes_of, greet, receive, receive_into, send, tune
 from phalanx.errors import ServerError
-
-if TYPE_CHECKING:
-    from phalanx.comm.ps.membership import ShardSpec
 
 _log = logging.getLogger("phalanx.server")
 _MAX_UNPROVEN = 64

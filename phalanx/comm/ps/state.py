@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,8 +13,6 @@ from phalanx.comm.ps.bundle import VALUE, Bundle, ShardMemory
 from phalanx.errors import ServerError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from phalanx.comm.ps.gradients import Merged
     from phalanx.comm.ps.placement import Piece
 

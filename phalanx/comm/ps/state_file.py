@@ -7,15 +7,13 @@ import json
 import os
 import struct
 import tempfile
-from typing import TYPE_CHECKING, Any, BinaryIO
+from pathlib import Path
+from typing import Any, BinaryIO
 
 from phalanx.comm.ps.bundle import Bundle
 from phalanx.comm.ps.protocol import bytes_of
 from phalanx.errors import ServerError
 from phalanx.host.files import replacing
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 _LENGTH = struct.Struct("!QQ")
 _DIGEST = 32

@@ -6,13 +6,10 @@ import ctypes
 import os
 import time
 import zlib
-from typing import TYPE_CHECKING
 
 from phalanx.comm.shm import futex
+from phalanx.comm.shm.memory import SharedPages
 from phalanx.errors import CommunicationError
-
-if TYPE_CHECKING:
-    from phalanx.comm.shm.memory import SharedPages
 
 SLOT = 256
 """Bytes of each rank's slot: a word, and two signatures in turn. Whole cache lines, so that ranks do not share one."""

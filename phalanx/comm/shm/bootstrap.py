@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,8 +11,6 @@ import torch.distributed as dist
 from phalanx.errors import CommunicationError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     AllGatherText = Callable[[str], list[str]]
     """Tells all ranks a short text, and returns what each of them told, by rank."""
 

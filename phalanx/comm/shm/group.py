@@ -9,20 +9,15 @@ turns, so that nobody overwrites what a slower rank still reads.
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
 from phalanx.comm.collectives.reduction import combine_in_order
 from phalanx.comm.shm.barrier import SLOT, ShmBarrier
-from phalanx.comm.shm.bootstrap import group_text_gatherer, text_gatherer
+from phalanx.comm.shm.bootstrap import AllGatherText, group_text_gatherer, text_gatherer
 from phalanx.comm.shm.memory import SharedPages, SymmetricTensors, round_up
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from phalanx.comm.shm.bootstrap import AllGatherText
 
 HALF = 2 << 20
 """Bytes of one half of a rank's staging area: small enough to stay in the cache from one rank's write to the next's

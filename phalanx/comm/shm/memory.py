@@ -11,15 +11,11 @@ import mmap
 import os
 import secrets
 import struct
-from typing import TYPE_CHECKING
 
 import torch
 
+from phalanx.comm.shm.bootstrap import AllGatherText
 from phalanx.errors import SharedMemoryUnavailable
-
-if TYPE_CHECKING:
-    from phalanx.comm.shm.bootstrap import AllGatherText
-
 
 SHM = "/dev/shm"
 PAGE = mmap.PAGESIZE

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING
 
 import torch
 
+from phalanx.comm.shm.bootstrap import AllGatherText
 from phalanx.comm.shm.group import SharedGroup
 from phalanx.comm.topology import on_one_machine
 from phalanx.errors import SharedMemoryUnavailable
-
-if TYPE_CHECKING:
-    from phalanx.comm.shm.bootstrap import AllGatherText
 
 
 class SharedExchange:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import torch
 
 from phalanx.data.fetch import GatherDataset
 from phalanx.data.rng import derive_seed
 from phalanx.errors import UsageError, unknown_name
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 _TASKS = ("classification", "regression", "tokens")
 _WINDOWS = 1 << 16

@@ -12,12 +12,9 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from phalanx.config import DistributedConfig
 from phalanx.errors import UsageError
-
-if TYPE_CHECKING:
-    from phalanx.config import DistributedConfig
 
 _EXTENSIONS = ("pin_memory", "async_io")
 """What DeepSpeed compiles for NVMe, in its order."""

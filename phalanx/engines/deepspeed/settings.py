@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from phalanx.config import DistributedConfig
 from phalanx.config.deepspeed import AUTO, engine_settings, optimizer_name
 from phalanx.config.settings import precision_name
 from phalanx.models.contract import HasHiddenSize, implements
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch import nn
 
-    from phalanx.config import DistributedConfig
     from phalanx.world.world import World
 
 _BY_WIDTH: dict[str, Callable[[int], int]] = {

@@ -6,15 +6,13 @@ states by name, so that it loads at any other layout.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import Any
 
 import torch
 from torch import nn
 
 from phalanx.errors import CheckpointError, UsageError
-
-if TYPE_CHECKING:
-    from types import ModuleType
 
 
 class EngineState:

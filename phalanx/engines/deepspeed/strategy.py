@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import logging
 import warnings
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
 
 import torch
 from torch import nn
 
 from phalanx import torch_compat
+from phalanx.config import DistributedConfig
 from phalanx.config.deepspeed import batch_size_for
 from phalanx.engines.deepspeed.settings import build_settings
 from phalanx.engines.deepspeed.state import EngineState
@@ -22,13 +25,7 @@ from phalanx.strategies.base import Strategy
 from phalanx.torch_compat import pytree
 from phalanx.world.env import rank_environment, show_local_rank
 from phalanx.world.groups import join_alone
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from types import ModuleType
-
-    from phalanx.config import DistributedConfig
-    from phalanx.world.world import World
+from phalanx.world.world import World
 
 
 class EngineModule(nn.Module):

@@ -13,28 +13,23 @@ import socket
 import subprocess
 import time
 import uuid
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 from phalanx.engines.horovod.rank import ENDED, STARTED
 from phalanx.errors import EXIT_PREEMPTED
 from phalanx.host.processes import is_same_user, send_signal
+from phalanx.host.signals import SignalInbox
 from phalanx.launch.diagnosis import Evidence
 from phalanx.launch.environment import NodeInfo
 from phalanx.launch.error_file import read_record
 from phalanx.launch.failure import FailureReport
 from phalanx.launch.follower import Follower
 from phalanx.launch.group import RankState
-from phalanx.launch.output import RankLog
+from phalanx.launch.output import RankConsole, RankLog
 from phalanx.launch.policy import SUCCESS_CODES, Outcome, stopped
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from phalanx.host.signals import SignalInbox
-    from phalanx.launch.output import RankConsole
-    from phalanx.launch.spec import LaunchSpec
-
+from phalanx.launch.spec import LaunchSpec
 
 _END = re.compile(rb"\r\n|\n|\r")
 _LONGEST = 1 << 20

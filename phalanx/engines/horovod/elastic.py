@@ -4,29 +4,25 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from pathlib import Path
+from types import FrameType
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from phalanx.engines.horovod.rendezvous import horovod, note_new_place
 from phalanx.launch.failure import reports_lost_peer
-from phalanx.loop.hooks import Callback
+from phalanx.loop.formation import Formation
+from phalanx.loop.hooks import Callback, StepInfo
 from phalanx.loop.state import put_back, shared_state, tensors_of
+from phalanx.loop.trainer import TrainLoop
+from phalanx.observe.history import History
 from phalanx.torch_compat import pytree
 from phalanx.world.env import read_rank_env, stop_signals
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-    from types import FrameType
-
-    from phalanx.loop.formation import Formation
-    from phalanx.loop.hooks import StepInfo
-    from phalanx.loop.trainer import TrainLoop
-    from phalanx.observe.history import History
 
 
 @dataclass(frozen=True)

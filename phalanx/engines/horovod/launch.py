@@ -8,10 +8,11 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from phalanx.config import DistributedConfig
 from phalanx.config.settings import Host, parse_hosts
 from phalanx.engines.horovod.attempt import HorovodAttempt
 from phalanx.engines.horovod.rank import network
@@ -20,15 +21,10 @@ from phalanx.host.processes import own_python
 from phalanx.host.signals import SignalInbox
 from phalanx.launch.environment import shared_environment, threads_per_rank
 from phalanx.launch.follower import run_attempts
+from phalanx.launch.output import RankConsole
+from phalanx.launch.policy import Outcome
+from phalanx.launch.spec import LaunchResult, LaunchSpec, PlannedRanks
 from phalanx.launch.target import to_message
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from phalanx.config import DistributedConfig
-    from phalanx.launch.output import RankConsole
-    from phalanx.launch.policy import Outcome
-    from phalanx.launch.spec import LaunchResult, LaunchSpec, PlannedRanks
 
 _SCRIPT_SECONDS = 30.0
 

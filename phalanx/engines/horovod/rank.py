@@ -15,18 +15,16 @@ import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from phalanx.engines.horovod.driver import bind_to_loopback
 from phalanx.errors import EXIT_PREEMPTED
 from phalanx.host.files import make_private
+from phalanx.launch.forkserver.messages import Message
 from phalanx.launch.group import open_stack
 from phalanx.launch.output import open_log
 from phalanx.launch.rank import buffer_lines, leave, lift, record_to_log, run_to_end, write_stacks
 from phalanx.launch.target import from_message, run_target
-
-if TYPE_CHECKING:
-    from phalanx.launch.forkserver.messages import Message
 
 STARTED = "horovod_rank_started"
 ENDED = "horovod_rank_ended"

@@ -7,17 +7,14 @@ import functools
 import os
 import sys
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 
 from phalanx.errors import UsageError
 from phalanx.host.addresses import VARIABLE, address_of_card, default_interface
-from phalanx.world.env import write_horovod_env
+from phalanx.world.env import RankEnv, write_horovod_env
 from phalanx.world.groups import forget_groups, open_loopback_store
-
-if TYPE_CHECKING:
-    from phalanx.world.env import RankEnv
 
 STARTED_BY = "horovodrun"
 _CARD = "HOROVOD_GLOO_IFACE"

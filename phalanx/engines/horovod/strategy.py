@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch
+from torch import nn
 
 from phalanx.comm.backward import BackwardHooks
+from phalanx.config import DistributedConfig
 from phalanx.engines.horovod.rendezvous import STARTED_BY, horovod
 from phalanx.errors import ModelError, UsageError
 from phalanx.strategies.base import Strategy
 from phalanx.strategies.tensors import is_meta, materialise
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import nn
-
-    from phalanx.config import DistributedConfig
-    from phalanx.world.world import World
-
+from phalanx.world.world import World
 
 _PAUSE = 50e-6
 """Seconds between two looks at what is under way. Horovod's own wait looks all the time: it keeps a core busy, which

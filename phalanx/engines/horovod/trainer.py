@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import nn
 
 from phalanx.config import DistributedConfig
 from phalanx.engines.horovod.rendezvous import horovod
 from phalanx.errors import UsageError
 from phalanx.trainers.torch import TorchTrainer
 from phalanx.world.env import read_rank_env
-
-if TYPE_CHECKING:
-    from torch import nn
 
 _COMPRESSORS = {"NoneCompressor": "none", "FP16Compressor": "fp16"}
 """Horovod's own classes, by what they are called in the config."""

@@ -5,17 +5,15 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from phalanx.engines.ray.address import SCHEME, check_address, started_on_this_machine
 from phalanx.engines.ray.local import local_ray, own_sigterm, process_guard
 from phalanx.errors import UsageError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
 
 _BUSY_HEAD = "Starting Ray client server failed"
 _QUIET = {

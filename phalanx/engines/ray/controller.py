@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from phalanx.engines.ray.worker import RankOrder
+from phalanx.engines.ray.worker import RankOrder
 
 RayMessage = dict[str, Any]
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 from phalanx.errors import DataError, UsageError
 from phalanx.world.env import read_rank_env
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 _TARGETS = ("y", "label", "labels", "target", "targets")
 

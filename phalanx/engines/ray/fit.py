@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
 from ray.exceptions import RayActorError
@@ -13,13 +14,8 @@ from ray.train.v2.api.callback import UserCallback
 from ray.train.v2.api.config import FailureConfig, RunConfig, ScalingConfig  # ray.train shows type checkers V1's
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer as RaysTrainer
 
-from phalanx.engines.ray.worker import run_rank
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from phalanx.engines.ray.controller import RayRunSpec
-    from phalanx.engines.ray.worker import RankOrder
+from phalanx.engines.ray.controller import RayRunSpec
+from phalanx.engines.ray.worker import RankOrder, run_rank
 
 
 class _SharedGpus(Backend):

@@ -7,28 +7,25 @@ import shutil
 import signal
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from phalanx.errors import EXIT_PREEMPTED, EXIT_USAGE, UsageError
 from phalanx.host.reminders import MOMENTS, Reminder, duration_text
+from phalanx.host.signals import SignalInbox
 from phalanx.launch.error_file import record_path
 from phalanx.launch.failure import FailureReport, RankExit, explain, find_first_cause
 from phalanx.launch.follower import Follower
-from phalanx.launch.output import LineSplitter, log_path, log_tail
+from phalanx.launch.output import LineSplitter, RankConsole, log_path, log_tail
 from phalanx.launch.policy import SUCCESS_CODES, stopped
-from phalanx.launch.spec import CallTarget, LaunchResult
+from phalanx.launch.spec import CallTarget, LaunchResult, LaunchSpec
 from phalanx.observe.guard import Guard
 from phalanx.observe.heartbeat import HeartbeatBoard
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from phalanx.engines.ray.launch import RayStarter, _Run
-    from phalanx.host.signals import SignalInbox
-    from phalanx.launch.output import RankConsole
-    from phalanx.launch.spec import LaunchSpec
 
 
 @dataclass

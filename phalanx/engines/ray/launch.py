@@ -14,20 +14,17 @@ import secrets
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from phalanx.config import DistributedConfig
 from phalanx.config.engine_rules import settings_of_start
-from phalanx.engines.ray.cluster import check_resources, open_cluster, resources_text
+from phalanx.engines.ray.cluster import Cluster, check_resources, open_cluster, resources_text
 from phalanx.engines.ray.follow import RayFollower
 from phalanx.engines.ray.sources import pack
 from phalanx.errors import UsageError
 from phalanx.host.signals import SignalInbox
-
-if TYPE_CHECKING:
-    from phalanx.config import DistributedConfig
-    from phalanx.engines.ray.cluster import Cluster
-    from phalanx.launch.output import RankConsole
-    from phalanx.launch.spec import LaunchResult, LaunchSpec, PlannedRanks
+from phalanx.launch.output import RankConsole
+from phalanx.launch.spec import LaunchResult, LaunchSpec, PlannedRanks
 
 _HEAD = {"node:__internal_head__": 0.001}
 """A resource that only the head node has."""

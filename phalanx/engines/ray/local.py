@@ -12,18 +12,16 @@ import socket
 import subprocess
 import tempfile
 import threading
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from phalanx.engines.ray import fork_client
 from phalanx.host.processes import own_python
 from phalanx.launch.forkserver.preload import SINGLE_THREADED
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
 
 
 @contextmanager

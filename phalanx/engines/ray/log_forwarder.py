@@ -8,16 +8,13 @@ import selectors
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from phalanx.launch.forkserver import messages as wire
 from phalanx.observe import control
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from phalanx.observe.heartbeat import HeartbeatBoard
+from phalanx.observe.heartbeat import HeartbeatBoard
 
 _FLUSH_SECONDS = 0.1
 _STEP_SECONDS = 1.0

@@ -13,18 +13,13 @@ import os
 import socket
 import sys
 import tarfile
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from phalanx.errors import UsageError
 from phalanx.host.processes import PACKAGE
-from phalanx.launch.spec import CallTarget, ModuleTarget, ScriptTarget
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from phalanx.launch.spec import Target
+from phalanx.launch.spec import CallTarget, ModuleTarget, ScriptTarget, Target
 
 PAYLOAD_NAME = "payload"
 _MOST_BYTES = 32 << 20

@@ -8,21 +8,18 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
 
 from phalanx.config import FIELDS, DistributedConfig
 from phalanx.engines.ray.data import RayData, is_ray_dataset
 from phalanx.engines.ray.worker import UNDER_RAY
 from phalanx.errors import UsageError
 from phalanx.loop.hooks import Callback
+from phalanx.observe.history import History
 from phalanx.trainers.torch import TorchTrainer
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
-
-    from phalanx.observe.history import History
-
 
 _OTHER_NAMES = {"lr": "learning_rate", "num_epochs": "epochs"}
 """What examples of Ray Tune call our settings."""

@@ -10,10 +10,11 @@ import sys
 from contextlib import closing, redirect_stderr
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from phalanx.engines.ray.log_forwarder import LogForwarder, forwarding
-from phalanx.engines.ray.sources import PAYLOAD_NAME, SourceArchive, unpack
+from phalanx.engines.ray.sources import PAYLOAD_NAME, SourceArchive, UnpackedSources, unpack
 from phalanx.errors import EXIT_PREEMPTED
 from phalanx.host.addresses import free_port
 from phalanx.launch.environment import NodeInfo, rank_environment
@@ -25,11 +26,6 @@ from phalanx.launch.scratch import close_scratch, open_scratch
 from phalanx.launch.spec import LaunchSpec
 from phalanx.launch.target import run_target
 from phalanx.observe.heartbeat import HeartbeatBoard, board_path
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from phalanx.engines.ray.sources import UnpackedSources
 
 UNDER_RAY = "PHALANX_UNDER_RAY"
 """Set in ranks that this module started."""

@@ -9,11 +9,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from phalanx.config import DistributedConfig
 from phalanx.engines.tensorflow.data import Start
 from phalanx.errors import CheckpointError, UsageError
 
 if TYPE_CHECKING:
-    from phalanx.config import DistributedConfig
     from phalanx.engines.tensorflow.callbacks import KerasReport
 
 _METADATA = "training_metadata.json"

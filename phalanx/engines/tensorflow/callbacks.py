@@ -9,26 +9,24 @@ import resource
 import signal
 import threading
 import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from phalanx.config import DistributedConfig
 from phalanx.engines.tensorflow.backup import start_of
 from phalanx.errors import PreemptedError
 from phalanx.loop.stopping import EpochControl
 from phalanx.observe.events import CheckpointSaved, EpochDone, Message, MetricsReported, RunEnded, RunStarted, StepDone
 from phalanx.observe.history import EpochRecord, History
+from phalanx.observe.sinks import EventStream
 from phalanx.observe.timing import Throughput
 from phalanx.world.env import read_rank_env, stop_signals
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-    from pathlib import Path
-    from types import FrameType
-
     import torch.distributed as dist
-
-    from phalanx.config import DistributedConfig
-    from phalanx.observe.sinks import EventStream
 
 
 class KerasReport:

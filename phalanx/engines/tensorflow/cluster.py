@@ -9,23 +9,20 @@ import atexit
 import importlib.util
 import os
 import sys
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from phalanx.engines.tensorflow.peers import watch_peers
-from phalanx.engines.tensorflow.tf_config import ROLES_VARIABLE, VARIABLE, read_task, task_of
+from phalanx.engines.tensorflow.tf_config import ROLES_VARIABLE, VARIABLE, Task, read_task, task_of
 from phalanx.host.addresses import free_port, own_address
 from phalanx.observe.control import TrialControl
 from phalanx.observe.sinks import announce
-from phalanx.world.env import read_rank_env
+from phalanx.world.env import RankEnv, read_rank_env
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     import torch.distributed as dist
 
-    from phalanx.engines.tensorflow.tf_config import Task
-    from phalanx.world.env import RankEnv
 
 _QUIET = {"TF_CPP_MIN_LOG_LEVEL": "2", "TF_FORCE_GPU_ALLOW_GROWTH": "true"}
 _LEGACY = "TF_USE_LEGACY_KERAS"

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
-from phalanx.engines.tensorflow.callbacks import epoch_loss, rate_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from phalanx.engines.tensorflow.callbacks import KerasReport
-    from phalanx.engines.tensorflow.data import Feed
+from phalanx.engines.tensorflow.callbacks import KerasReport, epoch_loss, rate_of
+from phalanx.engines.tensorflow.data import Feed
 
 
 class OwnLoop:

@@ -14,17 +14,12 @@ import subprocess
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
 
-from phalanx.engines.tensorflow.tf_config import read_task
+from phalanx.engines.tensorflow.tf_config import Task, read_task
 from phalanx.errors import CommunicationError
 from phalanx.host.processes import die_with, own_python
 from phalanx.host.reminders import Reminder, duration_text
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from phalanx.engines.tensorflow.tf_config import Task
 
 _LOOK_SECONDS = 0.5
 _ANSWER_SECONDS = 1.0

@@ -6,14 +6,12 @@ import contextlib
 import functools
 import json
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from phalanx.config import DistributedConfig
 from phalanx.config.settings import precision_name
 from phalanx.engines.tensorflow.tf_config import read_task
 from phalanx.errors import UsageError
-
-if TYPE_CHECKING:
-    from phalanx.config import DistributedConfig
 
 
 def make_strategy(config: DistributedConfig) -> Any:

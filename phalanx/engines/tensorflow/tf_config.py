@@ -6,12 +6,10 @@ import json
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from phalanx.config import DistributedConfig
 from phalanx.errors import UsageError
-
-if TYPE_CHECKING:
-    from phalanx.config import DistributedConfig
 
 VARIABLE = "TF_CONFIG"
 ROLES_VARIABLE = "PHALANX_TF_ROLES"

@@ -5,16 +5,19 @@ from __future__ import annotations
 import importlib
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
+from phalanx.config import DistributedConfig
 from phalanx.config.settings import precision_name
 from phalanx.engines.tensorflow import backup, callbacks
 from phalanx.engines.tensorflow import callbacks as gating
 from phalanx.engines.tensorflow import callbacks as reporting
-from phalanx.engines.tensorflow.callbacks import stopping
+from phalanx.engines.tensorflow.callbacks import KerasReport, stopping
 from phalanx.engines.tensorflow.cluster import open_store
-from phalanx.engines.tensorflow.data import served_feed, training_feed, validation_feed
+from phalanx.engines.tensorflow.data import Feed, Start, served_feed, training_feed, validation_feed
 from phalanx.engines.tensorflow.loop import OwnBackup, OwnLoop
 from phalanx.engines.tensorflow.strategies import device_kind, make_strategy, set_precision
 from phalanx.engines.tensorflow.tf_config import read_task
@@ -22,19 +25,11 @@ from phalanx.errors import ModelError, PreemptedError, UsageError
 from phalanx.host.files import make_private
 from phalanx.loop.reporting import tensorboard_dir
 from phalanx.observe.events import RunStarted
+from phalanx.observe.history import History
 from phalanx.observe.sinks import EventStream
 from phalanx.runs.folder import make_run_dir
 from phalanx.trainers.session import open_sinks, save_config
 from phalanx.world.env import read_rank_env
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from phalanx.config import DistributedConfig
-    from phalanx.engines.tensorflow.callbacks import KerasReport
-    from phalanx.engines.tensorflow.data import Feed, Start
-    from phalanx.observe.history import History
 
 
 @dataclass

@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from phalanx.config import DistributedConfig, resolve
 from phalanx.engines.tensorflow.cluster import quiet_environment
 from phalanx.engines.tensorflow.data import check_data
 from phalanx.engines.tensorflow.peers import watch_peers
 from phalanx.engines.tensorflow.tf_config import check_against, read_task
-from phalanx.engines.tensorflow.train import KerasJob, KerasTask
+from phalanx.engines.tensorflow.train import KerasJob, KerasResult, KerasTask
 from phalanx.errors import PhalanxError, UsageError
 from phalanx.launch import count_gpus
+from phalanx.observe.history import History
 from phalanx.runs.folder import discard_unused, make_run_dir
 from phalanx.runs.preflight import check_before_start
 from phalanx.world.env import read_rank_env
 from phalanx.world.layout import plan_layout
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
-
-    from phalanx.engines.tensorflow.train import KerasResult
-    from phalanx.observe.history import History
 
 
 class TensorFlowDistributedTrainer:

@@ -9,15 +9,12 @@ import signal
 import socket
 import subprocess
 import threading
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
 
 from phalanx.errors import ForkServerDiedError
 from phalanx.host.processes import how_it_ended, own_python
 from phalanx.launch.forkserver import messages
 from phalanx.launch.forkserver.preload import PRELOAD, SINGLE_THREADED
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
 
 # Read by the interpreter, by torch or by its libraries at import: ranks forked from a process that imported under other
 # values would ignore them.

@@ -10,10 +10,8 @@ import contextlib
 import json
 import os
 import socket
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 Message = dict[str, Any]
 

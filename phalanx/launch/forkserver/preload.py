@@ -10,10 +10,8 @@ import gc
 import importlib
 import os
 import sys
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 # The tail of the list is what a first optimizer step, data loader worker or checkpoint imports by itself.
 _MODULES = (

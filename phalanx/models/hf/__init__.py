@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import importlib
+import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from phalanx.errors import ModelError, UsageError, unknown_name
 from phalanx.models.decoder import Decoder
 from phalanx.models.hf.files import CONFIG, find_tensors, read_json, read_shapes, read_tensors, write_folder
+from phalanx.models.hf.mapping import HFMapping, TensorRule
 from phalanx.models.lora import adapters
-
-if TYPE_CHECKING:
-    import os
-    from collections.abc import Mapping
-
-    from torch import Tensor, nn
-
-    from phalanx.models.hf.mapping import HFMapping, TensorRule
 
 _LAYOUTS = {"gpt2": "phalanx.models.hf.gpt", "llama": "phalanx.models.hf.llama"}
 

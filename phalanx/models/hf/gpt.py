@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import Tensor
 
 from phalanx.errors import ModelError
 from phalanx.models.gpt import GPT, GPTConfig
 from phalanx.models.hf.mapping import HFMapping, TensorRule, needed, require, transposed
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from torch import Tensor
 
 
 def _config_to_hf(config: GPTConfig) -> dict[str, Any]:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 from phalanx.errors import ModelError
 from phalanx.models.attention import RopeScaling
 from phalanx.models.hf.mapping import HFMapping, TensorRule, needed, require
 from phalanx.models.llama import Llama, LlamaConfig
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 
 def _config_to_hf(config: LlamaConfig) -> dict[str, Any]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -16,9 +17,6 @@ from torch import Tensor, nn
 
 from phalanx import torch_compat
 from phalanx.errors import UsageError, nearest
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
 
 Model = TypeVar("Model", bound=nn.Module)
 

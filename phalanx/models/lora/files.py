@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 
 from phalanx.errors import CheckpointError, ModelError, nearest
 from phalanx.models.hf.files import read_json
 from phalanx.models.lora import Adapter, adapters, add_adapters, is_transposed, linear_layers
-
-if TYPE_CHECKING:
-    import os
-    from collections.abc import Mapping
-
-    from torch import Tensor, nn
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."

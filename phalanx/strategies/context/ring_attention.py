@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,12 +12,6 @@ from torch.autograd.function import once_differentiable
 
 from phalanx.errors import ModelError
 from phalanx.strategies.context.kernels import choose_kernel
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from torch import Tensor
-
 
 _GRADIENTS = 1
 """The tag of gradients on the ring, different from that of keys and values."""

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from phalanx.errors import ModelError
 from phalanx.models.contract import ChecksLength, implements
 from phalanx.torch_compat import pytree
-
-if TYPE_CHECKING:
-    from torch import nn
-
 
 _gather_into: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """torch 2.13 calls it by another name, and warns of the old one."""

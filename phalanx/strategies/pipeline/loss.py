@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from phalanx.strategies.base import BatchPass
 from phalanx.torch_compat import pytree
-
-if TYPE_CHECKING:
-    from phalanx.strategies.base import BatchPass
 
 
 def count_rows(batch: Any) -> int:

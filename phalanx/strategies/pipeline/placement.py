@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from phalanx import torch_compat
+from phalanx.config import DistributedConfig
 from phalanx.models.contract import SequenceShards, implements
 from phalanx.strategies.pipeline.stages import (
     check_count,
@@ -22,14 +25,7 @@ from phalanx.strategies.pipeline.stages import (
 )
 from phalanx.strategies.pipeline.strategy import Row, Tie
 from phalanx.world.schedules import SCHEDULES
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from phalanx.config import DistributedConfig
-    from phalanx.world.world import World
+from phalanx.world.world import World
 
 _MARK = "_phalanx_placed"
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,9 +14,6 @@ from torch import nn
 from phalanx.errors import UsageError, unknown_name
 from phalanx.models.contract import ExampleInputs, PipelineUnits, implements
 from phalanx.strategies.fsdp import find_blocks
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 def units_of(model: nn.Module) -> list[str]:

@@ -7,9 +7,10 @@ one size, a loss that is that of the whole batch, tied weights, and a way throug
 from __future__ import annotations
 
 import inspect
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,19 +20,11 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 
 from phalanx.errors import ModelError, UsageError
 from phalanx.models.contract import LossFromOutput, implements
-from phalanx.strategies.base import local
+from phalanx.strategies.base import BatchPass, local
+from phalanx.strategies.context.sequence import SequenceSlices
 from phalanx.strategies.pipeline.loss import Judge, Judged, count_rows, cut_rows, fill_rows
 from phalanx.torch_compat import pytree
-from phalanx.world.schedules import choose_microbatches
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-    from contextlib import AbstractContextManager
-
-    from phalanx.strategies.base import BatchPass
-    from phalanx.strategies.context.sequence import SequenceSlices
-    from phalanx.world.schedules import PipelineSchedule
-
+from phalanx.world.schedules import PipelineSchedule, choose_microbatches
 
 _KEPT_RUNNERS = 8
 _TARGETS = ("targets", "target", "labels", "label", "y")

@@ -6,17 +6,14 @@ the heads and features are split, the sequence is not.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
+from torch import nn
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 from phalanx.strategies.tensor.styles import FusedColumns, TransposedColwise, TransposedRowwise, WholeOnEveryRank
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import nn
 
 
 def _vocabulary() -> ParallelStyle:

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import copy
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
 
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -24,12 +26,6 @@ from phalanx.errors import UsageError, nearest, unknown_name
 from phalanx.models.contract import SplitLogits, TensorDivides, TensorPlan, implements
 from phalanx.strategies.tensor.patterns import known_divides, known_plan
 from phalanx.strategies.tensor.styles import GatherFirstInput, TokenEmbedding, WholeOnEveryRank
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from torch import nn
-    from torch.distributed.device_mesh import DeviceMesh
 
 _SEQUENCE = Shard(1)
 STYLES: dict[str, Callable[[], ParallelStyle]] = {

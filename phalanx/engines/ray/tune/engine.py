@@ -8,29 +8,25 @@ import logging
 import os
 import random
 import warnings
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
-from phalanx.engines.ray.cluster import check_resources, open_cluster
+from phalanx.engines.ray.cluster import Cluster, check_resources, open_cluster
 from phalanx.engines.ray.tune.record import NUMBER, marking_callback, number_of
 from phalanx.engines.ray.tune.table import show_callback, shown_on
 from phalanx.engines.ray.tune.trial import ITERATION, Work, pack, run_in_worker
 from phalanx.errors import UsageError
+from phalanx.tune.objective import Objective
 from phalanx.tune.schedulers import make_scheduler
+from phalanx.tune.search import SearchRequest
+from phalanx.tune.space import SearchSpace
 from phalanx.tune.suggest import make_search
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from phalanx.engines.ray.cluster import Cluster
-    from phalanx.tune.objective import Objective
-    from phalanx.tune.search import SearchRequest
-    from phalanx.tune.space import SearchSpace
-    from phalanx.tune.table import LiveTable, PlainTable
-    from phalanx.tune.tracking import Tracking
-    from phalanx.tune.trainable import Trainable
-    from phalanx.tune.trial import Trial
+from phalanx.tune.table import LiveTable, PlainTable
+from phalanx.tune.tracking import Tracking
+from phalanx.tune.trainable import Trainable
+from phalanx.tune.trial import Trial
 
 EXPERIMENT = "ray"
 """Ray's own folder within that of the search."""

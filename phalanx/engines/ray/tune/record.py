@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from phalanx.host.files import replace_file
+from phalanx.tune.space import SearchSpace
 from phalanx.tune.suggest import stored
 from phalanx.tune.trial import State, Trial
-
-if TYPE_CHECKING:
-    from phalanx.tune.space import SearchSpace
 
 NUMBER = "number"
 """The trial's number in Ray's config, where the trial is not a member of a population."""

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ray.tune.search import Searcher
 
 from phalanx.engines.ray.tune.record import NUMBER, write_point
+from phalanx.engines.ray.tune.trial import Work
 from phalanx.tune.suggest import make_search
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from phalanx.engines.ray.tune.trial import Work
-    from phalanx.tune.trial import Trial
+from phalanx.tune.trial import Trial
 
 
 class LearntPoints(Searcher):

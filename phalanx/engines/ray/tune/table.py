@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from phalanx.engines.ray.tune.record import number_of
-from phalanx.engines.ray.tune.trial import ENDED, ITERATION
-from phalanx.tune.table import PlainTable
+from phalanx.engines.ray.tune.trial import ENDED, ITERATION, Work
+from phalanx.tune.table import LiveTable, PlainTable
 from phalanx.tune.trial import State, Trial
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from phalanx.engines.ray.tune.trial import Work
-    from phalanx.tune.table import LiveTable
 
 _open: dict[str, PlainTable | LiveTable] = {}
 """The tables of searches that run, by their folders: what a callback finds again, however often it was pickled."""

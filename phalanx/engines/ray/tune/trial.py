@@ -16,25 +16,20 @@ import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from phalanx.engines.ray.tune.record import NUMBER, folder_of, forget_end, note_end, number_of, read_point, read_up
 from phalanx.errors import TrialFailedError
 from phalanx.host.signals import SignalInbox
+from phalanx.tune.objective import Objective
 from phalanx.tune.population import copy_checkpoints
-from phalanx.tune.runner import gate_of, nonfinite, run_trial
-from phalanx.tune.schedulers import NoScheduler, Points, decide, undecided
+from phalanx.tune.runner import Ending, gate_of, nonfinite, run_trial
+from phalanx.tune.schedulers import NoScheduler, Points, Scheduler, decide, undecided
 from phalanx.tune.slots import Slot
-from phalanx.tune.tracking import NoTracking
+from phalanx.tune.space import SearchSpace
+from phalanx.tune.tracking import NoTracking, Tracking
+from phalanx.tune.trainable import Trainable
 from phalanx.tune.trial import State, Trial
-
-if TYPE_CHECKING:
-    from phalanx.tune.objective import Objective
-    from phalanx.tune.runner import Ending
-    from phalanx.tune.schedulers import Scheduler
-    from phalanx.tune.space import SearchSpace
-    from phalanx.tune.tracking import Tracking
-    from phalanx.tune.trainable import Trainable
 
 
 class TrialDecider:
