@@ -1,0 +1,35 @@
+"""Plain words: the turns of phrase that a reader has to translate stay out of code, messages and docs."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+TURNS = re.compile(
+    r"\b(whoever|whomever|nobody|somebody|everybody|someone's|nobody's)\b"
+    r"|\b(be|is|are) gone\b"
+    r"|\b(is|are|was|were) no [a-z]+[.,:;)]"
+    r"|\b(is|are|was|were|be|been) told\b"
+    r"|\b(once|twice|[a-z]+s) a (rank|step|node|machine|worker|second|sample)[.,:;)]"
+    r"|\btakes? leave\b|\bowed\b|\ba word (about|of)\b|\bin the eyes of\b|\bby its own hands?\b",
+    re.IGNORECASE,
+)
+"""People for processes, "is no X" for "is not an X", "a rank" for "per rank"."""
+
+
+def test_files_speak_plain_english():
+    names = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard", "*.py", "*.md", "*.toml"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.split()
+    found = []
+    for name in names:
+        if name == "tests/shape/test_language.py" or not (ROOT / name).exists():
+            continue
+        for number, line in enumerate((ROOT / name).read_text().splitlines(), 1):
+            match = TURNS.search(line)
+            if match:
+                found.append(f"{name}:{number}: {match.group()!r} in: {line.strip()[:100]}")
+    assert not found, f"{len(found)} lines:\n" + "\n".join(found[:40])
