@@ -34,7 +34,7 @@ class Answer:
 
 
 def phalanx(*words: object) -> Answer:
-    """Run a command here; the ranks come from the tests' own warm process."""
+    """Run a command here; the ranks come from the tests' own fork server."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:

@@ -61,7 +61,7 @@ class Ranks(Protocol):
 
 
 @pytest.fixture
-def ranks(tmp_path_factory: pytest.TempPathFactory, warm_process: None) -> Ranks:
+def ranks(tmp_path_factory: pytest.TempPathFactory, fork_server: None) -> Ranks:
     """Run a function on warm ranks: `results = ranks(function, *args, world_size=4)`.
 
     A gloo group is up inside the function; results come back by rank; a rank's exception is raised in the test.
@@ -74,14 +74,14 @@ def ranks(tmp_path_factory: pytest.TempPathFactory, warm_process: None) -> Ranks
 
 
 @pytest.fixture
-def launch_script(tmp_path: Path, warm_process: None) -> Callable[..., ScriptRun]:
+def launch_script(tmp_path: Path, fork_server: None) -> Callable[..., ScriptRun]:
     """Launch a script given as text: `launch_script(source, console=None, **LaunchSpec fields)`."""
     return functools.partial(run_script, tmp_path)
 
 
 @pytest.fixture(scope="session")
-def warm_process() -> Iterator[None]:
-    """Have the warm process for the whole session, and end it with the session."""
+def fork_server() -> Iterator[None]:
+    """Have the fork server for the whole session, and end it with the session."""
     client.prestart()
     yield
     client.shutdown()

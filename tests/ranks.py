@@ -141,5 +141,5 @@ def run_script(directory: Path, source: str, console: RecordingConsole | None = 
 
 
 def warm_pid() -> int | None:
-    """Return the id of this process's warm process, or None when there is none."""
+    """Return the id of this process's fork server, or None when there is none."""
     return None if client._current is None else client._current.pid

@@ -26,7 +26,7 @@ from phalanx.bench.comm.plan import BenchPlan, parse_algorithms, parse_sizes
 from phalanx.bench.comm.rank import measure_rows
 from phalanx.bench.comm.report import HEADER, side_by_side
 from phalanx.comm.collectives.channel import P2PChannel
-from phalanx.comm.topology import measure_links
+from phalanx.comm.collectives.topology import measure_links
 from phalanx.errors import PhalanxError
 
 

@@ -46,7 +46,7 @@ reduce_scatter_by_torch = getattr(dist, "reduce_scatter_single", None) or dist.r
 class Place:
     """Where this rank stands, and what connects it with the others."""
 
-    wire: ours.Wire
+    wire: ours.P2PChannel
     shared: SharedGroup | None
 
     @property
@@ -271,7 +271,7 @@ def main() -> None:
     with phalanx.Formation(strategy="ddp") as formation:  # torch's own backend: nccl on GPUs, gloo on CPUs
         if formation.world_size == 1:
             raise SystemExit("one rank has nobody to talk to: start two, as the first lines of this file say")
-        wire = ours.Wire()
+        wire = ours.P2PChannel()
         place = Place(wire, open_shared_memory(wire))
         pages = "shared memory too" if place.shared is not None else "no shared memory between them"
         formation.print(f"{place.size} ranks on {dist.get_backend()}, tensors on {wire.device.type}; {pages}")
@@ -285,7 +285,7 @@ def main() -> None:
             place.shared.close()
 
 
-def open_shared_memory(wire: ours.Wire) -> SharedGroup | None:
+def open_shared_memory(wire: ours.P2PChannel) -> SharedGroup | None:
     """Return the pages that these ranks can share; None on several machines, and where tensors are on GPUs."""
     if wire.device.type != "cpu":
         return None

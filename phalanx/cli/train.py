@@ -11,6 +11,7 @@ from pathlib import Path
 
 from phalanx.cli.flags import FlagParser, add_config_flags, resolve_flags
 from phalanx.config import DistributedConfig, Resolved
+from phalanx.engine import find_engine
 from phalanx.engines.tensorflow.tf_config import check_against, read_task
 from phalanx.errors import PhalanxError, UsageError
 from phalanx.launch import ModuleTarget, ScriptTarget, count_gpus
@@ -121,11 +122,8 @@ def _check_target(namespace: argparse.Namespace, own: list[str]) -> Recipe | Non
         )
     if namespace.recipe and own:
         raise UsageError(f"a recipe takes no arguments; got: {shlex.join(own)}")
-    if namespace.recipe and vars(namespace).get("backend") == "tensorflow":
-        raise UsageError(
-            f"the recipe '{namespace.recipe}' is a torch model, and backend = 'tensorflow' trains Keras models",
-            hint="Give it a script: phalanx train --backend tensorflow --script train.py",
-        )
+    if namespace.recipe:
+        find_engine(vars(namespace).get("backend", "")).check_recipe(namespace.recipe)
     if namespace.preset and not namespace.recipe:
         raise UsageError("--preset is for recipes; a script builds its own model")
     return load_recipe(namespace.recipe).with_preset(namespace.preset) if namespace.recipe else None

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from phalanx.comm.collectives import direct, fixed_order, hierarchical, ring
 from phalanx.comm.collectives.channel import P2PChannel
-from phalanx.comm.topology import (
+from phalanx.comm.collectives.topology import (
     RankLocation,
     find_locations,
     hosts,

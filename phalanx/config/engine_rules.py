@@ -22,8 +22,8 @@ PACKAGES = {
     "horovod": Package(
         "horovod",
         "Horovod",
-        "Build it: make horovod, or python -m phalanx.engines.horovod.build. (The extra phalanx[horovod] alone does not "
-        "compile: docs/horovod.md)",
+        "Build it: make horovod, or python -m phalanx.engines.horovod.build. (The extra phalanx[horovod] alone does "
+        "not compile: docs/horovod.md)",
     ),
     "ray": Package("ray", "Ray", "Run: pip install 'phalanx[ray]'"),
     "tensorflow": Package("tensorflow", "TensorFlow", "Run: pip install 'phalanx[tensorflow]'"),

@@ -72,7 +72,9 @@ class Resources:
 class Parallelism:
     """What starts the ranks, and how they share the work."""
 
-    backend: str = option("pytorch-ddp", "name of a launcher and a strategy", choices=tuple(BACKENDS))
+    backend: str = option(
+        "pytorch-ddp", "name of a launcher and a strategy", choices=tuple(BACKENDS), entry_points="phalanx.engines"
+    )
     strategy: str = option(
         "auto",
         "how the ranks share the work (auto: the default of the backend; shared memory on the CPUs of one machine)",

@@ -131,9 +131,25 @@ def _expected(field: dataclasses.Field[Any]) -> str:
 
 def _names_in(group: str) -> set[str]:
     """Return the names that installed packages give in a group of entry points; this looks at every package."""
-    from importlib.metadata import entry_points
+    from importlib.metadata import entry_points  # 30 ms to import
 
     return entry_points(group=group).names
+
+
+def load_entry_point(group: str, name: str) -> Any:
+    """Return what an installed package gives under a name in a group of entry points; None without such a name."""
+    from importlib.metadata import entry_points
+
+    for entry in entry_points(group=group, name=name):
+        try:
+            return entry.load()
+        except Exception as error:
+            raise UsageError(
+                f"the entry point {name} = {entry.value} in the group {group} cannot be loaded: "
+                f"{type(error).__name__}: {error}",
+                hint="Fix or remove that package.",
+            ) from error
+    return None
 
 
 def _listed(choices: tuple[Any, ...]) -> str:

@@ -27,6 +27,7 @@ from phalanx.config.fields import (
     Synchronisation,
     Training,
 )
+from phalanx.config.option import load_entry_point
 
 PrecisionName = Literal["fp32", "bf16", "fp16"]
 
@@ -86,8 +87,15 @@ class Settings(
 
     @property
     def launcher(self) -> str:
-        """What starts the ranks."""
-        return BACKENDS[self.backend][0]
+        """What starts the ranks; an engine of another package is its own launcher."""
+        return BACKENDS[self.backend][0] if self.backend in BACKENDS else self.backend
+
+    @property
+    def _default_strategy(self) -> str:
+        if self.backend in BACKENDS:
+            return BACKENDS[self.backend][1]
+        engine = load_entry_point("phalanx.engines", self.backend)
+        return str(getattr(engine, "strategy", "ddp"))
 
     @property
     def resolved_strategy(self) -> str:
@@ -96,7 +104,7 @@ class Settings(
             return self.strategy
         if self.backend == "tensorflow":
             return "mirrored" if (self.total_ranks or 1) == 1 else "multiworker"
-        default = BACKENDS[self.backend][1]
+        default = self._default_strategy
         if default == "ddp" and self.deepspeed_config is not None:
             return "deepspeed"
         return "fsdp" if default == "ddp" and self.zero_stage is not None else default

@@ -2,7 +2,7 @@
 
 The flow of one launch:
 
-1. `warm` has (or starts) the *warm process* (`zygote`): a Python that has imported torch and waits to be forked.
+1. `warm` has (or starts) the *fork server* (`zygote`): a Python that has imported torch and waits to be forked.
 2. `supervisor.launch` opens a session with it and runs one `attempt` after another, as `policy` decides.
 3. An attempt gets its place in the group from the `meeting` (the `store_agent`, forked too, hosts the ranks' store;
    with several nodes it gathers them: `nodes`), then has each rank forked by the `group`. Until then the `prelude`
@@ -13,7 +13,7 @@ The flow of one launch:
 5. The attempt's event loop (`follower`) waits for exits, events, output, signals and timers. When a rank fails,
    `evidence` and `blame` find the guilty one, the others are stopped, and `report` writes the message. `start_watch`
    names a rank that never joins.
-6. Whatever happens to the supervisor, the warm process sees it go and kills what is left.
+6. Whatever happens to the supervisor, the fork server sees it go and kills what is left.
 """
 
 from __future__ import annotations

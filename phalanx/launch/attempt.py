@@ -69,7 +69,7 @@ class Attempt(Follower):
             self._begin()
             self._follow()
         except ForkServerDiedError:
-            # A signal to the whole process group ends the warm process as well.
+            # A signal to the whole process group ends the fork server as well.
             self._take_signals()
             if not self._is_stopping:
                 raise
@@ -219,7 +219,7 @@ class Attempt(Follower):
         self._later(_KILL_SECONDS, self._kill_without_warm_process)
 
     def _kill_without_warm_process(self) -> None:
-        """Kill the remaining ranks directly: the warm process, which should have killed them, has not answered."""
+        """Kill the remaining ranks directly: the fork server, which should have killed them, has not answered."""
         if self._group is not None and self._group.alive:
             self._group.kill_directly()
             self._session.kill_warm_process()

@@ -145,7 +145,7 @@ class RankGroup:
         return pump
 
     def take_message(self, message: messages.Message) -> RankState | None:
-        """Note a message of the warm process about a rank; return the rank when it has just ended."""
+        """Note a message of the fork server about a rank; return the rank when it has just ended."""
         state = self.ranks.get(message.get("started") or message.get("exited") or message.get("refused") or "")
         if state is None:
             return None
@@ -168,7 +168,7 @@ class RankGroup:
             self._session.signal(f"r{state.rank}", number)
 
     def kill_directly(self) -> None:
-        """Kill the ranks with what they started, without the warm process; it has not reaped them, so pids hold."""
+        """Kill the ranks with what they started, without the fork server; it has not reaped them, so pids hold."""
         for state in self.alive:
             if state.pid is not None:
                 kill_group(state.pid)

@@ -114,7 +114,7 @@ def lift(descriptor: int) -> int:
 
 
 def _forget_the_warm_process() -> None:
-    """Undo what was fixed while the warm process imported: the temporary directory, the time zone, numpy's seed."""
+    """Undo what was fixed while the fork server imported: the temporary directory, the time zone, numpy's seed."""
     tempfile.tempdir = None
     time.tzset()
     numpy: Any = sys.modules.get("numpy")

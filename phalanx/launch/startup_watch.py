@@ -30,7 +30,7 @@ class StartupNotices:
             self.take_serving(now)
 
     def take_serving(self, now: float) -> None:
-        """Note that the warm process has answered: torch is imported."""
+        """Note that the fork server has answered: torch is imported."""
         if not self._serving:
             self._serving = True
             self._reminder = Reminder(now, MACHINES_MOMENTS if self._machines > 1 else MOMENTS)

@@ -47,13 +47,13 @@ def launch(spec: LaunchSpec, console: RankConsole | None = None, signals: Signal
 
 
 class _Launching:
-    """Runs attempts. A warm process that dies ends the ranks and the store too; the next attempt gets a new one."""
+    """Runs attempts. A fork server that dies ends the ranks and the store too; the next attempt gets a new one."""
 
     def __init__(self, spec: LaunchSpec, console: RankConsole, shared_env: dict[str, str], scratch: Path) -> None:
         self._spec = spec
         self._console = console
         self._shared_env = shared_env
-        self._rank_env = dict(shared_env)  # what the warm process has is compared with the environment before it
+        self._rank_env = dict(shared_env)  # what the fork server has is compared with the environment before it
         if spec.num_nodes == 1:
             self._rank_env.setdefault(VARIABLE, secrets.token_hex(32))
         self._scratch = scratch
@@ -67,7 +67,7 @@ class _Launching:
         self._meeting = Rendezvous(self._spec, self._session)
 
     def close(self) -> None:
-        """Close the connections to the agent and the warm process."""
+        """Close the connections to the agent and the fork server."""
         self._meeting.close()
         self._session.close()
 

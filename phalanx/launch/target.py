@@ -39,7 +39,7 @@ def run_target(target: Target, caller_path: list[str]) -> None:
     main = types.ModuleType("__main__")
     main.__dict__["__builtins__"] = __builtins__
     sys.modules["__main__"] = main
-    # The warm process was started elsewhere; spawned children resolve a relative main path against this.
+    # The fork server was started elsewhere; spawned children resolve a relative main path against this.
     multiprocessing.process.ORIGINAL_DIR = os.getcwd()  # type: ignore[attr-defined]
     if isinstance(target, ScriptTarget):
         _run_script(target, main)

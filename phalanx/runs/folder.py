@@ -6,15 +6,14 @@ import itertools
 import re
 import shutil
 import time
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from phalanx.errors import (PhalanxError, RankFailedError, UsageError)
-from phalanx.launch.scratch import (close_scratch, open_scratch)
-from phalanx.host.files import make_private
-
-from collections.abc import Iterator
 from phalanx.config import DistributedConfig
+from phalanx.errors import PhalanxError, RankFailedError, UsageError
+from phalanx.host.files import make_private
+from phalanx.launch.scratch import close_scratch, open_scratch
 
 
 def make_run_dir(config: DistributedConfig, name: str) -> Path:

@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-import ast
 import importlib.util
 import os
-from importlib import import_module
 from pathlib import Path
 
-from phalanx.config import deepspeed
+from phalanx.config import DistributedConfig, deepspeed
 from phalanx.config.engine_rules import missing_package
-from phalanx.errors import (CheckpointError, UsageError)
+from phalanx.engine import ENGINES, engine_of, find_engine
+from phalanx.errors import CheckpointError, UsageError
 from phalanx.launch import check_endpoint
-from phalanx.engines.horovod.build import (installed_library, speaks_mpi)
-
-from phalanx.config import DistributedConfig
-
-
-_NVME = "phalanx.engines.deepspeed.nvme"
 
 
 def check_before_start(config: DistributedConfig) -> None:
     """Raise for settings that need files or packages which this machine lacks."""
     check_packages(config)
-    if config.offload == "nvme":
-        import_module(_NVME).check_nvme(config)
+    engine_of(config).check(config)
     if config.num_nodes > 1 and config.rdzv_endpoint:
         check_endpoint(config.rdzv_endpoint)
     _check_resume(config)
@@ -32,37 +24,10 @@ def check_before_start(config: DistributedConfig) -> None:
         _check_folder(name, getattr(config, name))
 
 
-def check_script_starter(script: Path, starter: str) -> None:
-    """Refuse a script that imports Horovod where another launcher starts its ranks: each would train alone."""
-    if starter == "horovodrun" or not _imports_horovod(script):
-        return
-    if starter != "mpirun":
-        why = "hvd.init() finds other ranks only where horovodrun started them"
-    elif (library := installed_library()) is not None and not speaks_mpi(library):  # with MPI, mpirun may start them
-        why = "this Horovod was built without MPI, which it would need to find them"
-    else:
-        return
-    raise UsageError(
-        f"{script} imports horovod, but {starter} would start its ranks, and {why}: each rank would train alone",
-        hint=f"Write: phalanx train --script {script} --backend horovod, or horovodrun -np N python {script}",
-    )
-
-
-def slow_start(config: DistributedConfig) -> str | None:
-    """Return the notice about a start that takes minutes, or None."""
-    found: str | None = import_module(_NVME).slow_start(config) if config.offload == "nvme" else None
-    return found
-
-
-def _imports_horovod(script: Path) -> bool:
-    """Whether the script imports Horovod at its top level; where it is optional, a branch imports it."""
-    try:
-        body = ast.parse(script.read_bytes()).body
-    except (OSError, SyntaxError, ValueError):
-        return False  # the rank that runs it reports it better
-    names = [alias.name for node in body if isinstance(node, ast.Import) for alias in node.names]
-    names += [node.module or "" for node in body if isinstance(node, ast.ImportFrom) and not node.level]
-    return any(name.split(".")[0] == "horovod" for name in names)
+def check_script_starter(script: Path, started_by: str) -> None:
+    """Refuse a script made for an engine where another launcher would start its ranks."""
+    for name in ENGINES:
+        find_engine(name).check_script(script, started_by)
 
 
 def check_packages(config: DistributedConfig) -> None:

@@ -5,21 +5,17 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from importlib import import_module
-from typing import Any
-
-from phalanx.config import FIELDS
-from phalanx.config.sources import ENV_PREFIX
-from phalanx.launch import (CallTarget, LaunchSpec)
-from phalanx.launch.nccl import nccl_environment
-from phalanx.launch.forkserver.preload import PRELOAD
-from phalanx.engines.tensorflow.cluster import (import_environment, tensorflow_modules)
-from phalanx.engines.tensorflow.tf_config import (ROLES_VARIABLE, roles_of)
-
 from collections.abc import Mapping
 from pathlib import Path
-from phalanx.config import (DistributedConfig, Resolved)
-from phalanx.launch.spec import (Starter, Target)
+from typing import Any
+
+from phalanx.config import BACKENDS, FIELDS, DistributedConfig, Resolved
+from phalanx.config.sources import ENV_PREFIX
+from phalanx.engine import VARIABLE, engine_of
+from phalanx.launch import CallTarget, LaunchSpec
+from phalanx.launch.forkserver.preload import PRELOAD
+from phalanx.launch.nccl import nccl_environment
+from phalanx.launch.spec import Target
 from phalanx.recipes import Recipe
 from phalanx.world.layout import Layout
 
@@ -46,7 +42,11 @@ def launch_spec(
         num_nodes=layout.num_nodes,
         node_rank=config.node_rank,
         rdzv_endpoint=config.rdzv_endpoint or "",
-        env={**nccl_environment(config.nccl_env, os.environ), **engine_environment(config, layout.device), **(env or {})},
+        env={
+            **nccl_environment(config.nccl_env, os.environ),
+            **engine_environment(config, layout.device),
+            **(env or {}),
+        },
         log_dir=log_dir,
         labels=_labels(layout, target),
         console_ranks="all" if config.console_ranks == "all" else "0",
@@ -56,32 +56,19 @@ def launch_spec(
         start_timeout=start_timeout,
         threads_per_rank=config.threads_per_rank,
         data=data or {},
-        prelude="phalanx.engines.tensorflow.cluster:enter" if config.backend == "tensorflow" else "",
-        starter=_starter(config, layout),
+        prelude=engine_of(config).prelude,
+        starter=engine_of(config).starter(config, layout),
     )
 
 
 def engine_environment(config: DistributedConfig, device: str) -> dict[str, str]:
     """Return the variables of ranks for packages other than torch, which the fork server imports too."""
-    imports = ["mlflow"] if config.mlflow_tracking or config.mlflow_experiment else []
-    found = {}
-    if config.backend == "tensorflow":
-        roles = roles_of(config)
-        found = {ROLES_VARIABLE: ",".join(roles), **import_environment(os.environ, len(roles))}
-        # What TensorFlow may do with a GPU while it is imported must not happen before a fork.
-        imports = [*tensorflow_modules({**os.environ, **found}), *imports] if device == "cpu" else imports
+    found, imports = engine_of(config).environment(config, device)
+    if config.mlflow_tracking or config.mlflow_experiment:
+        imports = [*imports, "mlflow"]
+    if config.backend not in BACKENDS:
+        found = {**found, VARIABLE: config.backend}
     return {**found, PRELOAD: ",".join(imports)} if imports else found
-
-
-_STARTERS = {"horovodrun": "phalanx.engines.horovod.launch", "ray": "phalanx.engines.ray.launch"}
-"""The modules of launchers other than our own."""
-
-
-def _starter(config: DistributedConfig, layout: Layout) -> Starter | None:
-    if config.launcher == "local":
-        return None
-    starter: Starter = import_module(_STARTERS[config.launcher]).starter(config, layout)
-    return starter
 
 
 def _labels(layout: Layout, target: Target) -> tuple[str, ...]:

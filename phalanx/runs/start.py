@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 
 from phalanx import errors
 from phalanx.config import DistributedConfig
-from phalanx.launch import (launch, prestart)
-from phalanx.launch.output import PlainConsole
-from phalanx.launch.error_file import (any_record, read_record)
-from phalanx.runs.preflight import slow_start
-
-from collections.abc import Iterator
-from pathlib import Path
-from phalanx.launch import (LaunchResult, LaunchSpec)
-from phalanx.launch.output import RankConsole
+from phalanx.engine import engine_of
+from phalanx.launch import LaunchResult, LaunchSpec, launch, prestart
+from phalanx.launch.error_file import any_record, read_record
+from phalanx.launch.output import PlainConsole, RankConsole
 
 
 def run_on_ranks(
@@ -29,7 +26,7 @@ def run_on_ranks(
     if spec.starter is None:
         prestart(spec.env)  # torch is imported while the console opens
     with open_console(config) if console is None else nullcontext(console) as shown:
-        for text in filter(None, (notice, slow_start(config))):
+        for text in filter(None, (notice, engine_of(config).notice(config))):
             shown.notice(text)
         result = launch(spec, shown)
     raise_failure(result, spec.log_dir)

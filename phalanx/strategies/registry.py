@@ -8,6 +8,7 @@ from importlib.metadata import EntryPoints
 from typing import TYPE_CHECKING
 
 from phalanx.config import DistributedConfig
+from phalanx.config.option import load_entry_point
 from phalanx.errors import UsageError, unknown_name
 
 if TYPE_CHECKING:
@@ -160,17 +161,14 @@ def load_strategy(name: str) -> type[Strategy]:
     found = {entry.name: entry for entry in installed_strategies()}
     if name not in found:
         raise UsageError(unknown_name("strategy", name, [*STRATEGIES, *found]))
-    where = f"strategy = {name!r}: the entry point {name} = {found[name].value} in the group {ENTRY_POINTS}"
-    try:
-        loaded = found[name].load()
-    except Exception as error:
-        raise UsageError(
-            f"{where} cannot be loaded: {type(error).__name__}: {error}", hint="Fix or remove that package."
-        ) from error
+    loaded = load_entry_point(ENTRY_POINTS, name)
     from phalanx.strategies.base import Strategy
 
     if not (isinstance(loaded, type) and issubclass(loaded, Strategy)):
-        raise UsageError(f"{where} is not a subclass of phalanx.strategies.base.Strategy")
+        raise UsageError(
+            f"strategy = {name!r}: the entry point {name} = {found[name].value} in the group {ENTRY_POINTS} is not a "
+            "subclass of phalanx.strategies.base.Strategy"
+        )
     return loaded
 
 

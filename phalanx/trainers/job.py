@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
 
 from phalanx.config import DistributedConfig
-from phalanx.engines.horovod.elastic import Survivor
-from phalanx.engines.ray.trainer import engine_callbacks
+from phalanx.engine import engines_here
 from phalanx.loop.evaluate import evaluate, predict
 from phalanx.loop.formation import Formation
 from phalanx.loop.optimizer_binding import OwnSchedule, scheduler_state
@@ -22,7 +21,17 @@ from phalanx.observe.history import History
 from phalanx.runs.folder import make_run_dir
 from phalanx.trainers.session import agree_run_dir, check_per_host, open_events, save_config
 from phalanx.trainers.weights import whole_state, whole_weights
-from phalanx.world.env import horovod_is_elastic
+
+
+class ElasticRun(Protocol):
+    """A rank of an elastic engine that continues a run in memory after others were lost or added."""
+
+    @property
+    def run_dir(self) -> Path | None:
+        """The folder of the run; None at its first start."""
+
+    def run(self, loop: TrainLoop, run_dir: Path | None) -> History:
+        """Run the loop from the state in memory, if there is one."""
 
 
 @dataclass
@@ -55,14 +64,16 @@ class JobResult:
 
 def run_job(job: Job, *, in_place: bool) -> JobResult:
     """Run a job on this rank. `in_place`: the caller holds the model itself, so no weights are handed back."""
-    if job.action == "fit" and horovod_is_elastic():
-        from phalanx.engines.horovod.elastic import run_elastic
 
-        return run_elastic(lambda survivor: _run_once(job, in_place, survivor))
-    return _run_once(job, in_place)
+    def run(survivor: ElasticRun | None = None) -> JobResult:
+        return _run_once(job, in_place, survivor)
+
+    for engine in engines_here() if job.action == "fit" else ():
+        run = engine.wrap_run(run)
+    return run()
 
 
-def _run_once(job: Job, in_place: bool, survivor: Survivor | None = None) -> JobResult:
+def _run_once(job: Job, in_place: bool, survivor: ElasticRun | None = None) -> JobResult:
     with Formation(job.config) as formation:
         if job.action == "fit":
             result = _fit(formation, job, survivor)
@@ -83,7 +94,7 @@ def _run_once(job: Job, in_place: bool, survivor: Survivor | None = None) -> Job
     return result
 
 
-def _fit(formation: Formation, job: Job, survivor: Survivor | None) -> JobResult:
+def _fit(formation: Formation, job: Job, survivor: ElasticRun | None) -> JobResult:
     if not job.checked:
         check_per_host(formation.world, job.config)
     before = None if survivor is None else survivor.run_dir
@@ -95,8 +106,9 @@ def _fit(formation: Formation, job: Job, survivor: Survivor | None) -> JobResult
     events = open_events(job.config, formation.world, run_dir)
     try:
         loop = TrainLoop(formation, job.task, events, run_dir)
-        for callback in engine_callbacks():
-            loop.hooks.add(callback)
+        for engine in engines_here():
+            for callback in engine.callbacks():
+                loop.hooks.add(callback)
         history = loop.run() if survivor is None else survivor.run(loop, run_dir)
     finally:
         events.close()

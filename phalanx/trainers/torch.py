@@ -14,7 +14,7 @@ from torch import nn
 
 from phalanx.config import DistributedConfig, resolve
 from phalanx.config.option import local_path
-from phalanx.engines.ray.data import datasets_of
+from phalanx.engine import engine_of
 from phalanx.errors import PhalanxError, PreemptedError, UsageError
 from phalanx.launch import count_gpus
 from phalanx.loop.forward import LossFn
@@ -167,7 +167,9 @@ class TorchTrainer:
         run_dir = make_run_dir(config, task.name) if action == "fit" else None
         try:
             result: JobResult = send_job(
-                Job(action, task, config_here, run_dir, checked=True), layout, data=datasets_of(task.train, task.val)
+                Job(action, task, config_here, run_dir, checked=True),
+                layout,
+                data=engine_of(config_here).datasets(task.train, task.val),
             )
         except PhalanxError as error:
             if run_dir is not None:

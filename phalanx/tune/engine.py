@@ -59,7 +59,7 @@ class SearchPlan:
         return self.num_samples if self.search.size is None else min(self.num_samples, self.search.size)
 
 
-class Engine(ABC):
+class SearchEngine(ABC):
     """Starts trials, follows them, and records how they ended. What runs next is the subclass's affair."""
 
     points: Points | None = None
@@ -195,7 +195,7 @@ class Engine(ABC):
         raise PreemptedError(said, hint=hint)
 
 
-class IndependentTrials(Engine):
+class IndependentTrials(SearchEngine):
     """Trials that each run by themselves, some of them given up on the way."""
 
     def __init__(self, plan: SearchPlan, record: Record, view: SearchView, scheduler: Scheduler) -> None:

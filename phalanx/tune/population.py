@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from phalanx.errors import UsageError
-from phalanx.tune.engine import Engine, SearchPlan, SearchView
+from phalanx.tune.engine import SearchEngine, SearchPlan, SearchView
 from phalanx.tune.objective import Objective
 from phalanx.tune.pool import Pool
 from phalanx.tune.record import Record
@@ -45,7 +45,7 @@ def exploits(members: Sequence[Trial], boundary: int, objective: Objective, seed
     return found
 
 
-class Population(Engine):
+class Population(SearchEngine):
     """Runs members in generations of `interval` iterations."""
 
     def __init__(

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from phalanx.engines.ray.address import check_address
+from phalanx.engine import find_engine
 from phalanx.errors import UsageError, unknown_name
 from phalanx.host.files import make_private
 from phalanx.launch import prestart
 from phalanx.runs.spec import engine_environment
 from phalanx.tune.charts import axes_and_lines, draw_pictures
-from phalanx.tune.engine import Engine, IndependentTrials, SearchPlan
+from phalanx.tune.engine import IndependentTrials, SearchEngine, SearchPlan
 from phalanx.tune.objective import Objective
 from phalanx.tune.page import PAGE_FILE, page
 from phalanx.tune.population import Population
@@ -91,7 +91,8 @@ def search(subject: Trainable, space: SearchSpace, request: SearchRequest) -> Re
     subject.check([*space.domains, *space.fixed])
     objective = Objective.of(request.metric, request.mode)
     if _uses_ray(request):
-        return _search_on_ray(subject, space, objective, request)
+        results: Results = find_engine("ray").search(subject, space, objective, request)
+        return results
     slots = plan_slots(
         subject.resolved.config,
         num_gpus=request.num_gpus,
@@ -159,35 +160,7 @@ def _search_here(
     return results
 
 
-def _search_on_ray(subject: Trainable, space: SearchSpace, objective: Objective, request: SearchRequest) -> Results:
-    from phalanx.engines.ray.tune.engine import EXPERIMENT, check_ray, run_on_ray
-
-    check_ray()
-    if request.address is not None:  # before a folder is made
-        check_address(request.address)
-    size = make_search("grid", space, 0, objective).size if request.search == "grid" else None
-    asked = request.num_samples or size or DEFAULT_SAMPLES
-    total = asked if size is None else min(asked, size)
-    folder = study_folder(request, subject.name, mark=f"{EXPERIMENT}/tuner.pkl")
-    tracking = open_tracking(subject.resolved.config, subject.name, objective, folder)
-    table = open_table(objective, progress=subject.resolved.config.progress)
-    trials: list[Trial] = []
-    results = None
-    try:
-        try:
-            table.notice(f"{total} trials of {subject.name} by Ray Tune; {folder}")
-            trials = run_on_ray(subject, space, objective, request, folder, total, table, tracking)
-        finally:
-            table.close(trials)
-        for trial in trials:
-            tracking.close_trial(trial)
-        results = conclude(trials, space, objective, subject, folder, table)
-    finally:
-        tracking.close(results)
-    return results
-
-
-def _run(engine: Engine, plan: SearchPlan, table: PlainTable | LiveTable) -> list[Trial]:
+def _run(engine: SearchEngine, plan: SearchPlan, table: PlainTable | LiveTable) -> list[Trial]:
     table.notice(f"{plan.total} trials of {plan.subject.name}, {plan.slots.words}; {plan.folder}")
     done = sum(trial.state.is_final for trial in engine.trials)
     if done:
@@ -198,7 +171,7 @@ def _run(engine: Engine, plan: SearchPlan, table: PlainTable | LiveTable) -> lis
         table.close(engine.trials)
 
 
-def _engine(plan: SearchPlan, record: Record, table: PlainTable | LiveTable, request: SearchRequest) -> Engine:
+def _engine(plan: SearchPlan, record: Record, table: PlainTable | LiveTable, request: SearchRequest) -> SearchEngine:
     if request.scheduler == "pbt":
         return Population(plan, record, table, interval=request.interval, mutate=request.mutate)
     scheduler = make_scheduler(request.scheduler, eta=request.eta, grace=request.grace)

@@ -195,11 +195,6 @@ def _from_horovodrun(env: Mapping[str, str]) -> RankEnv:
     )
 
 
-def horovod_is_elastic() -> bool:
-    """Whether horovodrun lets this rank live on when others are lost, and may add others."""
-    return "HOROVOD_RANK" in os.environ and os.environ.get("HOROVOD_ELASTIC") == "1"
-
-
 def write_horovod_env(rank: int, size: int, local: tuple[int, int], cross: tuple[int, int], attempt: int) -> None:
     """Note who this process has become after ranks were lost or came; Horovod itself tells its C++ half only."""
     os.environ.update(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from phalanx.config import DistributedConfig
-from phalanx.engines.tensorflow.tf_config import role_names, roles_of
+from phalanx.engine import engine_of
 from phalanx.errors import UsageError
 from phalanx.world.mesh import Mesh, plan_mesh
 
@@ -35,49 +35,20 @@ class Layout:
 def plan_layout(config: DistributedConfig, gpus_here: int) -> Layout:
     """Decide device and ranks; asking for more GPUs than there are is refused with the way to run on the CPU."""
     asked = config.total_ranks
-    device = config.device
+    device, engine = config.device, engine_of(config)
     if device == "auto":
         wants_gpu = config.num_gpus is not None or config.gpus_per_node is not None
-        here = config.launcher != "ray" or config.address is None  # of a cluster elsewhere, this machine says nothing
-        device = "cuda" if wants_gpu or (here and gpus_here) else "cpu"
+        device = "cuda" if wants_gpu or (engine.uses_gpus_here(config) and gpus_here) else "cpu"
     check_device(config, device)
-    if config.backend == "tensorflow":
-        return _tensorflow_layout(config, device)
-    nodes = _num_nodes(config)
+    own: Layout | None = engine.layout(config, device)
+    if own is not None:
+        return own
+    nodes = engine.num_nodes(config)
     per_node = _ranks_per_node(asked, nodes, gpus_here if device == "cuda" else 1)
     may_share = gpus_here > 0 and config.communication_backend == "gloo"  # nccl refuses two ranks on one GPU
-    by_hosts = config.hosts is not None or config.host_discovery_script is not None
-    elsewhere = by_hosts or config.launcher == "ray"  # GPUs there are not seen here
-    if device == "cuda" and per_node > gpus_here and not may_share and not elsewhere:
+    if device == "cuda" and per_node > gpus_here and not may_share and engine.counts_gpus_here(config):
         raise _too_few_gpus(config, per_node, gpus_here)
     return Layout(device, nodes, per_node, plan_mesh(config, nodes * per_node, per_node))
-
-
-def _num_nodes(config: DistributedConfig) -> int:
-    """Return the machines on which this command must be given; horovodrun starts all ranks from one."""
-    if config.launcher != "horovodrun":
-        return config.num_nodes
-    if config.num_nodes > 1 and config.hosts is None and config.host_discovery_script is None:
-        ranks = config.total_ranks or "<ranks>"
-        raise UsageError(
-            f"num_nodes = {config.num_nodes} with backend = 'horovod': horovodrun must know the machines",
-            hint=f"Write hosts = 'node1:4,node2:4', their slots, or start it by: horovodrun -np {ranks} -H ...",
-        )
-    return 1
-
-
-def _tensorflow_layout(config: DistributedConfig, device: str) -> Layout:
-    """Return the processes of a TensorFlow cluster; which devices each takes is TensorFlow's own affair."""
-    roles = roles_of(config)
-    per_node, left = divmod(len(roles), config.num_nodes)
-    if left:
-        raise UsageError(
-            f"a chief, {roles.count('worker')} workers and {roles.count('ps')} parameter servers are {len(roles)} "
-            f"processes, which cannot be spread evenly over num_nodes = {config.num_nodes}",
-            hint="Choose num_workers and num_servers so that 1 + num_workers + num_servers is a multiple of it.",
-        )
-    names = role_names(roles) if len(roles) > 1 else ()
-    return Layout(device, config.num_nodes, per_node, Mesh(dp_replicate=len(roles)), names)
 
 
 def check_device(config: DistributedConfig, device: str) -> None:

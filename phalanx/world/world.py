@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from phalanx import torch_compat
 from phalanx.config import DistributedConfig
-from phalanx.engines.horovod import rendezvous
+from phalanx.engine import engines_here
 from phalanx.errors import UsageError
 from phalanx.host.addresses import loopback_environment, network_environment
 from phalanx.host.signed_store import sign_store
@@ -84,7 +84,8 @@ def join_world(config: DistributedConfig) -> World:
     mesh = plan_mesh(config, env.world_size, env.local_world_size)
     if env.world_size == 1:
         return World(env, device, mesh, None, None, owns_group=False)
-    rendezvous.check_not_alone(env)
+    for engine in engines_here():
+        engine.check_rank(env)
     backend = _comm_backend(config, device, env)
     name = f"phalanx/{next(_JOINS)}"
     if dist.is_initialized():  # the user's script met the others already: join in, and leave the leaving to it
@@ -109,8 +110,10 @@ def join_world(config: DistributedConfig) -> World:
 
 def _meet(env: RankEnv, seconds: float, *, signed: bool) -> tuple[RankEnv, dist.Store]:
     """Return the ranks' store, and this rank's place with the store's address in it."""
-    if env.started_by == rendezvous.STARTED_BY:
-        return rendezvous.meet(env, seconds)
+    for engine in engines_here():
+        found: tuple[RankEnv, dist.Store] | None = engine.rendezvous(env, seconds)
+        if found is not None:
+            return found
     return env, _connect_signed(env, seconds) if signed else _connect(env, seconds)
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture(autouse=True)
-def _in_own_folder(tmp_path, monkeypatch, warm_process):
+def _in_own_folder(tmp_path, monkeypatch, fork_server):
     monkeypatch.chdir(tmp_path)
 
 

@@ -15,7 +15,7 @@ from phalanx.bench.comm.expected import ExpectedLink, link_report, network_links
 from phalanx.bench.comm.plan import ALGORITHMS_OF, bus_factor, element_count, parse_size, parse_sizes
 from phalanx.bench.comm.report import BenchRow, side_by_side
 
-pytestmark = pytest.mark.usefixtures("warm_process")
+pytestmark = pytest.mark.usefixtures("fork_server")
 PROMISED = {"op", "algo", "ranks", "size_bytes", "dtype", "time_us", "algbw_gbs", "busbw_gbs", "wrong"}
 
 

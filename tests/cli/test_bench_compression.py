@@ -17,7 +17,7 @@ PROMISED = {"recipe", "compressor", "link", "emulation", "time_to_target_s", "ta
 
 
 @pytest.fixture(autouse=True)
-def _here(tmp_path, monkeypatch, warm_process):
+def _here(tmp_path, monkeypatch, fork_server):
     monkeypatch.chdir(tmp_path)
 
 

@@ -50,7 +50,7 @@ def sessions() -> list[tuple[str, str]]:
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch, warm_process):
+def folder(tmp_path, monkeypatch, fork_server):
     """A folder of its own, and CPU ranks even where there are GPUs."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PHALANX_DEVICE", "cpu")

@@ -24,7 +24,7 @@ BIN = Path(sys.executable).parent
 
 
 @pytest.fixture
-def run_example(tmp_path, monkeypatch, warm_process):
+def run_example(tmp_path, monkeypatch, fork_server):
     """Run an example on two warm ranks, in a folder of its own, and return what the console showed."""
     monkeypatch.chdir(tmp_path)
 

@@ -20,7 +20,7 @@ FSDP, ADVANCED = EXAMPLES / "02-fsdp", EXAMPLES / "05-advanced"
 
 
 @pytest.fixture
-def run_example(tmp_path, monkeypatch, warm_process):
+def run_example(tmp_path, monkeypatch, fork_server):
     """Run an example on warm ranks, in a folder of its own, and return what the console showed."""
     monkeypatch.chdir(tmp_path)
 

@@ -23,7 +23,7 @@ COLLECTIVES, MESSAGES, BANDWIDTH = (
 
 
 @pytest.fixture
-def start(tmp_path, monkeypatch, warm_process):
+def start(tmp_path, monkeypatch, fork_server):
     """Run an example on warm ranks of the CPU, in a folder of its own; return how it ended and what it showed."""
     monkeypatch.chdir(tmp_path)
 
@@ -186,11 +186,11 @@ def disagree():
     import torch
     import torch.distributed as dist
 
-    from phalanx.comm.collectives import Wire, all_reduce
+    from phalanx.comm.collectives import P2PChannel, all_reduce
     from phalanx.errors import CommunicationError
 
     try:
-        all_reduce(torch.ones(4 if dist.get_rank() else 5), Wire())
+        all_reduce(torch.ones(4 if dist.get_rank() else 5), P2PChannel())
     except CommunicationError as error:
         return str(error)
     return "no error"

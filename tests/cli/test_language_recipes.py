@@ -15,7 +15,7 @@ SHORT = ("--preset", "debug", "--device", "cpu", "--max-steps", 2, "--batch-size
 
 
 @pytest.fixture(autouse=True)
-def _in_own_folder(tmp_path, monkeypatch, warm_process):
+def _in_own_folder(tmp_path, monkeypatch, fork_server):
     monkeypatch.chdir(tmp_path)
 
 

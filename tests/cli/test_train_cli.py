@@ -18,7 +18,7 @@ DIGITS = ("train", "digits", "--device", "cpu", "--run-dir", "run")
 
 
 @pytest.fixture(autouse=True)
-def _in_own_folder(tmp_path, monkeypatch, warm_process):
+def _in_own_folder(tmp_path, monkeypatch, fork_server):
     monkeypatch.chdir(tmp_path)
 
 

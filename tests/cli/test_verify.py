@@ -46,7 +46,7 @@ SMALL = ("--num-workers", 2, "--device", "cpu", "--batch-size", 4, "--max-steps"
 
 
 @pytest.fixture(autouse=True)
-def _in_own_folder(tmp_path, monkeypatch, warm_process):
+def _in_own_folder(tmp_path, monkeypatch, fork_server):
     monkeypatch.chdir(tmp_path)
 
 

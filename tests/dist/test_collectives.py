@@ -7,7 +7,7 @@ import torch
 
 from phalanx.comm.collectives import (
     ALGORITHMS,
-    Wire,
+    P2PChannel,
     all_gather,
     all_reduce,
     all_to_all,
@@ -50,7 +50,7 @@ def allowed(op: str, dtype: str) -> bool:
     return not (op == "mean" and not is_number) and not (op in ("min", "max") and kind.is_complex)
 
 
-def check_all_reduces(line: Wire) -> int:
+def check_all_reduces(line: P2PChannel) -> int:
     """All algorithms on all of it; small integers, so that every order of additions gives the same."""
     checked = 0
     is_power = line.size & (line.size - 1) == 0
@@ -69,7 +69,7 @@ def check_all_reduces(line: Wire) -> int:
     return checked
 
 
-def check_the_others(line: Wire) -> None:
+def check_the_others(line: P2PChannel) -> None:
     size, rank = line.size, line.rank
     for shape in SHAPES:
         own, every = values(rank, shape, "float32"), stacked(size, shape, "float32")
@@ -94,7 +94,7 @@ def check_the_others(line: Wire) -> None:
         barrier(line)
 
 
-def check_layouts(line: Wire) -> None:
+def check_layouts(line: P2PChannel) -> None:
     """Non-contiguous tensors, conjugated views, parameters: written in place where they are."""
     every = stacked(line.size, (6, 5), "float32")
     for function in (ring.all_reduce, ALGORITHMS["all_reduce"]["tree"], ALGORITHMS["all_reduce"]["hierarchical"]):
@@ -116,7 +116,7 @@ def check_layouts(line: Wire) -> None:
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8])
 def test_every_collective_is_what_arithmetic_says(ranks, size):
     def run():
-        line = Wire()
+        line = P2PChannel()
         checked = check_all_reduces(line)
         check_the_others(line)
         check_layouts(line)
@@ -132,7 +132,7 @@ def test_chunks_that_follow_each_other(ranks, size):
     def run():
         channel.CHUNK_BYTES = chunks.CHUNK_BYTES = 64
         channel.DEPTH = 2
-        line = Wire()
+        line = P2PChannel()
         every = stacked(size, (1001,), "float32")
         for function in ALGORITHMS["all_reduce"].values():
             if size == 3 and function.__module__.endswith("fixed_order"):
@@ -150,7 +150,7 @@ def test_hierarchical_over_hosts(ranks):
     """Two ranks a host that are no neighbours; between hosts only leaders send."""
 
     def run():
-        line = Wire()
+        line = P2PChannel()
         every = stacked(4, (12,), "float32")
         tensor = every[line.rank].clone()
         ALGORITHMS["all_reduce"]["hierarchical"](tensor, line, "mean", groups=[[0, 2], [3, 1]])

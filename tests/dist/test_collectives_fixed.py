@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from phalanx.comm.collectives import Wire, all_reduce, fixed_order
-from phalanx.comm.topology import find_locations, hosts, measure_links, ring_order
+from phalanx.comm.collectives import P2PChannel, all_reduce, fixed_order
+from phalanx.comm.collectives.topology import find_locations, hosts, measure_links, ring_order
 from phalanx.errors import UsageError
 
 SHARDS = 24
@@ -21,7 +21,7 @@ def shard(number: int) -> torch.Tensor:
 
 
 def total() -> torch.Tensor:
-    line = Wire()
+    line = P2PChannel()
     accumulator = fixed_order.TreeAccumulator(SHARDS // line.size)
     for number in range(line.rank, SHARDS, line.size):
         accumulator.feed([shard(number)])
@@ -42,14 +42,14 @@ def test_equal_bits_at_every_number_of_ranks(ranks):
 def test_three_ranks_are_refused(ranks):
     def run():
         with pytest.raises(UsageError, match="and there are 3"):
-            fixed_order.all_reduce(torch.ones(3), Wire())
+            fixed_order.all_reduce(torch.ones(3), P2PChannel())
 
     ranks(run, world_size=3)
 
 
 def test_places_and_links_of_real_ranks(ranks):
     def run():
-        line = Wire()
+        line = P2PChannel()
         places = find_locations(line)
         sent = line.sent_bytes
         assert find_locations(line) is places

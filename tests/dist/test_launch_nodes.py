@@ -48,19 +48,19 @@ def _run_nodes(tmp_path, source, *, node_ranks=(0, 1), sizes=(2, 1), endpoint=No
     return runs
 
 
-def test_numbered_nodes_of_different_size_form_one_group(tmp_path, warm_process):
+def test_numbered_nodes_of_different_size_form_one_group(tmp_path, fork_server):
     first, second = _run_nodes(tmp_path, SUM, env={"PHALANX_JOB_SECRET": "of both nodes"})
     assert first.result.failure is None, first.report
     assert sorted(line for _, line in first.console.lines) == ["0 0 0 3", "0 1 1 3"]
     assert [line for _, line in second.console.lines] == ["1 0 2 3"]
 
 
-def test_unnumbered_nodes_number_themselves(tmp_path, warm_process):
+def test_unnumbered_nodes_number_themselves(tmp_path, fork_server):
     runs = _run_nodes(tmp_path, SUM, node_ranks=(None, None), sizes=(1, 1))
     assert sorted(run.console.text for run in runs) == ["0 0 0 2", "1 0 1 2"]
 
 
-def test_a_failure_is_known_on_every_node(tmp_path, warm_process):
+def test_a_failure_is_known_on_every_node(tmp_path, fork_server):
     source = SUM + "if dist.get_rank() == 2:\n    raise ValueError('only here')\ndist.barrier()\n"
     first, second = _run_nodes(tmp_path, source)
     for run in (first, second):
@@ -71,7 +71,7 @@ def test_a_failure_is_known_on_every_node(tmp_path, warm_process):
 
 
 @pytest.mark.parametrize("who", ["rank == '2'", "True"])
-def test_all_nodes_restart_together(tmp_path, warm_process, who):
+def test_all_nodes_restart_together(tmp_path, fork_server, who):
     """Whether one rank failed or all did at once, so that both nodes find a failure of their own."""
     leave_once = f"""
 rank, attempt = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
@@ -84,7 +84,7 @@ dist.barrier()
     assert [(run.result.exit_code, run.result.attempts) for run in runs] == [(0, 2), (0, 2)], runs[0].report
 
 
-def test_two_nodes_with_one_number_are_refused(tmp_path, warm_process):
+def test_two_nodes_with_one_number_are_refused(tmp_path, fork_server):
     runs = _run_nodes(tmp_path, SUM, node_ranks=(1, 1, 0), sizes=(1, 1, 1))
     assert [run.result.exit_code for run in runs] == [2, 2, 2]
     assert all("two nodes say they are node 1" in run.report for run in runs)
@@ -102,7 +102,7 @@ def test_nodes_that_do_not_come_are_waited_for_only_so_long(launch_script):
     assert "not all 2 nodes came" in run.report
 
 
-def test_machines_that_came_are_told_how_many_are_missing(tmp_path, warm_process, monkeypatch):
+def test_machines_that_came_are_told_how_many_are_missing(tmp_path, fork_server, monkeypatch):
     monkeypatch.setattr(startup_watch, "MACHINES_MOMENTS", (0.3, 30.0))
     endpoint = _free_endpoint()
     runs = _run_nodes(tmp_path, SUM, num_nodes=3, endpoint=endpoint, join_timeout=2.0)
@@ -111,7 +111,7 @@ def test_machines_that_came_are_told_how_many_are_missing(tmp_path, warm_process
     assert any("not all 3 nodes came" in run.report for run in runs)
 
 
-def test_a_host_that_is_not_known_is_refused_before_anything_starts(tmp_path, warm_process):
+def test_a_host_that_is_not_known_is_refused_before_anything_starts(tmp_path, fork_server):
     with pytest.raises(UsageError, match=r"the host 'nowhere\.invalid'"):
         run_script(tmp_path, SUM, num_nodes=2, node_rank=1, rdzv_endpoint="nowhere.invalid:29400")
     assert not (tmp_path / "logs").exists()

@@ -66,7 +66,7 @@ def test_a_script_is_the_main_program(launch_script, tmp_path):
     assert run.console.text == f"sibling {[script, '--lr', '1']} {script} {tmp_path}"
 
 
-def test_a_module_runs_like_python_dash_m(tmp_path, monkeypatch, warm_process):
+def test_a_module_runs_like_python_dash_m(tmp_path, monkeypatch, fork_server):
     package = tmp_path / "pkg"
     package.mkdir()
     (package / "__init__.py").write_text("")
@@ -82,7 +82,7 @@ def test_a_module_runs_like_python_dash_m(tmp_path, monkeypatch, warm_process):
     assert console.text == "__main__ 7 ['a', 'b']"
 
 
-def test_a_module_that_does_not_exist_is_named(tmp_path, warm_process):
+def test_a_module_that_does_not_exist_is_named(tmp_path, fork_server):
     console = RecordingConsole()
     spec = LaunchSpec(target=ModuleTarget("no_such_module"), ranks_per_node=1, log_dir=tmp_path / "logs")
     assert launch(spec, console).exit_code == 1
@@ -171,7 +171,7 @@ def test_a_large_environment_reaches_the_ranks(launch_script):
     assert run.console.text == "1000000"
 
 
-def test_two_launches_at_the_same_time(tmp_path, warm_process):
+def test_two_launches_at_the_same_time(tmp_path, fork_server):
     source = """
     import torch, torch.distributed as dist
     dist.init_process_group("gloo")

@@ -291,7 +291,7 @@ def test_across_hosts_nothing_is_shared_and_leaders_talk(hosts, tmp_path):
     told = [json.loads(found) for text in printed for found in re.findall(r"\{.*\}", text)]
     assert sorted(each["rank"] for each in told) == [0, 1, 2, 3]
     for each in told:
-        assert each["kind"] == "WireExchange"
+        assert each["kind"] == "ChannelExchange"
         assert each["hosts"] == [[0, 1], [2, 3]]
         assert not each["shared"]
         assert each["sent"] > 0

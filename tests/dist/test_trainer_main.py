@@ -144,7 +144,7 @@ if os.environ["RANK"] == "0":
 
 
 @pytest.fixture
-def joining(tmp_path, monkeypatch, warm_process):
+def joining(tmp_path, monkeypatch, fork_server):
     monkeypatch.chdir(tmp_path)
     return write_script(tmp_path / "train.py", JOINING)
 
@@ -195,7 +195,7 @@ for width in (2, 3):
         assert len(list((folder / "checkpoints").glob("step-*"))) == 1
 
 
-def test_a_refused_evaluation_leaves_no_log_folder(tmp_path, monkeypatch, warm_process):
+def test_a_refused_evaluation_leaves_no_log_folder(tmp_path, monkeypatch, fork_server):
     import tempfile
     from pathlib import Path
 

@@ -16,7 +16,7 @@ pytest.importorskip("optuna", reason="optuna is not installed: pip install 'phal
 
 
 @pytest.fixture(autouse=True)
-def _folder(tmp_path, monkeypatch, warm_process):
+def _folder(tmp_path, monkeypatch, fork_server):
     monkeypatch.chdir(tmp_path)
 
 

@@ -376,7 +376,7 @@ def test_a_train_batch_size_is_divided_or_refused():
 
 @long_proof
 @installed
-def test_a_plain_process_gets_the_whole_weights_back(tmp_path, monkeypatch, warm_process):
+def test_a_plain_process_gets_the_whole_weights_back(tmp_path, monkeypatch, fork_server):
     """`fit` starts the ranks; stage 3 leaves each with parts. Then evaluation, which needs no engine, agrees."""
     from phalanx import PyTorchDDPTrainer
 

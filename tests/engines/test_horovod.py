@@ -50,7 +50,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def by_ddp(tmp_path_factory: pytest.TempPathFactory, warm_process: None) -> dict[str, dict[str, torch.Tensor]]:
+def by_ddp(tmp_path_factory: pytest.TempPathFactory, fork_server: None) -> dict[str, dict[str, torch.Tensor]]:
     """What the same cases give by torch's DDP."""
     folder = tmp_path_factory.mktemp("ddp")
 

@@ -167,7 +167,7 @@ def went_on(text: str, was: int, are: int) -> int:
     return int(found[1])
 
 
-def test_a_machine_comes_and_the_first_one_is_lost_without_losing_a_step(tmp_path, warm_process):
+def test_a_machine_comes_and_the_first_one_is_lost_without_losing_a_step(tmp_path, fork_server):
     """One machine under two names, as Horovod gives up a machine that lost a rank; it is the main rank that goes."""
     machines = tmp_path / "machines"
     machines.write_text("localhost:1\n")

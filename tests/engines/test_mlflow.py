@@ -84,7 +84,7 @@ def _answers(address: str) -> bool:
 
 
 @pytest.fixture(autouse=True)
-def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warm_process: None) -> None:
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fork_server: None) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PHALANX_DEVICE", "cpu")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)

@@ -29,8 +29,8 @@ PATH = f"{ROOT}:{ROOT / 'tests'}"
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warm_process: None) -> Path:
-    """The working folder of ranks that are forked from the tests' own warm process: TensorFlow is imported once."""
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fork_server: None) -> Path:
+    """The working folder of ranks that are forked from the tests' own fork server: TensorFlow is imported once."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PHALANX_DEVICE", "cpu")
     monkeypatch.setenv("TMPDIR", str(tmp_path))  # a killed TensorFlow leaves files of its own

@@ -21,7 +21,7 @@ THIRD = 1e-6
 
 
 @pytest.fixture(autouse=True)
-def _folder(tmp_path, monkeypatch, warm_process):
+def _folder(tmp_path, monkeypatch, fork_server):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PHALANX_DEVICE", "cpu")
 

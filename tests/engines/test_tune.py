@@ -22,7 +22,7 @@ pytest.importorskip("optuna", reason="optuna is not installed: pip install 'phal
 
 
 @pytest.fixture(autouse=True)
-def _folder(tmp_path, monkeypatch, warm_process):
+def _folder(tmp_path, monkeypatch, fork_server):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PHALANX_DEVICE", "cpu")
 

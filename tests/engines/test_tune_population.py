@@ -15,7 +15,7 @@ SPACE = {"rate": loguniform(1e-6, 0.05), "decay": choice([0.0, 0.001, 0.01])}
 
 
 @pytest.fixture(scope="module")
-def searched(tmp_path_factory, warm_process):
+def searched(tmp_path_factory, fork_server):
     """The same search twice."""
     found = []
     with pytest.MonkeyPatch.context() as patch:
@@ -75,7 +75,7 @@ def test_the_same_seed_gives_the_same_population(searched):
     assert all(trial.iteration == 3 and str(trial.state) == "finished" for trial in searched[0].trials)
 
 
-def test_reports_without_a_step_count_on_from_generation_to_generation(tmp_path, monkeypatch, warm_process):
+def test_reports_without_a_step_count_on_from_generation_to_generation(tmp_path, monkeypatch, fork_server):
     monkeypatch.setenv("PHALANX_DEVICE", "cpu")
     tuner = DistributedTuner(
         count_on, {"rate": choice([1.0, 2.0])}, metric="loss", scheduler="pbt", search="grid", trials=2, interval=2,

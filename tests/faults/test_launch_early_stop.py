@@ -109,7 +109,7 @@ def test_a_stop_while_torch_is_imported_ends_everything_at_once(tmp_path, number
         assert words == f"stopped by {number.name} while importing torch; no rank had started.\n"
 
 
-def test_a_signal_for_a_rank_that_was_just_forked_is_neither_lost_nor_ours(tmp_path, warm_process):
+def test_a_signal_for_a_rank_that_was_just_forked_is_neither_lost_nor_ours(tmp_path, fork_server):
     (tmp_path / "train.py").write_text("import time\ntime.sleep(60)\n")
     spec = LaunchSpec(target=ScriptTarget(tmp_path / "train.py"), ranks_per_node=1, log_dir=tmp_path)
     place = NodeInfo(0, 1, first_rank=0, world_size=1, master_addr="127.0.0.1", master_port=1)
@@ -164,7 +164,7 @@ def test_a_scheduler_that_signals_every_process_lets_the_ranks_save(tmp_path):
         assert alive == []
 
 
-def test_a_warm_process_that_dies_during_a_stop_changes_nothing(tmp_path, warm_process):
+def test_a_warm_process_that_dies_during_a_stop_changes_nothing(tmp_path, fork_server):
     """The signal and the death arrive together: whichever is seen first, the user asked for a stop."""
     waiting = iter([None, True])
 

@@ -65,7 +65,7 @@ def test_an_exception_is_reported_with_the_users_frames_only(launch_script):
     assert "Traceback" not in run.console.text
 
 
-def test_a_trainers_frames_do_not_stand_before_the_models(tmp_path, warm_process):
+def test_a_trainers_frames_do_not_stand_before_the_models(tmp_path, fork_server):
     class Broken(torch.nn.Linear):
         def forward(self, batch):
             raise ValueError("bad batch")
@@ -157,7 +157,7 @@ def test_a_script_that_does_not_exist_names_the_nearest(tmp_path):
     assert not (tmp_path / "logs").exists()
 
 
-def test_a_function_that_does_not_exist_fails_in_the_rank(tmp_path, warm_process):
+def test_a_function_that_does_not_exist_fails_in_the_rank(tmp_path, fork_server):
     spec = LaunchSpec(target=CallTarget("json:no_such"), ranks_per_node=1, log_dir=tmp_path / "logs")
     result = launch(spec, RecordingConsole())
     assert result.exit_code == 1
@@ -274,7 +274,7 @@ def test_the_death_of_the_warm_process_is_a_failure_like_others(launch_script):
     assert "was killed by SIGKILL (signal 9)" in run.console.notices[0]
     run = launch_script(KILLS_WARM_PROCESS)
     assert run.result.exit_code == 1
-    assert run.report == "the warm process that starts the ranks was killed by SIGKILL (signal 9)."
+    assert run.report == "the fork server that starts the ranks was killed by SIGKILL (signal 9)."
     assert launch_script("pass").result.exit_code == 0
 
 

@@ -40,7 +40,7 @@ torch.save(model.state_dict(), f"weights-{{rank}}.pt")
 
 
 @pytest.fixture(autouse=True)
-def _in_own_folder(tmp_path, monkeypatch, warm_process):
+def _in_own_folder(tmp_path, monkeypatch, fork_server):
     monkeypatch.chdir(tmp_path)
 
 

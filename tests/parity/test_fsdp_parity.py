@@ -221,7 +221,7 @@ def test_a_model_from_the_meta_device_starts_alike_on_all_replicas(ranks, world_
         assert_same(other, first, 0.0)
 
 
-def test_trained_weights_come_back_into_a_model_without_memory(tmp_path, monkeypatch, warm_process):
+def test_trained_weights_come_back_into_a_model_without_memory(tmp_path, monkeypatch, fork_server):
     """The weights of gpt are tied, and must be so in the model that comes back."""
     monkeypatch.chdir(tmp_path)
     with torch.device("meta"):

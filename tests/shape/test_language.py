@@ -22,7 +22,11 @@ TURNS = re.compile(
 
 def test_files_speak_plain_english():
     names = subprocess.run(
-        ["git", "ls-files", "-co", "--exclude-standard", "*.py", "*.md", "*.toml"], cwd=ROOT, capture_output=True, text=True, check=True
+        ["git", "ls-files", "-co", "--exclude-standard", "*.py", "*.md", "*.toml"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
     ).stdout.split()
     found = []
     for name in names:

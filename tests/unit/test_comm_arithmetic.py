@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from phalanx.comm.collectives.chunks import bounds, split
 from phalanx.comm.collectives.fixed_order import TreeAccumulator, check_ranks, tree_sum
 from phalanx.comm.collectives.mismatch import Seen
-from phalanx.comm.collectives.tree import relatives
-from phalanx.comm.topology import (
+from phalanx.comm.collectives.topology import (
     LinkMatrix,
     RankLocation,
     core_set,
@@ -25,6 +24,7 @@ from phalanx.comm.topology import (
     switch_path,
     with_switches,
 )
+from phalanx.comm.collectives.tree import relatives
 from phalanx.errors import UsageError
 
 nasty = st.sampled_from([1e8, -1e8, 1.0, -1.0, 1e-8, -3e-8, 0.1, 7e7, -7e7, 1e-38, 3.3333])

@@ -90,8 +90,7 @@ def _move_ours(
 
 def _shared_memory(plan: BenchPlan, channel: P2PChannel, *, in_place: bool) -> Case:
     from phalanx.comm.shm import SharedGroup
-    from phalanx.comm.shm.bootstrap import group_text_gatherer
-    from phalanx.comm.topology import on_one_machine
+    from phalanx.comm.shm.bootstrap import group_text_gatherer, on_one_machine
 
     tell = group_text_gatherer(None)
     if not on_one_machine(tell, channel.rank):

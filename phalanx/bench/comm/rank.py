@@ -18,7 +18,7 @@ from phalanx.bench.comm.plan import DTYPE_BYTES, BenchPlan, element_count
 from phalanx.bench.comm.report import HEADER, BenchRow
 from phalanx.comm.collectives.channel import P2PChannel
 from phalanx.comm.collectives.direct import barrier
-from phalanx.comm.topology import find_locations, hosts, measure_links
+from phalanx.comm.collectives.topology import find_locations, hosts, measure_links
 
 PLAN_NAME = "plan.json"
 RESULT_NAME = "result.json"

@@ -1,6 +1,6 @@
 """Every collective of ours by name, with the algorithms that can do it: what users call, and what the bench measures.
 
-wire = Wire()                                   # the default process group, or Wire(group)
+wire = P2PChannel()                                   # the default process group, or P2PChannel(group)
 all_reduce(gradient, wire)                      # by the ring
 all_reduce(flags, wire, "max", algorithm="tree")
 """
@@ -21,7 +21,7 @@ from phalanx.errors import UsageError, unknown_name
 
 __all__ = [
     "ALGORITHMS",
-    "Wire",
+    "P2PChannel",
     "all_gather",
     "all_reduce",
     "all_to_all",

@@ -14,8 +14,8 @@ import torch
 from phalanx.comm.collectives import ring
 from phalanx.comm.collectives.channel import P2PChannel
 from phalanx.comm.collectives.chunks import start_reduction, write_back
+from phalanx.comm.collectives.topology import find_locations, hosts
 from phalanx.comm.collectives.tree import climb, descend
-from phalanx.comm.topology import find_locations, hosts
 from phalanx.errors import UsageError
 
 

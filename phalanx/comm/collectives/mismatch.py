@@ -62,7 +62,7 @@ def start_check(
     """Begin to find out whether every rank means to do this; whoever first waits for data has the answer before.
 
     `inline`: what this rank sends to the next one first, at most INLINE_BYTES, on all ranks or on none. It travels with
-    the header; the collective takes what came from the rank before by `Wire.take_inline`.
+    the header; the collective takes what came from the rank before by `P2PChannel.take_inline`.
 
     A wire that is not `checked` asks nothing, unless `always`. The tag counts the calls too, so that what a failed call
     left behind meets nobody later.

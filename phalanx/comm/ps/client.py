@@ -235,7 +235,7 @@ class ParameterClient:
         self._now(send_all)
 
     def stats(self) -> list[dict[str, Any]]:
-        """Return every shard's figures (see `Tally`), with the updates that this worker knows to be lost."""
+        """Return every shard's figures (see `ShardStats`), with the updates that this worker knows to be lost."""
         found = self._now(lambda: self._ask_all(FrameKind.STATS, self.seq, {}, _meta))
         return [{**stats, "lost": link.lost_updates} for stats, link in zip(found, self._links, strict=True)]
 

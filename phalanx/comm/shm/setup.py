@@ -6,9 +6,8 @@ import warnings
 
 import torch
 
-from phalanx.comm.shm.bootstrap import AllGatherText
+from phalanx.comm.shm.bootstrap import AllGatherText, on_one_machine
 from phalanx.comm.shm.group import SharedGroup
-from phalanx.comm.topology import on_one_machine
 from phalanx.errors import SharedMemoryUnavailable
 
 

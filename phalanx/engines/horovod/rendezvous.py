@@ -11,12 +11,12 @@ from typing import Any
 
 import torch.distributed as dist
 
+from phalanx.engines.horovod import STARTED_BY
 from phalanx.errors import UsageError
 from phalanx.host.addresses import VARIABLE, address_of_card, default_interface
 from phalanx.world.env import RankEnv, write_horovod_env
 from phalanx.world.groups import forget_groups, open_loopback_store
 
-STARTED_BY = "horovodrun"
 _CARD = "HOROVOD_GLOO_IFACE"
 """The card that horovodrun found on all machines, by which they reach each other."""
 

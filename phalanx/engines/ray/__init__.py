@@ -1,1 +1,55 @@
 """Ray: Ray Train as launcher, Ray Data as input, Ray Tune as search engine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from phalanx.config import DistributedConfig
+from phalanx.engine import Engine
+from phalanx.launch.spec import PlannedRanks, Starter
+
+UNDER_RAY = "PHALANX_UNDER_RAY"
+"""Set in ranks that Ray Train started for us."""
+
+
+class Ray(Engine):
+    """Ranks on Ray's workers, local or on a cluster."""
+
+    def uses_gpus_here(self, config: DistributedConfig) -> bool:
+        """Whether Ray runs on this machine; of a cluster elsewhere, this machine says nothing."""
+        return config.address is None
+
+    def counts_gpus_here(self, config: DistributedConfig) -> bool:
+        """Return False: Ray itself waits for the GPUs that were asked for."""
+        return False
+
+    def starter(self, config: DistributedConfig, ranks: PlannedRanks) -> Starter:
+        """Return Ray Train with the config's settings."""
+        from phalanx.engines.ray.launch import starter
+
+        return starter(config, ranks)
+
+    def datasets(self, *sources: Any) -> Mapping[str, Any]:
+        """Return the Ray data sets among the data of a task."""
+        from phalanx.engines.ray.data import datasets_of
+
+        return datasets_of(*sources)
+
+    def callbacks(self) -> list[Any]:
+        """Return the callback that reports epochs and checkpoints to Ray Train."""
+        if not os.environ.get(UNDER_RAY):
+            return []
+        from phalanx.engines.ray.trainer import ReportToRay
+
+        return [ReportToRay()]
+
+    def search(self, trainable: Any, space: Any, objective: Any, request: Any) -> Any:
+        """Run a search on Ray Tune."""
+        from phalanx.engines.ray.tune.engine import search
+
+        return search(trainable, space, objective, request)
+
+
+ENGINE = Ray()

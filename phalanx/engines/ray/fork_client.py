@@ -1,7 +1,7 @@
-"""The script that the raylet of a local Ray runs instead of a worker: request a fork from the warm process, then exit.
+"""The script that the raylet of a local Ray runs instead of a worker: request a fork from the fork server, then exit.
 
 It imports almost nothing, and stands in for two scripts of Ray (`setup_worker.py` before a worker with a runtime
-environment, `default_worker.py` otherwise). Without a warm process it executes those.
+environment, `default_worker.py` otherwise). Without a fork server it executes those.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import struct
 import sys
 
 WARM = "PHALANX_RAY_WARM"
-"""The variable with the address of the warm process's socket."""
+"""The variable with the address of the fork server's socket."""
 _FORKED = b"+"
 
 
 def main() -> None:
-    """Send arguments, environment, folder and the three standard streams to the warm process."""
+    """Send arguments, environment, folder and the three standard streams to the fork server."""
     if not _is_forked(os.environ.get(WARM, "")):
         become_rays_own(sys.argv[1:])
 

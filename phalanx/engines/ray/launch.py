@@ -1,7 +1,7 @@
 """Ranks on Ray's workers: Ray Train places and restarts them, and the launcher here shows what they do.
 
 1. `ray_cluster` connects to a cluster or starts a local one.
-2. A `Conductor` (an actor on the head node) runs Ray Train's controller, so that nothing of it depends on whether this
+2. A `Controller` (an actor on the head node) runs Ray Train's controller, so that nothing of it depends on whether this
    process is part of the cluster or a client of it.
 3. Each worker (`ray_worker`) unpacks what travelled (`luggage`), becomes a rank and runs the target.
 4. Output, events and error records come back as messages; `ray_follow` shows them and reports what failed.

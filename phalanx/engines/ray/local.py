@@ -65,7 +65,7 @@ _SETTINGS = {
 """Read by Ray's C++ processes."""
 
 _NO_JOB = {"RAY_JOB_ID": "ffffffff"}
-"""What Ray's library reads when the warm process imports it: workers learn their job with their first task. It also
+"""What Ray's library reads when the fork server imports it: workers learn their job with their first task. It also
 reads RAY_RAYLET_PID, the process whose end ends the workers: this one."""
 
 
@@ -102,7 +102,7 @@ def _init(address: str, **more: Any) -> None:
 
 @contextmanager
 def _warm(folder: Path) -> Iterator[None]:
-    """Run the warm process, with the address of its socket in the environment."""
+    """Run the fork server, with the address of its socket in the environment."""
     address = str(folder / "warm")
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(address)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -15,7 +14,6 @@ from torch import nn
 
 from phalanx.config import FIELDS, DistributedConfig
 from phalanx.engines.ray.data import RayData, is_ray_dataset
-from phalanx.engines.ray.worker import UNDER_RAY
 from phalanx.errors import UsageError
 from phalanx.loop.hooks import Callback
 from phalanx.observe.history import History
@@ -113,8 +111,3 @@ def _report(step: int, **more: Any) -> None:
     import ray.train
 
     ray.train.report({"step": step}, **more)
-
-
-def engine_callbacks() -> list[Callback]:
-    """Return what the engine that started this rank wants to hear."""
-    return [ReportToRay()] if os.environ.get(UNDER_RAY) else []

@@ -13,6 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from phalanx.engines.ray import UNDER_RAY
 from phalanx.engines.ray.log_forwarder import LogForwarder, forwarding
 from phalanx.engines.ray.sources import PAYLOAD_NAME, SourceArchive, UnpackedSources, unpack
 from phalanx.errors import EXIT_PREEMPTED
@@ -27,8 +28,6 @@ from phalanx.launch.spec import LaunchSpec
 from phalanx.launch.target import run_target
 from phalanx.observe.heartbeat import HeartbeatBoard, board_path
 
-UNDER_RAY = "PHALANX_UNDER_RAY"
-"""Set in ranks that this module started."""
 _MOST_RETURNED = 1 << 30
 """Bytes of a rank's files that are sent back to another machine at most."""
 

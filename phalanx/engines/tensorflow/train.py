@@ -5,8 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from phalanx.engines.tensorflow import callbacks as reporting
 from phalanx.engines.tensorflow.callbacks import KerasReport, stopping
 from phalanx.engines.tensorflow.cluster import open_store
 from phalanx.engines.tensorflow.data import Feed, Start, served_feed, training_feed, validation_feed
+from phalanx.engines.tensorflow.job import KerasJob, KerasResult, KerasTask
 from phalanx.engines.tensorflow.loop import OwnBackup, OwnLoop
 from phalanx.engines.tensorflow.strategies import device_kind, make_strategy, set_precision
 from phalanx.engines.tensorflow.tf_config import read_task
@@ -25,48 +25,10 @@ from phalanx.errors import ModelError, PreemptedError, UsageError
 from phalanx.host.files import make_private
 from phalanx.loop.reporting import tensorboard_dir
 from phalanx.observe.events import RunStarted
-from phalanx.observe.history import History
 from phalanx.observe.sinks import EventStream
 from phalanx.runs.folder import make_run_dir
 from phalanx.trainers.session import open_sinks, save_config
 from phalanx.world.env import read_rank_env
-
-
-@dataclass
-class KerasTask:
-    """A function that builds the model, the data, and what Keras is to compile where the model is not yet compiled."""
-
-    model_fn: Callable[[], Any]
-    train: Any
-    val: Any = None
-    loss: Any = None
-    optimizer: Any = None
-    metrics: list[Any] | None = None
-    callbacks: list[Any] = field(default_factory=list)
-    name: str = "keras"
-
-
-@dataclass
-class KerasResult:
-    """What the leading rank hands back: weights in Keras' order."""
-
-    history: History
-    weights: list[Any]
-
-
-@dataclass
-class KerasJob:
-    """A task with its settings: what every rank runs."""
-
-    task: KerasTask
-    config: DistributedConfig
-    run_dir: Path | None = None
-
-    def run(self) -> KerasResult:
-        """Train on this rank."""
-
-        _, result = train(self)
-        return result
 
 
 @dataclass(frozen=True)

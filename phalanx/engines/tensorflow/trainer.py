@@ -10,9 +10,9 @@ from typing import Any
 from phalanx.config import DistributedConfig, resolve
 from phalanx.engines.tensorflow.cluster import quiet_environment
 from phalanx.engines.tensorflow.data import check_data
+from phalanx.engines.tensorflow.job import KerasJob, KerasResult, KerasTask
 from phalanx.engines.tensorflow.peers import watch_peers
 from phalanx.engines.tensorflow.tf_config import check_against, read_task
-from phalanx.engines.tensorflow.train import KerasJob, KerasResult, KerasTask
 from phalanx.errors import PhalanxError, UsageError
 from phalanx.launch import count_gpus
 from phalanx.observe.history import History
@@ -133,7 +133,7 @@ class TensorFlowDistributedTrainer:
 
     def _train_here(self, job: KerasJob) -> KerasResult:
         os.environ.update(quiet_environment(os.environ))
-        from phalanx.engines.tensorflow.train import train
+        from phalanx.engines.tensorflow.job import train
 
         self._model, result = train(job)
         return result

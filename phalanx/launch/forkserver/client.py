@@ -1,4 +1,4 @@
-"""Client of the warm process: started once, used by every launch of this Python process, ended with it."""
+"""Client of the fork server: started once, used by every launch of this Python process, ended with it."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class ForkServerProcess:
 
     @property
     def pid(self) -> int:
-        """The warm process's id."""
+        """The fork server's id."""
         return self._process.pid
 
     def is_usable(self, environ: Mapping[str, str]) -> bool:
@@ -131,16 +131,16 @@ class ForkServerProcess:
         self._process.returncode = self._process.returncode or 0
 
     def death(self) -> ForkServerDiedError:
-        """Return an error that explains, by its exit code and output, why the warm process has ended."""
+        """Return an error that explains, by its exit code and output, why the fork server has ended."""
         code = None
         with contextlib.suppress(subprocess.TimeoutExpired):  # its socket closes a moment before its end
             code = self._process.wait(_END_SECONDS)
         if code is not None and code < 0:
-            return ForkServerDiedError(f"the warm process that starts the ranks {how_it_ended(code)}.")
+            return ForkServerDiedError(f"the fork server that starts the ranks {how_it_ended(code)}.")
         text = os.pread(self._output, 1 << 20, 0).decode(errors="replace").strip() if self._output >= 0 else ""
         tail = "\n  ".join(text.splitlines()[-12:])
         return ForkServerDiedError(
-            f"the warm process that starts the ranks has died{':' if tail else '.'}\n  {tail}".rstrip(),
+            f"the fork server that starts the ranks has died{':' if tail else '.'}\n  {tail}".rstrip(),
             hint="Check that `python -c 'import torch'` works with this interpreter.",
         )
 
@@ -155,7 +155,7 @@ class ForkServerProcess:
 
 
 class Session:
-    """One launch's connection to the warm process. Closing it kills every process of the launch."""
+    """One launch's connection to the fork server. Closing it kills every process of the launch."""
 
     def __init__(self, process: ForkServerProcess, end: socket.socket) -> None:
         self._process = process
@@ -177,15 +177,15 @@ class Session:
         try:
             messages.send(self._end, {"do": "signal", "key": key, "signal": int(number)})
         except OSError:
-            # The warm process and its ranks have ended; `receive` reports it.
+            # The fork server and its ranks have ended; `receive` reports it.
             return
 
     def wake(self) -> None:
-        """Continue a warm process that was stopped."""
+        """Continue a fork server that was stopped."""
         self._process.wake()
 
     def kill_warm_process(self) -> None:
-        """Kill a warm process that no longer answers, and every rank that it has forked."""
+        """Kill a fork server that no longer answers, and every rank that it has forked."""
         self._process.kill()
 
     def receive(self) -> messages.Message:
@@ -198,11 +198,11 @@ class Session:
 
     @property
     def is_serving(self) -> bool:
-        """Whether the warm process is known to have imported torch."""
+        """Whether the fork server is known to have imported torch."""
         return self._process.is_serving
 
     def abort(self) -> None:
-        """Close the connection at once; a warm process that does not react, and serves no other launch, is killed."""
+        """Close the connection at once; a fork server that does not react, and serves no other launch, is killed."""
         if self._end.fileno() < 0:
             return
         if not self._hang_up():
@@ -210,7 +210,7 @@ class Session:
         self.close()
 
     def _hang_up(self) -> bool:
-        """Shut the connection down; whether the warm process has killed all ranks and closed it in turn."""
+        """Shut the connection down; whether the fork server has killed all ranks and closed it in turn."""
         if not self._process.is_serving:
             return False
         self._end.shutdown(socket.SHUT_WR)
@@ -234,7 +234,7 @@ _current: ForkServerProcess | None = None
 
 
 def fork_server(environ: Mapping[str, str] | None = None) -> ForkServerProcess:
-    """Return this process's warm process; start one where none was imported under the settings of `environ`."""
+    """Return this process's fork server; start one where none was imported under the settings of `environ`."""
     global _current
     environ = os.environ if environ is None else environ
     with _lock:
@@ -255,7 +255,7 @@ def prestart(env: Mapping[str, str] | None = None) -> None:
 
 
 def shutdown() -> None:
-    """End the warm process, if there is one."""
+    """End the fork server, if there is one."""
     global _current
     with _lock:
         if _current is not None:
@@ -264,7 +264,7 @@ def shutdown() -> None:
 
 
 def _forget_in_fork() -> None:
-    """Keep a fork from using or ending its parent's warm process, and from holding its connection open."""
+    """Keep a fork from using or ending its parent's fork server, and from holding its connection open."""
     global _current, _lock
     _lock = threading.Lock()
     if _current is not None:

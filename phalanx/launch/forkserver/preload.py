@@ -1,4 +1,4 @@
-"""What the warm process imports for all ranks: torch and everything that a first training step imports.
+"""What the fork server imports for all ranks: torch and everything that a first training step imports.
 
 Nothing here may start a thread or touch CUDA: neither survives a fork.
 """

@@ -1,8 +1,8 @@
-"""The warm process: imports torch once, then forks ranks on request in milliseconds.
+"""The fork server: imports torch once, then forks ranks on request in milliseconds.
 
 It runs in its own session; its arguments are a descriptor and a process id. One thread polls the control socket, one
 socket per launch, and a pipe for SIGCHLD. When the socket of a launch closes, its ranks are killed; when the supervisor
-has ended for any reason, everything is killed and the warm process ends.
+has ended for any reason, everything is killed and the fork server ends.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class ForkServer:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def _become(self, parent: int, request: messages.Message, descriptors: list[int]) -> Job:
-        """Turn this fork into a rank or a store agent, which keeps nothing of the warm process but ends with it."""
+        """Turn this fork into a rank or a store agent, which keeps nothing of the fork server but ends with it."""
         os.setpgid(0, 0)
         die_with(parent)
         set_name(f"phalanx-{request['key']}")

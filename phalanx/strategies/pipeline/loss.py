@@ -29,14 +29,14 @@ def fill_rows(batch: Any, rows: int, wanted: int) -> Any:
     return tuple(pytree.tree_map_only(torch.Tensor, fill, item) for item in batch)
 
 
-class Judged(NamedTuple):
+class LossShare(NamedTuple):
     """An output and its loss, as models that compute their loss return them."""
 
     loss: torch.Tensor
     logits: Any
 
 
-class Judge:
+class MicrobatchLoss:
     """The loss of each microbatch, weighed so that their sum is the mean over the batch's real samples."""
 
     def __init__(

@@ -22,7 +22,7 @@ from phalanx.errors import ModelError, UsageError
 from phalanx.models.contract import LossFromOutput, implements
 from phalanx.strategies.base import BatchPass, local
 from phalanx.strategies.context.sequence import SequenceSlices
-from phalanx.strategies.pipeline.loss import Judge, Judged, count_rows, cut_rows, fill_rows
+from phalanx.strategies.pipeline.loss import LossShare, MicrobatchLoss, count_rows, cut_rows, fill_rows
 from phalanx.torch_compat import pytree
 from phalanx.world.schedules import PipelineSchedule, choose_microbatches
 
@@ -140,13 +140,13 @@ class Pipeline(nn.Module):
         weight = passes.weigh(cut_rows(padded, 0, rows))
         if self.slices is not None:
             weight = self.slices.mean(weight, self._device)
-        judge = Judge(passes, padded, rows, size, factor, weight)
+        microbatch_loss = MicrobatchLoss(passes, padded, rows, size, factor, weight)
         self._autocast = passes.autocast
         try:
-            self._runner(padded, size, count).run(padded, judge)
+            self._runner(padded, size, count).run(padded, microbatch_loss)
         finally:
             self._autocast = nullcontext
-        total = judge.total(self._device)
+        total = microbatch_loss.total(self._device)
         dist.broadcast(total, group=self.row.group, group_src=self.row.owner(-1))
         if self.slices is not None:
             total = self.slices.mean(total, self._device)
@@ -174,7 +174,7 @@ class Pipeline(nn.Module):
             hidden = self._passed_on(hidden, self.row.owner(stage))
         if self.slices is not None:
             hidden = self.slices.gather(hidden)
-        return hidden if own_loss is None or targets is None else Judged(own_loss(hidden, targets), hidden)
+        return hidden if own_loss is None or targets is None else LossShare(own_loss(hidden, targets), hidden)
 
     def _takes_targets(self, count: int) -> bool:
         """Whether the last of so many arguments are targets, by the name that the model's forward gives them."""
@@ -219,7 +219,7 @@ class _Runner:
     def __init__(self, stages: Mapping[int, nn.Module], row: Row, device: torch.device, count: int) -> None:
         self._stages = stages
         self._count = count
-        self._judge: Judge | None = None
+        self._judge: MicrobatchLoss | None = None
         made = [
             PipelineStage(module, number, row.num_stages, device, group=row.group) for number, module in stages.items()
         ]
@@ -227,9 +227,9 @@ class _Runner:
         several: Any = made if row.schedule.stages_per_rank > 1 else made[0]
         self._schedule = kind(several, n_microbatches=count, loss_fn=self._loss, scale_grads=False)
 
-    def run(self, batch: tuple[Any, ...], judge: Judge) -> None:
+    def run(self, batch: tuple[Any, ...], microbatch_loss: MicrobatchLoss) -> None:
         """Run one schedule: all microbatches forward and backward."""
-        self._judge = judge
+        self._judge = microbatch_loss
         inputs = batch[:-1] if 0 in self._stages else ()
         try:
             # The numbers of the microbatches in place of targets: torch can cut tensors only.

@@ -13,18 +13,20 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from phalanx.engines.ray.address import check_address
 from phalanx.engines.ray.cluster import Cluster, check_resources, open_cluster
 from phalanx.engines.ray.tune.record import NUMBER, marking_callback, number_of
 from phalanx.engines.ray.tune.table import show_callback, shown_on
 from phalanx.engines.ray.tune.trial import ITERATION, Work, pack, run_in_worker
 from phalanx.errors import UsageError
 from phalanx.tune.objective import Objective
+from phalanx.tune.results import Results
 from phalanx.tune.schedulers import make_scheduler
-from phalanx.tune.search import SearchRequest
+from phalanx.tune.search import DEFAULT_SAMPLES, SearchRequest, conclude, study_folder
 from phalanx.tune.space import SearchSpace
 from phalanx.tune.suggest import make_search
-from phalanx.tune.table import LiveTable, PlainTable
-from phalanx.tune.tracking import Tracking
+from phalanx.tune.table import LiveTable, PlainTable, open_table
+from phalanx.tune.tracking import Tracking, open_tracking
 from phalanx.tune.trainable import Trainable
 from phalanx.tune.trial import Trial
 
@@ -36,6 +38,33 @@ def check_ray() -> None:
     """Say what brings Ray where it is missing."""
     if importlib.util.find_spec("ray") is None:
         raise UsageError("engine = 'ray' needs Ray, which is not installed", hint="Run: pip install 'phalanx[ray]'")
+
+
+def search(subject: Trainable, space: SearchSpace, objective: Objective, request: SearchRequest) -> Results:
+    """Run a search by Ray Tune, as `tune.search.search` does on local ranks."""
+    check_ray()
+    if request.address is not None:  # before a folder is made
+        check_address(request.address)
+    size = make_search("grid", space, 0, objective).size if request.search == "grid" else None
+    asked = request.num_samples or size or DEFAULT_SAMPLES
+    total = asked if size is None else min(asked, size)
+    folder = study_folder(request, subject.name, mark=f"{EXPERIMENT}/tuner.pkl")
+    tracking = open_tracking(subject.resolved.config, subject.name, objective, folder)
+    table = open_table(objective, progress=subject.resolved.config.progress)
+    trials: list[Trial] = []
+    results = None
+    try:
+        try:
+            table.notice(f"{total} trials of {subject.name} by Ray Tune; {folder}")
+            trials = run_on_ray(subject, space, objective, request, folder, total, table, tracking)
+        finally:
+            table.close(trials)
+        for trial in trials:
+            tracking.close_trial(trial)
+        results = conclude(trials, space, objective, subject, folder, table)
+    finally:
+        tracking.close(results)
+    return results
 
 
 def run_on_ray(

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from phalanx.comm.collectives import Wire, all_gather, all_reduce, all_to_all, barrier, reduce_scatter, scatter
+from phalanx.comm.collectives import P2PChannel, all_gather, all_reduce, all_to_all, barrier, reduce_scatter, scatter
 from phalanx.comm.collectives.chunks import bounds
 from phalanx.comm.collectives.mismatch import HEADER_BYTES
 from phalanx.comm.collectives.tree import relatives
@@ -56,7 +56,7 @@ def test_bytes_sent_are_those_of_theory(ranks, size):
     def run():
         found = []
         for numel in (0, 1, 12, 1003):
-            line = Wire()
+            line = P2PChannel()
             sent, before = {}, 0
             calls = {
                 "ring": lambda x, line=line: all_reduce(x, line),
@@ -90,7 +90,7 @@ def test_ranks_that_disagree_are_named_on_all_ranks(ranks):
         return caught.value.message
 
     def run():
-        line = Wire()
+        line = P2PChannel()
         odd = line.rank == 1
         words = [
             told(lambda: all_reduce(torch.zeros(7 + odd), line)),
@@ -116,7 +116,7 @@ def test_ranks_that_disagree_are_named_on_all_ranks(ranks):
 
 def test_what_cannot_be_reduced_is_refused_with_words(ranks):
     def run():
-        line = Wire()
+        line = P2PChannel()
         words = []
         for tensor, op in [
             (torch.zeros(2, dtype=torch.int64), "mean"),
@@ -141,12 +141,12 @@ def test_what_cannot_be_reduced_is_refused_with_words(ranks):
 def test_a_peer_that_is_gone_is_named(ranks):
     def run():
         group = dist.new_group([0, 1], timeout=timedelta(seconds=20))
-        barrier(Wire(group))
+        barrier(P2PChannel(group))
         if dist.get_rank() == 1:
             dist.destroy_process_group(group)
             return ""
         with pytest.raises(CommunicationError, match="exchange with rank 1 broke off") as caught:
-            all_reduce(torch.ones(4), Wire(group))
+            all_reduce(torch.ones(4), P2PChannel(group))
         return caught.value.hint
 
     begin = time.monotonic()
@@ -157,10 +157,10 @@ def test_a_peer_that_is_gone_is_named(ranks):
 def exchange_over_measured_hosts() -> tuple[list[list[int]], list[float]]:
     """Four ranks that stand for three hosts, of which nothing names the switches."""
     from phalanx.comm import channel_exchange, topology
-    from phalanx.comm.topology import LinkMatrix
+    from phalanx.comm.collectives.topology import LinkMatrix
 
     places = [topology.RankLocation(rank, f"host{max(rank - 1, 0)}") for rank in range(4)]
-    channel_exchange.find_places = lambda channel: places
+    channel_exchange.find_locations = lambda channel: places
     measured: list[list[int]] = []
 
     def measure(channel, **settings):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from face_parts import (
+from api_parts import (
     Diary,
     DictData,
     HoldsLock,
@@ -38,7 +38,7 @@ from phalanx.errors import CheckpointError, ConfigError, DataError, UsageError
 
 
 @pytest.fixture(autouse=True)
-def _in_own_folder(tmp_path, monkeypatch, warm_process):
+def _in_own_folder(tmp_path, monkeypatch, fork_server):
     monkeypatch.chdir(tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""A local Ray's warm process and the script that asks it for workers: whom they trust, and what they execute."""
+"""A local Ray's fork server and the script that asks it for workers: whom they trust, and what they execute."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ def test_nobody_but_the_same_user_is_forked_for(listener, line, monkeypatch):
 
 KILLED = """
 import os, socket, sys
-from phalanx.engines.ray.forkserver import RayWarm
+from phalanx.engines.ray.forkserver import RayForkServer
 
 owner = os.fork()
 if owner == 0:
     os._exit(0)
 silent, other_end = socket.socketpair()
-RayWarm(silent, owner, sys.argv[1])._is_asked(60.0)
+RayForkServer(silent, owner, sys.argv[1])._is_asked(60.0)
 os._exit(1)
 """
 

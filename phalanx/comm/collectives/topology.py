@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -20,8 +19,7 @@ import torch
 from phalanx.comm.collectives import ring
 from phalanx.comm.collectives.channel import P2PChannel
 from phalanx.comm.collectives.direct import barrier
-from phalanx.comm.shm import futex
-from phalanx.comm.shm.bootstrap import AllGatherText
+from phalanx.comm.shm.bootstrap import machine_id
 
 FAR_RATIO = 2.0
 """A link is far when it takes at least so many times as long as the slowest of the near ones."""
@@ -104,23 +102,6 @@ def _widest_gap(times: Sequence[float]) -> float:
         return float("inf")
     ratio, below = max((slower / faster, faster) for faster, slower in pairwise(times))
     return below if ratio >= FAR_RATIO else float("inf")
-
-
-def machine_id() -> str:
-    """Return what is equal on ranks that may share memory: the machine since it booted, and its view of processes.
-
-    Ranks in different containers see different processes, and could not open each other's memory. Ranks in different
-    network namespaces stand for different machines, here and in tests: what goes between them goes over the network.
-    """
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    parts = [socket.gethostname(), boot.read_text().strip() if boot.exists() else "?"]
-    parts += [os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net") if Path(f"/proc/self/ns/{kind}").exists()]
-    return "/".join(parts)
-
-
-def on_one_machine(tell: AllGatherText, rank: int) -> bool:
-    """Whether all ranks are on this machine, and it has what shared memory needs; equal on all ranks."""
-    return len(set(tell(machine_id() if futex.is_available() else f"rank {rank} has no futex"))) == 1
 
 
 SWITCH_VARIABLE = "PHALANX_SWITCH"

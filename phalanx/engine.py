@@ -1,0 +1,156 @@
+"""Foreign engines (Horovod, Ray, TensorFlow, DeepSpeed, and those of other packages): what one may change about a run.
+
+The core calls an engine only through `Engine`, whose methods change nothing by default. An engine is a folder in
+`phalanx/engines/` with a row in `ENGINES`, or an entry point of another package in the group `phalanx.engines`:
+
+    [project.entry-points."phalanx.engines"]
+    my-engine = "my_package:ENGINE"
+
+`backend="my-engine"` then selects it. No torch here, nor in the module that defines an engine.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+from phalanx.config import BACKENDS, DistributedConfig
+from phalanx.config.option import load_entry_point
+from phalanx.errors import UsageError
+
+if TYPE_CHECKING:  # the layers above
+    from phalanx.launch.spec import PlannedRanks, Starter
+
+ENTRY_POINTS = "phalanx.engines"
+VARIABLE = "PHALANX_ENGINE"
+"""In the ranks of an engine of another package: its name."""
+
+
+class Engine:
+    """What a foreign engine may change about a run. Subclasses override only what they change."""
+
+    strategy: ClassVar[str] = "ddp"
+    """The strategy that `backend=<this engine>` means where none is given."""
+    prelude: ClassVar[str] = ""
+    """A function, `package.module:name`, that each rank calls before its target."""
+
+    # In the parent, before ranks start.
+
+    def check(self, config: DistributedConfig) -> None:
+        """Raise where the machine lacks something that the engine needs."""
+
+    def check_script(self, script: Path, started_by: str) -> None:
+        """Raise where a script cannot run on the ranks of another launcher; called for every engine."""
+
+    def check_recipe(self, name: str) -> None:
+        """Raise where the engine cannot train a recipe."""
+
+    def notice(self, config: DistributedConfig) -> str | None:
+        """Return what to tell the user before the ranks start, such as a long compilation."""
+        return None
+
+    def num_nodes(self, config: DistributedConfig) -> int:
+        """Return on how many machines the user gives the command; 1 where the engine starts ranks elsewhere itself."""
+        return config.num_nodes
+
+    def uses_gpus_here(self, config: DistributedConfig) -> bool:
+        """Whether the GPUs of this machine decide the device."""
+        return True
+
+    def counts_gpus_here(self, config: DistributedConfig) -> bool:
+        """Whether the ranks of this machine need GPUs of this machine."""
+        return config.hosts is None and config.host_discovery_script is None
+
+    def layout(self, config: DistributedConfig, device: str) -> Any:
+        """Return the `Layout` of an engine that does not place its ranks on the mesh; None: the usual one."""
+        return None
+
+    def environment(self, config: DistributedConfig, device: str) -> tuple[dict[str, str], list[str]]:
+        """Return variables of the ranks, and modules that the fork server imports for them."""
+        return {}, []
+
+    def starter(self, config: DistributedConfig, ranks: PlannedRanks) -> Starter | None:
+        """Return the system that starts the ranks; None: our own launcher."""
+        return None
+
+    def datasets(self, *sources: Any) -> Mapping[str, Any]:
+        """Return the data sets, by name, that the starter itself distributes to the ranks."""
+        return {}
+
+    # In a rank.
+
+    def check_rank(self, env: Any) -> None:
+        """Raise where the ranks of `env` (`RankEnv`) cannot work with what the script imported."""
+
+    def rendezvous(self, env: Any, seconds: float) -> Any:
+        """Return (`RankEnv` with the store's address, store) where the engine connects the ranks; None: torch does."""
+        return None
+
+    def wrap_run(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what runs a training, given the function that runs it once; an elastic engine calls it again."""
+        return run
+
+    def callbacks(self) -> list[Any]:
+        """Return callbacks of the training loop."""
+        return []
+
+    # Searches.
+
+    def search(self, trainable: Any, space: Any, objective: Any, request: Any) -> Any:
+        """Run a search (`phalanx tune --engine <this engine>`) and return its `Results`."""
+        raise UsageError(f"the engine {type(self).__name__} runs no searches", hint="Write: --engine local or ray.")
+
+
+class Home(NamedTuple):
+    """Where a built-in engine is, and by what a rank notices that it runs under it without importing it."""
+
+    module: str
+    variable: str = ""
+    """An environment variable that its launcher sets in ranks."""
+    package: str = ""
+    """A module that a user's script imports to use it."""
+
+
+ENGINES = {
+    "deepspeed": Home("phalanx.engines.deepspeed"),
+    "horovod": Home("phalanx.engines.horovod", "HOROVOD_RANK", "horovod.torch"),
+    "ray": Home("phalanx.engines.ray", "PHALANX_UNDER_RAY"),
+    "tensorflow": Home("phalanx.engines.tensorflow"),
+}
+"""The engines of this package: each module has an `ENGINE`."""
+
+_TORCH = Engine()
+
+
+@functools.cache
+def find_engine(name: str) -> Engine:
+    """Return an engine by name; torch's own backends are the default `Engine`."""
+    if name in ENGINES:
+        engine: Engine = import_module(ENGINES[name].module).ENGINE
+        return engine
+    found = load_entry_point(ENTRY_POINTS, name) if name and name not in BACKENDS else None
+    if found is not None and not isinstance(found, Engine):
+        raise UsageError(f"the entry point {name} in the group {ENTRY_POINTS} is not a phalanx.engine.Engine")
+    return _TORCH if found is None else found
+
+
+def engine_of(config: DistributedConfig) -> Engine:
+    """Return the engine that a config selects: by its backend, else by its strategy."""
+    by_strategy = config.backend not in ENGINES and config.resolved_strategy in ENGINES
+    return find_engine(config.resolved_strategy if by_strategy else config.backend)
+
+
+def engines_here() -> list[Engine]:
+    """Return the engines that this rank runs under, or whose package the script imported."""
+    names = [
+        name
+        for name, home in ENGINES.items()
+        if (home.variable and os.environ.get(home.variable)) or (home.package and home.package in sys.modules)
+    ]
+    outside = os.environ.get(VARIABLE)
+    return [find_engine(name) for name in (*names, *([outside] if outside else []))]
