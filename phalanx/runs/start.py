@@ -39,7 +39,7 @@ def open_console(config: DistributedConfig) -> Iterator[RankConsole]:
     if not config.progress:
         yield PlainConsole(labelled=labelled)
         return
-    from phalanx.observe.console import RankConsole as LiveConsole
+    from phalanx.observe.console import Console as LiveConsole
 
     console = LiveConsole(show_labels=labelled)
     try:
