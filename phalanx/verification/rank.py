@@ -143,7 +143,7 @@ def without_dropout(model: nn.Module) -> nn.Module:
     """Turn dropout off: two layouts draw its random numbers differently, and both are right."""
     for module in model.modules():
         if torch_compat.is_dropout(module):
-            module.p = 0.0
+            vars(module)["p"] = 0.0
         for name in _DROPOUT_NAMES & vars(module).keys():
             if isinstance(getattr(module, name), float):
                 setattr(module, name, 0.0)

@@ -11,7 +11,8 @@ from torch import nn
 
 from phalanx.comm.backward import BackwardHooks
 from phalanx.config import DistributedConfig
-from phalanx.engines.horovod.rendezvous import STARTED_BY, horovod
+from phalanx.engines.horovod import STARTED_BY
+from phalanx.engines.horovod.rendezvous import horovod
 from phalanx.errors import ModelError, UsageError
 from phalanx.strategies.base import Strategy
 from phalanx.strategies.tensors import is_meta, materialise

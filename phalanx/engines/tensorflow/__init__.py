@@ -45,7 +45,7 @@ class TensorFlow(Engine):
         roles = roles_of(config)
         found = {ROLES_VARIABLE: ",".join(roles), **import_environment(os.environ, len(roles))}
         # What TensorFlow may do with a GPU while it is imported must not happen before a fork.
-        return found, tensorflow_modules({**os.environ, **found}) if device == "cpu" else []
+        return found, [*tensorflow_modules({**os.environ, **found})] if device == "cpu" else []
 
 
 ENGINE = TensorFlow()

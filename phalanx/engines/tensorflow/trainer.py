@@ -133,7 +133,7 @@ class TensorFlowDistributedTrainer:
 
     def _train_here(self, job: KerasJob) -> KerasResult:
         os.environ.update(quiet_environment(os.environ))
-        from phalanx.engines.tensorflow.job import train
+        from phalanx.engines.tensorflow.train import train
 
         self._model, result = train(job)
         return result
