@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import runpy
+from pathlib import Path
 from typing import Any
 
-from phalanx.config import (FIELDS, GROUPS)
+from phalanx.config import FIELDS, GROUPS
 from phalanx.config.option import kinds
-from phalanx.observe.events import (KINDS, Event)
-from phalanx.recipes import (load_recipe, recipe_names)
+from phalanx.observe.events import KINDS, Event
+from phalanx.recipes import load_recipe, recipe_names
 
 _MARKER = re.compile(r"<!-- table: (\w+) -->")
 _WORDS = {"None": "unset", "bool": "true/false", "int": "whole number", "float": "number", "str": "text"}
@@ -72,4 +74,9 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("<", "&lt;")
 
 
-_TABLES = {"settings": settings_table, "events": events_table, "recipes": recipes_table}
+def lines_table() -> str:
+    """Return the lines of the package per capability."""
+    return str(runpy.run_path(str(Path(__file__).resolve().parents[1] / "tools" / "lines.py"))["table"]())
+
+
+_TABLES = {"settings": settings_table, "events": events_table, "recipes": recipes_table, "lines": lines_table}

@@ -1,0 +1,145 @@
+"""An engine of another package: a launcher and a strategy, found by their entry points."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from command import COMMAND, clean_environment
+
+ENGINE = '''
+import json
+import os
+import socket
+import subprocess
+import sys
+
+from phalanx.engine import Engine
+from phalanx.errors import UsageError
+from phalanx.launch.spec import LaunchResult
+from phalanx.launch.target import to_message
+
+RANK = """
+import json, sys
+from phalanx.launch.target import from_message, run_target
+run_target(from_message(json.loads(sys.argv[1])), sys.path)
+"""
+
+
+class Subprocesses:
+    """A launcher: one plain Python process per rank, with torchrun's variables."""
+
+    def __init__(self, ranks):
+        self.ranks = ranks
+
+    def launch(self, spec, console):
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            port = listener.getsockname()[1]
+        command = [sys.executable, "-c", RANK, json.dumps(to_message(spec.target))]
+        shared = {**os.environ, **spec.env, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        shared |= {"WORLD_SIZE": str(self.ranks), "LOCAL_WORLD_SIZE": str(self.ranks)}
+        started = [
+            subprocess.Popen(command, env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+            for rank in range(self.ranks)
+        ]
+        return LaunchResult(exit_code=max(process.wait() for process in started), attempts=1)
+
+
+class Toy(Engine):
+    strategy = "toy-average"
+
+    def check(self, config):
+        if config.batch_size == 7:
+            raise UsageError("the toy engine refuses batch_size = 7")
+
+    def starter(self, config, ranks):
+        return Subprocesses(ranks.world_size)
+
+    def callbacks(self):
+        from phalanx import Callback
+
+        class Note(Callback):
+            def on_epoch_end(self, trainer, epoch, metrics):
+                print(f"the engine has seen epoch {epoch} of rank {trainer.formation.rank}", flush=True)
+
+        return [Note()]
+
+
+ENGINE = Toy()
+'''
+STRATEGY = """
+import torch.distributed as dist
+from phalanx.strategies.base import Strategy, share_weights
+
+
+class Average(Strategy):
+    name = "toy-average"
+
+    def wrap(self, model):
+        share_weights(model)
+        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        return model
+
+    def step(self, optimizer_step):
+        for parameter in self.parameters:
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= self.world.world_size
+        optimizer_step()
+"""
+
+
+@pytest.fixture
+def installed(tmp_path: Path) -> dict[str, str]:
+    """Install the package into a separate folder; return the environment in which Python finds it."""
+    site = tmp_path / "site"
+    info = site / "toy-1.0.dist-info"
+    info.mkdir(parents=True)
+    (site / "toy_engine.py").write_text(ENGINE)
+    (site / "toy_strategy.py").write_text(STRATEGY)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: toy\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[phalanx.engines]\ntoy = toy_engine:ENGINE\nbroken = toy_engine:MISSING\nwrong = toy_engine:RANK\n"
+        "[phalanx.strategies]\ntoy-average = toy_strategy:Average\n"
+    )
+    path = os.pathsep.join(part for part in (str(site), os.environ.get("PYTHONPATH")) if part)
+    return {**clean_environment(), "PYTHONPATH": path}
+
+
+def train(folder: Path, environment: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
+    command = [*COMMAND, "train", "digits", "--num-workers", "2", "--device", "cpu", "--epochs", "1", *words]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=90, check=False)
+
+
+def losses(folder: Path) -> list[float]:
+    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    return [event["loss"] for event in events if event["event"] == "step_done"]
+
+
+def test_an_engine_of_another_package_starts_the_ranks_and_trains_as_ddp_does(tmp_path, installed):
+    done = train(tmp_path, installed, "--backend", "toy", "--run-dir", "toy")
+    assert done.returncode == 0, done.stderr
+    assert {f"the engine has seen epoch 0 of rank {rank}" for rank in (0, 1)} <= set(done.stdout.splitlines())
+    reference = train(tmp_path, installed, "--strategy", "ddp", "--run-dir", "ddp")
+    assert reference.returncode == 0, reference.stderr
+    assert losses(tmp_path / "toy") == pytest.approx(losses(tmp_path / "ddp"), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (("--backend", "toy", "--batch-size", "7"), "the toy engine refuses batch_size = 7"),
+        (("--backend", "broken"), "the entry point broken = toy_engine:MISSING in the group phalanx.engines cannot be"),
+        (("--backend", "wrong"), "the entry point wrong in the group phalanx.engines is not a phalanx.engine.Engine"),
+        (("--backend", "tyo"), "backend = 'tyo': not one of"),
+    ],
+)
+def test_a_mistake_is_reported_before_ranks_start(tmp_path, installed, words, error):
+    done = train(tmp_path, installed, *words)
+    assert done.returncode == 2
+    assert error in " ".join(done.stderr.split())
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "runs").exists()
