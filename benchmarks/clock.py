@@ -47,7 +47,7 @@ class StepClock:
 
     @property
     def ms_per_step(self) -> float:
-        """Milliseconds a step; an error when the contestant took another number of steps than it was told to."""
+        """Milliseconds per step; an error when the contestant took another number of steps than it was given."""
         if self.taken != self.total_steps:
             raise RuntimeError(f"{self.taken} optimizer steps were taken instead of {self.total_steps}")
         return (self._ended - self._began) / self.steps * 1e3

@@ -5,7 +5,7 @@
 
 The layers of the model sleep for a fixed time (forward once, backward twice), so that more ranks than cores can be
 measured: what is seen is the schedule and what torch and gloo add to it, not the arithmetic. Idle is the part of a step
-in which a rank is in no pass. The formula: (p-1)/(v m+p-1) for p ranks, m microbatches and v stages a rank.
+in which a rank is in no pass. The formula: (p-1)/(v m+p-1) for p ranks, m micro-batches and v stages per rank.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Starts the ranks of one contestant as plain processes with torchrun's variables: nobody's own launcher takes part."""
+"""Starts the ranks of one contestant as plain processes with torchrun's variables: no library's launcher takes part."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ContestantFailed(RuntimeError):
 
 
 def measure(contestant: str, model: str, *, device: str, ranks: int, steps: int, timeout: float = 540) -> float:
-    """Train once in fresh processes and return rank 0's milliseconds a step."""
+    """Train once in fresh processes and return rank 0's milliseconds per step."""
     with tempfile.TemporaryDirectory(prefix="phalanx-bench-") as name:
         folder = Path(name)
         words = [sys.executable, str(_RANK), contestant, model, device, str(steps)]

@@ -39,7 +39,7 @@ def main() -> None:
     options = _parse()
     document: dict[str, Any] = {"environment": environment()}
     print(describe(document["environment"]), flush=True)
-    # Nobody is to pay for reading torch from the disk for the first time.
+    # No contestant should pay for reading torch from the disk for the first time.
     _run([sys.executable, "-c", "import torch.distributed, torch._dynamo"], cwd=_HERE)
     for ranks in options.ranks:
         rounds = _interleave(_starters(ranks), options.rounds, f"{ranks} ranks")

@@ -102,7 +102,7 @@ class HoldsLock(Dataset):
 
 
 class Diary(Callback):
-    """Writes what it is told to a file: the ranks are other processes."""
+    """Writes what it receives to a file: the ranks are other processes."""
 
     def __init__(self, path):
         self.path = path

@@ -103,7 +103,7 @@ def _no_leaks(_own_temp_dir: None) -> Iterator[None]:
     before = _snapshot()
     yield
     deadline = time.monotonic() + _PATIENCE_SECONDS
-    # What is just ending is no leak.
+    # A process that is just ending is not a leak.
     while (leaks := _find_leaks(before)) and time.monotonic() < deadline:
         time.sleep(0.02)
     os.chdir(before["cwd"])

@@ -74,7 +74,7 @@ def call_payload(payload: str) -> None:
         raise
     _write_whole(directory / f"result-{rank}", cloudpickle.dumps(result))
     if dist.is_initialized():
-        # Nobody leaves while another rank may still be receiving from it. A barrier would wake CUDA where there is one.
+        # No rank leaves while another rank may still be receiving from it. A barrier would wake CUDA where there is one.
         dist.all_reduce(torch.zeros(1))
 
 
@@ -86,7 +86,7 @@ def _write_whole(path: Path, data: bytes) -> None:
 
 @dataclass
 class RecordingConsole:
-    """Keeps everything it is told; `on_line` and `on_event` let a test react in the middle of a launch."""
+    """Keeps everything it receives; `on_line` and `on_event` let a test react in the middle of a launch."""
 
     lines: list[tuple[int, str]] = field(default_factory=list)
     events: list[dict[str, Any]] = field(default_factory=list)

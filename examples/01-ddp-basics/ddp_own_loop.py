@@ -46,7 +46,7 @@ def main() -> None:
         formation.print(f"epoch {epoch + 1}/{args.epochs} step {formation.step} accuracy {accuracy:.4f}")
         if args.checkpoint_dir:
             formation.save(args.checkpoint_dir)
-    # The group can be left only after everything that holds on to it is gone.
+    # The group can be destroyed only after everything that uses it has been deleted.
     del model, optimizer, loader, val
     formation.close()
 

@@ -6,7 +6,7 @@
     phalanx bench comm --p2p --link-report                                          # the same, and what to expect
 
 A link's time is half of the quickest round trip. A collective's is the median on the slowest rank. `algbw` is the
-tensor's bytes a second; `busbw` is what an ideal link would have carried for that, so it can be compared between
+tensor's bytes per second; `busbw` is what an ideal link would have carried for that, so it can be compared between
 numbers of ranks, and with the figure on the box. The measuring is that of `phalanx bench comm`.
 """
 
@@ -76,7 +76,7 @@ def main() -> None:
     # The ranks agree over gloo, on GPUs too; what is measured there goes over nccl.
     with phalanx.Formation(communication_backend="gloo") as formation:
         if formation.world_size == 1:
-            raise SystemExit("one rank has nobody to talk to: start two, as the first lines of this file say")
+            raise SystemExit("one rank has no peer: start two, as the first lines of this file say")
         wire = link_wire(formation)
         sizes = parse_sizes(args.sizes)
         plan = BenchPlan(op=args.op, algos=choose_algorithms(args.algo, args.op, wire), sizes=sizes, iters=args.iters)

@@ -84,7 +84,7 @@ def counted(place: Place, call: Callable[[], Any]) -> tuple[Any, int]:
 
 
 def all_reduce(place: Place, op: str) -> Outcome:
-    """Everybody gets the sum (mean, ...) of all tensors: what gradients need."""
+    """All ranks get the sum (mean, ...) of all tensors: what gradients need."""
     given = place.values(2 * place.size)  # n divides it, so that the formula is a whole number
     by_torch, by_us = given.clone(), given.clone()
     dist.all_reduce(by_torch, OPS[op])
@@ -99,7 +99,7 @@ def all_reduce(place: Place, op: str) -> Outcome:
 
 
 def broadcast(place: Place) -> Outcome:
-    """Everybody gets what the root has: how replicas begin alike."""
+    """All ranks get the root's tensor: how replicas start equal."""
     given = place.values(2)
     by_torch, by_us = given.clone(), given.clone()
     dist.broadcast(by_torch, src=ROOT)
@@ -125,7 +125,7 @@ def reduce(place: Place) -> Outcome:
 
 
 def all_gather(place: Place) -> Outcome:
-    """Everybody gets everybody's tensor: how a sharded parameter becomes whole."""
+    """All ranks get all tensors: how a sharded parameter becomes whole."""
     given = place.values(2)
     by_torch = given.new_empty(2 * place.size)
     all_gather_by_torch(by_torch, given)
@@ -153,7 +153,7 @@ def reduce_scatter(place: Place) -> Outcome:
 
 
 def gather(place: Place) -> Outcome:
-    """The root gets everybody's tensor."""
+    """The root gets the tensors of all ranks."""
     given, is_root = place.values(2), place.rank == ROOT
     parts = [torch.empty_like(given) for _ in range(place.size)] if is_root else None
     dist.gather(given, parts, dst=ROOT)
@@ -195,7 +195,7 @@ def all_to_all(place: Place) -> Outcome:
 
 
 def barrier(place: Place) -> Outcome:
-    """Nobody goes on before everybody has come: each rank counts itself before, and must find n behind it."""
+    """No rank continues before all have arrived: each rank counts itself before, and must find n after it."""
     store = dist.distributed_c10d._get_default_store()
 
     def arrived_after(name: str, wait: Callable[[], object]) -> torch.Tensor:
@@ -270,7 +270,7 @@ def main() -> None:
     args = parse_args()
     with phalanx.Formation(strategy="ddp") as formation:  # torch's own backend: nccl on GPUs, gloo on CPUs
         if formation.world_size == 1:
-            raise SystemExit("one rank has nobody to talk to: start two, as the first lines of this file say")
+            raise SystemExit("one rank has no peer: start two, as the first lines of this file say")
         wire = ours.P2PChannel()
         place = Place(wire, open_shared_memory(wire))
         pages = "shared memory too" if place.shared is not None else "no shared memory between them"

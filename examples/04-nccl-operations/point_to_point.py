@@ -4,7 +4,7 @@
     torchrun --standalone --nproc-per-node 4 point_to_point.py                      # gloo, or nccl with a GPU a rank
     phalanx train --script point_to_point.py --num-workers 2 -- --show-deadlock     # gloo: what the mistake looks like
 
-A blocking send returns when the other side takes the message. If everybody sends first, nobody takes, and all wait for
+A blocking send returns when the other side takes the message. If all ranks send first, no rank receives, and all wait for
 ever. Small messages may slip through on some backends, so that the mistake shows only when the model grows.
 
 nccl differs from gloo in two ways. It has no tags: messages between two ranks match in the order of the calls. And its
@@ -57,7 +57,7 @@ def work_meanwhile(formation: phalanx.Formation) -> None:
 
 
 def ring(formation: phalanx.Formation) -> None:
-    """Everybody to the right at once, three ways that cannot get stuck."""
+    """All ranks send to the right at once, in three ways that cannot deadlock."""
     ways = {"by turns": ring_by_turns, "batched": ring_batched}
     if dist.get_backend() != "nccl":
         ways["isend first"] = ring_isend_first
@@ -106,7 +106,7 @@ def ring_batched(own: torch.Tensor, rank: int, size: int) -> torch.Tensor:
 
 
 def show_deadlock(formation: phalanx.Formation) -> None:
-    """Everybody sends first, in a group of its own with little patience: else it would wait for ever."""
+    """All ranks send first, in a separate group with a short timeout: otherwise it would wait forever."""
     if dist.get_backend() == "nccl":
         formation.print("\ndeadlock: not shown on nccl, whose watchdog ends the process; see nccl_debugging.md")
         return
@@ -117,7 +117,7 @@ def show_deadlock(formation: phalanx.Formation) -> None:
         said = "slipped through"
     except RuntimeError as error:
         said = "stuck: " + str(error).strip().splitlines()[0].split("] ")[-1]
-    show(formation, "ring, everybody sends first", said)
+    show(formation, "ring, all ranks send first", said)
 
 
 def swap_edges(formation: phalanx.Formation, length: int = 4) -> None:
@@ -200,7 +200,7 @@ def main() -> None:
         raise SystemExit(f"--microbatches is {args.microbatches}: it must be 1 or more")
     with phalanx.Formation(strategy="ddp") as formation:  # torch's own backend: nccl on GPUs, gloo on CPUs
         if formation.world_size == 1:
-            raise SystemExit("one rank has nobody to talk to: start two, as the first lines of this file say")
+            raise SystemExit("one rank has no peer: start two, as the first lines of this file say")
         formation.print(f"{formation.world_size} ranks on {dist.get_backend()}, tensors on {formation.device.type}")
         relay(formation)
         work_meanwhile(formation)
@@ -214,7 +214,7 @@ def main() -> None:
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Messages between two ranks.")
     parser.add_argument("--microbatches", type=int, default=4, help="that go through the pipeline")
-    parser.add_argument("--show-deadlock", action="store_true", help="let everybody send first, with a timeout")
+    parser.add_argument("--show-deadlock", action="store_true", help="let all ranks send first, with a timeout")
     parser.add_argument("--local-rank", "--local_rank", type=int, help="from a launcher; the environment says the same")
     return parser.parse_args()
 

@@ -40,7 +40,7 @@ class Measured:
     def __init__(self, args: argparse.Namespace, bucket_cap_mb: float) -> None:
         self.formation = phalanx.Formation(strategy="ddp", bucket_cap_mb=bucket_cap_mb)
         if self.formation.world_size == 1:
-            raise SystemExit("one rank has nobody to talk to: start two, as the first lines of this file say")
+            raise SystemExit("one rank has no peer: start two, as the first lines of this file say")
         self.ddp = self.formation.prepare(build_model(args.width, args.layers))
         self.plain = build_model(args.width, args.layers).to(self.formation.device)
         # Its gradients lie in one piece of memory, as DDP's lie in its buckets: nothing has to be copied to be sent.
@@ -97,7 +97,7 @@ def measure(args: argparse.Namespace, bucket_cap_mb: float) -> dict[str, float]:
     measured = Measured(args, bucket_cap_mb)
     found = measured.time(args.repeats)
     measured.close()
-    # What the all-reduce costs when nothing hides it, and how much of that is gone when DDP does it meanwhile.
+    # What the all-reduce costs when nothing hides it, and how much of that DDP hides behind backward.
     all_reduce = found["apart"] - found["compute"]
     return {**found, "hidden": (found["apart"] - found["overlapped"]) / all_reduce if all_reduce > 0 else math.nan}
 

@@ -3,7 +3,7 @@
     python hybrid_parallelism.py                                                   # 8 ranks, 2 x 2 x 2
     python hybrid_parallelism.py --pipeline 1                                      # 4 ranks: fsdp 2 x tensor 2
     python hybrid_parallelism.py --data 1 --tensor 1 --schedule zero-bubble        # 2 ranks: a pipeline alone
-    phalanx train --script hybrid_parallelism.py --num-workers 8 -- --no-verify    # ranks that somebody else starts
+    phalanx train --script hybrid_parallelism.py --num-workers 8 -- --no-verify    # ranks that another launcher starts
     python hybrid_parallelism.py --pipeline 2 --tensor 8 --data 4 --preset 70b --device cuda --no-verify
 
 Ranks with neighbouring numbers share layers (tensor: it talks most, keep it within a machine), then come those that
@@ -90,7 +90,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--preset", default="debug", help="size of the Llama")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--window", type=int, default=32, help="tokens in a sequence")
-    parser.add_argument("--global-batch", type=int, default=8, help="sequences a step, over all ranks")
+    parser.add_argument("--global-batch", type=int, default=8, help="sequences per step, over all ranks")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
     parser.add_argument("--verify", action=argparse.BooleanOptionalAction, default=True, help="prove it afterwards")

@@ -1,4 +1,4 @@
-"""Train on the 8x8 digits with Horovod averaging the gradients, whoever starts the ranks.
+"""Train on the 8x8 digits with Horovod averaging the gradients, under any launcher.
 
     python horovod_train.py --num-workers 2                                      # starts horovodrun itself
     phalanx train --script horovod_train.py --backend horovod --num-workers 2    # so does this

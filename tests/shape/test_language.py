@@ -9,11 +9,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 TURNS = re.compile(
-    r"\b(whoever|whomever|nobody|somebody|everybody|someone's|nobody's)\b"
-    r"|\b(be|is|are) gone\b"
-    r"|\b(is|are|was|were) no [a-z]+[.,:;)]"
+    r"\b(whoever|whomever|nobody|somebody|everybody)\b"
+    r"|\b(be|is|are|was|were) gone\b"
+    r"|(?<!there )\b(is|are|was|were) no [a-z]+[.,:;)]"
     r"|\b(is|are|was|were|be|been) told\b"
-    r"|\b(once|twice|[a-z]+s) a (rank|step|node|machine|worker|second|sample)[.,:;)]"
+    r"|\b(once|twice|(bytes|tokens|steps|samples|batches|sequences|lines|stages|ms|(milli|micro)?seconds|operations)) "
+    r"a (rank|step|node|machine|worker|second|sample|epoch)[.,:;)]"
     r"|\btakes? leave\b|\bowed\b|\ba word (about|of)\b|\bin the eyes of\b|\bby its own hands?\b",
     re.IGNORECASE,
 )
