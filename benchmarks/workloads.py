@@ -59,7 +59,7 @@ class MlpWithLoss(nn.Module):
 
 
 class GptWithLoss(nn.Module):
-    """Phalanx's GPT; forward(tokens, targets) is the loss alone, so that no contestant has to keep or convert the logits."""
+    """Phalanx's GPT; forward(tokens, targets) is the loss alone: the logits need not be kept or converted."""
 
     def __init__(self, preset: str, **options: Any) -> None:
         super().__init__()

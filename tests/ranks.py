@@ -74,7 +74,7 @@ def call_payload(payload: str) -> None:
         raise
     _write_whole(directory / f"result-{rank}", cloudpickle.dumps(result))
     if dist.is_initialized():
-        # No rank leaves while another rank may still be receiving from it. A barrier would wake CUDA where there is one.
+        # No rank leaves while another may still receive from it. A barrier would initialise CUDA where there is one.
         dist.all_reduce(torch.zeros(1))
 
 

@@ -4,8 +4,8 @@
     torchrun --standalone --nproc-per-node 4 point_to_point.py                      # gloo, or nccl with a GPU a rank
     phalanx train --script point_to_point.py --num-workers 2 -- --show-deadlock     # gloo: what the mistake looks like
 
-A blocking send returns when the other side takes the message. If all ranks send first, no rank receives, and all wait for
-ever. Small messages may slip through on some backends, so that the mistake shows only when the model grows.
+A blocking send returns when the other side takes the message. If all ranks send first, no rank receives, and all
+wait forever. Small messages may slip through on some backends, so that the mistake shows only when the model grows.
 
 nccl differs from gloo in two ways. It has no tags: messages between two ranks match in the order of the calls. And its
 calls only queue work on the GPU, where a send and a receive between the same two ranks run one after the other: two
