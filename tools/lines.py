@@ -1,4 +1,4 @@
-"""Print the lines and files of the package per capability: `python tools/lines.py`. Lines are a cost; this shows for what."""
+"""Print the lines and files of the package per capability: `python tools/lines.py`. Lines are a cost."""
 
 from __future__ import annotations
 

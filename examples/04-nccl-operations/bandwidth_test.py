@@ -30,12 +30,12 @@ from phalanx.comm.collectives.topology import measure_links
 from phalanx.errors import PhalanxError
 
 
-def measure_sizes(wire: P2PChannel, sizes: tuple[int, ...], rounds: int) -> list[dict[str, Any]]:
+def measure_sizes(channel: P2PChannel, sizes: tuple[int, ...], rounds: int) -> list[dict[str, Any]]:
     """Return one row for each size and pair of ranks; every rank calls it."""
     rows = []
     for size in sizes:
-        matrix = measure_links(wire, nbytes=size, rounds=rounds)
-        for first, second in combinations(range(wire.size), 2):
+        matrix = measure_links(channel, nbytes=size, rounds=rounds)
+        for first, second in combinations(range(channel.size), 2):
             rate = matrix.bandwidth[first][second]
             found = {"size_bytes": size, "time_us": size / rate * 1e6, "gbs": rate / 1e9}
             rows.append({"first": first, "second": second, **found})
@@ -57,7 +57,7 @@ def link_cells(row: dict[str, Any], width: int) -> str:
     return f"{pair:>{width}}{row['time_us']:>12.1f}{row['gbs']:>9.3f}"
 
 
-def link_wire(formation: phalanx.Formation) -> P2PChannel:
+def link_channel(formation: phalanx.Formation) -> P2PChannel:
     """Return what connects the ranks: nccl between GPUs when each rank has one, else gloo."""
     local_ranks = formation.world.env.local_world_size
     if formation.device.type == "cuda" and torch.cuda.device_count() >= local_ranks:
@@ -65,10 +65,10 @@ def link_wire(formation: phalanx.Formation) -> P2PChannel:
     return P2PChannel()
 
 
-def choose_algorithms(asked: str | None, op: str, wire: P2PChannel) -> tuple[str, ...]:
+def choose_algorithms(asked: str | None, op: str, channel: P2PChannel) -> tuple[str, ...]:
     """Return what was asked for, or what runs here: nccl too where the GPUs are there."""
     names = parse_algorithms(asked, op)
-    return (*names, "nccl") if asked is None and wire.is_batched else names
+    return (*names, "nccl") if asked is None and channel.is_batched else names
 
 
 def main() -> None:
@@ -77,12 +77,14 @@ def main() -> None:
     with phalanx.Formation(communication_backend="gloo") as formation:
         if formation.world_size == 1:
             raise SystemExit("one rank has no peer: start two, as the first lines of this file say")
-        wire = link_wire(formation)
+        channel = link_channel(formation)
         sizes = parse_sizes(args.sizes)
-        plan = BenchPlan(op=args.op, algos=choose_algorithms(args.algo, args.op, wire), sizes=sizes, iters=args.iters)
-        formation.print(f"links between {wire.size} ranks, by {'nccl' if wire.is_batched else 'gloo'}")
-        links = measure_sizes(wire, sizes, args.rounds)
-        formation.print(f"{links_table(links)}\n\n{args.op} on {wire.size} ranks\n{HEADER}")
+        plan = BenchPlan(
+            op=args.op, algos=choose_algorithms(args.algo, args.op, channel), sizes=sizes, iters=args.iters
+        )
+        formation.print(f"links between {channel.size} ranks, by {'nccl' if channel.is_batched else 'gloo'}")
+        links = measure_sizes(channel, sizes, args.rounds)
+        formation.print(f"{links_table(links)}\n\n{args.op} on {channel.size} ranks\n{HEADER}")
         rows = list(measure_rows(plan, P2PChannel(), formation.print))
         if beside := side_by_side(rows):  # nothing for a single algorithm
             formation.print(f"\n{beside}")

@@ -43,23 +43,23 @@ reduce_scatter_by_torch = getattr(dist, "reduce_scatter_single", None) or dist.r
 
 
 @dataclass
-class Place:
+class Setup:
     """Where this rank stands, and what connects it with the others."""
 
-    wire: ours.P2PChannel
+    channel: ours.P2PChannel
     shared: SharedGroup | None
 
     @property
     def rank(self) -> int:
-        return self.wire.rank
+        return self.channel.rank
 
     @property
     def size(self) -> int:
-        return self.wire.size
+        return self.channel.size
 
     def values(self, count: int) -> torch.Tensor:
         """Return numbers that say whose they are: 10, 11, ... on rank 0, 20, 21, ... on rank 1."""
-        return torch.arange(count, dtype=torch.float32, device=self.wire.device) + 10 * (self.rank + 1)
+        return torch.arange(count, dtype=torch.float32, device=self.channel.device) + 10 * (self.rank + 1)
 
 
 @dataclass
@@ -76,88 +76,88 @@ class Outcome:
     shared: torch.Tensor | None = None
 
 
-def counted(place: Place, call: Callable[[], Any]) -> tuple[Any, int]:
+def counted(setup: Setup, call: Callable[[], Any]) -> tuple[Any, int]:
     """Call, and return the result with the bytes of data that this rank sent for it."""
-    before = place.wire.sent_bytes
+    before = setup.channel.sent_bytes
     result = call()
-    return result, place.wire.sent_bytes - before
+    return result, setup.channel.sent_bytes - before
 
 
-def all_reduce(place: Place, op: str) -> Outcome:
+def all_reduce(setup: Setup, op: str) -> Outcome:
     """All ranks get the sum (mean, ...) of all tensors: what gradients need."""
-    given = place.values(2 * place.size)  # n divides it, so that the formula is a whole number
+    given = setup.values(2 * setup.size)  # n divides it, so that the formula is a whole number
     by_torch, by_us = given.clone(), given.clone()
     dist.all_reduce(by_torch, OPS[op])
-    _, sent = counted(place, lambda: ours.all_reduce(by_us, place.wire, op))
-    theory = 2 * given.nbytes * (place.size - 1) // place.size
+    _, sent = counted(setup, lambda: ours.all_reduce(by_us, setup.channel, op))
+    theory = 2 * given.nbytes * (setup.size - 1) // setup.size
     outcome = Outcome(f"all_reduce {op}", given, by_torch, by_us, sent, theory, "2 (n-1)/n S")
-    if place.shared is not None:
-        outcome.shared = place.shared.empty(given.numel())  # lives in the pages: added up where it lies
+    if setup.shared is not None:
+        outcome.shared = setup.shared.empty(given.numel())  # lives in the pages: added up where it lies
         outcome.shared.copy_(given)
-        place.shared.all_reduce(outcome.shared, op)
+        setup.shared.all_reduce(outcome.shared, op)
     return outcome
 
 
-def broadcast(place: Place) -> Outcome:
+def broadcast(setup: Setup) -> Outcome:
     """All ranks get the root's tensor: how replicas start equal."""
-    given = place.values(2)
+    given = setup.values(2)
     by_torch, by_us = given.clone(), given.clone()
     dist.broadcast(by_torch, src=ROOT)
-    _, sent = counted(place, lambda: ours.broadcast(by_us, place.wire, ROOT))
-    outcome = Outcome("broadcast", given, by_torch, by_us, sent, given.nbytes * children(place), "S a child")
-    if place.shared is not None:
+    _, sent = counted(setup, lambda: ours.broadcast(by_us, setup.channel, ROOT))
+    outcome = Outcome("broadcast", given, by_torch, by_us, sent, given.nbytes * children(setup), "S a child")
+    if setup.shared is not None:
         outcome.shared = given.clone()
-        place.shared.broadcast(outcome.shared, ROOT)
+        setup.shared.broadcast(outcome.shared, ROOT)
     return outcome
 
 
-def reduce(place: Place) -> Outcome:
+def reduce(setup: Setup) -> Outcome:
     """The root gets the sum; what torch leaves on the others is not defined, ours leaves them as they are."""
-    given = place.values(2)
+    given = setup.values(2)
     by_torch, by_us = given.clone(), given.clone()
     dist.reduce(by_torch, dst=ROOT)
-    _, sent = counted(place, lambda: ours.reduce(by_us, place.wire, "sum", ROOT))
-    is_root = place.rank == ROOT
+    _, sent = counted(setup, lambda: ours.reduce(by_us, setup.channel, "sum", ROOT))
+    is_root = setup.rank == ROOT
     theory = 0 if is_root else given.nbytes
     return Outcome(
         "reduce", given, by_torch if is_root else None, by_us if is_root else None, sent, theory, "S to the parent"
     )
 
 
-def all_gather(place: Place) -> Outcome:
+def all_gather(setup: Setup) -> Outcome:
     """All ranks get all tensors: how a sharded parameter becomes whole."""
-    given = place.values(2)
-    by_torch = given.new_empty(2 * place.size)
+    given = setup.values(2)
+    by_torch = given.new_empty(2 * setup.size)
     all_gather_by_torch(by_torch, given)
-    by_us, sent = counted(place, lambda: ours.all_gather(given, place.wire).flatten())
+    by_us, sent = counted(setup, lambda: ours.all_gather(given, setup.channel).flatten())
     # The whole is n tensors here, and a rank sends (n-1)/n of the whole.
-    outcome = Outcome("all_gather", given, by_torch, by_us, sent, given.nbytes * (place.size - 1), "(n-1) S")
-    if place.shared is not None:
+    outcome = Outcome("all_gather", given, by_torch, by_us, sent, given.nbytes * (setup.size - 1), "(n-1) S")
+    if setup.shared is not None:
         outcome.shared = torch.empty_like(by_torch)
-        place.shared.all_gather(outcome.shared, given)
+        setup.shared.all_gather(outcome.shared, given)
     return outcome
 
 
-def reduce_scatter(place: Place) -> Outcome:
+def reduce_scatter(setup: Setup) -> Outcome:
     """Each rank gets its part of the sum: an all-reduce is this and an all_gather."""
-    given = place.values(2 * place.size)
+    given = setup.values(2 * setup.size)
     by_torch = given.new_empty(2)
     reduce_scatter_by_torch(by_torch, given)
-    by_us, sent = counted(place, lambda: ours.reduce_scatter(given.clone(), place.wire))
-    theory = given.nbytes * (place.size - 1) // place.size
+    by_us, sent = counted(setup, lambda: ours.reduce_scatter(given.clone(), setup.channel))
+    theory = given.nbytes * (setup.size - 1) // setup.size
     outcome = Outcome("reduce_scatter", given, by_torch, by_us, sent, theory, "(n-1)/n S")
-    if place.shared is not None:
+    if setup.shared is not None:
         outcome.shared = torch.empty_like(by_torch)
-        place.shared.reduce_scatter(outcome.shared, given)
+        setup.shared.reduce_scatter(outcome.shared, given)
     return outcome
 
 
-def gather(place: Place) -> Outcome:
+def gather(setup: Setup) -> Outcome:
     """The root gets the tensors of all ranks."""
-    given, is_root = place.values(2), place.rank == ROOT
-    parts = [torch.empty_like(given) for _ in range(place.size)] if is_root else None
+    given, is_root = setup.values(2), setup.rank == ROOT
+    parts = [torch.empty_like(given) for _ in range(setup.size)] if is_root else None
     dist.gather(given, parts, dst=ROOT)
-    by_us, sent = counted(place, lambda: ours.gather(given, place.wire, ROOT))
+    by_us, sent = counted(setup, lambda: ours.gather(given, setup.channel, ROOT))
     return Outcome(
         "gather",
         given,
@@ -169,32 +169,32 @@ def gather(place: Place) -> Outcome:
     )
 
 
-def scatter(place: Place) -> Outcome:
+def scatter(setup: Setup) -> Outcome:
     """Each rank gets its row of what the root has."""
-    given, is_root = place.values(2 * place.size), place.rank == ROOT
+    given, is_root = setup.values(2 * setup.size), setup.rank == ROOT
     by_torch, by_us = given.new_empty(2), given.new_empty(2)
     dist.scatter(by_torch, list(given.split(2)) if is_root else None, src=ROOT)
-    rows = given.view(place.size, 2) if is_root else None
-    _, sent = counted(place, lambda: ours.scatter(by_us, place.wire, rows, ROOT))
-    theory = by_us.nbytes * (place.size - 1) if is_root else 0
+    rows = given.view(setup.size, 2) if is_root else None
+    _, sent = counted(setup, lambda: ours.scatter(by_us, setup.channel, rows, ROOT))
+    theory = by_us.nbytes * (setup.size - 1) if is_root else 0
     return Outcome("scatter", given if is_root else None, by_torch, by_us, sent, theory, "(n-1) rows by the root")
 
 
-def all_to_all(place: Place) -> Outcome:
+def all_to_all(setup: Setup) -> Outcome:
     """Row r goes to rank r: how tokens find their experts."""
-    given = place.values(2 * place.size)
+    given = setup.values(2 * setup.size)
     by_torch = torch.empty_like(given)
     dist.all_to_all_single(by_torch, given)
-    by_us, sent = counted(place, lambda: ours.all_to_all(given.view(place.size, 2), place.wire).flatten())
-    theory = given.nbytes * (place.size - 1) // place.size
+    by_us, sent = counted(setup, lambda: ours.all_to_all(given.view(setup.size, 2), setup.channel).flatten())
+    theory = given.nbytes * (setup.size - 1) // setup.size
     outcome = Outcome("all_to_all", given, by_torch, by_us, sent, theory, "(n-1)/n S")
-    if place.shared is not None:
+    if setup.shared is not None:
         outcome.shared = torch.empty_like(by_torch)
-        place.shared.all_to_all(outcome.shared, given)
+        setup.shared.all_to_all(outcome.shared, given)
     return outcome
 
 
-def barrier(place: Place) -> Outcome:
+def barrier(setup: Setup) -> Outcome:
     """No rank continues before all have arrived: each rank counts itself before, and must find n after it."""
     store = dist.distributed_c10d._get_default_store()
 
@@ -204,24 +204,24 @@ def barrier(place: Place) -> Outcome:
         return torch.tensor([float(store.add(name, 0))])
 
     by_torch = arrived_after("example/torch", dist.barrier)
-    headers = place.wire.control_bytes
-    by_us = arrived_after("example/ours", lambda: ours.barrier(place.wire))
-    sent = place.wire.control_bytes - headers
-    theory = (place.size - 1).bit_length() * HEADER_BYTES  # a round doubles how many ranks have been heard of
+    headers = setup.channel.control_bytes
+    by_us = arrived_after("example/ours", lambda: ours.barrier(setup.channel))
+    sent = setup.channel.control_bytes - headers
+    theory = (setup.size - 1).bit_length() * HEADER_BYTES  # a round doubles how many ranks have been heard of
     outcome = Outcome("barrier", torch.ones(1), by_torch, by_us, sent, theory, "log2(n) headers, no data")
-    if place.shared is not None:
-        outcome.shared = arrived_after("example/shared", place.shared.barrier)
-    assert float(by_us) == place.size, f"only {by_us} of {place.size} ranks were at the barrier"
+    if setup.shared is not None:
+        outcome.shared = arrived_after("example/shared", setup.shared.barrier)
+    assert float(by_us) == setup.size, f"only {by_us} of {setup.size} ranks were at the barrier"
     return outcome
 
 
-def children(place: Place) -> int:
+def children(setup: Setup) -> int:
     """Return how many children this rank has in the tree whose root is rank 0."""
-    return sum(child < place.size for child in (2 * place.rank + 1, 2 * place.rank + 2))
+    return sum(child < setup.size for child in (2 * setup.rank + 1, 2 * setup.rank + 2))
 
 
-COLLECTIVES: dict[str, Callable[[Place], Outcome]] = {
-    **{f"all_reduce {op}": lambda place, op=op: all_reduce(place, op) for op in OPS},
+COLLECTIVES: dict[str, Callable[[Setup], Outcome]] = {
+    **{f"all_reduce {op}": lambda setup, op=op: all_reduce(setup, op) for op in OPS},
     "broadcast": broadcast,
     "reduce": reduce,
     "all_gather": all_gather,
@@ -248,12 +248,12 @@ def agree(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
     return one is other if one is None or other is None else torch.allclose(one, other)
 
 
-def draw(outcome: Outcome, place: Place) -> None:
+def draw(outcome: Outcome, setup: Setup) -> None:
     """Show on rank 0 what every rank had and has, and what it sent."""
     own = (row(outcome.before), row(outcome.ours), outcome.sent, outcome.theory)
-    every: list[Any] = [None] * place.size
+    every: list[Any] = [None] * setup.size
     dist.all_gather_object(every, own)
-    if place.rank != 0:
+    if setup.rank != 0:
         return
     ways = "torch = ours" if outcome.shared is None else "torch = ours = shared memory"
     print(f"\n{outcome.title}   ({ways}; a rank sends {outcome.formula})")
@@ -271,25 +271,25 @@ def main() -> None:
     with phalanx.Formation(strategy="ddp") as formation:  # torch's own backend: nccl on GPUs, gloo on CPUs
         if formation.world_size == 1:
             raise SystemExit("one rank has no peer: start two, as the first lines of this file say")
-        wire = ours.P2PChannel()
-        place = Place(wire, open_shared_memory(wire))
-        pages = "shared memory too" if place.shared is not None else "no shared memory between them"
-        formation.print(f"{place.size} ranks on {dist.get_backend()}, tensors on {wire.device.type}; {pages}")
+        channel = ours.P2PChannel()
+        setup = Setup(channel, open_shared_memory(channel))
+        pages = "shared memory too" if setup.shared is not None else "no shared memory between them"
+        formation.print(f"{setup.size} ranks on {dist.get_backend()}, tensors on {channel.device.type}; {pages}")
         for name, collective in COLLECTIVES.items():
             if args.only and name.split()[0] not in args.only:
                 continue
-            outcome = collective(place)
+            outcome = collective(setup)
             check(outcome)
-            draw(outcome, place)
-        if place.shared is not None:
-            place.shared.close()
+            draw(outcome, setup)
+        if setup.shared is not None:
+            setup.shared.close()
 
 
-def open_shared_memory(wire: ours.P2PChannel) -> SharedGroup | None:
+def open_shared_memory(channel: ours.P2PChannel) -> SharedGroup | None:
     """Return the pages that these ranks can share; None on several machines, and where tensors are on GPUs."""
-    if wire.device.type != "cpu":
+    if channel.device.type != "cpu":
         return None
-    return share_memory(group_text_gatherer(None), wire.rank, wire.size, timeout=60.0)
+    return share_memory(group_text_gatherer(None), channel.rank, channel.size, timeout=60.0)
 
 
 def parse_args() -> argparse.Namespace:
