@@ -116,7 +116,9 @@ def train(folder: Path, environment: dict[str, str], *words: str) -> subprocess.
 
 def losses(folder: Path) -> list[float]:
     events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
-    return [event["loss"] for event in events if event["event"] == "step_done"]
+    found = [event["loss"] for event in events if event["event"] == "step"]
+    assert found, "no step was reported"
+    return found
 
 
 def test_an_engine_of_another_package_starts_the_ranks_and_trains_as_ddp_does(tmp_path, installed):

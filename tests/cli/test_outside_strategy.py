@@ -60,7 +60,9 @@ def train(folder: Path, environment: dict[str, str], *words: str) -> subprocess.
 
 def losses(folder: Path, run: str) -> list[float]:
     events = [json.loads(line) for line in (folder / run / "events.jsonl").read_text().splitlines()]
-    return [event["loss"] for event in events if event["event"] == "step_done"]
+    found = [event["loss"] for event in events if event["event"] == "step"]
+    assert found, "no step was reported"
+    return found
 
 
 def test_a_strategy_of_another_package_trains_as_ddp_does(tmp_path, installed):

@@ -156,10 +156,10 @@ def test_a_peer_that_is_gone_is_named(ranks):
 
 def exchange_over_measured_hosts() -> tuple[list[list[int]], list[float]]:
     """Four ranks that stand for three hosts, of which nothing names the switches."""
-    from phalanx.comm import channel_exchange, topology
-    from phalanx.comm.collectives.topology import LinkMatrix
+    from phalanx.comm import channel_exchange
+    from phalanx.comm.collectives.topology import LinkMatrix, RankLocation
 
-    places = [topology.RankLocation(rank, f"host{max(rank - 1, 0)}") for rank in range(4)]
+    places = [RankLocation(rank, f"host{max(rank - 1, 0)}") for rank in range(4)]
     channel_exchange.find_locations = lambda channel: places
     measured: list[list[int]] = []
 

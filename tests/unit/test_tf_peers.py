@@ -82,12 +82,12 @@ def test_a_process_that_waits_in_vain_is_ended_with_the_reason(tmp_path, silent,
 HANGUP = """
     import os, signal, sys, threading
     from phalanx.engines.tensorflow.tf_config import Task
-    from phalanx.world import tf_peers
+    from phalanx.engines.tensorflow import peers
 
     before = sys.argv[1]
     if before != "default":
         signal.signal(signal.SIGHUP, signal.SIG_IGN if before == "ignored" else lambda number, frame: print("heard"))
-    tf_peers.watch_peers(Task("worker", 0, {"worker": ["127.0.0.1:1", sys.argv[2]]}), None)
+    peers.watch_peers(Task("worker", 0, {"worker": ["127.0.0.1:1", sys.argv[2]]}), None)
     if sys.argv[3] == "afterwards":
         assert tf_peers._watcher.wait() == 0
         for thread in threading.enumerate():
