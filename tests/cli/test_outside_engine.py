@@ -78,17 +78,21 @@ from phalanx.strategies.base import Strategy, share_weights
 
 class Average(Strategy):
     name = "toy-average"
+    sync = True
 
     def wrap(self, model):
         share_weights(model)
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         return model
 
-    def step(self, optimizer_step):
-        for parameter in self.parameters:
+    def set_sync(self, wrapped, sync):
+        self.sync = sync
+
+    def backward(self, loss):
+        loss.backward()
+        for parameter in self.parameters if self.sync else ():
             dist.all_reduce(parameter.grad)
             parameter.grad /= self.world.world_size
-        optimizer_step()
 """
 
 

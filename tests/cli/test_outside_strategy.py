@@ -20,21 +20,24 @@ from phalanx.strategies.base import Strategy, share_weights
 
 
 class ByHand(Strategy):
-    """Averages gradients with one all-reduce per parameter, at the step."""
+    """Averages gradients with one all-reduce per parameter, after the last backward pass of a step."""
 
     name = "by-hand"
+    sync = True
 
     def wrap(self, model):
         share_weights(model)
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         return model
 
-    def step(self, optimizer_step):
-        for parameter in self.parameters:
-            dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG if parameter.is_cuda else dist.ReduceOp.SUM)
-            if not parameter.is_cuda:
-                parameter.grad /= self.world.world_size
-        optimizer_step()
+    def set_sync(self, wrapped, sync):
+        self.sync = sync
+
+    def backward(self, loss):
+        loss.backward()
+        for parameter in self.parameters if self.sync else ():
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= self.world.world_size
 '''
 
 

@@ -74,7 +74,7 @@ def test_a_trainers_frames_do_not_stand_before_the_models(tmp_path, fork_server)
     trainer = PyTorchDDPTrainer(model=Broken(4, 2), num_workers=2, epochs=1, batch_size=2, run_dir=str(tmp_path))
     with pytest.raises(RankFailedError) as caught:
         trainer.fit(torch.utils.data.DataLoader(data))
-    assert {str(entry.path) for entry in caught.traceback} == {__file__, str(PACKAGE / "trainers" / "base.py")}
+    assert {str(entry.path) for entry in caught.traceback} == {__file__, str(PACKAGE / "trainers" / "torch.py")}
     head, trace, first, *_ = str(caught.value).splitlines()
     assert "raised ValueError: bad batch" in head
     assert trace == "  Traceback (most recent call last):"
@@ -236,7 +236,7 @@ def test_a_slow_start_is_told_with_the_line_and_the_way_to_limit_it(launch_scrip
             if len(self.notices) == 2:
                 os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(startup_watch, "Reminder", lambda now: reminders.Reminder(now, (0.3, 0.7, 9.0)))
+    monkeypatch.setattr(startup_watch, "Reminder", lambda now, *at: reminders.Reminder(now, *(at or ((0.3, 0.7, 9.0),))))
     run = launch_script("import time\ntime.sleep(60)\n", Patient())
     words = r"no rank has joined the group after [01] s: rank 0 is at train\.py:2 in <module>; --start-timeout SECONDS"
     first, second, *_ = run.console.notices

@@ -89,13 +89,13 @@ HANGUP = """
         signal.signal(signal.SIGHUP, signal.SIG_IGN if before == "ignored" else lambda number, frame: print("heard"))
     peers.watch_peers(Task("worker", 0, {"worker": ["127.0.0.1:1", sys.argv[2]]}), None)
     if sys.argv[3] == "afterwards":
-        assert tf_peers._watcher.wait() == 0
+        assert peers._watcher.wait() == 0
         for thread in threading.enumerate():
             if thread is not threading.main_thread():
                 thread.join()
     os.kill(os.getpid(), signal.SIGHUP)
     print("still here", flush=True)
-    tf_peers._watcher.kill()
+    peers._watcher.kill()
 """
 
 
