@@ -192,7 +192,7 @@ class Strategy:
     # One step.
 
     def set_sync(self, wrapped: nn.Module, sync: bool) -> None:
-        """Set, before a forward pass, whether its backward must leave synchronised gradients; called when that changes."""
+        """Set, before a forward pass, whether its backward must leave synchronised gradients; called on a change."""
 
     def train_batch(self, wrapped: nn.Module, batch: Any, passes: BatchPass) -> torch.Tensor:
         """Run forward and backward of a batch; return its mean loss."""

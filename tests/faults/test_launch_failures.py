@@ -19,7 +19,7 @@ from ranks import RecordingConsole, warm_pid
 import phalanx
 from phalanx import PyTorchDDPTrainer
 from phalanx.errors import RankFailedError, UsageError
-from phalanx.host import reminders
+from phalanx.host.reminders import Reminder
 from phalanx.launch import CallTarget, LaunchSpec, ScriptTarget, launch, startup_watch
 from phalanx.launch.forkserver import client
 
@@ -236,7 +236,7 @@ def test_a_slow_start_is_told_with_the_line_and_the_way_to_limit_it(launch_scrip
             if len(self.notices) == 2:
                 os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(startup_watch, "Reminder", lambda now, *at: reminders.Reminder(now, *(at or ((0.3, 0.7, 9.0),))))
+    monkeypatch.setattr(startup_watch, "Reminder", lambda now, *at: Reminder(now, *(at or ((0.3, 0.7, 9.0),))))
     run = launch_script("import time\ntime.sleep(60)\n", Patient())
     words = r"no rank has joined the group after [01] s: rank 0 is at train\.py:2 in <module>; --start-timeout SECONDS"
     first, second, *_ = run.console.notices
