@@ -145,7 +145,7 @@ def test_overlap_is_measured_and_traced(run_example, tmp_path):
 @pytest.mark.parametrize(
     ("script", "args", "says"),
     [
-        ("communication_overlap.py", (), "one rank has nobody to talk to"),
+        ("communication_overlap.py", (), "one rank has no peer"),
         ("gradient_accumulation.py", ("--batch", "30", "--accumulate", "4"), "30 samples cannot be cut into 4"),
         ("hybrid_parallelism.py", ("--tensor", "3", "--data", "1", "--pipeline", "1"), "kv_heads = 2"),
     ],

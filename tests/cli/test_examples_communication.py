@@ -126,7 +126,7 @@ def test_messages_arrive_on_two_ranks(show):
     assert picture(text, "ring, batched") == ["1 1", "0 0"]
     # 0 1 4 9 | 16 25 36 49, smoothed over three: the edges 9 and 16 crossed the border.
     assert [line.split()[0] for line in picture(text, "batch_isend_irecv")] == ["0.333333", "16.6667"]
-    assert "everybody sends first" not in text
+    assert "all ranks send first" not in text
 
 
 def test_bandwidth_is_measured_by_link_and_algorithm(show, tmp_path):
@@ -172,7 +172,7 @@ def test_one_rank_is_told_to_bring_another(path, tmp_path):
     words = [sys.executable, str(path)]
     done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 1
-    assert "one rank has nobody to talk to" in done.stderr
+    assert "one rank has no peer" in done.stderr
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.py")), ids=lambda path: path.name)
