@@ -312,7 +312,7 @@ def test_a_head_that_breaks_off_is_not_told_as_one_that_took_too_long():
     def break_off(context: Any) -> None:
         context.abort(sys.modules["grpc"].StatusCode.UNAVAILABLE, "leaving")
 
-    with grpc_server(break_off) as address, pytest.raises(UsageError, match="but broke off when it was asked for"):
+    with grpc_server(break_off) as address, pytest.raises(UsageError, match="but closed the connection when it was asked for"):
         check_address(address)
 
 

@@ -80,8 +80,8 @@ def _ask(address: str, target: str) -> None:
         except grpc.RpcError as error:
             but = {
                 grpc.StatusCode.UNIMPLEMENTED: f"is not {what}",
-                grpc.StatusCode.DEADLINE_EXCEEDED: f"gave {what}'s answer not within {PROBE_SECONDS:g} s",
-                grpc.StatusCode.UNAVAILABLE: f"broke off when it was asked for {what}'s answer",
+                grpc.StatusCode.DEADLINE_EXCEEDED: f"did not give {what}'s answer within {PROBE_SECONDS:g} s",
+                grpc.StatusCode.UNAVAILABLE: f"closed the connection when it was asked for {what}'s answer",
             }
             if error.code() in but:
                 raise _no_ray(address, f"what listens there speaks gRPC, but {but[error.code()]}") from error

@@ -87,7 +87,7 @@ class LogForwarder:
             self._stop = None
 
     def _report_step(self) -> None:
-        """Report the current step now and then: if the machine is lost, nothing else is known."""
+        """Report the current step about once per second: if the machine is lost, nothing else is known."""
         beat = self._board.read(self._rank)
         if beat is not None and beat.step != self._sent_step and time.monotonic() >= self._next_step_at:
             self._sent_step, self._next_step_at = beat.step, time.monotonic() + _STEP_SECONDS

@@ -6,6 +6,7 @@ one that has the same sources under the same path. Any other imports from a copy
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import io
@@ -33,7 +34,7 @@ class SourceArchive:
     target: Target
     root: str
     folder: str
-    """Where the launch was started: relative paths are meant from here."""
+    """Where the launch was started: relative paths begin here."""
     sources: bytes
     """Empty: they must be on every machine already."""
     digest: str
@@ -79,18 +80,18 @@ def pack(target: Target, notice: Callable[[str], None], marker: Path | None = No
 
 
 def unpack(archive: SourceArchive, scratch: Path) -> UnpackedSources:
-    """Use the files that are here already, or lay out those that were sent, in `scratch` or next to it.
+    """Use the files that are here already, or unpack those that were sent, in `scratch` or next to it.
 
-    Every attempt of a run must choose the same working folder, for relative paths lead to its checkpoints: edits of the
-    sources do not count.
+    Every attempt of a run must choose the same working folder even if the sources were edited, because relative paths
+    lead to its checkpoints.
     """
-    target, payload_folder = _place_payload(archive, scratch)
+    target, payload_folder = _unpack_payload(archive, scratch)
     in_place = archive.marker != "" and os.path.exists(archive.marker)
     folder = _working_folder(archive, in_place)
     if folder and (in_place or _has_sources(archive)):
         return UnpackedSources(target, folder, archive.own_path, in_place, payload_folder)
     root = scratch.parent / f"phalanx-ray-{os.getuid()}-{archive.digest}"  # stays, for the restarts of the run
-    _lay_out(archive, root, scratch / "sources")
+    _unpack_sources(archive, root, scratch / "sources")
     if isinstance(target, ScriptTarget):
         target = dataclasses.replace(target, path=root / Path(target.path).name)
     return UnpackedSources(target, folder or str(root), (str(root),), in_place, payload_folder)
@@ -115,7 +116,7 @@ def _has_sources(archive: SourceArchive) -> bool:
     return os.path.isdir(archive.root)
 
 
-def _lay_out(archive: SourceArchive, root: Path, aside: Path) -> None:
+def _unpack_sources(archive: SourceArchive, root: Path, aside: Path) -> None:
     """Put the sources into `root`, each at once: other ranks of this machine may be reading them there."""
     if not archive.sources:
         raise UsageError(
@@ -134,24 +135,19 @@ def _lay_out(archive: SourceArchive, root: Path, aside: Path) -> None:
         path.replace(place)
 
 
-def _place_payload(archive: SourceArchive, scratch: Path) -> tuple[Target, Path | None]:
+def _unpack_payload(archive: SourceArchive, scratch: Path) -> tuple[Target, Path | None]:
     target = archive.target
     if not isinstance(target, CallTarget) or not target.payload:
         return target, None
-    if _holds(Path(target.payload), archive.payload):
-        return target, None
+    with contextlib.suppress(OSError):
+        here = Path(target.payload)
+        if here.stat().st_size == len(archive.payload) and here.read_bytes() == archive.payload:
+            return target, None
     folder = scratch / "payload"
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / PAYLOAD_NAME
     path.write_bytes(archive.payload)
     return dataclasses.replace(target, payload=str(path)), folder
-
-
-def _holds(path: Path, content: bytes) -> bool:
-    try:
-        return path.stat().st_size == len(content) and path.read_bytes() == content
-    except OSError:
-        return False
 
 
 def _root(target: Target) -> Path:
@@ -169,21 +165,14 @@ def _sources(root: Path) -> Iterator[tuple[str, bytes]]:
     taken = 0
     for folder, names, files in os.walk(root):
         names[:] = sorted(name for name in names if _may_hold_sources(Path(folder, name)))
-        for name in sorted(files):
-            content = _read(Path(folder, name)) if name.endswith(".py") else None
-            if content is not None:
-                taken += len(content)
-                yield os.path.relpath(os.path.join(folder, name), root), content
+        for path in sorted(Path(folder, name) for name in files if name.endswith(".py")):
+            with contextlib.suppress(OSError):  # it cannot be imported here either
+                if path.is_file():  # not a dangling link, such as editors' locks
+                    content = path.read_bytes()
+                    taken += len(content)
+                    yield str(path.relative_to(root)), content
         if taken > _MOST_BYTES:
             return
-
-
-def _read(path: Path) -> bytes | None:
-    """Return the content; of what cannot be imported here either, such as a dangling link (editors' locks), None."""
-    try:
-        return path.read_bytes() if path.is_file() else None
-    except OSError:
-        return None
 
 
 def _may_hold_sources(folder: Path) -> bool:

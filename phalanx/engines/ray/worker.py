@@ -113,7 +113,7 @@ class _Rank:
         forwarder.final_output = text.getvalue()
 
     def _become_rank(self, unpacked: UnpackedSources) -> None:
-        """Become the rank: torchrun's variables, the user's folder and import path, the compute threads."""
+        """Set torchrun's variables, the user's folder and import path, and the compute threads."""
         os.environ.pop("OMP_NUM_THREADS", None)  # Ray's, by the CPUs reserved
         import ray
 
