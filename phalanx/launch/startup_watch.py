@@ -42,7 +42,7 @@ class StartupNotices:
         if changed:
             self._reminder = Reminder(now, MACHINES_MOMENTS)
 
-    def take_place(self, now: float) -> None:
+    def take_gathered(self, now: float) -> None:
         """Note that all machines are here."""
         self._arrived = self._machines
         if self._serving:

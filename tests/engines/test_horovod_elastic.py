@@ -53,7 +53,7 @@ class Run:
             return self.survivor.run(loop, self.folder)
 
     def change_hosts(self) -> None:
-        self.survivor.hear_of_hosts()
+        self.survivor.take_host_change()
 
     def meet_again(self):
         self.survivor.attempt += 1
@@ -84,7 +84,7 @@ def test_an_epochs_end_in_which_a_rank_is_lost_is_told_again_and_counts_once(tmp
         def on_epoch_end(self, trainer, epoch, metrics):
             calls.append(epoch)
             if len(calls) == 1:
-                raise exceptions.HorovodInternalError("a peer is gone")
+                raise exceptions.HorovodInternalError("a peer was lost")
 
     run.task.callbacks.append(Breaks())
     with pytest.raises(exceptions.HorovodInternalError):

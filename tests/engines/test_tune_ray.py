@@ -190,10 +190,10 @@ import json
 
 import psutil
 
-from phalanx.launch import ray_local
+from phalanx.engines.ray import local
 from phalanx.engines.ray.cluster import open_cluster
 
-ray_local.TRIED = ()
+local.TRIED = ()
 with open_cluster(num_cpus=2):
     import ray
 

@@ -151,7 +151,7 @@ def test_a_scheduler_that_signals_every_process_lets_the_ranks_save(tmp_path):
     with _supervisor(tmp_path, CHECKPOINTER) as supervisor:
         assert [supervisor.stdout.readline()[5:] for _ in range(2)] == ["ready\n"] * 2
         family = psutil.Process(supervisor.pid).children(recursive=True)
-        helpers = [member for member in family if member.name() in ("phalanx-warm", "phalanx-store0")]
+        helpers = [member for member in family if member.name() in ("phalanx-fork", "phalanx-store0")]
         _terminate(helpers)
         gone, _ = psutil.wait_procs(helpers, timeout=0.2)
         assert gone == []

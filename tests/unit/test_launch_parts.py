@@ -16,9 +16,9 @@ from phalanx.launch import CallTarget, FailureReport, LaunchSpec, ModuleTarget, 
 from phalanx.launch.diagnosis import oom_kills
 from phalanx.launch.environment import threads_per_rank
 from phalanx.launch.failure import RankExit, explain, find_first_cause
+from phalanx.launch.follower import Outcome, may_restart
 from phalanx.launch.nodes import order_nodes
 from phalanx.launch.output import LineSplitter, OutputPump, RankLog, log_path
-from phalanx.launch.policy import Outcome, may_restart
 from phalanx.launch.spec import check_endpoint, split_endpoint
 from phalanx.launch.stacks import whereabouts
 
@@ -34,7 +34,7 @@ def _spec(tmp_path, **fields):
         ({"num_nodes": 0}, "num_nodes is 0"),
         ({"max_restarts": -1}, "max_restarts is -1"),
         ({"console_ranks": "1"}, "console_ranks is '1'"),
-        ({"num_nodes": 2}, "need a place to meet"),
+        ({"num_nodes": 2}, "need a rendezvous"),
         ({"num_nodes": 2, "node_rank": 2, "rdzv_endpoint": "a:1"}, "node_rank is 2, but there are 2 nodes"),
         ({"num_nodes": 2, "rdzv_endpoint": "a:port"}, "'a:port' is not host:port"),
     ],

@@ -82,15 +82,15 @@ def test_a_rank_alone_need_not_join(tmp_path):
 
 
 def test_a_slow_import_is_called_by_its_name(tmp_path):
-    prelude = StartupNotices(_spec(tmp_path), 0.0, serving=False)
-    assert prelude.take_notice(IMPORT_MOMENTS[0] - 1) is None
-    assert prelude.take_notice(IMPORT_MOMENTS[0]) == f"still importing torch after {IMPORT_MOMENTS[0]:.0f} s"
-    assert prelude.next_deadline == IMPORT_MOMENTS[1]
-    prelude.take_serving(20.0)
-    assert prelude.activity == "starting the ranks"
-    assert prelude.next_deadline == 20.0 + MOMENTS[0]
-    prelude.end()
-    assert (prelude.next_deadline, prelude.take_notice(1e6)) == (None, None)
+    notices = StartupNotices(_spec(tmp_path), 0.0, serving=False)
+    assert notices.take_notice(IMPORT_MOMENTS[0] - 1) is None
+    assert notices.take_notice(IMPORT_MOMENTS[0]) == f"still importing torch after {IMPORT_MOMENTS[0]:.0f} s"
+    assert notices.next_deadline == IMPORT_MOMENTS[1]
+    notices.take_serving(20.0)
+    assert notices.activity == "starting the ranks"
+    assert notices.next_deadline == 20.0 + MOMENTS[0]
+    notices.end()
+    assert (notices.next_deadline, notices.take_notice(1e6)) == (None, None)
 
 
 def test_what_is_imported_beside_torch_is_named_too(tmp_path):
@@ -99,18 +99,18 @@ def test_what_is_imported_beside_torch_is_named_too(tmp_path):
 
 
 def test_missing_machines_are_counted(tmp_path):
-    prelude = StartupNotices(_spec(tmp_path, num_nodes=4, rdzv_endpoint="a:1"), 0.0, serving=False)
-    assert prelude.activity == "importing torch"
-    prelude.take_serving(10.0)
+    notices = StartupNotices(_spec(tmp_path, num_nodes=4, rdzv_endpoint="a:1"), 0.0, serving=False)
+    assert notices.activity == "importing torch"
+    notices.take_serving(10.0)
     due = 10.0 + MACHINES_MOMENTS[0]
-    assert prelude.take_notice(due - 0.1) is None
-    assert prelude.take_notice(due) == "waiting for 3 of 4 machines at a:1 (no answer there yet)"
+    assert notices.take_notice(due - 0.1) is None
+    assert notices.take_notice(due) == "waiting for 3 of 4 machines at a:1 (no answer there yet)"
     host = StartupNotices(_spec(tmp_path, num_nodes=4, rdzv_endpoint="a:1", node_rank=0), 0.0, serving=True)
     assert host.activity == "waiting for 3 of 4 machines at a:1"
-    prelude.take_arrived(1, 20.0)
-    assert prelude.activity == "waiting for 3 of 4 machines at a:1"
-    assert prelude.next_deadline == 10.0 + MACHINES_MOMENTS[1]
-    prelude.take_arrived(3, 21.0)
-    assert prelude.take_notice(21.0 + MACHINES_MOMENTS[0]) == "waiting for 1 of 4 machines at a:1"
-    prelude.take_place(30.0)
-    assert prelude.activity == "starting the ranks"
+    notices.take_arrived(1, 20.0)
+    assert notices.activity == "waiting for 3 of 4 machines at a:1"
+    assert notices.next_deadline == 10.0 + MACHINES_MOMENTS[1]
+    notices.take_arrived(3, 21.0)
+    assert notices.take_notice(21.0 + MACHINES_MOMENTS[0]) == "waiting for 1 of 4 machines at a:1"
+    notices.take_gathered(30.0)
+    assert notices.activity == "starting the ranks"

@@ -17,7 +17,7 @@ STARTED_BY = "horovodrun"
 
 
 class Horovod(Engine):
-    """Ranks that horovodrun starts, which find each other by Horovod's broadcast."""
+    """Ranks that horovodrun starts, with a rendezvous by Horovod's broadcast."""
 
     strategy = "horovod"
 
@@ -61,7 +61,7 @@ class Horovod(Engine):
         check_not_alone(env)
 
     def rendezvous(self, env: Any, seconds: float) -> Any:
-        """Bring the ranks of horovodrun together."""
+        """Return the store of the ranks of horovodrun."""
         if env.started_by != STARTED_BY:
             return None
         from phalanx.engines.horovod.rendezvous import meet

@@ -20,9 +20,8 @@ from phalanx.host.reminders import MOMENTS, Reminder, duration_text
 from phalanx.host.signals import SignalInbox
 from phalanx.launch.error_file import record_path
 from phalanx.launch.failure import FailureReport, RankExit, explain, find_first_cause
-from phalanx.launch.follower import Follower
+from phalanx.launch.follower import SUCCESS_CODES, Follower, stopped
 from phalanx.launch.output import LineSplitter, RankConsole, log_path, log_tail
-from phalanx.launch.policy import SUCCESS_CODES, stopped
 from phalanx.launch.spec import CallTarget, LaunchResult, LaunchSpec
 from phalanx.observe.guard import Guard
 from phalanx.observe.heartbeat import HeartbeatBoard

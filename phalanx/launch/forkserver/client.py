@@ -48,7 +48,7 @@ class ForkServerProcess:
         self._retired = False
         self._lock = threading.Lock()
         # Its output explains why it failed to start.
-        self._output = os.memfd_create("warm-process-output", os.MFD_CLOEXEC)
+        self._output = os.memfd_create("fork-server-output", os.MFD_CLOEXEC)
         self._control, far_end = messages.socket_pair()
         # While it imports it ends with this process. The kernel ties it to the thread that starts it, and only the main
         # thread is sure to exist until then.
@@ -184,7 +184,7 @@ class Session:
         """Continue a fork server that was stopped."""
         self._process.wake()
 
-    def kill_warm_process(self) -> None:
+    def kill_server(self) -> None:
         """Kill a fork server that no longer answers, and every rank that it has forked."""
         self._process.kill()
 

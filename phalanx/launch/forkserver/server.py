@@ -108,7 +108,7 @@ class ForkServer:
             if pid == 0:
                 self._reset_handlers()
         except OSError as error:
-            self._tell(session, {"refused": request["key"], "why": str(error)})
+            self._send(session, {"refused": request["key"], "why": str(error)})
             pid = -1
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
@@ -118,7 +118,7 @@ class ForkServer:
             os.close(descriptor)
         if pid > 0:
             self._children[pid] = _Child(session, request["key"])
-            self._tell(session, {"started": request["key"], "pid": pid})
+            self._send(session, {"started": request["key"], "pid": pid})
         return None
 
     def _reset_handlers(self) -> None:
@@ -170,9 +170,9 @@ class ForkServer:
             child = self._children.pop(pid, None)
             if child is not None:
                 code = os.waitstatus_to_exitcode(status)
-                self._tell(child.session, {"exited": child.key, "code": code, "time": time.time()})
+                self._send(child.session, {"exited": child.key, "code": code, "time": time.time()})
 
-    def _tell(self, session: socket.socket, message: messages.Message) -> None:
+    def _send(self, session: socket.socket, message: messages.Message) -> None:
         try:
             messages.send(session, message)
         except OSError:
@@ -198,7 +198,7 @@ def main() -> NoReturn:
     descriptor, supervisor = (int(word) for word in sys.argv[1:])
     control = socket.socket(fileno=descriptor)
     control.set_inheritable(False)
-    set_name("phalanx-warm")
+    set_name("phalanx-fork")
     if supervisor:
         # While torch is imported nothing is polled. Later the ranks' own children have to be killed first.
         die_with(supervisor)
