@@ -29,7 +29,9 @@ from phalanx.world.layout import Layout, plan_layout
 
 def run(arguments: Sequence[str]) -> int:
     """Run the verb."""
-    words, own = _split(list(arguments))
+    words = list(arguments)
+    end = words.index("--") if "--" in words else len(words)
+    words, own = words[:end], words[end + 1 :]  # the script's own arguments follow --
     parser = _parser()
     _check_own_arguments(parser, words, own)
     namespace = parser.parse_all(words)
@@ -37,16 +39,20 @@ def run(arguments: Sequence[str]) -> int:
     resolved = resolve_flags(namespace, recipe)
     if recipe is not None and recipe.needs_data_dir and resolved.config.data_dir is None:
         raise UsageError(f"the recipe '{recipe.name}' reads your files", hint="Add: --data-dir path/to/them")
-    target = _target(namespace, own)
+    target: ScriptTarget | ModuleTarget | None = None
+    if namespace.script or namespace.module:
+        arguments = tuple(own)
+        script, module = namespace.script, namespace.module
+        target = ScriptTarget(script, arguments) if script else ModuleTarget(module, arguments)
     if target is not None:
         target.check()
     started = read_rank_env()
     if isinstance(target, ScriptTarget):
         _check_starter(Path(target.path), resolved.config, started)
     if started is None and _is_task_of_cluster(resolved):
-        return _be_the_task(resolved, target)
+        return _run_as_task(resolved, target)
     if started is not None and not _is_node_of(started, resolved.config):
-        return _be_the_rank(started, recipe, resolved, target)  # torchrun, srun or mpirun started this rank
+        return _run_as_rank(started, recipe, resolved, target)  # torchrun, srun or mpirun started this rank
     if started is not None:
         resolved = _as_node(started, resolved)
     layout = plan_layout(resolved.config, count_gpus())
@@ -57,16 +63,8 @@ def _check_starter(script: Path, config: DistributedConfig, started: RankEnv | N
     """Refuse a script for Horovod on several ranks unless horovodrun starts them."""
     ranks = started.world_size if started is not None else config.total_ranks or 1
     if ranks > 1:
-        name = (
-            started.started_by if started is not None else "phalanx" if config.launcher == "local" else config.launcher
-        )
-        check_script_starter(script, name)
-
-
-def _split(words: list[str]) -> tuple[list[str], list[str]]:
-    """Separate our arguments from those of the script, which follow --."""
-    place = words.index("--") if "--" in words else len(words)
-    return words[:place], words[place + 1 :]
+        own = "phalanx" if config.launcher == "local" else config.launcher
+        check_script_starter(script, own if started is None else started.started_by)
 
 
 def _check_own_arguments(parser: FlagParser, words: list[str], own: list[str]) -> None:
@@ -129,12 +127,6 @@ def _check_target(namespace: argparse.Namespace, own: list[str]) -> Recipe | Non
     return load_recipe(namespace.recipe).with_preset(namespace.preset) if namespace.recipe else None
 
 
-def _target(namespace: argparse.Namespace, own: list[str]) -> ScriptTarget | ModuleTarget | None:
-    if namespace.script:
-        return ScriptTarget(namespace.script, tuple(own))
-    return ModuleTarget(namespace.module, tuple(own)) if namespace.module else None
-
-
 def _name(recipe: Recipe | None, target: ScriptTarget | ModuleTarget | None) -> str:
     if recipe is not None:
         return recipe.name
@@ -195,7 +187,7 @@ def _is_task_of_cluster(resolved: Resolved) -> bool:
     return task is not None
 
 
-def _be_the_task(resolved: Resolved, target: ScriptTarget | ModuleTarget | None) -> int:
+def _run_as_task(resolved: Resolved, target: ScriptTarget | ModuleTarget | None) -> int:
     from phalanx.engines.tensorflow.cluster import enter_alone
     from phalanx.launch.target import run_target
 
@@ -207,7 +199,7 @@ def _be_the_task(resolved: Resolved, target: ScriptTarget | ModuleTarget | None)
     return 0
 
 
-def _be_the_rank(
+def _run_as_rank(
     started: RankEnv, recipe: Recipe | None, resolved: Resolved, target: ScriptTarget | ModuleTarget | None
 ) -> int:
     if recipe is None:

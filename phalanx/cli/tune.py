@@ -27,8 +27,8 @@ that are settings hold for every trial. With the same --seed a search gives the 
 def run(arguments: Sequence[str]) -> int:
     """Run the verb."""
     words = list(arguments)
-    place = words.index("--") if "--" in words else len(words)
-    namespace = _parser().parse_all(words[:place])
+    end = words.index("--") if "--" in words else len(words)
+    namespace = _parser().parse_all(words[:end])
     if namespace.space is None:
         raise UsageError("tune needs --space", hint="Write: phalanx tune digits --space space.toml")
     from phalanx.tune.search import SearchRequest, search
@@ -36,7 +36,7 @@ def run(arguments: Sequence[str]) -> int:
 
     address = vars(namespace).pop("address", None)  # the cluster of the search, not of one run's ranks
     space = SearchSpace.read(namespace.space)
-    subject = _subject(namespace, words[place + 1 :])
+    subject = _subject(namespace, words[end + 1 :])
     mutate = None if namespace.mutate is None else tuple(name.strip() for name in namespace.mutate.split(","))
     asked = SearchRequest(
         metric=namespace.metric, mode=namespace.mode, num_samples=namespace.num_samples,
@@ -61,12 +61,7 @@ def _parser() -> FlagParser:
     add("--script", metavar="FILE", help="a Python script that runs under torchrun")
     add("-m", "--module", metavar="MODULE", help="a module, as in python -m MODULE")
     add("--space", metavar="FILE", help="the search space, a TOML file")
-    add(
-        "--metric",
-        default="val/loss",
-        metavar="NAME",
-        help="metric to optimize: val/loss, val/accuracy, ... [val/loss]",
-    )
+    add("--metric", default="val/loss", metavar="NAME", help="metric to optimize: val/accuracy, ... [val/loss]")
     add("--mode", metavar="min|max", help="whether less or more of it is better (default: by the metric's name)")
     add("--num-samples", type=int, metavar="N", help="how many trials [10; grid: every point]")
     add("--scheduler", default="none", metavar="asha|pbt|median|none", help="which trials are stopped early [none]")
@@ -100,7 +95,6 @@ def _subject(namespace: argparse.Namespace, own: list[str]) -> Trainable:
         return RecipeTrainable(recipe, resolve_flags(namespace, recipe))
     if namespace.preset:
         raise UsageError("--preset is for recipes; a script builds its own model")
-    target = (
-        ScriptTarget(namespace.script, tuple(own)) if namespace.script else ModuleTarget(namespace.module, tuple(own))
-    )
+    script, module, words = namespace.script, namespace.module, tuple(own)
+    target = ScriptTarget(script, words) if script else ModuleTarget(module, words)
     return ScriptTrainable(target, resolve_flags(namespace, None))

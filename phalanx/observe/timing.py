@@ -101,7 +101,7 @@ _TERAFLOPS = {
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
-    """Return a device's peak in operations a second, or None when it is not known: then no MFU is told."""
+    """Return a device's peak in operations per second, or None when it is not known: then no MFU is reported."""
     if precision not in ("bf16", "fp16"):
         return None
     words = device_name.replace("-", " ").split()

@@ -61,7 +61,7 @@ def test_a_full_disk_under_standard_output_does_not_end_training(tmp_path):
         code, err = _run_with_output(RECIPE, tmp_path, stdout=full, stderr=subprocess.PIPE)
     assert code == 0, err
     assert err.splitlines() == [
-        "phalanx: standard output failed (No space left on device): nothing more is written there, the run goes on"
+        "phalanx: standard output failed (No space left on device): nothing more is written there, the run continues"
     ]
     assert list((tmp_path / "kept").glob("step-*40"))
 

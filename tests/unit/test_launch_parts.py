@@ -233,7 +233,7 @@ def test_a_stream_that_fails_is_told_of_once_on_the_other(tmp_path):
         with open(os.devnull, "wb") as nowhere:
             os.dup2(nowhere.fileno(), full.fileno())  # else closing it fails as well
     assert err.getvalue().splitlines() == [
-        "phalanx: standard output failed (No space left on device): nothing more is written there, the run goes on"
+        "phalanx: standard output failed (No space left on device): nothing more is written there, the run continues"
     ]
 
 

@@ -160,7 +160,7 @@ def test_a_descriptor_that_is_no_socket_is_left_alone(tmp_path):
 
 
 def test_observing_imports_neither_torch_nor_rich():
-    modules = "events stream fdsink sinks tensorboard mlflow timing history console words"
+    modules = "events sinks tensorboard mlflow timing history console format control guard heartbeat"
     code = (
         "import sys, importlib\n"
         f"for name in {modules.split()}: importlib.import_module('phalanx.observe.' + name)\n"

@@ -179,7 +179,7 @@ def test_tensor_parallel_takes_neighbouring_ranks():
         (
             {"pipeline_parallel": 2, "pipeline_schedule": "zero-bubble", "strategy": "fsdp"},
             4,
-            "'zero-bubble' cannot run beside strategy = 'fsdp'.*\n.*strategy = 'ddp'",
+            "'zero-bubble' cannot run with strategy = 'fsdp'.*\n.*strategy = 'ddp'",
         ),
     ],
 )

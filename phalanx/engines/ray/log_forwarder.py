@@ -83,7 +83,7 @@ class LogForwarder:
             if wait:
                 ray.get(sent)
         if self._stop is not None and ray.wait([self._stop], timeout=0)[0]:
-            control.wish(ray.get(self._stop))
+            control.request_stop(ray.get(self._stop))
             self._stop = None
 
     def _report_step(self) -> None:
