@@ -13,7 +13,7 @@ EXIT_USAGE = 2
 """A wrong flag, key, value or path: nothing was started."""
 
 EXIT_PREEMPTED = 75
-"""Stopped by SIGTERM or SIGUSR1 after a checkpoint at a step boundary: run again to continue (sysexits' EX_TEMPFAIL)."""
+"""Stopped by SIGTERM or SIGUSR1 after a checkpoint at a step boundary: run again to continue (EX_TEMPFAIL)."""
 
 EXIT_INTERRUPTED = 130
 """Stopped by Ctrl-C (128 + SIGINT, as shells have it)."""

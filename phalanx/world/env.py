@@ -89,7 +89,7 @@ def rank_environment(rank_env: RankEnv | None, **more: str) -> Iterator[None]:
         os.environ.update(before)
 
 
-def show_local_rank(rank_env: RankEnv) -> Callable[[], object]:
+def show_local_rank(rank_env: RankEnv) -> Callable[[], None]:
     """Set LOCAL_RANK for a library that reads it at any time, where no launcher has; return a function that unsets it.
 
     `read_rank_env` still returns None: LOCAL_RANK alone does not make a rank.
@@ -97,7 +97,11 @@ def show_local_rank(rank_env: RankEnv) -> Callable[[], object]:
     if "LOCAL_RANK" in os.environ:
         return lambda: None
     os.environ["LOCAL_RANK"] = str(rank_env.local_rank)
-    return lambda: os.environ.pop("LOCAL_RANK", None)
+
+    def unset() -> None:
+        os.environ.pop("LOCAL_RANK", None)
+
+    return unset
 
 
 def _integer(env: Mapping[str, str], name: str, default: int | None = None) -> int:
