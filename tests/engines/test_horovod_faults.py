@@ -201,7 +201,7 @@ def steps_left(alone: int, together: int) -> int:
 
 
 def steps_of(folder: Path) -> list[int]:
-    """The steps that the run's events tell of, in their order."""
+    """The steps in the run's events, in their order."""
     events = [json.loads(line) for line in (folder / "run/events.jsonl").read_text().splitlines()]
     return [event["step"] for event in events if event["event"] == "step"]
 

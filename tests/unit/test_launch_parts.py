@@ -1,4 +1,4 @@
-"""The parts of the launcher that need no process: specs, blame, words, policy, stacks, counters, output."""
+"""The parts of the launcher that need no process: specs, causes, reports, restarts, stacks, counters, output."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_endpoints():
     assert split_endpoint("[::1]:5") == ("::1", 5)
 
 
-def test_a_host_that_nobody_knows_is_refused_at_once():
+def test_an_unknown_host_is_refused_at_once():
     check_endpoint("127.0.0.1:5")
     with pytest.raises(UsageError, match=r"the host 'nowhere\.invalid' of rdzv_endpoint .* is not known") as caught:
         check_endpoint("nowhere.invalid:29400")
@@ -224,7 +224,7 @@ def test_a_log_that_fails_is_dropped_with_one_notice(tmp_path):
     assert "No space left on device" in notice
 
 
-def test_a_stream_that_fails_is_told_of_once_on_the_other(tmp_path):
+def test_a_stream_that_fails_is_reported_once_on_the_other(tmp_path):
     err = io.StringIO()
     with open("/dev/full", "w") as full:
         console = PlainConsole(out=full, err=err)
@@ -243,7 +243,7 @@ def _report_of(traceback, tmp_path):
     return explain(ended, label="r0", host="a", step=None, killed_for_memory=False, log=tmp_path / "rank-0.log").details
 
 
-def test_a_long_traceback_is_cut_before_a_frame_and_says_so(tmp_path):
+def test_a_long_traceback_is_cut_before_a_frame_with_a_note(tmp_path):
     frames = [line for n in range(20) for line in (f'  File "/x/train.py", line {n}, in f', f"    f({n})", "    ^^^^")]
     head, mark, first, *rest = _report_of(["Traceback (most recent call last):", *frames, "ValueError: bad"], tmp_path)
     assert head == "Traceback (most recent call last):"
