@@ -127,12 +127,6 @@ def _check_target(namespace: argparse.Namespace, own: list[str]) -> Recipe | Non
     return load_recipe(namespace.recipe).with_preset(namespace.preset) if namespace.recipe else None
 
 
-def _name(recipe: Recipe | None, target: ScriptTarget | ModuleTarget | None) -> str:
-    if recipe is not None:
-        return recipe.name
-    return Path(target.path).stem if isinstance(target, ScriptTarget) else target.name if target else "run"
-
-
 def _launch(
     recipe: Recipe | None, resolved: Resolved, script: ScriptTarget | ModuleTarget | None, layout: Layout
 ) -> int:
@@ -142,7 +136,10 @@ def _launch(
         check_packages(config)
     else:
         check_before_start(config)
-    run_dir = make_run_dir(config, _name(recipe, script))
+    name = recipe.name if recipe is not None else "run"
+    if script is not None:
+        name = Path(script.path).stem if isinstance(script, ScriptTarget) else script.name
+    run_dir = make_run_dir(config, name)
     ranks = f"{layout.world_size} rank{'s' * (layout.world_size > 1)}"
     with scratch_folder("run") as folder:
         target: Target | None = script if recipe is None else recipe_target(recipe, config, run_dir, folder)

@@ -58,7 +58,7 @@ class GpuLoad:
             return None
         rates = _Rates()
         answer = self._nvml.nvmlDeviceGetUtilizationRates(self._handle, ctypes.byref(rates))
-        return rates.gpu / 100 if answer == _SUCCESS else None  # a slice of a GPU (MIG) has no figure of its own
+        return rates.gpu / 100 if answer == _SUCCESS else None  # a slice of a GPU (MIG) has no figure
 
 
 def _load_nvml() -> ctypes.CDLL | None:

@@ -51,7 +51,7 @@ class Attempt(Follower):
         self._scratch = scratch
         self._group: RankGroup | None = None
         self._watch: StartWatch | None = None
-        self._notices = StartupNotices(spec, time.monotonic(), serving=session.is_serving)
+        self._notices = StartupNotices(spec, time.monotonic(), serving=session.server.is_serving)
         self._evidence: Evidence | None = None
         self._silent_nodes: list[str] = []
         self._failure: FailureReport | None = None
@@ -207,7 +207,7 @@ class Attempt(Follower):
         self._stop_ranks(signal.SIGTERM, _FAILURE_GRACE)
 
     def _stop_ranks(self, number: signal.Signals, grace: float) -> None:
-        self._session.wake()
+        self._session.server.wake()
         super()._stop_ranks(number, grace)
 
     def _kill_ranks(self) -> None:
@@ -218,7 +218,7 @@ class Attempt(Follower):
         """Kill the remaining ranks directly: the fork server, which should have killed them, has not answered."""
         if self._group is not None and self._group.alive:
             self._group.kill_directly()
-            self._session.kill_server()
+            self._session.server.kill()
 
     def _signal_ranks(self, number: int) -> None:
         if self._group is not None:

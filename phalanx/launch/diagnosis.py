@@ -62,7 +62,7 @@ class Evidence:
         self._oom_kills = oom_kills()
 
     def clear(self, ranks: Sequence[int], attempt: int) -> None:
-        """Remove what earlier runs left under this node's ranks; the log goes on across restarts."""
+        """Remove what earlier runs left under this node's ranks; the log continues across restarts."""
         for rank in ranks:
             record_path(self._spec.log_dir, rank).unlink(missing_ok=True)
             log = log_path(self._spec.log_dir, rank)

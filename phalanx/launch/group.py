@@ -83,15 +83,14 @@ class RankGroup:
 
     def start(self, attempt: int, shared_env: dict[str, str], selector: selectors.BaseSelector, scratch: Path) -> None:
         """Fork every rank and listen to them; each has a folder for its sockets in `scratch`."""
-        selector.register(self._events, selectors.EVENT_READ, lambda: self._take_events())
-        threads = threads_per_rank(self._spec, shared_env)
+        selector.register(self._events, selectors.EVENT_READ, self._take_events)
         common = {
             "do": "rank",
             "target": to_message(self._spec.target),
             "prelude": self._spec.prelude,
             "cwd": os.getcwd(),
             "path": sys.path,
-            "threads": threads,
+            "threads": threads_per_rank(self._spec, shared_env),
             "log_dir": str(self._spec.log_dir.absolute()),
         }
         for local_rank, (key, state) in enumerate(self.ranks.items()):

@@ -86,7 +86,7 @@ class _Launching:
         try:
             return attempt.run(self._rank_env)
         except ForkServerDiedError as death:
-            if not self._session.is_serving:  # it cannot import torch, nor could the next
+            if not self._session.server.is_serving:  # it cannot import torch, nor could the next
                 raise
             self.close()
             self._open()

@@ -43,7 +43,7 @@ class PlainView:
         self.line(text)
 
     def activity(self, name: str | None) -> None:
-        """Ignore what goes on between steps: its result gets a line."""
+        """Ignore what happens between steps: its result gets a line."""
 
     def settle(self) -> None:
         """Show the last step if it has not been shown."""

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from phalanx.errors import UsageError
 
@@ -22,6 +23,8 @@ _DERIVED_PORTS = (29500, 20000)
 
 _OPEN_MPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
 _MPICH = ("PMI_RANK", "PMI_SIZE")
+_SUPERVISED = "PHALANX_LOG_DIR"
+"""Set by Phalanx's launcher."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +123,7 @@ def _from_torchrun(env: Mapping[str, str]) -> RankEnv:
         raise UsageError(f"the environment says RANK={rank} of WORLD_SIZE={world_size}: RANK must be below WORLD_SIZE")
     # DeepSpeed's launcher sets torchrun's variables, but this one under another name.
     local_world_size = _integer(env, "LOCAL_WORLD_SIZE", _integer(env, "LOCAL_SIZE", world_size))
-    started_by = "phalanx" if _is_supervised(env) else "torchrun"
+    started_by = "phalanx" if _SUPERVISED in env else "torchrun"
     if any((env.get(name), env.get(size)) == (env["RANK"], env["WORLD_SIZE"]) for name, size in (_OPEN_MPI, _MPICH)):
         started_by = "mpirun"  # `export_rank_env` has set torchrun's variables, equal to MPI's
     return RankEnv(
@@ -133,10 +136,7 @@ def _from_torchrun(env: Mapping[str, str]) -> RankEnv:
         master_addr=env.get("MASTER_ADDR", "127.0.0.1"),
         master_port=_integer(env, "MASTER_PORT", _DERIVED_PORTS[0]),
         started_by=started_by,
-        attempt=_integer(env, "TORCHELASTIC_RESTART_COUNT", 0),
-        max_restarts=_integer(env, "TORCHELASTIC_MAX_RESTARTS", 0),
-        supervised=_is_supervised(env),
-        launch_id=_launch_id(env),
+        **_attempt(env),
     )
 
 
@@ -150,8 +150,14 @@ def stop_signals(env: RankEnv | None) -> tuple[signal.Signals, ...]:
     return (*of_schedulers, signal.SIGINT, signal.SIGHUP) if env is not None and env.supervised else of_schedulers
 
 
-def _is_supervised(env: Mapping[str, str]) -> bool:
-    return "PHALANX_LOG_DIR" in env
+def _attempt(env: Mapping[str, str]) -> dict[str, Any]:
+    """Return the fields of `RankEnv` that describe the attempt, where the starter restarts ranks."""
+    return {
+        "attempt": _integer(env, "TORCHELASTIC_RESTART_COUNT", 0),
+        "max_restarts": _integer(env, "TORCHELASTIC_MAX_RESTARTS", 0),
+        "supervised": _SUPERVISED in env,
+        "launch_id": _launch_id(env),
+    }
 
 
 def _launch_id(env: Mapping[str, str]) -> str:
@@ -182,10 +188,7 @@ def _from_horovodrun(env: Mapping[str, str]) -> RankEnv:
         master_addr="",
         master_port=0,
         started_by="horovodrun",
-        attempt=_integer(env, "TORCHELASTIC_RESTART_COUNT", 0),
-        max_restarts=_integer(env, "TORCHELASTIC_MAX_RESTARTS", 0),
-        supervised=_is_supervised(env),
-        launch_id=_launch_id(env),
+        **_attempt(env),
     )
 
 
@@ -236,10 +239,7 @@ def _from_openmpi(env: Mapping[str, str]) -> RankEnv:
         master_addr=_mpi_master(env, one_host=local_world_size == world_size),
         master_port=_integer(env, "MASTER_PORT", _derived_port(job)),
         started_by="mpirun",
-        attempt=_integer(env, "TORCHELASTIC_RESTART_COUNT", 0),
-        max_restarts=_integer(env, "TORCHELASTIC_MAX_RESTARTS", 0),
-        supervised=_is_supervised(env),
-        launch_id=_launch_id(env),
+        **_attempt(env),
     )
 
 

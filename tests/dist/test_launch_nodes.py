@@ -99,7 +99,7 @@ def test_an_endpoint_that_does_not_answer_is_named(launch_script):
 
 def test_nodes_that_do_not_come_are_waited_for_only_so_long(launch_script):
     run = launch_script(SUM, num_nodes=2, node_rank=0, rdzv_endpoint=_free_endpoint(), join_timeout=1.0)
-    assert "not all 2 nodes came" in run.report
+    assert "not all 2 nodes joined" in run.report
 
 
 def test_the_notice_counts_the_missing_machines(tmp_path, fork_server, monkeypatch):
@@ -108,7 +108,7 @@ def test_the_notice_counts_the_missing_machines(tmp_path, fork_server, monkeypat
     runs = _run_nodes(tmp_path, SUM, num_nodes=3, endpoint=endpoint, join_timeout=2.0)
     for run in runs:
         assert f"waiting for 1 of 3 machines at {endpoint}" in run.console.notices
-    assert any("not all 3 nodes came" in run.report for run in runs)
+    assert any("not all 3 nodes joined" in run.report for run in runs)
 
 
 def test_a_host_that_is_not_known_is_refused_before_anything_starts(tmp_path, fork_server):

@@ -1,4 +1,4 @@
-"""A rank's traceback: without frames of the package before the user's first one, unless there are no others."""
+"""A rank's traceback: without frames of the package before the user's first one, unless it has only those."""
 
 from __future__ import annotations
 

@@ -64,9 +64,9 @@ class Horovod(Engine):
         """Return the store of the ranks of horovodrun."""
         if env.started_by != STARTED_BY:
             return None
-        from phalanx.engines.horovod.rendezvous import meet
+        from phalanx.engines.horovod.rendezvous import connect_ranks
 
-        return meet(env, seconds)
+        return connect_ranks(env, seconds)
 
     def wrap_run(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """Run again after ranks were lost or added, where horovodrun is elastic."""

@@ -35,14 +35,14 @@ def horovod() -> Any:
     return hvd
 
 
-def meet(env: RankEnv, seconds: float) -> tuple[RankEnv, dist.Store]:
+def connect_ranks(env: RankEnv, seconds: float) -> tuple[RankEnv, dist.Store]:
     """Open a store on rank 0, at a port that the system chooses, and broadcast its address."""
     horovod()
-    return _meet(env, seconds)
+    return _connect_ranks(env, seconds)
 
 
 @functools.cache
-def _meet(env: RankEnv, seconds: float) -> tuple[RankEnv, dist.Store]:
+def _connect_ranks(env: RankEnv, seconds: float) -> tuple[RankEnv, dist.Store]:
     hvd, timeout = horovod(), timedelta(seconds=seconds)
     one_machine = env.local_world_size == env.world_size
     host, server = _own_address(one_machine=one_machine), None
@@ -51,7 +51,7 @@ def _meet(env: RankEnv, seconds: float) -> tuple[RankEnv, dist.Store]:
     elif env.rank == 0:
         server = dist.TCPStore(host, 0, is_master=True, timeout=timeout, wait_for_workers=False)
     endpoint = (host, server.port) if server is not None else None
-    host, port = hvd.broadcast_object(endpoint, root_rank=0, name=f"phalanx.meet.{env.attempt}")
+    host, port = hvd.broadcast_object(endpoint, root_rank=0, name=f"phalanx.rendezvous.{env.attempt}")
     store = server if server is not None else dist.TCPStore(host, port, is_master=False, timeout=timeout)
     store.set_timeout(timeout)
     if VARIABLE not in os.environ and env.local_world_size < env.world_size and _CARD in os.environ:

@@ -7,7 +7,6 @@ import shutil
 import signal
 import socket
 import time
-from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -124,30 +123,17 @@ class RayFollower(Follower):
     # --- messages --------------------------------------------------------------------------------------------------
 
     def _take(self, message: RayMessage) -> None:
-        """Handle a message by its first key."""
-        takers: dict[str, Callable[[RayMessage], None]] = {
-            "output": self._take_output,
-            "log": self._write_log,
-            "event": self._take_event,
-            "record": self._take_record,
-            "placed": self._take_placed,
-            "begun": self._take_begun,
-            "lost": self._take_lost,
-            "ended": self._take_ended,
-            "location": self._take_location,
-            "at": self._take_step,
-            "files": self._take_files,
-        }
-        takers[next(iter(message))](message)
+        """Handle a message by its first key: `output` by `_take_output`, and so on."""
+        getattr(self, f"_take_{next(iter(message))}")(message)
 
     def _take_output(self, message: RayMessage) -> None:
         rank: int = message["rank"]
-        self._write_log({"log": message["output"], "rank": rank})
+        self._take_log({"log": message["output"], "rank": rank})
         if rank == 0 or self._spec.console_ranks == "all":
             for line in self._lines.split(rank, message["output"]):
                 self._console.rank_output(rank, self._spec.label(rank), line)
 
-    def _write_log(self, message: RayMessage) -> None:
+    def _take_log(self, message: RayMessage) -> None:
         self._append(log_path(self._spec.log_dir, message["rank"]), message["log"])
 
     def _append(self, path: Path, data: bytes) -> None:
@@ -191,7 +177,7 @@ class RayFollower(Follower):
     def _take_location(self, message: RayMessage) -> None:
         self._locations[message["location"]] = WorkerLocation(message["host"], Path(message["board"]))
 
-    def _take_step(self, message: RayMessage) -> None:
+    def _take_at(self, message: RayMessage) -> None:
         if message["rank"] in self._locations:
             self._locations[message["rank"]].step = message["at"]
 

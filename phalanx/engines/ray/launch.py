@@ -137,7 +137,7 @@ class RayStarter:
 
 
 def _environment(spec: LaunchSpec) -> dict[str, str]:
-    """Return the variables of this process that ranks get on every machine."""
+    """Return the variables that ranks get on every machine."""
     own = {name: value for name, value in os.environ.items() if name.startswith(_FORWARDED)}
     done = {f"PHALANX_{name.upper()}" for name in settings_of_start("ray")}
     every = {**own, **spec.env, "PHALANX_RUN_ID": spec.run_id}

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.engines.ray.address import check_address
-from phalanx.engines.ray.cluster import Cluster, check_resources, open_cluster
+from phalanx.engines.ray.cluster import check_resources, open_cluster
 from phalanx.engines.ray.tune.record import NUMBER, marking_callback, number_of
 from phalanx.engines.ray.tune.table import show_callback, shown_on
 from phalanx.engines.ray.tune.trial import ITERATION, Work, pack, run_in_worker
@@ -90,7 +90,8 @@ def run_on_ray(
         at_once = total if is_population else request.trials or 1
         num_cpus = max(len(os.sched_getaffinity(0)), needed["CPU"] * at_once)
         with open_cluster(request.address, num_cpus=num_cpus, notice=table.notice) as cluster:
-            needed = _with_gpus(needed, cluster, subject, request)
+            if subject.resolved.config.device != "cpu" and any(node.get("GPU") for node in cluster.nodes()):
+                needed["GPU"] = needed["CPU"] / request.trials_per_gpu
             # A population needs all members at once.
             check_resources(cluster, needed, total if is_population else 1, what="trials")
             tuner = _tuner(work, request, folder, numbers, needed)
@@ -131,16 +132,6 @@ def _quiet() -> Iterator[None]:
             del os.environ[variable]
         else:
             os.environ[variable] = before
-
-
-def _with_gpus(
-    needed: dict[str, float], cluster: Cluster, subject: Trainable, request: SearchRequest
-) -> dict[str, float]:
-    config = subject.resolved.config
-    has_gpus = any(node.get("GPU") for node in cluster.nodes())
-    if config.device == "cpu" or not has_gpus:
-        return needed
-    return {**needed, "GPU": (config.total_ranks or 1) / request.trials_per_gpu}
 
 
 def _work(
