@@ -38,14 +38,14 @@ _SECTIONS = ("zero_optimization", "optimizer", "scheduler", "bf16", "fp16")
 _ZERO_MEANS_UNSET = {"gradient_clipping", "zero_stage"}
 _REFUSED = {
     "pipeline": "DeepSpeed's pipeline needs its own loop",
-    "tensor_parallel": "ranks that share samples must be known to our data loaders",
-    "sequence_parallel_size": "ranks that share samples must be known to our data loaders",
-    "data_parallel_size": "ranks that share samples must be known to our data loaders",
+    "tensor_parallel": "ranks that share samples must be known to Phalanx's data loaders",
+    "sequence_parallel_size": "ranks that share samples must be known to Phalanx's data loaders",
+    "data_parallel_size": "ranks that share samples must be known to Phalanx's data loaders",
     "amp": "apex is not used: write bf16 or fp16",
     "bfloat16": 'write it as "bf16"',
     "managed_gradient_accumulation": "the loop decides where a step ends",
-    "curriculum_learning": "our data loaders decide the batches",
-    "data_efficiency": "our data loaders decide the batches",
+    "curriculum_learning": "Phalanx's data loaders decide the batches",
+    "data_efficiency": "Phalanx's data loaders decide the batches",
 }
 _EXCLUDED = {
     "sharding": "zero_stage says how DeepSpeed shards",
@@ -228,10 +228,10 @@ def _check_shape(kind: str, params: Mapping[str, Any]) -> None:
     """Refuse a warm-up that differs from that of `warmup`, which rises linearly from 0."""
     for name in ("warmup_min_lr", "warmup_min_ratio", "cos_min_ratio"):
         if params.get(name, "auto") not in ("auto", 0, 0.0):
-            raise ValueError(f"the scheduler {kind} with {name} = {params[name]}: ours starts and ends at 0.")
+            raise ValueError(f"the scheduler {kind} with {name} = {params[name]}: lr_schedule starts and ends at 0.")
     if params.get("warmup_num_steps", "auto") != 0 and params.get("warmup_type", "log") not in ("auto", "linear"):
         raise ValueError(
-            f"the scheduler {kind} rises by a logarithm, DeepSpeed's default, and ours linearly: "
+            f"the scheduler {kind} rises by a logarithm, DeepSpeed's default, and warmup linearly: "
             'add "warmup_type": "linear".'
         )
 

@@ -40,7 +40,7 @@ _BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
 
 
 class Recompute(NamedTuple):
-    """What activation_checkpointing asks for: every n-th block, whole or all but its expensive operations."""
+    """What activation_checkpointing recomputes: every n-th block, whole or all but its expensive operations."""
 
     every: int = 1
     selective: bool = False

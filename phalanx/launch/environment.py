@@ -1,4 +1,4 @@
-"""The environment of a rank: torchrun's, so that any script written for torchrun finds what it expects, and ours."""
+"""The environment of a rank: torchrun's, so that any script written for torchrun runs, and Phalanx's."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ class Hang:
 
 @dataclass
 class StartWatch:
-    """Gets starts, events and exits, and is asked with the time. Limits count from when the last rank was forked."""
+    """Finds ranks that never join, from starts, events and exits. Limits count from when the last rank was forked."""
 
     spec: LaunchSpec
     ranks: tuple[int, ...]

@@ -25,7 +25,7 @@ class TrialControl:
     """The control file, as the run and the controller use it."""
 
     def __init__(self, file: str | Path, at: Sequence[int] | None = None, first: int = 1, every: int = 1) -> None:
-        """`at`: the iterations at which the run asks; None: at every `every`-th one from `first` on."""
+        """`at`: the iterations at which the run waits for an answer; None: at every `every`-th one from `first` on."""
         self.file = Path(file)
         self._at = None if at is None else tuple(at)
         self._first = first
@@ -47,7 +47,7 @@ class TrialControl:
         self._asked = iteration
 
     def is_due(self, iteration: int) -> bool:
-        """Whether the run asks now: a point lies between the last iteration that was looked at and this one."""
+        """Whether the run waits now: a point lies between the last iteration that was checked and this one."""
         before, self._asked = self._asked, iteration
         if self._at is None:
             return iteration >= self._first and iteration // self._every > before // self._every

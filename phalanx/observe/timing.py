@@ -73,11 +73,9 @@ class Throughput:
         self._mark = now
         return _ratio(samples, seconds), _ratio(seconds, steps)
 
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
+    def paused(self) -> contextlib.AbstractContextManager[None]:
         """Leave out what happens inside: evaluation, checkpoints."""
-        with self.stopwatch.paused():
-            yield
+        return self.stopwatch.paused()
 
 
 def _ratio(amount: float, per: float) -> float:

@@ -53,7 +53,7 @@ def started_on_this_machine() -> str:
 
 
 def _probe(address: str, host: str, port: int) -> None:
-    """Check that a server listens, speaks gRPC, and knows a method of Ray."""
+    """Check that a server listens, answers as gRPC does, and has a method of Ray."""
     encrypted = os.environ.get("RAY_USE_TLS") == "1"  # then Ray alone has the certificates to ask with
     try:
         with socket.create_connection((host, port), timeout=PROBE_SECONDS) as connection:
