@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,9 +13,10 @@ from typing import Any, NoReturn
 
 from phalanx.config import FIELDS, GROUPS, Resolved, parse_text, resolve
 from phalanx.config.option import kinds
+from phalanx.engine import find_engine
 from phalanx.errors import UsageError, nearest
-from phalanx.launch import count_gpus
-from phalanx.recipes import Recipe
+from phalanx.launch import ModuleTarget, ScriptTarget, count_gpus
+from phalanx.recipes import Recipe, load_recipe, recipe_names
 
 _BARE = "<bare flag>"
 
@@ -54,6 +56,40 @@ class FlagParser(argparse.ArgumentParser):
 class _Help(argparse.RawDescriptionHelpFormatter):
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=34, width=110)
+
+
+def add_target_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that name what runs: a recipe, a script or a module."""
+    parser.add_argument("recipe", nargs="?", help=f"a built-in recipe: {', '.join(recipe_names())}")
+    parser.add_argument("--preset", metavar="NAME", help="which size of the recipe's model: debug, small, ...")
+    parser.add_argument("--script", metavar="FILE", help="a Python script that runs under torchrun")
+    parser.add_argument("-m", "--module", metavar="MODULE", help="a module, as in python -m MODULE")
+
+
+def split_own(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Separate the arguments of a verb from those of the script, which follow --."""
+    words = list(arguments)
+    end = words.index("--") if "--" in words else len(words)
+    return words[:end], words[end + 1 :]
+
+
+def read_target(
+    namespace: argparse.Namespace, own: Sequence[str], verb: str, hint: str
+) -> Recipe | ScriptTarget | ModuleTarget:
+    """Return what was named; `own`: the script's own arguments."""
+    named = [name for name in ("recipe", "script", "module") if getattr(namespace, name)]
+    if len(named) != 1:
+        what = f"nothing to {verb} was named" if not named else f"{' and '.join(named)} were both given"
+        raise UsageError(what, hint=hint)
+    if namespace.recipe:
+        if own:
+            raise UsageError(f"a recipe takes no arguments; got: {shlex.join(own)}")
+        find_engine(vars(namespace).get("backend", "")).check_recipe(namespace.recipe)
+        return load_recipe(namespace.recipe).with_preset(namespace.preset)
+    if namespace.preset:
+        raise UsageError("--preset is for recipes; a script builds its own model")
+    script, module = namespace.script, namespace.module
+    return ScriptTarget(script, tuple(own)) if script else ModuleTarget(module, tuple(own))
 
 
 def add_config_flags(parser: argparse.ArgumentParser) -> None:

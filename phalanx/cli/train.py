@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from phalanx.cli.flags import FlagParser, add_config_flags, resolve_flags
+from phalanx.cli.flags import FlagParser, add_config_flags, add_target_flags, read_target, resolve_flags, split_own
 from phalanx.config import DistributedConfig, Resolved
-from phalanx.engine import find_engine
 from phalanx.engines.tensorflow.tf_config import check_against, read_task
 from phalanx.errors import PhalanxError, UsageError
 from phalanx.launch import ModuleTarget, ScriptTarget, count_gpus
@@ -26,24 +24,20 @@ from phalanx.runs.start import run_on_ranks
 from phalanx.world.env import RankEnv, export_rank_env, read_rank_env
 from phalanx.world.layout import Layout, plan_layout
 
+_HINT = "Write: phalanx train digits, phalanx train --script train.py, or phalanx train -m package.train"
+
 
 def run(arguments: Sequence[str]) -> int:
     """Run the verb."""
-    words = list(arguments)
-    end = words.index("--") if "--" in words else len(words)
-    words, own = words[:end], words[end + 1 :]  # the script's own arguments follow --
+    words, own = split_own(arguments)
     parser = _parser()
     _check_own_arguments(parser, words, own)
     namespace = parser.parse_all(words)
-    recipe = _check_target(namespace, own)
+    named = read_target(namespace, own, "train", _HINT)
+    recipe, target = (named, None) if isinstance(named, Recipe) else (None, named)
     resolved = resolve_flags(namespace, recipe)
     if recipe is not None and recipe.needs_data_dir and resolved.config.data_dir is None:
         raise UsageError(f"the recipe '{recipe.name}' reads your files", hint="Add: --data-dir path/to/them")
-    target: ScriptTarget | ModuleTarget | None = None
-    if namespace.script or namespace.module:
-        arguments = tuple(own)
-        script, module = namespace.script, namespace.module
-        target = ScriptTarget(script, arguments) if script else ModuleTarget(module, arguments)
     if target is not None:
         target.check()
     started = read_rank_env()
@@ -102,29 +96,9 @@ def _parser() -> FlagParser:
         description="Train on N ranks.",
         epilog=f"recipes:\n{recipes}",
     )
-    parser.add_argument("recipe", nargs="?", help=f"a built-in recipe: {', '.join(recipe_names())}")
-    parser.add_argument("--preset", metavar="NAME", help="which size of the recipe's model: debug, small, ...")
-    parser.add_argument("--script", metavar="FILE", help="a Python script that runs under torchrun")
-    parser.add_argument("-m", "--module", metavar="MODULE", help="a module, as in python -m MODULE")
+    add_target_flags(parser)
     add_config_flags(parser)
     return parser
-
-
-def _check_target(namespace: argparse.Namespace, own: list[str]) -> Recipe | None:
-    named = [name for name in ("recipe", "script", "module") if getattr(namespace, name)]
-    if len(named) != 1:
-        what = "nothing to train was named" if not named else f"{' and '.join(named)} were both given"
-        raise UsageError(
-            what,
-            hint="Write: phalanx train digits, phalanx train --script train.py, or phalanx train -m package.train",
-        )
-    if namespace.recipe and own:
-        raise UsageError(f"a recipe takes no arguments; got: {shlex.join(own)}")
-    if namespace.recipe:
-        find_engine(vars(namespace).get("backend", "")).check_recipe(namespace.recipe)
-    if namespace.preset and not namespace.recipe:
-        raise UsageError("--preset is for recipes; a script builds its own model")
-    return load_recipe(namespace.recipe).with_preset(namespace.preset) if namespace.recipe else None
 
 
 def _launch(

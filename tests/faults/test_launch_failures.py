@@ -86,8 +86,8 @@ def test_a_trainers_frames_do_not_stand_before_the_models(tmp_path, fork_server)
 def test_the_record_of_an_exception_has_rank_step_and_traceback(launch_script):
     source = """
     import os
-    from phalanx.observe import board
-    board.current().beat(17)
+    from phalanx.observe import heartbeat
+    heartbeat.current().beat(17)
     if os.environ["RANK"] == "1":
         raise RuntimeError("boom")
     """

@@ -14,6 +14,7 @@ import subprocess
 import time
 import uuid
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -40,24 +41,18 @@ _SHELL_MESSAGES = ("Terminated", "Killed")
 """What the shell around a rank prints when the rank was killed: the report says more."""
 
 
+@dataclass
 class HorovodOutput:
     """Every rank's lines go to its log and to `show`; horovodrun's own last lines are kept."""
 
-    def __init__(
-        self,
-        log_dir: Path,
-        show: Callable[[int, str], None],
-        on_exit: Callable[[int, int], None],
-        notice: Callable[[str], None],
-    ) -> None:
-        self._log_dir = log_dir
-        self._show = show
-        self._on_exit = on_exit
-        self._notice = notice
-        self._logs: dict[int, RankLog] = {}
-        self._partial = b""
-        self.own: list[str] = []
-        """The last lines of horovodrun itself."""
+    log_dir: Path
+    show: Callable[[int, str], None]
+    on_exit: Callable[[int, int], None]
+    notice: Callable[[str], None]
+    own: list[str] = field(default_factory=list)
+    """The last lines of horovodrun itself."""
+    _logs: dict[int, RankLog] = field(default_factory=dict)
+    _partial: bytes = b""
 
     def feed(self, data: bytes) -> None:
         """Process output; lines that are complete are passed on."""
@@ -86,15 +81,15 @@ class HorovodOutput:
             own = line.decode(errors="replace").rstrip()
             self.own = [*self.own, own][-_OWN_LINES:] if own else self.own
             if (ended := _ENDED.match(own)) is not None:
-                self._on_exit(int(ended[1]), int(ended[2]))
+                self.on_exit(int(ended[1]), int(ended[2]))
             return
         rank, data = int(of_rank[1]), of_rank[2]
         if rank not in self._logs:
-            self._logs[rank] = RankLog(self._log_dir, rank, self._notice)
+            self._logs[rank] = RankLog(self.log_dir, rank, self.notice)
         self._logs[rank].write(data)
         text = data.decode(errors="replace")
         if text.rstrip() not in _SHELL_MESSAGES:
-            self._show(rank, text)
+            self.show(rank, text)
 
 
 _EVENT_BYTES = 1 << 18

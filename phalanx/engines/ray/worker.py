@@ -8,6 +8,7 @@ import os
 import socket
 import sys
 from contextlib import closing, redirect_stderr
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -67,37 +68,37 @@ def _find_node(controller: Any) -> tuple[NodeInfo, int, int]:
     return node, local_rank, attempt
 
 
+@dataclass
 class _Rank:
     """One rank in one attempt."""
 
-    def __init__(
-        self, order: RankOrder, controller: Any, scratch: Path, node: NodeInfo, local_rank: int, attempt: int
-    ) -> None:
-        self._order = order
-        self._controller = controller
-        self._scratch = scratch
-        self._node = node
-        self._local_rank = local_rank
-        self._attempt = attempt
-        self.rank = node.first_rank + local_rank
-        self._log_dir = scratch / "logs"
+    order: RankOrder
+    controller: Any
+    scratch: Path
+    node: NodeInfo
+    local_rank: int
+    attempt: int
+
+    def __post_init__(self) -> None:
+        self.rank = self.node.first_rank + self.local_rank
+        self.log_dir = self.scratch / "logs"
 
     def run(self) -> int:
         """Run the target and return its exit code; the exception that ended it is recorded."""
-        self._log_dir.mkdir()
-        path = board_path(self._log_dir, self._node.node_rank)
-        board = HeartbeatBoard.create(path, self._node.world_size)
-        with closing(board), forwarding(self._controller, self.rank, board) as forwarder:
+        self.log_dir.mkdir()
+        path = board_path(self.log_dir, self.node.node_rank)
+        board = HeartbeatBoard.create(path, self.node.world_size)
+        with closing(board), forwarding(self.controller, self.rank, board) as forwarder:
             forwarder.send({"location": self.rank, "host": socket.gethostname(), "board": str(path)})
             code = run_to_end(lambda: self._run_target(forwarder), lambda error: self._record(error, forwarder))
-            record = read_record(self._log_dir, self.rank)
+            record = read_record(self.log_dir, self.rank)
             if record is not None:
                 forwarder.send({"record": record})
             forwarder.send({"ended": code, "rank": self.rank, "host": socket.gethostname()})
         return code
 
     def _run_target(self, forwarder: LogForwarder) -> None:
-        unpacked = unpack(self._order.archive, self._scratch)
+        unpacked = unpack(self.order.archive, self.scratch)
         forwarder.keeps_events = self.rank == 0 and not unpacked.in_place  # else the rank writes them itself
         self._become_rank(unpacked)
         run_target(unpacked.target, sys.path)
@@ -108,7 +109,7 @@ class _Rank:
         """Write the record; the traceback goes to the log, because the launcher reports the cause once."""
         text = io.StringIO()
         with redirect_stderr(text):
-            record_exception(error, {"rank": self.rank, "log_dir": str(self._log_dir)})
+            record_exception(error, {"rank": self.rank, "log_dir": str(self.log_dir)})
         forwarder.final_output = text.getvalue()
 
     def _become_rank(self, unpacked: UnpackedSources) -> None:
@@ -120,13 +121,13 @@ class _Rank:
         spec = LaunchSpec(
             target=unpacked.target,
             ranks_per_node=local_world_size,
-            log_dir=self._log_dir,
-            max_restarts=self._order.max_restarts,
-            threads_per_rank=self._order.threads,
+            log_dir=self.log_dir,
+            max_restarts=self.order.max_restarts,
+            threads_per_rank=self.order.threads,
         )
-        variables = rank_environment(spec, self._node, self._local_rank, self._attempt, os.environ)
+        variables = rank_environment(spec, self.node, self.local_rank, self.attempt, os.environ)
         # No agent hosts the ranks' store here: rank 0 does.
-        os.environ.update({**variables, **self._order.env, "TORCHELASTIC_USE_AGENT_STORE": "False"})
+        os.environ.update({**variables, **self.order.env, "TORCHELASTIC_USE_AGENT_STORE": "False"})
         os.environ[UNDER_RAY] = "1"
         os.chdir(unpacked.folder)
         sys.path[:] = [*unpacked.path, *(entry for entry in sys.path if entry not in unpacked.path)]
