@@ -113,10 +113,7 @@ def build() -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / "build.log"
     with tempfile.TemporaryDirectory(prefix="phalanx-horovod-") as scratch:
-        # A compiler for Horovod's CMake: the real one with `_FLAGS` after all other options.
-        wrapper = Path(scratch, "cxx")
-        wrapper.write_text(f'#!/bin/sh\nexec "{compiler}" "$@" {_FLAGS}\n')
-        wrapper.chmod(0o755)
+        wrapper = _write_wrapper(Path(scratch), compiler)
         _notice(f"compiling Horovod {VERSION} against torch {torch_version()}; this takes minutes (log: {log})")
         command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-cache-dir"]
         command += ["--wheel-dir", scratch, f"horovod=={VERSION}"]
@@ -158,6 +155,14 @@ def _check_tools() -> str:
 def _tool_path() -> str:
     """Return the PATH with the Python environment's own programs first: it need not be activated."""
     return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+
+
+def _write_wrapper(folder: Path, compiler: str) -> Path:
+    """Write a compiler for Horovod's CMake: the real one with `_FLAGS` after all other options."""
+    wrapper = folder / "cxx"
+    wrapper.write_text(f'#!/bin/sh\nexec "{compiler}" "$@" {_FLAGS}\n')
+    wrapper.chmod(0o755)
+    return wrapper
 
 
 def _build_environment(wrapper: Path) -> dict[str, str]:
