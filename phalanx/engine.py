@@ -51,7 +51,7 @@ class Engine:
         """Raise where the engine cannot train a recipe."""
 
     def notice(self, config: DistributedConfig) -> str | None:
-        """Return what to tell the user before the ranks start, such as a long compilation."""
+        """Return a message for the user before the ranks start, such as of a long compilation."""
         return None
 
     def num_nodes(self, config: DistributedConfig) -> int:
@@ -75,7 +75,7 @@ class Engine:
         return {}, []
 
     def starter(self, config: DistributedConfig, ranks: PlannedRanks) -> Starter | None:
-        """Return the system that starts the ranks; None: our own launcher."""
+        """Return the system that starts the ranks; None: Phalanx's launcher."""
         return None
 
     def datasets(self, *sources: Any) -> Mapping[str, Any]:
@@ -107,7 +107,7 @@ class Engine:
 
 
 class Home(NamedTuple):
-    """Where a built-in engine is, and by what a rank notices that it runs under it without importing it."""
+    """Where a built-in engine is, and how a rank detects it without importing it."""
 
     module: str
     variable: str = ""

@@ -13,14 +13,14 @@ EXIT_USAGE = 2
 """A wrong flag, key, value or path: nothing was started."""
 
 EXIT_PREEMPTED = 75
-"""Stopped by SIGTERM or SIGUSR1 after a checkpoint at a step boundary: run again to go on (sysexits' EX_TEMPFAIL)."""
+"""Stopped by SIGTERM or SIGUSR1 after a checkpoint at a step boundary: run again to continue (EX_TEMPFAIL)."""
 
 EXIT_INTERRUPTED = 130
 """Stopped by Ctrl-C (128 + SIGINT, as shells have it)."""
 
 
 class PhalanxError(Exception):
-    """Something the user can put right. `hint` says how, in words that can be pasted."""
+    """An error that the user can correct. `hint` says how, in words that can be pasted."""
 
     exit_code = 1
 
@@ -37,7 +37,7 @@ class PhalanxError(Exception):
 
 
 def rebuild(kind: type[PhalanxError], message: str, hint: str) -> PhalanxError:
-    """Unpickle an error whatever its constructor takes: errors cross process boundaries."""
+    """Unpickle an error without calling its constructor: errors cross process boundaries."""
     error = kind.__new__(kind)
     PhalanxError.__init__(error, message, hint=hint)
     return error
@@ -73,7 +73,7 @@ class ModelError(PhalanxError):
 
 
 class CommunicationError(PhalanxError):
-    """Ranks that cannot or do not talk to each other: one died, one is late, or they disagree on what is sent."""
+    """Ranks that do not communicate: one died, one is late, or they disagree on what is sent."""
 
 
 class SharedMemoryUnavailable(CommunicationError):
@@ -89,7 +89,7 @@ class NonFiniteLossError(PhalanxError):
 
 
 class RankFailedError(PhalanxError):
-    """A rank crashed; the message opens with the guilty rank's cause."""
+    """A rank crashed; the message begins with the guilty rank's cause."""
 
     def __init__(self, message: str, *, hint: str = "", exit_code: int = 1) -> None:
         super().__init__(message, hint=hint)
@@ -134,7 +134,7 @@ def nearest(name: str, allowed: Iterable[str]) -> str | None:
 
 
 def unknown_name(kind: str, given: str, allowed: Iterable[str]) -> str:
-    """Say that `given` is no known `kind`: the nearest name first, then all that are allowed."""
+    """Return the message about an unknown name: the nearest name first, then all that are allowed."""
     names = sorted(allowed)
     close = nearest(given, names)
     guess = f" Did you mean '{close}'?" if close else ""

@@ -32,19 +32,17 @@ def run(arguments: Sequence[str]) -> int:
         defaults = {name for name, origin in resolved.origins.items() if origin == "default"}
         print(write_toml(resolved.config, as_comments=defaults), end="")
     else:
-        print(_table(resolved))
+        _print_table(resolved)
     return 0
 
 
-def _table(resolved: Resolved) -> str:
-    lines = []
+def _print_table(resolved: Resolved) -> None:
     for group in GROUPS:
-        lines.append(_bold(group.__name__))
+        print(_bold(group.__name__))
         for name in group.__dataclass_fields__:
             value, origin = getattr(resolved.config, name), resolved.origins[name]
             shown = "-" if value is None else str(value)
-            lines.append(f"  {name:<28} {shown:<24} {origin if origin == 'default' else _bold(origin)}")
-    return "\n".join(lines)
+            print(f"  {name:<28} {shown:<24} {origin if origin == 'default' else _bold(origin)}")
 
 
 def _bold(text: str) -> str:

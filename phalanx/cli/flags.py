@@ -1,28 +1,28 @@
-"""Flags made from the config's fields, with the same help text, default and check as every other source.
-
-JSON output of verbs, to a file or standard output."""
+"""Flags made from the config's fields, with the same help text, default and check as every other source."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import json
+import shlex
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from phalanx.config import FIELDS, GROUPS, Resolved, parse_text, resolve
 from phalanx.config.option import kinds
+from phalanx.engine import find_engine
 from phalanx.errors import UsageError, nearest
-from phalanx.launch import count_gpus
-from phalanx.recipes import Recipe
+from phalanx.launch import ModuleTarget, ScriptTarget, count_gpus
+from phalanx.recipes import Recipe, load_recipe, recipe_names
 
 _BARE = "<bare flag>"
 
 
 class FlagParser(argparse.ArgumentParser):
-    """An argument parser with our errors, which reports all unknown flags at once."""
+    """An argument parser that raises UsageError, and reports all unknown flags at once."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, formatter_class=_Help, **options)
@@ -40,19 +40,17 @@ class FlagParser(argparse.ArgumentParser):
 
     def describe_unknown(self, words: Sequence[str]) -> list[str]:
         """Return what is wrong with each word that no flag takes."""
-        flags = [flag for action in self._actions for flag in action.option_strings]
-        told = [word for place, word in enumerate(words) if not _is_value_of_unknown(words, place)]
-        return [_unknown(word, flags) for word in told]
-
-
-def _is_value_of_unknown(words: Sequence[str], place: int) -> bool:
-    """Whether a word is the value of an unknown flag before it, which is reported already."""
-    return (
-        place > 0
-        and not words[place].startswith("-")
-        and words[place - 1].startswith("--")
-        and "=" not in words[place - 1]
-    )
+        # By the name without dashes, which all flags have in common.
+        flags = {flag.lstrip("-"): flag for action in self._actions for flag in action.option_strings}
+        found = []
+        for before, word in zip(["", *words], words, strict=False):
+            name = word.split("=", 1)[0]
+            if word.startswith("-"):
+                close = flags.get(nearest(name.lstrip("-"), flags) or "")
+                found.append(f"unknown flag '{name}'.{f' Did you mean {close}?' if close else ''}")
+            elif not before.startswith("--") or "=" in before:  # else the value of an unknown flag
+                found.append(f"unexpected argument '{word}'. A script's own arguments go after --.")
+        return found
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
@@ -60,13 +58,38 @@ class _Help(argparse.RawDescriptionHelpFormatter):
         super().__init__(prog, max_help_position=34, width=110)
 
 
-def _unknown(word: str, flags: Iterable[str]) -> str:
-    if not word.startswith("-"):
-        return f"unexpected argument '{word}'. A script's own arguments go after --."
-    name = word.split("=", 1)[0]
-    by_name = {flag.lstrip("-"): flag for flag in flags}  # all flags have the dashes in common
-    close = by_name.get(nearest(name.lstrip("-"), by_name) or "")
-    return f"unknown flag '{name}'.{f' Did you mean {close}?' if close else ''}"
+def add_target_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that name what runs: a recipe, a script or a module."""
+    parser.add_argument("recipe", nargs="?", help=f"a built-in recipe: {', '.join(recipe_names())}")
+    parser.add_argument("--preset", metavar="NAME", help="which size of the recipe's model: debug, small, ...")
+    parser.add_argument("--script", metavar="FILE", help="a Python script that runs under torchrun")
+    parser.add_argument("-m", "--module", metavar="MODULE", help="a module, as in python -m MODULE")
+
+
+def split_own(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Separate the arguments of a verb from those of the script, which follow --."""
+    words = list(arguments)
+    end = words.index("--") if "--" in words else len(words)
+    return words[:end], words[end + 1 :]
+
+
+def read_target(
+    namespace: argparse.Namespace, own: Sequence[str], verb: str, hint: str
+) -> Recipe | ScriptTarget | ModuleTarget:
+    """Return what was named; `own`: the script's own arguments."""
+    named = [name for name in ("recipe", "script", "module") if getattr(namespace, name)]
+    if len(named) != 1:
+        what = f"nothing to {verb} was named" if not named else f"{' and '.join(named)} were both given"
+        raise UsageError(what, hint=hint)
+    if namespace.recipe:
+        if own:
+            raise UsageError(f"a recipe takes no arguments; got: {shlex.join(own)}")
+        find_engine(vars(namespace).get("backend", "")).check_recipe(namespace.recipe)
+        return load_recipe(namespace.recipe).with_preset(namespace.preset)
+    if namespace.preset:
+        raise UsageError("--preset is for recipes; a script builds its own model")
+    script, module = namespace.script, namespace.module
+    return ScriptTarget(script, tuple(own)) if script else ModuleTarget(module, tuple(own))
 
 
 def add_config_flags(parser: argparse.ArgumentParser) -> None:
@@ -81,7 +104,8 @@ def add_config_flags(parser: argparse.ArgumentParser) -> None:
 def _add_flag(section: argparse._ArgumentGroup, name: str) -> None:
     field = FIELDS[name]
     flag = "--" + name.replace("_", "-")
-    text = _help_text(field)
+    default = "" if field.default is None else f" [{field.default}]"
+    text = f"{field.metadata['help']}{default}".replace("%", "%%")
     members = kinds(field)
     if "bool" not in members:
         section.add_argument(flag, dest=name, default=argparse.SUPPRESS, metavar=_metavar(field), help=text)
@@ -101,11 +125,6 @@ def _add_flag(section: argparse._ArgumentGroup, name: str) -> None:
     )
 
 
-def _help_text(field: dataclasses.Field[Any]) -> str:
-    default = "" if field.default is None else f" [{field.default}]"
-    return f"{field.metadata['help']}{default}".replace("%", "%%")
-
-
 def _metavar(field: dataclasses.Field[Any]) -> str:
     choices = field.metadata["choices"]
     if choices is not None:
@@ -116,19 +135,14 @@ def _metavar(field: dataclasses.Field[Any]) -> str:
 
 def resolve_flags(namespace: argparse.Namespace, recipe: Recipe | None) -> Resolved:
     """Return the settings of a command: flags over the environment over --config over the recipe's own."""
+    given = {name: value for name, value in vars(namespace).items() if name in FIELDS}
     return resolve(
-        _given_settings(namespace),
+        {name: True if text == _BARE else parse_text(FIELDS[name], text) for name, text in given.items()},
         given_as="flag",
         file=namespace.config,
         recipe=recipe.settings_for(count_gpus()) if recipe else None,
         recipe_name=recipe.name if recipe else "",
     )
-
-
-def _given_settings(namespace: argparse.Namespace) -> dict[str, Any]:
-    """Return the settings that were given as flags, read by the config's own rules."""
-    given = {name: value for name, value in vars(namespace).items() if name in FIELDS}
-    return {name: True if text == _BARE else parse_text(FIELDS[name], text) for name, text in given.items()}
 
 
 def write_json(value: Any, path: str) -> None:

@@ -24,30 +24,23 @@ def run(arguments: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print objects with name, value, reason, advice and set")
     options = parser.parse_args(list(arguments))
     if options.cluster not in CLUSTERS:
-        given = options.cluster or ""
-        if not given:
+        if not options.cluster:
             raise UsageError("nccl-env needs --cluster", hint=f"Allowed: {', '.join(CLUSTERS)}.")
-        raise UsageError(unknown_name("cluster", given, CLUSTERS))
+        raise UsageError(unknown_name("cluster", options.cluster, CLUSTERS))
     variables = nccl_variables(options.cluster, options.interface)
-    print(json.dumps([_as_object(v) for v in variables], indent=2) if options.json else _as_shell(variables))
+    if options.json:
+        print(json.dumps([{**v._asdict(), "set": os.environ.get(v.name)} for v in variables], indent=2))
+    else:
+        print(_as_shell(variables))
     return 0
 
 
-def _as_object(variable: Variable) -> dict[str, str | bool | None]:
-    return {**variable._asdict(), "set": os.environ.get(variable.name)}
-
-
 def _as_shell(variables: Sequence[Variable]) -> str:
-    lines = [(f"{'# ' if v.advice else ''}export {v.name}={_quoted(v.value)}", v) for v in variables]
-    width = max(len(line) for line, _ in lines)
-    return "\n".join(f"{line:<{width}}  # {v.reason}{_as_set(v)}" for line, v in lines)
-
-
-def _quoted(value: str) -> str:
-    return f"'{value}'" if any(letter in value for letter in " ^,") else value
-
-
-def _as_set(variable: Variable) -> str:
-    """Return the value that the environment has, where it differs."""
-    now = os.environ.get(variable.name)
-    return f" (now: {now})" if now not in (None, variable.value) else ""
+    quoted = [f"'{v.value}'" if set(v.value) & set(" ^,") else v.value for v in variables]
+    exports = [f"{'# ' * v.advice}export {v.name}={value}" for v, value in zip(variables, quoted, strict=True)]
+    lines = []
+    for variable, export in zip(variables, exports, strict=True):
+        now = os.environ.get(variable.name)
+        differs = f" (now: {now})" if now not in (None, variable.value) else ""
+        lines.append(f"{export:<{max(map(len, exports))}}  # {variable.reason}{differs}")
+    return "\n".join(lines)

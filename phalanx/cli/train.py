@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from phalanx.cli.flags import FlagParser, add_config_flags, resolve_flags
+from phalanx.cli.flags import FlagParser, add_config_flags, add_target_flags, read_target, resolve_flags, split_own
 from phalanx.config import DistributedConfig, Resolved
-from phalanx.engine import find_engine
 from phalanx.engines.tensorflow.tf_config import check_against, read_task
 from phalanx.errors import PhalanxError, UsageError
 from phalanx.launch import ModuleTarget, ScriptTarget, count_gpus
@@ -26,27 +24,29 @@ from phalanx.runs.start import run_on_ranks
 from phalanx.world.env import RankEnv, export_rank_env, read_rank_env
 from phalanx.world.layout import Layout, plan_layout
 
+_HINT = "Write: phalanx train digits, phalanx train --script train.py, or phalanx train -m package.train"
+
 
 def run(arguments: Sequence[str]) -> int:
     """Run the verb."""
-    words, own = _split(list(arguments))
+    words, own = split_own(arguments)
     parser = _parser()
     _check_own_arguments(parser, words, own)
     namespace = parser.parse_all(words)
-    recipe = _check_target(namespace, own)
+    named = read_target(namespace, own, "train", _HINT)
+    recipe, target = (named, None) if isinstance(named, Recipe) else (None, named)
     resolved = resolve_flags(namespace, recipe)
     if recipe is not None and recipe.needs_data_dir and resolved.config.data_dir is None:
         raise UsageError(f"the recipe '{recipe.name}' reads your files", hint="Add: --data-dir path/to/them")
-    target = _target(namespace, own)
     if target is not None:
         target.check()
     started = read_rank_env()
     if isinstance(target, ScriptTarget):
         _check_starter(Path(target.path), resolved.config, started)
     if started is None and _is_task_of_cluster(resolved):
-        return _be_the_task(resolved, target)
+        return _run_as_task(resolved, target)
     if started is not None and not _is_node_of(started, resolved.config):
-        return _be_the_rank(started, recipe, resolved, target)  # torchrun, srun or mpirun started this rank
+        return _run_as_rank(started, recipe, resolved, target)  # torchrun, srun or mpirun started this rank
     if started is not None:
         resolved = _as_node(started, resolved)
     layout = plan_layout(resolved.config, count_gpus())
@@ -57,16 +57,8 @@ def _check_starter(script: Path, config: DistributedConfig, started: RankEnv | N
     """Refuse a script for Horovod on several ranks unless horovodrun starts them."""
     ranks = started.world_size if started is not None else config.total_ranks or 1
     if ranks > 1:
-        name = (
-            started.started_by if started is not None else "phalanx" if config.launcher == "local" else config.launcher
-        )
-        check_script_starter(script, name)
-
-
-def _split(words: list[str]) -> tuple[list[str], list[str]]:
-    """Separate our arguments from those of the script, which follow --."""
-    place = words.index("--") if "--" in words else len(words)
-    return words[:place], words[place + 1 :]
+        own = "phalanx" if config.launcher == "local" else config.launcher
+        check_script_starter(script, own if started is None else started.started_by)
 
 
 def _check_own_arguments(parser: FlagParser, words: list[str], own: list[str]) -> None:
@@ -104,41 +96,9 @@ def _parser() -> FlagParser:
         description="Train on N ranks.",
         epilog=f"recipes:\n{recipes}",
     )
-    parser.add_argument("recipe", nargs="?", help=f"a built-in recipe: {', '.join(recipe_names())}")
-    parser.add_argument("--preset", metavar="NAME", help="which size of the recipe's model: debug, small, ...")
-    parser.add_argument("--script", metavar="FILE", help="a Python script that runs under torchrun")
-    parser.add_argument("-m", "--module", metavar="MODULE", help="a module, as in python -m MODULE")
+    add_target_flags(parser)
     add_config_flags(parser)
     return parser
-
-
-def _check_target(namespace: argparse.Namespace, own: list[str]) -> Recipe | None:
-    named = [name for name in ("recipe", "script", "module") if getattr(namespace, name)]
-    if len(named) != 1:
-        what = "nothing to train was named" if not named else f"{' and '.join(named)} were both given"
-        raise UsageError(
-            what,
-            hint="Write: phalanx train digits, phalanx train --script train.py, or phalanx train -m package.train",
-        )
-    if namespace.recipe and own:
-        raise UsageError(f"a recipe takes no arguments; got: {shlex.join(own)}")
-    if namespace.recipe:
-        find_engine(vars(namespace).get("backend", "")).check_recipe(namespace.recipe)
-    if namespace.preset and not namespace.recipe:
-        raise UsageError("--preset is for recipes; a script builds its own model")
-    return load_recipe(namespace.recipe).with_preset(namespace.preset) if namespace.recipe else None
-
-
-def _target(namespace: argparse.Namespace, own: list[str]) -> ScriptTarget | ModuleTarget | None:
-    if namespace.script:
-        return ScriptTarget(namespace.script, tuple(own))
-    return ModuleTarget(namespace.module, tuple(own)) if namespace.module else None
-
-
-def _name(recipe: Recipe | None, target: ScriptTarget | ModuleTarget | None) -> str:
-    if recipe is not None:
-        return recipe.name
-    return Path(target.path).stem if isinstance(target, ScriptTarget) else target.name if target else "run"
 
 
 def _launch(
@@ -150,7 +110,10 @@ def _launch(
         check_packages(config)
     else:
         check_before_start(config)
-    run_dir = make_run_dir(config, _name(recipe, script))
+    name = recipe.name if recipe is not None else "run"
+    if script is not None:
+        name = Path(script.path).stem if isinstance(script, ScriptTarget) else script.name
+    run_dir = make_run_dir(config, name)
     ranks = f"{layout.world_size} rank{'s' * (layout.world_size > 1)}"
     with scratch_folder("run") as folder:
         target: Target | None = script if recipe is None else recipe_target(recipe, config, run_dir, folder)
@@ -195,7 +158,7 @@ def _is_task_of_cluster(resolved: Resolved) -> bool:
     return task is not None
 
 
-def _be_the_task(resolved: Resolved, target: ScriptTarget | ModuleTarget | None) -> int:
+def _run_as_task(resolved: Resolved, target: ScriptTarget | ModuleTarget | None) -> int:
     from phalanx.engines.tensorflow.cluster import enter_alone
     from phalanx.launch.target import run_target
 
@@ -207,7 +170,7 @@ def _be_the_task(resolved: Resolved, target: ScriptTarget | ModuleTarget | None)
     return 0
 
 
-def _be_the_rank(
+def _run_as_rank(
     started: RankEnv, recipe: Recipe | None, resolved: Resolved, target: ScriptTarget | ModuleTarget | None
 ) -> int:
     if recipe is None:

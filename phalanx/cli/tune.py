@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from phalanx.cli.flags import FlagParser, add_config_flags, resolve_flags
+from phalanx.cli.flags import FlagParser, add_config_flags, add_target_flags, read_target, resolve_flags, split_own
 from phalanx.errors import UsageError
-from phalanx.launch import ModuleTarget, ScriptTarget
-from phalanx.recipes import load_recipe, recipe_names
+from phalanx.recipes import Recipe
 from phalanx.tune.trainable import Trainable
 
 _HELP = """Search for the best hyperparameters.
@@ -26,9 +25,8 @@ that are settings hold for every trial. With the same --seed a search gives the 
 
 def run(arguments: Sequence[str]) -> int:
     """Run the verb."""
-    words = list(arguments)
-    place = words.index("--") if "--" in words else len(words)
-    namespace = _parser().parse_all(words[:place])
+    words, own = split_own(arguments)
+    namespace = _parser().parse_all(words)
     if namespace.space is None:
         raise UsageError("tune needs --space", hint="Write: phalanx tune digits --space space.toml")
     from phalanx.tune.search import SearchRequest, search
@@ -36,7 +34,7 @@ def run(arguments: Sequence[str]) -> int:
 
     address = vars(namespace).pop("address", None)  # the cluster of the search, not of one run's ranks
     space = SearchSpace.read(namespace.space)
-    subject = _subject(namespace, words[place + 1 :])
+    subject = _subject(namespace, own)
     mutate = None if namespace.mutate is None else tuple(name.strip() for name in namespace.mutate.split(","))
     asked = SearchRequest(
         metric=namespace.metric, mode=namespace.mode, num_samples=namespace.num_samples,
@@ -56,17 +54,9 @@ def _parser() -> FlagParser:
         description=_HELP,
     )
     add = parser.add_argument
-    add("recipe", nargs="?", help=f"a built-in recipe: {', '.join(recipe_names())}")
-    add("--preset", metavar="NAME", help="which size of the recipe's model")
-    add("--script", metavar="FILE", help="a Python script that runs under torchrun")
-    add("-m", "--module", metavar="MODULE", help="a module, as in python -m MODULE")
+    add_target_flags(parser)
     add("--space", metavar="FILE", help="the search space, a TOML file")
-    add(
-        "--metric",
-        default="val/loss",
-        metavar="NAME",
-        help="metric to optimize: val/loss, val/accuracy, ... [val/loss]",
-    )
+    add("--metric", default="val/loss", metavar="NAME", help="metric to optimize: val/accuracy, ... [val/loss]")
     add("--mode", metavar="min|max", help="whether less or more of it is better (default: by the metric's name)")
     add("--num-samples", type=int, metavar="N", help="how many trials [10; grid: every point]")
     add("--scheduler", default="none", metavar="asha|pbt|median|none", help="which trials are stopped early [none]")
@@ -87,20 +77,8 @@ def _parser() -> FlagParser:
 def _subject(namespace: argparse.Namespace, own: list[str]) -> Trainable:
     from phalanx.tune.trainable import RecipeTrainable, ScriptTrainable
 
-    named = [name for name in ("recipe", "script", "module") if getattr(namespace, name)]
-    if len(named) != 1:
-        what = "nothing to tune was named" if not named else f"{' and '.join(named)} were both given"
-        raise UsageError(
-            what, hint="Write: phalanx tune digits --space space.toml, or phalanx tune --script train.py ..."
-        )
-    if namespace.recipe:
-        if own:
-            raise UsageError("a recipe takes no arguments")
-        recipe = load_recipe(namespace.recipe).with_preset(namespace.preset)
-        return RecipeTrainable(recipe, resolve_flags(namespace, recipe))
-    if namespace.preset:
-        raise UsageError("--preset is for recipes; a script builds its own model")
-    target = (
-        ScriptTarget(namespace.script, tuple(own)) if namespace.script else ModuleTarget(namespace.module, tuple(own))
-    )
-    return ScriptTrainable(target, resolve_flags(namespace, None))
+    hint = "Write: phalanx tune digits --space space.toml, or phalanx tune --script train.py ..."
+    named = read_target(namespace, own, "tune", hint)
+    if isinstance(named, Recipe):
+        return RecipeTrainable(named, resolve_flags(namespace, named))
+    return ScriptTrainable(named, resolve_flags(namespace, None))

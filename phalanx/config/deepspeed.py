@@ -1,7 +1,7 @@
-"""DeepSpeed's JSON and our settings: each fills in what the other leaves open, and contradictions are reported.
+"""DeepSpeed's JSON and Phalanx's settings: each fills in what the other leaves open; contradictions are reported.
 
 `deepspeed_config` is a file, JSON text, or in Python a dict; the config keeps it as JSON text, so that it stays plain
-data and the config of a run is complete. "auto", or nothing, in the JSON means: as our setting says. A setting at its
+data and the config of a run is complete. "auto", or nothing, in the JSON means: as the setting says. A setting at its
 default means: as the JSON says.
 """
 
@@ -31,21 +31,21 @@ _SAME = (
     ("optimizer.params.lr", "learning_rate"),
     ("optimizer.params.weight_decay", "weight_decay"),
 )
-"""Paths in the JSON, and our settings with the same meaning."""
+"""Paths in the JSON, and settings with the same meaning."""
 
 _SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 _SECTIONS = ("zero_optimization", "optimizer", "scheduler", "bf16", "fp16")
 _ZERO_MEANS_UNSET = {"gradient_clipping", "zero_stage"}
 _REFUSED = {
     "pipeline": "DeepSpeed's pipeline needs its own loop",
-    "tensor_parallel": "ranks that share samples must be known to our data loaders",
-    "sequence_parallel_size": "ranks that share samples must be known to our data loaders",
-    "data_parallel_size": "ranks that share samples must be known to our data loaders",
+    "tensor_parallel": "ranks that share samples must be known to Phalanx's data loaders",
+    "sequence_parallel_size": "ranks that share samples must be known to Phalanx's data loaders",
+    "data_parallel_size": "ranks that share samples must be known to Phalanx's data loaders",
     "amp": "apex is not used: write bf16 or fp16",
     "bfloat16": 'write it as "bf16"',
-    "managed_gradient_accumulation": "the loop tells the engine where a step ends",
-    "curriculum_learning": "our data loaders decide the batches",
-    "data_efficiency": "our data loaders decide the batches",
+    "managed_gradient_accumulation": "the loop decides where a step ends",
+    "curriculum_learning": "Phalanx's data loaders decide the batches",
+    "data_efficiency": "Phalanx's data loaders decide the batches",
 }
 _EXCLUDED = {
     "sharding": "zero_stage says how DeepSpeed shards",
@@ -126,7 +126,7 @@ def look_up(settings: Mapping[str, Any], path: str) -> Any:
 
 
 def reconcile(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[tuple[str, str]]]:
-    """Return what DeepSpeed's JSON changes in our settings, and (field, message) for each contradiction."""
+    """Return what DeepSpeed's JSON changes in the settings, and (field, message) for each contradiction."""
     source = source_of(values["deepspeed_config"])
     try:
         text = as_text(values["deepspeed_config"])
@@ -136,10 +136,10 @@ def reconcile(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[tuple[str
     changes: dict[str, Any] = {"deepspeed_config": text}
     mistakes = [("deepspeed_config", f"{source}: {text}") for text in _own_mistakes(settings)]
     try:
-        said = list(_said(settings, values["mixed_precision"]))
+        found = list(_values_of(settings, values["mixed_precision"]))
     except ValueError as error:
         return changes, [*mistakes, ("deepspeed_config", f"{source}: {error}")]
-    for path, name, value in said:
+    for path, name, value in found:
         ours = changes.get(name, values[name])  # two places of the JSON may set one setting
         shown = json.dumps(look_up(settings, path))
         wrong = problem(FIELDS[name], value)
@@ -150,21 +150,16 @@ def reconcile(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[tuple[str
         elif name not in changes and ours == FIELDS[name].default:
             changes[name] = value
         else:
-            mistakes.append(
-                (
-                    name,
-                    f"{name} = {ours!r}, but deepspeed_config says {path} = {shown}: change one of them, or write "
-                    '"auto" there.',
-                )
-            )
+            text = f"{name} = {ours!r}, but deepspeed_config says {path} = {shown}: change one of them, or write "
+            mistakes.append((name, text + '"auto" there.'))
     return changes, mistakes
 
 
 def settled(given: Any, mixed_precision: Any) -> set[str]:
-    """Return our settings that the JSON decides; none where it cannot be read, which `reconcile` reports."""
+    """Return the settings that the JSON decides; none where it cannot be read, which `reconcile` reports."""
     try:
         settings = json.loads(as_text(given) or "{}")
-        names = {name for _, name, _ in _said(settings, mixed_precision)}
+        names = {name for _, name, _ in _values_of(settings, mixed_precision)}
     except ValueError:
         return set()
     return names | ({"batch_size"} if look_up(settings, "train_batch_size") is not None else set())
@@ -172,10 +167,16 @@ def settled(given: Any, mixed_precision: Any) -> set[str]:
 
 def _own_mistakes(settings: Mapping[str, Any]) -> Iterator[str]:
     """Yield what is wrong with the JSON alone."""
-    for name, why in _refused(settings):
-        yield f"{name} cannot be used here: {why}."
-    for name, meant in _misspelt(settings):
-        yield f"unknown '{name}'. Did you mean '{meant}'?"
+    for name, why in _REFUSED.items():
+        value = settings.get(name)
+        on = value not in (None, 1, True, {}) if name != "managed_gradient_accumulation" else value is False
+        if on and not (isinstance(value, Mapping) and value.get("enabled") is False):
+            yield f"{name} cannot be used here: {why}."
+    # Keys that are nearly one of those read here: DeepSpeed itself ignores unknown keys.
+    read = {path.split(".")[0] for path, _ in _SAME} | {"train_batch_size", "bf16", "fp16", "scheduler"}
+    for name in settings.keys() - read:
+        if close := difflib.get_close_matches(name, read, n=1, cutoff=0.85):
+            yield f"unknown '{name}'. Did you mean '{close[0]}'?"
     for name in _SECTIONS:
         if not isinstance(settings.get(name, {}), (Mapping, NoneType)):
             yield f"{name} = {json.dumps(settings[name])}: expected an object."
@@ -184,25 +185,8 @@ def _own_mistakes(settings: Mapping[str, Any]) -> Iterator[str]:
         yield f"train_batch_size = {json.dumps(total)}: expected a whole number, 1 or more."
 
 
-def _refused(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    for name, why in _REFUSED.items():
-        value = settings.get(name)
-        on = value not in (None, 1, True, {}) if name != "managed_gradient_accumulation" else value is False
-        if on and not (isinstance(value, Mapping) and value.get("enabled") is False):
-            yield name, why
-
-
-def _misspelt(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield keys that are nearly one of those read here: DeepSpeed itself ignores unknown keys."""
-    read = {path.split(".")[0] for path, _ in _SAME} | {"train_batch_size", "bf16", "fp16", "scheduler"}
-    for name in settings.keys() - read:
-        close = difflib.get_close_matches(name, read, n=1, cutoff=0.85)
-        if close:
-            yield name, close[0]
-
-
-def _said(settings: Mapping[str, Any], mixed_precision: bool | str) -> Iterator[tuple[str, str, Any]]:
-    """Yield (path, our setting, our value) for everything that the JSON sets."""
+def _values_of(settings: Mapping[str, Any], mixed_precision: bool | str) -> Iterator[tuple[str, str, Any]]:
+    """Yield (path, setting, value) for everything that the JSON sets."""
     for path, name in _SAME:
         value = look_up(settings, path)
         if value is not None:
@@ -218,9 +202,9 @@ def _said(settings: Mapping[str, Any], mixed_precision: bool | str) -> Iterator[
 
 
 def _schedule_settings(settings: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
-    """Yield (path, our setting, its value) for a scheduler; ValueError for one that we do not have.
+    """Yield (path, setting, value) for a scheduler; ValueError for one that `lr_schedule` does not have.
 
-    With our own scheduler the rate stays a function of the step, which a resumed run needs.
+    With Phalanx's scheduler the rate stays a function of the step, which a resumed run needs.
     """
     section = settings.get("scheduler")
     if not isinstance(section, Mapping):  # `_own_mistakes` reports another type
@@ -241,19 +225,19 @@ def _schedule_settings(settings: Mapping[str, Any]) -> Iterator[tuple[str, str, 
 
 
 def _check_shape(kind: str, params: Mapping[str, Any]) -> None:
-    """Refuse a warm-up that differs from ours, which rises linearly from 0."""
+    """Refuse a warm-up that differs from that of `warmup`, which rises linearly from 0."""
     for name in ("warmup_min_lr", "warmup_min_ratio", "cos_min_ratio"):
         if params.get(name, "auto") not in ("auto", 0, 0.0):
-            raise ValueError(f"the scheduler {kind} with {name} = {params[name]}: ours starts and ends at 0.")
+            raise ValueError(f"the scheduler {kind} with {name} = {params[name]}: lr_schedule starts and ends at 0.")
     if params.get("warmup_num_steps", "auto") != 0 and params.get("warmup_type", "log") not in ("auto", "linear"):
         raise ValueError(
-            f"the scheduler {kind} rises by a logarithm, DeepSpeed's default, and ours linearly: "
+            f"the scheduler {kind} rises by a logarithm, DeepSpeed's default, and warmup linearly: "
             'add "warmup_type": "linear".'
         )
 
 
 def optimizer_name(settings: Mapping[str, Any]) -> str | None:
-    """Return our name of the JSON's optimizer; None without one, or for one that only DeepSpeed has."""
+    """Return the `optimizer` that equals the JSON's; None without one, or for one that only DeepSpeed has."""
     kind = look_up(settings, "optimizer.type")
     known = {"adamw": "adamw", "sgd": "sgd", "adagrad": "adagrad", "rmsprop": "rmsprop"}
     if isinstance(kind, str) and kind.lower() == "adam":  # DeepSpeed's Adam decouples the decay by default
@@ -281,10 +265,9 @@ def engine_conflicts(settings: Settings) -> Mistakes:
     elif settings.offload == "cpu" and settings.zero_stage is None:
         yield "offload", "offload = 'cpu' needs DeepSpeed's ZeRO: write zero_stage = 2, or 3."
     if settings.mixed_precision is not False and settings.zero_stage is None:
-        yield (
+        yield settings.mistake(
             "mixed_precision",
-            f"mixed_precision = {settings.mixed_precision!r} with DeepSpeed needs one of ZeRO's stages, which keep "
-            "fp32 weights to step on: write zero_stage = 1.",
+            " with DeepSpeed needs one of ZeRO's stages, which keep fp32 weights to step on: write zero_stage = 1.",
         )
 
 

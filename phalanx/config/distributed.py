@@ -93,7 +93,7 @@ def check(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[tuple[str, str
 
 
 def translate(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings with (least, most) workers, as in Ray, and torch's names of sharding in our form."""
+    """Return the settings with Ray's pair of workers (least, most) and torch's names of sharding translated."""
     values = dict(values)
     pair = values.get("num_workers")
     if isinstance(pair, (tuple, list)) and len(pair) == 2:  # another length stays, and is refused

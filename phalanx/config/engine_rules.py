@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from phalanx.config.fields import TENSORFLOW_STRATEGIES
 from phalanx.config.rules import RANKS, Mistakes, rule
@@ -60,7 +60,7 @@ _IGNORED_BY_KERAS = {
     *("lr_scaling", "base_batch_size", "deterministic", "eval_every", "communication_backend"),
     *("find_unused_parameters", "bucket_cap_mb", "nccl_env", "keep_last", "reference_throughput"),
 }
-"""What a config that several backends share may hold; not what decides how a model is split over ranks."""
+"""Settings that a config for several backends may hold; without those that split a model over ranks."""
 _KERAS_SCHEDULES = {
     "linear": "keras.optimizers.schedules.PolynomialDecay(0.001, decay_steps=1000, end_learning_rate=0.0)",
     "cosine": "keras.optimizers.schedules.CosineDecay(0.001, decay_steps=1000)",
@@ -102,10 +102,10 @@ def backend_settings(settings: Settings) -> Mistakes:
         users = _USED_BY[name]
         if settings.backend not in users:
             names = " or ".join(repr(user) for user in users)
-            yield (
+            yield settings.mistake(
                 name,
-                f"{name} = {getattr(settings, name)!r} with backend = {settings.backend!r}, which does not follow it: "
-                f"write backend = {names}, or leave {name} out.",
+                f" with backend = {settings.backend!r}, which does not follow it: write backend = {names}, or leave "
+                f"{name} out.",
             )
 
 
@@ -116,7 +116,7 @@ def keras(settings: Settings) -> Mistakes:
         return
     for name in settings.changed(*FIELDS):
         if name not in _USED_BY_KERAS | _IGNORED_BY_KERAS:
-            yield name, f"{name} = {getattr(settings, name)!r} {_UNUSED}leave {name} out."
+            yield settings.mistake(name, f" {_UNUSED}leave {name} out.")
 
 
 @rule("backend", "strategy")
@@ -127,10 +127,10 @@ def horovod_hosts(settings: Settings) -> Mistakes:
     if settings.hosts is not None and settings.host_discovery_script is not None:
         yield "hosts", "hosts and host_discovery_script both say which machines there are: leave one of them out."
     if settings.min_workers is not None and settings.hosts is None and settings.host_discovery_script is None:
-        yield (
+        yield settings.mistake(
             "min_workers",
-            f"min_workers = {settings.min_workers}: an elastic run needs several machines: write "
-            "host_discovery_script = './hosts.sh', or hosts = 'node1:8,node2:8'.",
+            ": an elastic run needs several machines: write host_discovery_script = './hosts.sh', or hosts = "
+            "'node1:8,node2:8'.",
         )
 
 
@@ -141,7 +141,7 @@ def adasum(settings: Settings) -> Mistakes:
         return
     ranks = settings.total_ranks
     if settings.min_workers is not None or settings.host_discovery_script is not None:
-        yield "adasum", "adasum = True: Adasum is done by MPI, which cannot lose or add ranks: leave adasum out."
+        yield "adasum", "adasum = True: Adasum needs MPI, which cannot lose or add ranks: leave adasum out."
     elif ranks is not None and ranks.bit_count() != 1:
         yield (
             "adasum",
@@ -158,16 +158,16 @@ def horovod_slots(settings: Settings) -> Mistakes:
     try:
         hosts = parse_hosts(settings.hosts)
     except ValueError as error:
-        yield "hosts", f"hosts = {settings.hosts!r}: {error}"
+        yield settings.mistake("hosts", f": {error}")
         return
     slots, ranks = sum(host.slots for host in hosts), settings.total_ranks
     if ranks is not None and ranks > slots:
-        yield "hosts", f"hosts = {settings.hosts!r} has {slots} slots, but {ranks} ranks were asked for."
+        yield settings.mistake("hosts", f" has {slots} slots, but {ranks} ranks were asked for.")
     if settings.min_workers is not None and len(hosts) < 2:
-        yield (
+        yield settings.mistake(
             "min_workers",
-            f"min_workers = {settings.min_workers} with one machine: Horovod gives up a machine that lost a rank, so "
-            "there must be two. On one machine, give it under two names: hosts = 'localhost:1,127.0.0.1:1'.",
+            " with one machine: Horovod gives up a machine that lost a rank, so there must be two. On one machine, "
+            "give it under two names: hosts = 'localhost:1,127.0.0.1:1'.",
         )
 
 
@@ -191,17 +191,14 @@ def strategy_of_backend(settings: Settings) -> Mistakes:
     allowed = _STRATEGIES_OF.get(settings.backend)
     if allowed is not None and settings.strategy not in allowed:
         names = ", ".join(repr(name) for name in allowed)
-        yield (
+        yield settings.mistake(
             "strategy",
-            f"strategy = {settings.strategy!r} does not go with backend = {settings.backend!r}, which has {names}: "
-            "leave strategy out, or write backend = 'pytorch-ddp'.",
+            f" does not go with backend = {settings.backend!r}, which has {names}: leave strategy out, or write "
+            "backend = 'pytorch-ddp'.",
         )
     needed = _BACKEND_OF.get(settings.strategy)
     if needed is not None and settings.backend != needed:
-        yield (
-            "strategy",
-            f"strategy = {settings.strategy!r} with backend = {settings.backend!r}: write backend = {needed!r}.",
-        )
+        yield settings.mistake("strategy", f" with backend = {settings.backend!r}: write backend = {needed!r}.")
 
 
 ENGINE_RULES = (
@@ -217,35 +214,34 @@ ENGINE_RULES = (
 
 
 def unused_settings(settings: Settings) -> Mistakes:
-    """Yield (setting, what to write instead) for settings that the backend ignores, and trains without.
+    """Yield (setting, what to write instead) for settings that the backend ignores.
 
-    A config that several backends share may hold them: the run warns at its start. Given as an argument or a flag to
-    this backend they are refused.
+    A config that several backends share may hold them: the run warns at its start. As an argument or a flag to this
+    backend they are refused.
     """
     if settings.backend == "tensorflow":
         for name in settings.changed(*FIELDS):
             if name in _IGNORED_BY_KERAS:
-                yield name, f"{name} = {getattr(settings, name)!r} {_UNUSED}{_instead_in_keras(settings, name)}"
+                yield settings.mistake(name, f" {_UNUSED}{_instead_in_keras(name, getattr(settings, name))}")
     if settings.backend != "horovod":
         return
     if settings.num_nodes > 1 and settings.hosts is None and settings.host_discovery_script is None:
-        yield (
+        yield settings.mistake(
             "num_nodes",
-            f"num_nodes = {settings.num_nodes} with backend = 'horovod': horovodrun starts the ranks of all machines "
-            "from one of them. Name the machines instead: hosts = 'node1:8,node2:8'.",
+            " with backend = 'horovod': horovodrun starts the ranks of all machines from one of them. Name the "
+            "machines instead: hosts = 'node1:8,node2:8'.",
         )
     if settings.changed("bucket_cap_mb"):
-        yield (
+        yield settings.mistake(
             "bucket_cap_mb",
-            f"bucket_cap_mb = {settings.bucket_cap_mb} with backend = 'horovod', which has its own buffer: set "
-            "HOROVOD_FUSION_THRESHOLD (bytes) in the environment instead.",
+            " with backend = 'horovod', which has its own buffer: set HOROVOD_FUSION_THRESHOLD (bytes) in the "
+            "environment instead.",
         )
 
 
-def _instead_in_keras(settings: Settings, name: str) -> str:
+def _instead_in_keras(name: str, value: Any) -> str:
     if name not in _IN_KERAS:
         return f"leave {name} out."
-    value = getattr(settings, name)
     steps = value if isinstance(value, int) else 100
     line = _IN_KERAS[name].format(value=value, steps=steps, schedule=_KERAS_SCHEDULES.get(str(value), ""))
     return f"Keras has its own. Leave {name} out, and write in model_fn, by your model's Keras: {line}"

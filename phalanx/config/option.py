@@ -21,6 +21,7 @@ _NO_URLS = (
 )
 _TRUE = {"true", "yes", "on"}
 _FALSE = {"false", "no", "off"}
+_WORDS = {"bool": "true or false", "int": "a whole number", "float": "a number", "str": "text"}
 
 
 def option(
@@ -64,22 +65,30 @@ def parse_text(field: dataclasses.Field[Any], text: str) -> Any:
 
 def problem(field: dataclasses.Field[Any], value: Any) -> str | None:
     """Return what is wrong with `value` for this field, or None."""
+    choices, minimum, above = (field.metadata[key] for key in ("choices", "minimum", "above"))
     if not any(_is_a(value, kind) for kind in kinds(field)):
-        return f"{field.name} = {value!r}: expected {_expected(field)}."
-    choices = field.metadata["choices"]
+        words = [_WORDS[kind] for kind in kinds(field) if kind != "None"]
+        expected = " or ".join(words) if choices is None else "one of " + _listed(choices)
+        return f"{field.name} = {value!r}: expected {expected}."
     if choices is not None and not any(
         value is choice or (value == choice and type(value) is type(choice)) for choice in choices
     ):
-        if field.metadata["entry_points"] is not None and value in _names_in(field.metadata["entry_points"]):
-            return None
-        if isinstance(value, str):
-            close = nearest(value, [choice for choice in choices if isinstance(choice, str)])
-            guess = f" Did you mean {close!r}?" if close else ""
-        else:
-            guess = ""
+        if (group := field.metadata["entry_points"]) is not None:
+            from importlib.metadata import entry_points  # 30 ms to import
+
+            if value in entry_points(group=group).names:
+                return None
+        names = [choice for choice in choices if isinstance(choice, str)]
+        close = nearest(value, names) if isinstance(value, str) else None
+        guess = f" Did you mean {close!r}?" if close else ""
         return f"{field.name} = {value!r}: not one of {_listed(choices)}.{guess}"
     if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return _out_of_range(field, value)
+        if not math.isfinite(value):
+            return f"{field.name} = {value!r}: must be a finite number."
+        if minimum is not None and value < minimum:
+            return f"{field.name} = {value!r}: must be {minimum} or more."
+        if above is not None and value <= above:
+            return f"{field.name} = {value!r}: must be greater than {above}."
     return None
 
 
@@ -96,17 +105,6 @@ def local_path(given: str | Path) -> Path:
     return Path(given)
 
 
-def _out_of_range(field: dataclasses.Field[Any], value: float) -> str | None:
-    minimum, above = field.metadata["minimum"], field.metadata["above"]
-    if not math.isfinite(value):
-        return f"{field.name} = {value!r}: must be a finite number."
-    if minimum is not None and value < minimum:
-        return f"{field.name} = {value!r}: must be {minimum} or more."
-    if above is not None and value <= above:
-        return f"{field.name} = {value!r}: must be greater than {above}."
-    return None
-
-
 def _is_a(value: Any, kind: str) -> bool:
     match kind:
         case "None":
@@ -120,20 +118,6 @@ def _is_a(value: Any, kind: str) -> bool:
         case "str":
             return isinstance(value, str)
     raise TypeError(f"a config field has the unsupported type {kind!r}")
-
-
-def _expected(field: dataclasses.Field[Any]) -> str:
-    if field.metadata["choices"] is not None:
-        return "one of " + _listed(field.metadata["choices"])
-    words = {"None": "nothing", "bool": "true or false", "int": "a whole number", "float": "a number", "str": "text"}
-    return " or ".join(words[kind] for kind in kinds(field) if kind != "None")
-
-
-def _names_in(group: str) -> set[str]:
-    """Return the names that installed packages give in a group of entry points; this looks at every package."""
-    from importlib.metadata import entry_points  # 30 ms to import
-
-    return entry_points(group=group).names
 
 
 def load_entry_point(group: str, name: str) -> Any:

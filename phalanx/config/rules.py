@@ -52,11 +52,17 @@ def sharding(settings: Settings) -> Mistakes:
     """Report settings of sharding where nothing is sharded."""
     if settings.resolved_strategy == "deepspeed":
         return
-    unused = _why_nothing_is_sharded(settings)
+    # Plain ddp replicates; with another axis it shards the data axis, unless the schedule keeps stages whole.
+    unused = None
+    if settings.resolved_strategy != "fsdp":
+        if settings.pipeline_parallel > 1 and settings.pipeline_schedule == "zero-bubble":
+            unused = "pipeline_schedule = 'zero-bubble' keeps whole stages: leave one of them out."
+        elif all(getattr(settings, axis) == 1 for axis in AXES):
+            unused = f"strategy = {settings.resolved_strategy!r} replicates: write strategy = 'fsdp'."
     groups = settings.sharding.startswith("hybrid")
     for name in settings.changed("sharding", "shard_size", "wrap_class", "offload"):
         if unused is not None:
-            yield name, f"{name} = {getattr(settings, name)!r} is for what is sharded, but {unused}"
+            yield settings.mistake(name, f" is for what is sharded, but {unused}")
         elif name == "shard_size" and not groups:
             yield (
                 name,
@@ -69,17 +75,6 @@ def sharding(settings: Settings) -> Mistakes:
                 f"sharding = {settings.sharding!r} with expert_parallel = {settings.expert_parallel}: the ranks that "
                 "share the experts are the groups already: leave sharding and shard_size out.",
             )
-
-
-def _why_nothing_is_sharded(settings: Settings) -> str | None:
-    """Plain ddp replicates; with another axis it shards the data axis, unless the schedule keeps stages whole."""
-    if settings.resolved_strategy == "fsdp":
-        return None
-    if settings.pipeline_parallel > 1 and settings.pipeline_schedule == "zero-bubble":
-        return "pipeline_schedule = 'zero-bubble' keeps whole stages: leave one of them out."
-    if any(getattr(settings, axis) > 1 for axis in AXES):
-        return None
-    return f"strategy = {settings.resolved_strategy!r} replicates: write strategy = 'fsdp'."
 
 
 @rule(*STRATEGY)
@@ -120,10 +115,8 @@ def pipeline(settings: Settings) -> Mistakes:
     if settings.pipeline_parallel > 1:
         return
     for name in settings.changed("pipeline_schedule", "microbatches", "pipeline_cuts", "pipeline_balance"):
-        yield (
-            name,
-            f"{name} = {getattr(settings, name)!r} without pipeline_parallel: write pipeline_parallel = 2 or more, or "
-            f"leave {name} out.",
+        yield settings.mistake(
+            name, f" without pipeline_parallel: write pipeline_parallel = 2 or more, or leave {name} out."
         )
 
 
@@ -131,10 +124,7 @@ def pipeline(settings: Settings) -> Mistakes:
 def compression_ratio(settings: Settings) -> Mistakes:
     """Check the upper limit."""
     if settings.compression_ratio > 1:
-        yield (
-            "compression_ratio",
-            f"compression_ratio = {settings.compression_ratio}: a share of the gradient, above 0 and up to 1.",
-        )
+        yield settings.mistake("compression_ratio", ": a share of the gradient, above 0 and up to 1.")
 
 
 @rule("compression")
@@ -146,10 +136,7 @@ def compressor_settings(settings: Settings) -> Mistakes:
         if chosen in users or (not users and chosen != "none"):
             continue
         wanted = " or ".join(repr(user) for user in users) if users else "another one than 'none'"
-        yield (
-            name,
-            f"{name} = {getattr(settings, name)} with compression = {chosen!r}: it is for compression = {wanted}.",
-        )
+        yield settings.mistake(name, f" with compression = {chosen!r}: it is for compression = {wanted}.")
 
 
 @rule("compression", *STRATEGY, *AXES)
@@ -180,19 +167,17 @@ def strategy_settings(settings: Settings) -> Mistakes:
     for name in settings.changed(*_OF_STRATEGIES):
         if strategy not in _OF_STRATEGIES[name]:
             names = " or ".join(repr(user) for user in _OF_STRATEGIES[name])
-            yield (
+            yield settings.mistake(
                 name,
-                f"{name} = {getattr(settings, name)!r} with strategy = {strategy!r}, which does not follow it: write "
-                f"strategy = {names}, or leave {name} out.",
+                f" with strategy = {strategy!r}, which does not follow it: write strategy = {names}, or leave {name} "
+                "out.",
             )
     if strategy not in ("ring", "local-sgd", "diloco", "horovod"):
         return
     way = "write backend = 'pytorch-ddp'" if strategy == "horovod" else "leave strategy out, or write 'fsdp'"
     for name in settings.changed(*AXES, "zero_stage"):
-        yield (
-            name,
-            f"{name} = {getattr(settings, name)!r} does not go with strategy = {strategy!r}, whose ranks hold the "
-            f"whole model: {way}.",
+        yield settings.mistake(
+            name, f" does not go with strategy = {strategy!r}, whose ranks hold the whole model: {way}."
         )
 
 
@@ -200,7 +185,7 @@ def strategy_settings(settings: Settings) -> Mistakes:
 def outer_momentum(settings: Settings) -> Mistakes:
     """Check the upper limit."""
     if settings.outer_momentum >= 1:
-        yield "outer_momentum", f"outer_momentum = {settings.outer_momentum}: must be below 1."
+        yield settings.mistake("outer_momentum", ": must be below 1.")
 
 
 @rule("strategy", "backend", "fixed_order", *RANKS)
@@ -209,10 +194,10 @@ def fixed_order(settings: Settings) -> Mistakes:
     if not settings.fixed_order or settings.resolved_strategy != "ring":
         return
     if settings.compression != "none":
-        yield (
+        yield settings.mistake(
             "compression",
-            f"compression = {settings.compression!r} with fixed_order: what is rounded off depends on the number of "
-            "ranks, so the bits would too. Leave one of them out.",
+            " with fixed_order: what is rounded off depends on the number of ranks, so the bits would too. Leave one "
+            "of them out.",
         )
     ranks = settings.total_ranks
     if ranks is not None and ranks.bit_count() != 1:
@@ -227,10 +212,7 @@ def fixed_order(settings: Settings) -> Mistakes:
 def momentum(settings: Settings) -> Mistakes:
     """Check the upper limit."""
     if settings.optimizer in ("adam", "adamw") and settings.momentum >= 1:
-        yield (
-            "momentum",
-            f"momentum = {settings.momentum}: it is beta1 of {settings.optimizer}, and must be below 1.",
-        )
+        yield settings.mistake("momentum", f": it is beta1 of {settings.optimizer}, and must be below 1.")
 
 
 @rule("strategy", "backend", "server_mode")
@@ -238,17 +220,15 @@ def parameter_servers(settings: Settings) -> Mistakes:
     """Report settings of parameter servers without them, and what cannot be combined with them."""
     if settings.resolved_strategy != "parameter-server":
         for name in settings.changed("num_servers", "server_mode", "staleness"):
-            yield (
-                name,
-                f"{name} = {getattr(settings, name)!r} without parameter servers: write strategy = "
-                f"'parameter-server', or leave {name} out.",
+            yield settings.mistake(
+                name, f" without parameter servers: write strategy = 'parameter-server', or leave {name} out."
             )
         return
     for axis in settings.changed(*AXES, "zero_stage"):
-        yield (
+        yield settings.mistake(
             axis,
-            f"{axis} = {getattr(settings, axis)!r} does not go with strategy = 'parameter-server', whose shards hold "
-            "whole parameters for ranks that each run the whole model: leave one of them out.",
+            " does not go with strategy = 'parameter-server', whose shards hold whole parameters for ranks that each "
+            "run the whole model: leave one of them out.",
         )
     if settings.mixed_precision == "fp16":
         yield (
@@ -272,10 +252,9 @@ def staleness(settings: Settings) -> Mistakes:
     mode = settings.server_mode
     if mode in ("sync", "async") and settings.staleness is not None:
         meaning = "all workers step together" if mode == "sync" else "workers do not wait for each other"
-        yield (
+        yield settings.mistake(
             "staleness",
-            f"staleness = {settings.staleness} with server_mode = {mode!r}, in which {meaning}: write server_mode = "
-            "'bounded', or leave staleness out.",
+            f" with server_mode = {mode!r}, in which {meaning}: write server_mode = 'bounded', or leave staleness out.",
         )
     if mode == "bounded" and settings.staleness is None:
         yield "server_mode", "server_mode = 'bounded' needs a bound: write staleness = 2, for example."
@@ -287,25 +266,19 @@ def checkpoint_frequency(settings: Settings) -> Mistakes:
     try:
         _ = settings.checkpoint_every
     except ValueError:
-        yield (
-            "checkpoint_frequency",
-            f"checkpoint_frequency = {settings.checkpoint_frequency!r}: expected a number of epochs (10), or "
-            "'500 steps'.",
-        )
+        yield settings.mistake("checkpoint_frequency", ": expected a number of epochs (10), or '500 steps'.")
 
 
 @rule("activation_checkpointing")
 def activation_checkpointing(settings: Settings) -> Mistakes:
-    """Check the word."""
+    """Check the value."""
     try:
         _ = settings.recompute
     except ValueError as error:
         close = nearest(str(error), ("full", "selective", "every 2"))
         guess = f" Did you mean {close!r}?" if close else ""
-        yield (
-            "activation_checkpointing",
-            f"activation_checkpointing = {settings.activation_checkpointing!r}: not one of false, true, 'full', "
-            f"'selective', 'every <n>'.{guess}",
+        yield settings.mistake(
+            "activation_checkpointing", f": not one of false, true, 'full', 'selective', 'every <n>'.{guess}"
         )
 
 
@@ -313,7 +286,7 @@ def activation_checkpointing(settings: Settings) -> Mistakes:
 def lora_dropout(settings: Settings) -> Mistakes:
     """Check the upper limit."""
     if settings.lora_dropout >= 1:
-        yield "lora_dropout", f"lora_dropout = {settings.lora_dropout}: must be below 1."
+        yield settings.mistake("lora_dropout", ": must be below 1.")
 
 
 @rule("lora_rank")
@@ -321,18 +294,17 @@ def adapters(settings: Settings) -> Mistakes:
     """Report settings of LoRA without it."""
     if settings.lora_rank is None:
         for name in settings.changed("lora_alpha", "lora_dropout", "lora_targets"):
-            given = getattr(settings, name)
-            yield name, f"{name} = {given!r} without lora_rank: give the adapters a rank, such as 8."
+            yield settings.mistake(name, " without lora_rank: set lora_rank, such as 8.")
 
 
 @rule("lora_rank", "tensor_parallel")
 def split_adapters(settings: Settings) -> Mistakes:
     """Report LoRA together with tensor parallelism."""
     if settings.lora_rank is not None and settings.tensor_parallel > 1:
-        yield (
+        yield settings.mistake(
             "lora_rank",
-            f"lora_rank = {settings.lora_rank} with tensor_parallel = {settings.tensor_parallel}: adapters are not "
-            "split over ranks. Use strategy = 'fsdp', which shards the frozen model.",
+            f" with tensor_parallel = {settings.tensor_parallel}: adapters are not split over ranks. Use strategy = "
+            "'fsdp', which shards the frozen model.",
         )
 
 
@@ -366,7 +338,7 @@ def rank_counts(settings: Settings) -> Mistakes:
     elif total is not None and total % nodes:
         yield name, f"{name} = {total} cannot be spread evenly over num_nodes = {nodes}."
     if settings.node_rank is not None and settings.node_rank >= nodes:
-        yield "node_rank", f"node_rank = {settings.node_rank}: must be below num_nodes = {nodes}."
+        yield settings.mistake("node_rank", f": must be below num_nodes = {nodes}.")
 
 
 COMMON_RULES = (

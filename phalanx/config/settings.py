@@ -40,7 +40,7 @@ _BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
 
 
 class Recompute(NamedTuple):
-    """What activation_checkpointing asks for: every n-th block, whole or all but its expensive operations."""
+    """What activation_checkpointing recomputes: every n-th block, whole or all but its expensive operations."""
 
     every: int = 1
     selective: bool = False
@@ -73,6 +73,10 @@ class Settings(
         """Return which of these settings differ from their defaults."""
         return [name for name in names if getattr(self, name) != FIELDS[name].default]
 
+    def mistake(self, name: str, text: str) -> tuple[str, str]:
+        """Return what a rule yields about a setting: its name, and its value with what is wrong."""
+        return name, f"{name} = {getattr(self, name)!r}{text}"
+
     @property
     def total_ranks(self) -> int | None:
         """Ranks of the whole job as configured, or None when the machine decides."""
@@ -91,20 +95,16 @@ class Settings(
         return BACKENDS[self.backend][0] if self.backend in BACKENDS else self.backend
 
     @property
-    def _default_strategy(self) -> str:
-        if self.backend in BACKENDS:
-            return BACKENDS[self.backend][1]
-        engine = load_entry_point("phalanx.engines", self.backend)
-        return str(getattr(engine, "strategy", "ddp"))
-
-    @property
     def resolved_strategy(self) -> str:
         """The strategy, with "auto" resolved."""
         if self.strategy != "auto":
             return self.strategy
         if self.backend == "tensorflow":
             return "mirrored" if (self.total_ranks or 1) == 1 else "multiworker"
-        default = self._default_strategy
+        if self.backend in BACKENDS:
+            default = BACKENDS[self.backend][1]
+        else:
+            default = str(getattr(load_entry_point("phalanx.engines", self.backend), "strategy", "ddp"))
         if default == "ddp" and self.deepspeed_config is not None:
             return "deepspeed"
         return "fsdp" if default == "ddp" and self.zero_stage is not None else default

@@ -42,10 +42,12 @@ def resolve(
     environ: Mapping[str, str] | None = None,
 ) -> Resolved:
     """Merge all sources into one checked config; every mistake of every source is reported together."""
+    environ = os.environ if environ is None else environ
+    variables = {name: ENV_PREFIX + name.upper() for name in FIELDS}  # other PHALANX_ variables are the launcher's
     layers = [
         (f"recipe {recipe_name}", dict(recipe or {})),
         (f"file {file}", read_toml(file) if file is not None else {}),
-        ("environment", _from_environment(os.environ if environ is None else environ)),
+        ("environment", {n: parse_text(FIELDS[n], environ[v]) for n, v in variables.items() if v in environ}),
         (given_as, dict(given)),
     ]
     values: dict[str, Any] = {}
@@ -59,8 +61,11 @@ def resolve(
                 mistakes.append(f"{unknown_field(name)} ({origin})")
                 continue
             values[name] = value
-            origins[name] = f"environment {ENV_PREFIX}{name.upper()}" if origin == "environment" else origin
-    _let_json_win_over_recipe(values, origins)
+            origins[name] = f"environment {variables[name]}" if origin == "environment" else origin
+    for name in deepspeed.settled(values.get("deepspeed_config"), values.get("mixed_precision", False)):
+        if origins[name].startswith("recipe "):  # the user gave the JSON, so it wins over the recipe
+            del values[name]
+            origins[name] = "default"
     values = translate(values)
     complete, wrong = check(values)
     config = DistributedConfig.trusted(complete)
@@ -73,14 +78,6 @@ def resolve(
     filled = {name for name, field in FIELDS.items() if getattr(config, name) != values.get(name, field.default)}
     origins |= dict.fromkeys(filled - {"deepspeed_config"}, "deepspeed_config")
     return Resolved(config, origins)
-
-
-def _let_json_win_over_recipe(values: dict[str, Any], origins: dict[str, str]) -> None:
-    """Drop a recipe's values for what DeepSpeed's JSON sets: the user gave only the JSON."""
-    for name in deepspeed.settled(values.get("deepspeed_config"), values.get("mixed_precision", False)):
-        if origins[name].startswith("recipe "):
-            del values[name]
-            origins[name] = "default"
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:
@@ -102,7 +99,12 @@ def read_toml(path: str | Path) -> dict[str, Any]:
         if repeated:
             raise ConfigError([f"{name} is set twice, in different tables" for name in repeated], source=str(path))
         flat.update(table)
-    return {name: _none_text(name, value) for key, value in flat.items() for name in [key.replace("-", "_")]}
+    named = {key.replace("-", "_"): value for key, value in flat.items()}
+    # TOML has no null: the text "none" stands for it where a field can be unset.
+    unset = {
+        name for name, value in named.items() if value == "none" and name in FIELDS and "None" in kinds(FIELDS[name])
+    }
+    return {name: None if name in unset else value for name, value in named.items()}
 
 
 def write_toml(config: DistributedConfig, *, as_comments: Container[str] = ()) -> str:
@@ -118,12 +120,6 @@ def write_toml(config: DistributedConfig, *, as_comments: Container[str] = ()) -
     return "\n".join(lines) + "\n"
 
 
-def _none_text(name: str, value: Any) -> Any:
-    """TOML has no null: the text "none" stands for it where a field can be unset."""
-    unset = value == "none" and name in FIELDS and "None" in kinds(FIELDS[name])
-    return None if unset else value
-
-
 def _toml_value(value: Any) -> str:
     if value is None:
         return '"none"'
@@ -133,12 +129,3 @@ def _toml_value(value: Any) -> str:
         escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
         return f'"{escaped}"'
     return repr(value)
-
-
-def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
-    """Read PHALANX_<FIELD> variables; other PHALANX_ variables belong to the launcher."""
-    return {
-        name: parse_text(field, environ[ENV_PREFIX + name.upper()])
-        for name, field in FIELDS.items()
-        if ENV_PREFIX + name.upper() in environ
-    }

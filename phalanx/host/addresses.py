@@ -6,6 +6,7 @@ node can reach it; then the card is chosen by the route to the master's address.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import functools
 import ipaddress
@@ -79,8 +80,12 @@ def free_port(local_rank: int = 0) -> int:
 @functools.cache
 def _interface_to(master: str) -> str | None:
     """Return the card on the way to `master`, or None where the host's name is good or nothing better is known."""
-    if _is_loopback_text(master) or not _own_name_is_loopback():
+    if _is_loopback_text(master):
         return None
+    with contextlib.suppress(OSError):  # a name that cannot be resolved is no better than one for loopback
+        found = socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)
+        if not all(ipaddress.ip_address(str(entry[4][0])).is_loopback for entry in found):
+            return None
     address = _address_towards(master)
     if address is None or ipaddress.ip_address(address).is_loopback:  # this is the master, and its name misleads it too
         return default_interface()
@@ -93,14 +98,6 @@ def _is_loopback_text(host: str) -> bool:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
-
-
-def _own_name_is_loopback() -> bool:
-    try:
-        found = socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)
-    except OSError:
-        return True
-    return all(ipaddress.ip_address(str(entry[4][0])).is_loopback for entry in found)
 
 
 def _address_towards(host: str) -> str | None:

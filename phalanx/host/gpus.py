@@ -5,26 +5,23 @@ from __future__ import annotations
 import ctypes
 import os
 
-_NVML_SUCCESS = 0
+_SUCCESS = 0
 
 
 def count_gpus() -> int:
-    """Return how many GPUs a rank would see: NVML's count, cut down by CUDA_VISIBLE_DEVICES; 0 without a driver."""
+    """Return how many GPUs a rank would see: NVML's count, limited by CUDA_VISIBLE_DEVICES; 0 without a driver."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     installed = _installed_gpus()
     return installed if visible is None else min(installed, _count_visible(visible, installed))
 
 
 def _installed_gpus() -> int:
-    try:
-        nvml = ctypes.CDLL("libnvidia-ml.so.1")
-    except OSError:
-        return 0
-    if nvml.nvmlInit_v2() != _NVML_SUCCESS:
+    nvml = _load_nvml()
+    if nvml is None:
         return 0
     try:
         count = ctypes.c_uint(0)
-        return count.value if nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) == _NVML_SUCCESS else 0
+        return count.value if nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) == _SUCCESS else 0
     finally:
         nvml.nvmlShutdown()
 
@@ -39,9 +36,6 @@ def _count_visible(visible: str, installed: int) -> int:
             break
         seen.add(entry)
     return len(seen)
-
-
-_SUCCESS = 0
 
 
 class _Rates(ctypes.Structure):
@@ -64,7 +58,7 @@ class GpuLoad:
             return None
         rates = _Rates()
         answer = self._nvml.nvmlDeviceGetUtilizationRates(self._handle, ctypes.byref(rates))
-        return rates.gpu / 100 if answer == _SUCCESS else None  # a slice of a GPU (MIG) has no figure of its own
+        return rates.gpu / 100 if answer == _SUCCESS else None  # a slice of a GPU (MIG) has no figure
 
 
 def _load_nvml() -> ctypes.CDLL | None:

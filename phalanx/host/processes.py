@@ -1,4 +1,4 @@
-"""Processes of this machine: start one with this package, tie it to its parent, signal it, check who it is."""
+"""Processes of this machine: start one with this package, end it with its parent, signal it, check its user."""
 
 from __future__ import annotations
 
@@ -44,8 +44,7 @@ def own_python(code: str, *arguments: object) -> list[str]:
 def die_with(parent: int) -> None:
     """Let the kernel kill this process as soon as `parent`, which forked it, has ended for any reason."""
     _libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
-    if os.getppid() != parent:
-        # It ended before the call above.
+    if os.getppid() != parent:  # it ended before the call above
         os._exit(128 + signal.SIGKILL)
 
 
@@ -59,9 +58,9 @@ def set_name(name: str) -> None:
     _libc.prctl(_PR_SET_NAME, ctypes.c_char_p(name.encode()), 0, 0, 0)
 
 
-def is_same_user(line: socket.socket) -> bool:
+def is_same_user(connection: socket.socket) -> bool:
     """Whether the process at the other end of a Unix socket belongs to this process's user."""
-    peer = line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return bool(_CREDENTIALS.unpack(peer)[1] == os.geteuid())
 
 
@@ -78,11 +77,9 @@ def kill_group(leader: int) -> None:
     """Kill a process that leads its own group, with everything it started in that group."""
     try:
         os.killpg(leader, signal.SIGKILL)
-    except ProcessLookupError:
-        # Between fork and setpgid there is no group yet.
+    except ProcessLookupError:  # between fork and setpgid there is no group yet
         send_signal(leader, signal.SIGKILL)
-    except PermissionError:
-        # Only zombies are left in the group.
+    except PermissionError:  # only zombies are left in the group
         return
 
 

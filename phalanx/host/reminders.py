@@ -24,7 +24,7 @@ class Reminder:
         return self.began + self.moments[min(self._passed, last)] + beyond * self.moments[last]
 
     def is_due(self, now: float) -> bool:
-        """Return True once a moment; moments that were missed together (a machine that slept) count as one."""
+        """Return True once per moment; moments that were missed together (a suspended machine) count as one."""
         if now < self.next_moment:
             return False
         while self.next_moment <= now:

@@ -1,9 +1,9 @@
 """Signed values in the ranks' store.
 
-torch's TCPStore accepts every process that reaches its port. Such a process could write its own address there and pose
-as a rank. Ranks that share a secret sign what they write and refuse what is not signed. The launcher draws a secret for
-the ranks of one machine and sets it in their environment; for several machines the user exports one. Counters are not
-signed: at worst a run waits for something that never comes.
+torch's TCPStore accepts every process that reaches its port, so that any could write its own address there and act as
+one of the ranks. Ranks that share a secret sign what they write and refuse what is not signed. The launcher draws a
+secret for the ranks of one machine and sets it in their environment; for several machines the user exports one.
+Counters are not signed: at worst a run waits for something that never comes.
 """
 
 from __future__ import annotations

@@ -15,14 +15,13 @@ from phalanx.host.signals import SignalInbox
 from phalanx.launch.diagnosis import Evidence
 from phalanx.launch.environment import NodeInfo
 from phalanx.launch.failure import YIELD_SECONDS, FailureReport
-from phalanx.launch.follower import Follower
+from phalanx.launch.follower import SUCCESS_CODES, Follower, Outcome, ended_well, stopped
 from phalanx.launch.forkserver.client import Session
 from phalanx.launch.group import RankGroup, RankState
 from phalanx.launch.output import RankConsole
-from phalanx.launch.policy import SUCCESS_CODES, Outcome, ended_well, stopped
 from phalanx.launch.rendezvous import Rendezvous
 from phalanx.launch.spec import LaunchSpec
-from phalanx.launch.startup_watch import Hang, StartupNotices, StartWatch
+from phalanx.launch.startup_watch import StartupNotices, StartWatch
 
 _FAILURE_GRACE = 1.0
 _STACK_SECONDS = 0.3
@@ -39,7 +38,7 @@ class Attempt(Follower):
         spec: LaunchSpec,
         console: RankConsole,
         session: Session,
-        meeting: Rendezvous,
+        rendezvous: Rendezvous,
         inbox: SignalInbox,
         number: int,
         scratch: Path,
@@ -47,18 +46,18 @@ class Attempt(Follower):
         """`scratch`: a folder for what ranks would leave in the temporary folder when they are killed."""
         super().__init__(spec, console, inbox)
         self._session = session
-        self._meeting = meeting
+        self._rendezvous = rendezvous
         self._number = number
         self._scratch = scratch
         self._group: RankGroup | None = None
         self._watch: StartWatch | None = None
-        self._prelude = StartupNotices(spec, time.monotonic(), serving=session.is_serving)
+        self._notices = StartupNotices(spec, time.monotonic(), serving=session.server.is_serving)
         self._evidence: Evidence | None = None
         self._silent_nodes: list[str] = []
         self._failure: FailureReport | None = None
         self._blaming = False
         self._diagnosing = False
-        self._told_end = False
+        self._published_end = False
         self._all_ended = False
 
     def run(self, shared_env: dict[str, str]) -> Outcome:
@@ -66,7 +65,11 @@ class Attempt(Follower):
         self._shared_env = shared_env
         self._selector.register(self._session, selectors.EVENT_READ, self._take_session)
         try:
-            self._begin()
+            node = self._rendezvous.begin(self._number)
+            if node is not None:
+                self._start(node)
+            elif self._rendezvous.agent is not None:
+                self._selector.register(self._rendezvous.agent, selectors.EVENT_READ, self._take_rendezvous)
             self._follow()
         except ForkServerDiedError:
             # A signal to the whole process group ends the fork server as well.
@@ -74,33 +77,30 @@ class Attempt(Follower):
             if not self._is_stopping:
                 raise
         finally:
-            self._close()
+            if self._group is not None:
+                self._group.close(self._selector)
+            if self._evidence is not None:
+                self._evidence.close()
+            self._selector.close()
         return self._outcome()
 
-    def _begin(self) -> None:
-        place = self._meeting.begin(self._number)
-        if place is not None:
-            self._start(place)
-        elif self._meeting.line is not None:
-            self._selector.register(self._meeting.line, selectors.EVENT_READ, self._take_meeting)
-
-    def _start(self, place: NodeInfo) -> None:
-        self._prelude.take_place(time.monotonic())
+    def _start(self, node: NodeInfo) -> None:
+        self._notices.take_gathered(time.monotonic())
         try:
-            self._evidence = Evidence(self._spec, place)
+            self._evidence = Evidence(self._spec, node)
         except OSError as error:
             self._fail(FailureReport(cause=f"{self._spec.log_dir} cannot be written: {error.strerror}.", exit_code=1))
             return
-        self._group = RankGroup(self._spec, place, self._session, self._console)
+        self._group = RankGroup(self._spec, node, self._session, self._console)
         ranks = tuple(state.rank for state in self._group.ranks.values())
         self._evidence.clear(ranks, self._number)
-        self._watch = StartWatch(self._spec, ranks, place.world_size)
+        self._watch = StartWatch(self._spec, ranks, node.world_size)
         self._group.on_event = self._take_event
         self._group.start(self._number, self._shared_env, self._selector, self._scratch)
 
     @property
     def has_started(self) -> bool:
-        """Whether any rank has been forked, as far as we have heard."""
+        """Whether the fork server has reported that a rank was forked or refused."""
         return self._group is not None and self._group.has_started
 
     # --- what arrives -------------------------------------------------------------------------------------------
@@ -108,21 +108,18 @@ class Attempt(Follower):
     def _take_session(self) -> None:
         message = self._session.receive()
         now = time.monotonic()
-        self._prelude.take_serving(now)
-        if self._meeting.agent_key and message.get("exited") == self._meeting.agent_key:
-            self._fail(
-                FailureReport(
-                    cause=f"the process that hosts the ranks' store {how_it_ended(message['code'])}.", exit_code=1
-                )
-            )
+        self._notices.take_serving(now)
+        if self._rendezvous.agent_key and message.get("exited") == self._rendezvous.agent_key:
+            cause = f"the process that hosts the ranks' store {how_it_ended(message['code'])}."
+            self._fail(FailureReport(cause=cause, exit_code=1))
         if self._group is None or self._watch is None:
             return
         ended = self._group.take_message(message)
         if self.has_started:
-            self._prelude.end()
+            self._notices.end()
         if ended is not None:
             self._watch.take_exit(ended.rank, now)
-            self._weigh(ended)
+            self._assess(ended)
         elif (started := self._group.ranks.get(message.get("started", ""))) is not None:
             self._watch.take_start(started.rank, now)
 
@@ -131,18 +128,17 @@ class Attempt(Follower):
         self._watch.take_event(event, time.monotonic())
         self._console.handle(event)
 
-    def _take_meeting(self) -> None:
-        message = self._meeting.receive()
+    def _take_rendezvous(self) -> None:
+        message = self._rendezvous.receive()
         if message is None:
-            assert self._meeting.line is not None
-            self._selector.unregister(self._meeting.line)
+            assert self._rendezvous.agent is not None
+            self._selector.unregister(self._rendezvous.agent)
         elif message.get("attempt", self._number) != self._number:
-            # News of an earlier attempt.
-            return
+            return  # a message about an earlier attempt
         elif "arrived" in message:
-            self._prelude.take_arrived(message["arrived"], time.monotonic())
-        elif "place" in message:
-            self._start(NodeInfo(**message["place"]))
+            self._notices.take_arrived(message["arrived"], time.monotonic())
+        elif "node" in message:
+            self._start(NodeInfo(**message["node"]))
         elif "remote_failure" in message:
             # This node may have failed at the same time; the store keeps the first failure.
             self._failure = FailureReport.from_message(message["remote_failure"])
@@ -155,7 +151,7 @@ class Attempt(Follower):
             self._all_ended = True
         elif "error" in message:
             code = EXIT_USAGE if message["usage"] else 1
-            self._fail(FailureReport(cause=message["error"], hint=message["hint"], exit_code=code), tell=False)
+            self._fail(FailureReport(cause=message["error"], hint=message["hint"], exit_code=code), publish=False)
 
     def _take_signals(self) -> None:
         super()._take_signals()
@@ -164,7 +160,7 @@ class Attempt(Follower):
 
     # --- what follows from it -----------------------------------------------------------------------------------
 
-    def _weigh(self, ended: RankState) -> None:
+    def _assess(self, ended: RankState) -> None:
         """Look for the cause: at once after a real error, a little later after a rank that only lost its peers."""
         if ended.code in SUCCESS_CODES or self._is_stopping:
             return
@@ -173,7 +169,7 @@ class Attempt(Follower):
             self._blame()
         elif not self._blaming:
             self._blaming = True
-            self._later(YIELD_SECONDS + (_REMOTE_SECONDS if self._meeting.has_other_nodes else 0.0), self._blame)
+            self._later(YIELD_SECONDS + (_REMOTE_SECONDS if self._rendezvous.has_other_nodes else 0.0), self._blame)
 
     def _blame(self) -> None:
         if self._is_stopping or self._group is None or self._diagnosing:
@@ -182,11 +178,11 @@ class Attempt(Follower):
         states = list(self._group.ranks.values())
         if not self._evidence.only_waited(states):
             self._fail(self._evidence.find_failure(states))
-        elif silent := self._evidence.silent(states):  # where are those that were waited for?
+        elif silent := self._evidence.silent(states):  # report where the ranks are that the others waited for
             self._diagnosing = True
             self._group.signal(signal.SIGQUIT, silent)
             self._later(_STACK_SECONDS, lambda: self._report_silence(silent))
-        elif self._meeting.has_other_nodes:
+        elif self._rendezvous.has_other_nodes:
             self._fail(self._evidence.explain_lost_nodes(states, self._silent_nodes))
         else:
             self._fail(self._evidence.find_failure(states))
@@ -202,27 +198,27 @@ class Attempt(Follower):
             self._diagnosing = False
             self._blame()
 
-    def _fail(self, failure: FailureReport, *, tell: bool = True) -> None:
+    def _fail(self, failure: FailureReport, *, publish: bool = True) -> None:
         if self._is_stopping:
             return
         self._failure = failure
-        if tell:
-            self._meeting.tell_failure(failure)
+        if publish:
+            self._rendezvous.publish_failure(failure)
         self._stop_ranks(signal.SIGTERM, _FAILURE_GRACE)
 
     def _stop_ranks(self, number: signal.Signals, grace: float) -> None:
-        self._session.wake()
+        self._session.server.wake()
         super()._stop_ranks(number, grace)
 
     def _kill_ranks(self) -> None:
         self._signal_ranks(signal.SIGKILL)
-        self._later(_KILL_SECONDS, self._kill_without_warm_process)
+        self._later(_KILL_SECONDS, self._kill_directly)
 
-    def _kill_without_warm_process(self) -> None:
+    def _kill_directly(self) -> None:
         """Kill the remaining ranks directly: the fork server, which should have killed them, has not answered."""
         if self._group is not None and self._group.alive:
             self._group.kill_directly()
-            self._session.kill_warm_process()
+            self._session.server.kill()
 
     def _signal_ranks(self, number: int) -> None:
         if self._group is not None:
@@ -235,39 +231,33 @@ class Attempt(Follower):
     def _deadlines(self) -> list[float]:
         if self._diagnosing or self._is_stopping:
             return []
-        starting = (self._prelude.next_deadline, self._watch.next_deadline() if self._watch else None)
+        starting = (self._notices.next_deadline, self._watch.next_deadline() if self._watch else None)
         return [deadline for deadline in starting if deadline is not None]
 
     def _check(self) -> None:
-        """Name the rank that keeps the others waiting; while nothing happens for long, say where rank 0 is."""
+        """Name the rank that the others wait for; while nothing happens for long, report where rank 0 is."""
         if self._diagnosing or self._is_stopping:
             return
         now = time.monotonic()
-        if (notice := self._prelude.take_notice(now)) is not None:
+        if (notice := self._notices.take_notice(now)) is not None:
             self._console.notice(notice)
-        if self._watch is None or self._group is None:
+        watch, group, evidence = self._watch, self._group, self._evidence
+        if watch is None or group is None or evidence is None:
             return
-        hang = self._watch.find_hang(now)
+        hang = watch.find_hang(now)
         if hang is not None:
             self._diagnosing = True
-            self._group.signal(signal.SIGQUIT, [state for state in self._group.alive if state.rank in hang.missing])
-            self._later(_STACK_SECONDS, lambda: self._report_hang(hang))
-        elif self._watch.wants_notice(now):
-            first = next(iter(self._group.ranks.values()))
-            self._group.signal(signal.SIGQUIT, [first])
-            self._later(_STACK_SECONDS, lambda: self._notice_slow_start(first))
+            group.signal(signal.SIGQUIT, [state for state in group.alive if state.rank in hang.missing])
+            self._later(_STACK_SECONDS, lambda: self._fail(evidence.explain_hang(hang, list(group.ranks.values()))))
+        elif watch.wants_notice(now):
+            first = next(iter(group.ranks.values()))
+            group.signal(signal.SIGQUIT, [first])
 
-    def _notice_slow_start(self, first: RankState) -> None:
-        assert self._watch is not None
-        assert self._evidence is not None
-        if self._watch.quiet:
-            waited = self._watch.waited(time.monotonic())
-            self._console.notice(self._evidence.describe_slow_start(first, waited))
+            def notice_slow_start() -> None:
+                if watch.quiet:
+                    self._console.notice(evidence.describe_slow_start(first, watch.waited(time.monotonic())))
 
-    def _report_hang(self, hang: Hang) -> None:
-        assert self._evidence is not None
-        assert self._group is not None
-        self._fail(self._evidence.explain_hang(hang, list(self._group.ranks.values())))
+            self._later(_STACK_SECONDS, notice_slow_start)
 
     # --- the end ------------------------------------------------------------------------------------------------
 
@@ -278,23 +268,18 @@ class Attempt(Follower):
             return True
         if self._group.alive:
             return False
-        if not self._meeting.has_other_nodes and not ended_well([state.code for state in self._group.ranks.values()]):
+        if not self._rendezvous.has_other_nodes and not ended_well(
+            [state.code for state in self._group.ranks.values()]
+        ):
             # No rank is left that could bring a better cause, or answer with its stack.
             self._diagnosing = False
             self._blame()
-        if self._is_stopping or not self._meeting.has_other_nodes:
+        if self._is_stopping or not self._rendezvous.has_other_nodes:
             return True
-        if not self._told_end and not self._blaming:
-            self._told_end = True
-            self._meeting.tell_end()
+        if not self._published_end and not self._blaming:
+            self._published_end = True
+            self._rendezvous.publish_end()
         return self._all_ended
-
-    def _close(self) -> None:
-        if self._group is not None:
-            self._group.close(self._selector)
-        if self._evidence is not None:
-            self._evidence.close()
-        self._selector.close()
 
     def _outcome(self) -> Outcome:
         codes = [state.code for state in self._group.ranks.values()] if self._group else []
@@ -302,8 +287,8 @@ class Attempt(Follower):
             return Outcome(self._failure.exit_code, self._failure, interrupted=self._requested is not None)
         if self._requested is None:
             return Outcome(EXIT_PREEMPTED if EXIT_PREEMPTED in codes else 0)
-        outcome = stopped(self._requested, codes, "" if self.has_started else self._prelude.activity)
+        outcome = stopped(self._requested, codes, "" if self.has_started else self._notices.activity)
         if not ended_well(codes):
             cause = f"{socket.gethostname()} was stopped ({self._requested.name})."
-            self._meeting.tell_failure(FailureReport(cause=cause, exit_code=outcome.exit_code))
+            self._rendezvous.publish_failure(FailureReport(cause=cause, exit_code=outcome.exit_code))
         return outcome

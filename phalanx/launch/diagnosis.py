@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import socket
 import time
@@ -27,8 +28,11 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 def oom_kills(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int:
     """Return how often the kernel has killed for memory, on this machine or in this process's control group."""
-    sources = [proc / "vmstat", *_cgroup_counters(proc, cgroups)]
-    return sum(_counter(source) for source in sources)
+    count = 0
+    for path in (proc / "vmstat", *_cgroup_counters(proc, cgroups)):
+        with contextlib.suppress(OSError):  # not every kernel and container shows every counter
+            count += sum(int(line.split()[1]) for line in path.read_text().splitlines() if line.startswith("oom_kill "))
+    return count
 
 
 def _cgroup_counters(proc: Path, cgroups: Path) -> list[Path]:
@@ -48,26 +52,17 @@ def _cgroup_counters(proc: Path, cgroups: Path) -> list[Path]:
     return found
 
 
-def _counter(path: Path) -> int:
-    try:
-        lines = path.read_text().splitlines()
-    except OSError:
-        # Not every kernel and container shows every counter.
-        return 0
-    return sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
-
-
 class Evidence:
     """Reads what one attempt's ranks wrote into the log directory."""
 
-    def __init__(self, spec: LaunchSpec, place: NodeInfo) -> None:
+    def __init__(self, spec: LaunchSpec, node: NodeInfo) -> None:
         self._spec = spec
-        self._world_size = place.world_size
-        self._board = HeartbeatBoard.create(board_path(spec.log_dir, place.node_rank), place.world_size)
+        self._world_size = node.world_size
+        self._board = HeartbeatBoard.create(board_path(spec.log_dir, node.node_rank), node.world_size)
         self._oom_kills = oom_kills()
 
     def clear(self, ranks: Sequence[int], attempt: int) -> None:
-        """Remove what earlier runs left under this node's ranks; the log goes on across restarts."""
+        """Remove what earlier runs left under this node's ranks; the log continues across restarts."""
         for rank in ranks:
             record_path(self._spec.log_dir, rank).unlink(missing_ok=True)
             log = log_path(self._spec.log_dir, rank)

@@ -1,4 +1,4 @@
-"""The environment of a rank: torchrun's, so that any script written for torchrun finds what it expects, and ours."""
+"""The environment of a rank: torchrun's, so that any script written for torchrun runs, and Phalanx's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from phalanx.launch.spec import LaunchSpec
 
 @dataclass(frozen=True)
 class NodeInfo:
-    """Where this node stands in the group, and where the ranks' store listens."""
+    """The position of this node in the group, and the address of the ranks' store."""
 
     node_rank: int
     num_nodes: int
@@ -40,26 +40,26 @@ def shared_environment(spec: LaunchSpec) -> dict[str, str]:
 
 
 def rank_environment(
-    spec: LaunchSpec, place: NodeInfo, local_rank: int, attempt: int, shared: Mapping[str, str]
+    spec: LaunchSpec, node: NodeInfo, local_rank: int, attempt: int, shared: Mapping[str, str]
 ) -> dict[str, str]:
     """Return one rank's whole environment."""
-    rank = str(place.first_rank + local_rank)
-    world_size = str(place.world_size)
+    rank = str(node.first_rank + local_rank)
+    world_size = str(node.world_size)
     log_dir = spec.log_dir.absolute()
     return {
         **shared,
-        **(network_environment(place.master_addr, shared) if place.num_nodes > 1 else loopback_environment(shared)),
+        **(network_environment(node.master_addr, shared) if node.num_nodes > 1 else loopback_environment(shared)),
         "RANK": rank,
         "LOCAL_RANK": str(local_rank),
         "WORLD_SIZE": world_size,
         "LOCAL_WORLD_SIZE": str(spec.ranks_per_node),
-        "GROUP_RANK": str(place.node_rank),
-        "GROUP_WORLD_SIZE": str(place.num_nodes),
+        "GROUP_RANK": str(node.node_rank),
+        "GROUP_WORLD_SIZE": str(node.num_nodes),
         "ROLE_NAME": "default",
         "ROLE_RANK": rank,
         "ROLE_WORLD_SIZE": world_size,
-        "MASTER_ADDR": place.master_addr,
-        "MASTER_PORT": str(place.master_port),
+        "MASTER_ADDR": node.master_addr,
+        "MASTER_PORT": str(node.master_port),
         "TORCHELASTIC_RESTART_COUNT": str(attempt),
         "TORCHELASTIC_MAX_RESTARTS": str(spec.max_restarts),
         "TORCHELASTIC_RUN_ID": spec.rdzv_id,
@@ -67,5 +67,5 @@ def rank_environment(
         "TORCHELASTIC_ERROR_FILE": str(log_dir / f"rank-{rank}.torch-error.json"),
         "OMP_NUM_THREADS": str(threads_per_rank(spec, shared)),
         "PHALANX_LOG_DIR": str(log_dir),
-        "PHALANX_RUN_ID": place.run_id or spec.run_id,
+        "PHALANX_RUN_ID": node.run_id or spec.run_id,
     }

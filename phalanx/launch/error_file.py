@@ -48,12 +48,13 @@ def record_exception(error: BaseException, request: Message) -> None:
     """Write the record for the launcher, then the traceback to stderr as the interpreter would."""
     error.__traceback__ = user_frames(error.__traceback__)
     lines = [] if isinstance(error, PhalanxError) else users_traceback(error)
+    beat = heartbeat.current().read(request["rank"])
     record = {
         "rank": request["rank"],
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "time": time.time(),
-        "step": _last_step(request["rank"]),
+        "step": beat.step if beat else None,
         "type": type(error).__qualname__,
         "message": error.message if isinstance(error, PhalanxError) else str(error),
         "hint": error.hint if isinstance(error, PhalanxError) else "",
@@ -72,8 +73,8 @@ def record_exception(error: BaseException, request: Message) -> None:
 
 
 def user_frames(frames: TracebackType | None) -> TracebackType | None:
-    """Drop the frames of the launcher, and of the machinery it runs modules with, from the top of a traceback."""
-    while frames is not None and _is_ours(frames.tb_frame.f_code.co_filename):
+    """Drop the frames of the launcher, and of runpy and importlib, from the top of a traceback."""
+    while frames is not None and _is_launchers(frames.tb_frame.f_code.co_filename):
         frames = frames.tb_next
     return frames
 
@@ -89,24 +90,19 @@ def _cut_library_frames(summary: traceback.TracebackException | None) -> None:
     """Cut the leading frames of this package, in the exceptions before this one too; if nothing else follows, none."""
     if summary is None:
         return
-    kept = list(itertools.dropwhile(lambda frame: _is_librarys(frame.filename), summary.stack))
+    kept = list(
+        itertools.dropwhile(
+            lambda frame: frame.filename.startswith(_PACKAGE) or _is_launchers(frame.filename), summary.stack
+        )
+    )
     if kept:
         summary.stack[:] = kept
     for linked in (summary.__cause__, summary.__context__, *(summary.exceptions or ())):
         _cut_library_frames(linked)
 
 
-def _is_librarys(filename: str) -> bool:
-    return filename.startswith(_PACKAGE) or _is_ours(filename)
-
-
-def _is_ours(filename: str) -> bool:
+def _is_launchers(filename: str) -> bool:
     return filename.startswith((*LAUNCHER_FILES, "<frozen runpy", "<frozen importlib")) or filename == runpy.__file__
-
-
-def _last_step(rank: int) -> int | None:
-    beat = heartbeat.current().read(rank)
-    return beat.step if beat else None
 
 
 def read_record(log_dir: Path, rank: int) -> dict[str, Any] | None:

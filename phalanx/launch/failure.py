@@ -36,11 +36,27 @@ class FailureReport:
     """Where to read more."""
 
     def __str__(self) -> str:
+        """Return the report: rank, host, step and cause; then the evidence; then hint and logs."""
+        lines = [self._headline(), *(f"  {line}" for line in self.details)]
+        if self.hint:
+            lines.append(f"  {self.hint}")
+        if self.others_stopped:
+            ranks = "1 other rank" if self.others_stopped == 1 else f"{self.others_stopped} other ranks"
+            lines.append(f"{ranks} stopped because of it.")
+        if self.logs:
+            lines.append(f"Logs: {self.logs}")
+        return "\n".join(lines)
 
-        return render(self)
+    def _headline(self) -> str:
+        if self.rank is None:
+            return self.cause
+        label = "" if self.label in ("", f"r{self.rank}") else f" [{self.label}]"
+        host = f" on {self.host}" if self.host else ""
+        step = "" if self.step is None else f" at step {self.step}"
+        return f"rank {self.rank}{label}{host}{step} {self.cause}"
 
     def to_message(self) -> dict[str, Any]:
-        """Write it so that it can travel to another node."""
+        """Return it as a message to another node."""
         return asdict(self)
 
     @classmethod
@@ -56,33 +72,10 @@ _LOG_LINES = 8
 _CRASHES = {
     signal.SIGSEGV: "crashed with a segmentation fault (SIGSEGV): native code touched memory it does not own",
     signal.SIGBUS: "crashed with a bus error (SIGBUS): often /dev/shm or a mapped file's disk is full",
-    signal.SIGABRT: "aborted (SIGABRT): native code gave up",
+    signal.SIGABRT: "aborted (SIGABRT): native code detected an error",
     signal.SIGILL: "crashed with an illegal instruction (SIGILL): a library was built for another processor",
     signal.SIGFPE: "crashed with an arithmetic error (SIGFPE)",
 }
-
-
-def render(failure: FailureReport) -> str:
-    """Return the report: rank, host, step and cause; then the evidence; then hint and logs."""
-    lines = [_headline(failure)]
-    lines += [f"  {line}" for line in failure.details]
-    if failure.hint:
-        lines.append(f"  {failure.hint}")
-    if failure.others_stopped:
-        ranks = "1 other rank" if failure.others_stopped == 1 else f"{failure.others_stopped} other ranks"
-        lines.append(f"{ranks} stopped because of it.")
-    if failure.logs:
-        lines.append(f"Logs: {failure.logs}")
-    return "\n".join(lines)
-
-
-def _headline(failure: FailureReport) -> str:
-    if failure.rank is None:
-        return failure.cause
-    label = "" if failure.label in ("", f"r{failure.rank}") else f" [{failure.label}]"
-    host = f" on {failure.host}" if failure.host else ""
-    step = "" if failure.step is None else f" at step {failure.step}"
-    return f"rank {failure.rank}{label}{host}{step} {failure.cause}"
 
 
 def explain(
@@ -130,10 +123,10 @@ def _without_plumbing(lines: list[str]) -> list[str]:
 def _with_sources(lines: list[str]) -> list[str]:
     """Add the source lines that only this process has: those of notebook cells and of a prompt."""
     complete: list[str] = []
-    for place, line in enumerate(lines):
+    for index, line in enumerate(lines):
         complete.append(line)
         frame = _FRAME.match(line)
-        is_bare = place + 1 == len(lines) or not lines[place + 1].startswith("    ")
+        is_bare = index + 1 == len(lines) or not lines[index + 1].startswith("    ")
         if frame and is_bare and (source := linecache.getline(frame["file"], int(frame["line"])).strip()):
             complete.append(f"    {source}")
     return complete
@@ -144,7 +137,7 @@ def _shortened(lines: list[str]) -> list[str]:
     if len(lines) <= _TRACEBACK_LINES:
         return lines
     start = len(lines) - _TRACEBACK_LINES + 2
-    start = next((place for place in range(start, len(lines)) if _BEGINS.match(lines[place])), start)
+    start = next((index for index in range(start, len(lines)) if _BEGINS.match(lines[index])), start)
     head = [] if "Traceback" in lines[start] else [lines[0]]
     return [*head, f"  ... {start - len(head)} lines are left out here: the log has them", *lines[start:]]
 
@@ -163,14 +156,18 @@ def _raised(ended: RankExit) -> tuple[str, tuple[str, ...], str]:
         # A PhalanxError: its message is complete without a traceback.
         return f"stopped: {record['message']}", (), record["hint"]
     message = record["message"].splitlines()
-    said = f": {message[0]}" if message else ""
-    return f"raised {record['type']}{said}", tuple(_shortened(_with_sources(_without_plumbing(lines)))), record["hint"]
+    text = f": {message[0]}" if message else ""
+    return f"raised {record['type']}{text}", tuple(_shortened(_with_sources(_without_plumbing(lines)))), record["hint"]
 
 
 def _killed(ended: RankExit, killed_for_memory: bool) -> tuple[str, tuple[str, ...], str]:
     number = -ended.code
     if number == signal.SIGKILL:
-        return _killed_outright(killed_for_memory)
+        less = "Use less memory: a smaller batch_size, fewer ranks on this node, fewer data loader workers."
+        if killed_for_memory:
+            return "was killed by the kernel because memory ran out (SIGKILL)", (), less
+        cause = "was killed by SIGKILL: another process sent it, or memory ran out where this process cannot see it"
+        return cause, (), f"If it was memory: {less[0].lower()}{less[1:]}"
     try:
         known = signal.Signals(number)
     except ValueError:
@@ -180,17 +177,6 @@ def _killed(ended: RankExit, killed_for_memory: bool) -> tuple[str, tuple[str, .
     stack = main_stack("\n".join(ended.log_tail))
     python_stack = ("Python stack, innermost first:", *(f"  {frame}" for frame in stack[:_LOG_LINES]))
     return _CRASHES[known], python_stack if stack else _log_end(ended), ""
-
-
-def _killed_outright(killed_for_memory: bool) -> tuple[str, tuple[str, ...], str]:
-    less = "Use less memory: a smaller batch_size, fewer ranks on this node, fewer data loader workers."
-    if killed_for_memory:
-        return "was killed by the kernel because memory ran out (SIGKILL)", (), less
-    return (
-        "was killed by SIGKILL: another process sent it, or memory ran out where this process cannot see the counter",
-        (),
-        f"If it was memory: {less[0].lower()}{less[1:]}",
-    )
 
 
 YIELD_SECONDS = 0.5
@@ -217,7 +203,7 @@ def reports_lost_peer(text: str) -> bool:
 
 @dataclass(frozen=True)
 class RankExit:
-    """One rank's bad end, with what is known of it."""
+    """The failure of one rank, with what is known of it."""
 
     rank: int
     code: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import selectors
@@ -53,11 +54,11 @@ class RankState:
 
 
 class RankGroup:
-    """This node's ranks. `register` puts its sockets and pipes on a selector; their callbacks keep `ranks` true."""
+    """This node's ranks. `start` puts their sockets and pipes on a selector, whose callbacks update `ranks`."""
 
-    def __init__(self, spec: LaunchSpec, place: NodeInfo, session: Session, console: RankConsole) -> None:
+    def __init__(self, spec: LaunchSpec, node: NodeInfo, session: Session, console: RankConsole) -> None:
         self._spec = spec
-        self._place = place
+        self._node = node
         self._session = session
         self._console = console
         self._pumps: list[OutputPump] = []
@@ -67,7 +68,7 @@ class RankGroup:
         self.on_event: Callable[[dict[str, Any]], None] = console.handle
         self.ranks = {
             f"r{rank}": RankState(rank, spec.label(rank))
-            for rank in range(place.first_rank, place.first_rank + spec.ranks_per_node)
+            for rank in range(node.first_rank, node.first_rank + spec.ranks_per_node)
         }
 
     @property
@@ -82,19 +83,18 @@ class RankGroup:
 
     def start(self, attempt: int, shared_env: dict[str, str], selector: selectors.BaseSelector, scratch: Path) -> None:
         """Fork every rank and listen to them; each has a folder for its sockets in `scratch`."""
-        selector.register(self._events, selectors.EVENT_READ, lambda: self._take_events())
-        threads = threads_per_rank(self._spec, shared_env)
+        selector.register(self._events, selectors.EVENT_READ, self._take_events)
         common = {
             "do": "rank",
             "target": to_message(self._spec.target),
             "prelude": self._spec.prelude,
             "cwd": os.getcwd(),
             "path": sys.path,
-            "threads": threads,
+            "threads": threads_per_rank(self._spec, shared_env),
             "log_dir": str(self._spec.log_dir.absolute()),
         }
         for local_rank, (key, state) in enumerate(self.ranks.items()):
-            env = rank_environment(self._spec, self._place, local_rank, attempt, shared_env)
+            env = rank_environment(self._spec, self._node, local_rank, attempt, shared_env)
             own = {"key": key, "rank": state.rank, "env": env, "scratch": str(scratch / f"{attempt}-{state.rank}")}
             self._fork({**common, **own}, state, selector)
         self._events_far.close()
@@ -103,7 +103,10 @@ class RankGroup:
         log = RankLog(self._spec.log_dir, state.rank, self._console.notice)
         self._logs.append(log)
         stack = open_stack(self._spec.log_dir, state.rank)
-        stdin = _stdin()
+        stdin = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        with contextlib.suppress(OSError):  # this process's stdin may be closed
+            if not os.isatty(0):  # a terminal may be read by its own session only
+                os.dup2(0, stdin, inheritable=False)
         pumps = self._make_pumps(state, log, selector)
         out, err = (pumps[0].write_end, pumps[-1].write_end) if pumps else (log.descriptor, log.descriptor)
         request["writes_log"] = not pumps
@@ -116,9 +119,9 @@ class RankGroup:
                 pump.close_write_end()
 
     def _make_pumps(self, state: RankState, log: RankLog, selector: selectors.BaseSelector) -> list[OutputPump]:
-        """Make what carries a shown rank's standard output and error: one pump for both where they end in one place.
+        """Make the pumps of a shown rank's standard output and error: one for both where they have one destination.
 
-        Where one rank of a program of the user's is shown on a terminal, that rank writes to a terminal too.
+        Where one rank of a user's program is shown on a terminal, that rank writes to a terminal too.
         """
         alone = self._spec.console_ranks == "0"
         if alone and state.rank != 0:
@@ -191,14 +194,3 @@ class RankGroup:
             pump.close()
         for log in self._logs:
             log.close()
-
-
-def _stdin() -> int:
-    """Return the ranks' stdin: this process's, unless it is closed or a terminal (which only its session may read)."""
-    try:
-        if not os.isatty(0):
-            return os.dup(0)
-    except OSError:
-        # Closed by the parent process.
-        pass
-    return os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)

@@ -30,7 +30,7 @@ class Variable(NamedTuple):
 _QUIET = Variable("NCCL_DEBUG", "WARN", "errors and nothing else; INFO while you look for a fault")
 _CARD = Variable("NCCL_SOCKET_IFNAME", "{card}", "the card of the default route: a container's own cards lead nowhere")
 _SOCKETS = (
-    Variable("NCCL_IB_DISABLE", "1", "there is no InfiniBand: do not search for it, nor wait for it"),
+    Variable("NCCL_IB_DISABLE", "1", "without InfiniBand: do not search for it, nor wait for it"),
     _CARD,
     Variable("NCCL_SOCKET_NTHREADS", "4", "one thread fills about 10 Gb/s of a TCP link; 4 use a fast card"),
     Variable("NCCL_NSOCKS_PERTHREAD", "2", "clouds limit each TCP flow: several a thread (threads x sockets <= 64)"),
@@ -67,7 +67,7 @@ CLUSTERS: dict[str, tuple[Variable, ...]] = {
         Variable("NCCL_NET", "AWS Libfabric", "insist on the plugin: without it NCCL falls back to TCP in silence"),
         Variable("FI_EFA_USE_DEVICE_RDMA", "1", "GPUDirect: EFA reads GPU memory itself (p4d and later)"),
         Variable("FI_EFA_FORK_SAFE", "1", "DataLoader workers fork; registered memory must survive it"),
-        Variable("NCCL_SOCKET_IFNAME", "{card}", "only for the first meeting: data goes over EFA"),
+        Variable("NCCL_SOCKET_IFNAME", "{card}", "only for the rendezvous: data goes over EFA"),
         _IN_ORDER,
     ),
     "infiniband": (
@@ -75,7 +75,7 @@ CLUSTERS: dict[str, tuple[Variable, ...]] = {
         Variable("NCCL_IB_DISABLE", "0", "use InfiniBand, also where an image or a profile has turned it off"),
         Variable("NCCL_NET_GDR_LEVEL", "2", "GPUDirect RDMA where PCI switches join card and GPU (2 is NCCL's PXB)"),
         Variable("NCCL_NET_GDR_LEVEL", "PHB", "also where they only share a CPU: no stop in host memory", advice=True),
-        Variable("NCCL_SOCKET_IFNAME", "{ib0}", "IPoIB for the first meeting, else the default card; data go by RDMA"),
+        Variable("NCCL_SOCKET_IFNAME", "{ib0}", "IPoIB for the rendezvous, else the default card; data go by RDMA"),
         Variable("NCCL_IB_TIMEOUT", "22", "17 s for an answer: large fabrics pause while routes change", advice=True),
         Variable("NCCL_IB_RETRY_CNT", "7", "as often as the hardware can before it gives a link up", advice=True),
         _IN_ORDER,
@@ -86,17 +86,14 @@ CLUSTERS: dict[str, tuple[Variable, ...]] = {
 def nccl_variables(cluster: str, interface: str | None = None) -> list[Variable]:
     """Return the variables for a kind of cluster; `interface`: the card, if not that of the default route."""
     card = interface or default_interface() or NO_CARD
-    named = {name: interface or (name if _has_card(name) else card) for name in ("eth0", "ib0")}
+    present = {name for _, name in socket.if_nameindex()}
+    named = {name: interface or (name if name in present else card) for name in ("eth0", "ib0")}
     return [variable._replace(value=variable.value.format(card=card, **named)) for variable in CLUSTERS[cluster]]
 
 
 def nccl_environment(cluster: str | None, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return what to add to the ranks' environment: what the user has set there stays."""
+    """Return what to add to the ranks' environment, without variables that the user has set."""
     if cluster is None:
         return {}
     wanted = [variable for variable in nccl_variables(cluster) if not variable.advice]
     return {variable.name: variable.value for variable in wanted if variable.name not in environ}
-
-
-def _has_card(name: str) -> bool:
-    return any(card == name for _, card in socket.if_nameindex())

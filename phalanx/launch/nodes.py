@@ -1,6 +1,6 @@
 """Rendezvous of several nodes, one supervisor each: gather at the endpoint, share the first failure, leave together.
 
-The nodes meet in a TCPStore. Values there are JSON, signed where the job has a secret (`signed_store`): torch's own
+The nodes share a TCPStore. Values there are JSON, signed where the job has a secret (`signed_store`): torch's own
 rendezvous would unpickle what any process that reaches the port has written.
 """
 
@@ -44,20 +44,24 @@ class NodeGroup:
         self._host, self._port = split_endpoint(request["endpoint"])
         self._seconds: float = request["seconds"]
         self._hosts_store = False
-        self._store = self._meet()
+        self._store = self._connect()
         self._board: Store | None = None
         self._rank_store: TCPStore | None = None
         self._attempt = 0
         self._node_rank = 0
         self._names: list[str] = []
         self._census, self._silent = Census(), []  # type: tuple[Census, list[str]]
-        self._said_failure = self._said_end = False
+        self._knows_failure = self._published_end = False
 
-    def _meet(self) -> TCPStore:
+    def _connect(self) -> TCPStore:
         """Host the store at the endpoint if this node has to, else connect to it."""
         from torch.distributed import DistNetworkError
 
-        if self._is_host():
+        from phalanx.torch_compat import is_own_host
+
+        # Node 0 hosts when the nodes are numbered (a host's name may map to loopback); else torch's rule decides.
+        node_rank = self._request["node_rank"]
+        if is_own_host(self._host) if node_rank is None else node_rank == 0:
             # Fails where another supervisor on this machine hosts it already: then connect to that.
             with contextlib.suppress(DistNetworkError, RuntimeError, ValueError):
                 store = self._open_store(self._port, is_master=True)
@@ -79,29 +83,26 @@ class NodeGroup:
         timeout = timedelta(seconds=min(self._seconds, _CONNECT_SECONDS))
         return TCPStore(self._host, port, is_master=is_master, wait_for_workers=False, timeout=timeout)
 
-    def _is_host(self) -> bool:
-        """Node 0 hosts when the nodes are numbered (a host's name may map to loopback); else torch's rule."""
-        from phalanx.torch_compat import is_own_host
-
-        node_rank = self._request["node_rank"]
-        return is_own_host(self._host) if node_rank is None else node_rank == 0
-
-    def gather(self, attempt: int, tell: Callable[[Message], None]) -> dict[str, Any]:
-        """Wait for all nodes, agree on their order, and return this node's place and the ranks' store."""
+    def gather(self, attempt: int, send: Callable[[Message], None]) -> dict[str, Any]:
+        """Wait for all nodes, agree on their order, and return the fields of this node's `NodeInfo`."""
         from torch.distributed import DistNetworkError, PrefixStore
 
         self._attempt = attempt
         prefix = f"phalanx/{self._request['run_id']}/{attempt}"
         self._board = self._sign(PrefixStore(prefix, self._store))
-        self._said_failure = self._said_end = False
+        self._knows_failure = self._published_end = False
         try:
-            nodes, own = self._meet_all(self._board, tell, time.monotonic() + self._seconds)
+            nodes, own = self._await_all(self._board, send, time.monotonic() + self._seconds)
             order = order_nodes([node["node_rank"] for node in nodes], [node["host"] for node in nodes])
-            port = self._share_rank_store(self._board)
+            # The ranks' store is on the endpoint's host, which all nodes can reach.
+            if self._hosts_store:
+                self._rank_store = self._open_store(0, is_master=True)
+                self._board.set("rank-store", str(self._rank_store.port))
+            port = int(self._board.get("rank-store"))
         except (DistNetworkError, RuntimeError) as error:
             raise self._host_is_lost() from error
         node_rank = self._node_rank = order.index(own)
-        self._names = [f"{place} ({nodes[index]['host']})" for place, index in enumerate(order)]
+        self._names = [f"{rank} ({nodes[index]['host']})" for rank, index in enumerate(order)]
         self._census, self._silent = Census(seconds=_LOST_SECONDS), []
         sizes = [nodes[index]["ranks"] for index in order]
         return {
@@ -118,8 +119,8 @@ class NodeGroup:
     def _sign(self, store: Store) -> Store:
         return sign_store(store, {VARIABLE: self._request.get("secret") or ""})
 
-    def _meet_all(
-        self, board: Store, tell: Callable[[Message], None], deadline: float
+    def _await_all(
+        self, board: Store, send: Callable[[Message], None], deadline: float
     ) -> tuple[list[dict[str, Any]], int]:
         """Return the descriptions of all nodes in the order of their arrival, and the index of this one.
 
@@ -132,8 +133,9 @@ class NodeGroup:
         census, reported = Census(), 0
         while not board.check([_MEMBERS]):
             if time.monotonic() > deadline:
+                where = f"{self._host}:{self._port}"
                 raise PhalanxError(
-                    f"not all {self._num_nodes} nodes came to {self._host}:{self._port} within {self._seconds:.0f} s.",
+                    f"not all {self._num_nodes} nodes joined at {where} within {self._seconds:.0f} s.",
                     hint="Start the same command on every node, each with its own node rank.",
                 )
             board.add(f"{_BEAT}/{own}", 1)
@@ -142,12 +144,12 @@ class NodeGroup:
                 board.set(_MEMBERS, json.dumps(present[: self._num_nodes]))
             elif len(present) != reported:
                 reported = len(present)
-                tell({"arrived": reported, "attempt": self._attempt})
+                send({"arrived": reported, "attempt": self._attempt})
             time.sleep(_ARRIVAL_POLL_SECONDS)
         members = json.loads(board.get(_MEMBERS))
         if own not in members:
             raise UsageError(
-                f"{self._num_nodes} nodes have met at {self._host}:{self._port} without this one.",
+                f"{self._num_nodes} nodes have joined at {self._host}:{self._port} without this one.",
                 hint="Start one supervisor per node, and give every job its own port or --rdzv-id.",
             )
         return [json.loads(board.get(f"{_NODE}/{number}")) for number in members], members.index(own)
@@ -158,49 +160,42 @@ class NodeGroup:
             hint="Look at that node's own output: its supervisor has ended.",
         )
 
-    def _share_rank_store(self, board: Store) -> int:
-        """Return the port of the ranks' store; it is on the endpoint's host, which all nodes can reach."""
-        if self._hosts_store:
-            self._rank_store = self._open_store(0, is_master=True)
-            board.set("rank-store", str(self._rank_store.port))
-        return int(board.get("rank-store"))
-
     def publish_failure(self, failure: dict[str, Any]) -> None:
         """Publish this node's failure, unless another node was first."""
         if self._board is not None:
-            self._said_failure = True
+            self._knows_failure = True
             self._board.compare_set(_FAILURE, "", json.dumps(failure))
 
     def publish_end(self) -> None:
         """Publish that all ranks of this node have succeeded."""
         if self._board is not None:
             self._board.add(_ENDS, 1)
-            self._said_end = True
+            self._published_end = True
 
     def news(self) -> list[Message]:
-        """Return news for the supervisor: another node's failure, or that all have ended."""
+        """Return messages for the supervisor: another node's failure, silent nodes, or that all have ended."""
         from torch.distributed import DistNetworkError
 
         if self._board is None:
             return []
         try:
-            return [*self._read_news(), *self._look_at_nodes()]
+            return [*self._read_ends(), *self._check_heartbeats()]
         except (DistNetworkError, RuntimeError) as error:
             self._board = None
             raise self._host_is_lost() from error
 
-    def _read_news(self) -> list[Message]:
+    def _read_ends(self) -> list[Message]:
         assert self._board is not None
-        if not self._said_failure and self._board.check([_FAILURE]):
-            self._said_failure = True
+        if not self._knows_failure and self._board.check([_FAILURE]):
+            self._knows_failure = True
             failure = json.loads(self._board.get(_FAILURE))
             return [{"remote_failure": failure, "attempt": self._attempt}]
-        if self._said_end and self._board.add(_ENDS, 0) >= self._num_nodes:
-            self._said_end = False
+        if self._published_end and self._board.add(_ENDS, 0) >= self._num_nodes:
+            self._published_end = False
             return [{"all_ended": True, "attempt": self._attempt}]
         return []
 
-    def _look_at_nodes(self) -> list[Message]:
+    def _check_heartbeats(self) -> list[Message]:
         """Send a heartbeat; the node that hosts the store checks those of the others, and reports nodes without one."""
         assert self._board is not None
         self._board.add(f"{_ALIVE}/{self._node_rank}", 1)
@@ -250,16 +245,16 @@ class Census:
 
 def order_nodes(node_ranks: list[int | None], hosts: list[str]) -> list[int]:
     """Return the arrival numbers in node order: nodes with a given rank get it, the rest fill the gaps in turn."""
-    places: dict[int, int] = {}
+    given: dict[int, int] = {}
     for arrival, node_rank in enumerate(node_ranks):
         if node_rank is None:
             continue
-        if node_rank in places:
-            pair = f"'{hosts[places[node_rank]]}' and '{hosts[arrival]}'"
+        if node_rank in given:
+            pair = f"'{hosts[given[node_rank]]}' and '{hosts[arrival]}'"
             raise UsageError(
                 f"two nodes say they are node {node_rank}: {pair}.",
                 hint=f"Give each node its own number from 0 to {len(node_ranks) - 1}.",
             )
-        places[node_rank] = arrival
+        given[node_rank] = arrival
     unnamed = iter(arrival for arrival, node_rank in enumerate(node_ranks) if node_rank is None)
-    return [places[place] if place in places else next(unnamed) for place in range(len(node_ranks))]
+    return [given[rank] if rank in given else next(unnamed) for rank in range(len(node_ranks))]

@@ -84,29 +84,30 @@ class LineSplitter:
 class RankLog:
     """A rank's log file; when it cannot be written any more it is dropped with one notice."""
 
-    def __init__(self, log_dir: Path, rank: int, tell: Callable[[str], object]) -> None:
+    def __init__(self, log_dir: Path, rank: int, notice: Callable[[str], object]) -> None:
         self.descriptor = open_log(log_dir, rank)
-        self._guard = Guard(f"the log of rank {rank} in {log_dir}", tell)
+        self._guard = Guard(f"the log of rank {rank} in {log_dir}", notice)
 
     def write(self, data: bytes) -> None:
         """Append."""
-        self._guard.attempt(lambda: _write_all(self.descriptor, data))
+
+        def write_all() -> None:
+            rest = data
+            while rest:
+                rest = rest[os.write(self.descriptor, rest) :]
+
+        self._guard.attempt(write_all)
 
     def close(self) -> None:
         """Close the file."""
         os.close(self.descriptor)
 
 
-def _write_all(descriptor: int, data: bytes) -> None:
-    while data:
-        data = data[os.write(descriptor, data) :]
-
-
 class OutputPump:
     """The read end of what a rank prints. Bytes go to the log as they are, lines to the console.
 
-    `terminal`: the descriptor of the terminal that the console is. The rank then writes to a terminal too, of the same
-    size, so that its libraries draw what they would draw there.
+    `terminal`: the descriptor of the console's terminal. The rank then writes to a terminal of the same size, so that
+    its libraries draw what they would draw there.
     """
 
     def __init__(
@@ -152,7 +153,7 @@ class OutputPump:
         except BlockingIOError:
             return True
         except OSError as error:
-            if error.errno != errno.EIO:  # how a terminal says that its last writer has gone
+            if error.errno != errno.EIO:  # how a terminal reports that its last writer has ended
                 raise
             return False
         self._log.write(chunk)
@@ -164,7 +165,7 @@ class OutputPump:
         self._console.rank_output(self._rank, self._label, text, err=self._err)
 
     def close(self) -> None:
-        """Pass on what is left, the last line with or without its newline, and let go."""
+        """Pass on what is left, the last line with or without its newline, and close the read end."""
         for _ in range(_PIPE_BYTES // _CHUNK):
             if not self.pump():
                 break
@@ -195,14 +196,14 @@ class RankConsole(Protocol):
         """
 
     def handle(self, event: dict[str, Any]) -> None:
-        """Take one event a rank sent: a dict with an "event" key."""
+        """Handle one event of a rank: a dict with an "event" key."""
 
     def notice(self, text: str) -> None:
         """Show a message of the launcher."""
 
 
 class PlainConsole:
-    """Prints rank output as it is (labelled when several ranks speak) and notices to stderr."""
+    """Prints rank output as it is (labelled when several ranks are shown) and notices to stderr."""
 
     def __init__(self, *, labelled: bool = False, out: TextIO | None = None, err: TextIO | None = None) -> None:
         self._labelled = labelled

@@ -5,6 +5,8 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import fcntl
+import functools
 import multiprocessing.process
 import os
 import signal
@@ -18,11 +20,10 @@ from typing import Any, NoReturn
 from phalanx.launch.error_file import exit_code_of, record_exception
 from phalanx.launch.forkserver import messages
 from phalanx.launch.forkserver.preload import set_compute_threads
-from phalanx.launch.init_hook import announce_joining
 from phalanx.launch.target import call, from_message, run_target
 from phalanx.observe.events import Message
 from phalanx.observe.guard import guard_own_output
-from phalanx.observe.sinks import FdSink
+from phalanx.observe.sinks import FdSink, announce
 
 # A process started by the rank inherits the variable but not the descriptor: a high number makes it unlikely that the
 # same number is something else there.
@@ -36,13 +37,13 @@ def run(request: messages.Message, descriptors: list[int]) -> NoReturn:
         os.dup2(descriptor, number)
         os.close(descriptor)
 
-    def be_the_rank() -> None:
-        _take_on(request, log, stack, events)
+    def program() -> None:
+        _set_up(request, log, stack, events)
         if request["prelude"]:
             call(request["prelude"])
         run_target(from_message(request["target"]), request["path"])
 
-    leave(run_to_end(be_the_rank, lambda error: record_to_log(error, request, log)))
+    leave(run_to_end(program, lambda error: record_to_log(error, request, log)))
 
 
 def run_to_end(program: Callable[[], None], record: Callable[[BaseException], None]) -> int:
@@ -67,7 +68,7 @@ def record_to_log(error: BaseException, request: messages.Message, log: int | No
     record_exception(error, request)
 
 
-def _take_on(request: messages.Message, log: int, stack: int, events: int) -> None:
+def _set_up(request: messages.Message, log: int, stack: int, events: int) -> None:
     os.environ.clear()
     os.environ.update(request["env"])
     os.environ["PHALANX_EVENTS_FD"] = str(lift(events))
@@ -75,9 +76,15 @@ def _take_on(request: messages.Message, log: int, stack: int, events: int) -> No
     buffer_lines()
     write_stacks(log, stack)
     if request["writes_log"]:
-        guard_own_output(lambda text: _tell_launcher(request["rank"], text))
-    _forget_the_warm_process()
-    _use_scratch(request["scratch"])
+        guard_own_output(lambda text: _warn_launcher(request["rank"], text))
+    # The fork server fixed these while it imported.
+    tempfile.tempdir = None
+    time.tzset()
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
+    # Sockets of multiprocessing go where the launcher removes them even if this rank is killed.
+    os.makedirs(request["scratch"], 0o700, exist_ok=True)
+    multiprocessing.process.current_process()._config["tempdir"] = request["scratch"]  # type: ignore[attr-defined]
     set_compute_threads(request["threads"])
     announce_joining(request["rank"])
 
@@ -97,7 +104,7 @@ def write_stacks(log: int, stack: int) -> None:
     faulthandler.register(signal.SIGQUIT, stack, all_threads=True)
 
 
-def _tell_launcher(rank: int, text: str) -> None:
+def _warn_launcher(rank: int, text: str) -> None:
     sink = FdSink.from_environment()
     if sink is not None:
         sink.handle(Message("warning", f"rank {rank}: {text}", rank=rank))
@@ -106,26 +113,27 @@ def _tell_launcher(rank: int, text: str) -> None:
 
 def lift(descriptor: int) -> int:
     """Move a descriptor to a high number."""
-    import fcntl
-
     lifted = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _EVENTS_DESCRIPTOR_FLOOR)
     os.close(descriptor)
     return lifted
 
 
-def _forget_the_warm_process() -> None:
-    """Undo what was fixed while the fork server imported: the temporary directory, the time zone, numpy's seed."""
-    tempfile.tempdir = None
-    time.tzset()
-    numpy: Any = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed()
+def announce_joining(rank: int) -> None:
+    """Wrap torch.distributed.init_process_group to report its begin and end: a rank that never joins can be named."""
+    import torch.distributed
+    from torch.distributed import device_mesh, distributed_c10d
 
+    original = distributed_c10d.init_process_group
 
-def _use_scratch(folder: str) -> None:
-    """Let multiprocessing keep its sockets where the launcher removes them even if this rank is killed."""
-    os.makedirs(folder, 0o700, exist_ok=True)
-    multiprocessing.process.current_process()._config["tempdir"] = folder  # type: ignore[attr-defined]
+    @functools.wraps(original)
+    def init_process_group(*args: Any, **kwargs: Any) -> None:
+        announce("joining", rank)
+        original(*args, **kwargs)
+        announce("joined", rank)
+
+    # device_mesh took its own reference when it was imported.
+    for module in (torch.distributed, distributed_c10d, device_mesh):
+        setattr(module, original.__name__, init_process_group)
 
 
 def leave(code: int) -> NoReturn:

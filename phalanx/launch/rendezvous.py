@@ -26,27 +26,29 @@ class Rendezvous:
     def __init__(self, spec: LaunchSpec, session: Session) -> None:
         self._spec = spec
         self._session = session
-        self._line: socket.socket | None = None
+        self.agent: socket.socket | None = None
+        """The connection to the store agent, to wait on for `receive`."""
         self.agent_key = ""
-        self.has_met = False
-        """Whether all nodes have come: then the others wait for a message when this one leaves."""
+        self.is_complete = False
+        """Whether all nodes have joined: then the others wait for a message when this one leaves."""
 
     @property
     def has_other_nodes(self) -> bool:
         """Whether other supervisors take part."""
         return self._spec.num_nodes > 1
 
-    @property
-    def line(self) -> socket.socket | None:
-        """The socket to listen to for `receive`, once the agent runs."""
-        return self._line
-
     def begin(self, attempt: int) -> NodeInfo | None:
-        """Start gathering for an attempt; return the place at once when this node is alone."""
+        """Start gathering for an attempt; return the node's position at once when it is the only one."""
         if not self.has_other_nodes:
-            return self._host_store(attempt)
-        self.has_met = False
-        if self._line is None:
+            self.close()
+            # The port is bound here, so that it is known before the store runs.
+            with socket.create_server((LOOPBACK, 0), backlog=1024) as listener:
+                port = listener.getsockname()[1]
+                self._fork_agent(f"store{attempt}", {"num_nodes": 1}, [listener.fileno()])
+            size = self._spec.ranks_per_node
+            return NodeInfo(0, 1, first_rank=0, world_size=size, master_addr=LOOPBACK, master_port=port)
+        self.is_complete = False
+        if self.agent is None:
             request = {
                 "num_nodes": self._spec.num_nodes,
                 "node_rank": self._spec.node_rank,
@@ -58,20 +60,11 @@ class Rendezvous:
                 "secret": {**os.environ, **self._spec.env}.get(VARIABLE),
             }
             self._fork_agent("store", request, [])
-        self._say({"gather": attempt})
+        self._send({"gather": attempt})
         return None
 
-    def _host_store(self, attempt: int) -> NodeInfo:
-        """Bind the port here, so that it is known before the store runs."""
-        self.close()
-        with socket.create_server((LOOPBACK, 0), backlog=1024) as listener:
-            port = listener.getsockname()[1]
-            self._fork_agent(f"store{attempt}", {"num_nodes": 1}, [listener.fileno()])
-        world_size = self._spec.ranks_per_node
-        return NodeInfo(0, 1, first_rank=0, world_size=world_size, master_addr=LOOPBACK, master_port=port)
-
     def _fork_agent(self, key: str, request: messages.Message, descriptors: list[int]) -> None:
-        self._line, far_end = messages.socket_pair()
+        self.agent, far_end = messages.socket_pair()
         self.agent_key = key
         with far_end:
             log = str(self._spec.log_dir.absolute() / "store.log")
@@ -80,29 +73,29 @@ class Rendezvous:
     def receive(self) -> messages.Message | None:
         """Return the agent's next message, None when it has ended.
 
-        It is one of "arrived", "place", "remote_failure", "all_ended" and "error".
+        It is one of "arrived", "node", "remote_failure", "silent_nodes", "all_ended" and "error".
         """
-        assert self._line is not None
-        received = messages.receive(self._line)
+        assert self.agent is not None
+        received = messages.receive(self.agent)
         if received is None:
             return None
-        self.has_met = self.has_met or "place" in received[0]
+        self.is_complete = self.is_complete or "node" in received[0]
         return received[0]
 
-    def tell_failure(self, failure: FailureReport) -> None:
+    def publish_failure(self, failure: FailureReport) -> None:
         """Publish to the other nodes why this one stops."""
         if self.has_other_nodes:
-            self._say({"failed": failure.to_message()})
+            self._send({"failed": failure.to_message()})
 
-    def tell_end(self) -> None:
+    def publish_end(self) -> None:
         """Publish to the other nodes that all ranks of this one have succeeded."""
-        self._say({"finished": True})
+        self._send({"finished": True})
 
-    def _say(self, message: messages.Message) -> None:
-        if self._line is None:
+    def _send(self, message: messages.Message) -> None:
+        if self.agent is None:
             return
         try:
-            messages.send(self._line, message)
+            messages.send(self.agent, message)
         except (BrokenPipeError, ConnectionResetError):
             # The agent has ended; the loop sees the end of its socket.
             return
@@ -110,9 +103,9 @@ class Rendezvous:
     def close(self) -> None:
         """Close the connection, which ends the agent."""
         self.agent_key = ""
-        if self._line is not None:
-            self._line.close()
-            self._line = None
+        if self.agent is not None:
+            self.agent.close()
+            self.agent = None
 
     def leave(self) -> None:
         """End the agent and wait for its end; with several nodes it waits a moment for the slower ones."""

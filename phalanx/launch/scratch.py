@@ -20,13 +20,13 @@ _locks: dict[Path, int] = {}
 
 def open_scratch(kind: str) -> Path:
     """Make a folder that only this user can read, for `close_scratch` to remove."""
-    _sweep_once(tempfile.gettempdir())
+    sweep(Path(tempfile.gettempdir()))
     path = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{kind}-"))
     fresh = path / f"{_OWNER}.new"
     lock = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
-    except OSError:  # a file system without locks: without the file the folder is never taken for a leftover
+    except OSError:  # a file system without locks: without the file the folder is never removed by others
         os.close(lock)
         fresh.unlink()
         return path
@@ -58,12 +58,8 @@ def scratch_folder(kind: str) -> Iterator[Path]:
 
 
 @functools.cache
-def _sweep_once(directory: str) -> None:
-    sweep(Path(directory))
-
-
 def sweep(directory: Path) -> None:
-    """Remove the folders in `directory` whose owners have ended."""
+    """Remove the folders in `directory` whose owners have ended; once per process."""
     for path in directory.glob(f"{_PREFIX}*"):
         with suppress(OSError):  # another run's, which it removes itself at this moment
             if path.lstat().st_uid == os.getuid() and not path.is_symlink():

@@ -102,9 +102,9 @@ class LaunchSpec:
     num_nodes: int = 1
     """How many supervisors, one per node, form the group."""
     node_rank: int | None = None
-    """This node's place among the nodes; None lets the rendezvous choose."""
+    """This node's number among the nodes; None lets the rendezvous choose."""
     rdzv_endpoint: str = ""
-    """host:port where the nodes meet; only with several nodes."""
+    """host:port of the rendezvous; only with several nodes."""
     run_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     """Unique id of this launch; the same in all of its attempts."""
     rdzv_id: str = "phalanx"
@@ -114,7 +114,7 @@ class LaunchSpec:
     labels: tuple[str, ...] = ()
     """One label per global rank, such as "r3 dp1"; "r3" when not given."""
     console_ranks: Literal["0", "all"] = "0"
-    """Whose output the console shows."""
+    """The ranks whose output the console shows."""
     max_restarts: int = 0
     """How often the whole group is started again after a rank failed."""
     grace_seconds: float = 4.5
@@ -151,7 +151,7 @@ class LaunchSpec:
             )
         if not self.rdzv_endpoint:
             raise UsageError(
-                f"{self.num_nodes} nodes need a place to meet, and rdzv_endpoint is empty.",
+                f"{self.num_nodes} nodes need a rendezvous, and rdzv_endpoint is empty.",
                 hint="Give every node the same host:port of node 0, such as 'node0:29400'.",
             )
         split_endpoint(self.rdzv_endpoint)
@@ -196,7 +196,7 @@ def split_endpoint(endpoint: str) -> tuple[str, int]:
 class LaunchResult:
     """How a launch ended. `failure` says what went wrong; `str(failure)` is the report to show.
 
-    It is None when all went well, and when ranks that ran were stopped on request.
+    It is None after success, and when running ranks were stopped on request.
     """
 
     exit_code: int

@@ -42,7 +42,7 @@ class StartupNotices:
         if changed:
             self._reminder = Reminder(now, MACHINES_MOMENTS)
 
-    def take_place(self, now: float) -> None:
+    def take_gathered(self, now: float) -> None:
         """Note that all machines are here."""
         self._arrived = self._machines
         if self._serving:
@@ -89,7 +89,7 @@ class Hang:
 
 @dataclass
 class StartWatch:
-    """Gets starts, events and exits, and is asked with the time. Limits count from when the last rank was forked."""
+    """Finds ranks that never join, from starts, events and exits. Limits count from when the last rank was forked."""
 
     spec: LaunchSpec
     ranks: tuple[int, ...]

@@ -12,10 +12,9 @@ from phalanx.host.signed_store import VARIABLE
 from phalanx.launch.attempt import Attempt
 from phalanx.launch.environment import shared_environment
 from phalanx.launch.failure import FailureReport
-from phalanx.launch.follower import run_attempts
+from phalanx.launch.follower import Outcome, run_attempts
 from phalanx.launch.forkserver.client import fork_server
 from phalanx.launch.output import PlainConsole, RankConsole
-from phalanx.launch.policy import Outcome
 from phalanx.launch.rendezvous import Rendezvous
 from phalanx.launch.scratch import scratch_folder
 from phalanx.launch.spec import LaunchResult, LaunchSpec, check_endpoint
@@ -24,9 +23,8 @@ from phalanx.launch.spec import LaunchResult, LaunchSpec, check_endpoint
 def launch(spec: LaunchSpec, console: RankConsole | None = None, signals: SignalInbox | None = None) -> LaunchResult:
     """Run the target on this node's ranks and return when all of them have ended.
 
-    Runs in the caller's thread. Signals are taken over meanwhile when that is the main thread; `signals` lets another
-    thread post some. The report of a failure is not printed: it is `str(result.failure)`, for the caller to show or to
-    raise.
+    Runs in the caller's thread; in the main thread it handles signals, and another thread can post some through
+    `signals`. The report of a failure is not printed: it is `str(result.failure)`, for the caller to show or to raise.
     """
     spec.target.check()
     if spec.num_nodes > 1 and spec.starter is None:
@@ -64,35 +62,35 @@ class _Launching:
             self._session = fork_server(self._shared_env).open_session()
         except ForkServerDiedError:  # since it was last used
             self._session = fork_server(self._shared_env).open_session()
-        self._meeting = Rendezvous(self._spec, self._session)
+        self._rendezvous = Rendezvous(self._spec, self._session)
 
     def close(self) -> None:
         """Close the connections to the agent and the fork server."""
-        self._meeting.close()
+        self._rendezvous.close()
         self._session.close()
 
     def run(self, signals: SignalInbox) -> LaunchResult:
         with signals as inbox:
             outcome, result = run_attempts(self._spec, self._console, lambda number: self._attempt(inbox, number))
-            if self._meeting.has_met or not outcome.before_start:
-                self._meeting.leave()
+            if self._rendezvous.is_complete or not outcome.before_start:
+                self._rendezvous.leave()
             if outcome.before_start:
                 self._session.abort()
             return result
 
     def _attempt(self, inbox: SignalInbox, number: int) -> Outcome:
-        attempt = self._new_attempt(inbox, number)
+        def new_attempt() -> Attempt:
+            return Attempt(self._spec, self._console, self._session, self._rendezvous, inbox, number, self._scratch)
+
+        attempt = new_attempt()
         try:
             return attempt.run(self._rank_env)
         except ForkServerDiedError as death:
-            if not self._session.is_serving:  # it cannot import torch, nor could the next
+            if not self._session.server.is_serving:  # it cannot import torch, nor could the next
                 raise
             self.close()
             self._open()
             if not attempt.has_started:  # it was dying already
-                return self._new_attempt(inbox, number).run(self._rank_env)
+                return new_attempt().run(self._rank_env)
             failure = FailureReport(cause=death.message, hint=death.hint, exit_code=death.exit_code)
             return Outcome(failure.exit_code, failure)
-
-    def _new_attempt(self, inbox: SignalInbox, number: int) -> Attempt:
-        return Attempt(self._spec, self._console, self._session, self._meeting, inbox, number, self._scratch)

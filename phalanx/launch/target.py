@@ -17,7 +17,7 @@ from phalanx.launch.spec import CallTarget, ModuleTarget, ScriptTarget, Target
 
 
 def to_message(target: Target) -> dict[str, Any]:
-    """Write a target so that it can travel to the rank."""
+    """Return a target as a message to the rank."""
     if isinstance(target, ScriptTarget):
         return {"script": str(target.path), "args": list(target.args)}
     if isinstance(target, ModuleTarget):
@@ -44,9 +44,14 @@ def run_target(target: Target, caller_path: list[str]) -> None:
     if isinstance(target, ScriptTarget):
         _run_script(target, main)
     elif isinstance(target, ModuleTarget):
-        _run_module(target)
+        sys.argv = ["-m", *target.args]
+        sys.orig_argv = [sys.executable, "-m", target.name, *target.args]
+        sys.path[:] = [os.getcwd(), *_interpreter_path()]
+        # What the interpreter itself calls for -m: packages, __main__ modules and its messages behave the same.
+        runpy._run_module_as_main(target.name)  # type: ignore[attr-defined]
     else:
-        _run_call(target, caller_path)
+        sys.path[:] = [entry or os.getcwd() for entry in caller_path]
+        call(target.function, target.payload)
 
 
 def _run_script(target: ScriptTarget, main: types.ModuleType) -> None:
@@ -59,19 +64,6 @@ def _run_script(target: ScriptTarget, main: types.ModuleType) -> None:
     main.__dict__["__cached__"] = None
     code = compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)
     exec(code, main.__dict__)
-
-
-def _run_module(target: ModuleTarget) -> None:
-    sys.argv = ["-m", *target.args]
-    sys.orig_argv = [sys.executable, "-m", target.name, *target.args]
-    sys.path[:] = [os.getcwd(), *_interpreter_path()]
-    # What the interpreter itself calls for -m: packages, __main__ modules and its messages behave the same.
-    runpy._run_module_as_main(target.name)  # type: ignore[attr-defined]
-
-
-def _run_call(target: CallTarget, caller_path: list[str]) -> None:
-    sys.path[:] = [entry or os.getcwd() for entry in caller_path]
-    call(target.function, target.payload)
 
 
 def call(function: str, *arguments: Any) -> None:

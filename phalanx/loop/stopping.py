@@ -63,7 +63,7 @@ class StopRequest:
     @property
     def told(self) -> str | None:
         """The request to stop from outside the process, such as SIGTERM; None where there is none, or only `ask`."""
-        self._heard = self._heard or control.take()
+        self._heard = self._heard or control.stop_reason()
         return self._heard
 
     def ask(self, reason: str) -> None:

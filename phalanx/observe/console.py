@@ -1,15 +1,18 @@
-"""What the user watches: a live bar on a terminal, a line every few seconds elsewhere, a summary at the end."""
+"""The console: a live bar on a terminal, a line every few seconds elsewhere, a summary at the end."""
 
 from __future__ import annotations
 
 import os
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from phalanx.observe import events, format
 from phalanx.observe.events import Event, RunStarted, StepDone
 from phalanx.observe.guard import Streams, guarded_streams, labelled_line
+
+if TYPE_CHECKING:
+    from phalanx.observe.richview import RichView  # imports rich
 
 
 class PlainView:
@@ -26,7 +29,7 @@ class PlainView:
         self._pending: str | None = None
 
     def begin(self, run: RunStarted) -> None:
-        """Say what is about to run."""
+        """Show what is about to run."""
         self.line(format.start_line(run))
 
     def step(self, event: StepDone, run: RunStarted | None) -> None:
@@ -40,7 +43,7 @@ class PlainView:
         self.line(text)
 
     def activity(self, name: str | None) -> None:
-        """Ignore what goes on between steps: its result gets a line."""
+        """Ignore what happens between steps: its result gets a line."""
 
     def settle(self) -> None:
         """Show the last step if it has not been shown."""
@@ -50,7 +53,7 @@ class PlainView:
             self._due = self._clock() + self._interval
 
     def line(self, text: str, *, kind: str = "info") -> None:
-        """Write a line of our own; the step that was measured goes before its metrics."""
+        """Write a line; the step that was measured goes before its metrics."""
         if kind == "metrics":
             self.settle()
         self._write(self._out, f"{text}\n")
@@ -83,39 +86,8 @@ class PlainView:
 _ACTIVITIES = {"eval": "evaluating", "evaluate": "evaluating", "evaluation": "evaluating", "checkpoint": "saving"}
 
 
-class ConsoleView(Protocol):
-    """How things are shown: `PlainView` writes lines, `RichView` draws."""
-
-    def begin(self, run: RunStarted) -> None:
-        """A run starts."""
-
-    def step(self, event: StepDone, run: RunStarted | None) -> None:
-        """A step is done."""
-
-    def activity(self, name: str | None) -> None:
-        """Something other than a step goes on, or no longer."""
-
-    def settle(self) -> None:
-        """No more steps for now."""
-
-    def line(self, text: str, *, kind: str = "info") -> None:
-        """Show a line of ours."""
-
-    def output(self, text: str, *, err: bool = False) -> None:
-        """Show what a rank printed to standard output or error: a line with its end, or a part of one."""
-
-    def error(self, text: str) -> None:
-        """Show an error."""
-
-    def summary(self, title: str, rows: list[tuple[str, str]], commands: list[str]) -> None:
-        """Show how the run ended."""
-
-    def close(self) -> None:
-        """Leave the screen tidy."""
-
-
 class Console:
-    """Shows events, the ranks' own output and the launcher's words."""
+    """Shows events, the ranks' own output and the launcher's notices; by lines, or drawn on a terminal."""
 
     def __init__(
         self,
@@ -129,14 +101,18 @@ class Console:
         self._run: RunStarted | None = None
         out, err = guarded_streams(out, err)
         self.streams = Streams.of(out, err)
-        self._view = _rich_view(out, err) if _can_draw(out) else PlainView(out, err, interval=interval)
+        self._view: PlainView | RichView = PlainView(out, err, interval=interval)
+        if out.isatty() and os.environ.get("TERM", "") not in ("", "dumb", "unknown"):
+            from phalanx.observe.richview import RichView
+
+            self._view = RichView(out, err)
 
     def rank_output(self, rank: int, label: str, text: str, *, err: bool = False) -> None:
         """Show what a rank printed, labelled when several ranks are shown."""
         self._view.output(labelled_line(label, text) if self._show_labels else text, err=err)
 
     def handle(self, event: Event | Mapping[str, Any]) -> None:
-        """Show an event, given as such or as plain data; kinds that are not for the user are passed over."""
+        """Show an event, given as such or as plain data; unknown kinds are ignored."""
         if not isinstance(event, events.Event):
             if event.get("event") not in events.KINDS:
                 return
@@ -144,14 +120,19 @@ class Console:
         if isinstance(event, events.StepDone):
             self._view.step(event, self._run)
         elif isinstance(event, events.RunStarted):
-            self._begin(event)
+            self._run = event
+            if event.resumed_from:
+                self._view.line(f"resumed from {event.resumed_from} at step {event.first_step}", kind="good")
+            self._view.begin(event)
         elif isinstance(event, events.RunEnded):
-            self._end(event)
+            self._view.settle()
+            rows = format.summary_rows(event, self._run)
+            self._view.summary(format.summary_title(event), rows, event.next_commands)
         else:
-            self._mention(event)
+            self._show_other(event)
 
     def notice(self, text: str) -> None:
-        """Show the launcher's own words."""
+        """Show a notice of the launcher."""
         self._view.line(text, kind="dim")
 
     def error(self, text: str) -> None:
@@ -160,24 +141,14 @@ class Console:
         self._view.error(text)
 
     def close(self) -> None:
-        """Leave the screen tidy."""
+        """Remove the bar, or show the last step."""
         self._view.close()
 
-    def _begin(self, run: RunStarted) -> None:
-        self._run = run
-        if run.resumed_from:
-            self._view.line(f"resumed from {run.resumed_from} at step {run.first_step}", kind="good")
-        self._view.begin(run)
-
-    def _end(self, end: events.RunEnded) -> None:
-        self._view.settle()
-        self._view.summary(format.summary_title(end), format.summary_rows(end, self._run), end.next_commands)
-
-    def _mention(self, event: Event) -> None:
+    def _show_other(self, event: Event) -> None:
         if isinstance(event, events.EpochDone):
             self._view.line(format.epoch_line(event, self._run), kind="metrics")
         elif isinstance(event, events.MetricsReported):
-            if not event.ends_epoch:  # else the epoch's own line tells it
+            if not event.ends_epoch:  # else the line of the epoch has the same values
                 self._view.line(format.metrics_line(event, self._run), kind="metrics")
         elif isinstance(event, events.CheckpointSaved):
             self._view.line(format.checkpoint_line(event), kind="dim")
@@ -190,23 +161,10 @@ class Console:
             for line in format.servers_lines(event):
                 self._view.line(line)
         elif isinstance(event, events.Message):
-            self._say(event)
+            if event.level == "error":
+                self.error(event.text)
+            else:
+                prefix = "warning: " if event.level == "warning" else ""
+                self._view.line(prefix + event.text, kind="warning" if prefix else "info")
         elif isinstance(event, events.Failure):
-            self._view.settle()  # The launcher tells the cause in full once the ranks have stopped.
-
-    def _say(self, message: events.Message) -> None:
-        if message.level == "error":
-            self.error(message.text)
-        else:
-            prefix = "warning: " if message.level == "warning" else ""
-            self._view.line(prefix + message.text, kind="warning" if prefix else "info")
-
-
-def _can_draw(out: TextIO) -> bool:
-    return out.isatty() and os.environ.get("TERM", "") not in ("", "dumb", "unknown")
-
-
-def _rich_view(out: TextIO, err: TextIO) -> ConsoleView:
-    from phalanx.observe.richview import RichView
-
-    return RichView(out, err)
+            self._view.settle()  # the launcher reports the cause once the ranks have stopped

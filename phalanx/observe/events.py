@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 KINDS: dict[str, type[Event]] = {}
-"""Every kind of event by its name on the wire."""
+"""Every kind of event by its name in JSON."""
 
 _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
@@ -107,7 +107,7 @@ class StepDone(Event):
 
 @dataclass(frozen=True)
 class Phase(Event):
-    """A stretch of time that is not a training step (evaluation, checkpoint, compilation) begins or ends."""
+    """A period that is not a training step (evaluation, checkpoint, compilation) begins or ends."""
 
     kind: ClassVar[str] = "phase"
     name: str
@@ -128,7 +128,7 @@ class MetricsReported(Event):
     """Whether an `EpochDone` with the same values follows."""
 
     def scalars(self) -> dict[str, float]:
-        """Return the curves that these values are points of; an epoch's mean is no point of the steps' own curve."""
+        """Return the curves that these values are points of; an epoch's mean has another curve than the steps."""
         prefix = "train/epoch_" if self.split == "train" else f"{self.split}/"
         return {f"{prefix}{name}": value for name, value in self.values.items()}
 
@@ -159,7 +159,7 @@ class CheckpointSaved(Event):
 
 @dataclass(frozen=True)
 class Message(Event):
-    """Words for the user; `level` is "info", "warning" or "error"."""
+    """A message for the user; `level` is "info", "warning" or "error"."""
 
     kind: ClassVar[str] = "message"
     level: str
@@ -212,12 +212,12 @@ class RunEnded(Event):
     exchange_waited: float | None = None
     """Seconds in which rank 0 waited for gradients to travel."""
     first_steps_seconds: float | None = None
-    """What the first steps took (start-up, compilation): throughput, tokens a second and MFU leave them out."""
+    """Seconds of the first steps (start-up, compilation): throughput, tokens per second and MFU leave them out."""
 
 
 @dataclass(frozen=True)
 class ServersReported(Event):
-    """What parameter servers counted over a run; the figures of each shard stand in `shards`."""
+    """What parameter servers counted over a run, and the figures of each shard in `shards`."""
 
     kind: ClassVar[str] = "servers"
     mode: str
@@ -237,7 +237,7 @@ class ServersReported(Event):
     def of(
         cls, mode: str, shards: list[dict[str, Any]], exchange_seconds: float, waited_seconds: float
     ) -> ServersReported:
-        """Sum up the figures of all shards: each takes part in every step, so the busiest speaks for all."""
+        """Sum up the figures of all shards: each takes part in every step, so the highest count holds for all."""
         return cls(
             mode,
             updates=max(shard["updates"] for shard in shards),
@@ -275,7 +275,7 @@ def _encode(value: Any) -> Any:
 
 
 def _decode(value: Any, annotation: str) -> Any:
-    """Undo `_encode` where the field is a float or a dict of floats: "nan" may be a word elsewhere."""
+    """Undo `_encode` where the field is a float or a dict of floats: "nan" may be a text elsewhere."""
     if "float" not in annotation:
         return value
     if isinstance(value, dict):

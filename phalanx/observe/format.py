@@ -1,4 +1,4 @@
-"""How events read: the same words on a terminal, in a log file and in the summary."""
+"""Events as text: the same on a terminal, in a log file and in the summary."""
 
 from __future__ import annotations
 
@@ -22,20 +22,15 @@ _TITLES = {
 
 
 def start_line(run: RunStarted) -> str:
-    """Say what runs where, and how a global batch comes about."""
+    """Return what runs where, and how the global batch is composed."""
     per_step = run.batch_size * run.accumulation
     replicas = run.global_batch // per_step if per_step else run.world_size
     ranks = "1 rank" if run.world_size == 1 else f"{run.world_size} ranks"
     batch = f"global batch {run.global_batch} = {run.batch_size} x {run.accumulation} x {replicas}"
-    parts = [f"{ranks} on {run.device}", _layout(run), run.precision, batch, f"{run.parameters:,} parameters"]
-    return " · ".join(parts)
-
-
-def _layout(run: RunStarted) -> str:
-    """Name the strategy, with the axes where ranks do more than see different samples."""
-    if "tp" not in run.mesh:
-        return run.strategy
-    return f"{run.strategy} ({' x '.join(f'{axis} {size}' for axis, size in run.mesh.items())})"
+    layout = run.strategy
+    if "tp" in run.mesh:  # ranks do more than see different samples
+        layout += f" ({' x '.join(f'{axis} {size}' for axis, size in run.mesh.items())})"
+    return " · ".join([f"{ranks} on {run.device}", layout, run.precision, batch, f"{run.parameters:,} parameters"])
 
 
 def step_parts(event: StepDone) -> list[str]:
@@ -76,18 +71,18 @@ def epoch_line(event: EpochDone, run: RunStarted | None) -> str:
 
 
 def checkpoint_line(event: CheckpointSaved) -> str:
-    """Say where a checkpoint is and what it cost."""
+    """Return where a checkpoint is, its size and its time."""
     return f"checkpoint {event.path} ({size(event.bytes)} in {event.seconds:.2f} s)"
 
 
 def membership_line(event: Membership) -> str:
-    """Say why the ranks were started again."""
+    """Return why the ranks were started again."""
     ranks = "1 rank" if event.world_size == 1 else f"{event.world_size} ranks"
     return f"attempt {event.attempt} with {ranks}: {event.reason}"
 
 
 def servers_lines(event: ServersReported) -> list[str]:
-    """Say how fresh the gradients were, how fast steps were taken, and what each shard bore."""
+    """Return the staleness of gradients, the speed of updates, and the load of each shard."""
     parts = [f"parameter server: {event.mode}", f"{event.updates:,} updates, {rate(event.updates_per_second)}/s"]
     if event.mode != "sync":
         parts.append(f"staleness {event.staleness_mean:.1f} updates, at most {event.staleness_max}")
@@ -102,7 +97,7 @@ def servers_lines(event: ServersReported) -> list[str]:
     return [*lines, f"  messages of the main rank: {hidden}"]
 
 
-_WORTH_TELLING_SECONDS = 0.5
+_MIN_SHOWN_SECONDS = 0.5
 
 
 def summary_title(end: RunEnded) -> str:
@@ -121,7 +116,7 @@ def summary_rows(end: RunEnded, run: RunStarted | None) -> list[tuple[str, str]]
     rows = [("time", duration(end.total_time)), ("steps", steps), ("throughput", speed)]
     if end.mfu is not None:
         rows.append(("MFU", f"{end.mfu:.1%}"))
-    if end.first_steps_seconds is not None and end.first_steps_seconds >= _WORTH_TELLING_SECONDS:
+    if end.first_steps_seconds is not None and end.first_steps_seconds >= _MIN_SHOWN_SECONDS:
         rows.append(("first steps", f"{duration(end.first_steps_seconds)}, not in the throughput"))
     if end.sent_bytes is not None:
         rows.append(("sent", sent_words(end.sent_bytes, end.plain_bytes)))
@@ -137,8 +132,8 @@ def summary_rows(end: RunEnded, run: RunStarted | None) -> list[tuple[str, str]]
 
 
 def sent_words(sent: int, plain: int | None) -> str:
-    """Say how many bytes a rank sent, and how many they would have been: `1.2 MB a rank, 2.0% of 60 MB`."""
-    words = f"{size(sent)} a rank"
+    """Return how many bytes a rank sent, and what share of ddp's: `1.2 MB per rank, 2.0% of ddp's 60 MB`."""
+    words = f"{size(sent)} per rank"
     is_less = plain is not None and sent < 0.999 * plain
     return f"{words}, {sent / plain:.1%} of ddp's {size(plain)}" if plain and is_less else words
 
@@ -149,7 +144,7 @@ def of_total(value: int, total: int | None) -> str:
 
 
 def rate(value: float) -> str:
-    """Write a rate with as many digits as it deserves."""
+    """Write a rate; below 10 with two decimals."""
     return f"{value:,.0f}" if value >= 10 else f"{value:.2f}"
 
 
@@ -163,14 +158,12 @@ def size(count: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Write a stretch of time: `4.2 s`, `3:07`, `2:03:07`."""
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    return clock(seconds)
+    """Write a duration: `4.2 s`, `3:07`, `2:03:07`."""
+    return f"{seconds:.1f} s" if seconds < 60 else clock(seconds)
 
 
 def clock(seconds: float) -> str:
-    """Write a stretch of time as a clock shows it."""
+    """Write a duration as minutes and seconds, from an hour on with hours."""
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -11,13 +11,13 @@ from typing import Any, TextIO, cast
 
 
 class Guard:
-    """Writes to one place until a write fails, then drops the place and says so once."""
+    """Writes to one destination until a write fails, then drops it with one notice."""
 
-    def __init__(self, name: str, tell: Callable[[str], object], drop: Callable[[], object] = lambda: None) -> None:
-        """`name`: what the place is called in the notice, which `tell` shows; `drop` lets go of the place."""
+    def __init__(self, name: str, notice: Callable[[str], object], drop: Callable[[], object] = lambda: None) -> None:
+        """`name`: the destination in the notice, which `notice` shows; `drop` is called when a write has failed."""
         self._name = name
-        self._tell = tell
-        self._let_go = drop
+        self._notice = notice
+        self._on_drop = drop
         self.lost = False
 
     def attempt(self, write: Callable[[], object]) -> None:
@@ -35,16 +35,16 @@ class Guard:
 
     def _drop(self, why: str) -> None:
         self.lost = True
-        self._let_go()
-        self._tell(f"{self._name} failed ({why}): nothing more is written there, the run goes on")
+        self._on_drop()
+        self._notice(f"{self._name} failed ({why}): nothing more is written there, the run continues")
 
 
 class GuardedText:
     """A text stream behind a guard. Characters that its encoding lacks are replaced."""
 
-    def __init__(self, stream: TextIO, name: str, tell: Callable[[str], object]) -> None:
+    def __init__(self, stream: TextIO, name: str, notice: Callable[[str], object]) -> None:
         self._stream = stream
-        self._guard = Guard(name, tell, lambda: discard_output(stream))
+        self._guard = Guard(name, notice, lambda: discard_output(stream))
 
     def write(self, text: str) -> int:
         """Write, or drop the text where the stream has failed."""
@@ -62,7 +62,7 @@ class GuardedText:
 
 
 def discard_output(stream: TextIO) -> None:
-    """Send what is still buffered in one of the process's own streams, and what follows, to nowhere.
+    """Send what is still buffered in one of the process's own streams, and what follows, to /dev/null.
 
     Python would try to write it again when the process exits, and exit with an error.
     """
@@ -73,8 +73,7 @@ def discard_output(stream: TextIO) -> None:
 
 
 def guarded_streams(out: TextIO | None = None, err: TextIO | None = None) -> tuple[TextIO, TextIO]:
-    """Return standard output and error (or the given ones) behind guards; each tells of the other's failure."""
-
+    """Return standard output and error (or the given ones) behind guards; each reports the other's failure."""
     guarded_out = GuardedText(out or sys.stdout, "standard output", lambda text: _say(guarded_err, text))
     guarded_err = GuardedText(err or sys.stderr, "standard error", lambda text: _say(guarded_out, text))
     return cast("TextIO", guarded_out), cast("TextIO", guarded_err)
@@ -110,9 +109,9 @@ class GuardedFile(io.FileIO):
         return written
 
 
-def guard_own_output(tell: Callable[[str], object]) -> None:
-    """Put this process's standard output and error, both one file, behind one guard."""
-    guard = Guard("the log of this rank", tell)
+def guard_own_output(notice: Callable[[str], object]) -> None:
+    """Put this process's standard output and error, which are one file, behind one guard."""
+    guard = Guard("the log of this rank", notice)
     for name in ("stdout", "stderr"):
         old = getattr(sys, name)
         old.flush()
@@ -130,14 +129,15 @@ class Streams:
     """A descriptor of the terminal that standard output is; None where it is something else."""
     err_terminal: int | None = None
     same: bool = True
-    """Whether both lead to one place: then one pipe carries both, and their order is kept."""
+    """Whether both are one file: then one pipe carries both, and their order is kept."""
 
     @classmethod
     def of(cls, out: TextIO, err: TextIO) -> Streams:
         """Look at the files behind two text streams; a stream without a file is not a terminal."""
-        ends = [_descriptor(stream) for stream in (out, err)]
-        out_terminal, err_terminal = (end if end is not None and os.isatty(end) else None for end in ends)
-        return cls(out_terminal, err_terminal, out is err or _is_one_file(*ends))
+        first, second = (_descriptor(stream) for stream in (out, err))
+        out_terminal, err_terminal = (end if end is not None and os.isatty(end) else None for end in (first, second))
+        same = out is err or (first is not None and second is not None and os.path.sameopenfile(first, second))
+        return cls(out_terminal, err_terminal, same)
 
 
 def _descriptor(stream: TextIO) -> int | None:
@@ -145,12 +145,6 @@ def _descriptor(stream: TextIO) -> int | None:
         return stream.fileno()
     except (OSError, ValueError, AttributeError):
         return None
-
-
-def _is_one_file(first: int | None, second: int | None) -> bool:
-    if first is None or second is None:
-        return False
-    return os.path.sameopenfile(first, second)
 
 
 def labelled_line(label: str, text: str) -> str:

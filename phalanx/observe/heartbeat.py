@@ -22,19 +22,19 @@ _NEVER = -1
 
 @dataclass(frozen=True)
 class Beat:
-    """The last sign of life of one rank: the step it was at, and when (seconds since the epoch)."""
+    """The last heartbeat of one rank: the step it was at, and when (seconds since the epoch)."""
 
     step: int
     time: float
 
 
 def board_path(log_dir: Path, node_rank: int = 0) -> Path:
-    """Return where a node's board lies: one a node, for nodes may share the log directory."""
+    """Return the path of a node's heartbeats: one file per node, because nodes may share the log directory."""
     return log_dir / ("heartbeats" if node_rank == 0 else f"heartbeats-{node_rank}")
 
 
 class HeartbeatBoard:
-    """One entry a global rank. A rank calls `beat`, the launcher reads."""
+    """One entry per global rank. A rank calls `beat`, the launcher reads."""
 
     def __init__(self, path: Path, rank: int = 0) -> None:
         with path.open("r+b") as file:
@@ -45,12 +45,12 @@ class HeartbeatBoard:
 
     @classmethod
     def create(cls, path: Path, world_size: int) -> HeartbeatBoard:
-        """Make an empty board for `world_size` ranks; an old one is left to those who still have it open."""
+        """Make an empty board for `world_size` ranks; processes that have an old one open keep it."""
         replace_file(path, _ENTRY.pack(_NEVER, 0.0) * world_size)
         return cls(path)
 
     def beat(self, step: int) -> None:
-        """Say that this rank is alive and at `step`."""
+        """Write that this rank is alive and at `step`."""
         _ENTRY.pack_into(self._map, self._offset, step, time.time())
 
     def read(self, rank: int) -> Beat | None:
@@ -59,18 +59,18 @@ class HeartbeatBoard:
         return None if step == _NEVER else Beat(step, when)
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         self._map.close()
 
 
 class SilentBoard:
-    """Stands in where no launcher listens."""
+    """A board that does nothing, where no launcher reads."""
 
     def beat(self, step: int) -> None:
         """Do nothing."""
 
     def read(self, rank: int) -> Beat | None:
-        """Return None: nobody beats here."""
+        """Return None."""
         return None
 
 

@@ -38,7 +38,7 @@ class History:
     first_steps_seconds: float = 0.0
     """What the first steps took: processes start, code is compiled. The first one; with `compile` the first three."""
     tokens_per_second: float | None = None
-    """The same in tokens, for language models that know their operations a token."""
+    """The same in tokens, for language models that know their operations per token."""
     mfu: float | None = None
     """The share of the devices' peak that the model's operations were; None where the peak is not known."""
     speedup: float | None = None
@@ -61,7 +61,7 @@ class History:
 
     @property
     def best_loss(self) -> float | None:
-        """The lowest validation loss, or training loss when there is no validation; None before the first epoch."""
+        """The lowest validation loss, or training loss without validation; None before the first epoch."""
         measured = list(_finite(record.val.get("loss") for record in self.epochs))
         return min(measured or _finite(record.train_loss for record in self.epochs), default=None)
 
@@ -73,7 +73,7 @@ class History:
         return self.steps[-1].get("loss") if self.steps else None
 
     def to_dataframe(self) -> Any:
-        """Return a pandas DataFrame with one row an epoch; validation metrics are columns such as `val_accuracy`."""
+        """Return a pandas DataFrame with one row per epoch; validation metrics are columns such as `val_accuracy`."""
         try:
             import pandas as pd
         except ImportError as error:
@@ -82,7 +82,9 @@ class History:
             ) from error
         plain = [item.name for item in dataclasses.fields(EpochRecord) if item.name != "val"]
         metrics = dict.fromkeys(f"val_{name}" for record in self.epochs for name in record.val)
-        return pd.DataFrame([_row(record) for record in self.epochs], columns=[*plain, *metrics])
+        rows = [dataclasses.asdict(record) for record in self.epochs]
+        rows = [{**row, **{f"val_{name}": value for name, value in row["val"].items()}} for row in rows]
+        return pd.DataFrame(rows, columns=[*plain, *metrics])
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data that JSON can hold."""
@@ -110,9 +112,3 @@ class History:
 
 def _finite(values: Iterable[float | None]) -> Iterable[float]:
     return (value for value in values if value is not None and math.isfinite(value))
-
-
-def _row(record: EpochRecord) -> dict[str, Any]:
-    row = dataclasses.asdict(record)
-    validation = row.pop("val")
-    return {**row, **{f"val_{name}": value for name, value in validation.items()}}

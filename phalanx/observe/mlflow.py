@@ -10,12 +10,12 @@ from typing import Any
 from phalanx.errors import UsageError
 from phalanx.observe.events import Event, MetricsReported, RunEnded, RunStarted, StepDone
 
-_TOLD_AT_THE_START = ("world_size", "strategy", "precision", "global_batch", "parameters", "device")
+_START_PARAMS = ("world_size", "strategy", "precision", "global_batch", "parameters", "device")
 _OPENED = "MLFLOW_RUN_ID"
-"""A run that somebody else opened, and will end: the process that started the ranks, or the user."""
+"""The run that another process opened and will end: the one that started the ranks, or the user's."""
 _DEFAULT_URI = "sqlite:///mlflow.db"
 _METRICS = {"throughput/samples_per_second": "throughput"}
-"""What MLflow's users call a metric. A name must not be the folder of another: "throughput" and "throughput/mfu"."""
+"""Names of metrics in MLflow. A name must not be the folder of another: "throughput" and "throughput/mfu"."""
 _STATUS = {"finished": "FINISHED", "stopped": "FINISHED", "failed": "FAILED"}
 
 
@@ -51,10 +51,10 @@ class MlflowSink:
     def handle(self, event: Event) -> None:
         """Log the event's values; metrics go out in the background."""
         if isinstance(event, RunStarted):
-            told = {name: getattr(event, name) for name in _TOLD_AT_THE_START}
+            params = {name: getattr(event, name) for name in _START_PARAMS}
             if self._is_ours and event.device == "cuda":
-                told["num_gpus"] = event.world_size
-            self._log_params(told)
+                params["num_gpus"] = event.world_size
+            self._log_params(params)
             self._mlflow.MlflowClient().set_tag(self.run_id, "phalanx.run_dir", event.run_dir)
         elif isinstance(event, (StepDone, MetricsReported)):
             self._log(event.step, event.scalars())
@@ -66,21 +66,19 @@ class MlflowSink:
                 self._mlflow.MlflowClient().set_tag(self.run_id, "phalanx.checkpoint", event.checkpoint)
 
     def close(self) -> None:
-        """Wait for what is under way; end the run if we started it."""
+        """Wait for metrics under way; end the run if it was started here."""
         self._mlflow.flush_async_logging()
         self._log_file("events.jsonl")
         if self._is_ours:
             self._mlflow.end_run(self._status)
 
-    def _experiment_id(self, name: str) -> str:
-        # Not mlflow.set_experiment: that would redirect what the user's own process logs after this run.
-        known = self._mlflow.get_experiment_by_name(name)
-        return str(known.experiment_id if known else self._mlflow.create_experiment(name))
-
     def _start(self, run_name: str | None, experiment: str) -> str:
-        """Begin a run; a tracking server that does not answer is the user's to put right, before training begins."""
+        """Start a run and return its id; refuse a tracking server that does not answer before training begins."""
         try:
-            run = self._mlflow.start_run(run_name=run_name, experiment_id=self._experiment_id(experiment))
+            # Not mlflow.set_experiment: that would redirect what the user's own process logs after this run.
+            known = self._mlflow.get_experiment_by_name(experiment)
+            number = str(known.experiment_id if known else self._mlflow.create_experiment(experiment))
+            run = self._mlflow.start_run(run_name=run_name, experiment_id=number)
             return str(run.info.run_id)
         except self._mlflow.exceptions.MlflowException as error:
             uri = self._mlflow.get_tracking_uri()
@@ -103,15 +101,12 @@ class MlflowSink:
         known = self._mlflow.get_run(self.run_id).data.params
         fresh = {name: str(value)[:500] for name, value in params.items() if name not in known}
         if fresh:
-            self._mlflow.MlflowClient().log_batch(self.run_id, params=_as_params(self._mlflow, fresh))
-
-
-def _as_params(mlflow: Any, values: Mapping[str, str]) -> list[Any]:
-    return [mlflow.entities.Param(name, value) for name, value in values.items()]
+            listed = [self._mlflow.entities.Param(name, value) for name, value in fresh.items()]
+            self._mlflow.MlflowClient().log_batch(self.run_id, params=listed)
 
 
 def import_mlflow() -> Any:
-    """Import MLflow, or say what brings it."""
+    """Import MLflow; UsageError where it is not installed."""
     try:
         import mlflow
     except ImportError as error:

@@ -42,18 +42,18 @@ class RichView:
         self._started = clock()
 
     def begin(self, run: RunStarted) -> None:
-        """Say what is about to run, and draw the empty bar."""
+        """Show what is about to run, and draw the empty bar."""
         self._run, self._last, self._started = run, None, self._clock()
         self._terminal.print(Text.assemble((run.name, "bold"), "  ", (format.start_line(run), "dim")))
         self._draw()
 
     def step(self, event: StepDone, run: RunStarted | None) -> None:
-        """Move the bar; the refresh thread draws it, so that many steps a second cost nothing."""
+        """Move the bar; the refresh thread draws it, so that many steps per second cost nothing."""
         self._last, self._activity = event, None
         self._draw()
 
     def activity(self, name: str | None) -> None:
-        """Show beside the bar what goes on between steps."""
+        """Show next to the bar what happens between steps."""
         self._activity = name
         if self._live is not None:
             self._live.refresh()
@@ -79,7 +79,9 @@ class RichView:
             file.write(text)
             file.flush()
             return
-        self._row = _last_drawn(self._row + text)
+        row = self._row + text
+        # What a row shows after its carriage returns: the text after the last one that is followed by something.
+        self._row = row[row.rstrip("\r\n").rfind("\r") + 1 :]
         if text.endswith("\n") or len(self._row) > _LONGEST_ROW:
             self._terminal.print(Text.from_ansi(self._row.rstrip("\r\n")), soft_wrap=True)
             self._row = ""
@@ -155,9 +157,3 @@ class RichView:
 
     def _first_step(self) -> int:
         return self._run.first_step if self._run else 0
-
-
-def _last_drawn(row: str) -> str:
-    """Return what a row shows after its carriage returns: the text after the last one that something follows."""
-    visible = row.rstrip("\r\n")
-    return row[visible.rfind("\r") + 1 :]

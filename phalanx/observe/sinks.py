@@ -20,13 +20,13 @@ from phalanx.observe.guard import say_to_user
 
 
 class Sink(Protocol):
-    """Something that takes events: a file, a dashboard, a terminal."""
+    """A receiver of events: a file, a dashboard, a terminal."""
 
     def handle(self, event: Event) -> None:
-        """Take one event; called between training steps, so be quick."""
+        """Handle one event; called between training steps, so it must be quick."""
 
     def close(self) -> None:
-        """Write out what is pending and let go of everything."""
+        """Write what is pending and close everything."""
 
 
 class EventStream:
@@ -69,15 +69,19 @@ class EventStream:
 
 
 class JsonlSink:
-    """Appends every event to a file, one JSON object a line; a resumed run goes on where the file ends."""
+    """Appends every event to a file, one JSON object per line; a resumed run continues at the file's end."""
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
         make_private(self.path.parent)
-        torn = _ends_inside_a_line(self.path)
+        last = b""
+        if self.path.exists() and self.path.stat().st_size:
+            with self.path.open("rb") as file:
+                file.seek(-1, os.SEEK_END)
+                last = file.read(1)
         self._file = self.path.open("a", encoding="utf-8", buffering=1)
-        if torn:
-            self._file.write("\n")  # A killed writer's last line must not swallow our first.
+        if last not in (b"", b"\n"):
+            self._file.write("\n")  # a killed writer's unfinished line must not run into the first one
 
     def handle(self, event: Event) -> None:
         """Write one line."""
@@ -88,22 +92,14 @@ class JsonlSink:
         self._file.close()
 
 
-def _ends_inside_a_line(path: Path) -> bool:
-    if not path.exists() or path.stat().st_size == 0:
-        return False
-    with path.open("rb") as file:
-        file.seek(-1, 2)
-        return file.read(1) != b"\n"
-
-
 EVENTS_FD = "PHALANX_EVENTS_FD"
 """The environment variable in which the launcher names the file descriptor."""
 
-_PATIENCE_MS = 200
+_WAIT_MS = 200
 
 
 class FdSink:
-    """Writes events to a datagram socket; goes silent when the other end has gone."""
+    """Writes events to a datagram socket; stops when the other end is closed."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket: socket.socket | None = connection
@@ -119,7 +115,7 @@ class FdSink:
         return cls(socket.socket(fileno=os.dup(int(value))))
 
     def handle(self, event: Event) -> None:
-        """Send an event. A parent too busy to read loses step events; others are worth a short wait."""
+        """Send an event. When the socket is full, step events are dropped and others wait for a short time."""
         if self._socket is None:
             return
         data = event.to_json().encode()
@@ -127,30 +123,30 @@ class FdSink:
             self._socket.send(data)
         except BlockingIOError:
             if not isinstance(event, StepDone):
-                self._send_patiently(data)
+                self._wait_and_send(data)
         except OSError as error:
-            self._leave_if_alone(error)
+            self._close_if_disconnected(error)
 
     def close(self) -> None:
-        """Let go of the socket."""
+        """Close the socket."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None
 
-    def _send_patiently(self, data: bytes) -> None:
+    def _wait_and_send(self, data: bytes) -> None:
         assert self._socket is not None
         poller = select.poll()
         poller.register(self._socket, select.POLLOUT)
-        if not poller.poll(_PATIENCE_MS):
+        if not poller.poll(_WAIT_MS):
             return
         try:
             self._socket.send(data)
         except BlockingIOError:
-            return  # Another rank took the room: an event lost is better than a step delayed further.
+            return  # another rank took the room: a lost event is better than a further delay
         except OSError as error:
-            self._leave_if_alone(error)
+            self._close_if_disconnected(error)
 
-    def _leave_if_alone(self, error: OSError) -> None:
+    def _close_if_disconnected(self, error: OSError) -> None:
         if not isinstance(error, ConnectionError) and error.errno != errno.ENOTCONN:
             raise error
         self.close()

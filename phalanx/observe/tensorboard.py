@@ -11,7 +11,6 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -27,10 +26,17 @@ class TensorBoardSink:
 
     def __init__(self, directory: Path | str) -> None:
         self.directory = Path(directory)
-        self._messages = _event_messages()
+        try:
+            from tensorboard.compat.proto import event_pb2
+        except ImportError as error:
+            raise UsageError(f"TensorBoard is not installed: {error}", hint="Run: pip install tensorboard") from error
+        self._messages: Any = event_pb2
+        # A name of the kind TensorBoard looks for; the nanoseconds keep two sinks of one second apart.
+        seconds, rest = divmod(time.time_ns(), 10**9)
+        name = f"events.out.tfevents.{seconds:010d}.{socket.gethostname()}.{os.getpid()}.{rest}"
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            self._file: IO[bytes] = _event_file(self.directory).open("xb")
+            self._file: IO[bytes] = (self.directory / name).open("xb")
         except OSError as error:
             raise UsageError(
                 f"TensorBoard files cannot be written to {directory}: {error.strerror}",
@@ -43,42 +49,23 @@ class TensorBoardSink:
     def handle(self, event: Event) -> None:
         """Write the event's scalars, if it has any."""
         if isinstance(event, (StepDone, MetricsReported)):
-            self._scalars(event.step, event.time, event.scalars())
-        if isinstance(event, (MetricsReported, CheckpointSaved, RunEnded)) or self._is_due():
+            message = self._messages.Event(wall_time=event.time, step=event.step)
+            for tag, value in event.scalars().items():
+                message.summary.value.add(tag=tag, simple_value=value)
+            self._write(message)
+        is_due = time.monotonic() - self._flushed > _FLUSH_SECONDS
+        if is_due or isinstance(event, (MetricsReported, CheckpointSaved, RunEnded)):
             self._file.flush()
             self._flushed = time.monotonic()
 
     def close(self) -> None:
-        """Write out what is pending and close the file."""
+        """Write what is pending and close the file."""
         self._file.close()
-
-    def _is_due(self) -> bool:
-        return time.monotonic() - self._flushed > _FLUSH_SECONDS
-
-    def _scalars(self, step: int, wall_time: float, values: Mapping[str, float]) -> None:
-        event = self._messages.Event(wall_time=wall_time, step=step)
-        for tag, value in values.items():
-            event.summary.value.add(tag=tag, simple_value=value)
-        self._write(event)
 
     def _write(self, message: Any) -> None:
         data: bytes = message.SerializeToString()
         length = struct.pack("<Q", len(data))
         self._file.write(length + _masked_crc(length) + data + _masked_crc(data))
-
-
-def _event_messages() -> Any:
-    try:
-        from tensorboard.compat.proto import event_pb2
-    except ImportError as error:
-        raise UsageError(f"TensorBoard is not installed: {error}", hint="Run: pip install tensorboard") from error
-    return event_pb2
-
-
-def _event_file(directory: Path) -> Path:
-    """Return a new name of the kind TensorBoard looks for; the nanoseconds keep two sinks of a second apart."""
-    seconds, rest = divmod(time.time_ns(), 10**9)
-    return directory / f"events.out.tfevents.{seconds:010d}.{socket.gethostname()}.{os.getpid()}.{rest}"
 
 
 @functools.cache

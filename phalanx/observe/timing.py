@@ -73,11 +73,9 @@ class Throughput:
         self._mark = now
         return _ratio(samples, seconds), _ratio(seconds, steps)
 
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
+    def paused(self) -> contextlib.AbstractContextManager[None]:
         """Leave out what happens inside: evaluation, checkpoints."""
-        with self.stopwatch.paused():
-            yield
+        return self.stopwatch.paused()
 
 
 def _ratio(amount: float, per: float) -> float:
@@ -101,7 +99,7 @@ _TERAFLOPS = {
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
-    """Return a device's peak in operations a second, or None when it is not known: then no MFU is told."""
+    """Return a device's peak in operations per second, or None when it is not known: then no MFU is reported."""
     if precision not in ("bf16", "fp16"):
         return None
     words = device_name.replace("-", " ").split()

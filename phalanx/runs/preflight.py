@@ -21,7 +21,8 @@ def check_before_start(config: DistributedConfig) -> None:
         check_endpoint(config.rdzv_endpoint)
     _check_resume(config)
     for name in ("checkpoint_dir", "tensorboard_dir", "run_dir"):
-        _check_folder(name, getattr(config, name))
+        if (given := getattr(config, name)) is not None:
+            _check_folder(name, given)
 
 
 def check_script_starter(script: Path, started_by: str) -> None:
@@ -46,25 +47,23 @@ def check_packages(config: DistributedConfig) -> None:
 
 
 def _check_resume(config: DistributedConfig) -> None:
-    wish = config.resume_from_checkpoint
-    if wish is True and config.checkpoint_dir is None:
+    wanted = config.resume_from_checkpoint
+    if wanted is True and config.checkpoint_dir is None:
         raise UsageError(
             "resume_from_checkpoint = true needs to know where the checkpoints are",
             hint="Add checkpoint_dir, or give the checkpoint itself: resume_from_checkpoint = '<path>'.",
         )
-    if isinstance(wish, str) and not Path(wish).exists():
+    if isinstance(wanted, str) and not Path(wanted).exists():
         raise CheckpointError(
-            f"resume_from_checkpoint = {wish!r}: there is nothing at that path",
+            f"resume_from_checkpoint = {wanted!r}: there is nothing at that path",
             hint="Give a checkpoint (.../step-00000100) or the checkpoint_dir of an earlier run.",
         )
 
 
-def _check_folder(name: str, given: str | None) -> None:
+def _check_folder(name: str, given: str) -> None:
     """Refuse a folder that is a file or cannot be created; the rank that writes reports other errors."""
-    if given is None:
-        return
     path = Path(given)
-    nearest = next(place for place in (path, *path.absolute().parents) if place.exists())
+    nearest = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
     if not nearest.is_dir():
         raise CheckpointError(f"{name} = {given!r}: {nearest} is a file, not a folder", hint=f"Set {name} to a folder.")
     if not os.access(nearest, os.W_OK | os.X_OK):

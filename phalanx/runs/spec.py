@@ -29,10 +29,13 @@ def launch_spec(
     env: Mapping[str, str] | None = None,
     data: Mapping[str, Any] | None = None,
 ) -> LaunchSpec:
-    """Return the launch that the config asks for.
+    """Return the launch that the config describes.
 
-    Our own targets join within `timeout` of their start; a user's script may prepare for hours before it does.
+    Phalanx's own targets join within `timeout` of their start; a user's script may prepare for hours before it does.
     """
+    # Ranks of scripts are labelled r0, r1, ... unless flags set more than a count.
+    mesh = layout.mesh
+    is_set = sum(size > 1 for size in mesh.sizes.values()) > 1 or mesh.dp_size < mesh.world_size
     start_timeout = config.start_timeout
     if start_timeout is None and isinstance(target, CallTarget):
         start_timeout = config.timeout
@@ -48,7 +51,7 @@ def launch_spec(
             **(env or {}),
         },
         log_dir=log_dir,
-        labels=_labels(layout, target),
+        labels=layout.labels if isinstance(target, CallTarget) or layout.names or is_set else (),
         console_ranks="all" if config.console_ranks == "all" else "0",
         max_restarts=config.max_restarts,
         grace_seconds=config.stop_grace,
@@ -71,13 +74,6 @@ def engine_environment(config: DistributedConfig, device: str) -> dict[str, str]
     return {**found, PRELOAD: ",".join(imports)} if imports else found
 
 
-def _labels(layout: Layout, target: Target) -> tuple[str, ...]:
-    """Return labels of ranks by mesh position; none (r0, r1, ...) for scripts, unless flags set more than a count."""
-    mesh = layout.mesh
-    is_set = sum(size > 1 for size in mesh.sizes.values()) > 1 or mesh.dp_size < mesh.world_size
-    return layout.labels if isinstance(target, CallTarget) or layout.names or is_set else ()
-
-
 def recipe_target(recipe: Recipe, config: DistributedConfig, run_dir: Path, folder: Path) -> CallTarget:
     """Write the recipe and its config into `folder`, and return the target that runs them."""
     request = {"recipe": dataclasses.asdict(recipe), "config": config.to_dict(), "run_dir": str(run_dir)}
@@ -93,8 +89,8 @@ def given_settings(resolved: Resolved, config: DistributedConfig) -> dict[str, A
 
 def settings_environment(settings: Mapping[str, Any]) -> dict[str, str]:
     """Return settings as variables for a trainer inside a script, whose own arguments win."""
-    return {f"{ENV_PREFIX}{name.upper()}": _as_text(value) for name, value in settings.items()}
-
-
-def _as_text(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else "none" if value is None else str(value)
+    texts = {None: "none", True: "true", False: "false"}
+    named = {f"{ENV_PREFIX}{name.upper()}": value for name, value in settings.items()}
+    return {
+        name: texts[value] if value is None or isinstance(value, bool) else str(value) for name, value in named.items()
+    }

@@ -58,7 +58,7 @@ def write_payload(job: object, path: Path) -> None:
     except (TypeError, AttributeError, RuntimeError, ValueError) as error:
         raise errors.UsageError(
             f"the job cannot be sent to the ranks: {error}",
-            hint="Everything handed to the trainer must be picklable: open files, locks, sockets, running DataLoader "
+            hint="Everything given to the trainer must be picklable: open files, locks, sockets, running DataLoader "
             "iterators and CUDA handles are not. Or run the script itself on the ranks: phalanx train --script ...",
         ) from error
 
@@ -79,9 +79,8 @@ def raise_failure(result: LaunchResult, log_dir: Path) -> None:
         raise errors.RankFailedError(str(failure), exit_code=result.exit_code)
     if result.exit_code == errors.EXIT_PREEMPTED:
         raise errors.PreemptedError(f"the program ended with exit code {result.exit_code}", hint=f"Logs: {log_dir}")
-    raise errors.RankFailedError(_how_it_stopped(result.exit_code), exit_code=result.exit_code)
-
-
-def _how_it_stopped(code: int) -> str:
-    by = {128 + number.value: number.name for number in (signal.SIGTERM, signal.SIGHUP)}
-    return f"stopped by {by[code]}; no checkpoint was saved" if code in by else f"the ranks ended with exit code {code}"
+    text = f"the ranks ended with exit code {result.exit_code}"
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if result.exit_code == 128 + number:
+            text = f"stopped by {number.name}; no checkpoint was saved"
+    raise errors.RankFailedError(text, exit_code=result.exit_code)

@@ -1,1 +1,1 @@
-"""What a rank knows: who it is, on which device, on which place of the mesh. Importing this needs no torch."""
+"""A rank's position in its job, its device and its coordinates on the mesh. Importing this needs no torch."""

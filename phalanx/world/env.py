@@ -1,8 +1,7 @@
 """The only reader of rank variables: horovodrun's, torchrun's, Open MPI's and MPICH's (mpirun), Slurm's (srun).
 
-The innermost starter comes first: horovodrun may run within a job of Slurm, and shows the ranks both sets.
-
-Whoever sets one of these sets may start a Phalanx rank. No torch is needed to read them.
+Any of them may start Phalanx ranks. The innermost starter comes first: horovodrun may run within a job of Slurm, and
+then ranks see both sets. No torch is needed to read them.
 """
 
 from __future__ import annotations
@@ -15,19 +14,22 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from phalanx.errors import UsageError
 
 _DERIVED_PORTS = (29500, 20000)
-"""First port and number of ports for starters that name no port; the job's own id picks one, equally on every rank."""
+"""First port and number of ports for starters that set no port; the id of the job picks one, equal on every rank."""
 
 _OPEN_MPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
 _MPICH = ("PMI_RANK", "PMI_SIZE")
+_SUPERVISED = "PHALANX_LOG_DIR"
+"""Set by Phalanx's launcher."""
 
 
 @dataclass(frozen=True)
 class RankEnv:
-    """Who this process is among the ranks of its job."""
+    """The position of this process among the ranks of its job."""
 
     rank: int
     local_rank: int
@@ -39,13 +41,13 @@ class RankEnv:
     started_by: str
     attempt: int = 0
     max_restarts: int = 0
-    """How often whoever started the rank starts it again."""
+    """How often the starter starts the rank again."""
     supervised: bool = False
-    """Whether a launcher of ours waits for the rank's last words."""
+    """Whether Phalanx's launcher started the rank and reads its events and error record."""
     launch_id: str = ""
-    """What the attempts of one launch have in common, and no two launches; empty where the starter restarts nothing."""
+    """An id that the attempts of one launch share; empty where the starter restarts nothing."""
     knows_local_size: bool = True
-    """Whether the starter has said how many ranks are on this machine; else `local_world_size` is a guess."""
+    """Whether the starter has set how many ranks are on this machine; else `local_world_size` is a guess."""
 
     @property
     def on_one_machine(self) -> bool:
@@ -54,7 +56,7 @@ class RankEnv:
 
 
 def read_rank_env(environ: Mapping[str, str] | None = None) -> RankEnv | None:
-    """Return this process's place in the job that started it, or None when nobody did."""
+    """Return this process's position in the job that started it, or None where no starter did."""
     env = os.environ if environ is None else environ
     for marks, read in _STARTERS:
         if all(mark in env for mark in marks):
@@ -63,7 +65,7 @@ def read_rank_env(environ: Mapping[str, str] | None = None) -> RankEnv | None:
 
 
 def export_rank_env(rank_env: RankEnv) -> None:
-    """Write the torchrun variables, so that torch and the user's code see one convention whoever started the rank."""
+    """Set torchrun's variables, so that torch and the user's code see one convention under any starter."""
     os.environ.update(
         RANK=str(rank_env.rank),
         LOCAL_RANK=str(rank_env.local_rank),
@@ -71,13 +73,13 @@ def export_rank_env(rank_env: RankEnv) -> None:
         LOCAL_WORLD_SIZE=str(rank_env.local_world_size),
         GROUP_RANK=str(rank_env.node_rank),
     )
-    if rank_env.master_port:  # ranks that horovodrun started agree on a place when they meet
+    if rank_env.master_port:  # ranks of horovodrun agree on an address at their rendezvous
         os.environ.update(MASTER_ADDR=rank_env.master_addr, MASTER_PORT=str(rank_env.master_port))
 
 
 @contextmanager
 def rank_environment(rank_env: RankEnv | None, **more: str) -> Iterator[None]:
-    """Show a library the torchrun variables (and others) for as long as it looks, and not to the user's process."""
+    """Set torchrun's variables (and others) while a library reads them, and restore the environment afterwards."""
     before = dict(os.environ)
     if rank_env is not None:
         export_rank_env(rank_env)
@@ -91,9 +93,9 @@ def rank_environment(rank_env: RankEnv | None, **more: str) -> Iterator[None]:
 
 
 def show_local_rank(rank_env: RankEnv) -> Callable[[], None]:
-    """Set LOCAL_RANK for a library that reads it at any time, where no launcher has; return what unsets it again.
+    """Set LOCAL_RANK for a library that reads it at any time, where no launcher has; return a function that unsets it.
 
-    LOCAL_RANK alone does not make a process a rank: `read_rank_env` still finds none.
+    `read_rank_env` still returns None: LOCAL_RANK alone does not make a rank.
     """
     if "LOCAL_RANK" in os.environ:
         return lambda: None
@@ -121,6 +123,9 @@ def _from_torchrun(env: Mapping[str, str]) -> RankEnv:
         raise UsageError(f"the environment says RANK={rank} of WORLD_SIZE={world_size}: RANK must be below WORLD_SIZE")
     # DeepSpeed's launcher sets torchrun's variables, but this one under another name.
     local_world_size = _integer(env, "LOCAL_WORLD_SIZE", _integer(env, "LOCAL_SIZE", world_size))
+    started_by = "phalanx" if _SUPERVISED in env else "torchrun"
+    if any((env.get(name), env.get(size)) == (env["RANK"], env["WORLD_SIZE"]) for name, size in (_OPEN_MPI, _MPICH)):
+        started_by = "mpirun"  # `export_rank_env` has set torchrun's variables, equal to MPI's
     return RankEnv(
         rank=rank,
         local_rank=_integer(env, "LOCAL_RANK", rank % local_world_size),
@@ -130,40 +135,35 @@ def _from_torchrun(env: Mapping[str, str]) -> RankEnv:
         node_rank=_integer(env, "GROUP_RANK", rank // local_world_size),
         master_addr=env.get("MASTER_ADDR", "127.0.0.1"),
         master_port=_integer(env, "MASTER_PORT", _DERIVED_PORTS[0]),
-        started_by=_who_set_torchruns(env),
-        attempt=_integer(env, "TORCHELASTIC_RESTART_COUNT", 0),
-        max_restarts=_integer(env, "TORCHELASTIC_MAX_RESTARTS", 0),
-        supervised=_is_supervised(env),
-        launch_id=_launch_id(env),
+        started_by=started_by,
+        **_attempt(env),
     )
-
-
-def _who_set_torchruns(env: Mapping[str, str]) -> str:
-    """Say who set torchrun's variables: in a rank of mpirun they are ours, and say the same as MPI's."""
-    for rank, size in (_OPEN_MPI, _MPICH):
-        if (env.get(rank), env.get(size)) == (env["RANK"], env["WORLD_SIZE"]):
-            return "mpirun"
-    return "phalanx" if _is_supervised(env) else "torchrun"
 
 
 def stop_signals(env: RankEnv | None) -> tuple[signal.Signals, ...]:
     """Return the signals at which a training loop stops at a step boundary and saves.
 
-    Phalanx's launcher passes on what it gets itself: Ctrl-C and the end of its terminal mean the same there. Elsewhere
-    these two keep the meaning that Python gives them.
+    Phalanx's launcher passes on what it receives: Ctrl-C and the end of its terminal mean the same there. Elsewhere
+    these two keep Python's meaning.
     """
     of_schedulers = (signal.SIGTERM, signal.SIGUSR1)
     return (*of_schedulers, signal.SIGINT, signal.SIGHUP) if env is not None and env.supervised else of_schedulers
 
 
-def _is_supervised(env: Mapping[str, str]) -> bool:
-    return "PHALANX_LOG_DIR" in env
+def _attempt(env: Mapping[str, str]) -> dict[str, Any]:
+    """Return the fields of `RankEnv` that describe the attempt, where the starter restarts ranks."""
+    return {
+        "attempt": _integer(env, "TORCHELASTIC_RESTART_COUNT", 0),
+        "max_restarts": _integer(env, "TORCHELASTIC_MAX_RESTARTS", 0),
+        "supervised": _SUPERVISED in env,
+        "launch_id": _launch_id(env),
+    }
 
 
 def _launch_id(env: Mapping[str, str]) -> str:
-    """Return our launcher's id, else torchrun's. That need not be unique, by default it is "none", but its process is.
+    """Return the id of Phalanx's launcher, else torchrun's, made unique by its process: by default it is "none".
 
-    Of all ranks' ids that of rank 0 counts.
+    The id of rank 0 counts for all ranks.
     """
     found = env.get("PHALANX_RUN_ID") or env.get("TORCHELASTIC_RUN_ID", "")
     named = found != "none" and env.get("GROUP_WORLD_SIZE") != "1"
@@ -172,7 +172,7 @@ def _launch_id(env: Mapping[str, str]) -> str:
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         began = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[19]
-    except OSError:  # not Linux, or the parent is gone
+    except OSError:  # not Linux, or the parent has ended
         return found
     return f"{found}/{boot}/{os.getppid()}/{began}"
 
@@ -188,15 +188,12 @@ def _from_horovodrun(env: Mapping[str, str]) -> RankEnv:
         master_addr="",
         master_port=0,
         started_by="horovodrun",
-        attempt=_integer(env, "TORCHELASTIC_RESTART_COUNT", 0),
-        max_restarts=_integer(env, "TORCHELASTIC_MAX_RESTARTS", 0),
-        supervised=_is_supervised(env),
-        launch_id=_launch_id(env),
+        **_attempt(env),
     )
 
 
 def write_horovod_env(rank: int, size: int, local: tuple[int, int], cross: tuple[int, int], attempt: int) -> None:
-    """Note who this process has become after ranks were lost or came; Horovod itself tells its C++ half only."""
+    """Set this process's new position after ranks were lost or added; Horovod updates only its C++ part."""
     os.environ.update(
         HOROVOD_RANK=str(rank),
         HOROVOD_SIZE=str(size),
@@ -211,13 +208,15 @@ def write_horovod_env(rank: int, size: int, local: tuple[int, int], cross: tuple
 def _from_slurm(env: Mapping[str, str]) -> RankEnv:
     hosts = expand_hostlist(env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", "127.0.0.1"))
     world_size, node_rank = _integer(env, "SLURM_NTASKS"), _integer(env, "SLURM_NODEID", 0)
+    # "4(x2),3": four tasks on each of two nodes, three on the next.
+    tasks_per_node = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE", "")
+    counts = re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks_per_node)
+    tasks = [int(count) for count, times in counts for _ in range(int(times or 1))]
     return RankEnv(
         rank=_integer(env, "SLURM_PROCID"),
         local_rank=_integer(env, "SLURM_LOCALID"),
         world_size=world_size,
-        local_world_size=_tasks_on(
-            node_rank, env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE"), world_size
-        ),
+        local_world_size=tasks[node_rank] if node_rank < len(tasks) else world_size,
         node_rank=node_rank,
         master_addr=env.get("MASTER_ADDR", hosts[0]),
         master_port=_integer(
@@ -240,10 +239,7 @@ def _from_openmpi(env: Mapping[str, str]) -> RankEnv:
         master_addr=_mpi_master(env, one_host=local_world_size == world_size),
         master_port=_integer(env, "MASTER_PORT", _derived_port(job)),
         started_by="mpirun",
-        attempt=_integer(env, "TORCHELASTIC_RESTART_COUNT", 0),
-        max_restarts=_integer(env, "TORCHELASTIC_MAX_RESTARTS", 0),
-        supervised=_is_supervised(env),
-        launch_id=_launch_id(env),
+        **_attempt(env),
     )
 
 
@@ -268,7 +264,7 @@ _STARTERS: tuple[tuple[tuple[str, ...], Callable[[Mapping[str, str]], RankEnv]],
     (("RANK", "WORLD_SIZE"), _from_torchrun),
     (_OPEN_MPI, _from_openmpi),
     (_MPICH, _from_mpich),
-    # A batch script itself has SLURM_PROCID too; only a step that srun started is a rank.
+    # A batch script has SLURM_PROCID too, but only a step that srun started has these ranks.
     (("SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_ID", "SLURM_SRUN_COMM_PORT"), _from_slurm),
 )
 
@@ -289,20 +285,10 @@ def _derived_port(job: str) -> int:
     return first + zlib.crc32(job.encode()) % count
 
 
-def _tasks_on(node: int, tasks_per_node: str | None, default: int) -> int:
-    """Read Slurm's "4(x2),3": four tasks on each of two nodes, three on the next."""
-    counts: list[int] = []
-    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks_per_node or ""):
-        counts += [int(count)] * int(times or 1)
-    return counts[node] if node < len(counts) else default
-
-
 def expand_hostlist(text: str) -> list[str]:
     """Expand Slurm's host notation: "gpu[01-03,7],login" names gpu01, gpu02, gpu03, gpu7 and login."""
-    hosts: list[str] = []
-    for part in re.findall(r"[^,\[\]]+(?:\[[^\]]*\][^,\[\]]*)*", text):
-        hosts.extend(_expand_brackets(part))
-    return hosts
+    parts = re.findall(r"[^,\[\]]+(?:\[[^\]]*\][^,\[\]]*)*", text)
+    return [host for part in parts for host in _expand_brackets(part)]
 
 
 def _expand_brackets(part: str) -> list[str]:

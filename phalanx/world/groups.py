@@ -19,7 +19,7 @@ _MADE: dict[Any, Any] = {}
 
 
 def forget_groups() -> None:
-    """Let go of all groups; before the process group is left."""
+    """Drop all groups, before the process group is left."""
     _MADE.clear()
 
 
@@ -60,7 +60,7 @@ def _is_alive(made: Any) -> bool:
 
 
 def open_loopback_store(port: int, timeout: timedelta, *, is_master: bool) -> dist.TCPStore:
-    """Host or reach the store of ranks that are all on this machine: nothing outside it can connect.
+    """Host or open the store of ranks that are all on this machine: nothing outside it can connect.
 
     torch's own server listens on every interface. Port 0: any that is free, for the host alone.
     """
@@ -74,7 +74,7 @@ def open_loopback_store(port: int, timeout: timedelta, *, is_master: bool) -> di
 
 
 def join_alone(device: torch.device) -> None:
-    """Make the group of a single rank, for a library that needs one and keeps it; if there is one, it will do."""
+    """Make the group of a single rank for a library that needs one, unless there is a group."""
     if not dist.is_initialized():
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)

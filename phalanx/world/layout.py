@@ -1,4 +1,4 @@
-"""From what was asked and what the machine has to: which device, how many ranks. Arithmetic only, no torch."""
+"""The device and the number of ranks, from the config and what the machine has. Arithmetic only, no torch."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from phalanx.world.mesh import Mesh, plan_mesh
 
 @dataclass(frozen=True)
 class Layout:
-    """The ranks of a job: their device, their number here and in all, their places on the mesh."""
+    """The ranks of a job: their device, their numbers here and in all, their positions on the mesh."""
 
     device: str
     num_nodes: int
     ranks_per_node: int
     mesh: Mesh
     names: tuple[str, ...] = ()
-    """What ranks are called where they are more than places on the mesh."""
+    """Names of ranks where these are more than positions on the mesh."""
 
     @property
     def world_size(self) -> int:
@@ -44,7 +44,7 @@ def plan_layout(config: DistributedConfig, gpus_here: int) -> Layout:
     if own is not None:
         return own
     nodes = engine.num_nodes(config)
-    per_node = _ranks_per_node(asked, nodes, gpus_here if device == "cuda" else 1)
+    per_node = max(1, gpus_here if device == "cuda" else 1) if asked is None else asked // nodes
     may_share = gpus_here > 0 and config.communication_backend == "gloo"  # nccl refuses two ranks on one GPU
     if device == "cuda" and per_node > gpus_here and not may_share and engine.counts_gpus_here(config):
         raise _too_few_gpus(config, per_node, gpus_here)
@@ -67,22 +67,12 @@ def check_device(config: DistributedConfig, device: str) -> None:
         )
 
 
-def _ranks_per_node(asked: int | None, num_nodes: int, default: int) -> int:
-    return max(1, default) if asked is None else asked // num_nodes
-
-
 def _too_few_gpus(config: DistributedConfig, wanted: int, gpus_here: int) -> UsageError:
     setting = "num_gpus" if config.num_gpus else "gpus_per_node" if config.gpus_per_node else "num_workers"
-    found = (
-        "no GPU was found"
-        if gpus_here == 0
-        else "1 GPU was found"
-        if gpus_here == 1
-        else f"{gpus_here} GPUs were found"
-    )
-    fewer = f"ask for at most {gpus_here} a machine, or " if gpus_here else ""
+    found = {0: "no GPU was found", 1: "1 GPU was found"}.get(gpus_here, f"{gpus_here} GPUs were found")
+    fewer = f"request at most {gpus_here} per machine, or " if gpus_here else ""
     total = config.total_ranks or wanted
     return UsageError(
         f"{setting} = {getattr(config, setting)} needs {wanted} on this machine, but {found}.",
-        hint=f"To go on: {fewer}run the same {total} ranks on the CPU with --device cpu (device='cpu' in Python).",
+        hint=f"To continue: {fewer}run the same {total} ranks on the CPU with --device cpu (device='cpu' in Python).",
     )

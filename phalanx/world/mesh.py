@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from phalanx.config import DistributedConfig
@@ -17,16 +17,20 @@ SHOWN = 3
 
 
 def impossible_product(wanted: Mapping[str, int], ranks: int) -> UsageError:
-    """Say that a copy of the model over these axes does not divide the ranks, and list the nearest that do."""
+    """Return an error: a copy of the model over these axes does not divide the ranks; with the nearest that do."""
     asked = {axis: size for axis, size in wanted.items() if size > 1}
     copy = math.prod(asked.values())
     product = " x ".join(f"{axis} = {size}" for axis, size in asked.items())
     takes = f" = {copy} ranks for one copy of the model" if len(asked) > 1 else ""
-    near = "; ".join(_words(sizes, ranks) for sizes in nearest_products(asked, ranks)[:SHOWN])
+    near = []
+    for sizes in nearest_products(asked, ranks)[:SHOWN]:
+        data = ranks // math.prod(sizes.values())
+        text = " x ".join(f"{axis} = {size}" for axis, size in sizes.items())
+        near.append(text + (f" (x {data} data ranks)" if data > 1 else ""))
     more = -(-ranks // copy) * copy
     return UsageError(
         f"{ranks} rank{'s' * (ranks != 1)} cannot be divided by {product}{takes}",
-        hint=f"Possible with {ranks}: {near}. Or start a multiple of {copy} ranks: --num-workers {more}.",
+        hint=f"Possible with {ranks}: {'; '.join(near)}. Or start a multiple of {copy} ranks: --num-workers {more}.",
     )
 
 
@@ -38,21 +42,12 @@ def nearest_products(asked: Mapping[str, int], ranks: int) -> list[dict[str, int
         for sizes in itertools.product(divisors, repeat=len(asked))
         if ranks % math.prod(sizes) == 0
     ]
-    return sorted(possible, key=lambda sizes: (_distance(asked, sizes), tuple(-size for size in sizes.values())))
 
+    def distance(sizes: Mapping[str, int]) -> float:
+        """Twice as many is as far away as half as many."""
+        return sum(abs(math.log2(sizes[axis] / size)) for axis, size in asked.items())
 
-def _distance(asked: Mapping[str, int], sizes: Mapping[str, int]) -> float:
-    """Twice as many is as far away as half as many."""
-    return sum(abs(math.log2(sizes[axis] / size)) for axis, size in asked.items())
-
-
-def _words(sizes: Mapping[str, int], ranks: int) -> str:
-    data = ranks // math.prod(sizes.values())
-    return _joined(f"{axis} = {size}" for axis, size in sizes.items()) + (f" (x {data} data ranks)" if data > 1 else "")
-
-
-def _joined(parts: Iterable[str]) -> str:
-    return " x ".join(parts)
+    return sorted(possible, key=lambda sizes: (distance(sizes), tuple(-size for size in sizes.values())))
 
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -93,12 +88,12 @@ class Mesh:
         return {axis: coordinates[axis] for axis in AXES}
 
     def dp_rank(self, rank: int) -> int:
-        """Return a rank's place among the ranks that see different samples."""
+        """Return a rank's number among the ranks that see different samples."""
         place = self.place(rank)
         return place["dp_replicate"] * self.dp_shard + place["dp_shard"]
 
     def groups(self, *axes: str) -> list[list[int]]:
-        """Return, for each place on the other axes, the ranks that differ on these axes only, in their order."""
+        """Return, for each position on the other axes, the ranks that differ on these axes only, in their order."""
         groups: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world_size):
             place = self.place(rank)
@@ -106,7 +101,7 @@ class Mesh:
         return list(groups.values())
 
     def leads_samples(self, rank: int) -> bool:
-        """Whether a rank is the first of those that see the same samples, and so the one to speak for them."""
+        """Whether a rank is the first of those that see the same samples, and so reports for them."""
         place = self.place(rank)
         return not (place["pp"] or place["cp"] or place["tp"])
 
@@ -120,7 +115,7 @@ class Mesh:
 
 
 def plan_mesh(config: DistributedConfig, world_size: int, ranks_per_node: int) -> Mesh:
-    """Lay the ranks over the axes that the config asks for; what does not divide is refused with what would."""
+    """Return the mesh of the config's axes; sizes that do not divide the ranks are refused with those that do."""
     pp, cp, tp = config.pipeline_parallel, config.context_parallel, config.tensor_parallel
     copy = pp * cp * tp
     if world_size % copy:
@@ -130,8 +125,8 @@ def plan_mesh(config: DistributedConfig, world_size: int, ranks_per_node: int) -
     data = world_size // copy
     if pp > 1 and config.pipeline_schedule == "zero-bubble" and config.resolved_strategy == "fsdp" and data * cp > 1:
         raise UsageError(
-            "pipeline_schedule = 'zero-bubble' cannot run beside strategy = 'fsdp': it computes gradients of weights "
-            "apart from those of inputs, which fully_shard cannot follow",
+            "pipeline_schedule = 'zero-bubble' cannot run with strategy = 'fsdp': it computes gradients of weights "
+            "apart from those of inputs, which fully_shard does not support",
             hint="Write strategy = 'ddp' (whole stages on every data rank), or pipeline_schedule = 'interleaved'.",
         )
     if config.resolved_strategy == "deepspeed":
@@ -145,24 +140,23 @@ def plan_mesh(config: DistributedConfig, world_size: int, ranks_per_node: int) -
         return _expert_mesh(config, data, pp, cp, tp)
     if config.resolved_strategy != "fsdp" and copy == 1:
         return Mesh(dp_replicate=data)
-    if not config.resolved_sharding.startswith(
-        "hybrid"
-    ):  # beside other axes ddp shards data too: torch's DDP knows no DTensor
+    if not config.resolved_sharding.startswith("hybrid"):
+        # Together with other axes ddp shards data too: torch's DDP does not support DTensors.
         return Mesh(pp=pp, dp_shard=data, cp=cp, tp=tp)
     shard = config.shard_size or max(1, ranks_per_node // copy)
     if data % shard:
-        raise _indivisible("shard_size", shard, data, smallest=2, beside=copy)
+        raise _indivisible("shard_size", shard, data, smallest=2, copy_size=copy)
     return Mesh(pp=pp, dp_replicate=data // shard, dp_shard=shard, cp=cp, tp=tp)
 
 
 def _expert_mesh(config: DistributedConfig, data: int, pp: int, cp: int, tp: int) -> Mesh:
-    """The experts lie over the axis dp_shard: what else the model has is sharded within the same ranks."""
+    """Spread the experts over the axis dp_shard; the rest of the model is sharded within the same ranks."""
     experts = config.expert_parallel
     if pp * cp * tp > 1:
         sizes = {"pipeline_parallel": pp, "context_parallel": cp, "tensor_parallel": tp}
         others = [f"{axis} = {size}" for axis, size in sizes.items() if size > 1]
         raise UsageError(
-            f"expert_parallel = {experts} runs beside the data axes only, not with {' and '.join(others)}",
+            f"expert_parallel = {experts} runs with the data axes only, not with {' and '.join(others)}",
             hint="Leave the other axes at 1 for a mixture of experts, or expert_parallel at 1.",
         )
     if data % experts:
@@ -170,11 +164,11 @@ def _expert_mesh(config: DistributedConfig, data: int, pp: int, cp: int, tp: int
     return Mesh(dp_replicate=data // experts, dp_shard=experts)
 
 
-def _indivisible(setting: str, size: int, ranks: int, *, smallest: int, beside: int = 1) -> UsageError:
+def _indivisible(setting: str, size: int, ranks: int, *, smallest: int, copy_size: int = 1) -> UsageError:
     possible = [str(number) for number in range(smallest, ranks + 1) if ranks % number == 0]
-    have = f"{ranks} rank{'s' * (ranks != 1)}" + (f" (each a copy of {beside} ranks)" if beside > 1 else "")
+    have = f"{ranks} rank{'s' * (ranks != 1)}" + (f" (each a copy of {copy_size} ranks)" if copy_size > 1 else "")
     choice = f"With {have} {setting} can be: {', '.join(possible)}. " if possible else ""
     return UsageError(
         f"{have} cannot be cut into groups of {setting} = {size}",
-        hint=f"{choice}Or start a multiple of {size * beside} ranks: --num-workers {size * beside}.",
+        hint=f"{choice}Or start a multiple of {size * copy_size} ranks: --num-workers {size * copy_size}.",
     )

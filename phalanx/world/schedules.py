@@ -1,7 +1,7 @@
-"""Pipeline schedules as arithmetic: who holds which stage, and which share of the time ranks stand idle.
+"""Pipeline schedules as arithmetic: which rank holds which stage, and which share of the time ranks are idle.
 
-p ranks in a row, m microbatches, v stages a rank; a forward pass of a rank's share takes one unit of time, its backward
-pass two: one for the gradient of its input, one for that of its weights. No torch here.
+p ranks in a row, m microbatches, v stages per rank; a forward pass of a rank's share takes one unit of time, its
+backward pass two: one for the gradient of its input, one for that of its weights. No torch here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class PipelineSchedule:
     folded: bool = False
     """Whether the stages go down the ranks and back up again, so that the first rank holds the last stage too."""
     splits_backward: bool = False
-    """Whether gradients of weights are computed apart from those of inputs: `fully_shard` cannot follow that."""
+    """Whether gradients of weights are computed apart from those of inputs: `fully_shard` does not support that."""
 
     def num_stages(self, ranks: int) -> int:
         """Return into how many stages the model is cut."""
@@ -29,19 +29,19 @@ class PipelineSchedule:
 
     def owner(self, stage: int, ranks: int) -> int:
         """Return which of the ranks in a row holds a stage."""
-        turn, place = divmod(stage, ranks)
-        return ranks - 1 - place if self.folded and turn % 2 else place
+        turn, index = divmod(stage, ranks)
+        return ranks - 1 - index if self.folded and turn % 2 else index
 
-    def stages_of(self, place: int, ranks: int) -> list[int]:
+    def stages_of(self, index: int, ranks: int) -> list[int]:
         """Return the stages of a rank, in their order."""
-        return [stage for stage in range(self.num_stages(ranks)) if self.owner(stage, ranks) == place]
+        return [stage for stage in range(self.num_stages(ranks)) if self.owner(stage, ranks) == index]
 
     def bubble(self, ranks: int, microbatches: int) -> float:
         """Return the share of a step in which a rank waits for others, when all stages take equally long.
 
-        gpipe and 1f1b wait (p-1) times for a forward and a backward pass: (p-1)/(m+p-1). With v stages a rank these are
-        v times shorter: (p-1)/(v m+p-1). The zero-bubble schedule fills the wait with gradients of weights: it is left
-        with p-1 waits beside 6m passes of one stage, as soon as there are enough microbatches to fill it with.
+        gpipe and 1f1b wait (p-1) times for a forward and a backward pass: (p-1)/(m+p-1). With v stages per rank these
+        are v times shorter: (p-1)/(v m+p-1). The zero-bubble schedule fills the wait with gradients of weights: with
+        enough microbatches, p-1 waits remain for 6m passes of one stage.
         """
         if self.splits_backward:
             waits = max(ranks - 1, 4 * (ranks - 1) - 2 * (microbatches - 1))
@@ -64,13 +64,20 @@ SCHEDULES = {
 def choose_microbatches(
     wanted: int | None, batch_size: int, ranks: int, schedule: PipelineSchedule, *, smallest: int = 1
 ) -> int:
-    """Return into how many microbatches a rank's batch is cut; what cannot be is refused with what could.
+    """Return into how many microbatches a rank's batch is cut; an impossible number is refused with the possible ones.
 
     By default up to four for each rank of the row, as far as the batch divides: that keeps the bubble small.
     `smallest`: the least samples that a microbatch may have.
     """
     most = batch_size // smallest
-    possible = [count for count in range(1, most + 1) if batch_size % count == 0 and _fits(count, ranks, schedule)]
+
+    def fits(count: int) -> bool:
+        """1f1b fills the row before its first backward pass; interleaved goes in rounds of equal length."""
+        if schedule.name == "1f1b":
+            return count >= ranks
+        return schedule.name != "interleaved" or count % max(1, count // ranks) == 0
+
+    possible = [count for count in range(1, most + 1) if batch_size % count == 0 and fits(count)]
     if not possible:
         raise UsageError(
             f"a batch of {batch_size} samples is too small for pipeline_schedule = {schedule.name!r} on {ranks} ranks",
@@ -88,10 +95,3 @@ def choose_microbatches(
             cause, hint=f"With batch_size = {batch_size} microbatches can be: {', '.join(map(str, possible))}."
         )
     return wanted
-
-
-def _fits(microbatches: int, ranks: int, schedule: PipelineSchedule) -> bool:
-    """1f1b fills the row before its first backward pass; interleaved goes in rounds of equal length."""
-    if schedule.name == "1f1b":
-        return microbatches >= ranks
-    return schedule.name != "interleaved" or microbatches % max(1, microbatches // ranks) == 0

@@ -28,7 +28,7 @@ def rng_state() -> dict[str, Any]:
         "python": [version, torch.tensor(numbers, dtype=torch.int64), gauss],
         "numpy": [
             str(name),
-            torch.from_numpy(np.asarray(keys, dtype=np.int64)),
+            torch.from_numpy(np.asarray(keys, np.int64)),
             int(position),
             int(has_gauss),
             float(cached),

@@ -1,4 +1,4 @@
-"""A rank's world: who it is, its device, its process group. Joined once, left in the order that cannot deadlock."""
+"""A rank's position, device and process group: joined once, left in an order that cannot deadlock."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from phalanx.world.mesh import Mesh, plan_mesh
 _ALONE = RankEnv(0, 0, 1, 1, 0, "127.0.0.1", 0, started_by="python")
 _LOOPBACK_STORES: dict[int, dist.Store] = {}
 _JOINS = itertools.count()
-"""A rank may join again and again (fit, evaluate, fit): what an earlier group left in the store must not be read."""
+"""A rank may join several times (fit, evaluate, fit): values of an earlier group must not be read from the store."""
 
 
 @dataclass(frozen=True)
 class World:
-    """What a rank knows about itself and its job."""
+    """A rank's position, device, mesh and store."""
 
     env: RankEnv
     device: torch.device
@@ -62,12 +62,12 @@ class World:
 
     @property
     def dp_rank(self) -> int:
-        """This rank's place among those that see different samples."""
+        """This rank's number among those that see different samples."""
         return self.mesh.dp_rank(self.rank)
 
     @property
     def leads_samples(self) -> bool:
-        """Whether this rank speaks for those that see the same samples."""
+        """Whether this rank reports for those that see the same samples."""
         return self.mesh.leads_samples(self.rank)
 
     @property
@@ -77,7 +77,7 @@ class World:
 
 
 def join_world(config: DistributedConfig) -> World:
-    """Read who this rank is, take its device, and meet the other ranks."""
+    """Read this rank's environment, choose its device, and join the other ranks."""
     env = read_rank_env() or _ALONE
     device = _pick_device(config, env)
     check_device(config, device.type)
@@ -88,11 +88,13 @@ def join_world(config: DistributedConfig) -> World:
         engine.check_rank(env)
     backend = _comm_backend(config, device, env)
     name = f"phalanx/{next(_JOINS)}"
-    if dist.is_initialized():  # the user's script met the others already: join in, and leave the leaving to it
+    if dist.is_initialized():  # by the user's script, which also leaves it
         store = torch_compat.default_store()
         return World(env, device, mesh, dist.get_backend(), dist.PrefixStore(name, store), owns_group=False)
-    # nccl's own threads read the store: they would have to ask Python for every value.
-    env, store = _meet(env, config.timeout, signed="nccl" not in backend)
+    # nccl's threads read the store, and would call Python for every value of a signed one.
+    found = (engine.rendezvous(env, config.timeout) for engine in engines_here())
+    known = next((one for one in found if one is not None), None)
+    env, store = known or (env, _connect(env, config.timeout, signed="nccl" not in backend))
     export_rank_env(env)
     os.environ.update(
         loopback_environment(os.environ) if env.on_one_machine else network_environment(env.master_addr, os.environ)
@@ -108,47 +110,31 @@ def join_world(config: DistributedConfig) -> World:
     return World(env, device, mesh, backend, dist.PrefixStore(name, store), owns_group=True)
 
 
-def _meet(env: RankEnv, seconds: float, *, signed: bool) -> tuple[RankEnv, dist.Store]:
-    """Return the ranks' store, and this rank's place with the store's address in it."""
-    for engine in engines_here():
-        found: tuple[RankEnv, dist.Store] | None = engine.rendezvous(env, seconds)
-        if found is not None:
-            return found
-    return env, _connect_signed(env, seconds) if signed else _connect(env, seconds)
-
-
 @functools.cache
-def _connect_signed(env: RankEnv, seconds: float) -> dist.Store:
-    return sign_store(_connect(env, seconds))
-
-
-@functools.cache
-def _connect(env: RankEnv, seconds: float) -> dist.Store:
-    """Connect to the ranks' store, once: were it closed and opened again, a quick rank would meet the dying one."""
+def _connect(env: RankEnv, seconds: float, *, signed: bool) -> dist.Store:
+    """Connect to the ranks' store, once: if it were opened again, a quick rank could connect to the one that closes."""
+    if signed:
+        return sign_store(_connect(env, seconds, signed=False))
     export_rank_env(env)
     timeout = timedelta(seconds=seconds)
     hosted_by_a_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store: dist.Store
     if env.on_one_machine and not hosted_by_a_launcher:
-        store = _loopback_store(env.master_port, timeout, is_master=env.rank == 0)
+        port = env.master_port  # opened once: `env` may differ between two runs, the port does not
+        if port not in _LOOPBACK_STORES:
+            _LOOPBACK_STORES[port] = open_loopback_store(port, timeout, is_master=env.rank == 0)
+        store = _LOOPBACK_STORES[port]
     else:
         store, _, _ = next(iter(dist.rendezvous("env://", env.rank, env.world_size, timeout=timeout)))
     store.set_timeout(timeout)
     return store
 
 
-def _loopback_store(port: int, timeout: timedelta, *, is_master: bool) -> dist.Store:
-    """Open the store at a port once: a rank's place may be described anew between two runs, its port stays."""
-    if port not in _LOOPBACK_STORES:
-        _LOOPBACK_STORES[port] = open_loopback_store(port, timeout, is_master=is_master)
-    return _LOOPBACK_STORES[port]
-
-
 def leave_world(world: World) -> None:
-    """Leave the process group. Everything that holds it (a DDP module above all) must have been dropped before.
+    """Leave the process group. Everything that holds it, such as a DDP module, must have been dropped before.
 
-    Destroying a gloo group that a living reducer still holds can deadlock at interpreter exit (seen with torch 2.13):
-    so garbage first, then a barrier, then the group.
+    Destroying a gloo group that a reducer still holds can deadlock at interpreter exit (seen with torch 2.13): so
+    garbage first, then a barrier, then the group.
     """
     if not world.owns_group or not dist.is_initialized():
         return
@@ -175,16 +161,11 @@ def _pick_device(config: DistributedConfig, env: RankEnv) -> torch.device:
     return device
 
 
-def _usual_backend(config: DistributedConfig, device: torch.device, env: RankEnv) -> str:
-    """nccl for GPUs, gloo for CPUs; where nothing was chosen, shared memory for CPUs of one machine."""
-    if device.type == "cuda":
-        return "nccl"
-    automatic = config.strategy == "auto" and config.resolved_strategy == "ddp"
-    return "phalanx" if automatic and env.on_one_machine else "gloo"
-
-
 def _comm_backend(config: DistributedConfig, device: torch.device, env: RankEnv) -> str:
-    wanted = config.communication_backend or _usual_backend(config, device, env)
+    """By default nccl for GPUs, gloo for CPUs; with strategy = 'auto', shared memory for CPUs of one machine."""
+    automatic = config.strategy == "auto" and config.resolved_strategy == "ddp"
+    on_cpu = "phalanx" if automatic and env.on_one_machine else "gloo"
+    wanted = config.communication_backend or ("nccl" if device.type == "cuda" else on_cpu)
     if wanted == "mpi" and not dist.is_mpi_available():
         raise UsageError(
             "communication_backend = 'mpi': this torch was built without MPI",
@@ -196,5 +177,5 @@ def _comm_backend(config: DistributedConfig, device: torch.device, env: RankEnv)
             hint="Leave communication_backend out for nccl, or run on the CPU with --device cpu.",
         )
     if config.offload == "cpu" and wanted == "nccl":
-        return "cpu:gloo,cuda:nccl"  # gradients that live in CPU memory need a group that can add them up there
+        return "cpu:gloo,cuda:nccl"  # gradients in CPU memory need a group that can add them there
     return wanted

@@ -1,4 +1,4 @@
-"""Every mistake of issue and input gets a clear message, a non-zero exit, and leaves no process and no torn file."""
+"""Every wrong input gets a clear message and a non-zero exit, and leaves no process and no partial file."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_misspelt_recipe_is_answered_with_the_nearest_and_all():
     assert "imagefolder" in message
 
 
-def test_a_script_given_as_recipe_is_told_the_flag():
+def test_a_script_given_as_recipe_is_refused_with_the_flag_to_use():
     assert "phalanx train --script train.py" in refused("train", "train.py")
 
 
@@ -95,7 +95,7 @@ def test_a_recipe_that_reads_files_asks_where_they_are():
     assert "--data-dir" in refused("train", "mnist")
 
 
-def test_three_mistakes_of_a_file_are_told_at_once(tmp_path):
+def test_three_mistakes_of_a_file_are_reported_together(tmp_path):
     (tmp_path / "run.toml").write_text('epocs = 3\nlearning_rate = -1\noptimizer = "adamq"\n')
     message = refused("train", "digits", "--config", "run.toml")
     assert "3 mistakes" in message
@@ -105,7 +105,7 @@ def test_three_mistakes_of_a_file_are_told_at_once(tmp_path):
     assert files_under(tmp_path) == {"run.toml"}
 
 
-def test_a_file_that_is_no_toml_or_absent_is_named(tmp_path):
+def test_a_file_that_is_missing_or_not_toml_is_named(tmp_path):
     (tmp_path / "run.toml").write_text("epochs = = 3\n")
     assert "run.toml is not valid TOML" in refused("train", "digits", "--config", "run.toml")
     assert "no such config file: absent.toml" in refused("train", "digits", "--config", "absent.toml")
@@ -288,7 +288,7 @@ def test_a_loss_that_is_not_obvious_is_asked_for(tmp_path):
 # --- checkpoints ------------------------------------------------------------------------------------------------
 
 
-def test_resuming_without_a_place_is_refused():
+def test_resuming_without_a_checkpoint_folder_is_refused():
     message = refused("train", "digits", "--resume-from-checkpoint", "--max-steps", "1")
     assert "needs to know where the checkpoints are" in message
     assert "checkpoint_dir" in message
@@ -342,7 +342,7 @@ def test_a_checkpoint_directory_that_cannot_be_written_is_named_before_training(
     assert "Set checkpoint_dir to a folder you may write to." in message
 
 
-def test_a_full_disk_is_said_in_words_and_nothing_torn_stays(tiny_disk):
+def test_a_full_disk_is_reported_and_leaves_no_partial_file(tiny_disk):
     message = refused("train", "digits", "--checkpoint-dir", tiny_disk, "--max-steps", "1", code=1)
     assert "No space left on device" in message
     assert "free" in message

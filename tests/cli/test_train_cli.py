@@ -188,7 +188,7 @@ def test_a_script_gets_its_own_arguments_and_the_torchrun_environment():
     assert "0 2 ['mine.py'" in Path("run/logs/rank-0.log").read_text()
 
 
-def test_one_rank_needs_no_prefix_and_no_group():
+def test_one_rank_has_no_prefix_and_no_group():
     script = write_script(Path("mine.py"), "import os\nprint('alone', os.environ['WORLD_SIZE'])\n")
     answer = trained("train", "--script", script, "--num-workers", 1, "--device", "cpu", "--console-ranks", "all")
     assert any(line.endswith("alone 1") and "dp" not in line for line in answer.out.splitlines()), answer.out

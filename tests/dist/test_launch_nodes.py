@@ -1,4 +1,4 @@
-"""Two nodes on one machine: two supervisors meet at an endpoint, share failures and restarts, leave together."""
+"""Two nodes on one machine: two supervisors join at an endpoint, share failures and restarts, leave together."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_failure_is_known_on_every_node(tmp_path, fork_server):
 
 @pytest.mark.parametrize("who", ["rank == '2'", "True"])
 def test_all_nodes_restart_together(tmp_path, fork_server, who):
-    """Whether one rank failed or all did at once, so that both nodes find a failure of their own."""
+    """Whether one rank failed or all did at once, so that each node finds a failure."""
     leave_once = f"""
 rank, attempt = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
 if attempt == "0" and {who}:
@@ -90,7 +90,7 @@ def test_two_nodes_with_one_number_are_refused(tmp_path, fork_server):
     assert all("two nodes say they are node 1" in run.report for run in runs)
 
 
-def test_an_endpoint_where_nobody_answers_is_named(launch_script):
+def test_an_endpoint_that_does_not_answer_is_named(launch_script):
     endpoint = _free_endpoint()
     run = launch_script(SUM, num_nodes=2, node_rank=1, rdzv_endpoint=endpoint, join_timeout=1.0)
     assert run.result.exit_code == 1
@@ -99,16 +99,16 @@ def test_an_endpoint_where_nobody_answers_is_named(launch_script):
 
 def test_nodes_that_do_not_come_are_waited_for_only_so_long(launch_script):
     run = launch_script(SUM, num_nodes=2, node_rank=0, rdzv_endpoint=_free_endpoint(), join_timeout=1.0)
-    assert "not all 2 nodes came" in run.report
+    assert "not all 2 nodes joined" in run.report
 
 
-def test_machines_that_came_are_told_how_many_are_missing(tmp_path, fork_server, monkeypatch):
+def test_the_notice_counts_the_missing_machines(tmp_path, fork_server, monkeypatch):
     monkeypatch.setattr(startup_watch, "MACHINES_MOMENTS", (0.3, 30.0))
     endpoint = _free_endpoint()
     runs = _run_nodes(tmp_path, SUM, num_nodes=3, endpoint=endpoint, join_timeout=2.0)
     for run in runs:
         assert f"waiting for 1 of 3 machines at {endpoint}" in run.console.notices
-    assert any("not all 3 nodes came" in run.report for run in runs)
+    assert any("not all 3 nodes joined" in run.report for run in runs)
 
 
 def test_a_host_that_is_not_known_is_refused_before_anything_starts(tmp_path, fork_server):

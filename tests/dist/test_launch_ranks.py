@@ -1,4 +1,4 @@
-"""Functions on warm ranks: results, errors, speed, and what a rank finds around itself."""
+"""Functions on forked ranks: results, errors, speed, and the environment of a rank."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_results_come_back_by_rank(ranks):
     assert ranks(_sum_of_ranks) == [(0, 6.0), (1, 6.0), (2, 6.0), (3, 6.0)]
 
 
-def test_four_warm_ranks_in_under_four_tenths_of_a_second(ranks):
+def test_four_forked_ranks_start_in_under_four_tenths_of_a_second(ranks):
     ranks(_sum_of_ranks)
     times = [1.0]
     # Another program's load lengthens a try; it takes one undisturbed try to show what a launch costs.
@@ -84,18 +84,18 @@ def test_ranks_do_not_share_unseeded_randomness(ranks):
     assert len(set(numbers)) == 4
 
 
-def test_the_warm_process_has_one_thread(ranks):
+def test_the_fork_server_has_one_thread(ranks):
     ranks(os.getpid, world_size=1)
     assert len(os.listdir(f"/proc/{warm_pid()}/task")) == 1
 
 
-def test_a_warm_process_is_used_only_under_the_settings_it_imported_torch_with(ranks):
+def test_a_fork_server_is_used_only_under_the_settings_it_imported_torch_with(ranks):
     process = client.fork_server()
     assert process.is_usable({**os.environ, "OMP_NUM_THREADS": "3", "OTHER": "1"})
     assert not process.is_usable({**os.environ, "TORCH_LOGS": "dynamo"})
 
 
-def test_a_second_launch_uses_the_same_warm_process(ranks):
+def test_a_second_launch_uses_the_same_fork_server(ranks):
     ranks(os.getpid, world_size=1)
     before = warm_pid()
     ranks(os.getpid, world_size=1)

@@ -206,7 +206,7 @@ def test_the_launcher_itself_imports_no_torch():
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
-def test_what_lies_beside_the_package_does_not_shadow_the_standard_library(tmp_path):
+def test_files_next_to_the_package_do_not_shadow_the_standard_library(tmp_path):
     """As in site-packages, where old copies of standard modules may be installed."""
     shutil.copytree(ROOT / "phalanx", tmp_path / "site" / "phalanx")
     (tmp_path / "site" / "selectors.py").write_text("raise ImportError('the wrong selectors')\n")

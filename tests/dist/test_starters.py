@@ -1,4 +1,4 @@
-"""Ranks that others started: torchrun, mpirun, srun's variables; and one command a node on two hosts of their own."""
+"""Ranks that others started: torchrun, mpirun, srun's variables; and one command per node on two separate hosts."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_sruns_variables_start_a_script(tmp_path):
 
 @dataclass(frozen=True)
 class Host:
-    """A network namespace: a machine of its own as far as addresses and ports go."""
+    """A network namespace: a separate machine as far as addresses and ports go."""
 
     namespace: str
     address: str
@@ -161,7 +161,7 @@ def ip(*words: str) -> None:
 
 @pytest.fixture
 def hosts():
-    """Two hosts joined by one cable, and gone afterwards."""
+    """Two hosts joined by one cable, removed afterwards."""
     if os.geteuid() != 0 or shutil.which("ip") is None:
         pytest.skip("making network namespaces needs root and ip")
     mark = uuid.uuid4().hex[:6]

@@ -1,4 +1,4 @@
-"""Horovod under the one loop: the same weights as DDP, and ranks that horovodrun or we start."""
+"""Horovod under the one loop: the same weights as DDP, and ranks that horovodrun or Phalanx starts."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_weights_equal_those_of_ddp(name, found, by_ddp):
     assert difference(found[0][name], found[1][name]) == 0
 
 
-def test_fp16_on_the_wire_is_near_and_not_the_same(found):
+def test_fp16_compression_gives_nearly_the_same_weights(found):
     assert 0 < difference(found[0]["fp16"], found[0]["sgd"]) < 2e-3
     assert difference(found[0]["fp16"], found[1]["fp16"]) == 0
 
@@ -118,7 +118,7 @@ def test_horovodrun_starts_the_command_line(tmp_path):
     assert said.count("sum 3") == 2
 
 
-def test_ranks_of_another_starter_are_told(ranks):
+def test_ranks_of_another_starter_are_refused(ranks):
     """HorovodTrainer there, and a script that has called hvd.init() by itself, in which each rank is alone."""
 
     def refusal(trainer: type) -> str:
@@ -143,7 +143,7 @@ def test_ranks_of_another_starter_are_told(ranks):
     assert "hvd.init() found a world of 1" in second
 
 
-def test_ranks_that_speak_gloo_are_told_what_adasum_needs(found):
+def test_adasum_with_gloo_is_refused_with_what_it_needs(found):
     import horovod.torch as hvd
 
     said = "horovodrun --mpi" if hvd.mpi_built() else "libopenmpi-dev"
@@ -163,7 +163,7 @@ def test_a_script_made_for_horovod_needs_horovodrun(tmp_path):
     assert "--backend horovod" in answer.err
 
 
-def test_mpirun_may_start_a_script_only_where_horovod_speaks_mpi(tmp_path, monkeypatch):
+def test_mpirun_may_start_a_script_only_where_horovod_has_mpi(tmp_path, monkeypatch):
     import horovod.torch as hvd
 
     library = installed_library()
@@ -215,7 +215,7 @@ def test_ranks_come_from_the_slots_of_the_hosts():
     assert starter(config, layout) == HorovodRun(ranks=12, hosts="node1:8,node2:4")
 
 
-def test_what_horovodrun_tells_a_rank():
+def test_a_rank_reads_horovodruns_variables():
     told = {"HOROVOD_RANK": "3", "HOROVOD_SIZE": "4", "HOROVOD_LOCAL_RANK": "1", "HOROVOD_LOCAL_SIZE": "2"}
     env = read_rank_env({**told, "HOROVOD_CROSS_RANK": "1", "SLURM_PROCID": "0", "RANK": "0", "WORLD_SIZE": "9"})
     assert env is not None

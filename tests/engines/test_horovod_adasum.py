@@ -62,7 +62,7 @@ def assert_combined(folder: Path) -> None:
 
 
 @with_mpi
-def test_the_command_line_starts_ranks_that_speak_mpi(tmp_path):
+def test_the_command_line_starts_ranks_with_mpi(tmp_path):
     write_script(tmp_path / "train.py", SCRIPT)
     answer = finish(start(*WORDS, "--num-workers", 2, "--run-dir", "run", cwd=tmp_path), seconds=150)
     assert answer.code == 0, answer.text
@@ -95,7 +95,7 @@ def test_a_rank_that_raised_under_mpi_is_named(tmp_path):
     assert "raised ValueError: out of luck" in answer.err
 
 
-def test_adasum_is_not_for_ranks_that_come_and_go():
+def test_adasum_is_refused_for_elastic_runs():
     from phalanx import HorovodTrainer
 
     with pytest.raises(ConfigError, match="cannot lose or add ranks"):

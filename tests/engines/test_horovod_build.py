@@ -1,4 +1,4 @@
-"""Building Horovod: what is missing is named, what differs has a wheel of its own, a kept wheel is not built again."""
+"""Building Horovod: what is missing is named, other settings have another wheel, a kept wheel is not built again."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_missing_tools_are_named(tmp_path):
     assert "apt install g++; Python packages: pip install cmake" in done.stderr
 
 
-def test_without_an_index_the_build_says_so(tmp_path):
+def test_without_an_index_the_build_reports_the_failed_download(tmp_path):
     empty = tmp_path / "no-packages"
     empty.mkdir()
     done = run(PIP_NO_INDEX="1", PIP_FIND_LINKS=str(empty))
@@ -52,7 +52,7 @@ def test_without_an_index_the_build_says_so(tmp_path):
     assert "could not download horovod==0.28.1" in done.stderr
 
 
-def test_settings_have_wheels_of_their_own(monkeypatch, cache):
+def test_different_settings_have_different_wheels(monkeypatch, cache):
     monkeypatch.setenv("HOROVOD_WITHOUT_MPI", "1")
     plain = build.wheel_folder()
     assert plain.is_relative_to(cache / "phalanx" / "wheels")
@@ -75,7 +75,7 @@ def test_mpi_is_built_in_where_it_can_be(tmp_path, monkeypatch, has_headers):
     assert build.settings()["HOROVOD_WITH_MPI" if has_headers else "HOROVOD_WITHOUT_MPI"] == "1"
 
 
-def test_variables_of_runs_change_no_wheel(monkeypatch):
+def test_variables_of_runs_do_not_change_the_wheel(monkeypatch):
     plain = build.wheel_folder()
     for name in ("HOROVOD_LOG_LEVEL", "HOROVOD_FUSION_THRESHOLD", "HOROVOD_RANK", "HOROVOD_GLOO_IFACE"):
         monkeypatch.setenv(name, "1")
@@ -87,7 +87,7 @@ def test_variables_of_runs_change_no_wheel(monkeypatch):
 
 
 def test_a_kept_wheel_is_installed_and_not_built(monkeypatch):
-    """The wheel is no real one: pip refuses it by name, and nothing was compiled."""
+    """The wheel is not a real one: pip refuses it by name, and nothing was compiled."""
     monkeypatch.setenv("HOROVOD_WITHOUT_MPI", "1")  # PATH, which is taken away below, would say whether it is there
     folder = build.wheel_folder()
     folder.mkdir(parents=True)
@@ -101,7 +101,7 @@ def test_a_kept_wheel_is_installed_and_not_built(monkeypatch):
     assert "compiling" not in done.stderr
 
 
-def test_the_compiler_has_the_last_word_on_the_standard(tmp_path):
+def test_the_compiler_wrapper_appends_the_standard(tmp_path):
     real = tmp_path / "real"
     real.write_text('#!/bin/sh\necho "$@"\n')
     real.chmod(0o755)

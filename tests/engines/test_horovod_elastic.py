@@ -53,7 +53,7 @@ class Run:
             return self.survivor.run(loop, self.folder)
 
     def change_hosts(self) -> None:
-        self.survivor.hear_of_hosts()
+        self.survivor.take_host_change()
 
     def meet_again(self):
         self.survivor.attempt += 1
@@ -75,7 +75,7 @@ def test_a_change_of_machines_at_an_epochs_last_step_repeats_nothing(tmp_path, m
     assert [(epoch.epoch, epoch.step) for epoch in history.epochs] == [(1, 4), (2, 8), (3, 12)]
 
 
-def test_an_epochs_end_in_which_a_rank_is_lost_is_told_again_and_counts_once(tmp_path, monkeypatch):
+def test_an_epoch_end_in_which_a_rank_is_lost_is_reported_again_and_counts_once(tmp_path, monkeypatch):
     """What a callback was doing there with the other ranks is not done, so all of them begin it again."""
     run = Run(tmp_path, monkeypatch, lambda run, step: None)
     calls = []
@@ -84,7 +84,7 @@ def test_an_epochs_end_in_which_a_rank_is_lost_is_told_again_and_counts_once(tmp
         def on_epoch_end(self, trainer, epoch, metrics):
             calls.append(epoch)
             if len(calls) == 1:
-                raise exceptions.HorovodInternalError("a peer is gone")
+                raise exceptions.HorovodInternalError("a peer was lost")
 
     run.task.callbacks.append(Breaks())
     with pytest.raises(exceptions.HorovodInternalError):
@@ -100,13 +100,13 @@ def hosts_and_signal(run, step):
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-def test_a_signal_beside_a_change_of_machines_ends_the_run_at_that_step(tmp_path, monkeypatch):
+def test_a_signal_together_with_a_change_of_machines_ends_the_run_at_that_step(tmp_path, monkeypatch):
     run = Run(tmp_path, monkeypatch, hosts_and_signal)
     with pytest.raises(PreemptedError, match="stopped by SIGTERM after step 6"):
         run.meet()
 
 
-def test_a_signal_that_rank_0_did_not_hear_is_obeyed_after_the_ranks_have_met(tmp_path, monkeypatch):
+def test_a_signal_that_rank_0_did_not_get_stops_the_run_after_the_rendezvous(tmp_path, monkeypatch):
     run = Run(tmp_path, monkeypatch, hosts_and_signal)
     run.answers = [(None, True)]
     with pytest.raises(exceptions.HostsUpdatedInterrupt):
@@ -115,7 +115,7 @@ def test_a_signal_that_rank_0_did_not_hear_is_obeyed_after_the_ranks_have_met(tm
         run.meet_again()
 
 
-def test_a_signal_while_ranks_meet_is_heard(tmp_path, monkeypatch):
+def test_a_signal_during_the_rendezvous_stops_the_run(tmp_path, monkeypatch):
     run = Run(tmp_path, monkeypatch, lambda run, step: None)
     before = signal.getsignal(signal.SIGTERM)
     with run.survivor.listening():

@@ -1,4 +1,4 @@
-"""Horovod's ranks that fail, are told to stop, are killed, or come later."""
+"""Horovod's ranks that fail, are asked to stop, are killed, or are added later."""
 
 from __future__ import annotations
 
@@ -155,14 +155,14 @@ def elastic(folder: Path, *mode: str) -> subprocess.Popen[str]:
 
 
 def assert_weights(folder: Path, expected: dict[str, torch.Tensor]) -> None:
-    found = torch.load(min(folder.glob("weights-*.pt")))  # named by the rank at the start; the first may be gone
+    found = torch.load(min(folder.glob("weights-*.pt")))  # named by the rank at the start; the first may be lost
     for name, value in expected.items():
         assert torch.allclose(found[name], value, rtol=0, atol=1e-6), name
 
 
 def went_on(text: str, was: int, are: int) -> int:
     """After which step the ranks met again, by what the run said."""
-    found = re.search(rf"the ranks were {was} and are {are}: going on after step (\d+)", text)
+    found = re.search(rf"the ranks were {was} and are {are}: continuing after step (\d+)", text)
     assert found is not None, text
     return int(found[1])
 
@@ -201,7 +201,7 @@ def steps_left(alone: int, together: int) -> int:
 
 
 def steps_of(folder: Path) -> list[int]:
-    """The steps that the run's events tell of, in their order."""
+    """The steps in the run's events, in their order."""
     events = [json.loads(line) for line in (folder / "run/events.jsonl").read_text().splitlines()]
     return [event["step"] for event in events if event["event"] == "step"]
 

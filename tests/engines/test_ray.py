@@ -143,7 +143,7 @@ def test_more_workers_than_fit_are_refused_with_what_is_there(machines, tmp_path
     assert "room for 2: 2 machines, together 2 CPU" in answer.err
 
 
-def test_a_run_goes_on_with_fewer_ranks_when_a_machine_is_gone(machines, tmp_path):
+def test_a_run_continues_with_fewer_ranks_when_a_machine_is_lost(machines, tmp_path):
     write_script(tmp_path / "train.py", SCRIPT)
     elastic = ("--num-workers", "2", "--min-workers", "1", "--checkpoint-dir", "kept")
     running = start(machines, tmp_path, "--script", "train.py", *elastic, "--", "wait")
@@ -263,7 +263,7 @@ def test_auto_means_what_ray_start_started_here_and_no_other(monkeypatch, tmp_pa
     assert started_on_this_machine() == "198.51.100.7:6379"
 
 
-def test_a_port_that_does_not_speak_rays_language_is_refused_and_says_after_how_long(monkeypatch):
+def test_a_port_that_does_not_answer_like_ray_is_refused_with_the_time_it_took(monkeypatch):
     monkeypatch.setattr(ray_address, "PROBE_SECONDS", 0.3)
     with silent_port() as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
@@ -273,7 +273,7 @@ def test_a_port_that_does_not_speak_rays_language_is_refused_and_says_after_how_
 
 @contextmanager
 def grpc_server(answer: Callable[[Any], Any] | None = None) -> Iterator[str]:
-    """Serve gRPC, with an answer for every method or for none; tell the address."""
+    """Serve gRPC, with an answer for every method or for none; yields the address."""
     grpc = pytest.importorskip("grpc", reason="grpcio is not installed")
 
     class Everything(grpc.GenericRpcHandler):  # type: ignore[misc]
@@ -291,7 +291,7 @@ def grpc_server(answer: Callable[[Any], Any] | None = None) -> Iterator[str]:
 
 
 @pytest.mark.parametrize(("scheme", "what"), [("ray://", "Ray's client server"), ("", "the head of a Ray cluster")])
-def test_a_server_that_speaks_grpc_but_is_no_ray_is_refused_at_once(scheme, what):
+def test_a_grpc_server_that_is_not_ray_is_refused_at_once(scheme, what):
     with grpc_server() as address:
         began = time.monotonic()
         with pytest.raises(UsageError, match=f"speaks gRPC, but is not {what}"):
@@ -303,16 +303,19 @@ def test_a_proxy_in_the_environment_is_not_between_us_and_a_head(monkeypatch):
     for name in ("no_grpc_proxy", "no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
     for name in ("grpc_proxy", "http_proxy", "https_proxy"):
-        monkeypatch.setenv(name, "http://127.0.0.1:9")  # where nobody listens
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # where nothing listens
     with grpc_server(lambda context: b"") as address:
         check_address(address)
 
 
-def test_a_head_that_breaks_off_is_not_told_as_one_that_took_too_long():
-    def break_off(context: Any) -> None:
+def test_a_head_that_closes_the_connection_is_not_reported_as_a_timeout():
+    def leave(context: Any) -> None:
         context.abort(sys.modules["grpc"].StatusCode.UNAVAILABLE, "leaving")
 
-    with grpc_server(break_off) as address, pytest.raises(UsageError, match="but broke off when it was asked for"):
+    with (
+        grpc_server(leave) as address,
+        pytest.raises(UsageError, match="closed the connection when it was asked for"),
+    ):
         check_address(address)
 
 
@@ -338,7 +341,7 @@ def test_gpus_of_a_cluster_are_not_looked_for_here():
     assert starter(config, layout).resources == {"CPU": 1.0, "GPU": 1.0}
 
 
-def test_a_head_that_stays_busy_is_told_as_one_that_could_not_be_joined(monkeypatch):
+def test_a_head_that_stays_busy_is_reported_as_one_that_could_not_be_joined(monkeypatch):
     """The second try fails in the same words as the first would."""
     tries: list[str] = []
 
@@ -353,7 +356,7 @@ def test_a_head_that_stays_busy_is_told_as_one_that_could_not_be_joined(monkeypa
     assert (len(tries), len(told)) == (2, 1)
 
 
-def test_deaths_of_workers_are_told_by_us_and_not_by_ray_too():
+def test_deaths_of_workers_are_reported_once_and_not_by_ray_too():
     skip = cluster._QUIET["RAY_DEDUP_LOGS_SKIP_REGEX"]
     told = ["A worker died or was killed while executing a task by an unexpected system error.", "memory is short"]
     batches = LogDeduplicator(5, None, skip).deduplicate({"lines": told, "pid": "raylet", "is_err": False})
@@ -382,5 +385,5 @@ def test_files_too_large_to_send_back_do_not_keep_the_small_ones(tmp_path):
         ("something new\nand more", "something new"),
     ],
 )
-def test_a_death_is_told_in_few_words(text, words):
+def test_a_death_is_described_in_few_words(text, words):
     assert describe_death(text).startswith(words)

@@ -125,7 +125,7 @@ def modes():
     import ray
 
     rays = ray.get_runtime_context().get_temp_dir()
-    ours = os.path.dirname(os.environ["PHALANX_RAY_WARM"])
+    ours = os.path.dirname(os.environ["PHALANX_RAY_FORK_SERVER"])
     return [os.path.dirname(rays) == ours, os.stat(ours).st_mode & 0o777]
 
 
@@ -233,7 +233,7 @@ def _run(folder, script):
 def test_workers_of_a_local_ray_are_forks_that_share_no_random_numbers(found):
     (parent, nice, given, *drawn), (other_parent, _, others, *others_drawn) = found[1]["workers"]
     assert parent == other_parent
-    assert "phalanx.engines.ray.forkserver" in parent
+    assert "phalanx.engines.ray.local" in parent
     assert (nice, given, others) == (0, None, "yes")
     assert not set(drawn) & set(others_drawn)
 

@@ -1,4 +1,4 @@
-"""Stopped before or just as the ranks start: all is gone at once, with the right code, and nobody else is blamed."""
+"""Stopped before or just as the ranks start: all processes end at once, with the right code and no other cause."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _await_import(variables):
     open(variables["IMPORT_BEGAN"]).close()
 
 
-def test_an_importing_warm_process_is_killed_with_its_last_session(tmp_path):
+def test_an_importing_fork_server_is_killed_with_its_last_session(tmp_path):
     variables = _slow_import(tmp_path)
     process = client.ForkServerProcess({**os.environ, **variables})
     try:
@@ -151,7 +151,7 @@ def test_a_scheduler_that_signals_every_process_lets_the_ranks_save(tmp_path):
     with _supervisor(tmp_path, CHECKPOINTER) as supervisor:
         assert [supervisor.stdout.readline()[5:] for _ in range(2)] == ["ready\n"] * 2
         family = psutil.Process(supervisor.pid).children(recursive=True)
-        helpers = [member for member in family if member.name() in ("phalanx-warm", "phalanx-store0")]
+        helpers = [member for member in family if member.name() in ("phalanx-fork", "phalanx-store0")]
         _terminate(helpers)
         gone, _ = psutil.wait_procs(helpers, timeout=0.2)
         assert gone == []
@@ -164,7 +164,7 @@ def test_a_scheduler_that_signals_every_process_lets_the_ranks_save(tmp_path):
         assert alive == []
 
 
-def test_a_warm_process_that_dies_during_a_stop_changes_nothing(tmp_path, fork_server):
+def test_a_fork_server_that_dies_during_a_stop_changes_nothing(tmp_path, fork_server):
     """The signal and the death arrive together: whichever is seen first, the user asked for a stop."""
     waiting = iter([None, True])
 
@@ -185,7 +185,7 @@ def _free_endpoint():
 
 @pytest.mark.parametrize(("node_rank", "silence"), [(0, ""), (1, " (no answer there yet)")])
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_machine_alone_says_whom_it_waits_for_and_stops_when_told(
+def test_a_single_machine_reports_what_it_waits_for_and_stops_on_a_signal(
     launch_script, monkeypatch, node_rank, silence, number, code
 ):
     asked = []

@@ -1,4 +1,4 @@
-"""A rank fails in every way there is: the guilty one is named, in words, with its own exit code, and all are gone."""
+"""Failures of a rank: the guilty rank is named with its cause and its exit code, and no process is left."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_a_segmentation_fault_shows_the_python_stack(launch_script):
     assert "zygote" not in run.report
 
 
-def test_a_killed_rank_is_said_to_be_killed(launch_script):
+def test_a_killed_rank_is_reported_as_killed(launch_script):
     run = launch_script(JOIN + "if rank == 1:\n    os.kill(os.getpid(), 9)\ndist.barrier()\n")
     assert run.result.exit_code == 137
     assert run.report.startswith("rank 1 ")
@@ -164,7 +164,7 @@ def test_a_function_that_does_not_exist_fails_in_the_rank(tmp_path, fork_server)
     assert "has no attribute 'no_such'" in str(result.failure)
 
 
-def test_restarts_are_counted_and_told_to_the_ranks(launch_script):
+def test_restarts_are_counted_and_passed_to_the_ranks(launch_script):
     source = """
     import os, sys
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
@@ -217,19 +217,19 @@ def test_a_rank_that_ends_without_joining_is_named(launch_script):
     assert "rank 1 never joined: it ended with code 0" in run.report
 
 
-def test_when_nobody_comes_the_start_timeout_ends_it(launch_script):
+def test_the_start_timeout_ends_a_run_that_no_rank_joins(launch_script):
     run = launch_script("import time\ntime.sleep(60)\n", start_timeout=0.3)
     assert run.result.exit_code == 1
     assert "rank 0 never joined: nothing happened for 0.3 s; it is at train.py:2" in run.report
 
 
-def test_the_warm_processs_own_import_is_on_nobodys_clock(launch_script):
+def test_the_import_of_the_fork_server_counts_towards_no_timeout(launch_script):
     client.shutdown()
     run = launch_script("import torch.distributed as dist\ndist.init_process_group('gloo')\n", start_timeout=0.5)
     assert run.result.exit_code == 0, run.report
 
 
-def test_a_slow_start_is_told_with_the_line_and_the_way_to_limit_it(launch_script, monkeypatch):
+def test_a_slow_start_is_reported_with_the_line_and_the_way_to_limit_it(launch_script, monkeypatch):
     class Patient(RecordingConsole):
         def notice(self, text):
             super().notice(text)
@@ -268,7 +268,7 @@ if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
 """
 
 
-def test_the_death_of_the_warm_process_is_a_failure_like_others(launch_script):
+def test_the_death_of_the_fork_server_is_a_failure_like_others(launch_script):
     run = launch_script(KILLS_WARM_PROCESS, max_restarts=1)
     assert (run.result.exit_code, run.result.attempts) == (0, 2)
     assert "was killed by SIGKILL (signal 9)" in run.console.notices[0]
@@ -278,7 +278,7 @@ def test_the_death_of_the_warm_process_is_a_failure_like_others(launch_script):
     assert launch_script("pass").result.exit_code == 0
 
 
-def test_the_death_of_the_store_is_told_with_its_signal(launch_script):
+def test_the_death_of_the_store_is_reported_with_its_signal(launch_script):
     source = """
     import os, psutil, time
     [store] = [each for each in psutil.Process(os.getppid()).children() if each.name().startswith("phalanx-store")]
@@ -289,7 +289,7 @@ def test_the_death_of_the_store_is_told_with_its_signal(launch_script):
     assert run.report == "the process that hosts the ranks' store was killed by SIGKILL (signal 9)."
 
 
-def test_a_dead_warm_process_is_replaced(launch_script):
+def test_a_dead_fork_server_is_replaced(launch_script):
     launch_script("pass")
     os.kill(warm_pid(), 9)
     psutil.Process(warm_pid()).wait(5)
@@ -333,7 +333,7 @@ def test_a_rank_that_ends_while_its_stack_is_taken_leaves_no_success(launch_scri
         assert run.report
 
 
-def test_a_rank_that_hangs_in_a_loop_of_ours_is_named(launch_script):
+def test_a_rank_that_hangs_in_a_loop_of_the_package_is_named(launch_script):
     source = """
     import time
     import torch

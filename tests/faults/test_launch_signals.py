@@ -94,7 +94,7 @@ def test_ctrl_c_is_a_keyboard_interrupt_in_a_script(launch_script):
     assert run.console.text.count("saved") == 2
 
 
-def test_only_a_rank_that_says_so_has_saved(launch_script):
+def test_only_exit_code_75_means_that_a_rank_has_saved(launch_script):
     run, _ = _launch_timed(launch_script, TIDY, _all_ready(signal.SIGTERM))
     assert (run.result.exit_code, run.result.failure) == (143, None)
 
@@ -130,13 +130,13 @@ def test_sigterm_is_143_for_plain_scripts_and_75_after_a_checkpoint(launch_scrip
     assert run.console.text.count("saved") == 2
 
 
-def test_sigusr1_is_forwarded_and_75_is_no_failure(launch_script):
+def test_sigusr1_is_forwarded_and_75_is_not_a_failure(launch_script):
     run, _ = _launch_timed(launch_script, CHECKPOINTER, _all_ready(signal.SIGUSR1), max_restarts=3)
     assert (run.result.exit_code, run.result.attempts, run.result.failure) == (75, 1, None)
 
 
 @pytest.mark.parametrize("wakes", [True, False])
-def test_a_warm_process_that_is_stopped_does_not_keep_the_ranks_running(launch_script, monkeypatch, wakes):
+def test_a_stopped_fork_server_does_not_keep_the_ranks_running(launch_script, monkeypatch, wakes):
     if not wakes:  # as one that waits for a dead disk
         monkeypatch.setattr(client.Session, "wake", lambda self: None)
         monkeypatch.setattr(attempt, "_KILL_SECONDS", 0.5)

@@ -61,7 +61,7 @@ def test_a_full_disk_under_standard_output_does_not_end_training(tmp_path):
         code, err = _run_with_output(RECIPE, tmp_path, stdout=full, stderr=subprocess.PIPE)
     assert code == 0, err
     assert err.splitlines() == [
-        "phalanx: standard output failed (No space left on device): nothing more is written there, the run goes on"
+        "phalanx: standard output failed (No space left on device): nothing more is written there, the run continues"
     ]
     assert list((tmp_path / "kept").glob("step-*40"))
 
@@ -103,7 +103,7 @@ def test_a_full_disk_under_the_logs_does_not_end_a_script(tmp_path):
 
 
 def _in_terminal(words, cwd, *, err=None, rows=30, columns=91):
-    """Start a command on a terminal of its own; return the process and the terminal's other end."""
+    """Start a command on a new terminal; return the process and the terminal's other end."""
     near, far = pty.openpty()
     fcntl.ioctl(near, termios.TIOCSWINSZ, struct.pack("4H", rows, columns, 0, 0))
 
@@ -189,7 +189,7 @@ def test_a_ranks_streams_stay_apart_and_a_log_has_both(tmp_path):
         assert sorted((tmp_path / f"run/logs/rank-{rank}.log").read_text().split("\n")) == ["", "to err", "to out"]
 
 
-def test_streams_that_lead_to_one_place_keep_their_order(tmp_path):
+def test_streams_with_one_destination_keep_their_order(tmp_path):
     source = "import sys\nfor n in range(200):\n    print(n, file=(sys.stdout, sys.stderr)[n % 2])\n"
     script = write_script(tmp_path / "train.py", source)
     with open(tmp_path / "all", "wb") as file:

@@ -1,4 +1,4 @@
-"""Configuration: one door for arguments, flags, TOML and environment; every mistake told at once."""
+"""Configuration: one check for arguments, flags, TOML and environment; all mistakes are reported together."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_bad_checkpoint_frequency(given):
         DistributedConfig(checkpoint_frequency=given)
 
 
-def test_booleans_are_no_numbers():
+def test_booleans_are_not_numbers():
     with pytest.raises(ConfigError, match="epochs = True"):
         DistributedConfig(epochs=True)
 

@@ -1,4 +1,4 @@
-"""Settings that would be passed over in silence without another one are refused, and allowed beside it."""
+"""Settings that have no effect without another one are refused, and allowed together with it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_default_values_of_a_pipeline_need_none():
     DistributedConfig(pipeline_schedule="1f1b", pipeline_balance="parameters", microbatches=None)
 
 
-def test_a_wrong_number_of_stages_is_told_alone():
+def test_a_wrong_number_of_stages_is_the_only_reported_mistake():
     with pytest.raises(ConfigError, match="1 mistake:\n  - pipeline_parallel = 0"):
         DistributedConfig(pipeline_parallel=0, microbatches=4)
 
@@ -58,7 +58,7 @@ def test_settings_of_sharding_need_something_sharded(strategy, settings):
 
 @pytest.mark.parametrize("settings", SHARDING)
 @pytest.mark.parametrize("beside", [{"strategy": "fsdp"}, {"strategy": "ddp", "tensor_parallel": 2}])
-def test_settings_of_sharding_beside_what_shards(settings, beside):
+def test_settings_of_sharding_are_allowed_where_something_is_sharded(settings, beside):
     DistributedConfig(**settings, **beside)
 
 
@@ -73,7 +73,7 @@ def test_a_group_size_needs_groups(sharding):
         DistributedConfig(strategy="fsdp", sharding=sharding, shard_size=2)
 
 
-def test_experts_bring_groups_of_their_own():
+def test_expert_parallelism_excludes_hybrid_sharding():
     with pytest.raises(ConfigError, match="sharding = 'hybrid' with expert_parallel = 2"):
         DistributedConfig(expert_parallel=2, sharding="hybrid")
 
@@ -116,7 +116,7 @@ def test_settings_of_compression(settings, told):
 
 
 @pytest.mark.parametrize("strategy", ["auto", "ddp", "ring"])
-def test_compression_beside_what_takes_it(strategy):
+def test_compression_is_allowed_with_strategies_that_average_gradients(strategy):
     config = DistributedConfig(strategy=strategy, compression="topk", compression_ratio=1.0, compression_warmup=10)
     assert config.compression_warmup == 10
     assert DistributedConfig(strategy=strategy, compression="powersgd", powersgd_rank=8).powersgd_rank == 8

@@ -58,7 +58,7 @@ def test_a_rank_that_comes_after_the_launchers_end_does_not_begin(tmp_path):
     assert "the launcher had ended" in err
 
 
-def test_a_rank_of_another_machine_does_without_a_line(tmp_path):
+def test_a_rank_of_another_machine_runs_without_a_connection(tmp_path):
     rank = begin(tmp_path, "phalanx-elsewhere", "another machine", "print('trained')")
     out, err = rank.communicate(timeout=30)
     assert (rank.returncode, out) == (0, "trained\n"), err

@@ -1,4 +1,4 @@
-"""What a rank's traceback shows of us: nothing before the user's first frame, all of it where only ours are."""
+"""A rank's traceback: without frames of the package before the user's first one, unless it has only those."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _caught(call):
     try:
         call()
     except ValueError as error:
-        # As a rank sees it: the launcher's frames are gone, the library's come first.
+        # In a rank: the launcher's frames are removed, the library's come first.
         error.__traceback__ = error.__traceback__.tb_next.tb_next.tb_next
         return error
     raise AssertionError("nothing was raised")
@@ -54,7 +54,7 @@ def test_frames_of_the_library_between_the_users_stay():
     assert _files(users_traceback(error)) == [own, own, "stand_in.py", own]
 
 
-def test_a_mistake_of_our_own_is_shown_whole():
+def test_an_error_of_the_package_itself_is_shown_whole():
     error = _caught(lambda: _call_from_the_library(lambda: int("x")))
     error.__traceback__.tb_next = None
     assert _files(users_traceback(error)) == ["stand_in.py"]

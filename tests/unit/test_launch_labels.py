@@ -1,4 +1,4 @@
-"""A rank is named by its place on the mesh only where the launcher, and not a script, lays it out."""
+"""A rank is named by its position on the mesh only where the launcher, and not a script, lays it out."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SCRIPT = ScriptTarget("train.py", ())
         (SCRIPT, {"strategy": "fsdp", "sharding": "hybrid", "shard_size": 2}, "r3 dp_replicate1 dp_shard1"),
     ],
 )
-def test_labels_tell_what_is_known(tmp_path, target, settings, label):
+def test_labels_show_what_is_known(tmp_path, target, settings, label):
     config = DistributedConfig(num_workers=4, device="cpu", **settings)
     spec = launch_spec(config, plan_layout(config, 0), target, tmp_path, env={})
     assert spec.label(3) == label

@@ -1,4 +1,4 @@
-"""What NCCL is told: every variable has a reason, the user's own stay, and the launcher passes them on."""
+"""NCCL's variables: each has a reason, the user's own stay, and the launcher passes them on."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_the_command_prints_what_a_shell_can_read(capsys, cluster):
     assert any("NCCL_SOCKET_IFNAME=ens7" in line for line in lines)
 
 
-def test_json_tells_what_is_set_already(capsys, monkeypatch):
+def test_json_shows_what_is_set_already(capsys, monkeypatch):
     monkeypatch.setenv("NCCL_IB_DISABLE", "0")
     assert main(["nccl-env", "--cluster", "ethernet", "--json"]) == 0
     found = {entry["name"]: entry for entry in json.loads(capsys.readouterr().out)}
@@ -61,7 +61,7 @@ def test_what_the_user_set_stays():
     ("words", "said"),
     [(["--cluster", "infinband"], "Did you mean 'infiniband'?"), ([], "nccl-env needs --cluster")],
 )
-def test_a_cluster_that_is_none(capsys, words, said):
+def test_an_unknown_cluster_is_refused(capsys, words, said):
     assert main(["nccl-env", *words]) == 2
     assert said in capsys.readouterr().err
 

@@ -1,4 +1,4 @@
-"""The parts of the launcher that need no process: specs, blame, words, policy, stacks, counters, output."""
+"""The parts of the launcher that need no process: specs, causes, reports, restarts, stacks, counters, output."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from phalanx.launch import CallTarget, FailureReport, LaunchSpec, ModuleTarget, 
 from phalanx.launch.diagnosis import oom_kills
 from phalanx.launch.environment import threads_per_rank
 from phalanx.launch.failure import RankExit, explain, find_first_cause
+from phalanx.launch.follower import Outcome, may_restart
 from phalanx.launch.nodes import order_nodes
 from phalanx.launch.output import LineSplitter, OutputPump, RankLog, log_path
-from phalanx.launch.policy import Outcome, may_restart
 from phalanx.launch.spec import check_endpoint, split_endpoint
 from phalanx.launch.stacks import whereabouts
 
@@ -34,7 +34,7 @@ def _spec(tmp_path, **fields):
         ({"num_nodes": 0}, "num_nodes is 0"),
         ({"max_restarts": -1}, "max_restarts is -1"),
         ({"console_ranks": "1"}, "console_ranks is '1'"),
-        ({"num_nodes": 2}, "need a place to meet"),
+        ({"num_nodes": 2}, "need a rendezvous"),
         ({"num_nodes": 2, "node_rank": 2, "rdzv_endpoint": "a:1"}, "node_rank is 2, but there are 2 nodes"),
         ({"num_nodes": 2, "rdzv_endpoint": "a:port"}, "'a:port' is not host:port"),
     ],
@@ -56,7 +56,7 @@ def test_endpoints():
     assert split_endpoint("[::1]:5") == ("::1", 5)
 
 
-def test_a_host_that_nobody_knows_is_refused_at_once():
+def test_an_unknown_host_is_refused_at_once():
     check_endpoint("127.0.0.1:5")
     with pytest.raises(UsageError, match=r"the host 'nowhere\.invalid' of rdzv_endpoint .* is not known") as caught:
         check_endpoint("nowhere.invalid:29400")
@@ -224,7 +224,7 @@ def test_a_log_that_fails_is_dropped_with_one_notice(tmp_path):
     assert "No space left on device" in notice
 
 
-def test_a_stream_that_fails_is_told_of_once_on_the_other(tmp_path):
+def test_a_stream_that_fails_is_reported_once_on_the_other(tmp_path):
     err = io.StringIO()
     with open("/dev/full", "w") as full:
         console = PlainConsole(out=full, err=err)
@@ -233,7 +233,7 @@ def test_a_stream_that_fails_is_told_of_once_on_the_other(tmp_path):
         with open(os.devnull, "wb") as nowhere:
             os.dup2(nowhere.fileno(), full.fileno())  # else closing it fails as well
     assert err.getvalue().splitlines() == [
-        "phalanx: standard output failed (No space left on device): nothing more is written there, the run goes on"
+        "phalanx: standard output failed (No space left on device): nothing more is written there, the run continues"
     ]
 
 
@@ -243,7 +243,7 @@ def _report_of(traceback, tmp_path):
     return explain(ended, label="r0", host="a", step=None, killed_for_memory=False, log=tmp_path / "rank-0.log").details
 
 
-def test_a_long_traceback_is_cut_before_a_frame_and_says_so(tmp_path):
+def test_a_long_traceback_is_cut_before_a_frame_with_a_note(tmp_path):
     frames = [line for n in range(20) for line in (f'  File "/x/train.py", line {n}, in f', f"    f({n})", "    ^^^^")]
     head, mark, first, *rest = _report_of(["Traceback (most recent call last):", *frames, "ValueError: bad"], tmp_path)
     assert head == "Traceback (most recent call last):"

@@ -1,4 +1,4 @@
-"""Temporary folders: gone with their block, with their owner's death at the latest when another run begins."""
+"""Temporary folders: removed with their block, or by a later run where their owner was killed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The clocks of a start, without waiting for them: reminders, what is waited for, and who never joined."""
+"""The clocks of a start, without waiting for them: reminders, what is waited for, and which rank never joined."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_reminders_missed_together_are_one():
     assert reminder.next_moment == 40.0
 
 
-def test_durations_in_words():
+def test_durations_as_text():
     assert [duration_text(seconds) for seconds in (30, 120, 600, 5400)] == ["30 s", "2 min", "10 min", "1.5 h"]
 
 
@@ -48,7 +48,7 @@ def test_the_start_watch_names_who_is_missing(tmp_path):
     assert watch.find_hang(200.0) is None
 
 
-def test_no_clock_runs_before_the_last_rank_was_forked(tmp_path):
+def test_no_timeout_counts_before_the_last_rank_was_forked(tmp_path):
     watch = _watch(_spec(tmp_path, start_timeout=1.0, join_timeout=1.0), (0, 1))
     watch.take_start(0, 10.0)
     assert (watch.next_deadline(), watch.find_hang(1000.0), watch.wants_notice(1000.0)) == (None, None, False)
@@ -66,7 +66,7 @@ def test_a_rank_that_came_early_waits_from_the_last_fork_on(tmp_path):
     assert watch.find_hang(104.0) is None
 
 
-def test_a_slow_start_is_noticed_again_and_again_until_somebody_joins(tmp_path):
+def test_a_slow_start_is_reported_repeatedly_until_a_rank_joins(tmp_path):
     watch = _watch(_spec(tmp_path), (0, 1), begun=0.0)
     told = [now for now in range(0, 2000, 10) if watch.wants_notice(float(now))]
     assert told == [30, 120, 600, 1800]
@@ -82,35 +82,35 @@ def test_a_rank_alone_need_not_join(tmp_path):
 
 
 def test_a_slow_import_is_called_by_its_name(tmp_path):
-    prelude = StartupNotices(_spec(tmp_path), 0.0, serving=False)
-    assert prelude.take_notice(IMPORT_MOMENTS[0] - 1) is None
-    assert prelude.take_notice(IMPORT_MOMENTS[0]) == f"still importing torch after {IMPORT_MOMENTS[0]:.0f} s"
-    assert prelude.next_deadline == IMPORT_MOMENTS[1]
-    prelude.take_serving(20.0)
-    assert prelude.activity == "starting the ranks"
-    assert prelude.next_deadline == 20.0 + MOMENTS[0]
-    prelude.end()
-    assert (prelude.next_deadline, prelude.take_notice(1e6)) == (None, None)
+    notices = StartupNotices(_spec(tmp_path), 0.0, serving=False)
+    assert notices.take_notice(IMPORT_MOMENTS[0] - 1) is None
+    assert notices.take_notice(IMPORT_MOMENTS[0]) == f"still importing torch after {IMPORT_MOMENTS[0]:.0f} s"
+    assert notices.next_deadline == IMPORT_MOMENTS[1]
+    notices.take_serving(20.0)
+    assert notices.activity == "starting the ranks"
+    assert notices.next_deadline == 20.0 + MOMENTS[0]
+    notices.end()
+    assert (notices.next_deadline, notices.take_notice(1e6)) == (None, None)
 
 
-def test_what_is_imported_beside_torch_is_named_too(tmp_path):
+def test_what_is_imported_together_with_torch_is_named_too(tmp_path):
     spec = _spec(tmp_path, env={"PHALANX_PRELOAD": "tensorflow,keras._tf_keras.keras"})
     assert StartupNotices(spec, 0.0, serving=False).activity == "importing torch and tensorflow"
 
 
 def test_missing_machines_are_counted(tmp_path):
-    prelude = StartupNotices(_spec(tmp_path, num_nodes=4, rdzv_endpoint="a:1"), 0.0, serving=False)
-    assert prelude.activity == "importing torch"
-    prelude.take_serving(10.0)
+    notices = StartupNotices(_spec(tmp_path, num_nodes=4, rdzv_endpoint="a:1"), 0.0, serving=False)
+    assert notices.activity == "importing torch"
+    notices.take_serving(10.0)
     due = 10.0 + MACHINES_MOMENTS[0]
-    assert prelude.take_notice(due - 0.1) is None
-    assert prelude.take_notice(due) == "waiting for 3 of 4 machines at a:1 (no answer there yet)"
+    assert notices.take_notice(due - 0.1) is None
+    assert notices.take_notice(due) == "waiting for 3 of 4 machines at a:1 (no answer there yet)"
     host = StartupNotices(_spec(tmp_path, num_nodes=4, rdzv_endpoint="a:1", node_rank=0), 0.0, serving=True)
     assert host.activity == "waiting for 3 of 4 machines at a:1"
-    prelude.take_arrived(1, 20.0)
-    assert prelude.activity == "waiting for 3 of 4 machines at a:1"
-    assert prelude.next_deadline == 10.0 + MACHINES_MOMENTS[1]
-    prelude.take_arrived(3, 21.0)
-    assert prelude.take_notice(21.0 + MACHINES_MOMENTS[0]) == "waiting for 1 of 4 machines at a:1"
-    prelude.take_place(30.0)
-    assert prelude.activity == "starting the ranks"
+    notices.take_arrived(1, 20.0)
+    assert notices.activity == "waiting for 3 of 4 machines at a:1"
+    assert notices.next_deadline == 10.0 + MACHINES_MOMENTS[1]
+    notices.take_arrived(3, 21.0)
+    assert notices.take_notice(21.0 + MACHINES_MOMENTS[0]) == "waiting for 1 of 4 machines at a:1"
+    notices.take_gathered(30.0)
+    assert notices.activity == "starting the ranks"

@@ -43,7 +43,7 @@ class Tty(io.StringIO):
         return True
 
 
-def test_tokens_and_mfu_are_told_where_they_are_known():
+def test_tokens_and_mfu_are_shown_where_they_are_known():
     step = events.StepDone(1, 1, 0.5, 1e-3, samples_per_second=10.0, tokens_per_second=10_240.0, mfu=0.4567)
     assert format.step_parts(step)[-2:] == ["10,240 tokens/s", "MFU 45.7%"]
     assert step.scalars()["throughput/mfu"] == 0.4567
@@ -51,7 +51,7 @@ def test_tokens_and_mfu_are_told_where_they_are_known():
     assert {("throughput", "10 samples/s, 10,240 tokens/s"), ("MFU", "45.7%")} <= set(format.summary_rows(end, None))
 
 
-def test_the_first_steps_are_told_apart_where_they_took_long():
+def test_the_first_steps_are_shown_separately_where_they_took_long():
     long, short = (events.RunEnded("finished", 9, 90.0, 10.0, first_steps_seconds=time) for time in (61.0, 0.1))
     assert ("first steps", "1:01, not in the throughput") in format.summary_rows(long, None)
     assert "first steps" not in dict(format.summary_rows(short, None))
@@ -109,7 +109,7 @@ def test_several_ranks_are_labelled_and_redrawn_lines_stay_on_their_row():
     assert out.getvalue() == "[r3 dp1] 50%\r[r3 dp1] done\n"
 
 
-def test_a_stream_that_knows_no_unicode_is_no_reason_to_stop():
+def test_a_stream_without_unicode_does_not_stop_the_run():
     raw = io.BytesIO()
     out = io.TextIOWrapper(raw, encoding="ascii")
     Console(out=out, err=out).handle(RUN)

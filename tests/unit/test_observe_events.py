@@ -142,7 +142,7 @@ def test_a_launcher_that_does_not_read_costs_steps_not_time(connection):
     sink.close()
 
 
-def test_a_launcher_that_is_gone_is_forgotten(connection):
+def test_a_launcher_that_has_ended_gets_no_more_events(connection):
     parent, child = connection
     sink = FdSink.from_environment({EVENTS_FD: str(child.fileno())})
     parent.close()
@@ -151,7 +151,7 @@ def test_a_launcher_that_is_gone_is_forgotten(connection):
     assert sink._socket is None
 
 
-def test_a_descriptor_that_is_no_socket_is_left_alone(tmp_path):
+def test_a_descriptor_that_is_not_a_socket_is_left_alone(tmp_path):
     with (tmp_path / "file").open("w") as file:
         assert FdSink.from_environment({EVENTS_FD: str(file.fileno())}) is None
     assert FdSink.from_environment({EVENTS_FD: "987654"}) is None

@@ -1,4 +1,4 @@
-"""The heartbeat board: ranks write steps, the launcher reads them, and nobody pays much for it."""
+"""The heartbeat board: ranks write steps, the launcher reads them, at little cost."""
 
 from __future__ import annotations
 

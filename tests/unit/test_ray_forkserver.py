@@ -1,4 +1,4 @@
-"""A local Ray's fork server and the script that asks it for workers: whom they trust, and what they execute."""
+"""A local Ray's fork server and its client: which users they trust, and which script they execute."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ import sys
 import pytest
 from command import ROOT
 
-from phalanx.engines.ray import fork_client, forkserver
-from phalanx.engines.ray.forkserver import RayForkServer
+from phalanx.engines.ray import fork_client, local
+from phalanx.engines.ray.local import RayForkServer
 
 
 @pytest.fixture
 def listener(tmp_path):
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
-        listening.bind(str(tmp_path / "warm"))
+        listening.bind(str(tmp_path / "forkserver"))
         listening.listen()
         listening.settimeout(10)
         yield listening
 
 
 @pytest.fixture
-def line(listener):
+def connection(listener):
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as asking:
         asking.connect(listener.getsockname())
         yield asking
 
 
-def test_the_environment_is_handed_to_nobody_but_the_same_user(listener, monkeypatch):
+def test_the_client_sends_its_environment_to_the_same_user_only(listener, monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     assert not fork_client._is_forked(listener.getsockname())
     accepted, _ = listener.accept()
@@ -40,29 +40,29 @@ def test_the_environment_is_handed_to_nobody_but_the_same_user(listener, monkeyp
         assert socket.recv_fds(accepted, 1, 4)[:2] == (b"", [])
 
 
-def test_nobody_but_the_same_user_is_forked_for(listener, line, monkeypatch):
+def test_the_server_forks_for_the_same_user_only(listener, connection, monkeypatch):
     def fork():
-        raise AssertionError("forked for a stranger")
+        raise AssertionError("forked for another user")
 
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     monkeypatch.setattr(os, "fork", fork)
-    warm = RayForkServer(listener, os.getpid(), folder="/nowhere")
+    server = RayForkServer(listener, os.getpid(), folder="/nowhere")
     try:
-        line.send(b"+")  # from another user not even looked at
-        assert warm._take() is None
+        connection.send(b"+")  # from another user: not read
+        assert server._fork() is None
     finally:
-        os.close(warm._owner)
+        os.close(server._owner)
 
 
 KILLED = """
 import os, socket, sys
-from phalanx.engines.ray.forkserver import RayForkServer
+from phalanx.engines.ray.local import RayForkServer
 
 owner = os.fork()
 if owner == 0:
     os._exit(0)
 silent, other_end = socket.socketpair()
-RayForkServer(silent, owner, sys.argv[1])._is_asked(60.0)
+RayForkServer(silent, owner, sys.argv[1])._has_request(60.0)
 os._exit(1)
 """
 
@@ -76,7 +76,7 @@ def test_the_folder_of_a_killed_owner_is_removed(tmp_path):
     assert not left.exists()
 
 
-# --- where a fork will not do ---------------------------------------------------------------------------------------
+# --- where a fork is not suitable --------------------------------------------------------------------------------
 
 CHANGED = (signal.SIGCHLD, signal.SIGINT)
 OURS = os.path.abspath(fork_client.__file__)
@@ -84,14 +84,14 @@ OURS = os.path.abspath(fork_client.__file__)
 
 @pytest.fixture
 def executed(monkeypatch):
-    """Let nothing be executed, but tell what would be, and under which PYTHONPATH."""
+    """Record what would be executed, and under which PYTHONPATH."""
     before, signals, folder = dict(os.environ), {n: signal.getsignal(n) for n in CHANGED}, os.getcwd()
     pytest.importorskip("ray", reason="Ray is not installed: pip install 'phalanx[ray]'")
-    told: list[tuple[list[str], str | None]] = []
-    monkeypatch.setattr(os, "execv", lambda _, words: told.append((words, os.environ.get("PYTHONPATH"))))
-    os.environ |= {fork_client.WARM: "/nowhere", "PYTHONPATH": "mine"}
-    yield told
-    assert fork_client.WARM not in os.environ, "Ray's own script would ask again"
+    calls: list[tuple[list[str], str | None]] = []
+    monkeypatch.setattr(os, "execv", lambda _, words: calls.append((words, os.environ.get("PYTHONPATH"))))
+    os.environ |= {fork_client.SERVER: "/nowhere", "PYTHONPATH": "mine"}
+    yield calls
+    assert fork_client.SERVER not in os.environ, "Ray's own script would request a fork again"
     os.environ.clear()
     os.environ.update(before)
     os.chdir(folder)
@@ -99,10 +99,10 @@ def executed(monkeypatch):
         signal.signal(number, handler)
 
 
-def test_without_a_warm_process_the_script_is_executed_that_ray_meant(executed):
-    fork_client.become_rays_own(["--node-id=1"])
-    fork_client.become_rays_own(["--language=PYTHON", OURS, "--node-id=1"])
-    default, setup = fork_client.rays_own("default_worker.py"), fork_client.rays_own("setup_worker.py")
+def test_without_a_fork_server_the_script_that_ray_meant_is_executed(executed):
+    fork_client.execute_rays_script(["--node-id=1"])
+    fork_client.execute_rays_script(["--language=PYTHON", OURS, "--node-id=1"])
+    default, setup = fork_client.rays_script("default_worker.py"), fork_client.rays_script("setup_worker.py")
     assert [words for words, _ in executed] == [
         [sys.executable, default, "--node-id=1"],
         [sys.executable, setup, "--language=PYTHON", default, "--node-id=1"],
@@ -118,11 +118,11 @@ def test_without_a_warm_process_the_script_is_executed_that_ray_meant(executed):
         {"env_vars": {"PYTHONPATH": "more:${PYTHONPATH}"}, "command_prefix": ["numactl"]},
     ],
 )
-def test_variables_are_left_to_ray_where_the_worker_is(executed, context, tmp_path):
-    imported_under = forkserver._settings()
+def test_ray_sets_the_variables_where_it_starts_the_worker_itself(executed, context, tmp_path):
+    imported_under = local._import_settings()
     arguments = [f"--serialized-runtime-env-context={json.dumps(context)}", "--language=PYTHON", OURS, "--node-id=1"]
     request = {"env": dict(os.environ), "folder": str(tmp_path), "arguments": arguments}
-    forkserver._become(request, [], imported_under)
+    local.become_worker(request, [], imported_under)
     ((words, path),) = executed
-    assert words[1:3] == [fork_client.rays_own("setup_worker.py"), arguments[0]]
+    assert words[1:3] == [fork_client.rays_script("setup_worker.py"), arguments[0]]
     assert path == "mine"

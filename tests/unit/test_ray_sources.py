@@ -1,4 +1,4 @@
-"""What travels to other machines, where it is laid out, and which folder a rank works in."""
+"""What is sent to other machines, where it is unpacked, and which folder a rank works in."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def packed(home: Path) -> SourceArchive:
     return pack(ScriptTarget(home / "train.py"), print)
 
 
-def unpacked(luggage: SourceArchive, tmp_path: Path, rank: int = 0) -> UnpackedSources:
+def unpacked(archive: SourceArchive, tmp_path: Path, rank: int = 0) -> UnpackedSources:
     scratch = tmp_path / f"away/scratch-{rank}"
     scratch.mkdir(parents=True, exist_ok=True)
-    return unpack(luggage, scratch)
+    return unpack(archive, scratch)
 
 
 def leave(home: Path, tmp_path: Path) -> None:
@@ -41,10 +41,10 @@ def leave(home: Path, tmp_path: Path) -> None:
     shutil.move(home, tmp_path / "moved")
 
 
-def test_sources_travel_to_a_machine_that_does_not_see_them(home, tmp_path):
-    luggage = packed(home)
+def test_sources_are_sent_to_a_machine_that_does_not_see_them(home, tmp_path):
+    archive = packed(home)
     leave(home, tmp_path)
-    laid_out = unpacked(luggage, tmp_path)
+    laid_out = unpacked(archive, tmp_path)
     root = Path(laid_out.folder)
     assert not laid_out.in_place
     assert sorted(str(path.relative_to(root)) for path in root.rglob("*.*")) == ["parts/model.py", "train.py"]
@@ -53,70 +53,70 @@ def test_sources_travel_to_a_machine_that_does_not_see_them(home, tmp_path):
 
 
 def test_a_machine_that_sees_the_launch_stays_in_place_when_sources_are_edited(home, tmp_path):
-    beacon = tmp_path / "run/.launch"
-    beacon.parent.mkdir()
-    beacon.touch()
-    luggage = pack(ScriptTarget(home / "train.py"), print, beacon)
-    before = unpacked(luggage, tmp_path)
+    marker = tmp_path / "run/.launch"
+    marker.parent.mkdir()
+    marker.touch()
+    archive = pack(ScriptTarget(home / "train.py"), print, marker)
+    before = unpacked(archive, tmp_path)
     write_script(home / "notes.py", "# meanwhile")
-    assert unpacked(luggage, tmp_path) == before
+    assert unpacked(archive, tmp_path) == before
     assert before.in_place
-    assert (before.folder, before.target) == (str(home), luggage.target)
+    assert (before.folder, before.target) == (str(home), archive.target)
 
 
-def test_edits_elsewhere_do_not_move_the_working_folder_only_the_imports(home, tmp_path):
+def test_edits_on_another_machine_change_the_imports_but_not_the_working_folder(home, tmp_path):
     """A machine with a clone under the same path: relative paths must lead to the checkpoints of the attempt before."""
-    luggage = packed(home)
-    before = unpacked(luggage, tmp_path)
-    assert (before.folder, before.target, before.in_place) == (str(home), luggage.target, False)
+    archive = packed(home)
+    before = unpacked(archive, tmp_path)
+    assert (before.folder, before.target, before.in_place) == (str(home), archive.target, False)
     write_script(home / "train.py", "raise SystemExit('edited')")
-    after = unpacked(luggage, tmp_path)
+    after = unpacked(archive, tmp_path)
     assert after.folder == before.folder
     assert Path(after.target.path).read_text() == "import parts.model"
 
 
 def test_a_module_is_imported_from_what_was_sent(home, tmp_path):
-    """`-m` looks into the working folder first: on another machine that must not be a clone somebody edits."""
-    luggage = pack(ModuleTarget("parts.model"), print)
-    assert unpacked(luggage, tmp_path).folder.startswith(str(tmp_path / "away/phalanx-ray-"))
+    """`-m` looks into the working folder first: on another machine that must not be a clone in use."""
+    archive = pack(ModuleTarget("parts.model"), print)
+    assert unpacked(archive, tmp_path).folder.startswith(str(tmp_path / "away/phalanx-ray-"))
 
 
-def test_links_to_nowhere_and_what_is_no_file_do_not_travel(home, tmp_path):
+def test_dangling_links_and_special_files_are_not_sent(home, tmp_path):
     (home / ".#train.py").symlink_to("me@host.123")
     (home / "folder.py").mkdir()
-    luggage = packed(home)
+    archive = packed(home)
     leave(home, tmp_path)
-    assert not list(Path(unpacked(luggage, tmp_path).folder).glob(".#*"))
+    assert not list(Path(unpacked(archive, tmp_path).folder).glob(".#*"))
 
 
-def test_sources_over_the_limit_are_told_and_used_where_they_are(home, tmp_path, monkeypatch):
+def test_sources_over_the_limit_are_reported_and_used_where_they_are(home, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "_MOST_BYTES", 8)
     told: list[str] = []
-    luggage = pack(ScriptTarget("train.py"), told.append)
+    archive = pack(ScriptTarget("train.py"), told.append)
     assert "must be on every machine" in told[0]
-    here = unpacked(luggage, tmp_path)
-    assert (here.folder, here.target) == (str(home), luggage.target)
+    here = unpacked(archive, tmp_path)
+    assert (here.folder, here.target) == (str(home), archive.target)
     leave(home, tmp_path)
     with pytest.raises(UsageError, match="no sources were sent"):
-        unpacked(luggage, tmp_path)
+        unpacked(archive, tmp_path)
 
 
-def test_a_rank_does_not_tear_the_files_that_another_reads(home, tmp_path):
-    luggage = packed(home)
+def test_a_rank_replaces_files_at_once_while_another_reads_them(home, tmp_path):
+    archive = packed(home)
     leave(home, tmp_path)
-    first = unpacked(luggage, tmp_path, rank=0)
+    first = unpacked(archive, tmp_path, rank=0)
     with Path(first.target.path).open() as reading:
         inode = Path(first.target.path).stat().st_ino
-        assert unpacked(luggage, tmp_path, rank=1).folder == first.folder
+        assert unpacked(archive, tmp_path, rank=1).folder == first.folder
         assert Path(first.target.path).stat().st_ino != inode, "the file that is being read was written over"
         assert reading.read() == "import parts.model"
 
 
-def test_a_folder_of_somebody_else_is_not_trusted(home, tmp_path, monkeypatch):
-    luggage = packed(home)
+def test_a_folder_of_another_user_is_not_trusted(home, tmp_path, monkeypatch):
+    archive = packed(home)
     leave(home, tmp_path)
     owner = home.parent.stat().st_uid
     answers = iter([owner, owner + 1])  # for the folder's name, and for its owner
     monkeypatch.setattr("os.getuid", lambda: next(answers))
     with pytest.raises(UsageError, match="belongs to another user"):
-        unpacked(luggage, tmp_path)
+        unpacked(archive, tmp_path)

@@ -31,7 +31,7 @@ def test_jobs_of_torchrun_on_several_nodes_do_not_share_an_id():
     assert read_rank_env({**given, "TORCHELASTIC_RUN_ID": "job7"}).launch_id == "job7"
 
 
-def test_nobody_started_us():
+def test_without_a_starter_there_is_no_rank_environment():
     assert read_rank_env({}) is None
 
 
@@ -80,7 +80,7 @@ def test_srun_with_uneven_nodes():
     assert read_rank_env({**uneven, "SLURM_NODEID": "1"}).local_world_size == 4
 
 
-def test_a_batch_script_is_no_rank():
+def test_a_batch_script_is_not_a_rank():
     batch = {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "1", "SLURM_LOCALID": "0"}
     assert read_rank_env(batch) is None
 
@@ -125,7 +125,7 @@ def test_slurm_host_lists(text, hosts):
     assert expand_hostlist(text) == hosts
 
 
-def test_mesh_places_and_labels():
+def test_mesh_positions_and_labels():
     mesh = Mesh(pp=2, dp_replicate=1, dp_shard=2, tp=2)
     assert mesh.world_size == 8
     assert [mesh.place(5)[axis] for axis in ("pp", "dp_shard", "tp")] == [1, 0, 1]
@@ -179,7 +179,7 @@ def test_tensor_parallel_takes_neighbouring_ranks():
         (
             {"pipeline_parallel": 2, "pipeline_schedule": "zero-bubble", "strategy": "fsdp"},
             4,
-            "'zero-bubble' cannot run beside strategy = 'fsdp'.*\n.*strategy = 'ddp'",
+            "'zero-bubble' cannot run with strategy = 'fsdp'.*\n.*strategy = 'ddp'",
         ),
     ],
 )
@@ -188,7 +188,7 @@ def test_impossible_meshes_are_refused_by_arithmetic(settings, ranks, words):
         plan_layout(DistributedConfig(num_workers=ranks, device="cpu", **settings), 0)
 
 
-def test_zero_bubble_beside_fsdp_is_harmless_where_there_is_nothing_to_shard():
+def test_zero_bubble_with_fsdp_is_allowed_where_there_is_nothing_to_shard():
     config = DistributedConfig(pipeline_parallel=2, pipeline_schedule="zero-bubble", strategy="fsdp")
     assert plan_mesh(config, 2, 2) == Mesh(pp=2)
 

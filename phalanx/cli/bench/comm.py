@@ -31,7 +31,9 @@ def run(arguments: Sequence[str]) -> int:
         from phalanx.bench.comm.report import check_plotting
 
         check_plotting(asked.plot)
-    _check_folders(asked)
+    for flag, path in (("--json", asked.json), ("--plot", asked.plot)):
+        if path and path != "-" and not Path(path).parent.is_dir():
+            raise UsageError(f"{flag} {path}: there is no folder {Path(path).parent}")
     if read_rank_env() is None:
         prestart()
     from phalanx.bench.comm.run import run_bench
@@ -68,18 +70,9 @@ def _parser() -> FlagParser:
     add("--iters", type=int, metavar="N", help="timed iterations (default: 100 for small sizes, 5 for large ones)")
     add("--warmup", type=int, default=2, metavar="N", help="iterations before the timed ones [2]")
     add("--threads-per-rank", type=int, metavar="N", help="compute threads per rank (default: an equal share)")
-    add(
-        "--ranks-per-host",
-        type=int,
-        metavar="N",
-        help="hierarchical: treat every N ranks as one host (default: real hosts)",
-    )
+    add("--ranks-per-host", type=int, metavar="N", help="hierarchical: N ranks are one host (default: real hosts)")
     add("--p2p", action="store_true", help="measure latency and bandwidth between every pair of ranks instead")
-    add(
-        "--link-report",
-        action="store_true",
-        help="show the expected bandwidth of the links next to the measured one",
-    )
+    add("--link-report", action="store_true", help="show the expected bandwidth of the links next to the measured one")
     add("--json", metavar="FILE", help="write what was measured (- for standard output)")
     add("--plot", metavar="FILE", help="draw it; with --p2p as heat maps (needs the extra 'bench')")
     return parser
@@ -115,13 +108,6 @@ def _summary(found: dict[str, Any], *, link_report: bool) -> str:
         links = [*expected.network_links(), *expected.gpu_links()]
         parts.append(expected.link_report(best, found["copy_gbs"], one_host=found["hosts"] == 1, links=links))
     return "".join(f"\n{part}\n" for part in parts if part)
-
-
-def _check_folders(asked: argparse.Namespace) -> None:
-    """Refuse a file that could not be written before anything is measured."""
-    for flag, path in (("--json", asked.json), ("--plot", asked.plot)):
-        if path and path != "-" and not Path(path).parent.is_dir():
-            raise UsageError(f"{flag} {path}: there is no folder {Path(path).parent}")
 
 
 def _plot(found: dict[str, Any], path: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,9 +34,7 @@ def run(arguments: Sequence[str]) -> int:
             read_link(link)
     settings = _settings(namespace)
     prestart()
-    if namespace.advise:
-        return _advise(recipes, compressors, links, namespace, settings)
-    return _bench(recipes, compressors, links, namespace, settings)
+    return (_advise if namespace.advise else _bench)(recipes, compressors, links, namespace, settings)
 
 
 def _parser() -> FlagParser:
@@ -73,26 +72,26 @@ def _bench(
     recipes: list[str],
     compressors: list[str],
     links: list[str],
-    namespace: argparse.Namespace,
+    asked: argparse.Namespace,
     settings: dict[str, Any],
 ) -> int:
     from phalanx.bench.compression.report import check_can_plot, plot, table
     from phalanx.bench.compression.run import run_bench
 
-    if namespace.plot:
+    if asked.plot:
         check_can_plot()
-    to_stdout = namespace.json == "-"
+    to_stdout = asked.json == "-"
     records = run_bench(
-        recipes, compressors, links, steps=namespace.steps, settings=settings,
+        recipes, compressors, links, steps=asked.steps, settings=settings,
         say=lambda text: print(text, file=sys.stderr if to_stdout else sys.stdout, flush=True),
     )  # fmt: skip
     if not to_stdout:
         print(table(records))
-    if namespace.json:
-        write_json(records, namespace.json)
-    if namespace.plot:
-        plot(records, Path(namespace.plot))
-        print(f"picture: {namespace.plot}", file=sys.stderr)
+    if asked.json:
+        write_json(records, asked.json)
+    if asked.plot:
+        plot(records, Path(asked.plot))
+        print(f"picture: {asked.plot}", file=sys.stderr)
     return 0
 
 
@@ -100,7 +99,7 @@ def _advise(
     recipes: list[str],
     compressors: list[str],
     links: list[str],
-    namespace: argparse.Namespace,
+    asked: argparse.Namespace,
     settings: dict[str, Any],
 ) -> int:
     from dataclasses import asdict
@@ -114,22 +113,15 @@ def _advise(
     for recipe in recipes:
         shapes = [tuple(shape) for shape in measured["recipes"][recipe]["shapes"]]
         compute_s = measured["recipes"][recipe]["compute_s"]
-        costs = measure_costs(compressors, shapes, namespace.ranks, **settings)
-        nbytes = 4 * sum(_product(shape) for shape in shapes)
+        costs = measure_costs(compressors, shapes, asked.ranks, **settings)
+        nbytes = 4 * sum(math.prod(shape) for shape in shapes)
         for text in links:
             here = text == HERE
-            link = LinkSpeed(**measured["link"]) if here else LinkSpeed(read_link(text), namespace.latency_us / 1e6)
-            if namespace.json != "-":
-                print(advice(recipe, link, compute_s, nbytes, namespace.ranks, costs) + "\n")
-            found = advise(link, model_bytes=nbytes, compute_s=compute_s, ranks=namespace.ranks, costs=costs)
+            link = LinkSpeed(**measured["link"]) if here else LinkSpeed(read_link(text), asked.latency_us / 1e6)
+            if asked.json != "-":
+                print(advice(recipe, link, compute_s, nbytes, asked.ranks, costs) + "\n")
+            found = advise(link, model_bytes=nbytes, compute_s=compute_s, ranks=asked.ranks, costs=costs)
             records += [{"recipe": recipe, "link": text, **asdict(item)} for item in found]
-    if namespace.json:
-        write_json(records, namespace.json)
+    if asked.json:
+        write_json(records, asked.json)
     return 0
-
-
-def _product(shape: tuple[int, ...]) -> int:
-    count = 1
-    for length in shape:
-        count *= length
-    return count

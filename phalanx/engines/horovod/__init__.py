@@ -17,7 +17,7 @@ STARTED_BY = "horovodrun"
 
 
 class Horovod(Engine):
-    """Ranks that horovodrun starts, which find each other by Horovod's broadcast."""
+    """Ranks that horovodrun starts, with a rendezvous by Horovod's broadcast."""
 
     strategy = "horovod"
 
@@ -61,12 +61,12 @@ class Horovod(Engine):
         check_not_alone(env)
 
     def rendezvous(self, env: Any, seconds: float) -> Any:
-        """Bring the ranks of horovodrun together."""
+        """Return the store of the ranks of horovodrun."""
         if env.started_by != STARTED_BY:
             return None
-        from phalanx.engines.horovod.rendezvous import meet
+        from phalanx.engines.horovod.rendezvous import connect_ranks
 
-        return meet(env, seconds)
+        return connect_ranks(env, seconds)
 
     def wrap_run(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """Run again after ranks were lost or added, where horovodrun is elastic."""

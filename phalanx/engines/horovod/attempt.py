@@ -14,6 +14,7 @@ import subprocess
 import time
 import uuid
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,9 @@ from phalanx.launch.diagnosis import Evidence
 from phalanx.launch.environment import NodeInfo
 from phalanx.launch.error_file import read_record
 from phalanx.launch.failure import FailureReport
-from phalanx.launch.follower import Follower
+from phalanx.launch.follower import SUCCESS_CODES, Follower, Outcome, stopped
 from phalanx.launch.group import RankState
 from phalanx.launch.output import RankConsole, RankLog
-from phalanx.launch.policy import SUCCESS_CODES, Outcome, stopped
 from phalanx.launch.spec import LaunchSpec
 
 _END = re.compile(rb"\r\n|\n|\r")
@@ -41,24 +41,18 @@ _SHELL_MESSAGES = ("Terminated", "Killed")
 """What the shell around a rank prints when the rank was killed: the report says more."""
 
 
+@dataclass
 class HorovodOutput:
     """Every rank's lines go to its log and to `show`; horovodrun's own last lines are kept."""
 
-    def __init__(
-        self,
-        log_dir: Path,
-        show: Callable[[int, str], None],
-        on_exit: Callable[[int, int], None],
-        tell: Callable[[str], None],
-    ) -> None:
-        self._log_dir = log_dir
-        self._show = show
-        self._on_exit = on_exit
-        self._tell = tell
-        self._logs: dict[int, RankLog] = {}
-        self._partial = b""
-        self.own: list[str] = []
-        """The last lines of horovodrun's own."""
+    log_dir: Path
+    show: Callable[[int, str], None]
+    on_exit: Callable[[int, int], None]
+    notice: Callable[[str], None]
+    own: list[str] = field(default_factory=list)
+    """The last lines of horovodrun itself."""
+    _logs: dict[int, RankLog] = field(default_factory=dict)
+    _partial: bytes = b""
 
     def feed(self, data: bytes) -> None:
         """Process output; lines that are complete are passed on."""
@@ -84,24 +78,18 @@ class HorovodOutput:
     def _take(self, line: bytes) -> None:
         of_rank = _OF_RANK.match(line)
         if of_rank is None:
-            self._take_own(line.decode(errors="replace").rstrip())
+            own = line.decode(errors="replace").rstrip()
+            self.own = [*self.own, own][-_OWN_LINES:] if own else self.own
+            if (ended := _ENDED.match(own)) is not None:
+                self.on_exit(int(ended[1]), int(ended[2]))
             return
-        rank, said = int(of_rank[1]), of_rank[2]
-        self._log(rank).write(said)
-        text = said.decode(errors="replace")
-        if text.rstrip() not in _SHELL_MESSAGES:
-            self._show(rank, text)
-
-    def _take_own(self, line: str) -> None:
-        self.own = [*self.own, line][-_OWN_LINES:] if line else self.own
-        ended = _ENDED.match(line)
-        if ended is not None:
-            self._on_exit(int(ended[1]), int(ended[2]))
-
-    def _log(self, rank: int) -> RankLog:
+        rank, data = int(of_rank[1]), of_rank[2]
         if rank not in self._logs:
-            self._logs[rank] = RankLog(self._log_dir, rank, self._tell)
-        return self._logs[rank]
+            self._logs[rank] = RankLog(self.log_dir, rank, self.notice)
+        self._logs[rank].write(data)
+        text = data.decode(errors="replace")
+        if text.rstrip() not in _SHELL_MESSAGES:
+            self.show(rank, text)
 
 
 _EVENT_BYTES = 1 << 18
@@ -125,12 +113,12 @@ class HorovodAttempt(Follower):
         """Ranks without which an elastic run continues."""
         self._pidfds: dict[int, int] = {}
         self._over = False
-        self._lines: list[socket.socket] = []
+        self._connections: list[socket.socket] = []
         self.name = f"phalanx-{uuid.uuid4().hex}"
         """The name (in Linux' abstract namespace) of the socket at which ranks of this machine reach the launcher."""
-        self._door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._door.bind("\0" + self.name)
-        self._door.listen(ranks)
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener.bind("\0" + self.name)
+        self._listener.listen(ranks)
         self._output = HorovodOutput(spec.log_dir, self._show, self._take_exit, console.notice)
 
     def run(self, command: list[str], environment: dict[str, str]) -> Outcome:
@@ -146,7 +134,7 @@ class HorovodAttempt(Follower):
         )
         assert self._process.stdout is not None
         self._selector.register(self._process.stdout, selectors.EVENT_READ, self._take_output)
-        self._selector.register(self._door, selectors.EVENT_READ, self._open_line)
+        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         try:
             self._follow()
             return self._outcome(self._process.wait())
@@ -164,39 +152,40 @@ class HorovodAttempt(Follower):
             self._over = True
 
     def _show(self, rank: int, line: str) -> None:
-        if self._spec.console_ranks == "all" or rank == self._shown_rank():
+        lowest = next((rank for rank in sorted(self._states) if rank not in self._lost), 0)
+        if self._spec.console_ranks == "all" or rank == lowest:
             self._console.rank_output(rank, self._spec.label(rank), line)
 
-    def _shown_rank(self) -> int:
-        """Return the rank whose output the console shows: the lowest that is not lost."""
-        return next((rank for rank in sorted(self._states) if rank not in self._lost), 0)
-
-    def _open_line(self) -> None:
-        line, _ = self._door.accept()
-        if not is_same_user(line):
-            line.close()
+    def _accept(self) -> None:
+        connection, _ = self._listener.accept()
+        if not is_same_user(connection):
+            connection.close()
             return
-        line.setblocking(False)
-        self._lines.append(line)
-        self._selector.register(line, selectors.EVENT_READ, lambda: self._take_events(line))
+        connection.setblocking(False)
+        self._connections.append(connection)
+        self._selector.register(connection, selectors.EVENT_READ, lambda: self._take_events(connection))
 
-    def _take_events(self, line: socket.socket) -> None:
+    def _take_events(self, connection: socket.socket) -> None:
         try:
-            while data := line.recv(_EVENT_BYTES):
+            while data := connection.recv(_EVENT_BYTES):
                 self._take_event(json.loads(data))
         except BlockingIOError:
             return
         except ConnectionResetError:
             pass  # the same as its end
-        self._selector.unregister(line)
-        self._lines.remove(line)
-        line.close()
+        self._selector.unregister(connection)
+        self._connections.remove(connection)
+        connection.close()
 
     def _take_event(self, event: dict[str, Any]) -> None:
         state = self._states.get(event.get("rank", -1))
         if event["event"] == STARTED and state is not None:
             state.pid, state.code = event["pid"], None
-            self._hold(state.rank, event["pid"])
+            if (old := self._pidfds.pop(state.rank, None)) is not None:
+                os.close(old)
+            # A pidfd: after an end that is not reported here, the pid may belong to another process.
+            with contextlib.suppress(ProcessLookupError):  # it has ended already
+                self._pidfds[state.rank] = os.pidfd_open(event["pid"])
             self._lost.discard(state.rank)
             if self._requested is not None:
                 self._signal(state.rank, self._requested)
@@ -225,7 +214,7 @@ class HorovodAttempt(Follower):
         return self._over
 
     def _stop_ranks(self, number: signal.Signals, grace: float) -> None:
-        """Let the ranks leave at a step's boundary: one that gets the signal passes it on to other machines."""
+        """Let the ranks stop at a step boundary: a rank that gets the signal passes it on to other machines."""
         super()._stop_ranks(number, grace)
         if not self._living():
             send_signal(self._process.pid, signal.SIGTERM)
@@ -236,14 +225,6 @@ class HorovodAttempt(Follower):
     def _signal_ranks(self, number: int) -> None:
         for rank in self._living():
             self._signal(rank, number)
-
-    def _hold(self, rank: int, pid: int) -> None:
-        """Open a pidfd: after an end that is not reported here, the pid may belong to another process."""
-        old = self._pidfds.pop(rank, None)
-        if old is not None:
-            os.close(old)
-        with contextlib.suppress(ProcessLookupError):  # it has ended already
-            self._pidfds[rank] = os.pidfd_open(pid)
 
     def _signal(self, rank: int, number: int) -> None:
         with contextlib.suppress(ProcessLookupError, KeyError):
@@ -265,8 +246,8 @@ class HorovodAttempt(Follower):
             self._process.wait()
         assert self._process.stdout is not None
         self._process.stdout.close()
-        for line in (*self._lines, self._door):
-            line.close()
+        for connection in (*self._connections, self._listener):
+            connection.close()
         for descriptor in self._pidfds.values():
             os.close(descriptor)
         self._output.close()
@@ -274,8 +255,8 @@ class HorovodAttempt(Follower):
         self._selector.close()
 
     def _outcome(self, code: int) -> Outcome:
-        for line in list(self._lines):
-            self._take_events(line)
+        for connection in list(self._connections):
+            self._take_events(connection)
         self._output.close()
         states = list(self._states.values())
         for state in states:
@@ -296,21 +277,17 @@ class HorovodAttempt(Follower):
         of_themselves = [state for state in failed if state.code != -signal.SIGTERM] or failed
         if failed:
             victims = [state for state in failed if state not in of_themselves]
-            return self._placed(self._evidence.find_failure([state for state in states if state not in victims]))
+            failure = self._evidence.find_failure([state for state in states if state not in victims])
+            record = None if failure.rank is None else read_record(self._spec.log_dir, failure.rank)
+            # The machine on which the rank ran is not always this one.
+            return failure if record is None else dataclasses.replace(failure, host=record["host"])
         said = [line for line in self._output.own if not line.startswith((" ", "Traceback"))][-_LAST_LINES:]
         has_started = any(state.pid is not None for state in states)
-        by_ssh = any("ssh" in line for line in said)
+        hint = "Every machine must let this user in by ssh without a password, and have this Python at the same path."
         return FailureReport(
             cause="horovodrun gave up before a rank had failed" if has_started else "horovodrun started no rank",
             exit_code=1,
             details=tuple(said),
-            hint="Every machine must let this user in by ssh without a password, and have this Python at the same path."
-            if by_ssh
-            else "",
+            hint=hint if any("ssh" in line for line in said) else "",
             logs=str(self._spec.log_dir),
         )
-
-    def _placed(self, failure: FailureReport) -> FailureReport:
-        """Set the machine on which the rank ran: not always this one."""
-        record = None if failure.rank is None else read_record(self._spec.log_dir, failure.rank)
-        return failure if record is None else dataclasses.replace(failure, host=record["host"])

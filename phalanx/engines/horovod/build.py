@@ -38,7 +38,7 @@ _OF_THE_BUILD = re.compile(
 """Variables that Horovod's setup and CMake files read; others, such as HOROVOD_LOG_LEVEL, are for runs."""
 _ERROR = re.compile(r"CMake Error|: (fatal )?error:|undefined reference")
 """What a compiler, a linker or CMake writes in the line that says why it stopped."""
-_SAY_EVERY = 20.0
+_NOTICE_SECONDS = 20.0
 _LOG_LINES = 12
 
 
@@ -52,27 +52,24 @@ def main() -> int:
     except PhalanxError as error:
         print(f"phalanx: {error}", file=sys.stderr)
         return error.exit_code
-    _say(f"Horovod {VERSION} is installed ({wheel})")
+    _notice(f"Horovod {VERSION} is installed ({wheel})")
     return 0
 
 
 def settings() -> dict[str, str]:
     """Return the HOROVOD_* variables of the build: the defaults, overridden by those of the environment."""
     given = {name: value for name, value in os.environ.items() if _OF_THE_BUILD.match(name)}
-    mpi = "HOROVOD_WITH_MPI" if _has_mpi() else "HOROVOD_WITHOUT_MPI"
+    # The compiler of MPI comes with mpirun, but its headers may be missing.
+    compiler = shutil.which("mpicxx")
+    words = ["-x", "c++", "-include", "mpi.h", "-fsyntax-only", os.devnull]
+    has_mpi = compiler and subprocess.run([compiler, *words], capture_output=True, check=False).returncode == 0
+    mpi = "HOROVOD_WITH_MPI" if has_mpi else "HOROVOD_WITHOUT_MPI"
     chosen = {**_DEFAULTS, mpi: "1", **given}
     for name in ("TENSORFLOW", "MXNET", "MPI"):
         for word, opposite in (("WITH", "WITHOUT"), ("WITHOUT", "WITH")):
             if f"HOROVOD_{word}_{name}" in given:
                 chosen.pop(f"HOROVOD_{opposite}_{name}", None)
     return chosen
-
-
-def _has_mpi() -> bool:
-    """Whether MPI can be compiled against: its compiler comes with mpirun, its headers may be missing."""
-    compiler = shutil.which("mpicxx")
-    words = ["-x", "c++", "-include", "mpi.h", "-fsyntax-only", os.devnull]
-    return compiler is not None and subprocess.run([compiler, *words], capture_output=True, check=False).returncode == 0
 
 
 def installed_library() -> Path | None:
@@ -117,7 +114,7 @@ def build() -> Path:
     log = folder / "build.log"
     with tempfile.TemporaryDirectory(prefix="phalanx-horovod-") as scratch:
         wrapper = _write_wrapper(Path(scratch), compiler)
-        _say(f"compiling Horovod {VERSION} against torch {torch_version()}; this takes minutes (log: {log})")
+        _notice(f"compiling Horovod {VERSION} against torch {torch_version()}; this takes minutes (log: {log})")
         command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-cache-dir"]
         command += ["--wheel-dir", scratch, f"horovod=={VERSION}"]
         _run(command, {**os.environ, **_build_environment(wrapper)}, log)
@@ -187,10 +184,10 @@ def _run(command: list[str], environment: dict[str, str], log: Path) -> None:
         process = subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT)
         while True:
             try:
-                code = process.wait(_SAY_EVERY)
+                code = process.wait(_NOTICE_SECONDS)
                 break
             except subprocess.TimeoutExpired:
-                _say(f"still compiling ({time.monotonic() - began:.0f} s)")
+                _notice(f"still compiling ({time.monotonic() - began:.0f} s)")
             except BaseException:
                 process.terminate()
                 process.wait()
@@ -202,7 +199,7 @@ def _run(command: list[str], environment: dict[str, str], log: Path) -> None:
 def _explain(text: str) -> str:
     """Return the cause from pip's log: a failed download, the first error, or the last lines."""
     if "No matching distribution found" in text or "NewConnectionError" in text or "ProxyError" in text:
-        return f"  pip could not download horovod=={VERSION}: is the network, or the index that pip is told, reachable?"
+        return f"  pip could not download horovod=={VERSION}: is the network, or pip's index, reachable?"
     lines = text.splitlines()
     first = next((number for number, line in enumerate(lines) if _ERROR.search(line)), None)
     return _last_lines(text) if first is None else _last_lines("\n".join(lines[first : first + _LOG_LINES]))
@@ -212,7 +209,7 @@ def _last_lines(text: str) -> str:
     return "\n".join(f"  {line}" for line in text.strip().splitlines()[-_LOG_LINES:])
 
 
-def _say(text: str) -> None:
+def _notice(text: str) -> None:
     print(f"phalanx: {text}", file=sys.stderr, flush=True)
 
 

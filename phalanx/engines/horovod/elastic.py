@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from phalanx.engines.horovod.rendezvous import horovod, note_new_place
+from phalanx.engines.horovod.rendezvous import horovod, note_new_rank
 from phalanx.launch.failure import reports_lost_peer
 from phalanx.loop.formation import Formation
 from phalanx.loop.hooks import Callback, StepInfo
@@ -75,16 +75,16 @@ def capture(loop: TrainLoop, position: Position) -> MemoryState | None:
     return MemoryState(formation.step, formation.run_id, formation.lineage, formation.world_size, tensors, shared)
 
 
-def restore(formation: Formation, carried: MemoryState | None) -> dict[str, Any] | None:
+def restore(formation: Formation, captured: MemoryState | None) -> dict[str, Any] | None:
     """Broadcast the state that rank 0 holds; return what is not part of a `Prepared`, None where rank 0 has none."""
-    identity = None if carried is None else (carried.step, carried.run_id, carried.lineage, carried.world_size)
+    identity = None if captured is None else (captured.step, captured.run_id, captured.lineage, captured.world_size)
     shown = _broadcast(formation, identity)
     if shown is None:
         return None
     step, formation.run_id, formation.lineage, before = shown
-    tensors = _share_tensors(formation, None if carried is None else carried.tensors)
-    shared = _broadcast(formation, None if carried is None else carried.shared)
-    formation.notes.append(f"the ranks were {before} and are {formation.world_size}: going on after step {step}")
+    tensors = _share_tensors(formation, None if captured is None else captured.tensors)
+    shared = _broadcast(formation, None if captured is None else captured.shared)
+    formation.notes.append(f"the ranks were {before} and are {formation.world_size}: continuing after step {step}")
     return {**put_back(formation, tensors, step, dict(shared)), "path": f"the memory of rank 0 (step {step})"}
 
 
@@ -100,28 +100,28 @@ class _Described:
 def _share_tensors(formation: Formation, own: dict[str, Any] | None) -> dict[str, Any]:
     """Broadcast rank 0's tree of tensors and plain values; trees of new ranks may have another structure."""
     own = own if formation.is_main else None
-    described = _broadcast(formation, pytree.tree_map_only(torch.Tensor, _describe, own))
-    places, shape = pytree.tree_flatten(described)
-    held = iter(places if own is None else pytree.tree_leaves(own))
-    values = [_share(formation, place, next(held)) for place in places]
-    tree: dict[str, Any] = pytree.tree_unflatten(values, shape)
+    described = _broadcast(
+        formation,
+        pytree.tree_map_only(torch.Tensor, lambda one: _Described(one.shape, one.dtype, one.device.type == "cpu"), own),
+    )
+    leaves, structure = pytree.tree_flatten(described)
+    held = leaves if own is None else pytree.tree_leaves(own)
+    values = [_share(formation, leaf, value) for leaf, value in zip(leaves, held, strict=True)]
+    tree: dict[str, Any] = pytree.tree_unflatten(values, structure)
     return tree
 
 
-def _describe(tensor: torch.Tensor) -> _Described:
-    return _Described(tensor.shape, tensor.dtype, tensor.device.type == "cpu")
-
-
-def _share(formation: Formation, place: Any, held: Any) -> Any:
-    if not isinstance(place, _Described):
-        return place
+def _share(formation: Formation, leaf: Any, held: Any) -> Any:
+    """Return rank 0's value for a leaf of the tree."""
+    if not isinstance(leaf, _Described):
+        return leaf
     if isinstance(held, torch.Tensor):
         value = held.detach().to(formation.device, copy=True)
     else:
-        value = torch.empty(place.shape, dtype=place.dtype, device=formation.device)
+        value = torch.empty(leaf.shape, dtype=leaf.dtype, device=formation.device)
     if formation.world_size > 1:
         dist.broadcast(value, src=0)
-    return value.cpu() if place.on_host else value
+    return value.cpu() if leaf.on_host else value
 
 
 def _broadcast(formation: Formation, what: Any) -> Any:
@@ -135,56 +135,56 @@ Result = TypeVar("Result")
 
 
 class Survivor:
-    """What lives on in this process while the ranks around it change."""
+    """The state of this process that is kept while the other ranks change."""
 
     def __init__(self, attempt: int) -> None:
         self.run_dir: Path | None = None
         self.attempt = attempt
         self.hosts_changed = False
-        self.told_to_stop: str | None = None
-        """What told this process to stop while ranks were meeting, or before they met again: the next loop obeys."""
-        self._carried: MemoryState | None = None
+        self.stop_requested: str | None = None
+        """The signal that asked this process to stop during a rendezvous or before it; the next loop stops for it."""
+        self._captured: MemoryState | None = None
         self._loop: TrainLoop | None = None
 
     def run(self, loop: TrainLoop, run_dir: Path) -> History:
-        """Run the loop from what was carried here; keep its state when ranks are lost or come."""
+        """Run the loop from the captured state; capture it again when ranks are lost or added."""
         self.run_dir = run_dir
         position = Position()
         loop.hooks.add(position)
         if self.attempt > 0:
-            loop.restore = lambda: restore(loop.formation, self._carried) or loop.saving.restore()
+            loop.restore = lambda: restore(loop.formation, self._captured) or loop.saving.restore()
         loop.before_stop = self._regroup_if_hosts_changed
         self._loop = loop
-        if self.hosts_changed:  # while the ranks were still meeting
-            self.hear_of_hosts()
-        if self.told_to_stop is not None:
-            loop.stop.ask(self.told_to_stop)
+        if self.hosts_changed:  # during the rendezvous
+            self.take_host_change()
+        if self.stop_requested is not None:
+            loop.stop.ask(self.stop_requested)
         try:
             return loop.run()
         except BaseException:
-            self.told_to_stop = loop.stop.told or self.told_to_stop
-            self._carried = capture(loop, position) or self._carried
+            self.stop_requested = loop.stop.told or self.stop_requested
+            self._captured = capture(loop, position) or self._captured
             raise
         finally:
             self._loop = None
 
-    def hear_of_hosts(self) -> None:
-        """Have all ranks stop at a boundary, to meet again with other machines; told by a thread of Horovod's."""
+    def take_host_change(self) -> None:
+        """Let all ranks stop at a step boundary for a new rendezvous; called by a thread of Horovod."""
         self.hosts_changed = True
         if self._loop is not None:
             self._loop.stop.ask("a change of machines")
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Hear of SIGTERM between the loops too, which listen for themselves while they run."""
+        """Handle stop signals between the loops too; a running loop has its own handlers."""
 
-        def hear(number: int, frame: FrameType | None) -> None:
-            self.told_to_stop = signal.Signals(number).name
+        def handle(number: int, frame: FrameType | None) -> None:
+            self.stop_requested = signal.Signals(number).name
             if self._loop is not None:
-                self._loop.stop.ask(self.told_to_stop)
+                self._loop.stop.ask(self.stop_requested)
 
         in_main = threading.current_thread() is threading.main_thread()  # Python allows handlers in no other
-        before = {number: signal.signal(number, hear) for number in stop_signals(read_rank_env()) if in_main}
+        before = {number: signal.signal(number, handle) for number in stop_signals(read_rank_env()) if in_main}
         try:
             yield
         finally:
@@ -192,20 +192,20 @@ class Survivor:
                 signal.signal(number, handler)
 
     def _regroup_if_hosts_changed(self) -> None:
-        """At a boundary where all ranks stop: to meet again, unless rank 0 was told to end the run."""
+        """Leave the loop for a new rendezvous, unless rank 0 was asked to end the run; called where all ranks stop."""
         from horovod.common.exceptions import HostsUpdatedInterrupt
 
         assert self._loop is not None, "called by the loop that runs"
-        told = self._loop.stop.told or self.told_to_stop
-        told, changed = horovod().broadcast_object((told, self.hosts_changed), root_rank=0, name="phalanx.why_stop")
-        if told is not None:
-            self._loop.stop.reason = told
+        asked = self._loop.stop.told or self.stop_requested
+        asked, changed = horovod().broadcast_object((asked, self.hosts_changed), root_rank=0, name="phalanx.why_stop")
+        if asked is not None:
+            self._loop.stop.reason = asked
         elif changed:
             raise HostsUpdatedInterrupt(skip_sync=False)
 
 
 def run_elastic(run_once: Callable[[Survivor], Result]) -> Result:
-    """Run, and run on with whoever is there, until a run ends well or by an error of its own."""
+    """Run, and after lost or added ranks run again with those present, until a run succeeds or fails by itself."""
     hvd = horovod()
     import horovod.torch.elastic as elastic
     from horovod.common.exceptions import HorovodInternalError
@@ -214,11 +214,12 @@ def run_elastic(run_once: Callable[[Survivor], Result]) -> Result:
     survivor = Survivor(0 if env is None else env.attempt)
 
     def attempt(state: Any) -> Result:
-        note_new_place(survivor.attempt)
+        note_new_rank(survivor.attempt)
         try:
             return run_once(survivor)
         except BaseException as error:
-            _leave_old_group()
+            if dist.is_initialized():  # close connections: a rank that waits in a collective then gets an error
+                dist.destroy_process_group()
             if not isinstance(error, HorovodInternalError) and _lost_peers(error):
                 raise HorovodInternalError(str(error)) from error
             raise
@@ -229,7 +230,7 @@ def run_elastic(run_once: Callable[[Survivor], Result]) -> Result:
 
 
 def _state_class() -> type:
-    """Return what Horovod asks about state, which it must see as its own class: ours travels with the survivor."""
+    """Return a subclass of Horovod's State for the survivor, which holds the state itself."""
     from horovod.common.elastic import State
 
     class SurvivorState(State):  # type: ignore[misc]
@@ -238,7 +239,7 @@ def _state_class() -> type:
             self._survivor = survivor
 
         def on_hosts_updated(self, timestamp: int, update: Any) -> None:
-            self._survivor.hear_of_hosts()
+            self._survivor.take_host_change()
 
         def reset(self) -> None:
             self._survivor.attempt += 1
@@ -248,25 +249,19 @@ def _state_class() -> type:
             self._survivor.attempt = self._bcast_object(self._survivor.attempt, name="phalanx.attempt")
 
         def save(self) -> None:
-            """Nothing: between steps the state is whole as it lies."""
+            """Do nothing: between steps the state is complete."""
 
         def restore(self) -> None:
-            """Nothing: a step that broke off has changed nothing."""
+            """Do nothing: an interrupted step has changed nothing."""
 
     return SurvivorState
 
 
 def _lost_peers(error: BaseException) -> bool:
-    """Whether an error says that other ranks are gone, itself or in what led to it."""
+    """Whether an error, or an error that led to it, says that other ranks were lost."""
     seen: BaseException | None = error
     while seen is not None:
         if reports_lost_peer(str(seen)):
             return True
         seen = seen.__cause__ or seen.__context__
     return False
-
-
-def _leave_old_group() -> None:
-    """Close torch's connections: a rank that waits for us in one of its collectives then hears that we left."""
-    if dist.is_initialized():
-        dist.destroy_process_group()

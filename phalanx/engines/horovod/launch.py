@@ -20,9 +20,8 @@ from phalanx.errors import UsageError
 from phalanx.host.processes import own_python
 from phalanx.host.signals import SignalInbox
 from phalanx.launch.environment import shared_environment, threads_per_rank
-from phalanx.launch.follower import run_attempts
+from phalanx.launch.follower import Outcome, run_attempts
 from phalanx.launch.output import RankConsole
-from phalanx.launch.policy import Outcome
 from phalanx.launch.spec import LaunchResult, LaunchSpec, PlannedRanks
 from phalanx.launch.target import to_message
 
@@ -48,7 +47,10 @@ class HorovodRun:
 
     def launch(self, spec: LaunchSpec, console: RankConsole) -> LaunchResult:
         """Run the target on the ranks and return when all of them have ended."""
-        hosts = self._machines()
+        if self.discovery is not None:  # refused here if it names no machines: horovodrun would wait
+            hosts = _discover(self.discovery)
+        else:
+            hosts = parse_hosts(self.hosts) if self.hosts is not None else (Host("localhost", self.ranks),)
         with SignalInbox() as inbox:
 
             def run_once(number: int) -> Outcome:
@@ -98,12 +100,6 @@ class HorovodRun:
             "TORCHELASTIC_MAX_RESTARTS": str(spec.max_restarts),
         }
 
-    def _machines(self) -> tuple[Host, ...]:
-        """Return the machines; a discovery script that names none is refused here, because horovodrun would wait."""
-        if self.discovery is not None:
-            return _discover(self.discovery)
-        return parse_hosts(self.hosts) if self.hosts is not None else (Host("localhost", self.ranks),)
-
 
 def starter(config: DistributedConfig, layout: PlannedRanks) -> HorovodRun:
     """Return the starter for a config."""
@@ -139,11 +135,7 @@ def _discover(script: str) -> tuple[Host, ...]:
 
 def _all_here(hosts: Sequence[Host]) -> bool:
     """Whether all names are this machine: then ranks use loopback."""
-    return all(_is_loopback(host.name) for host in hosts)
-
-
-def _is_loopback(name: str) -> bool:
     try:
-        return socket.gethostbyname(name).startswith("127.")
+        return all(socket.gethostbyname(host.name).startswith("127.") for host in hosts)
     except OSError:
         return False

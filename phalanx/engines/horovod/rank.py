@@ -44,14 +44,14 @@ def main() -> NoReturn:
         write_stacks(log, open_stack(log_dir, rank))
         os.environ["PHALANX_EVENTS_FD"] = str(lift(os.dup(launcher.fileno())))
     buffer_lines()
-    _tell(launcher, {"event": STARTED, "rank": rank, "pid": os.getpid()})
+    _report(launcher, {"event": STARTED, "rank": rank, "pid": os.getpid()})
     if request["loopback"]:
         bind_to_loopback()
     code = run_to_end(
         lambda: run_target(from_message(request["target"]), request["path"]),
         lambda error: record_to_log(error, request, log),
     )
-    _tell(launcher, {"event": ENDED, "rank": rank, "code": code})
+    _report(launcher, {"event": ENDED, "rank": rank, "code": code})
     # For horovodrun a rank that was preempted after a checkpoint has succeeded.
     leave(0 if code == EXIT_PREEMPTED else code)
 
@@ -62,27 +62,26 @@ def network() -> str:
     return f"{boot} {os.readlink('/proc/self/ns/net')}"
 
 
-def _connect(name: str, launchers: str) -> socket.socket | None:
+def _connect(name: str, launchers_network: str) -> socket.socket | None:
     """Return a connection to the launcher, or None on another machine than its own."""
-    if network() != launchers:
+    if network() != launchers_network:
         return None
-    line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    launcher = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
-        line.connect("\0" + name)
+        launcher.connect("\0" + name)
     except ConnectionRefusedError:
         sys.exit("phalanx: the launcher had ended before this rank began")
-    threading.Thread(target=_end_with, args=(line,), name="phalanx-launcher", daemon=True).start()
-    return line
+
+    def end_with_launcher() -> None:
+        with suppress(ConnectionResetError):
+            launcher.recv(1)  # returns only when the launcher has ended: it never sends anything
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=end_with_launcher, name="phalanx-launcher", daemon=True).start()
+    return launcher
 
 
-def _end_with(launcher: socket.socket) -> None:
-    """Kill this process when the launcher has ended for any reason. It never sends anything."""
-    with suppress(ConnectionResetError):
-        launcher.recv(1)
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _tell(launcher: socket.socket | None, message: dict[str, Any]) -> None:
+def _report(launcher: socket.socket | None, message: dict[str, Any]) -> None:
     if launcher is None:
         return
     try:

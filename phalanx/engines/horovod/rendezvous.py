@@ -1,4 +1,4 @@
-"""Ranks that horovodrun started: how they find each other for torch's own groups, by Horovod's broadcast."""
+"""Rendezvous of ranks that horovodrun started, for torch's own groups, by Horovod's broadcast."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def horovod() -> Any:
     return hvd
 
 
-def meet(env: RankEnv, seconds: float) -> tuple[RankEnv, dist.Store]:
-    """Open a store on rank 0, at a port that is surely free, and tell the others where it is."""
+def connect_ranks(env: RankEnv, seconds: float) -> tuple[RankEnv, dist.Store]:
+    """Open a store on rank 0, at a port that the system chooses, and broadcast its address."""
     horovod()
-    return _meet(env, seconds)
+    return _connect_ranks(env, seconds)
 
 
 @functools.cache
-def _meet(env: RankEnv, seconds: float) -> tuple[RankEnv, dist.Store]:
+def _connect_ranks(env: RankEnv, seconds: float) -> tuple[RankEnv, dist.Store]:
     hvd, timeout = horovod(), timedelta(seconds=seconds)
     one_machine = env.local_world_size == env.world_size
     host, server = _own_address(one_machine=one_machine), None
@@ -50,8 +50,8 @@ def _meet(env: RankEnv, seconds: float) -> tuple[RankEnv, dist.Store]:
         server = open_loopback_store(0, timeout, is_master=True)
     elif env.rank == 0:
         server = dist.TCPStore(host, 0, is_master=True, timeout=timeout, wait_for_workers=False)
-    place = (host, server.port) if server is not None else None
-    host, port = hvd.broadcast_object(place, root_rank=0, name=f"phalanx.meet.{env.attempt}")
+    endpoint = (host, server.port) if server is not None else None
+    host, port = hvd.broadcast_object(endpoint, root_rank=0, name=f"phalanx.rendezvous.{env.attempt}")
     store = server if server is not None else dist.TCPStore(host, port, is_master=False, timeout=timeout)
     store.set_timeout(timeout)
     if VARIABLE not in os.environ and env.local_world_size < env.world_size and _CARD in os.environ:
@@ -73,8 +73,8 @@ def _own_address(*, one_machine: bool) -> str:
     return address
 
 
-def note_new_place(attempt: int) -> None:
-    """After Horovod has met anew: forget the old world, and note who this rank has become."""
+def note_new_rank(attempt: int) -> None:
+    """Forget the old groups after a new rendezvous of Horovod, and set this rank's new environment."""
     hvd = horovod()
     forget_groups()
     write_horovod_env(
@@ -87,12 +87,12 @@ def note_new_place(attempt: int) -> None:
 
 
 def check_not_alone(env: RankEnv) -> None:
-    """Refuse ranks that know each other by another starter, while each of them is alone in Horovod's eyes."""
+    """Refuse ranks of another starter where each of them is alone for Horovod."""
     hvd = sys.modules.get("horovod.torch")
     if hvd is None or env.started_by == STARTED_BY or not hvd.is_initialized() or hvd.size() == env.world_size:
         return
     raise UsageError(
-        f"{env.started_by} started {env.world_size} ranks, but hvd.init() found a world of {hvd.size()}: Horovod meets "
+        f"{env.started_by} started {env.world_size} ranks, but hvd.init() found a world of {hvd.size()}: Horovod finds "
         "its ranks only where horovodrun started them",
         hint="Start the script with horovodrun -np N python train.py, or with phalanx train --backend horovod; or "
         "leave hvd out of it.",

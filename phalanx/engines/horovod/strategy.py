@@ -19,8 +19,8 @@ from phalanx.strategies.tensors import is_meta, materialise
 from phalanx.world.world import World
 
 _PAUSE = 50e-6
-"""Seconds between two looks at what is under way. Horovod's own wait looks all the time: it keeps a core busy, which
-Horovod's threads, and other ranks of the machine, need to come to an end."""
+"""Seconds between two polls. Horovod's own wait polls all the time and keeps a core busy, which Horovod's threads and
+other ranks of the machine need."""
 
 
 class HorovodReducer(BackwardHooks):
@@ -43,7 +43,7 @@ class HorovodReducer(BackwardHooks):
         self._under_way: dict[int, tuple[Any, Any]] = {}
 
     def close(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         self._remove_hooks()
         self._under_way.clear()
 
@@ -53,7 +53,7 @@ class HorovodReducer(BackwardHooks):
         self._send(number)
 
     def _forget_pass(self) -> bool:
-        """What is under way stays so: Horovod does not take it back."""
+        """Return whether all-reduces are under way: Horovod cannot cancel them."""
         return bool(self._under_way)
 
     def _send(self, number: int) -> None:
@@ -67,7 +67,7 @@ class HorovodReducer(BackwardHooks):
     def _finish(self) -> None:
         """At the end of a backward pass: send what only an earlier micro-batch touched, and wait for all."""
         try:
-            self._send_the_rest()
+            self._send_remaining()
             for number, (handle, context) in self._under_way.items():
                 while not self._hvd.poll(handle):
                     time.sleep(_PAUSE)
@@ -79,24 +79,20 @@ class HorovodReducer(BackwardHooks):
             self._under_way.clear()
             self._pass = None
 
-    def _send_the_rest(self) -> None:
+    def _send_remaining(self) -> None:
         missing = [number for number, parameter in enumerate(self._parameters) if parameter.grad is None]
         if missing and not self._allow_unused:
             raise self._unused(missing, f"on rank {self._hvd.rank()}")
-        if self._allow_unused:
-            self._fill_where_others_have(missing)
+        if self._allow_unused:  # a parameter that some rank used gets the average; any other keeps no gradient
+            used = torch.ones(len(self._parameters), dtype=torch.int32)
+            used[missing] = 0
+            anywhere = self._hvd.allreduce(used, name="phalanx.used", op=self._hvd.Max).tolist()
+            for number in missing:
+                if anywhere[number]:
+                    self._parameters[number].grad = torch.zeros_like(self._parameters[number])
         for number, parameter in enumerate(self._parameters):
             if number not in self._under_way and parameter.grad is not None:
                 self._send(number)
-
-    def _fill_where_others_have(self, missing: list[int]) -> None:
-        """A parameter that some rank used gets the average; one that no rank used keeps no gradient."""
-        used = torch.ones(len(self._parameters), dtype=torch.int32)
-        used[missing] = 0
-        anywhere = self._hvd.allreduce(used, name="phalanx.used", op=self._hvd.Max).tolist()
-        for number in missing:
-            if anywhere[number]:
-                self._parameters[number].grad = torch.zeros_like(self._parameters[number])
 
 
 class Horovod(Strategy):
@@ -122,7 +118,12 @@ class Horovod(Strategy):
         tensors = {name: tensor.detach() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
         self._hvd.broadcast_parameters(tensors, root_rank=0)
         if trained:
-            _check_dtypes(self._hvd, trained)
+            name = next((name for name, parameter in trained if parameter.dtype == torch.bfloat16), None)
+            if name is not None and not self._hvd.nccl_built():
+                raise ModelError(
+                    f"{name} is bfloat16, which this build of Horovod cannot add up",
+                    hint="Keep the parameters in float32 and compute in bf16: mixed_precision = 'bf16'.",
+                )
             prefix = f"{len(self._reducers)}." if self._reducers else ""  # names must be one model's alone
             self._reducers[id(model)] = HorovodReducer(
                 self._hvd,
@@ -164,7 +165,7 @@ def _horovod_of(world: World) -> Any:
     if world.env.started_by not in (STARTED_BY, "mpirun"):
         raise UsageError(
             f"strategy = 'horovod', but {world.env.started_by} started these {world.world_size} ranks, and Horovod "
-            "meets its ranks only where horovodrun started them",
+            "finds its ranks only where horovodrun started them",
             hint="Start with phalanx train --backend horovod --num-workers N, or with horovodrun -np N python ...",
         )
     hvd = horovod()
@@ -187,7 +188,7 @@ def _check_build(hvd: Any, config: DistributedConfig) -> None:
         )
     if not hvd.mpi_enabled():
         raise UsageError(
-            "adasum = true: Adasum is done by MPI, and these ranks were started to speak gloo",
+            "adasum = true: Adasum needs MPI, and these ranks were started with gloo",
             hint="Start them with phalanx train --backend horovod --adasum, horovodrun --mpi, or mpirun.",
         )
     if hvd.size().bit_count() != 1:
@@ -195,12 +196,3 @@ def _check_build(hvd: Any, config: DistributedConfig) -> None:
             f"adasum = true with {hvd.size()} ranks: Adasum combines pairs, then pairs of pairs, and so on",
             hint="Give it 2, 4, 8, 16, ... ranks.",
         )
-
-
-def _check_dtypes(hvd: Any, named: list[tuple[str, nn.Parameter]]) -> None:
-    for name, parameter in named:
-        if parameter.dtype == torch.bfloat16 and not hvd.nccl_built():
-            raise ModelError(
-                f"{name} is bfloat16, which this build of Horovod cannot add up",
-                hint="Keep the parameters in float32 and compute in bf16: mixed_precision = 'bf16'.",
-            )

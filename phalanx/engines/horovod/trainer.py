@@ -14,7 +14,7 @@ from phalanx.trainers.torch import TorchTrainer
 from phalanx.world.env import read_rank_env
 
 _COMPRESSORS = {"NoneCompressor": "none", "FP16Compressor": "fp16"}
-"""Horovod's own classes, by what they are called in the config."""
+"""The config's names of Horovod's classes."""
 
 
 class HorovodTrainer(TorchTrainer):
@@ -42,9 +42,15 @@ class HorovodTrainer(TorchTrainer):
         **settings: Any,
     ) -> None:
         if compression is not None:
-            settings["compression"] = _compression_name(compression)
+            known = _COMPRESSORS.get(getattr(compression, "__name__", ""), repr(compression))
+            settings["compression"] = compression if isinstance(compression, str) else known
         if backward_passes_per_step is not None:
-            settings = _renamed(settings, "gradient_accumulation_steps", backward_passes_per_step)
+            given = settings.setdefault("gradient_accumulation_steps", backward_passes_per_step)
+            if given != backward_passes_per_step:
+                raise UsageError(
+                    f"backward_passes_per_step = {backward_passes_per_step}, but gradient_accumulation_steps = {given}",
+                    hint="They are two names of one setting: write one of them.",
+                )
         if verbose is not None:
             settings.setdefault("progress", bool(verbose))
         if isinstance(config, DistributedConfig) and config.backend != self.backend:
@@ -60,16 +66,3 @@ class HorovodTrainer(TorchTrainer):
         if env is None or env.world_size == 1:
             return float(number)
         return float(horovod().allreduce(number.reshape(()), name=f"phalanx.metric.{name}"))
-
-
-def _compression_name(given: Any) -> str:
-    return given if isinstance(given, str) else _COMPRESSORS.get(getattr(given, "__name__", ""), repr(given))
-
-
-def _renamed(settings: dict[str, Any], name: str, value: int) -> dict[str, Any]:
-    if settings.get(name, value) != value:
-        raise UsageError(
-            f"backward_passes_per_step = {value}, but {name} = {settings[name]}",
-            hint="They are two names of one setting: write one of them.",
-        )
-    return {**settings, name: value}

@@ -11,18 +11,18 @@ from phalanx.engine import Engine
 from phalanx.launch.spec import PlannedRanks, Starter
 
 UNDER_RAY = "PHALANX_UNDER_RAY"
-"""Set in ranks that Ray Train started for us."""
+"""Set in ranks that were started through Ray Train."""
 
 
 class Ray(Engine):
     """Ranks on Ray's workers, local or on a cluster."""
 
     def uses_gpus_here(self, config: DistributedConfig) -> bool:
-        """Whether Ray runs on this machine; of a cluster elsewhere, this machine says nothing."""
+        """Whether Ray runs on this machine, not on a cluster elsewhere."""
         return config.address is None
 
     def counts_gpus_here(self, config: DistributedConfig) -> bool:
-        """Return False: Ray itself waits for the GPUs that were asked for."""
+        """Return False: Ray itself waits for the requested GPUs."""
         return False
 
     def starter(self, config: DistributedConfig, ranks: PlannedRanks) -> Starter:

@@ -53,7 +53,7 @@ def started_on_this_machine() -> str:
 
 
 def _probe(address: str, host: str, port: int) -> None:
-    """Check that a server listens, speaks gRPC, and knows a method of Ray."""
+    """Check that a server listens, answers as gRPC does, and has a method of Ray."""
     encrypted = os.environ.get("RAY_USE_TLS") == "1"  # then Ray alone has the certificates to ask with
     try:
         with socket.create_connection((host, port), timeout=PROBE_SECONDS) as connection:
@@ -80,8 +80,8 @@ def _ask(address: str, target: str) -> None:
         except grpc.RpcError as error:
             but = {
                 grpc.StatusCode.UNIMPLEMENTED: f"is not {what}",
-                grpc.StatusCode.DEADLINE_EXCEEDED: f"gave {what}'s answer not within {PROBE_SECONDS:g} s",
-                grpc.StatusCode.UNAVAILABLE: f"broke off when it was asked for {what}'s answer",
+                grpc.StatusCode.DEADLINE_EXCEEDED: f"did not give {what}'s answer within {PROBE_SECONDS:g} s",
+                grpc.StatusCode.UNAVAILABLE: f"closed the connection when it was asked for {what}'s answer",
             }
             if error.code() in but:
                 raise _no_ray(address, f"what listens there speaks gRPC, but {but[error.code()]}") from error

@@ -70,23 +70,14 @@ def open_cluster(
             with local_ray(num_cpus, num_gpus):
                 yield Cluster("the local Ray", started_here=True)
             return
-        with _connected(address, notice) as cluster:
-            yield cluster
-
-
-@contextmanager
-def _connected(address: str, notice: Callable[[str], None]) -> Iterator[Cluster]:
-    import ray
-
-    if address == "auto":
-        address = started_on_this_machine()
-    check_address(address)
-    notice(f"connecting to Ray at {address}")
-    _join(address, notice)
-    try:
-        yield Cluster(f"the Ray cluster at {address}", is_client=address.startswith(SCHEME))
-    finally:
-        ray.shutdown()
+        address = started_on_this_machine() if address == "auto" else address
+        check_address(address)
+        notice(f"connecting to Ray at {address}")
+        _join(address, notice)
+        try:
+            yield Cluster(f"the Ray cluster at {address}", is_client=address.startswith(SCHEME))
+        finally:
+            import_module("ray").shutdown()
 
 
 def _join(address: str, notice: Callable[[str], None]) -> None:
@@ -100,7 +91,7 @@ def _join(address: str, notice: Callable[[str], None]) -> None:
         except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
             if not tries_left or _BUSY_HEAD not in str(error):
                 raise _refused(address, error) from error
-            notice(f"the head at {address} could not start a server for this client in time: trying once more")
+            notice(f"the head at {address} could not start a server for this client in time: trying again")
         else:
             return
 
@@ -113,7 +104,7 @@ def _refused(address: str, error: Exception) -> UsageError:
         here = f"Ray {ray.__version__} and Python {'.'.join(map(str, sys.version_info[:3]))}"
         return UsageError(
             f"the Ray cluster at {address} runs other versions than this environment, which has {here}: {text}",
-            hint="Ray wants the same Ray and the same Python (x.y) on every machine and where the run is started.",
+            hint="Ray needs the same Ray and the same Python (x.y) on every machine and where the run is started.",
         )
     return UsageError(f"the Ray cluster at {address} could not be joined: {text}")
 
@@ -126,19 +117,26 @@ def check_resources(
     Each of `count` workers needs `needed` on one machine.
     """
     nodes = cluster.nodes()
-    room = [_how_many(node, needed) for node in nodes]
+    room = [
+        min(
+            (int(node.get(name, 0.0) / amount + 1e-9) for name, amount in needed.items() if amount), default=sys.maxsize
+        )
+        for node in nodes
+    ]
     if placement == "strict-spread":
         room = [min(1, places) for places in room]
     fits = max(room, default=0) if placement == "strict-pack" else sum(room)
     if fits >= count:
         return
-    asked = f"{count} {what} with {resources_text(needed)} each"
+    names = {name for node in nodes for name in node if ":" not in name}  # without Ray's internal entries
+    total = {name: sum(node.get(name, 0.0) for node in nodes) for name in names - {"memory", "object_store_memory"}}
+    have = "together " + resources_text(total) if total else "none with CPUs or GPUs to give"
     one_by_one = f" ({placement})" if placement.startswith("strict") else ""
     raise UsageError(
-        f"{asked}{one_by_one} do not fit on {cluster.name}, which has room for {fits}: "
-        f"{len(nodes)} machine{'s' * (len(nodes) != 1)}, {_of_all(nodes)}.",
-        hint="Ask for fewer or smaller workers, or add machines; where an autoscaler is to bring them, say how long to "
-        "wait with start_timeout (--start-timeout 600).",
+        f"{count} {what} with {resources_text(needed)} each{one_by_one} do not fit on {cluster.name}, which has room "
+        f"for {fits}: {len(nodes)} machine{'s' * (len(nodes) != 1)}, {have}.",
+        hint="Request fewer or smaller workers, or add machines; where an autoscaler adds them, set how long to wait "
+        "with start_timeout (--start-timeout 600).",
     )
 
 
@@ -146,18 +144,3 @@ def resources_text(resources: Mapping[str, float]) -> str:
     """Write resources as text: "1 CPU and 1 GPU"."""
     words = [f"{amount:g} {name}" for name, amount in sorted(resources.items()) if amount]
     return " and ".join(words) or "nothing reserved"
-
-
-def _how_many(node: Mapping[str, float], needed: Mapping[str, float]) -> int:
-    fits = [int(node.get(name, 0.0) / amount + 1e-9) for name, amount in needed.items() if amount]
-    return min(fits, default=sys.maxsize)
-
-
-def _of_all(nodes: list[dict[str, float]]) -> str:
-    """Return the sum over all machines as text, without Ray's internal entries."""
-    total: dict[str, float] = {}
-    for node in nodes:
-        for name, amount in node.items():
-            if ":" not in name and name not in ("memory", "object_store_memory"):
-                total[name] = total.get(name, 0.0) + amount
-    return "together " + resources_text(total) if total else "none with CPUs or GPUs to give"

@@ -1,37 +1,15 @@
-"""The actor in the cluster that runs Ray Train's controller and passes messages between the ranks and the launcher.
-
-Messages are dicts; the first key is the kind: `output`, `event`, `record`, `begun`, `lost`, `ended`, `files`.
-"""
+"""The actor in the cluster that runs Ray Train's controller and passes messages between the ranks and the launcher."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import ray
 
-from phalanx.engines.ray.worker import RankOrder
-
-RayMessage = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class RayRunSpec:
-    """The settings of a run for Ray Train."""
-
-    workers: int | tuple[int, int]
-    resources: dict[str, float]
-    use_gpu: bool
-    placement: str
-    max_failures: int
-    storage: str
-    name: str
-    resize_seconds: float = 20.0
-    own_ray: bool = False
-    """Whether the Ray was started for this run and ends with it."""
+from phalanx.engines.ray.messages import RankOrder, RayMessage, RayRunSpec
 
 
 class Controller:
@@ -46,10 +24,16 @@ class Controller:
         self._attempts = 0
         self._controller: Any = None
 
-    async def run(self, arrangement: RayRunSpec, order: RankOrder, data: Mapping[str, Any]) -> str:
+    async def run(self, run_spec: RayRunSpec, order: RankOrder, data: Mapping[str, Any]) -> str:
         """Let Ray Train run the order; return the error, or an empty text."""
-        myself = ray.get_runtime_context().current_actor
-        return await asyncio.get_running_loop().run_in_executor(None, _fit, arrangement, order, dict(data), myself)
+        this_actor = ray.get_runtime_context().current_actor
+
+        def run() -> str:
+            from phalanx.engines.ray.fit import fit  # takes seconds, while the actor already accepts messages
+
+            return fit(run_spec, order, dict(data), this_actor)
+
+        return await asyncio.get_running_loop().run_in_executor(None, run)
 
     async def post(self, messages: list[RayMessage]) -> None:
         """Queue messages for the launcher."""
@@ -70,7 +54,7 @@ class Controller:
         return messages
 
     async def begin(self, world_size: int) -> int:
-        """Count an attempt (rank 0 asks) and return its number, from 0."""
+        """Count an attempt and return its number, from 0; called by rank 0."""
         attempt, self._attempts = self._attempts, self._attempts + 1
         await self.post([{"begun": attempt, "world_size": world_size}])
         return attempt
@@ -86,16 +70,10 @@ class Controller:
         return self._reason
 
     async def abort(self) -> None:
-        """End the run now: the controller first, so that its workers and placement group are released."""
+        """End the run now: Ray Train's controller first, so that its workers and placement group are released."""
         if self._controller is not None:
             try:
                 await asyncio.wait_for(asyncio.shield(self._controller.abort.remote()), 10.0)
             except (TimeoutError, ray.exceptions.RayActorError):
                 # It may end without an answer.
                 return
-
-
-def _fit(arrangement: RayRunSpec, order: RankOrder, data: dict[str, Any], conductor: Any) -> str:
-    from phalanx.engines.ray.fit import fit  # takes seconds, while the conductor already accepts messages
-
-    return fit(arrangement, order, data, conductor)

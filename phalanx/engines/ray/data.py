@@ -1,4 +1,4 @@
-"""Ray data sets as batches of tensors: each rank reads the part that Ray deals to it."""
+"""Ray data sets as batches of tensors: each rank reads the shard that Ray assigns to it."""
 
 from __future__ import annotations
 
@@ -32,9 +32,7 @@ class RayData:
 
     def __init__(self, dataset: Any, name: str, batch_size: int | None) -> None:
         if batch_size is None:
-            raise UsageError(
-                "a Ray data set has no batch size of its own.", hint="Set batch_size: samples per rank and step."
-            )
+            raise UsageError("a Ray data set has no batch size.", hint="Set batch_size: samples per rank and step.")
         if dataset is not None:
             dataset.context.enable_progress_bars = False  # the run shows its own progress
         self.dataset = dataset
@@ -43,11 +41,12 @@ class RayData:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Ray brings the data to the ranks itself: there, `name` is enough to find them.
-        return (_DealtByRay if self.name == "train" else RayData), (None, self.name, self.batch_size)
+        return (_ShardedByRay if self.name == "train" else RayData), (None, self.name, self.batch_size)
 
     def __iter__(self) -> Iterator[Any]:
         for batch in self._source().iter_torch_batches(batch_size=self.batch_size, device="cpu"):
-            yield _as_pair(batch)
+            names = list(batch)
+            yield (batch[names[0]], batch[names[1]]) if len(names) == 2 and names[1] in _TARGETS else batch
 
     def _source(self) -> Any:
         if self.dataset is not None:
@@ -60,22 +59,15 @@ class RayData:
         return shard
 
 
-class _DealtByRay(RayData):
-    """The training part of a rank: it shards itself, which is how the loader knows not to pick every n-th batch."""
+class _ShardedByRay(RayData):
+    """The training shard of a rank: with `shard`, the loader does not pick every n-th batch itself."""
 
-    def shard(self, num_shards: int, index: int) -> _DealtByRay:
-        """Return this rank's part; Ray deals by rank, so every rank must see other samples."""
+    def shard(self, num_shards: int, index: int) -> _ShardedByRay:
+        """Return this rank's part; Ray shards by rank, so every rank must see other samples."""
         env = read_rank_env()
         if env is not None and (num_shards != env.world_size or index != env.rank):
             raise UsageError(
-                f"Ray Data deals samples to each of {env.world_size} ranks, but this layout has {num_shards} parts.",
+                f"Ray Data shards samples over {env.world_size} ranks, but this layout has {num_shards} parts.",
                 hint="Use a torch data set with tensor, pipeline or context parallelism.",
             )
         return self
-
-
-def _as_pair(batch: dict[str, Any]) -> Any:
-    names = list(batch)
-    if len(names) == 2 and names[1] in _TARGETS:
-        return batch[names[0]], batch[names[1]]
-    return batch

@@ -7,107 +7,76 @@ import shutil
 import signal
 import socket
 import time
-from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from phalanx.engines.ray.cluster import Cluster
+from phalanx.engines.ray.messages import RayMessage
 from phalanx.errors import EXIT_PREEMPTED, EXIT_USAGE, UsageError
 from phalanx.host.reminders import MOMENTS, Reminder, duration_text
 from phalanx.host.signals import SignalInbox
 from phalanx.launch.error_file import record_path
 from phalanx.launch.failure import FailureReport, RankExit, explain, find_first_cause
-from phalanx.launch.follower import Follower
+from phalanx.launch.follower import SUCCESS_CODES, Follower, stopped
 from phalanx.launch.output import LineSplitter, RankConsole, log_path, log_tail
-from phalanx.launch.policy import SUCCESS_CODES, stopped
 from phalanx.launch.spec import CallTarget, LaunchResult, LaunchSpec
 from phalanx.observe.guard import Guard
 from phalanx.observe.heartbeat import HeartbeatBoard
 
-if TYPE_CHECKING:
-    from phalanx.engines.ray.launch import RayStarter, _Run
+_POLL_SECONDS = 0.2
+_DEATH_LINES = 4
+
+
+@dataclass(frozen=True)
+class RayRun:
+    """A run that was started on a cluster: its controller actor, its future result, and what it was asked for."""
+
+    cluster: Cluster
+    controller: Any
+    result: Any
+    workers: int
+    resources: dict[str, float]
+    start_timeout: float | None
+    began: float
 
 
 @dataclass
 class WorkerLocation:
-    """One rank's machine, its heartbeat file there, and the last step that it reported."""
+    """The machine of a rank, its heartbeat file there, and the last step that it reported."""
 
     host: str
-    board: Path
+    heartbeats: Path
     step: int | None = None
 
+    @property
+    def is_here(self) -> bool:
+        """Whether the heartbeats can be read on this machine."""
+        return self.host == socket.gethostname() and self.heartbeats.exists()
 
-class WorkerLocations:
-    """Filled by the launcher from the messages of the ranks."""
-
-    def __init__(self) -> None:
-        self._seats: dict[int, WorkerLocation] = {}
-
-    def take(self, message: dict[str, Any]) -> None:
-        """Note a rank's machine (`seat`) or its current step (`at`)."""
-        if "seat" in message:
-            self._seats[message["seat"]] = WorkerLocation(message["host"], Path(message["board"]))
-        elif message["rank"] in self._seats:
-            self._seats[message["rank"]].step = message["at"]
-
-    def host(self, rank: int) -> str:
-        """Return the machine of a rank, empty where it never reported."""
-        seat = self._seats.get(rank)
-        return seat.host if seat else ""
-
-    def step(self, rank: int) -> int | None:
-        """Return the last step of a rank: by its heartbeats where they can be read here, else by its last message."""
-        seat = self._seats.get(rank)
-        if seat is None:
-            return None
-        if not _is_here(seat):
-            return seat.step
-        board = HeartbeatBoard(seat.board)
-        try:
+    def last_step(self, rank: int) -> int | None:
+        """Return the last step: by the heartbeats where they can be read here, else by the last message."""
+        if not self.is_here:
+            return self.step
+        with closing(HeartbeatBoard(self.heartbeats)) as board:
             beat = board.read(rank)
-        finally:
-            board.close()
-        return beat.step if beat else seat.step
-
-    def tidy(self) -> None:
-        """Remove the folders of killed ranks of this machine, and forget all ranks."""
-        for seat in self._seats.values():
-            if _is_here(seat):
-                shutil.rmtree(seat.board.parent.parent, ignore_errors=True)
-        self._seats.clear()
-
-
-def _is_here(seat: WorkerLocation) -> bool:
-    return seat.host == socket.gethostname() and seat.board.exists()
-
-
-_LOOK_SECONDS = 0.2
-_DEATH_LINES = 4
+        return beat.step if beat else self.step
 
 
 class RayFollower(Follower):
     """Runs once. Messages and signals are polled for: Ray has no descriptor to wait on."""
 
-    def __init__(
-        self,
-        spec: LaunchSpec,
-        console: RankConsole,
-        inbox: SignalInbox,
-        run: _Run,
-        starter: RayStarter,
-        began: float,
-    ) -> None:
+    def __init__(self, spec: LaunchSpec, console: RankConsole, inbox: SignalInbox, run: RayRun) -> None:
         super().__init__(spec, console, inbox)
         self._run = run
-        self._starter = starter
-        self._began = began
-        self._reminder: Reminder | None = Reminder(began, (3.0, *MOMENTS))
+        self._reminder: Reminder | None = Reminder(run.began, (3.0, *MOMENTS))
         self._doing = "waiting for Ray Train to start"
         self._attempt = -1
-        self._world_size = starter.workers
+        self._world_size = run.workers
         self._lines = LineSplitter()
         self._folder = Guard(f"writing to {spec.log_dir.parent}", console.notice)
-        self._seats = WorkerLocations()
+        self._locations: dict[int, WorkerLocation] = {}
         self._records: dict[int, dict[str, Any]] = {}
         self._ends: dict[int, tuple[int, str]] = {}
         self._failure: FailureReport | None = None
@@ -122,12 +91,12 @@ class RayFollower(Follower):
             self._follow()
             if self._ended:
                 return self._result(ray.get(self._run.result))
-            ray.get(self._run.conductor.abort.remote())
+            ray.get(self._run.controller.abort.remote())
             return self._result("")
         except (ray.exceptions.RayError, ConnectionError) as error:
             return LaunchResult(1, self._attempt + 1, self._without_ray(str(error)))
         finally:
-            self._seats.tidy()
+            self._forget_locations()
             self._selector.close()
 
     def _wait(self) -> None:
@@ -135,7 +104,7 @@ class RayFollower(Follower):
 
         self._ended = bool(ray.wait([self._run.result], timeout=0)[0])
         # Ranks end only after their last message has arrived: once the result is there, no more will come.
-        while messages := ray.get(self._run.conductor.take.remote(0.0 if self._ended else _LOOK_SECONDS)):
+        while messages := ray.get(self._run.controller.take.remote(0.0 if self._ended else _POLL_SECONDS)):
             for message in messages:
                 self._take(message)
             if not self._ended:
@@ -153,31 +122,18 @@ class RayFollower(Follower):
 
     # --- messages --------------------------------------------------------------------------------------------------
 
-    def _take(self, message: dict[str, Any]) -> None:
-        """Handle a message by its first key."""
-        takers: dict[str, Callable[[dict[str, Any]], None]] = {
-            "output": self._take_output,
-            "log": self._take_log,
-            "event": self._take_event,
-            "record": self._take_record,
-            "placed": self._take_placed,
-            "begun": self._take_begun,
-            "lost": self._take_lost,
-            "ended": self._take_ended,
-            "seat": self._seats.take,
-            "at": self._seats.take,
-            "files": self._take_files,
-        }
-        takers[next(iter(message))](message)
+    def _take(self, message: RayMessage) -> None:
+        """Handle a message by its first key: `output` by `_take_output`, and so on."""
+        getattr(self, f"_take_{next(iter(message))}")(message)
 
-    def _take_output(self, message: dict[str, Any]) -> None:
+    def _take_output(self, message: RayMessage) -> None:
         rank: int = message["rank"]
-        self._append(log_path(self._spec.log_dir, rank), message["output"])
+        self._take_log({"log": message["output"], "rank": rank})
         if rank == 0 or self._spec.console_ranks == "all":
             for line in self._lines.split(rank, message["output"]):
                 self._console.rank_output(rank, self._spec.label(rank), line)
 
-    def _take_log(self, message: dict[str, Any]) -> None:
+    def _take_log(self, message: RayMessage) -> None:
         self._append(log_path(self._spec.log_dir, message["rank"]), message["log"])
 
     def _append(self, path: Path, data: bytes) -> None:
@@ -187,7 +143,7 @@ class RayFollower(Follower):
 
         self._folder.attempt(append)
 
-    def _take_event(self, message: dict[str, Any]) -> None:
+    def _take_event(self, message: RayMessage) -> None:
         self._reminder = None  # from here on the ranks report progress
         event = message["event"]
         self._console.handle(event)
@@ -195,16 +151,16 @@ class RayFollower(Follower):
             line = json.dumps(event, separators=(",", ":")) + "\n"
             self._append(self._spec.log_dir.parent / "events.jsonl", line.encode())
 
-    def _take_record(self, message: dict[str, Any]) -> None:
+    def _take_record(self, message: RayMessage) -> None:
         record = message["record"]
         self._records[record["rank"]] = record
         path = record_path(self._spec.log_dir, record["rank"])
         self._folder.attempt(lambda: path.write_text(json.dumps(record)))
 
-    def _take_placed(self, message: dict[str, Any]) -> None:
+    def _take_placed(self, message: RayMessage) -> None:
         self._doing = f"waiting for {message['placed']} workers to import torch and to join"
 
-    def _take_begun(self, message: dict[str, Any]) -> None:
+    def _take_begun(self, message: RayMessage) -> None:
         self._attempt, self._world_size = message["begun"], message["world_size"]
         if self._attempt > 0:
             why = f"{self._failure}\n" if self._failure is not None else ""
@@ -212,21 +168,35 @@ class RayFollower(Follower):
                 f"{why}restart {self._attempt} with {self._world_size} rank{'s' * (self._world_size > 1)}"
             )
         self._failure = None
-        self._seats.tidy()
+        self._forget_locations()
         self._records.clear()
         self._ends.clear()
-        for rank in range(self._starter.workers):
+        for rank in range(self._run.workers):
             record_path(self._spec.log_dir, rank).unlink(missing_ok=True)
 
-    def _take_lost(self, message: dict[str, Any]) -> None:
+    def _take_location(self, message: RayMessage) -> None:
+        self._locations[message["location"]] = WorkerLocation(message["host"], Path(message["board"]))
+
+    def _take_at(self, message: RayMessage) -> None:
+        if message["rank"] in self._locations:
+            self._locations[message["rank"]].step = message["at"]
+
+    def _forget_locations(self) -> None:
+        """Remove the folders of killed ranks of this machine, and forget all ranks."""
+        for location in self._locations.values():
+            if location.is_here:
+                shutil.rmtree(location.heartbeats.parent.parent, ignore_errors=True)
+        self._locations.clear()
+
+    def _take_lost(self, message: RayMessage) -> None:
         self._failure = self._explain(message["lost"])
         self._reminder = Reminder(time.monotonic(), (3.0, *MOMENTS))
         self._doing = "waiting for Ray to place the workers again"
 
-    def _take_ended(self, message: dict[str, Any]) -> None:
+    def _take_ended(self, message: RayMessage) -> None:
         self._ends[message["rank"]] = message["ended"], message["host"]
 
-    def _take_files(self, message: dict[str, Any]) -> None:
+    def _take_files(self, message: RayMessage) -> None:
         """Write the files that a rank made on another machine next to the payload, where the caller reads them."""
         assert isinstance(self._spec.target, CallTarget), "only a call has a payload"
         folder = Path(self._spec.target.payload).parent
@@ -245,11 +215,10 @@ class RayFollower(Follower):
         if any(code == EXIT_USAGE for code, _ in self._ends.values()):
             self._failure = self._failure or self._explain({})
             return True
-        limit = self._starter.start_timeout
-        if limit is not None and self._attempt < 0 and time.monotonic() - self._began > limit:
-            self._failure = FailureReport(
-                cause=f"no worker had started after {limit:g} s: {self._waiting()}.", exit_code=1
-            )
+        limit = self._run.start_timeout
+        if limit is not None and self._attempt < 0 and time.monotonic() - self._run.began > limit:
+            why = f"no worker had started after {limit:g} s: {self._waiting()}."
+            self._failure = FailureReport(cause=why, exit_code=1)
             return True
         return False
 
@@ -282,7 +251,7 @@ class RayFollower(Follower):
             guilty,
             label=self._spec.label(guilty.rank),
             host=guilty.record["host"] if guilty.record else self._ends[guilty.rank][1],
-            step=self._seats.step(guilty.rank),
+            step=self._step(guilty.rank),
             killed_for_memory=False,
             log=log_path(self._spec.log_dir, guilty.rank),
         )
@@ -294,11 +263,14 @@ class RayFollower(Follower):
             exit_code=128 + signal.SIGKILL,
             rank=rank,
             label=self._spec.label(rank),
-            host=self._seats.host(rank),
-            step=self._seats.step(rank),
+            host=self._locations[rank].host if rank in self._locations else "",
+            step=self._step(rank),
             others_stopped=self._world_size - 1,
             logs=str(log_path(self._spec.log_dir, rank)),
         )
+
+    def _step(self, rank: int) -> int | None:
+        return self._locations[rank].last_step(rank) if rank in self._locations else None
 
     def _exit_of(self, rank: int) -> RankExit:
         record = self._records.get(rank)
@@ -311,7 +283,7 @@ class RayFollower(Follower):
         super()._stop_ranks(number, grace if self._attempt >= 0 else 0.0)
 
     def _signal_ranks(self, number: int) -> None:
-        self._run.conductor.ask_to_stop.remote(signal.Signals(number).name)
+        self._run.controller.ask_to_stop.remote(signal.Signals(number).name)
 
     def _kill_ranks(self) -> None:
         self._given_up = True
@@ -323,7 +295,7 @@ class RayFollower(Follower):
 
     def _waiting(self) -> str:
         free = self._run.cluster.free()
-        there = ", ".join(f"{free.get(name, 0.0):g} {name}" for name in self._starter.resources)
+        there = ", ".join(f"{free.get(name, 0.0):g} {name}" for name in self._run.resources)
         return f"{self._doing} (free at the moment: {there})"
 
 

@@ -1,10 +1,10 @@
 """Ranks on Ray's workers: Ray Train places and restarts them, and the launcher here shows what they do.
 
-1. `ray_cluster` connects to a cluster or starts a local one.
-2. A `Controller` (an actor on the head node) runs Ray Train's controller, so that nothing of it depends on whether this
+1. `cluster` connects to a cluster or starts a local one.
+2. A `Controller` (an actor on the head node) runs Ray Train's controller, so that it does not matter whether this
    process is part of the cluster or a client of it.
-3. Each worker (`ray_worker`) unpacks what travelled (`luggage`), becomes a rank and runs the target.
-4. Output, events and error records come back as messages; `ray_follow` shows them and reports what failed.
+3. Each worker (`worker`) unpacks the code that was sent (`sources`), becomes a rank and runs the target.
+4. Output, events and error records come back as `messages`; `follow` shows them and reports what failed.
 """
 
 from __future__ import annotations
@@ -12,14 +12,16 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from phalanx.config import DistributedConfig
 from phalanx.config.engine_rules import settings_of_start
 from phalanx.engines.ray.cluster import Cluster, check_resources, open_cluster, resources_text
-from phalanx.engines.ray.follow import RayFollower
+from phalanx.engines.ray.follow import RayFollower, RayRun
+from phalanx.engines.ray.messages import RankOrder, RayRunSpec
 from phalanx.engines.ray.sources import pack
 from phalanx.errors import UsageError
 from phalanx.host.signals import SignalInbox
@@ -28,7 +30,7 @@ from phalanx.launch.spec import LaunchResult, LaunchSpec, PlannedRanks
 
 _HEAD = {"node:__internal_head__": 0.001}
 """A resource that only the head node has."""
-_TRAVELLING = ("PHALANX_", "NCCL_", "TORCH_", "GLOO_", "MLFLOW_", "HF_", "CUDA_LAUNCH_BLOCKING")
+_FORWARDED = ("PHALANX_", "NCCL_", "TORCH_", "GLOO_", "MLFLOW_", "HF_", "CUDA_LAUNCH_BLOCKING")
 """Prefixes of this process's variables that ranks on other machines get as well."""
 _FASTER = {
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",  # the controller handles reports only at its next check
@@ -37,8 +39,10 @@ _FASTER = {
     "RAY_TRAIN_METRICS_ENABLED": "0",
     "RAY_CHDIR_TO_TRIAL_DIR": "0",
 }
-_SOONER_FEWER = {"RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "10"}
-"""After the loss of a machine Ray first asks for as many workers as before, and for fewer only when that failed."""
+_ELASTIC_FASTER = {"RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "10"}
+"""After the loss of a machine Ray first requests as many workers as before, and fewer only when that failed."""
+_LOCAL_FASTER = {"RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0"}
+"""The one machine of a local Ray is not preempted: one actor less to start."""
 _ELASTIC_FAILURES = 3
 """How many losses an elastic run survives by default."""
 
@@ -63,24 +67,81 @@ class RayStarter:
                 cluster = held.enter_context(open_cluster(self.address, num_cpus=num_cpus, notice=console.notice))
                 if self.start_timeout is None:  # else more machines may come
                     check_resources(cluster, self.resources, self.min_workers or self.workers, placement=self.placement)
-                connected = time.monotonic()
-                console.notice(f"{cluster.name}: ready after {connected - began:.1f} s; {self._request()}")
-                run = held.enter_context(_Run(self, spec, cluster, console))
+                count = f"{self.min_workers} to {self.workers}" if self.min_workers else str(self.workers)
+                console.notice(
+                    f"{cluster.name}: ready after {time.monotonic() - began:.1f} s; asking for {count} "
+                    f"worker{'s' * (self.workers > 1)} with {resources_text(self.resources)} each"
+                )
+                run = held.enter_context(self._started(spec, cluster, console))
             except KeyboardInterrupt:
                 console.notice("SIGINT: stopped while Ray was starting; no rank had started")
                 raise
             with SignalInbox() as inbox:
-                return RayFollower(spec, console, inbox, run, self, connected).follow()
+                return RayFollower(spec, console, inbox, run).follow()
 
-    def _request(self) -> str:
-        count = f"{self.min_workers} to {self.workers}" if self.min_workers else str(self.workers)
-        return f"asking for {count} worker{'s' * (self.workers > 1)} with {resources_text(self.resources)} each"
+    @contextmanager
+    def _started(self, spec: LaunchSpec, cluster: Cluster, console: RankConsole) -> Iterator[RayRun]:
+        """Start the controller actor and the run on it."""
+        import ray
 
-    @property
-    def variables(self) -> dict[str, str]:
-        """Settings of Ray Train that shorten its start and its reports; those of the environment take precedence."""
-        ours = _FASTER if self.min_workers is None else {**_FASTER, **_SOONER_FEWER}
-        return {name: os.environ.get(name, value) for name, value in ours.items()}
+        from phalanx.engines.ray.controller import Controller
+
+        began = time.monotonic()
+        # DEFAULT: not in the placement group of a Tune trial that this process may belong to.
+        actor = ray.remote(Controller).options(num_cpus=0, resources=_HEAD, scheduling_strategy="DEFAULT")
+        controller: Any = actor.remote(self._variables(cluster))
+        marker = spec.log_dir.absolute() / f".launch-{secrets.token_hex(8)}"
+        marker.touch()
+        try:
+            run_spec = self._run_spec(spec, cluster)
+            archive = pack(spec.target, console.notice, marker)
+            order = RankOrder(archive, _environment(spec), self._threads(spec, cluster), run_spec.max_failures)
+            result = controller.run.remote(run_spec, order, dict(spec.data))
+            yield RayRun(cluster, controller, result, self.workers, self.resources, self.start_timeout, began)
+        finally:
+            marker.unlink(missing_ok=True)
+            ray.kill(controller)
+
+    def _variables(self, cluster: Cluster) -> dict[str, str]:
+        """Return settings that shorten Ray Train's start and reports; those of the environment take precedence."""
+        elastic = {} if self.min_workers is None else _ELASTIC_FASTER
+        variables = {name: os.environ.get(name, value) for name, value in {**_FASTER, **elastic}.items()}
+        return {**_LOCAL_FASTER, **variables} if cluster.started_here else variables
+
+    def _run_spec(self, spec: LaunchSpec, cluster: Cluster) -> RayRunSpec:
+        least = self.min_workers
+        folder = spec.log_dir.absolute()
+        folder = folder.parent if folder.name == "logs" else folder  # the run folder, with the checkpoints
+        return RayRunSpec(
+            workers=self.workers if least is None else (least, self.workers),
+            resources=self.resources,
+            use_gpu=self.resources.get("GPU", 0) > 0,
+            placement=self.placement.upper().replace("-", "_"),
+            max_failures=spec.max_restarts or (0 if least is None else _ELASTIC_FAILURES),
+            storage=str(folder.parent),
+            name=folder.name,
+            own_ray=cluster.started_here,
+        )
+
+    def _threads(self, spec: LaunchSpec, cluster: Cluster) -> int | None:
+        """Return the compute threads per rank; None on a local Ray: the machine's cores shared evenly.
+
+        On a cluster, where other jobs may share the machine, a rank uses the CPUs that were reserved for it.
+        """
+        if spec.threads_per_rank is not None:
+            return spec.threads_per_rank
+        exported = os.environ.get("OMP_NUM_THREADS", "")
+        if exported.isdecimal() and int(exported) > 0:
+            return int(exported)
+        return None if cluster.started_here else max(1, int(self.resources.get("CPU", 1)))
+
+
+def _environment(spec: LaunchSpec) -> dict[str, str]:
+    """Return the variables that ranks get on every machine."""
+    own = {name: value for name, value in os.environ.items() if name.startswith(_FORWARDED)}
+    done = {f"PHALANX_{name.upper()}" for name in settings_of_start("ray")}
+    every = {**own, **spec.env, "PHALANX_RUN_ID": spec.run_id}
+    return {name: value for name, value in every.items() if name not in done}
 
 
 def starter(config: DistributedConfig, layout: PlannedRanks) -> RayStarter:
@@ -108,80 +169,3 @@ def read_resources(text: str | None) -> dict[str, float]:
             )
         found[name.strip()] = value
     return found
-
-
-class _Run:
-    """The conductor of one launch, and the result of its run."""
-
-    def __init__(self, starter: RayStarter, spec: LaunchSpec, cluster: Cluster, console: RankConsole) -> None:
-        self._starter = starter
-        self._spec = spec
-        self._console = console
-        self._beacon = spec.log_dir.absolute() / f".launch-{secrets.token_hex(8)}"
-        self.cluster = cluster
-        self.conductor: Any = None
-        self.result: Any = None
-
-    def __enter__(self) -> _Run:
-        import ray
-
-        from phalanx.engines.ray.controller import Controller
-        from phalanx.engines.ray.worker import RankOrder
-
-        # DEFAULT: not in the placement group of a Tune trial that this process may belong to.
-        actor = ray.remote(Controller).options(num_cpus=0, resources=_HEAD, scheduling_strategy="DEFAULT")
-        variables = self._starter.variables
-        if self.cluster.started_here:  # its one machine is not preempted
-            variables.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")  # an actor less to start
-        self.conductor = actor.remote(variables)
-        self._beacon.touch()
-        luggage = pack(self._spec.target, self._console.notice, self._beacon)
-        order = RankOrder(luggage, self._environment(), self._threads(), self._max_failures())
-        self.result = self.conductor.run.remote(self._arrangement(), order, dict(self._spec.data))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        import ray
-
-        self._beacon.unlink(missing_ok=True)
-        ray.kill(self.conductor)
-
-    def _arrangement(self) -> Any:
-        from phalanx.engines.ray.controller import RayRunSpec
-
-        starter = self._starter
-        least = starter.min_workers
-        folder = self._spec.log_dir.absolute()
-        folder = folder.parent if folder.name == "logs" else folder  # the run folder, with the checkpoints
-        return RayRunSpec(
-            workers=starter.workers if least is None else (least, starter.workers),
-            resources=starter.resources,
-            use_gpu=starter.resources.get("GPU", 0) > 0,
-            placement=starter.placement.upper().replace("-", "_"),
-            max_failures=self._max_failures(),
-            storage=str(folder.parent),
-            name=folder.name,
-            own_ray=self.cluster.started_here,
-        )
-
-    def _max_failures(self) -> int:
-        return self._spec.max_restarts or (_ELASTIC_FAILURES if self._starter.min_workers is not None else 0)
-
-    def _environment(self) -> dict[str, str]:
-        """Return the variables of this process that ranks get on every machine."""
-        own = {name: value for name, value in os.environ.items() if name.startswith(_TRAVELLING)}
-        done = {f"PHALANX_{name.upper()}" for name in settings_of_start("ray")}
-        launch = {"PHALANX_RUN_ID": self._spec.run_id}
-        return {name: value for name, value in {**own, **self._spec.env, **launch}.items() if name not in done}
-
-    def _threads(self) -> int | None:
-        """Return the compute threads per rank; None on a local Ray: the machine's cores shared evenly.
-
-        On a cluster, where other jobs may share the machine, a rank uses the CPUs that were reserved for it.
-        """
-        if self._spec.threads_per_rank is not None:
-            return self._spec.threads_per_rank
-        exported = os.environ.get("OMP_NUM_THREADS", "")
-        if exported.isdecimal() and int(exported) > 0:
-            return int(exported)
-        return None if self.cluster.started_here else max(1, int(self._starter.resources.get("CPU", 1)))

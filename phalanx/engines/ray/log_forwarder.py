@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from phalanx.launch.forkserver import messages as wire
+from phalanx.launch.forkserver import messages as channel
 from phalanx.observe import control
 from phalanx.observe.heartbeat import HeartbeatBoard
 
@@ -23,24 +23,24 @@ _EVENT_BYTES = 1 << 18
 
 
 class LogForwarder:
-    """Collects the rank's output and events, and sends them to the conductor."""
+    """Collects the rank's output and events, and sends them to the controller actor."""
 
-    def __init__(self, conductor: Any, rank: int, board: HeartbeatBoard) -> None:
-        self._conductor = conductor
+    def __init__(self, controller: Any, rank: int, board: HeartbeatBoard) -> None:
+        self._controller = controller
         self._rank = rank
         self._board = board
-        self._told: int | None = None
-        self._tell_at = 0.0
-        self.last_words = ""
+        self._sent_step: int | None = None
+        self._next_step_at = 0.0
+        self.final_output = ""
         self.keeps_events = False
         """Whether the launcher writes the run's events file: the rank's own is on another machine."""
         self._messages: list[dict[str, Any]] = []
         self._lock = threading.Lock()
         self._output, self.output_end = os.pipe2(os.O_CLOEXEC)
-        self._events, self.events_end = wire.socket_pair()
+        self._events, self.events_end = channel.socket_pair()
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._carry, name="phalanx-post", daemon=True)
-        self._stop: Any = conductor.stop_reason.remote()
+        self._thread = threading.Thread(target=self._run, name="phalanx-log", daemon=True)
+        self._stop: Any = controller.stop_reason.remote()
         os.set_blocking(self._output, False)
         self._events.setblocking(False)
         self._thread.start()
@@ -59,7 +59,7 @@ class LogForwarder:
         self._events.close()
         self.events_end.close()
 
-    def _carry(self) -> None:
+    def _run(self) -> None:
         with selectors.DefaultSelector() as selector:
             selector.register(self._output, selectors.EVENT_READ)
             selector.register(self._events, selectors.EVENT_READ)
@@ -73,52 +73,52 @@ class LogForwarder:
         import ray
 
         self._read()
-        self._tell_step()
+        self._report_step()
         with self._lock:
             messages, self._messages = self._messages, []
-        if wait and self.last_words:
-            messages.append({"log": self.last_words.encode(), "rank": self._rank})
+        if wait and self.final_output:
+            messages.append({"log": self.final_output.encode(), "rank": self._rank})
         if messages:
-            sent = self._conductor.post.remote(messages)
+            sent = self._controller.post.remote(messages)
             if wait:
                 ray.get(sent)
         if self._stop is not None and ray.wait([self._stop], timeout=0)[0]:
-            control.wish(ray.get(self._stop))
+            control.request_stop(ray.get(self._stop))
             self._stop = None
 
-    def _tell_step(self) -> None:
-        """Report the current step now and then: if the machine is lost, nothing else is known."""
+    def _report_step(self) -> None:
+        """Report the current step about once per second: if the machine is lost, nothing else is known."""
         beat = self._board.read(self._rank)
-        if beat is not None and beat.step != self._told and time.monotonic() >= self._tell_at:
-            self._told, self._tell_at = beat.step, time.monotonic() + _STEP_SECONDS
+        if beat is not None and beat.step != self._sent_step and time.monotonic() >= self._next_step_at:
+            self._sent_step, self._next_step_at = beat.step, time.monotonic() + _STEP_SECONDS
             self.send({"at": beat.step, "rank": self._rank})
 
     def _read(self) -> None:
-        output = b"".join(wire.read_available(lambda: os.read(self._output, _CHUNK)))
+        output = b"".join(channel.read_available(lambda: os.read(self._output, _CHUNK)))
         if output:
             self.send({"output": output, "rank": self._rank})
-        for data in wire.read_available(lambda: self._events.recv(_EVENT_BYTES)):
+        for data in channel.read_available(lambda: self._events.recv(_EVENT_BYTES)):
             self.send({"event": json.loads(data), "keep": self.keeps_events})
 
 
 @contextmanager
-def forwarding(conductor: Any, rank: int, board: HeartbeatBoard) -> Iterator[LogForwarder]:
+def forwarding(controller: Any, rank: int, board: HeartbeatBoard) -> Iterator[LogForwarder]:
     """Send to the launcher what any library prints to stdout and stderr here, and the events of the loop."""
-    post = LogForwarder(conductor, rank, board)
+    forwarder = LogForwarder(controller, rank, board)
     before = [os.dup(1), os.dup(2)]
     streams = sys.stdout, sys.stderr
     for number in (1, 2):
-        os.dup2(post.output_end, number)
+        os.dup2(forwarder.output_end, number)
     sys.stdout, sys.stderr = (os.fdopen(os.dup(number), "w", buffering=1) for number in (1, 2))
-    os.environ["PHALANX_EVENTS_FD"] = str(post.events_end.fileno())
+    os.environ["PHALANX_EVENTS_FD"] = str(forwarder.events_end.fileno())
     try:
-        yield post
+        yield forwarder
     finally:
-        ours = sys.stdout, sys.stderr
+        replaced = sys.stdout, sys.stderr
         sys.stdout, sys.stderr = streams
-        for stream in ours:
+        for stream in replaced:
             stream.close()
         for number, saved in enumerate(before, start=1):
             os.dup2(saved, number)
             os.close(saved)
-        post.close()
+        forwarder.close()

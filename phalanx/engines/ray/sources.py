@@ -6,6 +6,7 @@ one that has the same sources under the same path. Any other imports from a copy
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import io
@@ -33,20 +34,20 @@ class SourceArchive:
     target: Target
     root: str
     folder: str
-    """Where the launch was started: relative paths are meant from here."""
+    """Where the launch was started: relative paths begin here."""
     sources: bytes
     """Empty: they must be on every machine already."""
     digest: str
     payload: bytes = b""
     own_path: tuple[str, ...] = field(default=())
     """Entries of the import path that are the user's own."""
-    beacon: str = ""
+    marker: str = ""
     """A file of this launch: a machine that sees it shares the file system with the one that started it."""
 
 
 @dataclass(frozen=True)
 class UnpackedSources:
-    """Where the luggage lies on this machine."""
+    """Where an archive lies on this machine."""
 
     target: Target
     folder: str
@@ -57,7 +58,7 @@ class UnpackedSources:
     """Set where the payload was unpacked too, so that files written next to it must be sent back."""
 
 
-def pack(target: Target, notice: Callable[[str], None], beacon: Path | None = None) -> SourceArchive:
+def pack(target: Target, notice: Callable[[str], None], marker: Path | None = None) -> SourceArchive:
     """Collect the sources of a target. Above 32 MB nothing is sent, and a notice says so."""
     root = _root(target)
     files = dict(_sources(root))
@@ -74,84 +75,79 @@ def pack(target: Target, notice: Callable[[str], None], beacon: Path | None = No
         digest=_digest(files),
         payload=payload,
         own_path=own,
-        beacon="" if beacon is None else str(beacon.absolute()),
+        marker="" if marker is None else str(marker.absolute()),
     )
 
 
-def unpack(luggage: SourceArchive, scratch: Path) -> UnpackedSources:
-    """Use the files that are here already, or lay out those that were sent, in `scratch` or next to it.
+def unpack(archive: SourceArchive, scratch: Path) -> UnpackedSources:
+    """Use the files that are here already, or unpack those that were sent, in `scratch` or next to it.
 
-    Every attempt of a run must choose the same working folder, for relative paths lead to its checkpoints: edits of the
-    sources do not count.
+    Every attempt of a run must choose the same working folder even if the sources were edited, because relative paths
+    lead to its checkpoints.
     """
-    target, payload_folder = _place_payload(luggage, scratch)
-    in_place = luggage.beacon != "" and os.path.exists(luggage.beacon)
-    folder = _working_folder(luggage, in_place)
-    if folder and (in_place or _has_sources(luggage)):
-        return UnpackedSources(target, folder, luggage.own_path, in_place, payload_folder)
-    root = scratch.parent / f"phalanx-ray-{os.getuid()}-{luggage.digest}"  # stays, for the restarts of the run
-    _lay_out(luggage, root, scratch / "sources")
+    target, payload_folder = _unpack_payload(archive, scratch)
+    in_place = archive.marker != "" and os.path.exists(archive.marker)
+    folder = _working_folder(archive, in_place)
+    if folder and (in_place or _has_sources(archive)):
+        return UnpackedSources(target, folder, archive.own_path, in_place, payload_folder)
+    root = scratch.parent / f"phalanx-ray-{os.getuid()}-{archive.digest}"  # stays, for the restarts of the run
+    _unpack_sources(archive, root, scratch / "sources")
     if isinstance(target, ScriptTarget):
         target = dataclasses.replace(target, path=root / Path(target.path).name)
     return UnpackedSources(target, folder or str(root), (str(root),), in_place, payload_folder)
 
 
-def _working_folder(luggage: SourceArchive, in_place: bool) -> str:
+def _working_folder(archive: SourceArchive, in_place: bool) -> str:
     """Return the launch's own folder where it is of use here, else nothing."""
-    folder = luggage.folder
+    folder = archive.folder
     if in_place:
         return folder if os.path.isdir(folder) else ""
-    if isinstance(luggage.target, ModuleTarget) and luggage.sources:
+    if isinstance(archive.target, ModuleTarget) and archive.sources:
         return ""  # `-m` imports from the working folder first: nothing but what was sent may lie there
     return folder if os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK) else ""
 
 
-def _has_sources(luggage: SourceArchive) -> bool:
+def _has_sources(archive: SourceArchive) -> bool:
     """Whether the sources lie here under the same path; of those that were not sent, only whether they are there."""
-    if luggage.sources:
-        return _digest(dict(_sources(Path(luggage.root)))) == luggage.digest
-    if isinstance(luggage.target, ScriptTarget):
-        return Path(luggage.folder, luggage.target.path).is_file()
-    return os.path.isdir(luggage.root)
+    if archive.sources:
+        return _digest(dict(_sources(Path(archive.root)))) == archive.digest
+    if isinstance(archive.target, ScriptTarget):
+        return Path(archive.folder, archive.target.path).is_file()
+    return os.path.isdir(archive.root)
 
 
-def _lay_out(luggage: SourceArchive, root: Path, aside: Path) -> None:
+def _unpack_sources(archive: SourceArchive, root: Path, aside: Path) -> None:
     """Put the sources into `root`, each at once: other ranks of this machine may be reading them there."""
-    if not luggage.sources:
+    if not archive.sources:
         raise UsageError(
-            f"{socket.gethostname()} lacks {luggage.root} or {luggage.folder}, and no sources were sent: there are "
+            f"{socket.gethostname()} lacks {archive.root} or {archive.folder}, and no sources were sent: there are "
             f"none, or more than {_MOST_BYTES >> 20} MB of them.",
             hint="Put them on every machine under the same path, or start the script from a folder that holds less.",
         )
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
     if root.stat().st_uid != os.getuid():  # in a folder that all may write, another user could have put code there
         raise UsageError(f"{root} belongs to another user.", hint="Remove it: the sources of this run go there.")
-    with tarfile.open(fileobj=io.BytesIO(luggage.sources)) as archive:
-        archive.extractall(aside, filter="data")
+    with tarfile.open(fileobj=io.BytesIO(archive.sources)) as tar:
+        tar.extractall(aside, filter="data")
     for path in aside.rglob("*.py"):
         place = root / path.relative_to(aside)
         place.parent.mkdir(parents=True, exist_ok=True)
         path.replace(place)
 
 
-def _place_payload(luggage: SourceArchive, scratch: Path) -> tuple[Target, Path | None]:
-    target = luggage.target
+def _unpack_payload(archive: SourceArchive, scratch: Path) -> tuple[Target, Path | None]:
+    target = archive.target
     if not isinstance(target, CallTarget) or not target.payload:
         return target, None
-    if _holds(Path(target.payload), luggage.payload):
-        return target, None
+    with contextlib.suppress(OSError):
+        here = Path(target.payload)
+        if here.stat().st_size == len(archive.payload) and here.read_bytes() == archive.payload:
+            return target, None
     folder = scratch / "payload"
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / PAYLOAD_NAME
-    path.write_bytes(luggage.payload)
+    path.write_bytes(archive.payload)
     return dataclasses.replace(target, payload=str(path)), folder
-
-
-def _holds(path: Path, content: bytes) -> bool:
-    try:
-        return path.stat().st_size == len(content) and path.read_bytes() == content
-    except OSError:
-        return False
 
 
 def _root(target: Target) -> Path:
@@ -169,21 +165,14 @@ def _sources(root: Path) -> Iterator[tuple[str, bytes]]:
     taken = 0
     for folder, names, files in os.walk(root):
         names[:] = sorted(name for name in names if _may_hold_sources(Path(folder, name)))
-        for name in sorted(files):
-            content = _read(Path(folder, name)) if name.endswith(".py") else None
-            if content is not None:
-                taken += len(content)
-                yield os.path.relpath(os.path.join(folder, name), root), content
+        for path in sorted(Path(folder, name) for name in files if name.endswith(".py")):
+            with contextlib.suppress(OSError):  # it cannot be imported here either
+                if path.is_file():  # not a dangling link, such as editors' locks
+                    content = path.read_bytes()
+                    taken += len(content)
+                    yield str(path.relative_to(root)), content
         if taken > _MOST_BYTES:
             return
-
-
-def _read(path: Path) -> bytes | None:
-    """Return the content; of what cannot be imported here either, such as a dangling link (editors' locks), None."""
-    try:
-        return path.read_bytes() if path.is_file() else None
-    except OSError:
-        return None
 
 
 def _may_hold_sources(folder: Path) -> bool:
@@ -201,11 +190,11 @@ def _is_users(entry: str) -> bool:
 
 def _tar(files: dict[str, bytes]) -> bytes:
     buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w:gz", compresslevel=1) as archive:
+    with tarfile.open(fileobj=buffer, mode="w:gz", compresslevel=1) as tar:
         for name, content in files.items():
             entry = tarfile.TarInfo(name)
             entry.size = len(content)
-            archive.addfile(entry, io.BytesIO(content))
+            tar.addfile(entry, io.BytesIO(content))
     return buffer.getvalue()
 
 

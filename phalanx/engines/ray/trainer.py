@@ -20,14 +20,14 @@ from phalanx.observe.history import History
 from phalanx.trainers.torch import TorchTrainer
 
 _OTHER_NAMES = {"lr": "learning_rate", "num_epochs": "epochs"}
-"""What examples of Ray Tune call our settings."""
+"""Names that examples of Ray Tune use for settings."""
 
 
 class RayTrainer(TorchTrainer):
     """Trains on Ray.
 
-    `config` is a DistributedConfig, or a dict as Ray Tune hands it to a trial: names that are settings here are taken
-    (`lr` means learning_rate), the others are yours (`hidden_size`), kept in `hyperparameters`, and ignored.
+    `config` is a DistributedConfig, or a dict as Ray Tune passes it to a trial: names of settings are used (`lr` means
+    learning_rate), others (`hidden_size`) are kept in `hyperparameters` and otherwise ignored.
     """
 
     backend: ClassVar[str] = "ray"
@@ -47,19 +47,19 @@ class RayTrainer(TorchTrainer):
     def fit(self, train: Any, val: Any = None, **settings: Any) -> History:
         """Train on a DataLoader, data set, iterable of batches or Ray data set; settings given here win."""
         batch_size = settings.get("batch_size", self.config.batch_size)
-        return super().fit(_dealt(train, "train", batch_size), _dealt(val, "val", batch_size), **settings)
+        return super().fit(_as_ray_data(train, "train", batch_size), _as_ray_data(val, "val", batch_size), **settings)
 
     def evaluate(self, data: Any) -> dict[str, float]:
         """Return the mean loss and metrics over every sample of `data`."""
-        return super().evaluate(_dealt(data, "val", self.config.batch_size))
+        return super().evaluate(_as_ray_data(data, "val", self.config.batch_size))
 
     def predict(self, data: Any) -> Any:
         """Return the model's outputs for `data`, in its order (on a started rank: on the main rank only)."""
-        return super().predict(_dealt(data, "val", self.config.batch_size))
+        return super().predict(_as_ray_data(data, "val", self.config.batch_size))
 
 
 def split_hyperparameters(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Part a trial's hyperparameters into our settings and the user's own, and say once which are not ours."""
+    """Split a trial's hyperparameters into settings and the user's own, and print which are not settings."""
     renamed = {_OTHER_NAMES.get(name, name): value for name, value in given.items()}
     if len(renamed) < len(given):
         twice = [f"'{name}' and '{meant}'" for name, meant in _OTHER_NAMES.items() if name in given and meant in given]
@@ -68,11 +68,11 @@ def split_hyperparameters(given: Mapping[str, Any]) -> tuple[dict[str, Any], dic
     others = {name: value for name, value in renamed.items() if name not in FIELDS}
     if others:
         names = ", ".join(others)
-        print(f"phalanx: no setting of the trainer, left to your code: {names}", file=sys.stderr)
+        print(f"phalanx: not a setting of the trainer, left to your code: {names}", file=sys.stderr)
     return ours, others
 
 
-def _dealt(data: Any, name: str, batch_size: int | None) -> Any:
+def _as_ray_data(data: Any, name: str, batch_size: int | None) -> Any:
     return RayData(data, name, batch_size) if is_ray_dataset(data) else data
 
 
@@ -86,7 +86,7 @@ class ReportToRay(Callback):
         ray.train.report({"epoch": epoch + 1, "step": trainer.step, **metrics})
 
     def on_checkpoint(self, trainer: Any, path: str) -> None:
-        """Let Ray know of a checkpoint; one rank names it for all."""
+        """Report a checkpoint to Ray; one rank names it for all."""
         if trainer.formation.is_main:
             _report_checkpoint(Path(path).absolute(), trainer.step)
         else:
@@ -94,7 +94,7 @@ class ReportToRay(Callback):
 
 
 def _report_checkpoint(path: Path, step: int) -> None:
-    """Name the checkpoint itself where Ray may look, that is in the run's folder; else name a note of where it is."""
+    """Report the checkpoint itself where it is in the run's folder, as Ray requires; else a file with its path."""
     import ray.train
 
     storage: Any = ray.train.get_context().get_storage()

@@ -15,14 +15,14 @@ from typing import Any
 
 from phalanx.engines.ray import UNDER_RAY
 from phalanx.engines.ray.log_forwarder import LogForwarder, forwarding
-from phalanx.engines.ray.sources import PAYLOAD_NAME, SourceArchive, UnpackedSources, unpack
+from phalanx.engines.ray.messages import RankOrder
+from phalanx.engines.ray.sources import PAYLOAD_NAME, UnpackedSources, unpack
 from phalanx.errors import EXIT_PREEMPTED
 from phalanx.host.addresses import free_port
 from phalanx.launch.environment import NodeInfo, rank_environment
 from phalanx.launch.error_file import read_record, record_exception
 from phalanx.launch.forkserver.preload import set_compute_threads
-from phalanx.launch.init_hook import announce_joining
-from phalanx.launch.rank import run_to_end
+from phalanx.launch.rank import announce_joining, run_to_end
 from phalanx.launch.scratch import close_scratch, open_scratch
 from phalanx.launch.spec import LaunchSpec
 from phalanx.launch.target import run_target
@@ -36,32 +36,21 @@ class RankLostError(RuntimeError):
     """Raised so that Ray marks the worker failed; the error itself was already sent to the launcher."""
 
 
-@dataclass(frozen=True)
-class RankOrder:
-    """What every rank runs."""
-
-    luggage: SourceArchive
-    env: dict[str, str]
-    threads: int | None
-    """Compute threads per rank; None: the cores of the machine shared evenly."""
-    max_restarts: int
-
-
 def run_rank(config: dict[str, Any]) -> None:
     """Run the order on this worker; Ray Train calls this in a thread."""
-    order, conductor = config["order"], config["conductor"]
+    order, controller = config["order"], config["controller"]
     scratch = open_scratch("ray")
     try:
-        place, local_rank, attempt = _find_place(conductor)
-        code = _Rank(order, conductor, scratch, place, local_rank, attempt).run()
+        node, local_rank, attempt = _find_node(controller)
+        code = _Rank(order, controller, scratch, node, local_rank, attempt).run()
     finally:
         os.chdir("/")
         close_scratch(scratch)
     if code not in (0, EXIT_PREEMPTED):
-        raise RankLostError(f"rank {place.first_rank + local_rank} ended with exit code {code}")
+        raise RankLostError(f"rank {node.first_rank + local_rank} ended with exit code {code}")
 
 
-def _find_place(conductor: Any) -> tuple[NodeInfo, int, int]:
+def _find_node(controller: Any) -> tuple[NodeInfo, int, int]:
     """Let rank 0 choose the address of the ranks' store, and broadcast it."""
     from ray.train.collective import broadcast_from_rank_zero
 
@@ -70,61 +59,61 @@ def _find_place(conductor: Any) -> tuple[NodeInfo, int, int]:
     rank, world_size = context.get_world_rank(), context.get_world_size()
     chosen: Any = None
     if rank == 0:
-        attempt = ray.get(conductor.begin.remote(world_size))
+        attempt = ray.get(controller.begin.remote(world_size))
         chosen = (ray.util.get_node_ip_address(), free_port(), attempt)
     host, port, attempt = broadcast_from_rank_zero(chosen)
     local_rank = context.get_local_rank()
     nodes = -(-world_size // context.get_local_world_size())
-    place = NodeInfo(context.get_node_rank(), nodes, rank - local_rank, world_size, host, port)
-    return place, local_rank, attempt
+    node = NodeInfo(context.get_node_rank(), nodes, rank - local_rank, world_size, host, port)
+    return node, local_rank, attempt
 
 
+@dataclass
 class _Rank:
     """One rank in one attempt."""
 
-    def __init__(
-        self, order: RankOrder, conductor: Any, scratch: Path, place: NodeInfo, local_rank: int, attempt: int
-    ) -> None:
-        self._order = order
-        self._conductor = conductor
-        self._scratch = scratch
-        self._place = place
-        self._local_rank = local_rank
-        self._attempt = attempt
-        self.rank = place.first_rank + local_rank
-        self._log_dir = scratch / "logs"
+    order: RankOrder
+    controller: Any
+    scratch: Path
+    node: NodeInfo
+    local_rank: int
+    attempt: int
+
+    def __post_init__(self) -> None:
+        self.rank = self.node.first_rank + self.local_rank
+        self.log_dir = self.scratch / "logs"
 
     def run(self) -> int:
         """Run the target and return its exit code; the exception that ended it is recorded."""
-        self._log_dir.mkdir()
-        path = board_path(self._log_dir, self._place.node_rank)
-        board = HeartbeatBoard.create(path, self._place.world_size)
-        with closing(board), forwarding(self._conductor, self.rank, board) as post:
-            post.send({"seat": self.rank, "host": socket.gethostname(), "board": str(path)})
-            code = run_to_end(lambda: self._run_target(post), lambda error: self._record(error, post))
-            record = read_record(self._log_dir, self.rank)
+        self.log_dir.mkdir()
+        path = board_path(self.log_dir, self.node.node_rank)
+        board = HeartbeatBoard.create(path, self.node.world_size)
+        with closing(board), forwarding(self.controller, self.rank, board) as forwarder:
+            forwarder.send({"location": self.rank, "host": socket.gethostname(), "board": str(path)})
+            code = run_to_end(lambda: self._run_target(forwarder), lambda error: self._record(error, forwarder))
+            record = read_record(self.log_dir, self.rank)
             if record is not None:
-                post.send({"record": record})
-            post.send({"ended": code, "rank": self.rank, "host": socket.gethostname()})
+                forwarder.send({"record": record})
+            forwarder.send({"ended": code, "rank": self.rank, "host": socket.gethostname()})
         return code
 
-    def _run_target(self, post: LogForwarder) -> None:
-        unpacked = unpack(self._order.luggage, self._scratch)
-        post.keeps_events = self.rank == 0 and not unpacked.in_place  # else the rank writes them itself
-        self._take_on(unpacked)
+    def _run_target(self, forwarder: LogForwarder) -> None:
+        unpacked = unpack(self.order.archive, self.scratch)
+        forwarder.keeps_events = self.rank == 0 and not unpacked.in_place  # else the rank writes them itself
+        self._become_rank(unpacked)
         run_target(unpacked.target, sys.path)
         if self.rank == 0 and unpacked.payload_folder is not None:
-            post.send(made_next_to(unpacked.payload_folder))
+            forwarder.send(made_next_to(unpacked.payload_folder))
 
-    def _record(self, error: BaseException, post: LogForwarder) -> None:
+    def _record(self, error: BaseException, forwarder: LogForwarder) -> None:
         """Write the record; the traceback goes to the log, because the launcher reports the cause once."""
-        words = io.StringIO()
-        with redirect_stderr(words):
-            record_exception(error, {"rank": self.rank, "log_dir": str(self._log_dir)})
-        post.last_words = words.getvalue()
+        text = io.StringIO()
+        with redirect_stderr(text):
+            record_exception(error, {"rank": self.rank, "log_dir": str(self.log_dir)})
+        forwarder.final_output = text.getvalue()
 
-    def _take_on(self, unpacked: UnpackedSources) -> None:
-        """Become the rank: torchrun's variables, the user's folder and import path, the compute threads."""
+    def _become_rank(self, unpacked: UnpackedSources) -> None:
+        """Set torchrun's variables, the user's folder and import path, and the compute threads."""
         os.environ.pop("OMP_NUM_THREADS", None)  # Ray's, by the CPUs reserved
         import ray
 
@@ -132,13 +121,13 @@ class _Rank:
         spec = LaunchSpec(
             target=unpacked.target,
             ranks_per_node=local_world_size,
-            log_dir=self._log_dir,
-            max_restarts=self._order.max_restarts,
-            threads_per_rank=self._order.threads,
+            log_dir=self.log_dir,
+            max_restarts=self.order.max_restarts,
+            threads_per_rank=self.order.threads,
         )
-        variables = rank_environment(spec, self._place, self._local_rank, self._attempt, os.environ)
+        variables = rank_environment(spec, self.node, self.local_rank, self.attempt, os.environ)
         # No agent hosts the ranks' store here: rank 0 does.
-        os.environ.update({**variables, **self._order.env, "TORCHELASTIC_USE_AGENT_STORE": "False"})
+        os.environ.update({**variables, **self.order.env, "TORCHELASTIC_USE_AGENT_STORE": "False"})
         os.environ[UNDER_RAY] = "1"
         os.chdir(unpacked.folder)
         sys.path[:] = [*unpacked.path, *(entry for entry in sys.path if entry not in unpacked.path)]

@@ -48,7 +48,7 @@ class ForkServerProcess:
         self._retired = False
         self._lock = threading.Lock()
         # Its output explains why it failed to start.
-        self._output = os.memfd_create("warm-process-output", os.MFD_CLOEXEC)
+        self._output = os.memfd_create("fork-server-output", os.MFD_CLOEXEC)
         self._control, far_end = messages.socket_pair()
         # While it imports it ends with this process. The kernel ties it to the thread that starts it, and only the main
         # thread is sure to exist until then.
@@ -106,8 +106,8 @@ class ForkServerProcess:
     def kill_if_idle(self) -> None:
         """Kill it at once, unless another launch uses it too."""
         with self._lock:
-            shared = self._sessions > 1
-        if not shared:
+            is_shared = self._sessions > 1
+        if not is_shared:
             self.kill()
 
     def close(self) -> None:
@@ -158,7 +158,7 @@ class Session:
     """One launch's connection to the fork server. Closing it kills every process of the launch."""
 
     def __init__(self, process: ForkServerProcess, end: socket.socket) -> None:
-        self._process = process
+        self.server = process
         self._end = end
 
     def fileno(self) -> int:
@@ -170,7 +170,7 @@ class Session:
         try:
             messages.send(self._end, request, descriptors)
         except OSError as error:
-            raise self._process.death() from error
+            raise self.server.death() from error
 
     def signal(self, key: str, number: int) -> None:
         """Send a signal to a process of this session; SIGKILL goes to its whole group."""
@@ -180,53 +180,35 @@ class Session:
             # The fork server and its ranks have ended; `receive` reports it.
             return
 
-    def wake(self) -> None:
-        """Continue a fork server that was stopped."""
-        self._process.wake()
-
-    def kill_warm_process(self) -> None:
-        """Kill a fork server that no longer answers, and every rank that it has forked."""
-        self._process.kill()
-
     def receive(self) -> messages.Message:
         """Return the next "started", "exited" or "refused" message."""
         received = messages.receive(self._end)
         if received is None:
-            raise self._process.death()
-        self._process.is_serving = True
+            raise self.server.death()
+        self.server.is_serving = True
         return received[0]
-
-    @property
-    def is_serving(self) -> bool:
-        """Whether the fork server is known to have imported torch."""
-        return self._process.is_serving
 
     def abort(self) -> None:
         """Close the connection at once; a fork server that does not react, and serves no other launch, is killed."""
         if self._end.fileno() < 0:
             return
-        if not self._hang_up():
-            self._process.kill_if_idle()
+        has_answered = False
+        if self.server.is_serving:
+            self._end.shutdown(socket.SHUT_WR)
+            self._end.settimeout(_ANSWER_SECONDS)
+            with contextlib.suppress(TimeoutError):
+                while messages.receive(self._end) is not None:
+                    continue
+                has_answered = True  # it has killed all ranks, and closed the connection in turn
+        if not has_answered:
+            self.server.kill_if_idle()
         self.close()
-
-    def _hang_up(self) -> bool:
-        """Shut the connection down; whether the fork server has killed all ranks and closed it in turn."""
-        if not self._process.is_serving:
-            return False
-        self._end.shutdown(socket.SHUT_WR)
-        self._end.settimeout(_ANSWER_SECONDS)
-        try:
-            while messages.receive(self._end) is not None:
-                continue
-        except TimeoutError:
-            return False
-        return True
 
     def close(self) -> None:
         """Close the connection; safe to call twice."""
         if self._end.fileno() >= 0:
             self._end.close()
-            self._process.end_session()
+            self.server.end_session()
 
 
 _lock = threading.Lock()

@@ -7,6 +7,7 @@ has ended for any reason, everything is killed and the fork server ends.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import selectors
 import signal
@@ -47,8 +48,16 @@ class ForkServer:
 
     def serve(self) -> Job:
         """Loop for ever in the parent; return in a forked child, with what it has to run."""
-        self._watch_signals()
-        self._watch_supervisor()
+        # A handler must exist for the wakeup descriptor to be written.
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        for number in _LEFT_TO_THE_SUPERVISOR:
+            signal.signal(number, signal.SIG_IGN)
+        signal.set_wakeup_fd(self._wakeup_write, warn_on_full_buffer=False)
+        self._poll.register(self._wakeup_read, selectors.EVENT_READ, self._reap)
+        # The supervisor's process itself is watched: a forked child of it may hold a copy of the socket open.
+        with contextlib.suppress(OSError):  # a kernel without pidfd: the end of the control socket is enough
+            self._pidfd = os.pidfd_open(os.getppid())
+            self._poll.register(self._pidfd, selectors.EVENT_READ, lambda _: self._end())
         self._poll.register(self._control, selectors.EVENT_READ, self._take_session)
         while True:
             for key, _ in self._poll.select():
@@ -56,33 +65,11 @@ class ForkServer:
                 if job is not None:
                     return job  # type: ignore[no-any-return]
 
-    def _watch_signals(self) -> None:
-        # A handler must exist for the wakeup descriptor to be written.
-        signal.signal(signal.SIGCHLD, lambda number, frame: None)
-        for number in _LEFT_TO_THE_SUPERVISOR:
-            signal.signal(number, signal.SIG_IGN)
-        signal.set_wakeup_fd(self._wakeup_write, warn_on_full_buffer=False)
-        self._poll.register(self._wakeup_read, selectors.EVENT_READ, self._take_signals)
-
-    def _watch_supervisor(self) -> None:
-        """Watch the supervisor's process itself: a forked child of it may hold a copy of the socket open."""
-        try:
-            self._pidfd = os.pidfd_open(os.getppid())
-        except OSError:
-            # A kernel without pidfd: the end of the control socket is enough.
-            return
-        self._poll.register(self._pidfd, selectors.EVENT_READ, lambda _: self._end())
-
-    def _take_signals(self, _: int) -> None:
-        os.read(self._wakeup_read, 4096)
-        self._reap()
-
     def _take_session(self, _: socket.socket) -> None:
         received = messages.receive(self._control)
         if received is None:
             self._end()
-        descriptor = received[1][0]
-        session = socket.socket(fileno=descriptor)
+        session = socket.socket(fileno=received[1][0])
         self._open.add(session)
         self._poll.register(session, selectors.EVENT_READ, self._take_request)
 
@@ -92,8 +79,13 @@ class ForkServer:
             self._drop(session)
             return None
         request, descriptors = received
-        if request["do"] == "signal":
-            self._forward(session, request)
+        if request["do"] == "signal":  # to a child that has not been reaped: only here is its pid known to be valid
+            for pid, child in self._children.items():
+                if child == _Child(session, request["key"]):
+                    if request["signal"] == signal.SIGKILL:
+                        kill_group(pid)
+                    else:
+                        send_signal(pid, request["signal"])
             return None
         preload_for(request.get("target", {}))
         return self._fork(session, request, descriptors)
@@ -108,7 +100,7 @@ class ForkServer:
             if pid == 0:
                 self._reset_handlers()
         except OSError as error:
-            self._tell(session, {"refused": request["key"], "why": str(error)})
+            self._send(session, {"refused": request["key"], "why": str(error)})
             pid = -1
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
@@ -118,7 +110,7 @@ class ForkServer:
             os.close(descriptor)
         if pid > 0:
             self._children[pid] = _Child(session, request["key"])
-            self._tell(session, {"started": request["key"], "pid": pid})
+            self._send(session, {"started": request["key"], "pid": pid})
         return None
 
     def _reset_handlers(self) -> None:
@@ -146,16 +138,8 @@ class ForkServer:
 
         return lambda: run(request, descriptors)
 
-    def _forward(self, session: socket.socket, request: messages.Message) -> None:
-        """Signal one child that has not been reaped: only here is a pid known to be valid."""
-        for pid, child in self._children.items():
-            if child.session is session and child.key == request["key"]:
-                if request["signal"] == signal.SIGKILL:
-                    kill_group(pid)
-                else:
-                    send_signal(pid, request["signal"])
-
-    def _reap(self) -> None:
+    def _reap(self, _: int) -> None:
+        os.read(self._wakeup_read, 4096)
         while True:
             try:
                 ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -170,9 +154,9 @@ class ForkServer:
             child = self._children.pop(pid, None)
             if child is not None:
                 code = os.waitstatus_to_exitcode(status)
-                self._tell(child.session, {"exited": child.key, "code": code, "time": time.time()})
+                self._send(child.session, {"exited": child.key, "code": code, "time": time.time()})
 
-    def _tell(self, session: socket.socket, message: messages.Message) -> None:
+    def _send(self, session: socket.socket, message: messages.Message) -> None:
         try:
             messages.send(session, message)
         except OSError:
@@ -198,14 +182,13 @@ def main() -> NoReturn:
     descriptor, supervisor = (int(word) for word in sys.argv[1:])
     control = socket.socket(fileno=descriptor)
     control.set_inheritable(False)
-    set_name("phalanx-warm")
+    set_name("phalanx-fork")
     if supervisor:
         # While torch is imported nothing is polled. Later the ranks' own children have to be killed first.
         die_with(supervisor)
     preload()
     outlive_parent()
-    job = ForkServer(control).serve()
-    job()
+    ForkServer(control).serve()()
 
 
 if __name__ == "__main__":

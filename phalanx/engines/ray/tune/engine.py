@@ -1,4 +1,4 @@
-"""The engine on Ray Tune: Ray places the trials on its cluster and schedules them, each trial is our own runner."""
+"""Search on Ray Tune: Ray places the trials on its cluster; each runs and is judged as on the local engine."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import logging
 import os
 import random
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from phalanx.engines.ray.address import check_address
-from phalanx.engines.ray.cluster import Cluster, check_resources, open_cluster
+from phalanx.engines.ray.cluster import check_resources, open_cluster
 from phalanx.engines.ray.tune.record import NUMBER, marking_callback, number_of
 from phalanx.engines.ray.tune.table import show_callback, shown_on
 from phalanx.engines.ray.tune.trial import ITERATION, Work, pack, run_in_worker
@@ -35,7 +35,7 @@ EXPERIMENT = "ray"
 
 
 def check_ray() -> None:
-    """Say what brings Ray where it is missing."""
+    """Refuse to search where Ray is not installed."""
     if importlib.util.find_spec("ray") is None:
         raise UsageError("engine = 'ray' needs Ray, which is not installed", hint="Run: pip install 'phalanx[ray]'")
 
@@ -77,7 +77,7 @@ def run_on_ray(
     table: PlainTable | LiveTable,
     tracking: Tracking,
 ) -> list[Trial]:
-    """Run the trials by Ray Tune, and return them as ours."""
+    """Run the trials by Ray Tune and return them."""
     if request.resume:
         total = max(total, sum(1 for _ in folder.glob("trials/*")))  # it may be asked for fewer than it had
     work = _work(subject, space, objective, request, folder, total, tracking)
@@ -86,10 +86,14 @@ def run_on_ray(
         table.notice(f"{total - len(numbers)} of them are done already")
     if numbers:
         needed = {"CPU": float(subject.resolved.config.total_ranks or 1)}
-        at_once = total if request.scheduler == "pbt" else request.trials
-        with open_cluster(request.address, num_cpus=_local_cpus(needed, at_once), notice=table.notice) as cluster:
-            needed = _with_gpus(needed, cluster, subject, request)
-            _check_room(cluster, needed, total, request)
+        is_population = request.scheduler == "pbt"
+        at_once = total if is_population else request.trials or 1
+        num_cpus = max(len(os.sched_getaffinity(0)), needed["CPU"] * at_once)
+        with open_cluster(request.address, num_cpus=num_cpus, notice=table.notice) as cluster:
+            if subject.resolved.config.device != "cpu" and any(node.get("GPU") for node in cluster.nodes()):
+                needed["GPU"] = needed["CPU"] / request.trials_per_gpu
+            # A population needs all members at once.
+            check_resources(cluster, needed, total if is_population else 1, what="trials")
             tuner = _tuner(work, request, folder, numbers, needed)
             with _quiet(), shown_on(table, work):
                 rays = tuner.fit()._experiment_analysis.trials
@@ -107,13 +111,13 @@ def run_on_ray(
 
 
 def _unfinished(work: Work, total: int) -> list[int]:
-    """Return the trials that have not written down their end; what Ray stopped with itself counts as ended there."""
+    """Return the trials without a record of their end; Ray itself counts those that it stopped as ended."""
     return [number for number in range(total) if not work.trial(number).state.is_final]
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Let our own table speak: Ray's tells every error twice, with its own frames."""
+    """Silence Ray's own table and logs, which print every error twice, with its own frames."""
     logger, variable = logging.getLogger("ray.tune"), "RAY_AIR_NEW_OUTPUT"
     level, before = logger.level, os.environ.get(variable)
     logger.setLevel(logging.CRITICAL)
@@ -128,27 +132,6 @@ def _quiet() -> Iterator[None]:
             del os.environ[variable]
         else:
             os.environ[variable] = before
-
-
-def _local_cpus(needed: dict[str, float], at_once: int | None) -> float:
-    """A local Ray has the machine's cores, or as many as the trials that are wanted at once say."""
-    cores = len(os.sched_getaffinity(0))
-    return max(cores, needed["CPU"] * at_once) if at_once is not None else max(cores, needed["CPU"])
-
-
-def _with_gpus(
-    needed: dict[str, float], cluster: Cluster, subject: Trainable, request: SearchRequest
-) -> dict[str, float]:
-    config = subject.resolved.config
-    has_gpus = any(node.get("GPU") for node in cluster.nodes())
-    if config.device == "cpu" or not has_gpus:
-        return needed
-    return {**needed, "GPU": (config.total_ranks or 1) / request.trials_per_gpu}
-
-
-def _check_room(cluster: Cluster, needed: dict[str, float], total: int, request: SearchRequest) -> None:
-    """Refuse what Ray would wait for without end; its population-based training needs all members at once."""
-    check_resources(cluster, needed, total if request.scheduler == "pbt" else 1, what="trials")
 
 
 def _work(
@@ -177,11 +160,13 @@ def _work(
 def _tuner(work: Work, request: SearchRequest, folder: Path, numbers: list[int], needed: dict[str, float]) -> Any:
     """Return Ray's search for these trials.
 
-    One that goes on is a new one for Ray, of the trials that are left, in order: Ray would start those again first that
-    reported last, and on fewer slots they would wait without end for the verdicts on lower numbers. Only a population,
-    whose members all run at once, is restored, since what was exchanged is Ray's own.
+    A resumed search is a new one for Ray, with the trials that are left, in order: Ray would first restart those that
+    reported last, and with fewer slots they would wait for the verdicts on lower numbers for ever. Only a population,
+    whose members all run at once, is restored, because Ray holds what was exchanged.
     """
     from ray import tune
+
+    from phalanx.engines.ray.tune.search import LearntPoints  # imports Ray
 
     bare = functools.partial(run_in_worker, packed=pack(work))
     bare.__name__ = "trial"  # type: ignore[attr-defined]
@@ -198,7 +183,7 @@ def _tuner(work: Work, request: SearchRequest, folder: Path, numbers: list[int],
             metric=work.objective.metric,
             mode=work.objective.mode,
             scheduler=_scheduler(work, request),
-            search_alg=_learnt(work, numbers, _at_once(needed, request)) if learns else None,
+            search_alg=LearntPoints(work, numbers, _at_once(needed, request)) if learns else None,
             num_samples=len(numbers) if learns else 1,
             max_concurrent_trials=_at_once(needed, request),
         ),
@@ -221,31 +206,18 @@ def _at_once(needed: dict[str, float], request: SearchRequest) -> int | None:
     return request.trials
 
 
-def _learnt(work: Work, numbers: list[int], at_once: int | None) -> Any:
-    from phalanx.engines.ray.tune.search import LearntPoints  # which imports Ray
-
-    return LearntPoints(work, numbers, at_once)
-
-
 def _scheduler(work: Work, request: SearchRequest) -> Any:
-    """Return what Ray is to decide; who goes on is decided in the trials, by our own rules."""
+    """Return Ray's scheduler for a population; in any other search the trials themselves decide, by Phalanx's rules."""
+    if request.scheduler != "pbt":
+        return None
     from ray.tune import schedulers
 
-    if request.scheduler == "pbt":
-        return schedulers.PopulationBasedTraining(
-            time_attr=ITERATION,
-            perturbation_interval=request.interval,
-            custom_explore_fn=_explorer(work, request.mutate),
-            synch=True,
-        )
-    return None
-
-
-def _explorer(work: Work, mutate: tuple[str, ...] | None) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """Perturb in our own words, conditions included; members are compared in step, so they are asked in order."""
     rng = random.Random(work.subject.resolved.config.seed)
 
     def explore(config: dict[str, Any]) -> dict[str, Any]:
-        return {**config, "params": work.space.perturbed(work.params(config), rng, mutate)}
+        """Perturb with the space's conditions; members are compared in step, so the calls come in a fixed order."""
+        return {**config, "params": work.space.perturbed(work.params(config), rng, request.mutate)}
 
-    return explore
+    return schedulers.PopulationBasedTraining(
+        time_attr=ITERATION, perturbation_interval=request.interval, custom_explore_fn=explore, synch=True
+    )

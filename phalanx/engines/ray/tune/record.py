@@ -1,4 +1,4 @@
-"""What trials on Ray leave in their folders: their points, and how they ended. All machines see the study's folder."""
+"""Files of trials on Ray in the study's folder, which all machines see: their points, and how they ended."""
 
 from __future__ import annotations
 
@@ -28,53 +28,53 @@ def number_of(trial_id: str, config: dict[str, Any]) -> int:
 
 
 def note_end(trial: Trial) -> None:
-    """Write down, in the trial's worker, how it ended. It counts once Ray has heard of the end too."""
-    told = {"state": trial.state, "stopped_at": trial.stopped_at, "cause": trial.cause, "seconds": trial.seconds}
-    _write(trial.folder / _ENDING, told)
+    """Write, in the trial's worker, how it ended; it counts once Ray reports the end too (`mark_ended`)."""
+    end = {"state": trial.state, "stopped_at": trial.stopped_at, "cause": trial.cause, "seconds": trial.seconds}
+    _write(trial.folder / _ENDING, end)
 
 
 def forget_end(trial: Trial) -> None:
-    """Begin: what an interrupted worker wrote last, while it was being killed, does not count."""
+    """Remove what an interrupted worker wrote while it was being killed."""
     (trial.folder / _ENDING).unlink(missing_ok=True)
 
 
 def mark_ended(folder: Path) -> None:
-    """Take note that nothing more comes. A trial without this mark is unfinished."""
+    """Mark the trial as ended; one without this mark is unfinished."""
     if (folder / _ENDING).exists():
         (folder / _ENDING).replace(folder / _ENDED)
 
 
 def read_up(trial: Trial) -> None:
-    """Read what a trial has reported, and how it ended. The mark first: then all that it reported is there."""
+    """Read a trial's reports and its end: the mark first, because then all its reports have been written."""
     mark = trial.folder / _ENDED
-    told = json.loads(mark.read_text()) if not trial.state.is_final and mark.exists() else None
+    end = json.loads(mark.read_text()) if not trial.state.is_final and mark.exists() else None
     trial.read_events()
-    if told is None:
+    if end is None:
         return
-    trial.state, trial.cause, trial.seconds = State(told["state"]), told["cause"], told["seconds"]
-    if told["stopped_at"] is not None:
-        trial.end_after(told["stopped_at"])
+    trial.state, trial.cause, trial.seconds = State(end["state"]), end["cause"], end["seconds"]
+    if end["stopped_at"] is not None:
+        trial.end_after(end["stopped_at"])
 
 
 def write_point(folder: str, number: int, space: SearchSpace, point: dict[str, Any]) -> None:
-    """Write down a point that was learnt, so that an interrupted trial goes on with it."""
+    """Store a suggested point, so that an interrupted trial continues with it."""
     values = {name: stored(domain, point[name]) for name, domain in space.domains.items() if name in point}
     _write(folder_of(folder, number) / _POINT, values)
 
 
 def read_point(folder: str, number: int, space: SearchSpace) -> dict[str, Any] | None:
-    """Return a point that was written down."""
+    """Return a stored point, or None."""
     path = folder_of(folder, number) / _POINT
     if not path.exists():
         return None
     values = json.loads(path.read_text())
-    return space.visit(lambda name, domain: _restored(domain, values[name]))
 
+    def restored(name: str, domain: Any) -> Any:
+        if domain.kind != "choice":
+            return domain.snap(values[name])
+        return next(one for one in domain.arguments if stored(domain, one) == values[name])
 
-def _restored(domain: Any, value: Any) -> Any:
-    if domain.kind != "choice":
-        return domain.snap(value)
-    return next(one for one in domain.arguments if stored(domain, one) == value)
+    return space.visit(restored)
 
 
 def marking_callback(folder: str) -> Any:
@@ -87,7 +87,9 @@ def marking_callback(folder: str) -> Any:
 
         def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
             number = number_of(trial.trial_id, trial.config)
-            ours = Trial(number, {}, folder_of(folder, number), State.FAILED, cause=_last_line(trial.get_error()))
+            lines = [line.strip() for line in str(trial.get_error() or "").splitlines() if line.strip()]
+            cause = lines[-1] if lines else "its worker ended without an error message"
+            ours = Trial(number, {}, folder_of(folder, number), State.FAILED, cause=cause)
             if not (ours.folder / _ENDING).exists():  # its worker died
                 note_end(ours)
             mark_ended(ours.folder)
@@ -95,12 +97,6 @@ def marking_callback(folder: str) -> Any:
     return Mark()
 
 
-def _last_line(error: Exception | None) -> str:
-    """Return what Ray's traceback comes to."""
-    lines = [line.strip() for line in str(error or "").splitlines() if line.strip()]
-    return lines[-1] if lines else "its worker ended without a word"
-
-
-def _write(path: Path, told: dict[str, Any]) -> None:
+def _write(path: Path, values: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(path, json.dumps(told))
+    replace_file(path, json.dumps(values))

@@ -1,4 +1,4 @@
-"""Search by Optuna on Ray: our own, asked by Ray Tune for one trial after the other."""
+"""Search by Optuna on Ray: Ray Tune requests one trial after the other from it."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ class LearntPoints(Searcher):
         return known if all(trial.state.is_final for trial in known) else None
 
     def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
-        """Need no word: the trial's folder has it."""
+        """Do nothing: the trial's folder has the result."""
 
     def save(self, checkpoint_path: str) -> None:
-        """Leave the file that Ray moves to its place."""
+        """Create the file that Ray expects."""
         Path(checkpoint_path).touch()
 
     def restore(self, checkpoint_path: str) -> None:
-        """Need nothing: a search that goes on has a new one of these."""
+        """Do nothing: a resumed search makes a new searcher."""

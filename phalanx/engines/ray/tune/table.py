@@ -1,4 +1,4 @@
-"""Ray's callback that keeps our table. Ray pickles callbacks, and a table holds a terminal: only the first travels."""
+"""Ray's callback that shows the trials in the table. Ray pickles callbacks, but a table, with its terminal, stays."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from phalanx.tune.table import LiveTable, PlainTable
 from phalanx.tune.trial import State, Trial
 
 _open: dict[str, PlainTable | LiveTable] = {}
-"""The tables of searches that run, by their folders: what a callback finds again, however often it was pickled."""
+"""The tables of running searches by folder, for callbacks that were pickled."""
 
 
 @contextmanager
 def shown_on(table: PlainTable | LiveTable, work: Work) -> Iterator[None]:
-    """Show on this table what the search's callback hears, also that of a search that goes on."""
+    """Show on this table what the search's callback receives, also that of a resumed search."""
     _open[work.folder] = table
     try:
         yield
@@ -36,7 +36,7 @@ def table_of(work: Work) -> PlainTable | LiveTable:
 
 
 def show_callback(work: Work) -> Any:
-    """Return Ray's callback that keeps our table."""
+    """Return Ray's callback that updates the table."""
     from ray.tune import Callback
 
     class Show(Callback):

@@ -1,9 +1,8 @@
-"""Verdicts on Ray: each trial's worker judges its own trial, by our rules, from what the earlier ones wrote down.
+"""A trial on Ray: Phalanx's runner inside Ray Tune's worker, which also decides whether the trial continues.
 
-All machines see the study's folder, so that nobody has to be asked. A verdict waits for the trials with lower numbers
-exactly as on the local engine, and is the same, whoever happens to run faster.
-
-A trial on Ray: our runner inside Ray Tune's worker, which judges the trial, or hands a member to its population."""
+All machines see the study's folder, so each worker reads there what earlier trials reported. A verdict waits for the
+trials with lower numbers, as on the local engine, so it does not depend on which trial runs faster.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ from phalanx.tune.trial import State, Trial
 
 
 class TrialDecider:
-    """Lets one trial pass its points, or gives it up."""
+    """Lets one trial pass its points, or stops it."""
 
     def __init__(self, trial: Trial, scheduler: Scheduler, objective: Objective, folder: str) -> None:
         assert scheduler.points is not None, "there is no judge without points"
@@ -45,26 +44,23 @@ class TrialDecider:
         self._gate.let_through(trial.iteration)
 
     def judge(self) -> None:
-        """Give the verdict on where the trial stands, if it can be given now."""
+        """Decide at the current point, if that is possible now."""
         trial = self._trial
         if undecided(trial, self._scheduler, self._objective):
-            self._judge_others()
+            # The others' verdicts first, lower numbers first: reports after one that gives up do not count.
+            for other in self._others:
+                read_up(other)
+                if not other.state.is_final and other.stopped_at is None:
+                    decide(other, self._others[: other.number], self._scheduler, self._objective)
         goes_on = decide(trial, self._others, self._scheduler, self._objective)
         if goes_on is False:
             self._gate.stop_at(trial.iteration)
         elif goes_on and trial.iteration:
             self._gate.let_through(trial.iteration)
 
-    def _judge_others(self) -> None:
-        """Give the others' verdicts here too, lower numbers first: reports after one that gives up do not count."""
-        for other in self._others:
-            read_up(other)
-            if not other.state.is_final and other.stopped_at is None:
-                decide(other, self._others[: other.number], self._scheduler, self._objective)
-
 
 ITERATION, ENDED = "iteration", "ended"
-_LOOK_SECONDS = 0.5
+_POLL_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
@@ -78,7 +74,7 @@ class Work:
     points: tuple[dict[str, Any], ...]
     """The trials' points where they are known beforehand."""
     scheduler: Scheduler = field(default_factory=NoScheduler)
-    """Who goes on, unless it is Ray that says it (population-based training)."""
+    """Decides which trials continue, except in population-based training, where Ray does."""
     interval: int | None = None
     """Population-based training: iterations between exchanges."""
     threads_per_rank: int | None = None
@@ -97,21 +93,21 @@ class Work:
         return read_point(self.folder, number, self.space) or {}
 
     def trial(self, number: int) -> Trial:
-        """Return a trial as its folder tells of it."""
+        """Return a trial as its folder describes it."""
         trial = Trial(number, self.point(number), folder_of(self.folder, number))
         read_up(trial)
         return trial
 
 
 def pack(work: Work) -> dict[str, Any]:
-    """Return what travels to the workers: they find modules and relative paths as this process does."""
+    """Return what is sent to the workers: they find modules and relative paths as this process does."""
     import cloudpickle
 
     return {"work": cloudpickle.dumps(work), "path": list(sys.path), "folder": os.getcwd()}
 
 
 def run_in_worker(config: dict[str, Any], packed: dict[str, Any]) -> None:
-    """Ray Tune's function: run the trial, and hand every report to Ray."""
+    """Run the trial as Ray Tune's function, and pass every report to Ray."""
     from ray import tune
 
     sys.path += [entry for entry in packed["path"] if entry not in sys.path]
@@ -139,16 +135,16 @@ def run_in_worker(config: dict[str, Any], packed: dict[str, Any]) -> None:
 
 def _run_and_follow(trial: Trial, work: Work) -> None:
     """Run the trial in one piece; at the points of its scheduler it waits for the verdict."""
-    judge = (
-        TrialDecider(trial, work.scheduler, work.objective, work.folder) if work.scheduler.points is not None else None
-    )
+    decider = None
+    if work.scheduler.points is not None:
+        decider = TrialDecider(trial, work.scheduler, work.objective, work.folder)
     known = set(trial.reports)
     running = _Running(trial, work, work.scheduler.points)
     try:
         while not running.wait():
             trial.read_events()
-            if judge is not None and trial.stopped_at is None:
-                judge.judge()
+            if decider is not None and trial.stopped_at is None:
+                decider.judge()
             _report_new(trial, work, known)
         _report_new(trial, work, known)
     except BaseException:
@@ -162,7 +158,7 @@ def _run_and_follow(trial: Trial, work: Work) -> None:
 
 
 def _run_in_slices(trial: Trial, work: Work) -> None:
-    """Run from one exchange to the next, and hand a checkpoint to Ray at each, from which another trial may go on."""
+    """Run from one exchange to the next; at each, give Ray a checkpoint from which another trial may continue."""
     from ray import tune
 
     assert work.interval is not None, "a population has an interval"
@@ -207,7 +203,7 @@ def _metrics(trial: Trial, iteration: int, work: Work) -> dict[str, Any]:
 
 
 def _close(trial: Trial, work: Work, ending: Ending) -> None:
-    """Tell Ray that the trial came to its own end, or raise what it died of."""
+    """Report to Ray that the trial has finished, or raise its failure."""
     from ray import tune
 
     trial.read_events()
@@ -224,7 +220,7 @@ def _close(trial: Trial, work: Work, ending: Ending) -> None:
 
 
 class _Running:
-    """A trial's launch in a thread of its own: Ray's thread must stay free to be told to stop."""
+    """A trial's launch in a separate thread: Ray must be able to stop its own thread."""
 
     def __init__(self, trial: Trial, work: Work, points: Points | None) -> None:
         self._signals = SignalInbox()
@@ -251,9 +247,9 @@ class _Running:
             self._bell.put(None)
 
     def wait(self) -> bool:
-        """Wait for news; return whether the trial has ended."""
+        """Wait for an event or half a second; return whether the trial has ended."""
         try:
-            self._bell.get(timeout=_LOOK_SECONDS)
+            self._bell.get(timeout=_POLL_SECONDS)
         except queue.Empty:
             return False
         return not self._thread.is_alive() or self._ending is not None or self._error is not None
