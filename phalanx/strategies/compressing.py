@@ -27,7 +27,7 @@ class Lane:
 
     compressor: Compressor
     exchange: Exchange
-    courier: CommThread
+    comm_thread: CommThread
 
 
 class CompressesGradients(Strategy):
@@ -87,13 +87,13 @@ class CompressesGradients(Strategy):
         return CommStats(
             sum(lane.exchange.sent_bytes for lane in self.lanes),
             sum(lane.compressor.plain_bytes for lane in self.lanes),
-            sum(lane.courier.busy_s for lane in self.lanes),
-            sum(lane.courier.waited_s for lane in self.lanes),
+            sum(lane.comm_thread.busy_s for lane in self.lanes),
+            sum(lane.comm_thread.waited_s for lane in self.lanes),
         )
 
     def close(self) -> None:
         """End the couriers' threads and release the memory of the gradients."""
         for lane in self.lanes:
-            lane.courier.close()
+            lane.comm_thread.close()
             lane.exchange.close()
         self.lanes.clear()

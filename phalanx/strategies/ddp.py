@@ -43,7 +43,7 @@ class DDP(CompressesGradients):
         exchange = open_exchange(dist.new_group(timeout=timedelta(seconds=self.config.timeout)))
         hook = CompressionHook(compressor, exchange, model.named_parameters(), self.world.device)
         wrapped.register_comm_hook(None, hook.take)
-        self.lanes.append(Lane(compressor, exchange, hook.courier))
+        self.lanes.append(Lane(compressor, exchange, hook.comm_thread))
         return wrapped
 
     def unwrap(self, wrapped: nn.Module) -> nn.Module:

@@ -249,8 +249,10 @@ class ParameterServer(Strategy):
             return None
         client = self._group.client
         client.wait()
-        courier = client.courier
-        return ServersReported.of(self.config.resolved_server_mode, client.stats(), courier.busy_s, courier.waited_s)
+        comm_thread = client.comm_thread
+        return ServersReported.of(
+            self.config.resolved_server_mode, client.stats(), comm_thread.busy_s, comm_thread.waited_s
+        )
 
     def return_weights(self, wrapped: nn.Module) -> None:
         """Leave the shards' last values in the model and their states in the optimizer."""

@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from phalanx.comm.channel_exchange import ChannelExchange
-from phalanx.comm.exchange import Alone, Exchange, is_emulated, open_exchange
+from phalanx.comm.exchange import Alone, ChannelExchange, Exchange, is_emulated, open_exchange
 from phalanx.comm.reducer import FixedOrderReducer, GradientReducer, bytes_for
 from phalanx.comm.shm.bootstrap import group_text_gatherer
 from phalanx.comm.shm.setup import share_gradients
@@ -55,7 +54,7 @@ class RingDDP(CompressesGradients):
             settings["micro_batches"] = self.config.gradient_accumulation_steps
         kind = FixedOrderReducer if self.config.fixed_order else GradientReducer
         reducer = self._reducers[id(model)] = kind(named, exchange, **settings)
-        self.lanes.append(Lane(settings["compressor"], exchange, reducer.courier))
+        self.lanes.append(Lane(settings["compressor"], exchange, reducer.comm_thread))
         return model
 
     def set_sync(self, wrapped: nn.Module, sync: bool) -> None:

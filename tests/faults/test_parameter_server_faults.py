@@ -110,7 +110,7 @@ def _work_until_killed(running: Job, worker: int, steps: int) -> None:
     for step in range(steps):
         take_step(client, named, worker, step)
     client.push("0.weight", gradients(worker, steps, named)["0.weight"])  # half a step, then death
-    client.courier.drain()
+    client.comm_thread.drain()
     os.kill(os.getpid(), signal.SIGKILL)
 
 
