@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from phalanx import torch_compat
 from phalanx.comm.collectives import direct, fixed_order, hierarchical, ring
 from phalanx.comm.collectives.channel import P2PChannel
 from phalanx.comm.collectives.topology import (
@@ -29,7 +30,6 @@ from phalanx.comm.collectives.topology import (
 _MEASURABLE = 16
 """Up to so many hosts all links between them are measured at the start; for more it would take too long."""
 _PROBE_BYTES = 256 << 10
-_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 renamed it
 
 
 class Exchange(Protocol):
@@ -75,7 +75,7 @@ class TorchExchange:
         """Return the tensors of all ranks, stacked by rank."""
         self.sent_bytes += (self.size - 1) * tensor.nbytes
         gathered = tensor.new_empty((self.size, *tensor.shape))
-        _gather_flat(gathered.view(-1), tensor.reshape(-1), group=self.group)
+        torch_compat.all_gather_flat(gathered.view(-1), tensor.reshape(-1), group=self.group)
         return gathered
 
     def all_to_all(self, tensor: torch.Tensor) -> torch.Tensor:

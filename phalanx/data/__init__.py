@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 __all__ = ["GatherDataset", "MicroInfo", "ShardedLoader", "epoch_order", "load", "names", "shard_loader", "to_device"]
 
 _HOMES = {
-    "GatherDataset": "gather",
+    "GatherDataset": "fetch",
     "MicroInfo": "order",
     "ShardedLoader": "loader",
     "epoch_order": "order",
-    "load": "registry",
-    "names": "registry",
+    "load": "sets",
+    "names": "sets",
     "shard_loader": "loader",
     "to_device": "device",
 }

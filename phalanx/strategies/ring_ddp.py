@@ -1,7 +1,7 @@
-"""ring: ddp with our own collectives. Every rank holds the whole model; gradients are averaged during backward.
+"""ring: ddp with the collectives of Phalanx. Every rank holds the whole model; gradients are averaged during backward.
 
-Ranks of one machine add up their gradients in place, in shared memory; between machines they go around a ring. The
-weights are those of torch's DDP, to the last bit where additions have the same order.
+Ranks of one machine average gradients in place, in shared memory; between machines by a ring. The weights are those of
+torch's DDP, with equal bits where additions have the same order.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from phalanx.world.world import World
 
 
 class RingDDP(CompressesGradients):
-    """Our gradient reducer on the model's parameters; the model itself is not wrapped."""
+    """A `GradientReducer` on the model's parameters; the model itself is not wrapped."""
 
     name = "ring"
 

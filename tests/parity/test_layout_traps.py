@@ -80,7 +80,7 @@ def test_a_model_keeps_its_layout(ranks, first, second):
             formation.prepare(model)  # the same again is no other layout
         Formation(device="cpu", **second).prepare(model)
 
-    with pytest.raises(UsageError, match=r"lies over the ranks already(.|\n)*fresh model"):
+    with pytest.raises(UsageError, match=r"is laid out over the ranks as(.|\n)*new model"):
         ranks(run, world_size=2)
 
 

@@ -157,7 +157,7 @@ def test_the_words_of_a_plan_are_the_models_words():
 BAD_PLANS = {
     "Did you mean 'colwise'": {"up": "colwize"},
     "names 'upp'": {"upp": "colwise"},
-    "does not say what becomes of embed.weight": {"up": "colwise", "down": "whole", "head": "whole"},
+    "does not name embed.weight": {"up": "colwise", "down": "whole", "head": "whole"},
     "down.in_features = 20": {"embed": "whole", "up": "whole", "down": "rowwise", "head": "whole"},
 }
 
