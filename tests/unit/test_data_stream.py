@@ -148,7 +148,7 @@ def test_a_list_of_batches_is_read_as_it_stands():
     loader = shard_loader(batches, batch_size=8, accumulation=2)
     assert read(loader) == [([0, 1, 2], 3, False), ([3], 1, True)]
     assert loader.notes == [
-        "batch_size=8 is not used: the data makes the batches, and each is dealt whole to one rank."
+        "batch_size=8 is not used: the data makes the batches, and each goes whole to one rank."
     ]
     loader = shard_loader(batches, batch_size=None)
     loader.load_state_dict({"epoch": 0, "samples": 3})
@@ -162,7 +162,7 @@ def test_a_loader_with_its_own_iter_keeps_it():
 
     loader = shard_loader(Negating(torch.arange(4), batch_size=2), batch_size=None)
     assert read(loader) == [([0, -1], 2, True), ([-2, -3], 2, True)]
-    assert "Negating has an __iter__ of its own" in loader.notes[0]
+    assert "Negating overrides __iter__" in loader.notes[0]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
