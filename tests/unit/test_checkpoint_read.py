@@ -124,7 +124,7 @@ def test_a_manifest_that_was_edited_or_is_newer_is_refused(tmp_path):
     file = path / "manifest.json"
     body = json.loads(file.read_text())
     file.write_text(json.dumps({**body, "step": 7}))
-    with pytest.raises(CheckpointError, match="does not match its own checksum"):
+    with pytest.raises(CheckpointError, match="does not match its checksum"):
         read_manifest(path)
     file.write_text(json.dumps({**body, "format": 99}))
     with pytest.raises(CheckpointError, match="has format 99; this Phalanx reads up to 2"):
