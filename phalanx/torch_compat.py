@@ -210,7 +210,7 @@ SCHEDULED_MARK = "_wrapped_by_lr_sched"
 
 
 def note_step(optimizer: torch.optim.Optimizer) -> None:
-    """Tell torch's schedulers that an optimizer has stepped; they warn otherwise."""
+    """Mark an optimizer as stepped for torch's schedulers, which warn otherwise."""
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
 

@@ -134,7 +134,7 @@ def choose(path: Path | str, *, required: bool = False, run_id: str | None = Non
 
 
 def _named(path: Path) -> Checkpoint:
-    """Open the checkpoint that the user named; there is no fallback."""
+    """Open the checkpoint that the user named, without a fallback."""
     manifest = group.from_rank_zero(lambda: _manifest_of(path))
     problems = verify(path, manifest=manifest)
     if problems:

@@ -40,7 +40,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the whole tensor: a sharded one is gathered from all ranks, any other is returned as it is."""
+    """Return the whole tensor: a sharded one is gathered from all ranks, any other is returned unchanged."""
     if not isinstance(tensor, DTensor):
         return tensor
     placements = list(tensor.placements)

@@ -68,7 +68,7 @@ class ParameterServer(Strategy):
         return model
 
     def set_sync(self, wrapped: nn.Module, sync: bool) -> None:
-        """Note whether the next backward completes a step, and so pushes."""
+        """Set whether the next backward is the last of a step, and pushes."""
         self._sync = sync
 
     def attach(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -135,7 +135,7 @@ class ParameterServer(Strategy):
         return norm
 
     def grad_norm(self, parameters: Sequence[nn.Parameter]) -> torch.Tensor:
-        """Return the norm of the mean over all workers; where each steps by itself, that of this worker's gradient."""
+        """Return the norm of the mean over all workers; asynchronously, that of this worker's gradient."""
         if self._group is None or not self._synchronous:
             return super().grad_norm(parameters) / self._divisor
         self._push_rest()

@@ -79,8 +79,8 @@ class RingDDP(CompressesGradients):
 
 def open_exchange_for(config: DistributedConfig, world: World, nbytes: int) -> tuple[Exchange, torch.Tensor]:
     """Return how tensors are sent, and a buffer of `nbytes` for them; all ranks call this, in the same order."""
-    ours = world.device.type == "cpu" and not is_emulated()
-    if ours:
+    on_cpu = world.device.type == "cpu" and not is_emulated()
+    if on_cpu:
         shared = share_gradients(
             group_text_gatherer(None), world.rank, world.world_size, nbytes, timeout=config.timeout
         )
@@ -89,6 +89,6 @@ def open_exchange_for(config: DistributedConfig, world: World, nbytes: int) -> t
     # A separate group: collectives of the communication thread must not interleave with those of the main thread.
     group = dist.new_group(timeout=timedelta(seconds=config.timeout))
     memory = torch.empty(nbytes, dtype=torch.uint8, device=world.device)
-    if ours or config.fixed_order:
+    if on_cpu or config.fixed_order:
         return ChannelExchange(group, in_fixed_order=config.fixed_order), memory
     return open_exchange(group), memory

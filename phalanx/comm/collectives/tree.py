@@ -28,7 +28,7 @@ def all_reduce(tensor: torch.Tensor, channel: P2PChannel, op: str = "sum") -> No
 
 
 def reduce(tensor: torch.Tensor, channel: P2PChannel, op: str = "sum", root: int = 0) -> None:
-    """Combine a tensor over all ranks, in place on `root`; on the others it stays as it is."""
+    """Combine a tensor over all ranks, in place on `root`; the others keep theirs."""
     flat, reduction = start_reduction(f"reduce to {root}", tensor, channel, op)
     if channel.rank != root:
         climb(flat.clone(), channel, reduction, root)

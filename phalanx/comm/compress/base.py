@@ -74,7 +74,7 @@ class Uncompressed(Compressor):
 
 
 def average(tensor: torch.Tensor, exchange: Exchange) -> None:
-    """Average a tensor in place, as it is."""
+    """Average a tensor in place, without compression."""
     exchange.all_reduce(tensor, "mean")
 
 

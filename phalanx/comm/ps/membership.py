@@ -194,7 +194,7 @@ class ShardSpec:
     """Storage for the state that lasts as long as the process that starts the shard."""
 
     def __post_init__(self) -> None:
-        # In the worker's process: a forked child cannot read a learning rate that lies on a GPU.
+        # In the worker's process: a forked child cannot read a learning rate on a GPU.
         object.__setattr__(self, "optimizer", pattern_of(self.optimizer))
 
     @property

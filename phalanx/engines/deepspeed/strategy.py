@@ -94,7 +94,7 @@ class DeepSpeed(Strategy):
         return wrapped.module if isinstance(wrapped, EngineModule) else wrapped
 
     def set_sync(self, wrapped: nn.Module, sync: bool) -> None:
-        """Set whether the next backward completes a step."""
+        """Set whether the next backward is the last of a step."""
         self._sync = sync
         if self._wrapped is not None and self._wrapped.engine is not None:
             self._wrapped.engine.set_gradient_accumulation_boundary(sync)
@@ -249,9 +249,9 @@ def import_deepspeed(device: torch.device) -> ModuleType:
 def _check_same(optimizer: torch.optim.Optimizer, params: dict[str, Any]) -> None:
     """Raise for an optimizer in Python that differs from the one in the JSON."""
     for name in ("lr", "weight_decay"):
-        ours, theirs = optimizer.defaults.get(name), params.get(name)
-        if ours is not None and theirs is not None and float(ours) != float(theirs):
+        given, in_json = optimizer.defaults.get(name), params.get(name)
+        if given is not None and in_json is not None and float(given) != float(in_json):
             raise UsageError(
-                f"the optimizer has {name} = {ours}, but deepspeed_config says optimizer.params.{name} = {theirs}",
+                f"the optimizer has {name} = {given}, but deepspeed_config says optimizer.params.{name} = {in_json}",
                 hint='Leave "optimizer" out of the JSON, or do not give one in Python.',
             )
