@@ -142,6 +142,10 @@ def gloo_reduce_scatter(gloo: Any, output: Tensor, tensor: Tensor, options: Any)
     return gloo._reduce_scatter_base(output, tensor, options)
 
 
+all_gather_flat: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""All-gather into one tensor; torch 2.13 renamed it and warns of the old name."""
+
+
 def finished_work(tensors: list[Tensor]) -> Any:
     """Return the handle of a collective that is already done."""
     future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
@@ -206,7 +210,7 @@ SCHEDULED_MARK = "_wrapped_by_lr_sched"
 
 
 def note_step(optimizer: torch.optim.Optimizer) -> None:
-    """Tell torch's schedulers that an optimizer has stepped; they warn otherwise."""
+    """Mark an optimizer as stepped for torch's schedulers, which warn otherwise."""
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
 

@@ -5,12 +5,10 @@ Writing is `save`; resuming is `choose`, then `compare_model`, then `load`. A ch
     step-00000100/          published: complete by construction
         manifest.json       what is in it, with the size and hash of every file
         .metadata           torch's index of the shards
-        __0_0.distcp ...    the shards, one file a rank
-        rank-00000.pt ...   what belongs to one rank, such as its random state
-    .run-....lock           held by a run that saves here for as long as it is under way
-    .writing-...            a save in progress, or what a dead one left for the next save to remove
-
-Nothing here knows the training loop: state dicts go in and come out.
+        __0_0.distcp ...    the shards, one file per rank
+        rank-00000.pt ...   the state of one rank, such as its random generators
+    .run-....lock           held by a run in progress that saves here
+    .writing-...            a save in progress, or the rest of a failed one, which the next save removes
 """
 
 from __future__ import annotations

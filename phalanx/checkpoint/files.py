@@ -1,4 +1,4 @@
-"""Files of a checkpoint: written and hashed in one pass (a tree hash, by several threads), errors with their remedy."""
+"""Files of a checkpoint: written and hashed in one pass, by several threads; errors of the disk with a remedy."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class TreeHash:
         self._room = LEAF_BYTES
 
     def begin(self, piece: memoryview) -> list[Future[None]]:
-        """Start hashing a piece; its buffer must live, and nothing more may come, until the futures are done."""
+        """Start hashing a piece; its buffer must stay, and no other piece may follow, until the futures are done."""
         pending = []
         start = 0
         while start < piece.nbytes:
@@ -68,7 +68,7 @@ def hash_file(path: Path) -> str:
 def _hash_leaf(descriptor: int, offset: int) -> bytes:
     leaf = _new_leaf()
     end = offset + LEAF_BYTES
-    # A read may bring less than was asked for; only an empty one is the end.
+    # A read may return less than requested; only an empty one is the end.
     while offset < end and (piece := os.pread(descriptor, end - offset, offset)):
         leaf.update(piece)
         offset += len(piece)
@@ -88,17 +88,16 @@ _BUFFER_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What the manifest knows of a file."""
+    """Size and hash (`TreeHash`) of a file in the manifest."""
 
     size: int
     hash: str
-    """As `hashing.TreeHash` computes it."""
 
 
 class HashedFile:
     """A new file whose hash is computed on other cores while it is written.
 
-    Errors of `write` wait for `flush` or `finish`: torch's zip writer aborts the process when its callback raises.
+    Errors of `write` are raised by `flush` or `finish`: torch's zip writer aborts the process when its callback raises.
     """
 
     def __init__(self, path: Path) -> None:
@@ -119,7 +118,7 @@ class HashedFile:
                 self._file.write(view)
             except OSError as error:
                 self._error = error
-            for part in pending:  # The buffer is only ours until we return.
+            for part in pending:  # the buffer is valid only until this returns
                 part.result()
         return view.nbytes
 
@@ -128,19 +127,19 @@ class HashedFile:
         return self.size
 
     def flush(self) -> None:
-        """Raise what an earlier write ran into."""
+        """Raise the error of an earlier write."""
         if self._error is not None:
             raise self._error
 
     def finish(self) -> FileRecord:
-        """Put every byte on the disk and return the file's record."""
+        """Flush the file to the disk and return its record."""
         self.flush()
         self._file.flush()
         os.fsync(self._file.fileno())
         return FileRecord(self.size, self._hash.hexdigest())
 
     def close(self) -> None:
-        """Do nothing yet: torch closes its streams before they could be finished."""
+        """Do nothing: torch closes its streams before `finish`."""
 
     def release(self) -> None:
         """Release the file and the hashing thread; a file that was not finished may be incomplete."""
@@ -152,7 +151,7 @@ class HashedFile:
 
 @contextlib.contextmanager
 def hashed_file(path: Path, records: dict[str, FileRecord]) -> Iterator[HashedFile]:
-    """Open a new file for hashed writing; its record is filed under its name once it is safely on the disk."""
+    """Open a new file for hashed writing; add its record to `records` by name when it is on the disk."""
     file = HashedFile(path)
     try:
         yield file
@@ -162,7 +161,7 @@ def hashed_file(path: Path, records: dict[str, FileRecord]) -> Iterator[HashedFi
 
 
 def open_regular(path: Path) -> IO[bytes]:
-    """Open a file for reading; a pipe or device of that name, which could block for ever, is refused."""
+    """Open a file for reading; OSError for a pipe or device, which could block for ever."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
         return os.fdopen(descriptor, "rb")
@@ -171,30 +170,37 @@ def open_regular(path: Path) -> IO[bytes]:
 
 
 def sync_directory(path: Path) -> None:
-    """Put a directory's entries on the disk: without this a rename may be lost in a power cut."""
+    """Flush a directory's entries to the disk: otherwise a rename may be lost in a power failure."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # Some network file systems cannot, and need not.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems do not support it
             raise
     finally:
         os.close(descriptor)
 
 
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def write_failed(error: OSError, *, rank: int, path: Path, needed: int) -> CheckpointError:
-    """Say who could not write what and why; where room is the cause, how much of it there is."""
+    """Return the error of a failed write, with a remedy; where space is missing, also how much."""
     reason = error.strerror or str(error)
-    if error.errno in _NO_ROOM:
-        reason += f" ({readable_size(_free_bytes(path))} free, {readable_size(needed)} needed by this rank)"
-    return CheckpointError(f"rank {rank} could not write {path}: {reason}", hint=_remedy(error.errno))
+    if error.errno in _NO_SPACE:
+        existing = next((place for place in (path, *path.parents) if place.exists()), None)
+        free = shutil.disk_usage(existing).free if existing is not None else 0
+        reason += f" ({readable_size(free)} free, {readable_size(needed)} needed by this rank)"
+        hint = "Free some space, keep fewer checkpoints with keep_last=2, or set checkpoint_dir to a larger disk."
+    elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        hint = "Set checkpoint_dir to a directory that you may write to."
+    else:
+        hint = "Set checkpoint_dir to another directory, or repair this one, and resume from the previous checkpoint."
+    return CheckpointError(f"rank {rank} could not write {path}: {reason}", hint=hint)
 
 
 def readable_size(count: int) -> str:
-    """Write a number of bytes the way people read it."""
+    """Return a number of bytes in a readable unit."""
     if count < 1000:
         return f"{count} bytes"
     size = float(count)
@@ -203,18 +209,3 @@ def readable_size(count: int) -> str:
         if size < 999.95:
             return f"{size:.1f} {unit}"
     return f"{size / 1000:.1f} TB"
-
-
-def _free_bytes(path: Path) -> int:
-    for place in (path, *path.parents):
-        if place.exists():
-            return shutil.disk_usage(place).free
-    return 0
-
-
-def _remedy(code: int | None) -> str:
-    if code in _NO_ROOM:
-        return "Free some space, keep fewer checkpoints with keep_last=2, or set checkpoint_dir to a larger disk."
-    if code in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return "Set checkpoint_dir to a directory that you may write to."
-    return "Set checkpoint_dir to another directory, or mend this one, and resume from the previous checkpoint."

@@ -1,4 +1,4 @@
-"""Find checkpoints, verify them, and name what else lies in a directory."""
+"""Find and verify checkpoints, and recognise those of other libraries."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from phalanx.errors import CheckpointError
 
 
 def verify(path: Path | str, files: Iterable[str] | None = None, *, manifest: Manifest | None = None) -> list[str]:
-    """Return what is wrong with a checkpoint: missing files, wrong sizes, wrong hashes; nothing when it is whole.
+    """Return what is wrong with a checkpoint (missing files, wrong sizes or hashes), an empty list if it is intact.
 
-    With a process group this is collective: every rank hashes its share of the files and all return the same list.
+    With a process group this is collective: every rank hashes its share of the files, and all return the same list.
     """
     path = Path(path)
     known = (manifest or read_manifest(path)).files
@@ -29,7 +29,7 @@ def verify(path: Path | str, files: Iterable[str] | None = None, *, manifest: Ma
 
 
 def sizes_match(checkpoint: Checkpoint) -> bool:
-    """Say whether every file is there with its size: a check that costs no reading, for this process alone."""
+    """Whether every file exists with its size: a check without reading, in this process only."""
     return not any(_size_problem(checkpoint.path / name, record) for name, record in checkpoint.manifest.files.items())
 
 
@@ -62,7 +62,7 @@ _TORCH_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin")
 
 
 def looks_like(path: Path) -> str | None:
-    """Say what kind of foreign checkpoint is at `path`, or None when it is none that we know."""
+    """Return the kind of another library's checkpoint at `path`, or None."""
     if path.is_file():
         return "a single file, as torch.save writes it" if path.suffix in _TORCH_SUFFIXES else "a single file"
     names = sorted(entry.name for entry in path.iterdir())
@@ -79,14 +79,8 @@ def looks_like(path: Path) -> str | None:
 
 
 def foreign(path: Path, kind: str) -> CheckpointError:
-    """Return the error for something that is no checkpoint of ours."""
+    """Return the error for a checkpoint of another library."""
     return CheckpointError(f"{path} is not a Phalanx checkpoint: it looks like {kind}", hint=_EXPECTED)
-
-
-def nothing_there(path: Path) -> CheckpointError:
-    """Return the error for a place that holds no checkpoint of any kind."""
-    what = "holds no checkpoint" if path.exists() else "does not exist"
-    return CheckpointError(f"{path} {what}", hint=_EXPECTED)
 
 
 @dataclass(frozen=True)
@@ -104,7 +98,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Choice:
-    """The checkpoint to resume from, if any, and what the user should hear about those passed over."""
+    """The checkpoint to resume from, if any, and notes for the user about skipped ones."""
 
     checkpoint: Checkpoint | None
     notes: list[str] = field(default_factory=list)
@@ -115,48 +109,45 @@ def list_checkpoints(directory: Path | str) -> list[Checkpoint]:
     return _survey(Path(directory))[0]
 
 
-def choose(place: Path | str, *, required: bool = False, run_id: str | None = None) -> Choice:
-    """Choose the newest whole checkpoint of a directory, or the one that `place` is; collective with a process group.
+def choose(path: Path | str, *, required: bool = False, run_id: str | None = None) -> Choice:
+    """Choose the newest intact checkpoint of a directory, or the one at `path`; collective with a process group.
 
-    Damaged ones are passed over with a note. A checkpoint that was named itself must be whole. When there is none,
-    `required` decides between a CheckpointError and a choice of None; something foreign is always an error. With
-    `run_id` (rank 0's is taken) only the checkpoints of that run count.
+    Damaged ones are skipped with a note; a damaged one at `path` itself is an error. Without any, `required` decides
+    between a CheckpointError and None; a checkpoint of another library is always an error. With `run_id` (that of rank
+    0) only the checkpoints of that run count.
     """
-    place = Path(place)
-    if group.from_rank_zero(lambda: _is_checkpoint(place)):
-        return Choice(_named(place))
-    candidates, notes = group.from_rank_zero(lambda: _candidates(place, run_id))
+    path = Path(path)
+    if group.from_rank_zero(lambda: (path / MANIFEST).is_file() or (is_published(path.name) and path.is_dir())):
+        return Choice(_named(path))
+    candidates, notes = group.from_rank_zero(lambda: _candidates(path, run_id))
     for checkpoint in candidates:
         problems = verify(checkpoint.path, manifest=checkpoint.manifest)
         if not problems:
             return Choice(checkpoint, notes)
         notes.append(f"passed over {checkpoint.path}: {_summary(problems)}")
     if notes and required:
-        raise CheckpointError(f"no checkpoint in {place} is usable:\n" + "\n".join(f"  - {note}" for note in notes))
+        raise CheckpointError(f"no checkpoint in {path} is usable:\n" + "\n".join(f"  - {note}" for note in notes))
     if required:
-        raise nothing_there(place)
+        what = "holds no checkpoint" if path.exists() else "does not exist"
+        raise CheckpointError(f"{path} {what}", hint=_EXPECTED)
     return Choice(None, notes)
 
 
-def _is_checkpoint(place: Path) -> bool:
-    return (place / MANIFEST).is_file() or (is_published(place.name) and place.is_dir())
-
-
 def _named(path: Path) -> Checkpoint:
-    """Open the checkpoint that the user asked for by name: no other will do."""
+    """Open the checkpoint that the user named, without a fallback."""
     manifest = group.from_rank_zero(lambda: _manifest_of(path))
     problems = verify(path, manifest=manifest)
     if problems:
         raise CheckpointError(
             f"checkpoint {path} is damaged: {_summary(problems)}",
-            hint=f"Resume from {path.parent} to fall back to the newest whole one.",
+            hint=f"Resume from {path.parent} to fall back to the newest intact one.",
         )
     return Checkpoint(path, manifest)
 
 
 def _manifest_of(path: Path) -> Manifest:
     kind = None if (path / MANIFEST).exists() else looks_like(path)
-    # A kill never leaves a published name without a manifest, so a stranger's directory is the likelier story.
+    # A published checkpoint always has a manifest, so this is probably a directory of another library.
     if kind is not None and not is_published(path.name):
         raise foreign(path, kind)
     return read_manifest(path)
@@ -174,7 +165,7 @@ def _candidates(directory: Path, run_id: str | None) -> tuple[list[Checkpoint], 
 
 
 def _survey(directory: Path) -> tuple[list[Checkpoint], list[str]]:
-    """Read every manifest; those that cannot be read become notes."""
+    """Read every manifest; return a note for each that cannot be read."""
     found: list[Checkpoint] = []
     notes: list[str] = []
     if not directory.is_dir():

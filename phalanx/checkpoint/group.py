@@ -1,4 +1,4 @@
-"""The few object collectives a checkpoint needs, with or without a process group."""
+"""Collectives of Python objects for checkpoints, with or without a process group."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 def has_peers() -> bool:
-    """Say whether a process group exists, so that calls here are collective."""
+    """Whether a process group exists, so that calls here are collective."""
     return dist.is_available() and dist.is_initialized()
 
 
@@ -28,7 +28,7 @@ def world_size() -> int:
 
 
 def gather_to_zero(item: T) -> list[T]:
-    """Bring one object of every rank to rank 0; the others get an empty list."""
+    """Return one object of every rank on rank 0, and an empty list on the others."""
     if world_size() == 1:
         return [item]
     gathered: list[Any] | None = [None] * world_size() if rank() == 0 else None
@@ -37,7 +37,7 @@ def gather_to_zero(item: T) -> list[T]:
 
 
 def gather_to_all(item: T) -> list[T]:
-    """Bring one object of every rank to every rank."""
+    """Return one object of every rank on every rank."""
     if world_size() == 1:
         return [item]
     gathered: list[Any] = [None] * world_size()
@@ -46,7 +46,7 @@ def gather_to_all(item: T) -> list[T]:
 
 
 def from_rank_zero(action: Callable[[], T]) -> T:
-    """Run `action` on rank 0 and give its result, or raise its error, on every rank: nobody waits in vain."""
+    """Run `action` on rank 0, and return its result or raise its error on every rank."""
     if world_size() == 1:
         return action()
     outcome: list[Any] = [None, None]
@@ -54,17 +54,12 @@ def from_rank_zero(action: Callable[[], T]) -> T:
         try:
             outcome[0] = action()
         except Exception as error:
-            shown = portable(error)
+            # Exceptions of other libraries may not survive pickling.
+            known = isinstance(error, PhalanxError)
+            shown = error if known else CheckpointError(f"rank 0 failed: {type(error).__name__}: {error}")
             dist.broadcast_object_list([None, shown], src=0)
             raise shown from error
     dist.broadcast_object_list(outcome, src=0)
     if outcome[1] is not None:
         raise outcome[1]
     return outcome[0]  # type: ignore[no-any-return]
-
-
-def portable(error: BaseException) -> PhalanxError:
-    """Return `error` in a form that survives pickling: exceptions of other libraries need not."""
-    if isinstance(error, PhalanxError):
-        return error
-    return CheckpointError(f"rank {rank()} failed: {type(error).__name__}: {error}")

@@ -1,4 +1,4 @@
-"""Remove what is no longer wanted: old checkpoints of the same run, and what dead writers left."""
+"""Remove old checkpoints of the same run, and what failed saves left behind."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from phalanx.errors import CheckpointError
 
 
 def check_keep_last(keep_last: int | None) -> None:
-    """Refuse a number that would leave no checkpoint at all."""
+    """Raise for a number that would leave no checkpoint."""
     if keep_last is not None and keep_last < 1:
         raise CheckpointError(
             f"keep_last is {keep_last}; it must be 1 or more",
-            hint="Write keep_last=1 to keep the newest checkpoint alone, or leave it out to keep all.",
+            hint="Write keep_last=1 to keep only the newest checkpoint, or leave it out to keep all.",
         )
 
 
 def keep_newest(published: Checkpoint, keep_last: int | None) -> list[str]:
     """Remove the run's checkpoints beyond the newest `keep_last` complete ones; return what could not be removed.
 
-    Those of the runs that it continues count as its own. Other runs' checkpoints are never touched. A damaged one does
+    Checkpoints of the runs that it continues are included, those of other runs are never touched. A damaged one does
     not count as kept, so a complete one always remains.
     """
     notes: list[str] = []
@@ -35,15 +35,20 @@ def keep_newest(published: Checkpoint, keep_last: int | None) -> list[str]:
     for checkpoint in found:
         if checkpoint.manifest.run_id not in own:
             continue
-        if complete >= keep_last:
-            notes += _try_to_remove(checkpoint.path)
-        elif sizes_match(checkpoint):
-            complete += 1
+        if complete < keep_last:
+            complete += sizes_match(checkpoint)
+            continue
+        try:
+            remove(checkpoint.path)
+        except FileNotFoundError:
+            continue  # another run that shares the directory has removed it
+        except OSError as error:
+            notes.append(f"{checkpoint.path} is beyond keep_last and cannot be removed: {error.strerror}")
     return notes
 
 
 def _continued(published: Checkpoint, found: list[Checkpoint]) -> set[str]:
-    """Return the runs that are over and that this one took up at their end; one left earlier is a branch of its own."""
+    """Return the finished runs that this one continues from their last checkpoint, not from an earlier one."""
     ended: set[str] = set()
     for ancestor in published.manifest.lineage:
         run_id, step = ancestor["run_id"], ancestor["step"]
@@ -57,7 +62,7 @@ def _continued(published: Checkpoint, found: list[Checkpoint]) -> set[str]:
 
 
 def clear_leftovers(directory: Path, *, older_than: float) -> list[str]:
-    """Remove unfinished directories of writers that are gone; return what could not be removed and why."""
+    """Remove unfinished directories of processes that have ended; return what could not be removed and why."""
     notes: list[str] = []
     remove_stale_locks(directory)
     for path in directory.glob(".*"):
@@ -68,17 +73,7 @@ def clear_leftovers(directory: Path, *, older_than: float) -> list[str]:
             if path.stat().st_mtime <= older_than:
                 shutil.rmtree(path)
         except FileNotFoundError:
-            continue  # Another run that shares the directory was quicker.
+            continue  # another run that shares the directory has removed it
         except OSError as error:
             notes.append(f"{path} is left over from an unfinished save and cannot be removed: {error.strerror}")
     return notes
-
-
-def _try_to_remove(path: Path) -> list[str]:
-    try:
-        remove(path)
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        return [f"{path} is beyond keep_last and cannot be removed: {error.strerror}"]
-    return []

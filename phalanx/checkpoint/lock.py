@@ -1,4 +1,4 @@
-"""Which runs that share a checkpoint directory are still under way: each holds a lock on a file of its own there."""
+"""Locks in a checkpoint directory that show which runs are still in progress."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _TRIES, _PAUSE_SECONDS = 5, 0.02
 
 
 class RunLock:
-    """Marks a run as under way until `release`, or until the process ends, however it does.
+    """Marks a run as in progress until `release` or the end of the process.
 
-    A file system without locks cannot tell: there the file alone marks the run, and others leave its checkpoints alone.
+    On a file system without locks the file alone marks the run.
     """
 
     def __init__(self, directory: Path, run_id: str) -> None:
@@ -52,7 +52,7 @@ class RunLock:
 
 
 def is_under_way(directory: Path, run_id: str) -> bool:
-    """Whether a run holds its lock, or might: where the file system cannot tell, it does."""
+    """Whether a run holds its lock; true where the file system cannot tell."""
     return _is_held(_path(directory, run_id))
 
 
@@ -81,5 +81,9 @@ def _is_held(path: Path, *, remove: bool = False) -> bool:
 
 
 def _path(directory: Path, run_id: str) -> Path:
-    safe = "".join(letter if letter.isalnum() or letter in "._" else "_" for letter in run_id)
-    return directory / f"{_PREFIX}{safe}{_SUFFIX}"
+    return directory / f"{_PREFIX}{safe_name(run_id)}{_SUFFIX}"
+
+
+def safe_name(run_id: str) -> str:
+    """Return a run id with only letters, digits, dots and underscores."""
+    return "".join(letter if letter.isalnum() or letter in "._" else "_" for letter in run_id)

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: its files, tensors and progress, with a checksum of its own; what is saved."""
+"""The manifest of a checkpoint (its files, tensors and progress, with a checksum), and the snapshot that is saved."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from phalanx.errors import CheckpointError
 
 MANIFEST = "manifest.json"
 FORMAT = 2
-"""Raised by one whenever an older Phalanx could no longer read what is written."""
+"""Increased when an older Phalanx can no longer read what is written."""
 
 
 @dataclass(frozen=True)
@@ -28,13 +28,13 @@ class TensorInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """Everything about a checkpoint but the tensors themselves."""
+    """Everything about a checkpoint except the tensors."""
 
     step: int
     epoch: int
     run_id: str
     published_at: float
-    """By the clock of the rank that published it, and later than all that were in the directory then."""
+    """By the clock of the rank that published it, and later than all others in the directory."""
     world_size: int
     torch_version: str
     phalanx_version: str
@@ -44,7 +44,7 @@ class Manifest:
     mesh: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
     lineage: list[dict[str, Any]] = field(default_factory=list)
-    """The runs that this one continues, the first of them first: `{"run_id": ..., "step": ...}` it resumed from."""
+    """The runs that this one continues, the oldest first: `{"run_id": ..., "step": ...}` that it resumed from."""
     format: int = FORMAT
 
     @property
@@ -54,10 +54,14 @@ class Manifest:
 
 
 def dump_manifest(manifest: Manifest) -> str:
-    """Write a manifest as JSON with a checksum of its own."""
+    """Return a manifest as JSON with a checksum."""
     body = dataclasses.asdict(manifest)
     for name in ("shared", "mesh", "config"):
-        _require_json(body[name], name)
+        for key, value in body[name].items():
+            try:
+                json.dumps(value)
+            except (TypeError, ValueError) as error:
+                raise CheckpointError(f"{name}[{key!r}] cannot be stored as JSON: {error}") from error
     return json.dumps({"checksum": _checksum(body), **body}, indent=1) + "\n"
 
 
@@ -89,7 +93,7 @@ def _parse(body: Any, file: Path) -> Manifest:
         )
     checksum = body.pop("checksum", None)
     if checksum != _checksum(body):
-        raise CheckpointError(f"{file} does not match its own checksum: it was changed after it was written")
+        raise CheckpointError(f"{file} does not match its checksum: it was changed after it was written")
     files = {name: FileRecord(**record) for name, record in body.pop("files").items()}
     tensors = {name: TensorInfo(tuple(info["shape"]), info["dtype"]) for name, info in body.pop("tensors").items()}
     return Manifest(**body, files=files, tensors=tensors)
@@ -100,23 +104,13 @@ def _checksum(body: Mapping[str, Any]) -> str:
     return hashlib.blake2b(canonical.encode(), digest_size=16).hexdigest()
 
 
-def _require_json(values: Mapping[str, Any], where: str) -> None:
-    """Name the entry that JSON cannot hold, rather than let json say only its type."""
-    for key, value in values.items():
-        try:
-            json.dumps(value)
-        except (TypeError, ValueError) as error:
-            raise CheckpointError(f"{where}[{key!r}] cannot be stored as JSON: {error}") from error
-
-
 @dataclass(frozen=True)
 class Snapshot:
     """The state of a run at a step boundary.
 
     `tensors` is a nested state dict (`{"model": {...}, "optimizer": {...}}`) of tensors, DTensors and plain numbers
-    with string keys: it loads at any other layout. `rank_state` belongs to this rank alone (random number generators).
-    `shared` is JSON-able and equal on all ranks; what rank 0 holds is what is stored. As JSON has it, tuples come back
-    as lists and keys as strings.
+    with string keys, which loads at any other layout. `rank_state` belongs to this rank only (random generators).
+    `shared` can be stored as JSON; that of rank 0 is saved.
     """
 
     step: int
@@ -128,11 +122,11 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """A published checkpoint: where it is, how long the save took, and how many bytes it holds over all ranks."""
+    """A published checkpoint: its path, how long the save took, and its bytes over all ranks."""
 
     path: Path
     step: int
     seconds: float
     bytes: int
     notes: tuple[str, ...] = ()
-    """What the user should hear about, such as an old checkpoint that could not be removed."""
+    """Notes for the user, such as an old checkpoint that could not be removed."""

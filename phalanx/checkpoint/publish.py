@@ -1,7 +1,7 @@
 """Publish a written directory by one atomic rename, and the names of directories inside a checkpoint directory.
 
 `step-00000100` is published. `.writing-...` and `.removing-...` are not checkpoints: their names end with the machine
-and process that made them, so that a later save can remove what a dead writer left.
+and process that created them, so that a later save can remove what a failed one left.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from phalanx.checkpoint.files import sync_directory
+from phalanx.checkpoint.lock import safe_name
 from phalanx.checkpoint.manifest import read_manifest
 from phalanx.errors import CheckpointError
 
@@ -30,7 +31,7 @@ _SILENT_SECONDS = 24 * 3600.0
 
 
 class Owner(NamedTuple):
-    """The process that made an unfinished directory."""
+    """The process that created an unfinished directory."""
 
     machine: str
     pid: int
@@ -42,51 +43,46 @@ def step_name(step: int) -> str:
 
 
 def is_published(name: str) -> bool:
-    """Say whether a directory name is one that a published checkpoint has."""
+    """Whether a name is that of a published checkpoint."""
     return _PUBLISHED.match(name) is not None
 
 
 def writing_name(step: int) -> str:
-    """Return a fresh name for a checkpoint being written by this process."""
+    """Return a new name for a checkpoint that this process writes."""
     return f".writing-{step_name(step)}-{_token()}"
 
 
-def removing_name(name: str) -> str:
-    """Return a fresh name for a checkpoint being removed by this process."""
-    return f".removing-{name}-{_token()}"
-
-
 def replaced_name(name: str) -> str:
-    """Return a fresh name, still that of a checkpoint, for one that steps aside for its replacement."""
+    """Return a new name, still that of a checkpoint, for one that is being replaced."""
     return f"{name}-replaced-{secrets.token_hex(3)}"
 
 
 def owner_of(name: str) -> Owner | None:
-    """Return who made an unfinished directory, or None when the name is not of that kind."""
+    """Return the process that created an unfinished directory, or None for other names."""
     match = _UNFINISHED.match(name)
     return Owner(match["machine"], int(match["pid"])) if match else None
 
 
 def is_abandoned(directory: Path, owner: Owner) -> bool:
-    """Say whether nobody is working on an unfinished directory any more.
-
-    Whether a process of this machine lives is known for certain. Of another machine only silence speaks: nothing
-    written for a day.
-    """
+    """Whether the process that wrote an unfinished directory has ended; on another machine: no change for a day."""
     if owner.machine == this_machine():
         return owner.pid == os.getpid() or not _is_alive(owner.pid)
-    return time.time() - _last_change(directory) > _SILENT_SECONDS
+    newest = 0.0
+    for path in [directory, *directory.glob("*")]:
+        with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+            newest = max(newest, path.stat().st_mtime)
+    return time.time() - newest > _SILENT_SECONDS
 
 
 @functools.cache
 def this_machine() -> str:
-    """Return eight hex digits for this host and its process numbers: containers may share a name but not their pids."""
+    """Return eight hex digits for this host and its pid namespace: containers may share a host name."""
     marks = [socket.gethostname()]
     for source in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid"):
         try:
             marks.append(os.readlink(source) if source.startswith("/proc/self") else Path(source).read_text())
         except OSError:
-            continue  # Not Linux, or /proc is hidden: the host name alone must do.
+            continue  # not Linux, or /proc is hidden: use the host name only
     return hashlib.blake2b("\n".join(marks).encode(), digest_size=4).hexdigest()
 
 
@@ -104,26 +100,15 @@ def _is_alive(pid: int) -> bool:
     return True
 
 
-def _last_change(directory: Path) -> float:
-    """Return when anything in the directory was last written; 0 when it has vanished meanwhile."""
-    newest = 0.0
-    for path in [directory, *directory.glob("*")]:
-        try:
-            newest = max(newest, path.stat().st_mtime)
-        except FileNotFoundError:
-            continue
-    return newest
-
-
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 _NOT_SUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP)
 
 
 def publish(written: Path, *, step: int, run_id: str) -> Path:
-    """Give a complete directory its final name and return it.
+    """Rename a complete directory to its final name and return that.
 
-    A checkpoint of the same run and step is replaced; anything else of that name keeps it, and ours gets a longer one.
+    A checkpoint of the same run and step is replaced; where anything else has the name, this one gets a longer name.
     """
     sync_directory(written)
     target = _free_name(written.parent, step, run_id)
@@ -136,52 +121,43 @@ def publish(written: Path, *, step: int, run_id: str) -> Path:
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint so that a kill half-way leaves nothing that looks like one."""
-    aside = path.with_name(removing_name(path.name))
+    """Remove a checkpoint; after a failure in the middle nothing that looks like a checkpoint remains."""
+    aside = path.with_name(f".removing-{path.name}-{_token()}")
     path.rename(aside)
     shutil.rmtree(aside)
 
 
 def _free_name(directory: Path, step: int, run_id: str) -> Path:
-    """Return the first name that is free or holds this run's own checkpoint of the step."""
+    """Return the first name that is free or has this run's checkpoint of the step."""
     plain = directory / step_name(step)
-    ours = directory / f"{plain.name}-{_safe(run_id)[:6]}"
-    for path in (plain, ours):
+    longer = directory / f"{plain.name}-{(safe_name(run_id) or 'run')[:6]}"
+    for path in (plain, longer):
         if not path.exists() or _belongs_to(path, run_id):
             return path
-    return directory / f"{ours.name}-{time.time_ns():x}"
+    return directory / f"{longer.name}-{time.time_ns():x}"
 
 
 def _belongs_to(path: Path, run_id: str) -> bool:
     try:
         return read_manifest(path).run_id == run_id
     except CheckpointError:
-        return False  # Damaged or foreign: not ours to replace.
-
-
-def _safe(run_id: str) -> str:
-    return "".join(letter if letter.isalnum() or letter in "._" else "_" for letter in run_id) or "run"
+        return False  # damaged, or of another library: not replaced
 
 
 def _replace(written: Path, target: Path) -> None:
-    if _exchange(written, target):
-        _remove_if_possible(written)  # The exchange has put the old checkpoint there.
-        return
-    # Without an atomic exchange the old one steps aside under a name that still counts as a checkpoint.
-    aside = target.with_name(replaced_name(target.name))
-    target.rename(aside)
-    written.rename(target)
-    _remove_if_possible(aside)
-
-
-def _remove_if_possible(path: Path) -> None:
-    # The new checkpoint is published: what cannot be removed now is left for a later save to clear.
+    old = written  # where an exchange puts the old checkpoint
+    if not _exchange(written, target):
+        # Without an atomic exchange the old one gets a name that still counts as a checkpoint.
+        old = target.with_name(replaced_name(target.name))
+        target.rename(old)
+        written.rename(target)
+    # The new checkpoint is published: what cannot be removed now is left for a later save.
     with contextlib.suppress(OSError):
-        remove(path)
+        remove(old)
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Swap two directories in one system call; False where the system or the file system cannot."""
+    """Swap two directories in one system call; return False where this is not supported."""
     swap = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if swap is None:
         return False

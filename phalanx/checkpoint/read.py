@@ -1,4 +1,4 @@
-"""Load a chosen checkpoint: compare it with the model, then read the tensors in place and the state beside them."""
+"""Load a chosen checkpoint: compare it with the model, then read the tensors in place and the rest of the state."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from phalanx.errors import CheckpointError, nearest
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a checkpoint holds beside the tensors, which are in the template already."""
+    """The contents of a checkpoint except the tensors, which are loaded into the template."""
 
     step: int
     epoch: int
@@ -37,10 +37,10 @@ class Loaded:
 
 
 def load(checkpoint: Checkpoint, template: dict[str, Any]) -> Loaded:
-    """Read a checkpoint into `template`, a state dict laid out as it shall be now; collective with a process group.
+    """Read a checkpoint into `template`, a state dict in the layout of this run; collective with a process group.
 
-    `template` may hold fewer top-level entries than the checkpoint (the model alone, for instance). Tensors are filled
-    in place, whatever layout they were saved in; numbers are replaced.
+    `template` may have fewer top-level entries than the checkpoint (for instance only the model). Tensors are filled in
+    place from any layout; numbers are replaced.
     """
     read_tensors(checkpoint, template)
     rank_state, notes = read_rank_state(checkpoint)
@@ -73,7 +73,7 @@ def entries(checkpoint: Checkpoint) -> set[str]:
 
 
 def read_rank_state(checkpoint: Checkpoint) -> tuple[Any, list[str]]:
-    """Return this rank's own state, or None and a note when the number of ranks has changed."""
+    """Return this rank's state, or None and a note where the number of ranks has changed."""
     then, now = checkpoint.manifest.world_size, group.world_size()
     if then != now:
         note = f"saved by {then} ranks and resumed by {now}: each rank's random state starts afresh"
@@ -82,7 +82,7 @@ def read_rank_state(checkpoint: Checkpoint) -> tuple[Any, list[str]]:
 
 
 def read_state_of(checkpoint: Checkpoint, rank: int) -> Any:
-    """Return what one of the ranks that saved a checkpoint kept for itself."""
+    """Return the state of one of the ranks that saved a checkpoint."""
     path = checkpoint.path / rank_file_name(rank)
     try:
         return from_plain(torch.load(path, map_location="cpu", weights_only=True))
@@ -91,9 +91,9 @@ def read_state_of(checkpoint: Checkpoint, rank: int) -> Any:
 
 
 def compare_model(manifest: Manifest, model: Mapping[str, tuple[Sequence[int], str | torch.dtype]]) -> None:
-    """Raise a CheckpointError that names the first parameter in which the checkpoint and the model differ.
+    """Raise a CheckpointError with the first parameter in which the checkpoint and the model differ.
 
-    `model` maps each canonical name to its global shape and dtype, in the model's own order.
+    `model` maps each canonical name to its global shape and dtype, in the model's order.
     """
     saved = manifest.tensors
     for name, (shape, dtype) in model.items():
@@ -123,7 +123,7 @@ def _other_names(
     other = "checkpoint" if where == "model" else "model"
     close = nearest(first, extra if where == "model" else missing)
     guess = f" (the {other} has {close})" if close else ""
-    counts = f"in all {len(missing)} of the model's {len(model)} are missing and {len(extra)} are unexpected"
+    counts = f"in total {len(missing)} of the model's {len(model)} are missing and {len(extra)} are unexpected"
     return CheckpointError(
         f"the checkpoint belongs to another model: {first} is in the {where} and not in the {other}{guess}; {counts}",
         hint="Build the model as it was when the checkpoint was saved, or set another checkpoint_dir.",

@@ -1,7 +1,7 @@
-"""torch.distributed.checkpoint on hashed files, read back without running code from them.
+"""torch.distributed.checkpoint on hashed files, which are loaded without running code from them.
 
-`torch.load(weights_only=True)` accepts tensors and plain containers. NumPy's arrays, which its random generator state
-consists of, are stored as tagged tensors.
+`torch.load(weights_only=True)` accepts tensors and plain containers. NumPy arrays, of which the state of its random
+generator consists, are stored as tagged tensors.
 """
 
 from __future__ import annotations
@@ -42,27 +42,27 @@ def to_plain(value: Any, where: str = "rank_state") -> Any:
     if type(value) in _PLAIN or isinstance(value, torch.Tensor):
         return value
     if isinstance(value, dict):
-        return {_plain_key(key, where): to_plain(item, f"{where}[{key!r}]") for key, item in value.items()}
+        for key in value:
+            if type(key) not in (bool, int, float, str) or key == _ARRAY:
+                raise CheckpointError(f"{where} has the key {key!r}; keys must be strings or numbers")
+        return {key: to_plain(item, f"{where}[{key!r}]") for key, item in value.items()}
     if type(value) in (list, tuple):
         return type(value)(to_plain(item, f"{where}[{index}]") for index, item in enumerate(value))
     return _from_numpy(value, where)
 
 
 def from_plain(value: Any) -> Any:
-    """Decode what `to_plain` made."""
+    """Decode what `to_plain` returned."""
     if isinstance(value, dict):
         if _ARRAY in value:
-            return _to_numpy(value)
+            import numpy as np
+
+            raw = value[_ARRAY].numpy().tobytes()
+            return np.frombuffer(raw, dtype=np.dtype(value["dtype"])).reshape(value["shape"]).copy()
         return {key: from_plain(item) for key, item in value.items()}
     if type(value) in (list, tuple):
         return type(value)(from_plain(item) for item in value)
     return value
-
-
-def _plain_key(key: Any, where: str) -> Any:
-    if type(key) not in (bool, int, float, str) or key == _ARRAY:
-        raise CheckpointError(f"{where} has the key {key!r}; keys must be strings or numbers")
-    return key
 
 
 def _from_numpy(value: Any, where: str) -> Any:
@@ -79,15 +79,8 @@ def _from_numpy(value: Any, where: str) -> Any:
     )
 
 
-def _to_numpy(value: dict[str, Any]) -> Any:
-    import numpy as np
-
-    raw = value[_ARRAY].numpy().tobytes()
-    return np.frombuffer(raw, dtype=np.dtype(value["dtype"])).reshape(value["shape"]).copy()
-
-
 class HashingFileSystem(FileSystem):
-    """A file system that keeps a record of every file written through it."""
+    """A file system that records size and hash of every file it writes."""
 
     def __init__(self) -> None:
         self.records: dict[str, FileRecord] = {}
@@ -95,7 +88,7 @@ class HashingFileSystem(FileSystem):
 
     @contextlib.contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
-        """Open a file; what is written is hashed and flushed to the disk."""
+        """Open a file; a written one is hashed and flushed to the disk."""
         if mode != "wb":
             with super().create_stream(path, mode) as stream:
                 yield stream
@@ -111,9 +104,9 @@ class HashingFileSystem(FileSystem):
 
 
 class ShardWriter(dcp.FileSystemWriter):
-    """Writes a rank's shards and its own state into a directory.
+    """Writes a rank's shards and its state into a directory.
 
-    One thread a rank: with more, torch loses the error of a thread that failed, and shards would be short unnoticed.
+    With one thread per rank: with more, torch loses the error of a failed thread, and shards would be incomplete.
     """
 
     def __init__(self, directory: Path, *, rank: int, rank_state: Any) -> None:
@@ -125,14 +118,17 @@ class ShardWriter(dcp.FileSystemWriter):
         self._rank_state = rank_state
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's files; an error is carried to every rank by torch and raised there."""
+        """Write this rank's files; torch raises an error on every rank."""
         needed = sum(item.tensor_storage_size() or 0 for item in plan.items)
         with self._explained(needed), without_crc32():
             own = self._directory / rank_file_name(self._this_rank)
             with self.files.create_stream(own, "wb") as stream:
                 torch.save(to_plain(self._rank_state), cast("IO[bytes]", stream))
-            # A rank whose every tensor is written by another would leave an empty file behind.
-            return super().write_data(plan, planner) if plan.items else _nothing_written()
+            if plan.items:
+                return super().write_data(plan, planner)
+            nothing: Future[list[WriteResult]] = torch.futures.Future()  # torch would write an empty file
+            nothing.set_result([])
+            return nothing
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write torch's index of the shards (on one rank)."""
@@ -153,7 +149,7 @@ class ShardWriter(dcp.FileSystemWriter):
 
 
 class ShardReader(dcp.FileSystemReader):
-    """Reads shards, and their index without letting it name anything but torch's own records."""
+    """Reads shards and their index, which may only contain torch's record types."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return the index of the shards."""
@@ -161,14 +157,14 @@ class ShardReader(dcp.FileSystemReader):
         try:
             with open_regular(path) as file:
                 metadata = _read_index(file)
-        except Exception as error:  # a stream can make any of the types it names raise anything
+        except Exception as error:  # a pickle stream can cause any exception
             raise CheckpointError(f"{path} cannot be read: {error}") from error
         storage_meta = metadata.storage_meta or StorageMeta()
         return dataclasses.replace(metadata, storage_meta=dataclasses.replace(storage_meta, load_id=self.load_id))
 
 
 class PlainSavePlanner(dcp.DefaultSavePlanner):
-    """Stores what is no tensor in a form that loads without running code."""
+    """Stores what is not a tensor in a form that loads without running code."""
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
         """Encode one leaf of the state dict."""
@@ -181,7 +177,7 @@ class PlainLoadPlanner(dcp.DefaultLoadPlanner):
     """Reads what `PlainSavePlanner` stored."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Decode one leaf that is no tensor and put it in its place."""
+        """Decode one leaf that is not a tensor, and put it into the state dict."""
         path = self.mappings[read_item.dest_index.fqn]
         holder: Any = self.original_state_dict
         for key in path[:-1]:
@@ -202,11 +198,11 @@ _RECORDS = {
         torch_metadata._MEM_FORMAT_ENCODING,
     )
 }
-"""The types of an index, by name. Every other name of their module (dataclass, os, torch) would run code."""
+"""The types of an index, by name; other names of their module (dataclass, os, torch) could run code."""
 
 
 class _IndexUnpickler(pickle.Unpickler):
-    """Knows the few types an index consists of and refuses every other name."""
+    """Loads only the types of an index."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module == torch_metadata.__name__ and name in _RECORDS:
@@ -226,7 +222,7 @@ _HELPERS: dict[tuple[str, str], Any] = {
 
 
 def _read_index(file: IO[bytes]) -> Metadata:
-    """Unpickle an index; a stream may set attributes on the classes it names, which is undone and refused."""
+    """Unpickle an index; a stream that sets attributes of classes is refused, and the attributes are restored."""
     classes = [value for value in (*_RECORDS.values(), *_HELPERS.values()) if isinstance(value, type)]
     before = [dict(vars(cls)) for cls in classes]
     try:
@@ -240,7 +236,7 @@ def _read_index(file: IO[bytes]) -> Metadata:
 
 
 def _put_back(cls: type, attributes: dict[str, Any]) -> bool:
-    """Give a class the attributes it had; say whether they differed."""
+    """Restore the attributes of a class; return whether they differed."""
     changed = {name for name in {*vars(cls), *attributes} if vars(cls).get(name) is not attributes.get(name)}
     for name in changed:
         if name in attributes:
@@ -251,10 +247,7 @@ def _put_back(cls: type, attributes: dict[str, Any]) -> bool:
 
 
 def first_cause(failure: CheckpointException) -> tuple[int, Exception]:
-    """Return the lowest failing rank and its error, the same on every rank.
-
-    torch gathers whatever is raised, Ctrl-C too; that one goes on as itself.
-    """
+    """Return the lowest failed rank and its error, equal on every rank; what is not an Exception (Ctrl-C) is raised."""
     rank, (cause, _) = min(failure.failures.items(), key=lambda item: item[0])
     if not isinstance(cause, Exception):
         raise cause
@@ -262,13 +255,13 @@ def first_cause(failure: CheckpointException) -> tuple[int, Exception]:
 
 
 def rank_file_name(rank: int) -> str:
-    """Return the name of the file that holds a rank's own state."""
+    """Return the name of the file with a rank's state."""
     return f"rank-{rank:05d}.pt"
 
 
 @contextlib.contextmanager
 def quiet_without_group() -> Iterator[None]:
-    """Silence torch's warning that there is no process group: one process is a normal case here."""
+    """Suppress torch's warning that there is no process group: one process is a normal case here."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         yield
@@ -276,16 +269,10 @@ def quiet_without_group() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_crc32() -> Iterator[None]:
-    """Spare torch the CRC-32 of each tensor, which costs more than the writing: our own hash covers the whole file."""
+    """Disable torch's CRC-32 of each tensor, which takes longer than writing: the file is hashed anyway."""
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:
         yield
     finally:
         torch.serialization.set_crc32_options(before)
-
-
-def _nothing_written() -> Future[list[WriteResult]]:
-    future: Future[list[WriteResult]] = torch.futures.Future()
-    future.set_result([])
-    return future

@@ -1,4 +1,4 @@
-"""Save a checkpoint: write aside, flush, hash, publish by one rename, then remove what is no longer wanted."""
+"""Save a checkpoint: write and hash the files, publish them by one rename, then remove old checkpoints."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def save(
     mesh: dict[str, Any] | None = None,
     config: dict[str, Any] | None = None,
 ) -> SavedCheckpoint:
-    """Save a snapshot under `directory` and return where it is; collective with a process group.
+    """Save a snapshot under `directory`; collective with a process group.
 
-    Whatever fails on any rank is raised on all of them, and the checkpoints that were there before are untouched.
+    An error on any rank is raised on all of them, and earlier checkpoints are unchanged.
     """
     started = time.monotonic()
     check_keep_last(keep_last)
@@ -55,12 +55,21 @@ def save(
         metadata, files = _write_shards(written, snapshot)
 
         def complete() -> Checkpoint:
+            # Later than all present ones, also where this machine's clock is behind theirs.
+            present = list_checkpoints(directory)
+            published_at = max([time.time(), *(one.manifest.published_at + _MOMENT_SECONDS for one in present)])
             manifest = Manifest(
-                **_contents(snapshot, metadata),
+                step=snapshot.step,
+                epoch=snapshot.epoch,
+                shared=snapshot.shared,
+                tensors=_model_tensors(metadata),
+                world_size=group.world_size(),
+                torch_version=torch.__version__,
+                phalanx_version=__version__,
                 files=files,
                 run_id=run_id,
                 lineage=lineage or [],
-                published_at=_time_after(list_checkpoints(directory)),
+                published_at=published_at,
                 mesh=mesh or {},
                 config=config or {},
             )
@@ -73,7 +82,7 @@ def save(
 
 
 def check_writable(directory: Path | str) -> None:
-    """Make sure before training that checkpoints can be written here: create the directory, and a file in it."""
+    """Check before training that checkpoints can be written: create the directory, and a file in it."""
     directory = Path(directory)
     probe = directory / f".probe-{os.getpid()}-{secrets.token_hex(3)}"
     try:
@@ -92,7 +101,7 @@ def check_writable(directory: Path | str) -> None:
 
 
 def _not_a_directory(directory: Path) -> CheckpointError:
-    culprit = next((place for place in (directory, *directory.parents) if place.exists()), directory)
+    culprit = next((path for path in (directory, *directory.parents) if path.exists()), directory)
     return CheckpointError(
         f"checkpoint_dir is {directory}, but {culprit} is a file",
         hint="Set checkpoint_dir to a directory; it is created when it does not exist.",
@@ -100,7 +109,7 @@ def _not_a_directory(directory: Path) -> CheckpointError:
 
 
 def _begin(directory: Path, step: int) -> Path:
-    """Create the directory to write into, after clearing what dead writers left there."""
+    """Create the directory to write into, after removing what failed saves left."""
     written = directory / writing_name(step)
     try:
         make_private(directory)
@@ -115,7 +124,7 @@ def _begin(directory: Path, step: int) -> Path:
 
 @contextlib.contextmanager
 def _removed_on_failure(written: Path) -> Iterator[None]:
-    """Remove the half-written directory when the save fails: no other rank writes on after that."""
+    """Remove the incomplete directory when the save fails: all ranks have stopped writing then."""
     try:
         yield
     except BaseException:
@@ -134,13 +143,16 @@ def _write_shards(written: Path, snapshot: Snapshot) -> tuple[Metadata, dict[str
                 snapshot.tensors, storage_writer=writer, planner=PlainSavePlanner(), no_dist=not group.has_peers()
             )
     except CheckpointException as failure:
-        raise _explain(failure) from failure
+        rank, cause = first_cause(failure)
+        if isinstance(cause, CheckpointError):
+            raise CheckpointError(cause.message, hint=cause.hint) from failure
+        raise CheckpointError(f"rank {rank} could not save: {type(cause).__name__}: {cause}") from failure
     parts = group.gather_to_zero(writer.files.records)
     return metadata, {name: record for part in parts for name, record in part.items()}
 
 
 def _require_shared(written: Path) -> None:
-    """Refuse a directory that some host does not see: its shards would never meet the others."""
+    """Raise for a directory that is not visible on every host."""
     missing = None if written.is_dir() else f"rank {group.rank()} on {socket.gethostname()}"
     blind = next((name for name in group.gather_to_all(missing) if name), None)
     if blind:
@@ -150,35 +162,8 @@ def _require_shared(written: Path) -> None:
         )
 
 
-def _explain(failure: CheckpointException) -> CheckpointError:
-    rank, cause = first_cause(failure)
-    if isinstance(cause, CheckpointError):
-        return CheckpointError(cause.message, hint=cause.hint)
-    return CheckpointError(f"rank {rank} could not save: {type(cause).__name__}: {cause}")
-
-
-def _contents(snapshot: Snapshot, metadata: Metadata) -> dict[str, Any]:
-    return {
-        "step": snapshot.step,
-        "epoch": snapshot.epoch,
-        "shared": snapshot.shared,
-        "tensors": _model_tensors(metadata),
-        "world_size": group.world_size(),
-        "torch_version": torch.__version__,
-        "phalanx_version": __version__,
-    }
-
-
-def _time_after(present: list[Checkpoint]) -> float:
-    """Return the time, or a moment after the newest checkpoint where this machine's clock is behind that one's."""
-    return max([time.time(), *(checkpoint.manifest.published_at + _MOMENT_SECONDS for checkpoint in present)])
-
-
 def _model_tensors(metadata: Metadata) -> dict[str, TensorInfo]:
-    """Describe what is under "model" by canonical name, over all ranks: torch's index has merged them.
-
-    A second model and those after it are under "model1" and so on, and keep that in their names.
-    """
+    """Return the tensors of all ranks under "model" by canonical name; names of other models begin with "model1."."""
     described: dict[str, TensorInfo] = {}
     for flat_name, entry in metadata.state_dict_metadata.items():
         if _OF_A_MODEL.match(flat_name) and isinstance(entry, TensorStorageMetadata):
@@ -188,7 +173,7 @@ def _model_tensors(metadata: Metadata) -> dict[str, TensorInfo]:
 
 
 def _publish(written: Path, manifest: Manifest) -> Path:
-    """Write the manifest, the last file of a checkpoint, and make it one."""
+    """Write the manifest, the last file of a checkpoint, and publish it."""
     text = dump_manifest(manifest).encode()
     try:
         with hashed_file(written / MANIFEST, {}) as file:

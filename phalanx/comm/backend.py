@@ -1,8 +1,7 @@
-"""Our collectives as a backend of torch.distributed: `init_process_group("phalanx")`.
+"""The backend "phalanx" of torch.distributed: `init_process_group("phalanx")`.
 
-Ranks of one machine meet in shared memory. What
-shared memory does not do (point-to-point messages, odd operations, ranks on several machines, a full /dev/shm) goes
-through a gloo group that every group of ours carries with it, so that whatever runs on gloo runs here.
+Ranks of one machine communicate in shared memory. Everything else (point-to-point messages, other operations, several
+machines, a full /dev/shm) uses a gloo group that belongs to each group, so that what runs on gloo runs here.
 """
 
 from __future__ import annotations
@@ -35,13 +34,12 @@ _OPERATIONS = {
     dist.ReduceOp.BXOR: "bxor",
 }
 
-
 _Base: Any = ProcessGroup
-"""torch's stubs of this class follow neither its versions nor what it lets Python override."""
+"""torch's stubs of this class do not match what Python may override."""
 
 
 class PhalanxGroup(_Base):  # type: ignore[misc]
-    """A process group of ours. Calls return when they are done: the work they hand back is finished."""
+    """A process group whose calls return when they are done, with a finished work."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
@@ -52,26 +50,27 @@ class PhalanxGroup(_Base):  # type: ignore[misc]
         self._undecided = True
 
     def getBackendName(self) -> str:
-        """Return the name under which this backend is registered."""
+        """Return the name of this backend."""
         return NAME
 
     def _path(self, tensor: torch.Tensor) -> SharedGroup | None:
-        """Return the shared memory that can carry a tensor; None: gloo must."""
+        """Return the shared memory where it can be used for a tensor; None: use gloo."""
         shared = self._memory()
         return shared if tensor.layout is torch.strided and tensor.device.type == "cpu" else None
 
     def _memory(self) -> SharedGroup | None:
         if self._undecided:  # at the first collective: a group that only sends and receives needs no pages
             self._undecided = False
-            tell = text_gatherer(self._collect_by_gloo, self.size())
-            self._shared = share_memory(tell, self.rank(), self.size(), timeout=self._timeout.total_seconds())
+
+            def all_gather(gathered: list[torch.Tensor], own: torch.Tensor) -> None:
+                self._gloo.allgather([gathered], [own], AllgatherOptions()).wait()
+
+            gather_text = text_gatherer(all_gather, self.size())
+            self._shared = share_memory(gather_text, self.rank(), self.size(), timeout=self._timeout.total_seconds())
         return self._shared
 
-    def _collect_by_gloo(self, heard: list[torch.Tensor], own: torch.Tensor) -> None:
-        self._gloo.allgather([heard], [own], AllgatherOptions()).wait()
-
     def _by_gloo(self, what: str) -> Any:
-        """Return gloo for what it must carry; first, in the pages, ranks that mean something else are named."""
+        """Return gloo for a collective, after checking in shared memory that all ranks call the same one."""
         shared = self._memory()
         if shared is not None:
             shared.announce(f"{what} (by gloo)")
@@ -93,7 +92,7 @@ class PhalanxGroup(_Base):  # type: ignore[misc]
         return self.allreduce(tensors, opts)
 
     def broadcast(self, tensors: list[torch.Tensor] | torch.Tensor, opts: Any = None) -> Any:
-        """Give all ranks what the root holds."""
+        """Copy the root's tensor to all ranks."""
         opts = opts or dist.BroadcastOptions()
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
         path = self._path(tensors[0])
@@ -159,7 +158,7 @@ class PhalanxGroup(_Base):  # type: ignore[misc]
     def all_to_all_single(
         self, output: torch.Tensor, tensor: torch.Tensor, outputs: list[int], inputs: list[int], opts: Any = None
     ) -> Any:
-        """Swap parts: the r-th goes to rank r."""
+        """Send the r-th part to rank r."""
         path = self._path(tensor)
         if path is None or outputs or inputs:  # parts of different sizes
             options = opts or dist.AllToAllOptions()
@@ -179,25 +178,25 @@ class PhalanxGroup(_Base):  # type: ignore[misc]
         return self._by_gloo(f"gather to {opts.rootRank} of {_described(inputs[0])}").gather(outputs, inputs, opts)
 
     def scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any = None) -> Any:
-        """Give each rank its tensor, from one of them."""
+        """Send each rank its tensor, from one of them."""
         opts = opts or dist.ScatterOptions()
         return self._by_gloo(f"scatter from {opts.rootRank} of {_described(outputs[0])}").scatter(outputs, inputs, opts)
 
     def barrier(self, opts: Any = None) -> Any:
         """Wait for all ranks."""
-        path = self._path(_NOTHING)
-        if path is None:
+        shared = self._memory()
+        if shared is None:
             return self._gloo.barrier(opts or dist.BarrierOptions())
-        path.barrier()
+        shared.barrier()
         return torch_compat.finished_work([])
 
     def shutdown(self) -> None:
-        """Let go of the shared memory."""
+        """Release the shared memory."""
         if self._shared is not None:
             self._shared.close()
             self._shared = None
 
-    # What torch before 2.13 calls the same.
+    # The names of these methods before torch 2.13.
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single
     alltoall_base = all_to_all_single
@@ -205,21 +204,18 @@ class PhalanxGroup(_Base):  # type: ignore[misc]
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
 
-_NOTHING = torch.empty(0)
-
-
 def _described(tensor: torch.Tensor) -> str:
     return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
 
 
 def _kind(opts: Any) -> Any:
-    """Return the plain operation of an options object; torch has it once wrapped and once bare."""
+    """Return the operation of an options object, which torch may wrap."""
     return getattr(opts.reduceOp, "op", opts.reduceOp)
 
 
 @functools.cache
 def _can(op: str, dtype: torch.dtype) -> bool:
-    """Whether our operations are defined for a dtype; for the rest gloo says what it thinks of it."""
+    """Whether an operation of Phalanx is defined for a dtype; otherwise gloo decides."""
     try:
         find_reduction(op, dtype)
     except UsageError:

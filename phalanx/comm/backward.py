@@ -1,4 +1,4 @@
-"""Hooks on a backward pass: told of each gradient as autograd has it, and of the pass's end. Reducers build on them."""
+"""Hooks on a backward pass, called for each gradient when it is ready and at the end; the base of the reducers."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class BackwardHooks(ABC):
     """Takes the gradients of some parameters during each backward pass, and finishes when it ends."""
 
     _takes_every_pass = False
-    """Whether gradients are taken between the micro-batches of a step too, where they are not averaged yet."""
+    """Whether gradients are also taken in the micro-batches of a step that do not average."""
 
     def __init__(self, named_parameters: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
         self.sync = True
-        """Whether a backward pass ends with averaged gradients; between the micro-batches of a step it does not."""
+        """Whether the gradients are averaged at the end of a backward pass: false until a step's last micro-batch."""
         self._names = [name for name, _ in named_parameters]
         self._parameters = [parameter for _, parameter in named_parameters]
         self._pass: int | None = None
@@ -46,14 +46,14 @@ class BackwardHooks(ABC):
             handle.remove()
 
     def _begin(self) -> None:
-        """At the first gradient of a backward pass: have its end told to us."""
-        if self._pass is not None:  # a pass is under way still, or broke off by an error that somebody caught
+        """Register `_finish` at the first gradient of a backward pass."""
+        if self._pass is not None:  # a pass is still running, or was ended by an error that user code caught
             if is_nested():
                 raise _reentrant("began before the pass around it had ended")
             if self._forget_pass():
                 raise CommunicationError(
                     "the backward pass before this one broke off after some of its gradients were sent",
-                    hint="Ranks are out of step. Let the error end the run, and go on from a checkpoint.",
+                    hint="The ranks no longer agree. Let the error end the run, and resume from a checkpoint.",
                 )
         self._pass = torch_compat.backward_pass_id()
         torch_compat.call_after_backward(self._finish)
@@ -64,14 +64,14 @@ class BackwardHooks(ABC):
 
     @abstractmethod
     def _forget_pass(self) -> bool:
-        """Drop what a pass that broke off has left; return whether some of it was sent."""
+        """Drop the state of an interrupted pass; return whether some of its gradients were sent."""
 
     @abstractmethod
     def _finish(self) -> None:
-        """Do what is left to do when a backward pass ends."""
+        """Complete a backward pass."""
 
     def _check_dense(self, number: int, gradient: torch.Tensor) -> None:
-        """Refuse gradients that cannot be averaged in place."""
+        """Raise for gradients that cannot be averaged in place."""
         if gradient.requires_grad:
             raise ModelError(
                 "backward(create_graph=True) keeps the graph of gradients, which averaging would cut",
@@ -90,7 +90,7 @@ class BackwardHooks(ABC):
         )
 
     def _unused(self, numbers: Sequence[int], where: str) -> PhalanxError:
-        """Return the error for parameters without a gradient; a pass within another has only its own part of them."""
+        """Return the error for parameters without a gradient; a nested pass has only some of them."""
         names = [self._names[number] for number in numbers]
         if is_nested():
             return _reentrant(f"ended without {len(names)} of {len(self._names)} gradients, such as {names[0]}'s")

@@ -1,4 +1,4 @@
-"""Gradient buckets: which parameters travel together, and their flat memory."""
+"""Gradient buckets: which gradients are averaged together, and their flat memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Bucket:
-    """One run of gradients: the flat memory, and each gradient as a view of it, under its parameter's name."""
+    """Flat memory of some gradients, and each gradient as a view of it, with its parameter's name."""
 
     index: int
     flat: torch.Tensor
@@ -26,7 +26,7 @@ class Bucket:
 
 
 FIRST_BYTES = 1 << 20
-"""The first bucket is small: the sooner something travels, the more of it is hidden behind the backward pass."""
+"""The first bucket is small: the earlier communication starts, the more of it overlaps with the backward pass."""
 
 
 @dataclass
@@ -44,10 +44,7 @@ class BucketPlan:
 
 
 def plan_buckets(gradients: Iterable[tuple[int, int, torch.dtype]], cap_bytes: float) -> list[BucketPlan]:
-    """Fill buckets up to `cap_bytes` with gradients (number, elements, dtype) in the order in which they come.
-
-    A gradient larger than the cap has a bucket of its own. Dtypes do not mix; a bucket's place is that of its end.
-    """
+    """Fill buckets up to `cap_bytes` with gradients (number, elements, dtype) in the given order, by dtype."""
     full: list[BucketPlan] = []
     filling: dict[torch.dtype, BucketPlan] = {}
     for number, numel, dtype in gradients:

@@ -1,4 +1,4 @@
-"""A background thread that runs communication in the order in which it was submitted."""
+"""A background thread for communication."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch
 
 
 class CommThread:
-    """Runs what it is given, one after the other, in a thread of its own."""
+    """Runs jobs in a background thread, in the order in which they were submitted."""
 
-    def __init__(self, name: str = "phalanx-courier", device: torch.device | None = None) -> None:
+    def __init__(self, name: str, device: torch.device | None = None) -> None:
         on_gpu = device is not None and device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
         self.busy_s = 0.0
@@ -25,7 +25,7 @@ class CommThread:
         self._thread: threading.Thread | None = None
 
     def submit(self, job: Callable[[], Any]) -> torch.futures.Future[Any]:
-        """Hand over a job; its result, or its error, arrives in the future."""
+        """Add a job; the future gets its result or its error."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
             self._thread.start()
@@ -38,14 +38,14 @@ class CommThread:
         computed = torch.cuda.current_stream(stream.device).record_event()
 
         def run() -> Any:
-            with torch.cuda.device(stream.device), torch.cuda.stream(stream):  # a thread begins with device 0
+            with torch.cuda.device(stream.device), torch.cuda.stream(stream):  # a thread starts with device 0
                 computed.wait(stream)
                 return job()
 
         return run
 
     def run(self, job: Callable[[], Any]) -> Any:
-        """Do a job here and now, in the caller's thread: all of its time is waited for."""
+        """Run a job in the caller's thread; all of its time counts as waiting."""
         begin = time.perf_counter()
         try:
             return job()
@@ -55,7 +55,7 @@ class CommThread:
             self.waited_s += seconds
 
     def drain(self) -> None:
-        """Wait until everything handed over is done; raise the first error. A GPU waits, not its host."""
+        """Wait until all jobs are done; raise the first error. On a GPU only its stream waits, not the host."""
         if not self._open:
             return
         begin = time.perf_counter()
@@ -69,10 +69,7 @@ class CommThread:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
     def close(self) -> None:
-        """End the thread, after what it has in hand.
-
-        That is waited for only where nothing is: after an error a job may wait for ranks that are gone.
-        """
+        """End the thread; wait for it only if no job is pending, as a job may wait for ranks that have failed."""
         if self._thread is not None:
             self._jobs.put(None)
             if all(future.done() for future in self._open):

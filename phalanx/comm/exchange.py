@@ -1,8 +1,7 @@
 """The collectives that gradient synchronisation and compression need, as one interface (`Exchange`).
 
-`TorchExchange` is torch's process group; `ThrottledExchange` emulates a slow link: it sleeps for as long as its bytes
-would take at a given rate, for machines where the kernel cannot shape traffic (`phalanx bench compression` says which
-of the two it used).
+`TorchExchange` uses torch's process group, `ChannelExchange` the collectives of Phalanx with the algorithm chosen from
+the topology. `ThrottledExchange` emulates a slow link for benchmarks where the kernel cannot shape traffic.
 """
 
 from __future__ import annotations
@@ -15,21 +14,36 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 renamed it
+from phalanx import torch_compat
+from phalanx.comm.collectives import direct, fixed_order, hierarchical, ring
+from phalanx.comm.collectives.channel import P2PChannel
+from phalanx.comm.collectives.topology import (
+    RankLocation,
+    find_locations,
+    hosts,
+    measure_links,
+    near_groups,
+    ring_order,
+    with_switches,
+)
+
+_MEASURABLE = 16
+"""Up to so many hosts all links between them are measured at the start; for more it would take too long."""
+_PROBE_BYTES = 256 << 10
 
 
 class Exchange(Protocol):
-    """A group of ranks that can add up, collect and swap tensors. Every call is made by all ranks, in one order."""
+    """Collectives of a group of ranks. Every call is made by all ranks, in the same order."""
 
     rank: int
     size: int
 
     @property
     def sent_bytes(self) -> int:
-        """What this rank has sent so far, by the algorithm's own count."""
+        """Bytes that this rank has sent, as the algorithm counts them."""
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> None:
-        """Add up a tensor over the ranks, in place, or combine it by another operation (mean, max)."""
+        """Combine a tensor over the ranks in place, by sum, mean or max."""
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the tensors of all ranks, stacked by rank; all have one shape."""
@@ -38,11 +52,11 @@ class Exchange(Protocol):
         """Send row r to rank r; return the rows that were sent here, by rank."""
 
     def close(self) -> None:
-        """Let go of what it holds; nothing is said to other ranks, which may be gone."""
+        """Release memory, without communication: other ranks may have failed."""
 
 
 class TorchExchange:
-    """An `Exchange` over a process group of torch.distributed: gloo, nccl, or ours."""
+    """An `Exchange` over a process group of torch.distributed: gloo, nccl or phalanx."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.group = group
@@ -61,7 +75,7 @@ class TorchExchange:
         """Return the tensors of all ranks, stacked by rank."""
         self.sent_bytes += (self.size - 1) * tensor.nbytes
         gathered = tensor.new_empty((self.size, *tensor.shape))
-        _gather_flat(gathered.view(-1), tensor.reshape(-1), group=self.group)
+        torch_compat.all_gather_flat(gathered.view(-1), tensor.reshape(-1), group=self.group)
         return gathered
 
     def all_to_all(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -72,34 +86,95 @@ class TorchExchange:
         return received
 
     def close(self) -> None:
-        """Leave the group as it is: torch keeps it until the ranks leave each other."""
+        """Do nothing: torch keeps the group."""
+
+
+class ChannelExchange:
+    """An `Exchange` over P2PChannel: hierarchical with several ranks per host, else a ring of near neighbours.
+
+    `in_fixed_order`: always in the order of `fixed_order`.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None, *, in_fixed_order: bool = False) -> None:
+        self._channel = P2PChannel(group)
+        self.rank, self.size = self._channel.rank, self._channel.size
+        self._in_fixed_order = in_fixed_order
+        locations = _locations(self._channel)
+        self._hosts = hosts(locations)
+        self._ring = self._channel.subgroup(ring_order(locations))
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes of data that this rank has sent."""
+        return self._channel.sent_bytes
+
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> None:
+        """Combine a tensor over the ranks, in place."""
+        if op == "mean" and tensor.dtype == torch.float16:  # a sum would overflow where the mean does not
+            tensor.mul_(1.0 / self.size)
+            op = "sum"
+        if self._in_fixed_order:
+            fixed_order.all_reduce(tensor, self._channel, op)
+        elif 1 < len(self._hosts) < self.size:
+            hierarchical.all_reduce(tensor, self._channel, op, groups=self._hosts)
+        else:
+            ring.all_reduce(tensor, self._ring, op)
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the tensors of all ranks, stacked by rank."""
+        return ring.all_gather(tensor, self._channel)
+
+    def all_to_all(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Send row r to rank r; return the rows that were sent here."""
+        return direct.all_to_all(tensor, self._channel)
+
+    def close(self) -> None:
+        """Do nothing: torch keeps the group."""
+
+
+def _locations(channel: P2PChannel) -> list[RankLocation]:
+    """Return the locations of the ranks; measure which hosts are near each other where no switch is known."""
+    locations = find_locations(channel)
+    groups = hosts(locations)
+    if not 2 < len(groups) <= _MEASURABLE or any(location.switch for location in locations):
+        return locations
+    leaders = [group[0] for group in groups]
+    own = torch.tensor([-1])
+    if channel.rank in leaders:
+        found = near_groups(measure_links(channel.subgroup(leaders), nbytes=_PROBE_BYTES, rounds=3))
+        own[0] = next(number for number, near in enumerate(found) if leaders.index(channel.rank) in near)
+    cluster_of = ring.all_gather(own.to(channel.device), channel).flatten().tolist()
+    clusters: dict[int, list[int]] = {}
+    for group in groups:
+        clusters.setdefault(cluster_of[group[0]], []).extend(group)
+    return with_switches(locations, list(clusters.values()))
 
 
 class Alone:
-    """An `Exchange` of one rank: everything is there already."""
+    """An `Exchange` of one rank."""
 
     rank, size, sent_bytes = 0, 1, 0
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> None:
-        """Leave the tensor as it is."""
+        """Do nothing."""
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the tensor as the only row."""
         return tensor.unsqueeze(0)
 
     def all_to_all(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor: its one row is for this rank."""
+        """Return the tensor."""
         return tensor
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing."""
 
 
 _emulated: float | None = None
 
 
 class ThrottledExchange:
-    """An exchange whose every call takes at least as long as its bytes on a link of `bytes_per_second`."""
+    """An exchange whose calls take at least as long as their bytes on a link of `bytes_per_second`."""
 
     def __init__(self, inner: Exchange, bytes_per_second: float) -> None:
         self._inner = inner
@@ -124,7 +199,7 @@ class ThrottledExchange:
             return self._inner.all_to_all(tensor)
 
     def close(self) -> None:
-        """Let go of what the real exchange holds."""
+        """Close the real exchange."""
         self._inner.close()
 
     @contextmanager
@@ -138,7 +213,7 @@ class ThrottledExchange:
 
 @contextmanager
 def emulated_link(bytes_per_second: float) -> Iterator[None]:
-    """Have every exchange that is opened meanwhile, in this process, run at a rate."""
+    """Limit the rate of every exchange that this process opens in the meantime."""
     global _emulated
     before, _emulated = _emulated, bytes_per_second
     try:
@@ -148,7 +223,7 @@ def emulated_link(bytes_per_second: float) -> Iterator[None]:
 
 
 def is_emulated() -> bool:
-    """Whether exchanges are opened at a rate of ours."""
+    """Whether exchanges are opened with a limited rate."""
     return _emulated is not None
 
 

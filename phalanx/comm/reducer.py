@@ -1,17 +1,13 @@
-"""Gradients averaged while backward goes on: a DDP of our own, on hooks.
+"""Gradients averaged during the backward pass, like torch's DDP but on the collectives of Phalanx.
 
-Autograd tells us of each gradient as it is done, the last layer's first. They are gathered into buckets; as soon as a
-bucket is full, and all buckets before it are on their way, it goes to the courier, which averages it over the ranks
-while backward computes the rest. The last bucket has nothing left to hide behind: the rank takes it itself.
+Gradients are gathered into buckets, the last layer's first. When a bucket is full, and all buckets before it have been
+submitted, the communication thread averages it over the ranks while backward computes the rest; the rank itself
+averages the last one. Gradients are views of the buckets, which lie in shared memory where ranks share it: nothing is
+copied to send it or back.
 
-Parameters' gradients are views of the buckets: nothing is copied back, and where ranks share memory the buckets lie in
-it, so that nothing is copied to send it either.
-
-Gradients whose sum has the same bits at 1, 2, 4 and 8 ranks: the reducer in the order of `fixed_order`.
-
-Every micro-batch's gradients are taken out when its backward pass ends, added up by the tree, and averaged over the
-ranks by the same tree. Nothing travels before the last micro-batch is there: this is for proofs and for ranks that
-come and go, not for speed."""
+`FixedOrderReducer` gives the same bits at 1, 2, 4 and 8 ranks: it adds up the micro-batches, and then the ranks, by the
+tree of `fixed_order`. It sends nothing before the last micro-batch, so it is not for speed.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +19,7 @@ import torch
 
 from phalanx import torch_compat
 from phalanx.comm.backward import BackwardHooks
-from phalanx.comm.buckets import Bucket, BucketPlan, plan_buckets
+from phalanx.comm.buckets import Bucket, plan_buckets
 from phalanx.comm.collectives.fixed_order import TreeAccumulator, check_ranks
 from phalanx.comm.comm_thread import CommThread
 from phalanx.comm.compress import Compressor
@@ -47,22 +43,22 @@ class GradientReducer(BackwardHooks):
         allow_unused: bool = False,
     ) -> None:
         super().__init__(named_parameters)
-        self.courier = CommThread("phalanx-ring", memory.device)
+        self.comm_thread = CommThread("phalanx-ring", memory.device)
         self._exchange, self._compressor = exchange, compressor
         self._cap = cap_bytes
         self._allow_unused = allow_unused
-        # What a compressor keeps back depends on what shares a bucket: with one, buckets stay as they are.
+        # The residuals of a compressor depend on the layout of the buckets: with one, the layout stays as it is.
         self._arrivals: list[int] | None = [] if compressor.name == "none" else None
         self._passes = 0
-        self._memory = memory  # in one piece: whether there is room for it is known before the first step
+        self._memory = memory  # one block: a lack of memory is found before the first step
         # The layers that forward uses last come first in backward.
         self._build(range(len(self._parameters) - 1, -1, -1))
 
     def close(self) -> None:
-        """Take the hooks off, and give the parameters gradients of their own."""
+        """Remove the hooks, and copy the gradients out of the buckets."""
         self._remove_hooks()
         self._detach_gradients()
-        self.courier.close()
+        self.comm_thread.close()
 
     def _detach_gradients(self) -> None:
         for parameter in self._parameters:
@@ -70,7 +66,7 @@ class GradientReducer(BackwardHooks):
                 parameter.grad = parameter.grad.clone()
 
     def _build(self, order: Sequence[int]) -> None:
-        """Lay the gradients into buckets, in the order in which they are expected."""
+        """Lay the gradients out in buckets, in the order in which they are expected."""
         plans = plan_buckets([(n, self._parameters[n].numel(), self._parameters[n].dtype) for n in order], self._cap)
         self._order = list(order)
         self._buckets: list[Bucket] = []
@@ -79,15 +75,13 @@ class GradientReducer(BackwardHooks):
         begin = 0
         for index, plan in enumerate(plans):
             flat = self._memory[begin : begin + plan.nbytes].view(plan.dtype)
-            self._buckets.append(Bucket(index, flat, *self._cut(flat, plan)))
+            members = [self._parameters[number] for number in plan.members]
+            pieces = torch.split_with_sizes(flat, [member.numel() for member in members])
+            parts = tuple(_in_the_layout_of(member, piece) for piece, member in zip(pieces, members, strict=True))
+            names = tuple(self._names[number] for number in plan.members)
+            self._buckets.append(Bucket(index, flat, names, parts))
             begin += _aligned(plan.nbytes)
         self._reset()
-
-    def _cut(self, flat: torch.Tensor, plan: BucketPlan) -> tuple[tuple[str, ...], tuple[torch.Tensor, ...]]:
-        members = [self._parameters[number] for number in plan.members]
-        pieces = torch.split_with_sizes(flat, [member.numel() for member in members])
-        parts = tuple(_in_the_layout_of(member, piece) for piece, member in zip(pieces, members, strict=True))
-        return tuple(self._names[number] for number in plan.members), parts
 
     def _reset(self) -> None:
         self._pass = None
@@ -105,14 +99,14 @@ class GradientReducer(BackwardHooks):
             self._arrivals.append(number)
         self._here[number] = True
         self._missing[index] -= 1
-        # Every rank sends its buckets in one order, whatever the order in which they are full.
+        # Every rank sends its buckets in the same order, not in the order in which they become full.
         while self._next < len(self._missing) - 1 and self._missing[self._next] == 0:
             self._send(self._next)
             self._next += 1
 
     def _send(self, index: int) -> None:
         bucket = self._fill(index)
-        self.courier.submit(functools.partial(self._compressor.reduce, bucket, self._exchange))
+        self.comm_thread.submit(functools.partial(self._compressor.reduce, bucket, self._exchange))
 
     def _begin(self) -> None:
         super()._begin()
@@ -126,7 +120,7 @@ class GradientReducer(BackwardHooks):
         return sent > 0
 
     def _fill(self, index: int) -> Bucket:
-        """Move the gradients of a bucket into it, where they stay."""
+        """Move gradients into their bucket, and make them views of it."""
         bucket = self._buckets[index]
         parts, gradients = [], []
         for number, part in zip(self._members[index], bucket.parts, strict=True):
@@ -143,25 +137,25 @@ class GradientReducer(BackwardHooks):
         return bucket
 
     def _finish(self) -> None:
-        """At the end of a backward pass: send what is left, and wait for all."""
+        """Send the remaining buckets, and wait for all."""
         try:
             self._finish_pass()
         finally:
             self._reset()
 
     def _finish_pass(self) -> None:
-        # One that only an earlier micro-batch of this step used has a gradient all the same.
+        # A parameter that only an earlier micro-batch of this step used has a gradient too.
         self._here = [parameter.grad is not None for parameter in self._parameters]
         self._check_use()
         for index in range(self._next, len(self._buckets) - 1):
             self._send(index)
         last = self._fill(len(self._buckets) - 1)
-        self.courier.drain()
-        self.courier.run(functools.partial(self._compressor.reduce, last, self._exchange))
+        self.comm_thread.drain()
+        self.comm_thread.run(functools.partial(self._compressor.reduce, last, self._exchange))
         if self._allow_unused:
             self._mark_unused()
         if self._arrivals is not None:
-            self._follow_use(self._arrivals)
+            self._reorder(self._arrivals)
 
     def _check_use(self) -> None:
         unused = [number for number, here in enumerate(self._here) if not here]
@@ -169,7 +163,7 @@ class GradientReducer(BackwardHooks):
             raise self._unused(unused, f"on rank {self._exchange.rank}, in backward pass {self._passes}")
 
     def _mark_unused(self) -> None:
-        """A parameter that some rank used gets the average; one that no rank used keeps no gradient."""
+        """Give parameters that another rank used the average, and those that no rank used no gradient."""
         used = torch.tensor(self._here, dtype=torch.uint8, device=self._memory.device)
         self._exchange.all_reduce(used, "max")
         anywhere = used.tolist()
@@ -179,10 +173,10 @@ class GradientReducer(BackwardHooks):
                 part = self._buckets[index].parts[self._members[index].index(number)]
                 parameter.grad = part if anywhere[number] else None
 
-    def _follow_use(self, arrivals: list[int]) -> None:
-        """After the first pass, lay the buckets out in the order in which rank 0's gradients came."""
-        came = set(arrivals)
-        missing = [number for number in self._order if number not in came]
+    def _reorder(self, arrivals: list[int]) -> None:
+        """After the first pass, lay the buckets out in the order in which rank 0's gradients arrived."""
+        arrived = set(arrivals)
+        missing = [number for number in self._order if number not in arrived]
         seen = torch.tensor([*arrivals, *missing], device=self._memory.device)
         order = self._exchange.all_gather(seen)[0].tolist()
         self._arrivals = None
@@ -192,12 +186,12 @@ class GradientReducer(BackwardHooks):
 
 
 def bytes_for(parameters: Iterable[torch.nn.Parameter]) -> int:
-    """Return how much memory the buckets of some parameters need, however they are laid out."""
+    """Return how much memory the buckets of some parameters need in any layout."""
     return sum(_aligned(parameter.nbytes) for parameter in parameters)
 
 
 def _in_the_layout_of(parameter: torch.nn.Parameter, piece: torch.Tensor) -> torch.Tensor:
-    """Return a flat piece as a gradient that lies in memory as its parameter does (channels_last, transposed)."""
+    """Return a flat piece as a gradient with the memory layout of its parameter (channels_last, transposed)."""
     if torch.empty_like(parameter).stride() == parameter.stride():  # dense: its elements fill the piece, in some order
         return piece.as_strided(parameter.shape, parameter.stride())
     return piece.view(parameter.shape)
@@ -208,7 +202,7 @@ def _aligned(nbytes: int) -> int:
 
 
 class FixedOrderReducer(GradientReducer):
-    """Averages gradients at the end of a step of `micro_batches` backward passes, always in one order."""
+    """Averages gradients at the end of a step of `micro_batches` backward passes, in the order of `fixed_order`."""
 
     _takes_every_pass = True
 
@@ -227,7 +221,7 @@ class FixedOrderReducer(GradientReducer):
         self._used = [False] * len(self._parameters)
 
     def _forget_pass(self) -> bool:
-        for parameter in self._parameters:  # what that pass left belongs to nobody
+        for parameter in self._parameters:
             parameter.grad = None
         return super()._forget_pass()
 
@@ -239,21 +233,19 @@ class FixedOrderReducer(GradientReducer):
             self._check_use()
         self._used = [used or here for used, here in zip(self._used, self._here, strict=True)]
         self._accumulator.feed([self._taken(parameter) for parameter in self._parameters])
-        if self.sync:
-            self._average()
-
-    def _average(self) -> None:
+        if not self.sync:
+            return
         for parameter, total in zip(self._parameters, self._accumulator.take(), strict=True):
             parameter.grad = total
         for index in range(len(self._buckets)):
             self._send(index)
-        self.courier.drain()
+        self.comm_thread.drain()
         self._here, self._used = self._used, [False] * len(self._used)
         if self._allow_unused:
             self._mark_unused()
 
     def _taken(self, parameter: torch.nn.Parameter) -> torch.Tensor:
-        """Take a micro-batch's gradient away from its parameter; the next one begins from nothing."""
+        """Remove a micro-batch's gradient from its parameter and return it."""
         gradient, parameter.grad = parameter.grad, None
         if gradient is None:
             return torch.zeros_like(parameter)

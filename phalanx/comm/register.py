@@ -1,7 +1,7 @@
-"""Makes the name "phalanx" known to torch.distributed, at no cost until it is used.
+"""Registers the backend "phalanx" with torch.distributed, at no cost until it is used.
 
-torch calls `register` by itself when it is imported and Phalanx is installed (entry point "torch.backends"), so that
-`init_process_group("phalanx")` works in a script that imports nothing of ours.
+torch calls `register` when it is imported and Phalanx is installed (entry point "torch.backends"), so that
+`init_process_group("phalanx")` works in a script that does not import Phalanx.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ NAME = "phalanx"
 
 
 def register() -> None:
-    """Register the backend, unless it is."""
+    """Register the backend, unless it is registered already."""
     import torch.distributed as dist
 
     if dist.is_available() and NAME not in dist.Backend.backend_list:

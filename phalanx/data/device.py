@@ -1,4 +1,4 @@
-"""Moving batches to the device: any nesting, and on CUDA one batch ahead of the computation."""
+"""Moving batches of any nesting to the device, on CUDA one batch ahead of the computation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 _SMALL_BYTES = 64 << 10
-"""Up to here CUDA stages a copy from pageable memory itself, and returns without waiting for the device."""
+"""Up to this size CUDA stages a copy from pageable memory itself, and returns without waiting for the device."""
 
 
 def map_batch(batch: Any, function: Callable[[Any], Any], is_leaf: Callable[[Any], bool]) -> Any:
@@ -27,26 +27,35 @@ def map_batch(batch: Any, function: Callable[[Any], Any], is_leaf: Callable[[Any
         return type(batch)(*(map_batch(part, function, is_leaf) for part in batch))
     if isinstance(batch, (list, tuple)):
         return type(batch)([map_batch(part, function, is_leaf) for part in batch])
+    if type(batch) is dict:
+        return {key: map_batch(value, function, is_leaf) for key, value in batch.items()}
     if isinstance(batch, Mapping):
-        return _map_mapping(batch, function, is_leaf)
+        mapping: Any = copy.copy(batch)
+        for key, value in batch.items():
+            mapping[key] = map_batch(value, function, is_leaf)
+        return mapping
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        return _map_dataclass(batch, function, is_leaf)
+        moved = copy.copy(batch)
+        for field in dataclasses.fields(batch):
+            # object.__setattr__ reaches frozen dataclasses and fields that __init__ does not take.
+            object.__setattr__(moved, field.name, map_batch(getattr(batch, field.name), function, is_leaf))
+        return moved
     return batch
 
 
 def to_device(batch: Any, device: torch.device | str, *, non_blocking: bool = False) -> Any:
-    """Return `batch` on `device`; objects with a `.to` of their own (BatchEncoding, graphs) move themselves."""
+    """Return `batch` on `device`; objects with a method `to` (BatchEncoding, graphs) move themselves."""
 
     def move(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor) or _takes_non_blocking(type(leaf).to):
             return leaf.to(device, non_blocking=non_blocking)
         return leaf.to(device)
 
-    return map_batch(batch, move, _can_move)
+    return map_batch(batch, move, lambda part: isinstance(part, torch.Tensor) or callable(getattr(part, "to", None)))
 
 
 def pin(batch: Any) -> Any:
-    """Return `batch` in page-locked memory, from where a copy to the accelerator runs beside the computation."""
+    """Return `batch` in page-locked memory, from which copies to the accelerator overlap with computation."""
 
     def pinned(leaf: Any) -> Any:
         return leaf if isinstance(leaf, torch.Tensor) and leaf.device.type != "cpu" else leaf.pin_memory()
@@ -55,13 +64,14 @@ def pin(batch: Any) -> Any:
 
 
 def batch_length(batch: Any) -> int:
-    """Return how many samples a ready-made batch holds: the size of dimension 0 of its first tensor."""
+    """Return how many samples a ready-made batch has: the size of dimension 0 of its first tensor."""
     if isinstance(batch, torch.Tensor):
         return batch.shape[0] if batch.ndim else 1
     if isinstance(batch, Mapping):
         return batch_length(next(iter(batch.values()))) if batch else 0
     if isinstance(batch, (list, tuple)) and batch:
-        return len(batch) if not _holds_tensors(batch[0]) else batch_length(batch[0])
+        nested = isinstance(batch[0], (torch.Tensor, Mapping, list, tuple)) or hasattr(batch[0], "shape")
+        return batch_length(batch[0]) if nested else len(batch)
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         return batch_length(getattr(batch, dataclasses.fields(batch)[0].name))
     shape = getattr(batch, "shape", None)
@@ -73,7 +83,7 @@ def batch_length(batch: Any) -> int:
 def staged(
     pairs: Iterator[tuple[MicroInfo, Any]], device: torch.device, *, pin_first: bool
 ) -> Iterator[tuple[MicroInfo, Any]]:
-    """Put each batch on `device`: on CUDA one batch ahead, large ones by a side stream; on the CPU at no cost."""
+    """Move each batch to `device`: on CUDA one batch ahead, large ones in a side stream; on the CPU at no cost."""
     if device.type == "cpu":
         return pairs
     if device.type == "cuda":
@@ -106,10 +116,7 @@ def _one_ahead(
 
 
 def _is_small(batch: Any) -> bool:
-    """Whether a batch of plain tensors is so small that the driver takes it at once.
-
-    Then pinning it and a second stream cost more than the copy, which needs no pinned memory to go on by itself.
-    """
+    """Whether a batch of plain tensors is so small that pinning it and a second stream cost more than the copy."""
     parts = batch if isinstance(batch, (list, tuple)) else batch.values() if type(batch) is dict else (batch,)
     total = 0
     for part in parts:
@@ -120,7 +127,7 @@ def _is_small(batch: Any) -> bool:
 
 
 def _hand_over(batch: Any, side: torch.cuda.Stream, device: torch.device) -> None:
-    """Make the computing stream wait for the copy, and keep the memory until the computation is done with it."""
+    """Make the computing stream wait for the copy, and keep the memory until the computation is done."""
     current = torch.cuda.current_stream(device)
     current.wait_stream(side)
 
@@ -132,32 +139,7 @@ def _hand_over(batch: Any, side: torch.cuda.Stream, device: torch.device) -> Non
     map_batch(batch, record, lambda part: callable(getattr(part, "record_stream", None)))
 
 
-def _can_move(part: Any) -> bool:
-    return isinstance(part, torch.Tensor) or callable(getattr(part, "to", None))
-
-
 @lru_cache(maxsize=64)
 def _takes_non_blocking(move: Callable[..., Any]) -> bool:
     parameters = inspect.signature(move).parameters.values()
     return any(each.name == "non_blocking" or each.kind is each.VAR_KEYWORD for each in parameters)
-
-
-def _holds_tensors(part: Any) -> bool:
-    return isinstance(part, (torch.Tensor, Mapping, list, tuple)) or hasattr(part, "shape")
-
-
-def _map_mapping(batch: Any, function: Callable[[Any], Any], is_leaf: Callable[[Any], bool]) -> Any:
-    if type(batch) is dict:
-        return {key: map_batch(value, function, is_leaf) for key, value in batch.items()}
-    moved = copy.copy(batch)
-    for key, value in batch.items():
-        moved[key] = map_batch(value, function, is_leaf)
-    return moved
-
-
-def _map_dataclass(batch: Any, function: Callable[[Any], Any], is_leaf: Callable[[Any], bool]) -> Any:
-    moved = copy.copy(batch)
-    for field in dataclasses.fields(batch):
-        # object.__setattr__ reaches frozen dataclasses and fields that __init__ does not take.
-        object.__setattr__(moved, field.name, map_batch(getattr(batch, field.name), function, is_leaf))
-    return moved

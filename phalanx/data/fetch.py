@@ -22,14 +22,14 @@ from phalanx.data.rng import derive_seed, rng_scope, seed_process
 
 
 class GatherDataset(Dataset[tuple[torch.Tensor, ...]], ABC):
-    """A deterministic data set that writes `gather` only: single samples follow from it, so the two cannot disagree."""
+    """A deterministic data set that implements `gather` only; single samples are computed by it."""
 
     @abstractmethod
     def __len__(self) -> int: ...
 
     @abstractmethod
     def gather(self, index: torch.Tensor) -> list[torch.Tensor]:
-        """Return the batch of the samples at `index` (1-D, int64): one tensor a field, samples along dimension 0."""
+        """Return the batch of the samples at `index` (1-D, int64): one tensor per field, samples along dimension 0."""
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
         if not -len(self) <= index < len(self):
@@ -38,23 +38,23 @@ class GatherDataset(Dataset[tuple[torch.Tensor, ...]], ABC):
 
 
 def gather_function(dataset: Any) -> Callable[[torch.Tensor], list[torch.Tensor]] | None:
-    """Return how to fetch a whole batch of `dataset` as default_collate would build it, or None if there is no way."""
-    # Exact types: a subclass may have a __getitem__ of its own, which the short cut would pass by.
+    """Return a function that fetches a batch of `dataset` as default_collate would build it, or None."""
+    # Exact types: a subclass may override __getitem__, which this would not call.
     if type(dataset) is TensorDataset:
-        return _select_rows(dataset.tensors)
+        tensors = dataset.tensors
+        return lambda index: [tensor.index_select(0, index.to(tensor.device)) for tensor in tensors]
     if isinstance(dataset, GatherDataset) and type(dataset).__getitem__ is GatherDataset.__getitem__:
         return dataset.gather
     if type(dataset) is Subset:
         inner = gather_function(dataset.dataset)
-        return _through(torch.as_tensor(dataset.indices), inner) if inner and _plain_indices(dataset) else None
+        if inner is not None and _plain_indices(dataset):
+            indices = torch.as_tensor(dataset.indices)
+            return lambda index: inner(indices.index_select(0, index))
     return None
 
 
 def is_deterministic(dataset: Any) -> bool:
-    """Say whether reading `dataset` draws no random numbers, so that fetching need not seed anything.
-
-    A data set of your own says so with an attribute `deterministic = True`.
-    """
+    """Whether reading `dataset` draws no random numbers; a user's data set declares `deterministic = True`."""
     if type(dataset) in (TensorDataset, list, tuple) or isinstance(dataset, GatherDataset):
         return True
     if type(dataset) is Subset:
@@ -67,24 +67,8 @@ def is_deterministic(dataset: Any) -> bool:
     return getattr(dataset, "deterministic", False) is True
 
 
-def _select_rows(tensors: tuple[torch.Tensor, ...]) -> Callable[[torch.Tensor], list[torch.Tensor]]:
-    def gather(index: torch.Tensor) -> list[torch.Tensor]:
-        return [tensor.index_select(0, index.to(tensor.device)) for tensor in tensors]
-
-    return gather
-
-
-def _through(
-    indices: torch.Tensor, inner: Callable[[torch.Tensor], list[torch.Tensor]]
-) -> Callable[[torch.Tensor], list[torch.Tensor]]:
-    def gather(index: torch.Tensor) -> list[torch.Tensor]:
-        return inner(indices.index_select(0, index))
-
-    return gather
-
-
 def _plain_indices(subset: Subset[Any]) -> bool:
-    """Negative and non-integer indices are legal in a Subset; index_select knows neither."""
+    """Whether all indices are non-negative integers, as index_select requires; a Subset allows others."""
     indices = subset.indices
     if isinstance(indices, range):
         return len(indices) == 0 or min(indices[0], indices[-1]) >= 0
@@ -92,7 +76,7 @@ def _plain_indices(subset: Subset[Any]) -> bool:
 
 
 class BatchRequest(NamedTuple):
-    """One micro-batch to fetch. Epoch and offset travel along because they seed the data set's random numbers."""
+    """One micro-batch to fetch; epoch and offset seed the data set's random numbers."""
 
     indices: Any
     epoch: int
@@ -102,9 +86,8 @@ class BatchRequest(NamedTuple):
 class BatchFetcher(Dataset[Any]):
     """The user's data set and collate function as one data set whose items are micro-batches.
 
-    Random numbers drawn by the data set or by the collate function depend on (seed, epoch, offset) only: not on the
-    rank, the worker process or what was fetched before. A resumed epoch repeats them, and every layout with equal
-    micro-batches shares them.
+    Random numbers that they draw depend on (seed, epoch, offset) only, so a resumed epoch repeats them, and every
+    layout with equal micro-batches draws the same.
     """
 
     def __init__(self, dataset: Any, collate_fn: Callable[[Any], Any], *, seed: int) -> None:
@@ -117,7 +100,7 @@ class BatchFetcher(Dataset[Any]):
         self._seeded = collate_fn is not default_collate or not is_deterministic(dataset)
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell a data set that wants to know which epoch it is."""
+        """Set the epoch of a data set that has `set_epoch`."""
         if self._wants_epoch:
             self._epoch = epoch
             self.dataset.set_epoch(epoch)
@@ -142,13 +125,13 @@ class BatchFetcher(Dataset[Any]):
         return self._collate(self._items(indices.tolist()))
 
     def _items(self, indices: list[Any]) -> Any:
-        # Data sets with batched reading say so with __getitems__, as torch's own loader expects.
+        # Data sets with batched reading have __getitems__, as torch's loader expects.
         batched = getattr(self.dataset, "__getitems__", None)
         return batched(indices) if batched else [self.dataset[index] for index in indices]
 
 
 class WorkerInit:
-    """Start a worker process: show the user's code the user's data set, then run the user's worker_init_fn."""
+    """Initialise a worker process: make the user's data set visible, then run the user's worker_init_fn."""
 
     def __init__(self, user_init: Callable[[int], None] | None) -> None:
         self._user_init = user_init
@@ -156,7 +139,7 @@ class WorkerInit:
     def __call__(self, worker_id: int) -> None:
         """Run in the new worker process, before its first batch."""
         info = get_worker_info()
-        # Code in the wild reads get_worker_info().dataset; it must find its own data set there, not our wrapper.
+        # User code reads get_worker_info().dataset; it must find its data set there, not the wrapper.
         inner = getattr(info.dataset, "dataset", None) if info is not None else None
         if inner is not None:
             object.__setattr__(info, "dataset", inner)
@@ -165,5 +148,5 @@ class WorkerInit:
 
 
 def return_as_is(batch: Any) -> Any:
-    """Collate nothing: the batch is ready."""
+    """Return a ready-made batch unchanged."""
     return batch

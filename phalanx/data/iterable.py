@@ -1,8 +1,7 @@
 """Cutting a stream into the micro-batches of one rank.
 
-The stream is taken to be the same on every rank: block `b` of `batch_size` samples belongs to rank `b % dp_size`, so
-that again the position alone says who gets what. Each rank reads past the blocks of the others. A data set with
-`shard(num_shards, index)` is asked for its own part instead, and then nothing is read twice.
+The stream must be the same on every rank: block `b` of `batch_size` samples belongs to rank `b % dp_size`, and each
+rank skips the blocks of the others. With a data set that has `shard(num_shards, index)` each rank reads its shard only.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ from phalanx.data.rng import derive_seed, rng_scope, seed_process
 
 
 class StreamBlock(NamedTuple):
-    """One micro-batch cut from a stream: `samples` is 0 for a stand-in, `batch` None where a resumed run skips it.
+    """One micro-batch of a stream: `samples` is 0 for a placeholder, `batch` None where a resumed run skips it.
 
-    Offsets order the blocks of all ranks, except those of a data set that shards itself: they count within the shard.
+    Offsets are positions in the whole stream, or in the shard of a data set that shards itself.
     """
 
     batch: Any
@@ -42,7 +41,7 @@ class StreamSlot(NamedTuple):
 
 
 class BlockStream(IterableDataset[StreamBlock]):
-    """The blocks of one rank, in the order of the stream, in this process or dealt over worker processes."""
+    """The blocks of one rank, in the order of the stream, in this process or sharded over worker processes."""
 
     def __init__(
         self,
@@ -65,28 +64,28 @@ class BlockStream(IterableDataset[StreamBlock]):
         self._collates_randomly = collate_fn not in (default_collate, default_convert, return_as_is)
         self._slot: StreamSlot | None = None
         parts = layout.dp_size * max(workers, 1)
-        # Where a sample of a user's own shard stands in the whole is not known; of our own it is.
+        # The position of a sample of a user's shard in the whole stream is not known; that of ReadyItems is.
         ordered = not in_order or isinstance(dataset, ReadyItems)
         self.shards_itself = parts > 1 and ordered and _can_shard(dataset, parts)
-        # Shared with the worker processes, because persistent ones keep the copy of this object they were started with.
-        self._aim = torch.zeros(3, dtype=torch.int64)
+        # Shared with the worker processes, as persistent ones keep the copy of this object they were started with.
+        self._start = torch.zeros(3, dtype=torch.int64)
         if workers:
-            self._aim.share_memory_()  # type: ignore[no-untyped-call]
+            self._start.share_memory_()  # type: ignore[no-untyped-call]
 
-    def aim(self, epoch: int, start: int, skipped: int) -> None:
+    def seek(self, epoch: int, start: int, skipped: int) -> None:
         """Set what the next iteration reads: the epoch, from sample `start` (or this rank's block `skipped`) on."""
-        self._aim.copy_(torch.tensor([epoch, start, skipped]))
+        self._start.copy_(torch.tensor([epoch, start, skipped]))
 
     def __iter__(self) -> Iterator[StreamBlock]:
-        self._slot = self._slot or _take_slot()
-        epoch, start, skipped = self._aim.tolist()
+        self._slot = self._slot or _own_slot()
+        epoch, start, skipped = self._start.tolist()
         if callable(getattr(self.dataset, "set_epoch", None)):
             self.dataset.set_epoch(epoch)
         if self.shards_itself:
             return self._own_shard(epoch, skipped, self._slot)
-        return self._dealt(epoch, start, self._slot)
+        return self._strided(epoch, start, self._slot)
 
-    def _dealt(self, epoch: int, start: int, slot: StreamSlot) -> Iterator[StreamBlock]:
+    def _strided(self, epoch: int, start: int, slot: StreamSlot) -> Iterator[StreamBlock]:
         """Read everything, keep every `dp_size x workers`-th block; DataLoader's round robin restores their order."""
         layout = self._layout
         stride, mine = layout.dp_size * slot.workers, slot.worker * layout.dp_size + layout.dp_rank
@@ -105,16 +104,16 @@ class BlockStream(IterableDataset[StreamBlock]):
         layout = self._layout
         index, parts = layout.dp_rank * slot.workers + slot.worker, layout.dp_size * slot.workers
         reader = _Reader(self, self.dataset.shard(num_shards=parts, index=index), (epoch, index))
-        number, place = slot.worker, index
+        number, position = slot.worker, index
         while items := reader.read(self.items_per_block):
-            # The consumer leaves out the first `skipped` blocks it gets; those surely among them need no collating.
+            # The consumer drops the first `skipped` blocks: those need no collating.
             block = reader.block(items) if number >= skipped else StreamBlock(None, 0, 0)
-            yield block._replace(offset=place) if isinstance(self.dataset, ReadyItems) else block
+            yield block._replace(offset=position) if isinstance(self.dataset, ReadyItems) else block
             number += slot.workers
-            place += parts
+            position += parts
 
     def scope(self, *parts: int, collating: bool = False) -> AbstractContextManager[None]:
-        """Seed by position: every rank reads the same stream even where it shuffles, and so does a resumed one."""
+        """Seed by position, so that all ranks and a resumed run read the same stream, also where it shuffles."""
         if not (self._collates_randomly if collating else self._reads_randomly):
             return nullcontext()
         seed = derive_seed(self._seed, *parts)
@@ -128,12 +127,12 @@ class BlockStream(IterableDataset[StreamBlock]):
         return batch_length(items[0]) if self._ready else len(items)
 
     def collate(self, items: list[Any]) -> Any:
-        """Make the batch of a block."""
+        """Return the batch of a block."""
         return self._collate(items[0] if self._ready else items)
 
 
 class _Reader:
-    """Reads a stream block by block, each under the random numbers of its position."""
+    """Reads a stream block by block, each with random numbers seeded by its position."""
 
     def __init__(self, blocks: BlockStream, stream: Any, seed_parts: tuple[int, ...]) -> None:
         self._blocks = blocks
@@ -156,7 +155,7 @@ class _Reader:
         return items
 
     def skip(self, start: int) -> list[Any]:
-        """Read up to sample `start`, cut as the first run did; return a sample to stand in where nothing is left."""
+        """Read up to sample `start` in the blocks of the first run; return a sample for a placeholder."""
         first: list[Any] = []
         count = self._blocks.items_per_block
         while self._next_offset < start:
@@ -181,7 +180,7 @@ class ReadyItems(IterableDataset[Any]):
         self._part = part
 
     def set_epoch(self, epoch: int) -> None:
-        """Take the order of that epoch."""
+        """Set the epoch whose order is used."""
         self._epoch = epoch
 
     def shard(self, num_shards: int, index: int) -> ReadyItems:
@@ -194,17 +193,17 @@ class ReadyItems(IterableDataset[Any]):
 
 
 def _can_shard(dataset: Any, parts: int) -> bool:
-    """Ask the type: some objects answer to every attribute. `num_shards` says into how many parts it can be cut."""
+    """Whether a data set has `shard` (on its type: some objects have every attribute) and enough `num_shards`."""
     if not callable(getattr(type(dataset), "shard", None)):
         return False
     available = getattr(dataset, "num_shards", None)
     return not isinstance(available, int) or available >= parts
 
 
-def _take_slot() -> StreamSlot:
-    """Say which worker this is, and hide it from the user's data set.
+def _own_slot() -> StreamSlot:
+    """Return this worker's number, and hide it from the user's data set.
 
-    Data sets split themselves by get_worker_info(); here the blocks are dealt to the workers, so each must see all.
+    Data sets split themselves by get_worker_info(); here each worker must read the whole stream.
     """
     info = get_worker_info()
     if info is None:

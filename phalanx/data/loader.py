@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,31 +17,8 @@ from phalanx.data.source import Source, read_source
 from phalanx.data.streamed import StreamedBatches
 from phalanx.errors import DataError, UsageError
 
-
-class Batches(Protocol):
-    """Where the micro-batches of an epoch come from."""
-
-    shards: list[int] | None
-
-    def batches(self, epoch: int, start: int, skipped: int) -> Iterator[tuple[MicroInfo, Any]]:
-        """Yield what is left of the epoch after `start` samples (and `skipped` micro-batches of this rank)."""
-        ...
-
-    def micro_batches(self, epoch: int) -> int | None:
-        """Micro-batches of this rank in the epoch."""
-        ...
-
-    def steps(self, epoch: int) -> int | None:
-        """Optimizer steps in the epoch."""
-        ...
-
-    def num_samples(self, epoch: int) -> int | None:
-        """Samples that all ranks together visit in the epoch."""
-        ...
-
-    def close(self) -> None:
-        """Stop worker processes kept between epochs."""
-        ...
+Batches = MappedBatches | StreamedBatches
+"""The source of an epoch's micro-batches."""
 
 
 def open_source(
@@ -55,10 +32,16 @@ def open_source(
     notes: list[str],
     in_order: bool,
 ) -> Batches:
-    """Choose how the data are read: by positions where the data set has them, else as a stream."""
+    """Return the micro-batches of a source: by index where the data set has indices, else as a stream."""
     if source.is_stream:
         return StreamedBatches(source, layout, seed=seed, drop_last=drop_last, group=group, in_order=in_order)
-    order = _order(source, seed=seed, training=training, notes=notes)
+    order: Order
+    if source.batch_sampler is not None:
+        order = DrawnOrder(source.batch_sampler, seed=seed, batches=True)
+    elif source.sampler is None:
+        order = IndexOrder(len(source.dataset), seed=seed, shuffle=training)
+    else:
+        order = order_of(source.sampler, source.dataset, seed=seed, training=training, notes=notes)
     if source.ready_batches:
         stream = dataclasses.replace(source, dataset=ReadyItems(source.dataset, order), is_stream=True)
         return StreamedBatches(stream, layout, seed=seed, drop_last=drop_last, group=group, in_order=in_order)
@@ -74,12 +57,12 @@ def open_source(
 
 
 def settle_batch_size(source: Source, wanted: int | None, notes: list[str]) -> int:
-    """Return the batch size per rank: the one asked for, else the DataLoader's own."""
+    """Return the batch size per rank: the given one, else the DataLoader's."""
     if source.ready_batches or source.batch_sampler is not None:
         if wanted is not None:
             maker = "the batch sampler" if source.batch_sampler is not None else "the data"
             notes.append(
-                f"batch_size={wanted} is not used: {maker} makes the batches, and each is dealt whole to one rank."
+                f"batch_size={wanted} is not used: {maker} makes the batches, and each goes whole to one rank."
             )
         return 1
     if wanted is None and source.batch_size is None:
@@ -104,19 +87,13 @@ def checked(layout: BatchSplit) -> BatchSplit:
     return layout
 
 
-def _order(source: Source, *, seed: int, training: bool, notes: list[str]) -> Order:
-    if source.batch_sampler is not None:
-        return DrawnOrder(source.batch_sampler, seed=seed, batches=True)
-    if source.sampler is None:
-        return IndexOrder(len(source.dataset), seed=seed, shuffle=training)
-    return order_of(source.sampler, source.dataset, seed=seed, training=training, notes=notes)
-
-
 def _check_length(length: int, layout: BatchSplit, *, drop_last: bool, notes: list[str]) -> None:
-    """Refuse a batch that the data cannot fill once; note a global batch that they cannot."""
+    """Raise for a batch that is larger than the data set; add a note for a global batch that is."""
     if length >= layout.global_batch:
         return
-    said = f"the data set has {length} samples, a global batch is {_describe(layout)} = {layout.global_batch}"
+    accumulated = f" x {layout.accumulation} accumulation steps" if layout.accumulation > 1 else ""
+    product = f"{layout.batch_size} x {layout.dp_size} rank{'s' if layout.dp_size > 1 else ''}{accumulated}"
+    said = f"the data set has {length} samples, a global batch is {product} = {layout.global_batch}"
     fitting = length // (layout.dp_size * layout.accumulation)
     if layout.batch_size > length:
         raise DataError(
@@ -129,20 +106,11 @@ def _check_length(length: int, layout: BatchSplit, *, drop_last: bool, notes: li
     notes.append(f"{said}: every epoch is one step of {length} samples.")
 
 
-def _describe(layout: BatchSplit) -> str:
-    accumulated = f" x {layout.accumulation} accumulation steps" if layout.accumulation > 1 else ""
-    return f"{layout.batch_size} x {layout.dp_size} rank{'s' if layout.dp_size > 1 else ''}{accumulated}"
-
-
-__all__ = ["MicroInfo", "ShardedLoader", "shard_loader"]
-
-
 class ShardedLoader:
-    """Iterate over this rank's micro-batches, already on the device; `current` tells what the last one counts for.
+    """Iterate over this rank's micro-batches on the device; `current` describes the last one.
 
-    `notes` holds what the user should be told once. An iteration starts where `load_state_dict` said, else at the
-    beginning of the epoch; after an epoch was read to its end, the next iteration is the next epoch unless `set_epoch`
-    chooses another.
+    `notes` are messages for the user. An iteration starts at the position of `load_state_dict`, else at the start of
+    the epoch; after a complete epoch the next iteration is the next epoch, unless `set_epoch` chooses another.
     """
 
     def __init__(
@@ -176,7 +144,7 @@ class ShardedLoader:
             self.current = info
             micro_steps += 1
             if info.boundary:
-                # Before the yield: a checkpoint taken after this step, while we are suspended here, must include it.
+                # Before the yield: a checkpoint after this step, while this generator is suspended, must include it.
                 self._samples += info.global_samples
                 self._micro_steps = micro_steps
             yield batch
@@ -185,7 +153,7 @@ class ShardedLoader:
     def __len__(self) -> int:
         count = self._batches.micro_batches(self._order_epoch)
         if count is None:
-            raise TypeError("the length of this stream is unknown: it ends when its data end")
+            raise TypeError("the length of this stream is unknown")
         return count
 
     @property
@@ -204,7 +172,7 @@ class ShardedLoader:
         return self._samples
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the next iteration. The epoch of a loaded state goes on where the state says."""
+        """Choose the epoch of the next iteration. The epoch of a loaded state continues at its position."""
         if epoch != self.epoch:
             self._samples = self._micro_steps = 0
             self._resuming = False
@@ -219,12 +187,12 @@ class ShardedLoader:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved position, at any number of ranks, batch size or accumulation."""
+        """Continue from a saved position, at any number of ranks, batch size or accumulation."""
         shards = state.get("shards")
         if shards != self._batches.shards and state["samples"]:
             raise DataError(
                 f"the data position was saved with {_describe_shards(shards)}, this run has "
-                f"{_describe_shards(self._batches.shards)}: a data set that shards itself goes on mid-epoch "
+                f"{_describe_shards(self._batches.shards)}: a data set that shards itself can continue mid-epoch "
                 "in the same layout only.",
                 hint="Resume with the same number of ranks, batch_size and num_workers, or from an epoch's end.",
             )
@@ -239,7 +207,7 @@ class ShardedLoader:
 
     @property
     def _order_epoch(self) -> int:
-        """Evaluation visits the samples in one order, always."""
+        """The epoch whose order is used: evaluation always uses the same."""
         return self.epoch if self._training else 0
 
     def _begin(self) -> None:
@@ -267,13 +235,13 @@ def shard_loader(
 ) -> ShardedLoader:
     """Build the loader of one data-parallel rank from a DataLoader, a Dataset or any re-iterable of batches.
 
-    `batch_size` is per rank and wins over the DataLoader's own. A plain Dataset is shuffled when training. Evaluation
-    (`training=False`) shuffles nothing, drops nothing and counts every sample once. `group` carries the sample counts
-    of iterable data; give a CPU (gloo) group of the data-parallel ranks. `whole_blocks`: see `Layout`.
-    `in_order`: offsets tell the order of the samples over all ranks, so a stream is not asked for shards of its own.
+    `batch_size` is per rank and overrides the DataLoader's. A plain Dataset is shuffled when training. Evaluation
+    (`training=False`) shuffles nothing, drops nothing and counts every sample once. `group`: a CPU (gloo) group of the
+    data-parallel ranks, for the sample counts of iterable data. `whole_blocks`: see `BatchSplit`. `in_order`: offsets
+    are the order of the samples over all ranks, so a stream does not shard itself.
     """
     if isinstance(source, ShardedLoader):
-        raise UsageError("this loader is sharded already.", hint="Give the DataLoader or data set it was made from.")
+        raise UsageError("this loader is sharded already.", hint="Give its DataLoader or data set.")
     notes: list[str] = []
     device = torch.device(device)
     read = read_source(source, pin_memory=device.type == "cuda", notes=notes)

@@ -8,14 +8,15 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from phalanx import torch_compat
 from phalanx.data.fetch import BatchFetcher, BatchRequest
 from phalanx.data.order import BatchSplit, EpochPlan, MicroInfo, Order
 from phalanx.data.rng import derive_seed
-from phalanx.data.source import Source, stop_workers
+from phalanx.data.source import Source
 
 
 class _Requests:
-    """The index source of the inner DataLoader; re-aimed each epoch, as persistent workers keep their DataLoader."""
+    """The sampler of the inner DataLoader, changed each epoch, as persistent workers keep their DataLoader."""
 
     def __init__(self) -> None:
         self.plan: EpochPlan | None = None
@@ -45,7 +46,7 @@ class MappedBatches:
         self._planned: tuple[int, EpochPlan] | None = None
 
     def plan(self, epoch: int) -> EpochPlan:
-        """Return the epoch's plan; drawing an order is not free, so the last one is kept."""
+        """Return the epoch's plan; the last one is cached, as drawing an order takes time."""
         if self._planned is None or self._planned[0] != epoch:
             self._planned = (epoch, self._order.plan(epoch, self._layout, drop_last=self._drop_last))
         return self._planned[1]
@@ -72,7 +73,7 @@ class MappedBatches:
 
     def close(self) -> None:
         """Stop worker processes kept between epochs."""
-        stop_workers(self._loader)
+        torch_compat.shutdown_workers(self._loader)
         self._loader = None
 
     def _fetch_here(self, plan: EpochPlan, epoch: int, start: int) -> Iterator[tuple[MicroInfo, Any]]:
@@ -89,7 +90,7 @@ class MappedBatches:
             yield cut.info, batch
 
     def _build_loader(self, epoch: int) -> DataLoader[Any]:
-        # A generator of its own: the DataLoader would otherwise draw the workers' base seed from the process's
-        # generator, and a resumed epoch, which starts workers once more, would give the model's dropout other numbers.
+        # A separate generator: the DataLoader would otherwise draw the workers' base seed from the process's generator,
+        # and in a resumed epoch, which starts workers once more, the model's dropout would get other numbers.
         generator = torch.Generator().manual_seed(derive_seed(self._seed, epoch, self._layout.dp_rank))
         return self._workers.build(self._fetcher, generator=generator, sampler=self._requests)

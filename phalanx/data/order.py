@@ -1,8 +1,8 @@
-"""Which samples a rank sees, and when: arithmetic on (seed, epoch, position) alone, and the user's samplers.
+"""Which samples a rank gets, and when: a function of (seed, epoch, position), and the user's samplers.
 
-An epoch is one order of all samples. A *global batch* is the next `batch_size x accumulation x dp_size` samples of it,
-whatever the split; it is cut into blocks of `batch_size`, micro-batch `m` of rank `r` being block `m * dp_size + r`.
-Two runs with the same global batch therefore take the same optimizer steps at any number of ranks.
+An epoch is one order of all samples. A *global batch* is the next `batch_size x accumulation x dp_size` samples of it;
+it is cut into blocks of `batch_size`, and micro-batch `m` of rank `r` is block `m * dp_size + r`. Two runs with the
+same global batch therefore take the same optimizer steps at any number of ranks.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ def epoch_order(length: int, *, seed: int, epoch: int, shuffle: bool) -> NDArray
 
 @dataclass(frozen=True, slots=True)
 class MicroInfo:
-    """What one micro-batch counts for.
+    """The weight and position of one micro-batch.
 
-    `scale` is what its mean loss is multiplied by so that the average over ranks of summed gradients is the gradient
-    of the global batch's mean. `samples` is 0 for a stand-in, which only keeps this rank in step with the others.
-    `boundary` marks the last micro-batch of an optimizer step, `offset` its first sample's position in the epoch.
+    `scale` multiplies its mean loss, so that the average over ranks of summed gradients is the gradient of the global
+    batch's mean. `samples` is 0 for a placeholder, which only keeps this rank in step with the others. `boundary` marks
+    the last micro-batch of an optimizer step, `offset` is its first sample's position in the epoch.
     """
 
     samples: int
@@ -55,8 +55,8 @@ class BatchSplit:
     dp_size: int = 1
     accumulation: int = 1
     whole_blocks: bool = False
-    """Deal the ragged end of an epoch in blocks of `batch_size` too, the same at any number of ranks; some ranks may
-    get nothing of it. Else it is dealt evenly."""
+    """Cut the end of an epoch in blocks of `batch_size` too, the same at any number of ranks, so that some ranks may
+    get none; otherwise it is distributed evenly."""
 
     @property
     def micro_step(self) -> int:
@@ -69,43 +69,15 @@ class BatchSplit:
         return self.micro_step * self.accumulation
 
     def info(self, samples: int, global_samples: int, *, boundary: bool, offset: int) -> MicroInfo:
-        """Weigh a micro-batch of `samples` within its optimizer step."""
+        """Return the `MicroInfo` of a micro-batch of `samples` in its optimizer step."""
         return MicroInfo(samples, global_samples, self.dp_size * samples / global_samples, boundary, offset)
 
 
 class Cut(NamedTuple):
-    """The samples of one micro-batch of this rank: positions of the data set, and what they count for."""
+    """The indices of one micro-batch of this rank, and its weight."""
 
     indices: Any
     info: MicroInfo
-
-
-class EpochPlan(Protocol):
-    """One epoch of one rank, cut into micro-batches."""
-
-    @property
-    def length(self) -> int:
-        """Samples of the epoch before `drop_last`."""
-        ...
-
-    @property
-    def num_samples(self) -> int:
-        """Samples that all ranks together visit in the epoch."""
-        ...
-
-    @property
-    def micro_batches(self) -> int:
-        """Micro-batches of this rank in the epoch: the same number on every rank."""
-        ...
-
-    @property
-    def steps(self) -> int:
-        """Optimizer steps in the epoch."""
-        ...
-
-    def cuts(self, start: int = 0) -> Iterator[Cut]:
-        """Yield this rank's micro-batches from the epoch's sample number `start` on."""
-        ...
 
 
 class SamplePlan:
@@ -115,26 +87,14 @@ class SamplePlan:
         self._order = order
         self._layout = layout
         self._drop_last = drop_last
-
-    @property
-    def length(self) -> int:
+        self.length = len(order)
         """Samples of the epoch before `drop_last`."""
-        return len(self._order)
-
-    @property
-    def num_samples(self) -> int:
+        self.num_samples = self.length - self.length % layout.global_batch if drop_last else self.length
         """Samples that all ranks together visit in the epoch."""
-        return self.length - self.length % self._layout.global_batch if self._drop_last else self.length
-
-    @property
-    def micro_batches(self) -> int:
-        """Micro-batches of this rank in the epoch."""
-        return -(-self.num_samples // self._layout.micro_step)
-
-    @property
-    def steps(self) -> int:
+        self.micro_batches = -(-self.num_samples // layout.micro_step)
+        """Micro-batches per rank in the epoch."""
+        self.steps = -(-self.num_samples // layout.global_batch)
         """Optimizer steps in the epoch."""
-        return -(-self.num_samples // self._layout.global_batch)
 
     def cuts(self, start: int = 0) -> Iterator[Cut]:
         """Yield this rank's micro-batches from the epoch's sample number `start` on."""
@@ -149,7 +109,7 @@ class SamplePlan:
             yield from self._ragged(ragged_at)
 
     def _ragged(self, start: int) -> Iterator[Cut]:
-        """Cut what is left of the epoch: every rank takes part in every micro-step, if need be with a stand-in."""
+        """Cut the end of the epoch: every rank takes part in every micro-step, if necessary with a placeholder."""
         layout, end = self._layout, len(self._order)
         for first in range(start, end, layout.micro_step):
             at, samples = self._ragged_share(first, min(layout.micro_step, end - first))
@@ -158,7 +118,7 @@ class SamplePlan:
             yield Cut(self._order[at : at + max(samples, 1)], info)
 
     def _ragged_share(self, first: int, count: int) -> tuple[int, int]:
-        """Return where this rank's share of `count` samples begins, and how many they are."""
+        """Return the start of this rank's share of `count` samples, and its size."""
         layout = self._layout
         if layout.whole_blocks:
             before = min(layout.dp_rank * layout.batch_size, count)
@@ -171,7 +131,7 @@ class SamplePlan:
 
 
 class BatchPlan:
-    """Batches that the user's own batch sampler made: dealt whole, one to each rank in turn, weighted by their size."""
+    """Batches of the user's batch sampler: distributed whole, one to each rank in turn, weighted by their size."""
 
     def __init__(self, batches: Sequence[Any], layout: BatchSplit, *, drop_last: bool) -> None:
         self._layout = layout
@@ -180,21 +140,9 @@ class BatchPlan:
         self.length = sum(len(batch) for batch in batches)
         self._batches = batches[:whole]
         self._offsets = np.cumsum([0, *(len(batch) for batch in self._batches)])
-
-    @property
-    def num_samples(self) -> int:
-        """Samples that all ranks together visit in the epoch."""
-        return int(self._offsets[-1])
-
-    @property
-    def micro_batches(self) -> int:
-        """Micro-batches of this rank in the epoch."""
-        return -(-len(self._batches) // self._layout.dp_size)
-
-    @property
-    def steps(self) -> int:
-        """Optimizer steps in the epoch."""
-        return -(-len(self._batches) // self._blocks_per_step)
+        self.num_samples = int(self._offsets[-1])
+        self.micro_batches = -(-whole // layout.dp_size)
+        self.steps = -(-whole // self._blocks_per_step)
 
     def cuts(self, start: int = 0) -> Iterator[Cut]:
         """Yield this rank's micro-batches from the epoch's sample number `start` on."""
@@ -214,11 +162,15 @@ class BatchPlan:
             yield Cut(batch, layout.info(len(batch) if real else 0, total, boundary=boundary, offset=offset))
 
 
+EpochPlan = SamplePlan | BatchPlan
+"""One epoch of one rank, cut into micro-batches."""
+
+
 class Order(Protocol):
     """The order of the samples in each epoch, the same on every rank."""
 
     def indices(self, epoch: int) -> Sequence[Any]:
-        """Return what the epoch visits, one entry a sample (a batch, for a batch sampler)."""
+        """Return what the epoch visits, one entry per sample (per batch, for a batch sampler)."""
         ...
 
     def plan(self, epoch: int, layout: BatchSplit, *, drop_last: bool) -> EpochPlan:
@@ -227,7 +179,7 @@ class Order(Protocol):
 
 
 class IndexOrder:
-    """All of `length` samples, shuffled or not, by Phalanx itself."""
+    """All of `length` samples, shuffled or not."""
 
     def __init__(self, length: int, *, seed: int, shuffle: bool) -> None:
         self._length = length
@@ -247,7 +199,7 @@ class IndexOrder:
 
 
 class DrawnOrder:
-    """What a sampler of the user's draws when its random numbers come from (seed, epoch)."""
+    """What the user's sampler draws with random numbers from (seed, epoch)."""
 
     def __init__(self, sampler: Any, *, seed: int, batches: bool = False) -> None:
         self._sampler = sampler
@@ -271,7 +223,7 @@ class DrawnOrder:
 
 
 def order_of(sampler: Any, dataset: Any, *, seed: int, training: bool, notes: list[str]) -> Order:
-    """Read a DataLoader's sampler: Phalanx shuffles by itself where the sampler only shuffles, else draws from it."""
+    """Return the order of a DataLoader's sampler: a shuffle of Phalanx if the sampler only shuffles, else its draws."""
     if isinstance(sampler, DistributedSampler):
         notes.append(f"{type(sampler).__name__} replaced: Phalanx shards the data itself.")
         return IndexOrder(len(dataset), seed=seed, shuffle=training and sampler.shuffle)
@@ -283,7 +235,7 @@ def order_of(sampler: Any, dataset: Any, *, seed: int, training: bool, notes: li
 
 
 def as_index_array(drawn: Sequence[Any]) -> NDArray[np.int64] | list[Any]:
-    """Return plain positions as an array, which is quick to slice and gather; other keys stay what the sampler drew."""
+    """Return plain indices as an array, which is quick to slice and gather; other keys as a list."""
     try:
         indices = np.fromiter((operator.index(each) for each in drawn), dtype=np.int64, count=len(drawn))
     except TypeError:
@@ -293,7 +245,7 @@ def as_index_array(drawn: Sequence[Any]) -> NDArray[np.int64] | list[Any]:
 
 @contextmanager
 def _seeded_generators(sampler: Any, seed: int) -> Iterator[None]:
-    """Seed the torch generators a sampler (or the sampler inside it) owns, and put them back afterwards."""
+    """Seed the torch generators of a sampler (or of the sampler inside it), and restore them afterwards."""
     owned = []
     while sampler is not None:
         generator = getattr(sampler, "generator", None)

@@ -1,4 +1,4 @@
-"""Randomness as a function of a position, so that a resumed run draws what the uninterrupted one drew."""
+"""Random numbers as a function of a position, so that a resumed run draws the same as an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def seed_process(seed: int) -> None:
     """Seed Python's, NumPy's and torch's CPU generators of this process."""
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
-    # Not torch.manual_seed: it also seeds every accelerator, which the data path neither uses nor may disturb.
+    # Not torch.manual_seed, which also seeds every accelerator: the data path must not change those.
     torch.default_generator.manual_seed(seed)
 
 
 class rng_scope:
-    """Run a block under `seed` and put this process's generators back as they were."""
+    """Run a block with generators seeded by `seed`, and restore this process's generators afterwards."""
 
     __slots__ = ("_numpy", "_python", "_seed", "_torch")
 
@@ -53,11 +53,11 @@ class rng_scope:
 
 
 class _NumpyGenerator:
-    """NumPy's global generator, exchanged for another one while data are read.
+    """NumPy's global generator, which is replaced by another one while data are read.
 
-    Copying its state takes 100 times longer than exchanging it, and this happens once per batch. Only one thing is lost
-    in an exchange: the second of two normal numbers that NumPy draws at once. So the state is copied where numbers were
-    drawn since the last exchange, or such a second number waits.
+    Copying its state takes 100 times longer than replacing it, and this happens once per batch. A replacement only
+    loses the second of two normal numbers that NumPy draws at once. So the state is copied where numbers were drawn
+    since the last replacement, or such a second number is stored.
     """
 
     def __init__(self) -> None:
@@ -66,31 +66,31 @@ class _NumpyGenerator:
         self._words: Any = None
 
     def lend(self) -> tuple[Any, Any]:
-        """Put a generator for the data in place; return what `take_back` needs."""
+        """Install a generator for the data; return what `take_back` needs."""
         own = mtrand.get_bit_generator()
         state = None
         if own is not self._seen or self._mark != self._position():
             state = np.random.get_state(legacy=False)
-        # A scope within a scope needs a generator of its own.
+        # A nested scope needs another generator.
         mtrand.set_bit_generator(_FOR_DATA if own is not _FOR_DATA else np.random.MT19937())
         return own, state
 
     def take_back(self, own: Any, state: Any) -> None:
-        """Put the process's own generator back as it was."""
+        """Restore the process's generator."""
         mtrand.set_bit_generator(own)
         if state is None:
             return
-        waits = bool(state["has_gauss"])
-        if waits:
+        has_second = bool(state["has_gauss"])
+        if has_second:
             np.random.set_state(state)
-        known = isinstance(own, np.random.MT19937) and own is not _FOR_DATA and not waits
+        known = isinstance(own, np.random.MT19937) and own is not _FOR_DATA and not has_second
         self._seen = own if known else None
         if known:
             self._words = (ctypes.c_uint32 * (_KEY_WORDS + 1)).from_address(own.ctypes.state_address)
             self._mark = self._position()
 
     def _position(self) -> tuple[int, ...]:
-        """Return what changes whenever a number is drawn: where in its block of words MT19937 is, and two of them."""
+        """Return what changes when a number is drawn: MT19937's position in its block of words, and two of them."""
         words = self._words
         return words[_KEY_WORDS], words[0], words[_KEY_WORDS - 1]
 

@@ -1,4 +1,4 @@
-"""What the user gave as data, read into one plain description."""
+"""The user's data (DataLoader, data set or batches) as one description."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from phalanx.errors import DataError
 
 @dataclass(frozen=True, slots=True)
 class WorkerOptions:
-    """How a DataLoader fetches: worker processes and pinning."""
+    """The options of a DataLoader about worker processes and pinning."""
 
     num_workers: int = 0
     pin_memory: bool = False
@@ -39,7 +39,7 @@ class WorkerOptions:
         )
 
     def build(self, dataset: Dataset[Any], *, generator: Any, sampler: Any = None) -> DataLoader[Any]:
-        """Make a DataLoader with these options over a data set whose items are finished micro-batches."""
+        """Return a DataLoader with these options over a data set whose items are micro-batches."""
         return DataLoader(
             dataset,
             batch_size=None,
@@ -56,19 +56,9 @@ class WorkerOptions:
         )
 
 
-def stop_workers(loader: DataLoader[Any] | None) -> None:
-    """Stop the worker processes of a DataLoader now, not when the garbage collector finds it: they clean up then."""
-    running: Any = getattr(loader, "_iterator", None)
-    if running is not None:
-        running._shutdown_workers()
-
-
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The user's data, whichever way it was given.
-
-    `batch_size` is None where the data come in ready-made batches; `sampler` is None where Phalanx chooses the order.
-    """
+    """The user's data. `batch_size`: None for ready-made batches; `sampler`: None where Phalanx chooses the order."""
 
     dataset: Any
     is_stream: bool
@@ -87,7 +77,7 @@ def read_source(given: Any, *, pin_memory: bool, notes: list[str]) -> Source:
         return _read_loader(given, notes)
     if isinstance(given, torch.Tensor):
         raise DataError(
-            f"a tensor of shape {list(given.shape)} alone is no data set.",
+            f"a tensor of shape {list(given.shape)} is not a data set.",
             hint="Write torch.utils.data.TensorDataset(inputs, targets).",
         )
     options = WorkerOptions(pin_memory=pin_memory)
@@ -110,16 +100,14 @@ def read_source(given: Any, *, pin_memory: bool, notes: list[str]) -> Source:
 
 def _read_loader(loader: DataLoader[Any], notes: list[str]) -> Source:
     if _iterates_its_own_way(loader):
-        notes.append(f"{type(loader).__name__} has an __iter__ of its own: its batches are dealt to the ranks whole.")
+        notes.append(f"{type(loader).__name__} overrides __iter__: its batches are distributed to the ranks whole.")
         return Source(loader, is_stream=True, collate_fn=return_as_is, ready_batches=True)
     if loader.generator is not None:
-        notes.append("The DataLoader's generator no longer decides the order: `seed` does, on every rank alike.")
+        notes.append("The DataLoader's generator does not decide the order: `seed` does, equally on all ranks.")
     workers, collate = WorkerOptions.of(loader), cast("Callable[[Any], Any]", loader.collate_fn)
     if isinstance(loader.dataset, IterableDataset):
         if workers.num_workers and workers.worker_init_fn is not None:
-            notes.append(
-                "worker_init_fn must not split the stream: Phalanx deals its blocks to the worker processes itself."
-            )
+            notes.append("worker_init_fn must not split the stream: Phalanx shards it over the worker processes.")
         ready = loader.batch_size is None
         return Source(
             loader.dataset, True, collate, loader.batch_size, ready, drop_last=loader.drop_last, workers=workers
@@ -141,7 +129,7 @@ def _read_loader(loader: DataLoader[Any], notes: list[str]) -> Source:
 
 
 def _looks_like_dataset(given: Any) -> bool:
-    """Take objects with length and items (Hugging Face data sets) as data sets; a list or tuple is one of batches."""
+    """Whether an object has a length and items (Hugging Face data sets); a list or tuple contains batches."""
     if isinstance(given, (list, tuple, str, bytes, Mapping)):
         return False
     return hasattr(given, "__getitem__") and hasattr(given, "__len__")

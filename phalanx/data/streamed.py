@@ -1,4 +1,4 @@
-"""Micro-batches of an iterable data set; ranks agree on what each step holds, so that none waits for missing data."""
+"""Micro-batches of an iterable data set; ranks agree on the blocks of each step, so that none waits for data."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
+from phalanx import torch_compat
 from phalanx.data.iterable import BlockStream, StreamBlock
 from phalanx.data.order import BatchSplit, MicroInfo
 from phalanx.data.rng import derive_seed
-from phalanx.data.source import Source, stop_workers
+from phalanx.data.source import Source
 from phalanx.errors import DataError
 
 
 @dataclass(frozen=True, slots=True)
 class AgreedStep:
-    """One optimizer step: this rank's blocks, and what all ranks together hold."""
+    """One optimizer step: this rank's blocks, and the totals over all ranks."""
 
     own: list[StreamBlock]
     samples: int
@@ -30,7 +31,7 @@ class AgreedStep:
 
 
 class _Pending:
-    """The counts of one step, on their way: for each micro-step the samples and the blocks of all ranks."""
+    """The counts of one step while they are reduced: for each micro-step the samples and the blocks of all ranks."""
 
     def __init__(self, own: list[StreamBlock], layout: BatchSplit, group: dist.ProcessGroup | None) -> None:
         missing = [0] * (layout.accumulation - len(own))
@@ -49,7 +50,7 @@ class _Pending:
         return AgreedStep(self._own, sum(samples), sum(count > 0 for count in blocks), sum(blocks))
 
     def settle(self) -> None:
-        """Let a collective that nobody will read finish, but do not wait for a peer that is gone."""
+        """Let an unused collective finish, but do not wait long, as a peer may have failed."""
         deadline = time.monotonic() + 1.0
         while self._work is not None and not self._work.is_completed() and time.monotonic() < deadline:
             time.sleep(0.001)
@@ -58,15 +59,19 @@ class _Pending:
 def agreed_steps(
     blocks: Iterator[StreamBlock], layout: BatchSplit, group: dist.ProcessGroup | None
 ) -> Iterator[AgreedStep]:
-    """Group a rank's blocks into optimizer steps on which all ranks agree, until the last rank has run out.
+    """Group a rank's blocks into optimizer steps on which all ranks agree, until no rank has data.
 
-    With several ranks the counts travel one step ahead, while the step before is computed.
+    With several ranks the counts are reduced one step ahead, while the step before is computed.
     """
     if layout.dp_size == 1:
         while (step := _Pending(_take(blocks, layout), layout, None).result()).blocks:
             yield step
         return
-    _require_group(layout)
+    if not (dist.is_available() and dist.is_initialized()):
+        raise DataError(
+            f"iterable data on {layout.dp_size} ranks needs torch.distributed: ranks agree on the counts of each step.",
+            hint="Call torch.distributed.init_process_group() first, or train through a Phalanx trainer.",
+        )
     pending = _Pending(_take(blocks, layout), layout, group)
     try:
         while (step := pending.result()).blocks:
@@ -77,28 +82,17 @@ def agreed_steps(
 
 
 def _take(blocks: Iterator[StreamBlock], layout: BatchSplit) -> list[StreamBlock]:
-    own: list[StreamBlock] = []
-    while len(own) < layout.accumulation and (block := next(blocks, None)) is not None:
-        own.append(block)
-    return own
+    return list(itertools.islice(blocks, layout.accumulation))
 
 
 def _reducing_device(group: dist.ProcessGroup | None) -> torch.device:
-    """Count on the CPU where the group can: reading counts off an accelerator would stop it at every step."""
+    """Return the CPU where the group supports it: reading counts from an accelerator would stall it in each step."""
     config = str(dist.get_backend_config(group))
     return torch.device("cpu" if "cpu:" in config else torch.accelerator.current_accelerator() or "cpu")
 
 
-def _require_group(layout: BatchSplit) -> None:
-    if not (dist.is_available() and dist.is_initialized()):
-        raise DataError(
-            f"iterable data on {layout.dp_size} ranks needs torch.distributed: ranks agree on the counts of each step.",
-            hint="Call torch.distributed.init_process_group() first, or train through a Phalanx trainer.",
-        )
-
-
 class StreamedBatches:
-    """Read a stream whose length nobody knows: every rank takes part in every step until the last one has run out."""
+    """Read a stream of unknown length: every rank takes part in every step until no rank has data."""
 
     def __init__(
         self,
@@ -126,7 +120,7 @@ class StreamedBatches:
         self._drop_last = drop_last
         self._group = group
         self._loader: DataLoader[Any] | None = None
-        # A position in a stream that shards itself means something for the same shards only.
+        # A position in a stream that shards itself is valid for the same shards only.
         self.shards = [layout.dp_size, workers, layout.batch_size] if self._stream.shards_itself else None
 
     def batches(self, epoch: int, start: int, skipped: int) -> Iterator[tuple[MicroInfo, Any]]:
@@ -146,17 +140,17 @@ class StreamedBatches:
             raise DataError(f"the data set is empty: its iterator ended at once{dropped}.")
 
     def micro_batches(self, epoch: int) -> int | None:
-        """Micro-batches of this rank in the epoch, where the stream says its length."""
+        """Micro-batches of this rank in the epoch, where the stream has a length."""
         length = self.num_samples(epoch)
         return None if length is None else -(-length // self._layout.micro_step)
 
     def steps(self, epoch: int) -> int | None:
-        """Optimizer steps in the epoch, where the stream says its length."""
+        """Optimizer steps in the epoch, where the stream has a length."""
         length = self.num_samples(epoch)
         return None if length is None else -(-length // self._layout.global_batch)
 
     def num_samples(self, epoch: int) -> int | None:
-        """Samples of the epoch, where the stream says its length."""
+        """Samples of the epoch, where the stream has a length."""
         if self._source.ready_batches or self.shards or not hasattr(self._source.dataset, "__len__"):
             return None
         length = len(self._source.dataset)
@@ -164,23 +158,22 @@ class StreamedBatches:
 
     def close(self) -> None:
         """Stop worker processes kept between epochs."""
-        stop_workers(self._loader)
+        torch_compat.shutdown_workers(self._loader)
         self._loader = None
 
     def _read(self, epoch: int, start: int, skipped: int) -> Iterator[StreamBlock]:
-        self._stream.aim(epoch, start, skipped)
+        self._stream.seek(epoch, start, skipped)
         if self._source.workers.num_workers == 0:
             yield from self._stream
             return
-        loader = self._loader if self._loader is not None else self._build_loader(epoch)
+        loader = self._loader
+        if loader is None:
+            # As for map-style data: starting workers must not draw from the process's generator.
+            generator = torch.Generator().manual_seed(derive_seed(self._seed, epoch, self._layout.dp_rank))
+            loader = self._source.workers.build(self._stream, generator=generator)
         if self._source.workers.persistent_workers:
             self._loader = loader
         yield from loader
-
-    def _build_loader(self, epoch: int) -> DataLoader[Any]:
-        # For the same reason as with map-style data: starting workers must not draw from the process's own generator.
-        generator = torch.Generator().manual_seed(derive_seed(self._seed, epoch, self._layout.dp_rank))
-        return self._source.workers.build(self._stream, generator=generator)
 
     def _is_whole(self, step: AgreedStep) -> bool:
         layout = self._layout
@@ -190,11 +183,11 @@ class StreamedBatches:
 
     def _micro_batches_of(self, step: AgreedStep, own: _OwnBlocks) -> Iterator[tuple[MicroInfo, Any]]:
         for micro in range(step.micro_steps):
-            block = step.own[micro] if micro < len(step.own) else self._stand_in(own)
+            block = step.own[micro] if micro < len(step.own) else self._placeholder(own)
             last = micro == step.micro_steps - 1
             yield self._layout.info(block.samples, step.samples, boundary=last, offset=block.offset), block.batch
 
-    def _stand_in(self, own: _OwnBlocks) -> StreamBlock:
+    def _placeholder(self, own: _OwnBlocks) -> StreamBlock:
         if own.latest is None:
             raise DataError(
                 f"rank {self._layout.dp_rank} of {self._layout.dp_size} got no data from the data set's shard().",
@@ -204,7 +197,7 @@ class StreamedBatches:
 
 
 class _OwnBlocks:
-    """The blocks of this rank that hold samples; the latest is kept to stand in once they have run out."""
+    """The blocks of this rank that have samples; the latest is kept as a placeholder for the end."""
 
     def __init__(self, blocks: Iterator[StreamBlock], skipped: int) -> None:
         self._blocks = itertools.islice(blocks, skipped, None)

@@ -1,8 +1,7 @@
-"""auto: ddp by the fastest way for these ranks. It runs when no strategy is named.
+"""auto: the fastest form of ddp for these ranks, used when no strategy is named.
 
-Ranks that compute on the CPUs of one machine add up their gradients in shared memory (`ring_ddp`): the
-same weights to the last bit with two ranks, and a fraction of the time. All others, and models with buffers or sparse
-gradients, use torch's DistributedDataParallel.
+CPU ranks of one machine average gradients in shared memory (`ring_ddp`), which is much faster and gives the same bits
+with two ranks. All others, and models with buffers or sparse gradients, use torch's DistributedDataParallel.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class Auto(RingDDP):
         self._shared: tuple[Exchange, torch.Tensor] | None = None
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """Try shared memory for the model's gradients; all ranks come to the same answer."""
+        """Use shared memory for the model's gradients where possible; equal on all ranks."""
         self._shared = self._share(model)
         return self._ddp.wrap(model) if self._shared is None else super().wrap(model)
 
@@ -50,22 +49,19 @@ class Auto(RingDDP):
     def _share(self, model: nn.Module) -> tuple[Exchange, torch.Tensor] | None:
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         chosen = self.config.communication_backend not in (None, "phalanx")
-        if not trained or chosen or not may_share_memory(self.world):
+        world = self.world
+        on_cpus = world.device.type == "cpu" and world.env.on_one_machine
+        if not trained or chosen or not on_cpus or world.world_size == 1 or is_emulated():
             return None
-        # DDP gives all ranks rank 0's buffers before each forward pass, which may read them.
+        # DDP broadcasts rank 0's buffers before each forward pass, which may read them.
         if any(True for _ in model.buffers()) or any(
             getattr(module, "sparse", False) is True for module in model.modules()
         ):
             return None
-        size, timeout = self.world.world_size, self.config.timeout
-        return share_gradients(group_text_gatherer(None), self.world.rank, size, bytes_for(trained), timeout=timeout)
+        gather_text, nbytes = group_text_gatherer(None), bytes_for(trained)
+        return share_gradients(gather_text, world.rank, world.world_size, nbytes, timeout=self.config.timeout)
 
     def _open_exchange(self, nbytes: int) -> tuple[Exchange, torch.Tensor]:
         assert self._shared is not None, "wrap() has opened it"
         shared, self._shared = self._shared, None
         return shared
-
-
-def may_share_memory(world: World) -> bool:
-    """Whether all ranks compute on the CPUs of this machine; one rank alone has nothing to share."""
-    return world.device.type == "cpu" and world.world_size > 1 and world.env.on_one_machine and not is_emulated()

@@ -28,8 +28,6 @@ from phalanx.strategies.optimizer_state import load_optimizer_state, optimizer_s
 from phalanx.world.world import World
 
 _LAYOUT = "_phalanx_layout"
-COALESCED_BYTES = 250 * 1024 * 1024
-"""Size of one message where many small tensors are broadcast."""
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -42,7 +40,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the whole tensor: a sharded one is gathered from all ranks, any other is returned as it is."""
+    """Return the whole tensor: a sharded one is gathered from all ranks, any other is returned unchanged."""
     if not isinstance(tensor, DTensor):
         return tensor
     placements = list(tensor.placements)
@@ -84,8 +82,8 @@ def claim_layout(model: nn.Module, layout: str | None) -> None:
     before = model.__dict__.get(_LAYOUT)
     if before is not None and before != layout:
         raise UsageError(
-            f"this model lies over the ranks already as {before}, and cannot be laid out as {layout or 'whole copies'}",
-            hint="Build a fresh model: weights move with trainer.save() and load(), or in checkpoints.",
+            f"this model is laid out over the ranks as {before}, and cannot be laid out as {layout or 'whole copies'}",
+            hint="Build a new model, and move the weights by trainer.save() and load(), or by checkpoints.",
         )
     if layout is not None:
         model.__dict__[_LAYOUT] = layout
@@ -139,8 +137,7 @@ class Strategy:
     shards: ClassVar[bool] = False
     """Whether ranks hold shards of the model: whole weights must be gathered, and the process group outlives a fit."""
     in_lockstep: ClassVar[bool] = True
-    """Whether no rank can complete a step that another has not begun. If not, ranks wait for each other only where the
-    loop does, and where `just_synced` is true."""
+    """Whether a rank cannot complete a step before all others have started it."""
     just_synced: bool = False
     """Whether all ranks have waited for each other in the step just taken; equal on all of them."""
     local_steps: ClassVar[bool] = False
@@ -236,10 +233,7 @@ class Strategy:
     # State, reports and the end.
 
     def consolidate(self, wrapped: nn.Module) -> None:
-        """Broadcast module buffers from rank 0, before checkpointing or evaluation.
-
-        DDP does this before every forward pass, but not after the last one.
-        """
+        """Broadcast module buffers from rank 0, before checkpointing or evaluation."""
         buffers = [local(buffer) for buffer in self.unwrap(wrapped).buffers()]
         if self.world.world_size > 1 and buffers:
             with torch.no_grad():

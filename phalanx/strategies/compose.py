@@ -1,4 +1,4 @@
-"""Strategies together, on one mesh. From the outside in: stages, then what a layer is cut into, then the data axes."""
+"""Strategies combined on one mesh: first pipeline stages, then the split of layers, then the data axes."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Composed(FSDP):
         return wrapped.module if isinstance(wrapped, Pipeline) else wrapped
 
     def set_sync(self, wrapped: nn.Module, sync: bool) -> None:
-        """Within a batch torch's pipeline decides itself when gradients are reduced."""
+        """Set whether gradients are reduced; within a batch torch's pipeline decides when."""
         self._syncing = sync
         if isinstance(wrapped, Pipeline):
             wrapped.sync = sync
@@ -83,7 +83,7 @@ class Composed(FSDP):
         return list(wrapped.stages.values()) if isinstance(wrapped, Pipeline) else super().compile_targets(wrapped)
 
     def count_parameters(self, wrapped: nn.Module) -> int:
-        """Count the parameters of all stages; tied ones, which lie on several, count once."""
+        """Count the parameters of all stages; tied ones, which are on several, count once."""
         if not isinstance(wrapped, Pipeline):
             return super().count_parameters(wrapped)
         here = sum(p.numel() / self._copies.get(id(p), 1) for p in wrapped.module.parameters())
@@ -92,16 +92,16 @@ class Composed(FSDP):
         return round(everywhere.item() * self.world.mesh.pp / self.world.world_size)
 
     def expect_batches(self, wrapped: nn.Module, batch_size: int) -> str | None:
-        """Check that a pipeline can cut batches into microbatches; return a line on how it does."""
+        """Check that a pipeline can cut batches into microbatches; return a description of its layout."""
         return wrapped.expect(batch_size) if isinstance(wrapped, Pipeline) else None
 
     def train_batch(self, wrapped: nn.Module, batch: Any, passes: BatchPass) -> torch.Tensor:
-        """Run a pipeline's schedule, which has forward and backward passes under way at the same time."""
+        """Run a pipeline's schedule, or forward and backward of the model."""
         if not isinstance(wrapped, Pipeline):
             return super().train_batch(wrapped, batch, passes)
         if passes.loss_fn is None:
             raise UsageError(
-                "a pipeline needs the loss apart from the model: the last stage computes it",
+                "a pipeline needs the loss separate from the model: the last stage computes it",
                 hint="Give loss_fn=lambda output, target: ..., or the model a method loss_from_output(output, target), "
                 "with batches of (inputs, targets).",
             )
@@ -143,7 +143,7 @@ class Composed(FSDP):
     def load_state(
         self, wrapped: nn.Module, optimizers: Sequence[torch.optim.Optimizer], state: dict[str, Any]
     ) -> None:
-        """Put back what `state` returned."""
+        """Load what `state` returned."""
         names = {alias: name for name, alias in self._aliases(wrapped).items()}
         super().load_state(wrapped, optimizers, rename_tied(state, names))
 
@@ -159,12 +159,12 @@ class Composed(FSDP):
 
     @cached_property
     def _data_group(self) -> dist.ProcessGroup:
-        """The ranks that hold the same parameters and see other samples, or other slices of them."""
+        """The ranks that hold the same parameters and get other samples, or other slices of them."""
         return build_axis_group(self.world.mesh, ("dp_replicate", "dp_shard", "cp"), self.world.rank)
 
     @cached_property
     def _slices(self) -> SequenceSlices | None:
-        """This rank's slice of the sequences; all ranks must ask for it together."""
+        """This rank's slice of the sequences; all ranks must read it together, as it creates a group."""
         mesh = self.world.mesh
         return SequenceSlices(build_axis_group(mesh, ("cp",), self.world.rank)) if mesh.cp > 1 else None
 
@@ -188,11 +188,11 @@ class Composed(FSDP):
             pipeline.finishing.append(partial(self._average_gradients, list(model.parameters())))
         pipeline.tie(placed.ties)
         self._copies.update({id(tied.parameter): tied.copies for tied in pipeline.tied})
-        _ = self._stage_group, self._data_group  # made here, where all ranks are
+        _ = self._stage_group, self._data_group  # created here, where all ranks take part
         return pipeline
 
     def _split(self, model: nn.Module) -> None:
-        """Give every rank the same weights, and its slice of every layer and sequence."""
+        """Broadcast the weights, and split layers, sequences and experts."""
         mesh = self.world.mesh
         share_weights(model)
         if mesh.tp > 1:
@@ -207,7 +207,7 @@ class Composed(FSDP):
         mesh = self.world.mesh
         by_hand = mesh.pp > 1 and SCHEDULES[self.config.pipeline_schedule].splits_backward
         if mesh.dp_size * mesh.cp > 1 and not by_hand:
-            # Outputs of a DTensor module always are views: fully_shard would warn in every run.
+            # Outputs of a DTensor module are always views: fully_shard would warn in every run.
             warnings.filterwarnings("ignore", message=".*returned a view tensor", category=UserWarning)
             self._shard(model)
             if self.config.expert_parallel > 1 and mesh.dp_replicate > 1:
@@ -225,26 +225,26 @@ class Composed(FSDP):
         return model
 
     def _materialise(self, model: nn.Module) -> None:
-        """Initialise weights; replicas of experts initialised different ones, and are made equal."""
+        """Initialise weights, and make replicas of experts equal, which were initialised differently."""
         super()._materialise(model)
         if self.config.expert_parallel > 1 and self.world.mesh.dp_replicate > 1:
             equalise(model.parameters(), self.device_mesh["dp_replicate"].get_group())
 
     def _seed(self) -> None:
-        """Seed ranks that hold equal activations for equal dropout, all others for different dropout."""
+        """Seed ranks with equal activations for equal dropout, and all others for different dropout."""
         mesh, place = self.world.mesh, self.world.mesh.place(self.world.rank)
         own = self.world.dp_rank * mesh.cp + place["cp"] if self._equal_activations else self.world.rank
         seed_everything(self.config.seed, rank=own)
 
     def _average_replicas(self, parameter: torch.Tensor) -> None:
-        """Average an expert's gradient over the replicas of the group of ranks that it lies on."""
+        """Average an expert's gradient over its replicas."""
         if self._syncing and parameter.grad is not None:
             gradient = local(parameter.grad)
             dist.all_reduce(gradient, group=self.device_mesh["dp_replicate"].get_group())
             gradient /= self.world.mesh.dp_replicate
 
     def _average_gradients(self, parameters: list[nn.Parameter]) -> None:
-        """Average over the data axes after a schedule that computes gradients of weights past autograd's hooks."""
+        """Average over the data axes after a schedule that computes weight gradients without autograd's hooks."""
         for parameter in parameters:
             _complete_gradient(parameter)
         gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
@@ -259,7 +259,7 @@ class Composed(FSDP):
 
 
 def _complete_gradient(parameter: torch.Tensor) -> None:
-    """Add up what each slice of the sequence gave a parameter that all ranks hold; fully_shard does this itself."""
+    """Add up the gradients of all sequence slices for a parameter that all ranks hold; fully_shard does this itself."""
     gradient = parameter.grad
     if isinstance(parameter, DTensor) and isinstance(gradient, DTensor) and gradient.placements != parameter.placements:
         parameter.grad = gradient.redistribute(placements=parameter.placements)

@@ -1,4 +1,4 @@
-"""What strategies share that average gradients themselves: compressors, whose residuals are in the checkpoint."""
+"""The base of strategies that average gradients with a compressor, whose residuals are in the checkpoint."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Lane:
 
     compressor: Compressor
     exchange: Exchange
-    courier: CommThread
+    comm_thread: CommThread
 
 
 class CompressesGradients(Strategy):
@@ -38,7 +38,7 @@ class CompressesGradients(Strategy):
         self.lanes: list[Lane] = []
 
     def compressor_for(self, model: nn.Module) -> Compressor:
-        """Return the compressor that the config names; refuse a model that it cannot compress."""
+        """Return the compressor that the config names; ModelError for a model that it cannot compress."""
         for name, module in model.named_modules():
             if self.config.compression != "none" and getattr(module, "sparse", False) is True:
                 raise ModelError(
@@ -54,9 +54,9 @@ class CompressesGradients(Strategy):
         return self.config.compression != "none"
 
     def set_loss_scale(self, weight: torch.Tensor | None, scale: torch.Tensor | None) -> None:
-        """Let compressors keep residuals without the scale of their step.
+        """Set the scale that compressors remove from their residuals.
 
-        One that keeps none leaves fp16's loss scale in: fp16 messages need it as fp16 gradients do.
+        Without residuals fp16's loss scale stays in: fp16 messages need it as fp16 gradients do.
         """
         whole = weight if scale is None else scale if weight is None else weight * scale
         for lane in self.lanes:
@@ -87,13 +87,13 @@ class CompressesGradients(Strategy):
         return CommStats(
             sum(lane.exchange.sent_bytes for lane in self.lanes),
             sum(lane.compressor.plain_bytes for lane in self.lanes),
-            sum(lane.courier.busy_s for lane in self.lanes),
-            sum(lane.courier.waited_s for lane in self.lanes),
+            sum(lane.comm_thread.busy_s for lane in self.lanes),
+            sum(lane.comm_thread.waited_s for lane in self.lanes),
         )
 
     def close(self) -> None:
-        """End the couriers' threads and release the memory of the gradients."""
+        """End the communication threads and release the memory of the gradients."""
         for lane in self.lanes:
-            lane.courier.close()
+            lane.comm_thread.close()
             lane.exchange.close()
         self.lanes.clear()

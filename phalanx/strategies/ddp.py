@@ -1,4 +1,4 @@
-"""ddp: every rank holds the whole model, gradients are averaged during backward (torch's own reducer)."""
+"""ddp: every rank holds the whole model, and torch averages gradients during backward."""
 
 from __future__ import annotations
 
@@ -31,19 +31,16 @@ class DDP(CompressesGradients):
             "device_ids": [device.index] if device.type == "cuda" else None,
             "bucket_cap_mb": self.config.bucket_cap_mb,
             "find_unused_parameters": self.config.find_unused_parameters,
-            "gradient_as_bucket_view": True,  # gradients live in the buckets: no copy in, no copy out
+            "gradient_as_bucket_view": True,  # gradients are in the buckets: nothing is copied
         }
         if self.config.compression == "none" and not is_emulated():
             return DistributedDataParallel(model, **options)
-        return self._wrap_compressed(model, options)
-
-    def _wrap_compressed(self, model: nn.Module, options: dict[str, Any]) -> nn.Module:
         compressor = self.compressor_for(model)
         wrapped = FixedBuckets(model, **options)
         exchange = open_exchange(dist.new_group(timeout=timedelta(seconds=self.config.timeout)))
         hook = CompressionHook(compressor, exchange, model.named_parameters(), self.world.device)
         wrapped.register_comm_hook(None, hook.take)
-        self.lanes.append(Lane(compressor, exchange, hook.courier))
+        self.lanes.append(Lane(compressor, exchange, hook.comm_thread))
         return wrapped
 
     def unwrap(self, wrapped: nn.Module) -> nn.Module:
@@ -51,6 +48,6 @@ class DDP(CompressesGradients):
         return wrapped.module if isinstance(wrapped, DistributedDataParallel) else wrapped
 
     def set_sync(self, wrapped: nn.Module, sync: bool) -> None:
-        """Do what `no_sync` does, as one assignment: the reducer reads the flag in forward."""
+        """Do what `no_sync` does: the reducer reads this flag in forward."""
         if isinstance(wrapped, DistributedDataParallel):
             wrapped.require_backward_grad_sync = sync

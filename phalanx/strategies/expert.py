@@ -29,7 +29,13 @@ def spread_experts(model: nn.Module, mesh: DeviceMesh) -> list[nn.Parameter]:
     for name in _names(model):
         module = model.get_submodule(name)
         for key, parameter in list(module.named_parameters(recurse=False)):
-            _check_divides(name, parameter.shape[0], mesh.size())
+            experts = parameter.shape[0]
+            if experts % mesh.size():
+                possible = [str(number) for number in range(1, experts + 1) if experts % number == 0]
+                raise UsageError(
+                    f"expert_parallel = {mesh.size()} cannot spread the {experts} experts of {name} evenly",
+                    hint=f"With {experts} experts it can be: {', '.join(possible)}.",
+                )
             part = parameter.detach().chunk(mesh.size())[mesh.get_local_rank()].clone()
             spread = DTensor.from_local(part, mesh, [Shard(0)], run_check=False)
             setattr(module, key, nn.Parameter(spread, requires_grad=parameter.requires_grad))
@@ -47,15 +53,6 @@ def _names(model: nn.Module) -> list[str]:
     return model.expert_modules()
 
 
-def _check_divides(name: str, experts: int, ranks: int) -> None:
-    if experts % ranks:
-        possible = [str(number) for number in range(1, experts + 1) if experts % number == 0]
-        raise UsageError(
-            f"expert_parallel = {ranks} cannot spread the {experts} experts of {name} evenly",
-            hint=f"With {experts} experts it can be: {', '.join(possible)}.",
-        )
-
-
 def _exchanged(module: nn.Module, group: dist.ProcessGroup, rows: Tensor, counts: Tensor) -> Tensor:
     """Send rows to the ranks of their experts, run these, and return the rows in their order."""
     ranks = group.size()
@@ -67,7 +64,12 @@ def _exchanged(module: nn.Module, group: dist.ProcessGroup, rows: Tensor, counts
     # Rows are ordered by sending rank; each expert needs its rows of all ranks together.
     expert = torch.arange(received.numel(), device=rows.device).remainder(received.shape[1])
     order = expert.repeat_interleave(received.flatten()).argsort(stable=True)
-    worked = torch.func.functional_call(_Plain(module), _weights(module, ranks), (arrived[order], received.sum(0)))
+    weights = {
+        f"module.{name}": _Shared.apply(parameter.to_local(), ranks)  # type: ignore[no-untyped-call]
+        for name, parameter in module.named_parameters()
+        if isinstance(parameter, DTensor)
+    }
+    worked = torch.func.functional_call(_Plain(module), weights, (arrived[order], received.sum(0)))
     home = torch.empty_like(worked).index_copy(0, order, worked)
     back: Tensor = _AllToAll.apply(home, inward, outward, group)  # type: ignore[no-untyped-call]
     return back
@@ -84,17 +86,8 @@ class _Plain(nn.Module):
         return type(self.module).forward(self.module, rows, counts)
 
 
-def _weights(module: nn.Module, ranks: int) -> dict[str, Tensor]:
-    """Return this rank's experts as plain tensors, by their names in `_Plain`."""
-    return {
-        f"module.{name}": _Shared.apply(parameter.to_local(), ranks)  # type: ignore[no-untyped-call]
-        for name, parameter in module.named_parameters()
-        if isinstance(parameter, DTensor)
-    }
-
-
 class _AllToAll(torch.autograd.Function):
-    """Rows to other ranks; in backward their gradients come back."""
+    """Sends rows to other ranks, and their gradients back in backward."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, outward: list[int], inward: list[int], group: dist.ProcessGroup) -> Tensor:
@@ -111,7 +104,7 @@ class _AllToAll(torch.autograd.Function):
 
 
 class _Shared(torch.autograd.Function):
-    """An expert's weights: their gradient comes from the rows of all ranks, where others have the mean over ranks."""
+    """An expert's weights: their gradient is the sum over the rows of all ranks and becomes the mean over ranks."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, ranks: int) -> Tensor:

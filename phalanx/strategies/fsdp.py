@@ -19,7 +19,7 @@ from phalanx.world.seed import seed_everything
 
 
 def blocks_of_class(model: nn.Module, name: str) -> dict[str, nn.Module]:
-    """Return the modules of the class called `name`; an unknown name is refused with the nearest one."""
+    """Return the modules of the class `name`; UsageError with the nearest name where there are none."""
     found = {path: module for path, module in model.named_modules() if path and type(module).__name__ == name}
     if not found:
         classes = {type(module).__name__ for path, module in model.named_modules() if path}
@@ -42,7 +42,7 @@ def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _is_block(module: nn.Module) -> bool:
-    """A block has parameters and an inner structure; recomputing a bare layer would save nothing."""
+    """Whether a module has parameters and children; recomputing a single layer would save nothing."""
     return any(True for _ in module.children()) and any(True for _ in module.parameters())
 
 
@@ -79,7 +79,9 @@ class FSDP(Strategy):
 
     def _shard(self, model: nn.Module) -> nn.Module:
         options = self._options()
-        for block in self._blocks(model).values():
+        name = self.config.wrap_class
+        blocks = find_blocks(model) if name is None else blocks_of_class(model, name)
+        for block in blocks.values():
             fully_shard(block, **options)
         fully_shard(model, **options)
         if is_meta(model):
@@ -88,9 +90,9 @@ class FSDP(Strategy):
         return model
 
     def set_sync(self, wrapped: nn.Module, sync: bool) -> None:
-        """Between boundaries gradients stay whole and unreduced on each rank; from ZeRO's stage 2 on shards add up.
+        """Set whether gradients are reduced: before a step boundary only from ZeRO's stage 2 on.
 
-        Parameters that are whole in forward and backward stay so until the boundary: they are gathered once a step.
+        Parameters that are whole during a step stay so until the boundary: they are gathered once per step.
         """
         if isinstance(wrapped, FSDPModule):
             wrapped.set_requires_gradient_sync(sync or (self.config.zero_stage or 0) >= 2)
@@ -109,37 +111,23 @@ class FSDP(Strategy):
 
     @cached_property
     def device_mesh(self) -> DeviceMesh:
-        """The groups of all axes, made once for all models of the run."""
+        """The groups of all axes, created once for all models of the run."""
         return build_device_mesh(self.world.mesh, self.world.device.type)
 
     def _options(self) -> dict[str, Any]:
-        config = self.config
+        replicates = self.world.mesh.dp_replicate > 1
         options: dict[str, Any] = {
-            "mesh": self._data_mesh(),
+            "mesh": self.device_mesh["dp_replicate", "dp_shard"] if replicates else self.device_mesh["dp_shard"],
             "reshard_after_forward": not self._whole_during_step,
-            "mp_policy": self._precision(),
+            "mp_policy": MixedPrecisionPolicy(),
             "ignored_params": self._apart,
         }
-        if config.offload == "cpu":
+        precision = precision_name(self.config.mixed_precision, self.world.device.type)
+        if precision != "fp32":  # parameters are gathered in the precision of the forward pass, gradients added in fp32
+            options["mp_policy"] = MixedPrecisionPolicy(param_dtype=_DTYPES[precision], reduce_dtype=torch.float32)
+        if self.config.offload == "cpu":
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=self.world.device.type == "cuda")
         return options
-
-    def _data_mesh(self) -> DeviceMesh:
-        if self.world.mesh.dp_replicate == 1:
-            return self.device_mesh["dp_shard"]
-        return self.device_mesh["dp_replicate", "dp_shard"]
-
-    def _precision(self) -> MixedPrecisionPolicy:
-        """Gather parameters in the low precision that the forward pass uses anyway; add gradients up in fp32."""
-        name = precision_name(self.config.mixed_precision, self.world.device.type)
-        if name == "fp32":
-            return MixedPrecisionPolicy()
-        return MixedPrecisionPolicy(param_dtype=_DTYPES[name], reduce_dtype=torch.float32)
-
-    def _blocks(self, model: nn.Module) -> dict[str, nn.Module]:
-        if self.config.wrap_class is not None:
-            return blocks_of_class(model, self.config.wrap_class)
-        return find_blocks(model)
 
     def _materialise(self, model: nn.Module) -> None:
         """Allocate the shards of a model on the meta device, and initialise them."""

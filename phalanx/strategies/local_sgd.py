@@ -126,7 +126,7 @@ class Round:
         begin = time.perf_counter()
         batch: list[torch.Tensor] = []
         for tensor in tensors:
-            if tensor.nbytes > self.nbytes:  # such as an fp32 master copy of the only bf16 parameter
+            if tensor.nbytes > self.nbytes:  # for example an fp32 master copy of the only bf16 parameter
                 message = tensor.to(self._memory.device).contiguous()
                 self.exchange.all_reduce(message, "mean")
                 tensor.copy_(message)
@@ -149,7 +149,7 @@ class Round:
 
 
 OUTER = "outer"
-"""Under this name a checkpoint holds the outer optimizer's momentum."""
+"""The key of the outer optimizer's momentum in a checkpoint."""
 
 
 class DiLoCo(LocalSGD):
@@ -171,23 +171,21 @@ class DiLoCo(LocalSGD):
 
     def state(self, wrapped: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
         """Return what `ddp` returns, and the outer momentum."""
-        return {**super().state(wrapped, optimizers), **self._momentum_of(wrapped)}
+        state = super().state(wrapped, optimizers)
+        own = {id(parameter) for parameter in wrapped.parameters()}
+        for each in self._rounds:
+            if isinstance(each, OuterRound) and any(id(p) in own for p in each.parameters.values()):
+                return {**state, OUTER: each.momentum_by_name()}
+        return state
 
     def load_state(
         self, wrapped: nn.Module, optimizers: Sequence[torch.optim.Optimizer], state: dict[str, Any]
     ) -> None:
-        """Put back what `state` returned; the outer momentum was filled where it lies."""
+        """Load what `state` returned; the outer momentum has been loaded in place."""
         super().load_state(wrapped, optimizers, state)
         for each in self._rounds:
             if isinstance(each, OuterRound):
-                each.remember()
-
-    def _momentum_of(self, wrapped: nn.Module) -> dict[str, Any]:
-        own = {id(parameter) for parameter in wrapped.parameters()}
-        for each in self._rounds:
-            if isinstance(each, OuterRound) and any(id(p) in own for p in each.parameters.values()):
-                return {OUTER: each.momentum_by_name()}
-        return {}
+                each.restart()
 
 
 class OuterRound(Round):
@@ -199,12 +197,12 @@ class OuterRound(Round):
         self._momentum = [torch.zeros_like(start) for start in self._start]
         self._rate, self._decay = rate, momentum
 
-    def remember(self) -> None:
-        """Begin a round at the current parameters."""
+    def restart(self) -> None:
+        """Start a round at the current parameters."""
         torch_compat.foreach_copy_(self._start, [parameter.detach() for parameter in self.parameters.values()])
 
     def momentum_by_name(self) -> dict[str, torch.Tensor]:
-        """Return the momentum's own memory, under the parameters' names."""
+        """Return the momentum, not copied, by parameter name."""
         return dict(zip(self.parameters, self._momentum, strict=True))
 
     @torch.no_grad()

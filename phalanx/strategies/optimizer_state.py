@@ -16,9 +16,9 @@ from phalanx.errors import ModelError
 
 
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return what an optimizer holds for a model's parameters, under their names; no state before its first step.
+    """Return an optimizer's state for a model's parameters by name; empty before its first step.
 
-    torch takes a step with rate 0 to give a fresh optimizer its state: that would count as one of Adam's steps.
+    torch initialises the state by a step with learning rate 0, which would count as one of Adam's steps.
     """
     with _part_of(model, optimizer):
         fresh = not optimizer.state
@@ -27,7 +27,7 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
 
 
 def fill_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Give a fresh optimizer its state, of any value, for a checkpoint to be read into."""
+    """Initialise the state of a new optimizer, so that a checkpoint can be read into it."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     gradients = [parameter.grad for parameter in parameters]
     for parameter in parameters:
@@ -41,19 +41,19 @@ def fill_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def load_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Put an optimizer's state for a model and the settings of its groups back; groups go by their place.
+    """Load an optimizer's state for a model, and the settings of its groups by index.
 
-    In a pipeline each stage has its own parameters in a group, or none, and a checkpoint keeps the names of one stage:
-    those of this rank take their place. torch finds groups by names, so it is shown those that have any.
+    In a pipeline each stage has other parameters in a group, or none, and a checkpoint has the names of one stage: they
+    are replaced by those of this rank. torch finds groups by names, so it gets only those that have any.
     """
     own = {id(parameter) for parameter in model.parameters()}
     loaded: dict[Any, Any] = {}
     if state["state"]:
-        with _part_of(model, optimizer, empty_groups=False) as places:
+        with _part_of(model, optimizer, empty_groups=False) as indices:
             here = get_optimizer_state_dict(model, optimizer)["param_groups"]
             shown = [
-                {**state["param_groups"][place], "params": group["params"]}  # type: ignore[index]
-                for place, group in zip(places, here, strict=True)
+                {**state["param_groups"][index], "params": group["params"]}  # type: ignore[index]
+                for index, group in zip(indices, here, strict=True)
             ]
             if shown:
                 set_optimizer_state_dict(model, optimizer, {"state": state["state"], "param_groups": shown})
@@ -67,28 +67,28 @@ def load_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, sta
 
 @contextmanager
 def _part_of(model: nn.Module, optimizer: torch.optim.Optimizer, *, empty_groups: bool = True) -> Iterator[list[int]]:
-    """Show torch a model's part of an optimizer alone; yield the places of the groups that are shown."""
+    """Restrict an optimizer to a model's parameters for a while; yield the indices of the groups that remain."""
     own = {id(parameter) for parameter in model.parameters()}
     groups, states = optimizer.param_groups, optimizer.state
     parts = [{**group, "params": [p for p in group["params"] if id(p) in own]} for group in groups]
-    places = [place for place, part in enumerate(parts) if part["params"] or empty_groups]
-    optimizer.param_groups = [parts[place] for place in places]
+    indices = [index for index, part in enumerate(parts) if part["params"] or empty_groups]
+    optimizer.param_groups = [parts[index] for index in indices]
     optimizer.state = defaultdict(dict, {p: held for p, held in states.items() if id(p) in own})
     try:
-        yield places
+        yield indices
     finally:
         optimizer.param_groups, optimizer.state = groups, states
 
 
 class Moment(NamedTuple):
-    """A tensor of this rank's optimizer, and how many ranks brought one; the others have zeros."""
+    """A tensor of this rank's optimizer, and how many ranks had one; the others have zeros."""
 
     tensor: torch.Tensor
     holders: int
 
 
 class _Entry(NamedTuple):
-    """What a rank holds under one key of a parameter's state; of large tensors only the form."""
+    """What a rank has under one key of a parameter's state; of large tensors only shape and dtype."""
 
     shape: tuple[int, ...] | None
     dtype: torch.dtype | None
@@ -100,7 +100,7 @@ class _Entry(NamedTuple):
         return bool(self.shape)
 
     def made(self, parameter: torch.Tensor) -> Any:
-        """Return what a rank without this entry begins with: zeros, or the number itself."""
+        """Return the initial value for a rank without this entry: zeros, or the number itself."""
         if self.shape is None:
             return self.value
         device = parameter.device if self.on_parameter_device else torch.device("cpu")
@@ -110,16 +110,19 @@ class _Entry(NamedTuple):
 
 
 def level_moments(parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> list[Moment]:
-    """Give every rank the entries that any rank has; return those to average, in one order on all ranks.
+    """Add the entries that any rank has on every rank; return those to average, in the same order on all ranks.
 
-    Single numbers (the count of steps) and tensors that have no average (quantised ones) become those of the first rank
-    that has them. All ranks call this.
+    Single numbers (step counts) and tensors that have no average (quantised ones) become those of the first rank that
+    has them. All ranks call this.
     """
     trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     named = {name: parameter for name, parameter in parameters.items() if id(parameter) in trained}
     if not named:
         return []
-    here = {name: _described(optimizer.state.get(parameter, {}), parameter) for name, parameter in named.items()}
+    here = {
+        name: {key: _describe(value, parameter) for key, value in optimizer.state.get(parameter, {}).items()}
+        for name, parameter in named.items()
+    }
     by_rank: list[dict[str, dict[str, _Entry]]] = [{}] * dist.get_world_size()
     dist.all_gather_object(by_rank, here)
     return [
@@ -127,10 +130,6 @@ def level_moments(parameters: Mapping[str, nn.Parameter], optimizer: torch.optim
         for name, parameter in named.items()
         for moment in _levelled(name, parameter, optimizer, [described[name] for described in by_rank])
     ]
-
-
-def _described(state: Mapping[str, Any], parameter: torch.Tensor) -> dict[str, _Entry]:
-    return {key: _describe(value, parameter) for key, value in state.items()}
 
 
 def _describe(value: Any, parameter: torch.Tensor) -> _Entry:
@@ -160,7 +159,7 @@ def _levelled(
 
 
 def _check_forms(name: str, entries: dict[int, _Entry]) -> None:
-    """Refuse tensors that cannot be averaged; all ranks see the same entries, so all of them raise."""
+    """Raise for tensors that cannot be averaged; all ranks have the same entries, so all of them raise."""
     (first, expected), *others = entries.items()
     for rank, entry in others:
         if (entry.shape, entry.dtype) != (expected.shape, expected.dtype):
@@ -172,11 +171,11 @@ def _check_forms(name: str, entries: dict[int, _Entry]) -> None:
 
 
 def _form(entry: _Entry) -> str:
-    return "no tensor" if entry.shape is None else f"{entry.dtype} of shape {entry.shape}"
+    return "not a tensor" if entry.shape is None else f"{entry.dtype} of shape {entry.shape}"
 
 
 def _send(tensor: torch.Tensor, source: int, device: torch.device) -> None:
-    """Give all ranks one rank's tensor, of any type: it is sent as bytes, on a device that the backend can use."""
+    """Broadcast one rank's tensor of any dtype: as bytes, on a device that the backend can use."""
     message = tensor.to(device).contiguous()
     dist.broadcast(message.view(-1).view(torch.uint8), source)
     tensor.copy_(message)

@@ -68,7 +68,7 @@ class ParameterServer(Strategy):
         return model
 
     def set_sync(self, wrapped: nn.Module, sync: bool) -> None:
-        """Note whether the next backward completes a step, and so pushes."""
+        """Set whether the next backward is the last of a step, and pushes."""
         self._sync = sync
 
     def attach(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -88,10 +88,15 @@ class ParameterServer(Strategy):
         return optimizer
 
     def _hook(self) -> None:
-        """Push each gradient when it is whole, and take new values in before the model is used."""
+        """Push each gradient when it is complete, and write new values before the model is used."""
         assert self._model is not None, "wrapped before"
         for name, parameter in self._named.items():
-            handle = parameter.register_post_accumulate_grad_hook(self._pusher(name))  # type: ignore[no-untyped-call]
+
+            def push(parameter: torch.Tensor, name: str = name) -> None:
+                if self._sync and self._group is not None and parameter.grad is not None:
+                    self._group.client.push(name, parameter.grad, find_rows=name in self._by_rows)
+
+            handle = parameter.register_post_accumulate_grad_hook(push)  # type: ignore[no-untyped-call]
             self._undo.append(handle.remove)
 
         def arrive(module: nn.Module, inputs: Any) -> None:
@@ -101,18 +106,11 @@ class ParameterServer(Strategy):
         hook = torch.compiler.disable(arrive) if self.config.compile else arrive  # type: ignore[no-untyped-call]
         self._undo.append(self._model.register_forward_pre_hook(hook).remove)
 
-    def _pusher(self, name: str) -> Callable[[torch.Tensor], None]:
-        def push(parameter: torch.Tensor) -> None:
-            if self._sync and self._group is not None and parameter.grad is not None:
-                self._group.client.push(name, parameter.grad, find_rows=name in self._by_rows)
-
-        return push
-
     def backward(self, loss: torch.Tensor) -> None:
         """Run backward; at a step boundary gradients are sent meanwhile."""
         if self._whole:  # the last step was skipped: drop its gradient, here and on the shards
             self._running.client.commit(factor=None)
-            self._forget_gradients()
+            self._drop_gradients()
         torch.autograd.backward(loss)
         if self._sync:
             self._whole = True
@@ -137,7 +135,7 @@ class ParameterServer(Strategy):
         return norm
 
     def grad_norm(self, parameters: Sequence[nn.Parameter]) -> torch.Tensor:
-        """Return the norm of the mean over all workers; where each steps by itself, that of this worker's gradient."""
+        """Return the norm of the mean over all workers; asynchronously, that of this worker's gradient."""
         if self._group is None or not self._synchronous:
             return super().grad_norm(parameters) / self._divisor
         self._push_rest()
@@ -152,23 +150,23 @@ class ParameterServer(Strategy):
         groups = [plain_settings(group) for group in optimizer.param_groups]
         client.commit(factor=self._clip / self._divisor, groups=groups)
         torch_compat.note_step(optimizer)
-        self._forget_gradients()
+        self._drop_gradients()
 
     def _push_rest(self) -> None:
-        """Push gradients that no hook of the last micro-batch saw: of parameters that only earlier ones used."""
+        """Push the gradients of parameters that only earlier micro-batches of the step used."""
         client = self._running.client
         for name, parameter in self._named.items():
             if parameter.grad is not None and name not in client.pushed:
                 client.push(name, parameter.grad, find_rows=name in self._by_rows)
 
-    def _forget_gradients(self) -> None:
-        """Drop the gradients without touching their memory, which may still be being sent."""
+    def _drop_gradients(self) -> None:
+        """Drop the gradients without changing their memory, which may still be sent."""
         for parameter in self._named.values():
             parameter.grad = None
         self._whole, self._divisor, self._clip = False, 1.0, 1.0
 
     def consolidate(self, wrapped: nn.Module) -> None:
-        """Bring every rank to the same state of the shards, which includes all steps so far."""
+        """Pull the same state of the shards on every rank, with all steps so far."""
         if self._group is not None:
             self._group.client.wait()
             if not self._synchronous:
@@ -179,7 +177,7 @@ class ParameterServer(Strategy):
         super().consolidate(wrapped)
 
     def _even_out(self, client: ParameterClient) -> None:
-        """Let the shards exchange pieces where one has moved far more bytes than another; all ranks call this."""
+        """Relocate pieces where one shard has moved far more bytes than another; all ranks call this."""
         if len(client.placement.shards) == 1:
             return
         self._barrier()
@@ -249,8 +247,10 @@ class ParameterServer(Strategy):
             return None
         client = self._group.client
         client.wait()
-        courier = client.courier
-        return ServersReported.of(self.config.resolved_server_mode, client.stats(), courier.busy_s, courier.waited_s)
+        comm_thread = client.comm_thread
+        return ServersReported.of(
+            self.config.resolved_server_mode, client.stats(), comm_thread.busy_s, comm_thread.waited_s
+        )
 
     def return_weights(self, wrapped: nn.Module) -> None:
         """Leave the shards' last values in the model and their states in the optimizer."""

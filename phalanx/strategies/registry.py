@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from phalanx.world.world import World
 
 ENTRY_POINTS = "phalanx.strategies"
-"""The group of entry points in which an installed package names its own strategies."""
+"""The group of entry points in which an installed package names its strategies."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One strategy: its flags, what it does, when to choose it, what it composes with, and where its class is."""
+    """One strategy: its flags, what it does, when to choose it, what it combines with, and its class."""
 
     name: str
     flag: str
@@ -44,7 +44,7 @@ TABLE = (
     Row(
         "ring",
         "--strategy ring [--compression NAME], and --fixed-order",
-        "ddp with our own collectives: gradients in shared memory within a machine, a ring between machines",
+        "ddp with Phalanx's collectives: gradients in shared memory within a machine, a ring between machines",
         "the ranks are CPUs of one machine (faster than ddp), or a run must give equal bits at 1, 2, 4 and 8 ranks",
         "accumulation, clipping, compression, compile; no other axis",
         "phalanx.strategies.ring_ddp:RingDDP",

@@ -1,7 +1,7 @@
-"""ring: ddp with our own collectives. Every rank holds the whole model; gradients are averaged during backward.
+"""ring: ddp with the collectives of Phalanx. Every rank holds the whole model; gradients are averaged during backward.
 
-Ranks of one machine add up their gradients in place, in shared memory; between machines they go around a ring. The
-weights are those of torch's DDP, to the last bit where additions have the same order.
+Ranks of one machine average gradients in place, in shared memory; between machines by a ring. The weights are those of
+torch's DDP, with equal bits where additions have the same order.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from phalanx.comm.channel_exchange import ChannelExchange
-from phalanx.comm.exchange import Alone, Exchange, is_emulated, open_exchange
+from phalanx.comm.exchange import Alone, ChannelExchange, Exchange, is_emulated, open_exchange
 from phalanx.comm.reducer import FixedOrderReducer, GradientReducer, bytes_for
 from phalanx.comm.shm.bootstrap import group_text_gatherer
 from phalanx.comm.shm.setup import share_gradients
@@ -26,7 +25,7 @@ from phalanx.world.world import World
 
 
 class RingDDP(CompressesGradients):
-    """Our gradient reducer on the model's parameters; the model itself is not wrapped."""
+    """A `GradientReducer` on the model's parameters; the model itself is not wrapped."""
 
     name = "ring"
 
@@ -55,7 +54,7 @@ class RingDDP(CompressesGradients):
             settings["micro_batches"] = self.config.gradient_accumulation_steps
         kind = FixedOrderReducer if self.config.fixed_order else GradientReducer
         reducer = self._reducers[id(model)] = kind(named, exchange, **settings)
-        self.lanes.append(Lane(settings["compressor"], exchange, reducer.courier))
+        self.lanes.append(Lane(settings["compressor"], exchange, reducer.comm_thread))
         return model
 
     def set_sync(self, wrapped: nn.Module, sync: bool) -> None:
@@ -80,8 +79,8 @@ class RingDDP(CompressesGradients):
 
 def open_exchange_for(config: DistributedConfig, world: World, nbytes: int) -> tuple[Exchange, torch.Tensor]:
     """Return how tensors are sent, and a buffer of `nbytes` for them; all ranks call this, in the same order."""
-    ours = world.device.type == "cpu" and not is_emulated()
-    if ours:
+    on_cpu = world.device.type == "cpu" and not is_emulated()
+    if on_cpu:
         shared = share_gradients(
             group_text_gatherer(None), world.rank, world.world_size, nbytes, timeout=config.timeout
         )
@@ -90,6 +89,6 @@ def open_exchange_for(config: DistributedConfig, world: World, nbytes: int) -> t
     # A separate group: collectives of the communication thread must not interleave with those of the main thread.
     group = dist.new_group(timeout=timedelta(seconds=config.timeout))
     memory = torch.empty(nbytes, dtype=torch.uint8, device=world.device)
-    if ours or config.fixed_order:
+    if on_cpu or config.fixed_order:
         return ChannelExchange(group, in_fixed_order=config.fixed_order), memory
     return open_exchange(group), memory

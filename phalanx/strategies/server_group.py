@@ -45,7 +45,7 @@ class ServerGroup:
 
     @property
     def client(self) -> ParameterClient:
-        """This rank's connection to all shards."""
+        """This rank's client of all shards."""
         assert self._client is not None, "made with the group"
         return self._client
 
@@ -58,7 +58,7 @@ class ServerGroup:
         """Publish a value in the ranks' store, or wait for the rank that does."""
         store = self._world.store
         if store is None:
-            assert value is not None, "one rank alone has it all"
+            assert value is not None, "one rank starts all shards"
             return value
         if value is not None:
             store.set(f"{_PREFIX}/{name}", value)
@@ -75,8 +75,8 @@ class ServerGroup:
 def _draw_token(world: World) -> str:
     """Return a secret that rank 0 draws for this job.
 
-    It goes through the process group, whose connections were made among the ranks, and never lies in the store: there
-    every process that reaches the port could read it at any time.
+    It is broadcast in the process group and never written to the store, which any process that reaches its port can
+    read.
     """
     token = torch.tensor(list(secrets.token_bytes(32)), dtype=torch.uint8)
     if world.world_size > 1:
@@ -86,6 +86,6 @@ def _draw_token(world: World) -> str:
 
 
 def owner(number: int, world_size: int, per_node: int) -> int:
-    """Return the rank that starts a shard: machines take turns, and on each machine its ranks."""
+    """Return the rank that starts a shard: round robin over machines, and over the ranks of each machine."""
     nodes = max(1, world_size // per_node)
     return number % nodes * per_node + number // nodes % per_node

@@ -1,4 +1,4 @@
-"""Tensors on the meta device given memory, and the norm of sharded tensors."""
+"""Memory for models on the meta device, and the norm of sharded tensors."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ def _share_replicas(model: nn.Module) -> None:
 
 
 def global_norm(gradients: Sequence[torch.Tensor], holders: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Return the norm of all gradients with one all-reduce over the world, whatever their meshes.
+    """Return the norm of all gradients, on any meshes, with one all-reduce over the world.
 
-    `holders`: over how many ranks each gradient lies, cut or copied. An element that several ranks hold counts on each
-    of them by its share, so that it counts once in all.
+    `holders`: how many ranks hold each gradient, sharded or copied. Of an element that several ranks hold, each counts
+    its share.
     """
     total = torch.zeros((), dtype=torch.float64, device=device)
     if gradients:
@@ -70,7 +70,7 @@ def global_norm(gradients: Sequence[torch.Tensor], holders: Sequence[int], devic
 
 
 def scale_to_norm(gradients: Sequence[torch.Tensor], norm: torch.Tensor, max_norm: float) -> None:
-    """Scale gradients of this norm down to `max_norm`, without asking the device whether it is needed."""
+    """Scale gradients of this norm down to `max_norm`, without synchronising with the device."""
     if not gradients:
         return
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)

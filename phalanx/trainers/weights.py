@@ -78,7 +78,7 @@ def _of_all_stages(tensors: Mapping[str, Any], row: Row, *, keep: bool) -> dict[
     found: dict[str, Any] = {}
     for place, part in enumerate(parts):
         for name, shape in part.shapes.items():
-            value = whole(tensors[name].detach()) if place == row.place and shape is not None else tensors.get(name)
+            value = whole(tensors[name].detach()) if place == row.position and shape is not None else tensors.get(name)
             if wanted:
                 value = _sent(value, shape, row, place)
             if keep:
@@ -88,7 +88,7 @@ def _of_all_stages(tensors: Mapping[str, Any], row: Row, *, keep: bool) -> dict[
 
 def _sent(value: Any, shape: tuple[torch.Size, torch.dtype] | None, row: Row, source: int) -> Any:
     """Give one stage's value to all ranks of the row."""
-    mine = source == row.place
+    mine = source == row.position
     if shape is None:
         box = [value if mine else None]
         dist.broadcast_object_list(box, group=row.group, group_src=source)

@@ -1,4 +1,4 @@
-"""Our collectives against arithmetic: every algorithm, op, dtype and awkward shape, at world sizes 1 to 5 and 8."""
+"""The collectives against plain arithmetic: every algorithm, op, dtype and odd shape, at world sizes 1 to 5 and 8."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def check_layouts(line: P2PChannel) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8])
-def test_every_collective_is_what_arithmetic_says(ranks, size):
+def test_every_collective_gives_the_expected_values(ranks, size):
     def run():
         line = P2PChannel()
         checked = check_all_reduces(line)
@@ -147,7 +147,7 @@ def test_chunks_that_follow_each_other(ranks, size):
 
 
 def test_hierarchical_over_hosts(ranks):
-    """Two ranks a host that are no neighbours; between hosts only leaders send."""
+    """Two ranks per host that are not neighbours; between hosts only leaders send."""
 
     def run():
         line = P2PChannel()

@@ -1,4 +1,4 @@
-"""The bytes on the wire are those of theory, and ranks that disagree are told so, all of them."""
+"""The bytes sent agree with theory, and a mismatch between ranks is raised on all of them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def expected_bytes(size: int, numel: int, rank: int) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_bytes_sent_are_those_of_theory(ranks, size):
+def test_bytes_sent_agree_with_theory(ranks, size):
     def run():
         found = []
         for numel in (0, 1, 12, 1003):
@@ -82,9 +82,9 @@ def test_bytes_sent_are_those_of_theory(ranks, size):
 
 
 def test_ranks_that_disagree_are_named_on_all_ranks(ranks):
-    """Afterwards the wire works on: nothing of the failed call is left in it."""
+    """Afterwards the channel still works: nothing of the failed call is left in it."""
 
-    def told(call):
+    def message_of(call):
         with pytest.raises(CommunicationError) as caught:
             call()
         return caught.value.message
@@ -93,11 +93,11 @@ def test_ranks_that_disagree_are_named_on_all_ranks(ranks):
         line = P2PChannel()
         odd = line.rank == 1
         words = [
-            told(lambda: all_reduce(torch.zeros(7 + odd), line)),
-            told(lambda: all_reduce(torch.zeros(7, dtype=torch.int32 if odd else torch.float32), line)),
-            told(lambda: all_reduce(torch.zeros(7), line, "max" if odd else "mean")),
-            told(lambda: barrier(line) if odd else all_gather(torch.zeros(2, 2), line)),
-            told(lambda: scatter(torch.zeros(2), line, torch.zeros(5, 2) if line.rank == 0 else None)),
+            message_of(lambda: all_reduce(torch.zeros(7 + odd), line)),
+            message_of(lambda: all_reduce(torch.zeros(7, dtype=torch.int32 if odd else torch.float32), line)),
+            message_of(lambda: all_reduce(torch.zeros(7), line, "max" if odd else "mean")),
+            message_of(lambda: barrier(line) if odd else all_gather(torch.zeros(2, 2), line)),
+            message_of(lambda: scatter(torch.zeros(2), line, torch.zeros(5, 2) if line.rank == 0 else None)),
         ]
         tensor = torch.ones(5)
         all_reduce(tensor, line)
@@ -114,7 +114,7 @@ def test_ranks_that_disagree_are_named_on_all_ranks(ranks):
         assert "rank 0 calls scatter from 0 of (5, 2) torch.float32, where (3, 2) torch.float32 is needed" in source
 
 
-def test_what_cannot_be_reduced_is_refused_with_words(ranks):
+def test_unsupported_reductions_are_refused_with_a_reason(ranks):
     def run():
         line = P2PChannel()
         words = []
@@ -138,7 +138,7 @@ def test_what_cannot_be_reduced_is_refused_with_words(ranks):
     assert "Did you mean 'mean'" in unknown
 
 
-def test_a_peer_that_is_gone_is_named(ranks):
+def test_a_lost_peer_is_named(ranks):
     def run():
         group = dist.new_group([0, 1], timeout=timedelta(seconds=20))
         barrier(P2PChannel(group))
@@ -150,36 +150,37 @@ def test_a_peer_that_is_gone_is_named(ranks):
         return caught.value.hint
 
     begin = time.monotonic()
-    assert "rank 1 said last" in ranks(run, world_size=2)[0]
+    assert "last output of rank 1" in ranks(run, world_size=2)[0]
     assert time.monotonic() - begin < 15  # seconds, where a silent hang would last as long as the group's timeout
 
 
 def exchange_over_measured_hosts() -> tuple[list[list[int]], list[float]]:
-    """Four ranks that stand for three hosts, of which nothing names the switches."""
-    from phalanx.comm import channel_exchange
-    from phalanx.comm.collectives.topology import LinkMatrix, RankLocation
+    """Four ranks on three emulated hosts with unknown switches."""
+    from phalanx.comm import exchange as exchanges
+    from phalanx.comm.collectives import topology
+    from phalanx.comm.collectives.topology import LinkMatrix
 
-    places = [RankLocation(rank, f"host{max(rank - 1, 0)}") for rank in range(4)]
-    channel_exchange.find_locations = lambda channel: places
+    locations = [topology.RankLocation(rank, f"host{max(rank - 1, 0)}") for rank in range(4)]
+    exchanges.find_locations = lambda channel: locations
     measured: list[list[int]] = []
 
     def measure(channel, **settings):
-        real = channel_exchange.links_measured(channel, **settings)
+        real = exchanges.links_measured(channel, **settings)
         measured.append(list(channel.peers))
         # the hosts 0 and 2 are near each other, whatever this machine says
         slow = [[0.0, 1.0, 1e-3], [1.0, 0.0, 1.0], [1e-3, 1.0, 0.0]]
         assert real.size == 3
         return LinkMatrix(slow, [[1e9] * 3] * 3)
 
-    channel_exchange.links_measured, channel_exchange.measure_links = channel_exchange.measure_links, measure
-    exchange = channel_exchange.ChannelExchange()
+    exchanges.links_measured, exchanges.measure_links = exchanges.measure_links, measure
+    exchange = exchanges.ChannelExchange()
     order = list(exchange._ring.peers)
     tensor = torch.full((1000,), float(dist.get_rank() + 1))
     exchange.all_reduce(tensor)
     return [order, *measured], [float(tensor.min()), float(tensor.max())]
 
 
-def test_links_between_hosts_are_measured_where_nothing_names_their_switches(ranks):
+def test_links_between_hosts_are_measured_where_switches_are_unknown(ranks):
     for rank, ((order, *measured), total) in enumerate(ranks(exchange_over_measured_hosts, world_size=4)):
         assert order == [0, 1, 3, 2], "host 2 comes before host 1: it is nearer to host 0"
         assert measured == ([[0, 2, 3]] if rank != 1 else []), "leaders alone measure"

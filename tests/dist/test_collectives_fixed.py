@@ -1,4 +1,4 @@
-"""A fixed order of additions gives equal bits at 1, 2, 4 and 8 ranks; places and links are found on real ranks."""
+"""A fixed order of additions gives equal bits at 1, 2, 4 and 8 ranks; locations and links are found on real ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SHARDS = 24
 
 
 def shard(number: int) -> torch.Tensor:
-    """Numbers whose sum depends on the order: large ones that cancel, small ones that are lost beside them."""
+    """Numbers whose sum depends on the order: large ones that cancel, small ones that are lost next to them."""
     generator = torch.Generator().manual_seed(number)
     scale = torch.tensor([1e8, -1e8, 1.0, 1e-8])[torch.randint(0, 4, (999,), generator=generator)]
     return scale * torch.rand(999, generator=generator)
@@ -47,7 +47,7 @@ def test_three_ranks_are_refused(ranks):
     ranks(run, world_size=3)
 
 
-def test_places_and_links_of_real_ranks(ranks):
+def test_locations_and_links_of_real_ranks(ranks):
     def run():
         line = P2PChannel()
         places = find_locations(line)

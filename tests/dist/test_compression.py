@@ -66,7 +66,7 @@ def test_ranks_stay_equal_and_send_less(ranks, tmp_path, name, strategy):
     assert (ended["event"], ended["sent_bytes"]) == ("run_ended", history.sent_bytes)
 
 
-def test_warm_up_gives_what_no_compression_gives(ranks, tmp_path):
+def test_warm_up_equals_no_compression(ranks, tmp_path):
     settings = {"compression": "topk", "compression_warmup": 4, "max_steps": 4, "optimizer": "sgd"}
     warm = ranks(lambda: train(tmp_path / "a", **settings), world_size=2)[0][0]
     plain = ranks(lambda: train(tmp_path / "b", max_steps=4, optimizer="sgd"), world_size=2)[0][0]
@@ -99,7 +99,7 @@ def _residuals_after_resume(folder, place):
 
 
 @pytest.mark.parametrize("now", [1, 2, 3])
-def test_other_numbers_of_ranks_take_the_average_over(ranks, tmp_path, now):
+def test_the_average_residual_is_kept_at_other_numbers_of_ranks(ranks, tmp_path, now):
     then = 2
     place = str(tmp_path / "ckpt")
     ranks(lambda: train(tmp_path / "a", max_steps=3, compression="topk", checkpoint_dir=place), world_size=then)
@@ -117,7 +117,7 @@ def test_other_numbers_of_ranks_take_the_average_over(ranks, tmp_path, now):
 
 
 @pytest.mark.parametrize("name", ["sign", "topk", "powersgd"])
-def test_a_skipped_step_leaves_nothing_spoilt(ranks, tmp_path, name):
+def test_a_skipped_step_leaves_finite_residuals(ranks, tmp_path, name):
     settings = {"compression": name, "on_nonfinite": "skip", "max_steps": 6}
     first, second = ranks(lambda: train(tmp_path / "run", bad_step=9, **settings), world_size=2)
     assert_equal_bits(first[0], second[0])
@@ -132,7 +132,7 @@ def test_accumulation_compresses_whole_gradients_only(ranks, tmp_path):
     assert history.plain_bytes == 3 * 4 * sum(parameter.numel() for parameter in net().parameters())
 
 
-def test_a_rank_that_no_matrix_has_is_refused(ranks, tmp_path):
+def test_a_rank_larger_than_every_gradient_is_refused(ranks, tmp_path):
     with pytest.raises(ModelError, match=r"powersgd_rank = 60: .* largest possible is 38 \(2.weight, 64 x 96\)"):
         ranks(lambda: train(tmp_path / "run", compression="powersgd", powersgd_rank=60, max_steps=1), world_size=2)
 
@@ -148,7 +148,7 @@ def test_sparse_gradients_are_refused(ranks, tmp_path):
         ranks(lambda: train(tmp_path / "run", Sparse(), compression="topk", max_steps=1), world_size=2)
 
 
-def _fail_in_the_courier():
+def _fail_in_the_communication_thread():
     from phalanx.comm.exchange import TorchExchange
 
     def broken(self, tensor):
@@ -161,6 +161,6 @@ def _fail_in_the_courier():
         formation.backward(wrapped(torch.zeros(2, 20)).sum())
 
 
-def test_an_error_of_the_courier_is_raised_by_backward(ranks):
+def test_an_error_of_the_communication_thread_is_raised_by_backward(ranks):
     with pytest.raises(ConnectionError, match="the link is down"):
-        ranks(_fail_in_the_courier, world_size=2)
+        ranks(_fail_in_the_communication_thread, world_size=2)

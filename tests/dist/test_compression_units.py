@@ -1,4 +1,4 @@
-"""What compression keeps back is in units of the mean loss: weights of the loss and fp16's scale do not change it."""
+"""Residuals of compression are in units of the mean loss: weights of the loss and fp16's scale do not change it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FIRST, NOTHING = [2.0, 1.0], [0.0, 0.0]
 
 
 def steps(batches, scale=None, **settings):
-    """Train two weights from zero by plain SGD on (inputs, weight); return them, the units, and how often ranks met."""
+    """Train two weights from zero by SGD on (inputs, weight); return them, the units, and the number of reductions."""
     reductions = 0
     plain = dist.all_reduce
 
@@ -48,7 +48,7 @@ def halves(**settings):
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "ring"])
-def test_a_residual_does_not_take_the_weight_of_its_step_along(ranks, strategy):
+def test_a_residual_does_not_contain_the_weight_of_its_step(ranks, strategy):
     batches = [(FIRST, 100.0), (NOTHING, 1.0)]
     for weights, units, _ in ranks(lambda: steps(batches, **halves(strategy=strategy)), world_size=2):
         assert torch.allclose(weights, torch.tensor([-2.0, -1.0]))
@@ -56,14 +56,14 @@ def test_a_residual_does_not_take_the_weight_of_its_step_along(ranks, strategy):
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "ring"])
-def test_a_residual_does_not_take_the_loss_scale_along(ranks, strategy):
+def test_a_residual_does_not_contain_the_loss_scale(ranks, strategy):
     batches = [(FIRST, None), (NOTHING, None)]
     for weights, units, _ in ranks(lambda: steps(batches, 1024.0, **halves(strategy=strategy)), world_size=2):
         assert torch.allclose(weights, torch.tensor([-2.0, -1.0]))
         assert [float(unit) for unit in units] == [1024.0, 2048.0]
 
 
-def test_what_keeps_nothing_back_is_sent_with_its_loss_scale(ranks):
+def test_without_residuals_gradients_are_sent_with_the_loss_scale(ranks):
     tiny = [6e-8, 3e-8]  # lost in fp16, were it not for the scale
     settings = {"compression": "fp16", "strategy": "ring"}
     weights, units, _ = ranks(lambda: steps([(tiny, None)], 65536.0, **settings), world_size=2)[0]
@@ -78,7 +78,7 @@ def test_weights_of_all_micro_batches_count(ranks):
     assert torch.allclose(weights, torch.tensor([-2.0, -1.0]))
 
 
-def test_the_weights_are_counted_once_a_step(ranks):
+def test_the_weights_are_counted_once_per_step(ranks):
     batches = [(FIRST, 100.0), (NOTHING, 1.0)]
     compressed = ranks(lambda: steps(batches, **halves(strategy="ring")), world_size=2)[0]
     plain = ranks(lambda: steps(batches, strategy="ring"), world_size=2)[0]
@@ -91,7 +91,7 @@ def test_without_weights_there_is_no_unit_and_no_reduction(ranks):
     assert (units[0] is None, units[1], reductions) == (False, None, 1)
 
 
-def test_warm_up_gives_the_bits_of_no_compression(ranks):
+def test_warm_up_gives_the_same_bits_as_no_compression(ranks):
     batches = [([0.3, 0.7], 7.0), ([1.1, -0.4], 3.0)]
     warm = ranks(lambda: steps(batches, **halves(strategy="ring", compression_warmup=2)), world_size=2)[0][0]
     plain = ranks(lambda: steps(batches, strategy="ring"), world_size=2)[0][0]

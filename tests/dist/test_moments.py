@@ -1,4 +1,4 @@
-"""Saving under local-sgd and diloco where ranks' optimizers hold different things: nobody waits for ever."""
+"""Saving under local-sgd and diloco where ranks' optimizers have different states: no rank waits for ever."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def reach_one_part_each(strategy: str, folder: str) -> list[dict[str, torch.Tens
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_parameters_that_one_rank_alone_reaches(ranks, tmp_path, strategy):
+def test_parameters_that_only_one_rank_uses(ranks, tmp_path, strategy):
     first, second = ranks(reach_one_part_each, strategy, str(tmp_path), world_size=2)
     for ours, theirs in zip(first, second, strict=True):
         assert torch.allclose(ours["exp_avg"], torch.full_like(ours["exp_avg"], 0.1))

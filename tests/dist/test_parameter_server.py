@@ -1,4 +1,4 @@
-"""Parameter servers with real shards: equal to ddp, bounded in truth, sparse on the wire, checkpoints both ways."""
+"""Parameter servers with real shards: equal to ddp, bounded staleness, sparse messages, checkpoints both ways."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_checkpoints_move_between_servers_and_ddp(ranks, tmp_path, order):
 
 
 @pytest.mark.parametrize("pace", [{"server_mode": "async"}, {"staleness": 1}])
-def test_workers_at_their_own_pace_learn_and_end_equal(ranks, tmp_path, pace):
+def test_asynchronous_workers_learn_and_end_equal(ranks, tmp_path, pace):
     """A line through points: however stale the gradients are, they lead there."""
 
     def run() -> tuple[float, float, torch.Tensor]:
@@ -94,7 +94,7 @@ def test_one_rank_needs_no_group(ranks, tmp_path):
     assert_same(found[0], expected[0], 1e-12)
 
 
-def test_a_skipped_step_leaves_the_servers_as_they_were(ranks):
+def test_a_skipped_step_does_not_change_the_servers(ranks):
     def run() -> list[float]:
         torch.manual_seed(0)
         config = DistributedConfig(
@@ -134,7 +134,7 @@ def test_parameters_without_gradient_are_named(ranks):
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
-def test_no_worker_is_further_ahead_than_allowed(ranks, staleness):
+def test_no_worker_is_ahead_by_more_than_the_staleness(ranks, staleness):
     """Each worker announces the step it begins; a quick one must never see a slow one more than s steps behind."""
 
     def run() -> tuple[int, int]:
@@ -211,7 +211,7 @@ def _train_table(*, sparse: bool, by_rows: bool, shards: int = 2) -> tuple[dict[
             process.stop()
 
 
-def test_embeddings_travel_by_rows():
+def test_embeddings_are_sent_by_rows():
     whole, sent, received = _train_table(sparse=False, by_rows=False)
     rows, sent_rows, _ = _train_table(sparse=False, by_rows=True)
     lazy, sent_lazy, received_lazy = _train_table(sparse=True, by_rows=False)
@@ -222,7 +222,7 @@ def test_embeddings_travel_by_rows():
     assert received_lazy < 0.15 * received
 
 
-def test_shards_are_added_while_training_goes_on():
+def test_shards_are_added_during_training():
     """Two shards become three in the middle of AdamW: values and states move, and the next steps are the same."""
 
     def run(*, change: bool) -> list[torch.Tensor]:
@@ -282,8 +282,8 @@ def test_the_trainer_reports_staleness_load_and_throughput(ranks, tmp_path):
     assert all(shard["bytes_in"] > 0 and shard["requests"] >= 16 for shard in event["shards"])
 
 
-def test_uneven_shards_exchange_pieces_and_training_goes_on(ranks):
-    """All rows that are touched lie on shard 0 at first: where ranks meet, some of them move, whatever dies after."""
+def test_uneven_shards_exchange_pieces_and_training_continues(ranks):
+    """All rows in use are on shard 0 at first; where ranks synchronise, some are moved, also if a shard fails later."""
 
     def run() -> tuple[int, list[list[float]], list[torch.Tensor], list[torch.Tensor]]:
         import os
@@ -327,8 +327,8 @@ def _loads(client: ParameterClient) -> list[float]:
     return [sum(costs[piece.key] for piece in shard) for shard in client.placement.shards]
 
 
-def test_a_signal_stops_all_ranks_at_one_step_and_the_run_can_go_on(ranks, tmp_path):
-    """Workers at their own pace meet only where losses are gathered: there all stop, with one checkpoint."""
+def test_a_signal_stops_all_ranks_at_one_step_and_the_run_can_continue(ranks, tmp_path):
+    """Asynchronous workers synchronise only where losses are gathered: there all stop, with one checkpoint."""
     from phalanx.errors import PreemptedError
 
     settings = {**COMMON, **SERVERS, "server_mode": "async", "epochs": None, "checkpoint_dir": str(tmp_path / "ckpt")}

@@ -1,4 +1,4 @@
-"""Shared memory: every collective on real ranks, ranks that disagree, are late or die, and a /dev/shm that is full."""
+"""Shared memory: every collective on real ranks, ranks that disagree, are late or fail, and a full /dev/shm."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def reduce_everything() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_all_reduce_gives_what_one_process_gives(ranks, size):
+def test_all_reduce_equals_one_process(ranks, size):
     ranks(reduce_everything, world_size=size)
 
 
@@ -87,7 +87,7 @@ def move_everything() -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_what_moves_arrives(ranks, size):
+def test_moved_tensors_arrive(ranks, size):
     ranks(move_everything, world_size=size)
 
 
@@ -167,7 +167,7 @@ except Exception as error:
 
 
 def test_a_rank_that_is_lost_before_the_first_collective(tmp_path):
-    """Without a launcher that would end the other: nobody shares memory with the lost rank yet."""
+    """Without a launcher that would end the other rank: the ranks do not share memory yet."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = str(listener.getsockname()[1])
     shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
@@ -188,7 +188,7 @@ def test_a_rank_that_is_lost_before_the_first_collective(tmp_path):
 
 
 def let_go() -> list[int]:
-    """Pages of a group are gone when it was closed and dropped, without a collection of garbage."""
+    """Return whether the pages of a closed and dropped group are freed without a garbage collection."""
     gc.disable()
     found = []
     for _ in range(3):
@@ -201,7 +201,7 @@ def let_go() -> list[int]:
     return found
 
 
-def test_closed_pages_are_gone(ranks):
+def test_closed_pages_are_freed(ranks):
     assert ranks(let_go, world_size=2) == [[0, 0, 0], [0, 0, 0]]
 
 
@@ -232,7 +232,7 @@ def lose_a_rank() -> tuple[str, float]:
     return str(caught.value), time.perf_counter() - begin
 
 
-def test_a_rank_that_is_gone_is_named_in_seconds(ranks):
+def test_a_lost_rank_is_named_in_seconds(ranks):
     message, seconds = ranks(lose_a_rank, world_size=2)[0]
     assert "rank 1 has died" in message
     assert seconds < 2.5
@@ -373,7 +373,7 @@ def test_ranks_pinned_to_unequal_numbers_of_cores_share_memory(ranks):
     assert ranks(share_while_pinned, world_size=2) == [([], 6.0)] * 2
 
 
-def test_plain_ddp_and_fsdp_run_on_it_bit_for_bit(ranks):
+def test_plain_ddp_and_fsdp_give_the_same_bits_on_the_backend(ranks):
     assert ranks(train_on, "phalanx", world_size=2) == ranks(train_on, "gloo", world_size=2)
 
 

@@ -14,7 +14,7 @@ from phalanx.config import DistributedConfig
 from phalanx.loop.task import TrainTask
 from phalanx.models.llama import llama
 from phalanx.strategies.base import whole
-from phalanx.strategies.context.kernels import ByHand, CUDAFlash, choose_kernel
+from phalanx.strategies.context.kernels import CUDA_FLASH, PLAIN, choose_kernel
 from phalanx.strategies.context.ring_attention import Ring, RingAttention
 from phalanx.strategies.context.sequence import SequenceSlices
 from phalanx.trainers.job import Job, run_job
@@ -48,8 +48,8 @@ def ring_attention(dtype: torch.dtype, *, causal: bool) -> list[torch.Tensor]:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_equals_attention_over_the_whole_sequence(ranks, dtype, causal):
     """Half precision by the flash kernel, as near to float64 as torch's own attention is; the rest by hand."""
-    expected = ByHand if dtype in (torch.float32, torch.float64) else CUDAFlash
-    assert isinstance(choose_kernel(make_heads(dtype)[0]), expected)
+    expected = PLAIN if dtype in (torch.float32, torch.float64) else CUDA_FLASH
+    assert choose_kernel(make_heads(dtype)[0]) is expected
     exact, theirs = whole_attention(torch.float64, causal=causal), whole_attention(dtype, causal=causal)
     for found in ranks(lambda: ring_attention(dtype, causal=causal), world_size=2):
         for ours, other, right in zip(found, theirs, exact, strict=True):

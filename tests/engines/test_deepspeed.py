@@ -1,4 +1,4 @@
-"""DeepSpeed's engine in our loop equals one process; its JSON, its checkpoints, its offload, its launcher."""
+"""DeepSpeed's engine in the training loop equals one process; its JSON, its checkpoints, its offload, its launcher."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def own_loop(stage: int | None, **settings) -> tuple[dict, float, float]:
 
 @long_proof
 @installed
-def test_a_loop_of_ones_own(ranks):
+def test_a_custom_loop(ranks):
     expected, _, loss = ranks(own_loop, None, world_size=1)[0]
     both = ranks(lambda: [own_loop(stage) for stage in (2, 3)], world_size=2)
     for results in both:
@@ -242,7 +242,7 @@ REFUSED = {
 
 @installed
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_the_engine_cannot_do_is_refused(ranks, name):
+def test_unsupported_settings_are_refused(ranks, name):
     with pytest.raises(UsageError, match=REFUSED[name]):
         ranks(refuse, name, world_size=1)
 
@@ -264,7 +264,7 @@ JSON = {
 }
 
 
-def test_the_json_fills_our_settings_and_ours_fill_its_autos(tmp_path):
+def test_the_json_sets_the_config_and_the_config_fills_auto(tmp_path):
     path = tmp_path / "ds.json"
     path.write_text(json.dumps(JSON))
     config = DistributedConfig(deepspeed_config=path, weight_decay=0.1)
@@ -332,7 +332,7 @@ def test_a_mistake_in_the_json_names_its_file(tmp_path):
 RECIPE = {"batch_size": 16, "gradient_clipping": 2.0, "lr_schedule": "cosine", "warmup": 20, "max_steps": 7}
 
 
-def test_the_json_wins_over_a_recipe_but_not_over_the_user():
+def test_the_json_overrides_a_recipe_but_not_the_user():
     resolved = resolve({"deepspeed_config": JSON}, recipe=RECIPE, recipe_name="r", environ={})
     config, origins = resolved.config, resolved.origins
     assert (config.batch_size, config.gradient_clipping, config.lr_schedule, config.warmup) == (4, 1.0, "linear", 10)
@@ -343,7 +343,7 @@ def test_the_json_wins_over_a_recipe_but_not_over_the_user():
         resolve({"deepspeed_config": JSON}, recipe=RECIPE, environ={"PHALANX_BATCH_SIZE": "16"})
 
 
-def test_a_train_batch_size_wins_over_a_recipes_batch_size():
+def test_a_train_batch_size_overrides_that_of_a_recipe():
     from phalanx.world.mesh import plan_mesh
 
     config = resolve({"deepspeed_config": {"train_batch_size": 24}}, recipe=RECIPE, environ={}).config
@@ -352,7 +352,7 @@ def test_a_train_batch_size_wins_over_a_recipes_batch_size():
 
 
 @pytest.mark.parametrize("wish", [{"strategy": "deepspeed"}, {"backend": "deepspeed"}, {"deepspeed_config": {}}])
-def test_a_missing_deepspeed_is_told_before_what_contradicts_it(monkeypatch, wish):
+def test_a_missing_deepspeed_is_reported_before_contradictions(monkeypatch, wish):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError) as caught:
         resolve({**wish, "tensor_parallel": 2}, environ={})
@@ -376,7 +376,7 @@ def test_a_train_batch_size_is_divided_or_refused():
 
 @long_proof
 @installed
-def test_a_plain_process_gets_the_whole_weights_back(tmp_path, monkeypatch, fork_server):
+def test_a_plain_process_gets_the_whole_weights(tmp_path, monkeypatch, fork_server):
     """`fit` starts the ranks; stage 3 leaves each with parts. Then evaluation, which needs no engine, agrees."""
     from phalanx import PyTorchDDPTrainer
 
@@ -397,7 +397,7 @@ def test_a_plain_process_gets_the_whole_weights_back(tmp_path, monkeypatch, fork
     assert loss == pytest.approx(history.epochs[-1].val["loss"], rel=1e-5)
 
 
-def test_the_launchers_variables_and_word_are_understood(capsys):
+def test_the_launchers_variables_and_arguments_are_understood(capsys):
     from phalanx.cli import main
     from phalanx.world.env import read_rank_env
 

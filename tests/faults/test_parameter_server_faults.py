@@ -1,4 +1,4 @@
-"""Parameter servers when things die: workers that go and come, a shard that is killed, strangers, spoilt messages."""
+"""Parameter servers under faults: workers that leave and join, a killed shard, wrong tokens, invalid messages."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Job:
         return client, named
 
     def fill(self) -> None:
-        """Give the shards their first values; whoever comes as worker 0 does it in passing."""
+        """Load the initial values into the shards, as worker 0 does."""
         client, named = self.client(0)
         client.load({name: {"=": parameter.detach()} for name, parameter in named.items()})
         client.close()
@@ -110,11 +110,11 @@ def _work_until_killed(running: Job, worker: int, steps: int) -> None:
     for step in range(steps):
         take_step(client, named, worker, step)
     client.push("0.weight", gradients(worker, steps, named)["0.weight"])  # half a step, then death
-    client.courier.drain()
+    client.comm_thread.drain()
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_sync_goes_on_without_a_worker_that_was_killed():
+def test_sync_continues_without_a_killed_worker():
     with job(Rules(workers=2)) as running:
         running.fill()
         other = multiprocessing.get_context("fork").Process(target=_work_until_killed, args=(running, 1, 2))
@@ -128,7 +128,7 @@ def test_sync_goes_on_without_a_worker_that_was_killed():
         assert_weights(named, expected_weights([[0, 1]] * 2 + [[0]] * (STEPS - 2)))
 
 
-def test_bounded_waits_for_the_living_only():
+def test_bounded_waits_for_connected_workers_only():
     with job(Rules(workers=2, mode="bounded", staleness=1)) as running:
         running.fill()
         slow, _ = running.client(1)
@@ -137,7 +137,7 @@ def test_bounded_waits_for_the_living_only():
         take_step(client, named, 0, 0)
         threading.Timer(0.2, slow.close).start()
         began = time.monotonic()
-        take_step(client, named, 0, 1)  # two steps ahead: it waits until the other is gone
+        take_step(client, named, 0, 1)  # two steps ahead: it waits until the other has disconnected
         assert time.monotonic() - began > 0.1
         for step in range(2, STEPS):
             take_step(client, named, 0, step)
@@ -170,7 +170,7 @@ def test_a_worker_joins_with_the_current_parameters_and_step():
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
-def test_a_killed_shard_comes_back_and_nothing_is_applied_twice(tmp_path: Path, mode: Any):
+def test_a_killed_shard_is_restarted_and_nothing_is_applied_twice(tmp_path: Path, mode: Any):
     """Every update is saved before it is acknowledged, so a kill at any moment costs nothing at all."""
     with job(Rules(workers=1, mode=mode, folder=tmp_path, save_every=1)) as running:
         running.fill()
@@ -198,7 +198,7 @@ def test_a_commit_that_is_sent_again_is_applied_once():
         assert_weights(named, expected_weights([[0]]))
 
 
-def test_updates_since_the_last_save_are_told_as_lost(tmp_path: Path):
+def test_updates_since_the_last_save_are_reported_as_lost(tmp_path: Path):
     with job(Rules(workers=1, folder=tmp_path, save_every=100), shards=1) as running:
         running.fill()
         client, named = running.client(0)
@@ -210,7 +210,7 @@ def test_updates_since_the_last_save_are_told_as_lost(tmp_path: Path):
         assert client.stats()[0]["lost"] == 2
 
 
-def test_a_shard_that_cannot_come_back_is_reported_soon():
+def test_a_shard_that_cannot_be_restarted_is_reported_soon():
     with job(Rules(workers=1), shards=1) as running:
         running.fill()
         client, named = running.client(0, patience=0.3)
@@ -219,7 +219,7 @@ def test_a_shard_that_cannot_come_back_is_reported_soon():
             take_step(client, named, 0, 0)
 
 
-def test_strangers_are_refused_and_disturb_nobody():
+def test_clients_without_the_token_are_refused_and_do_not_disturb_workers():
     with job(Rules(workers=1), shards=1) as running:
         address = running.shards[0].address
         with pytest.raises(ServerError, match="refused this worker's token"):
@@ -235,7 +235,7 @@ def test_strangers_are_refused_and_disturb_nobody():
         assert_weights(named, expected_weights([[0]]))
 
 
-def test_many_silent_callers_keep_no_worker_out():
+def test_many_silent_clients_do_not_block_workers():
     with job(Rules(workers=1), shards=1) as running:
         address = running.shards[0].address
         silent = [socket.create_connection(address) for _ in range(_MAX_UNPROVEN + 20)]
@@ -251,7 +251,7 @@ def test_many_silent_callers_keep_no_worker_out():
         assert_weights(named, expected_weights([[0]]))
 
 
-def test_a_caller_that_sends_byte_by_byte_is_dropped_in_time(monkeypatch):
+def test_a_client_that_sends_byte_by_byte_is_dropped_in_time(monkeypatch):
     monkeypatch.setattr(protocol, "SECONDS", 0.4)
     shard, caller = socket.socketpair()
 
@@ -271,7 +271,7 @@ def test_a_caller_that_sends_byte_by_byte_is_dropped_in_time(monkeypatch):
     caller.close()
 
 
-def test_a_shard_ends_at_once_though_later_children_of_its_parent_live():
+def test_a_shard_ends_at_once_while_later_children_of_its_parent_run():
     """Workers of a DataLoader are such children: they hold copies of everything that was open when they were forked."""
     running = Job(Rules(workers=1), shards=1)
     child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(20,))
@@ -286,7 +286,7 @@ def test_a_shard_ends_at_once_though_later_children_of_its_parent_live():
         child.join()
 
 
-def test_a_link_lost_between_norm_and_commit_does_not_change_the_step():
+def test_a_connection_lost_between_norm_and_commit_does_not_change_the_step():
     rules = Rules(workers=2)
     model = nn.Linear(2, 1, bias=False)
     nn.init.zeros_(model.weight)
@@ -333,7 +333,7 @@ def test_a_worker_with_another_model_is_refused():
         ([[0, 1, False]], (50).to_bytes(8, "little") + bytes(8), "does not have here"),
     ],
 )
-def test_spoilt_pushes_are_refused_with_words(parts: Any, payload: bytes, words: str):
+def test_invalid_pushes_are_refused_with_a_reason(parts: Any, payload: bytes, words: str):
     with job(Rules(workers=1), shards=1) as running, socket.create_connection(running.shards[0].address) as worker:
         introduce(worker, TOKEN)
         send(worker, FrameKind.HELLO, 0, {"worker": 0, "placement": running.placement.digest(0)})
@@ -344,8 +344,8 @@ def test_spoilt_pushes_are_refused_with_words(parts: Any, payload: bytes, words:
         assert words in answer.meta["message"]
 
 
-def test_shards_of_a_run_die_with_a_rank_that_is_killed(launch_script):
-    """The launcher sees the killed rank; the shard that it started is gone too, though nobody told it to."""
+def test_shards_of_a_run_end_with_a_killed_rank(launch_script):
+    """The launcher sees the killed rank; the shard that it started has ended too, without a signal."""
     run = launch_script(
         """
         import os, signal, torch

@@ -42,7 +42,7 @@ def train(**settings) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_weights_are_equal_to_the_last_bit(ranks, layout):
+def test_weights_have_equal_bits(ranks, layout):
     def compare() -> dict[str, bool]:
         plain = train(**LAYOUTS[layout])
         found = {}
@@ -64,5 +64,5 @@ def moved_and_back() -> bool:
     return same and back.stride() == tensor.stride() and torch.equal(back.to_local(), piece)
 
 
-def test_a_moved_tensor_lies_on_the_ranks_as_it_did(ranks):
+def test_an_offloaded_tensor_keeps_its_layout(ranks):
     assert ranks(moved_and_back, world_size=2) == [True, True]

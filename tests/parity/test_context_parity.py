@@ -1,4 +1,4 @@
-"""context parallelism beyond the matrix: weighting by samples, models of a user's own, checkpoints, bad input."""
+"""context parallelism beyond the matrix: weighting by samples, models of a user, checkpoints, bad input."""
 
 from __future__ import annotations
 
@@ -216,7 +216,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("message", REFUSED)
-def test_what_cannot_be_cut_is_refused(ranks, message):
+def test_models_and_inputs_that_cannot_be_cut_are_refused(ranks, message):
     kind, build, inputs = REFUSED[message]
 
     def run():

@@ -60,7 +60,7 @@ def assert_same(ours: dict, theirs: dict, *, tolerance: float = 0.0) -> None:
         assert difference <= tolerance, f"{name} differs by {difference}"
 
 
-def test_equal_to_torch_ddp_bit_for_bit(ranks, tmp_path):
+def test_weights_have_the_same_bits_as_torch_ddp(ranks, tmp_path):
     ours = ranks(lambda: train(str(tmp_path), samples=48, batch_size=4, epochs=3), world_size=2)
     theirs = ranks(lambda: train_with_torch_ddp(48, 4, 3), world_size=2)
     assert_same(ours[0], theirs[0])
@@ -186,7 +186,7 @@ def test_stop_and_resume_gives_the_same_bits(ranks, tmp_path, world_size):
         assert_same(ours, theirs)
 
 
-def test_resume_at_another_number_of_ranks_sees_the_same_samples(ranks, tmp_path):
+def test_resume_at_another_number_of_ranks_reads_the_same_samples(ranks, tmp_path):
     """Saved mid-epoch by two ranks, continued by one with the same global batch: equal to rounding."""
 
     def run(folder: str, **settings) -> dict:

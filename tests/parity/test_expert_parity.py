@@ -8,7 +8,7 @@ from layouts import assert_same, train
 from phalanx.errors import UsageError
 
 
-def test_checkpoints_load_at_another_spread(ranks, tmp_path):
+def test_checkpoints_load_at_another_number_of_expert_ranks(ranks, tmp_path):
     place = {"checkpoint_dir": str(tmp_path / "ckpt")}
 
     def run(world_size, **settings):
@@ -21,7 +21,7 @@ def test_checkpoints_load_at_another_spread(ranks, tmp_path):
     assert_same(ours, expected, 1e-10)
 
 
-def test_bad_spreads_are_refused(ranks, tmp_path):
+def test_bad_expert_settings_are_refused(ranks, tmp_path):
     def run(name, world_size, **settings):
         ranks(lambda: train(str(tmp_path), name, batch_size=2, max_steps=1, **settings), world_size=world_size)
 

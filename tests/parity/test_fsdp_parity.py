@@ -1,4 +1,4 @@
-"""fsdp beyond the matrix: what each stage shards, optimizers, checkpoints across layouts, models without memory."""
+"""fsdp beyond the matrix: what each stage shards, optimizers, checkpoints across layouts, models on the meta device."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def accumulate_by_hand(**settings) -> tuple[dict, dict]:
 
 
 @pytest.mark.parametrize("settings", [{"zero_stage": 1}, {"zero_stage": 2}, {"zero_stage": 3}, {"strategy": "ddp"}])
-def test_a_loop_of_ones_own_accumulates(ranks, settings):
+def test_a_custom_loop_accumulates(ranks, settings):
     """Each stage shards what it says, between the micro-batches of one step too."""
     expected, _ = ranks(accumulate_by_hand, world_size=1)[0]
     results = ranks(lambda: accumulate_by_hand(**settings), world_size=2)
@@ -106,8 +106,8 @@ def test_a_loop_of_ones_own_accumulates(ranks, settings):
     assert sharded == [set(), {"states"}, {"states", "gradients"}, {"states", "gradients", "parameters"}][stage]
 
 
-def test_ranks_that_drew_other_weights_start_from_rank_zeros(ranks):
-    """A script without a seed: each rank would shard a model of its own."""
+def test_ranks_with_different_weights_start_from_those_of_rank_0(ranks):
+    """A script without a seed: each rank would shard a different model."""
 
     def build():
         torch.manual_seed(torch.distributed.get_rank())
@@ -122,7 +122,7 @@ def test_ranks_that_drew_other_weights_start_from_rank_zeros(ranks):
     assert_same(theirs, first, 0.0)
 
 
-def test_an_optimizer_made_before_sharding_trains_the_shards(ranks, tmp_path):
+def test_an_optimizer_created_before_sharding_trains_the_shards(ranks, tmp_path):
     expected, _ = ranks(lambda: train(str(tmp_path / "a"), batch_size=16, max_steps=4, given=True), world_size=1)[0]
 
     def run():
@@ -214,14 +214,14 @@ def first_weights(**settings) -> dict:
         (1, {"strategy": "fsdp"}),
     ],
 )
-def test_a_model_from_the_meta_device_starts_alike_on_all_replicas(ranks, world_size, settings):
+def test_a_model_from_the_meta_device_starts_equal_on_all_replicas(ranks, world_size, settings):
     first, *others = ranks(lambda: first_weights(**settings), world_size=world_size)
     assert first["embed.weight"].std() == pytest.approx(0.02, rel=0.1)
     for other in others:
         assert_same(other, first, 0.0)
 
 
-def test_trained_weights_come_back_into_a_model_without_memory(tmp_path, monkeypatch, fork_server):
+def test_trained_weights_are_returned_to_a_model_on_the_meta_device(tmp_path, monkeypatch, fork_server):
     """The weights of gpt are tied, and must be so in the model that comes back."""
     monkeypatch.chdir(tmp_path)
     with torch.device("meta"):
@@ -235,7 +235,7 @@ def test_trained_weights_come_back_into_a_model_without_memory(tmp_path, monkeyp
     history = trainer.fit(data, data)
     assert model.head.weight is model.embed.tokens.weight
     assert trainer.evaluate(data)["loss"] == pytest.approx(history.epochs[-1].val["loss"], rel=1e-5)
-    assert torch.equal(torch.random.get_rng_state(), before), "the user's random state is not ours to move"
+    assert torch.equal(torch.random.get_rng_state(), before), "the user's random state must not change"
 
 
 def test_bad_input_is_refused(ranks, tmp_path):

@@ -1,4 +1,4 @@
-"""Hugging Face models without a plan of their own are split by the names of their modules, and equal one process."""
+"""Hugging Face models without a plan are split by the names of their modules, and equal one process."""
 
 from __future__ import annotations
 
@@ -133,12 +133,12 @@ def refusals() -> list[str]:
     return messages
 
 
-def test_what_the_names_do_not_tell_is_refused(ranks):
-    """Heads that cannot be split, and modules beside the known ones."""
+def test_modules_with_unknown_names_are_refused(ranks):
+    """Heads that cannot be split, and modules next to the known ones."""
     heads, module = ranks(refusals, world_size=2)[0]
     assert "num_key_value_heads = 1" in heads
     assert "tensor_parallel can be: 1" in heads
-    assert "does not say what becomes of model.extra.weight" in module
+    assert "does not name model.extra.weight" in module
 
 
 def test_only_known_names_have_a_plan():

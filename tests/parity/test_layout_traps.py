@@ -1,4 +1,4 @@
-"""What a review found: layouts that were silently wrong, hung, or failed on one rank only."""
+"""Layouts that could be silently wrong, hang, or fail on one rank only."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_replicas_of_a_meta_model_start_equal(ranks, build, settings):
     assert len(found) == 2
 
 
-def test_shards_of_a_meta_model_are_drawn_apart(ranks):
+def test_shards_of_a_meta_model_are_initialised_differently(ranks):
     def run():
         with torch.device("meta"):
             model = llama(**SHAPE)
@@ -77,10 +77,10 @@ def test_a_model_keeps_its_layout(ranks, first, second):
         with Formation(device="cpu", **first) as formation:
             formation.prepare(model)
         with Formation(device="cpu", **first) as formation:
-            formation.prepare(model)  # the same again is no other layout
+            formation.prepare(model)  # the same layout again is allowed
         Formation(device="cpu", **second).prepare(model)
 
-    with pytest.raises(UsageError, match=r"lies over the ranks already(.|\n)*fresh model"):
+    with pytest.raises(UsageError, match=r"is laid out over the ranks as(.|\n)*new model"):
         ranks(run, world_size=2)
 
 
@@ -99,7 +99,7 @@ def train_two_targets(folder: str, **settings):
     return whole_weights(model), result.history.epochs[-1].val
 
 
-def test_targets_may_be_a_nest(ranks, tmp_path):
+def test_targets_may_be_nested(ranks, tmp_path):
     weights, metrics = ranks(train_two_targets, str(tmp_path / "a"), world_size=1)[0]
     found = ranks(lambda: train_two_targets(str(tmp_path / "b"), pipeline_parallel=2, microbatches=4), world_size=2)
     for ours, measured in found:
@@ -130,7 +130,7 @@ def test_evaluation_uses_the_models_own_loss(ranks):
     assert ranks(lambda: run(pipeline_parallel=2), world_size=2) == pytest.approx([expected, expected], rel=1e-10)
 
 
-def test_a_weight_stays_the_users(ranks):
+def test_the_users_weight_keeps_its_value(ranks):
     def run():
         weight = torch.tensor(3.0, dtype=torch.float64)
         model = nn.Linear(2, 2).double()
@@ -143,7 +143,7 @@ def test_a_weight_stays_the_users(ranks):
     assert ranks(run, world_size=2) == [3.0, 3.0]
 
 
-def test_measured_balance_beside_split_layers(ranks, tmp_path):
+def test_measured_balance_together_with_split_layers(ranks, tmp_path):
     settings = {"pipeline_parallel": 2, "tensor_parallel": 2, "pipeline_balance": "measured", "batch_size": 4}
     assert len(ranks(lambda: train(str(tmp_path), max_steps=1, **settings)[2], world_size=4)) == 4
 
@@ -173,7 +173,7 @@ def test_adapters_in_a_pipeline(ranks, tmp_path):
         assert_same(ours, expected, 1e-10)
 
 
-def test_groups_do_not_pile_up(ranks):
+def test_groups_are_reused(ranks):
     def run():
         counts = []
         for _ in range(3):
@@ -202,7 +202,7 @@ def test_an_optimizer_prepared_before_its_model(ranks, settings):
     assert all(ranks(run, world_size=2))
 
 
-def test_models_that_cannot_be_cut_say_why(ranks, tmp_path):
+def test_models_that_cannot_be_cut_are_refused_with_a_reason(ranks, tmp_path):
     def run(name="llama", **settings):
         return ranks(lambda: train(str(tmp_path), name, max_steps=1, batch_size=4, **settings), world_size=2)
 
@@ -226,6 +226,6 @@ def test_batch_norms_get_two_samples(ranks, tmp_path):
         ranks(lambda: run(pipeline_parallel=2, microbatches=8), world_size=2)
 
 
-def test_sampling_keeps_within_the_longest_sequence():
+def test_sampling_respects_the_longest_sequence():
     tokens = gpt("debug", block_size=15).generate(torch.zeros(1, 10, dtype=torch.long), 12, multiple=2)
     assert tokens.shape == (1, 22)

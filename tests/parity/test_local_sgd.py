@@ -1,4 +1,4 @@
-"""local-sgd and diloco: against ddp, against the algorithm written out in one process, and across a stop and resume."""
+"""local-sgd and diloco: against ddp, against the algorithm in one process, and across a stop and resume."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def average_every_step(folder: str) -> None:
     assert_same(expected, found, 1e-10)
 
 
-def test_averaging_weights_every_step_is_averaging_gradients(ranks, tmp_path):
+def test_averaging_weights_in_every_step_equals_averaging_gradients(ranks, tmp_path):
     ranks(average_every_step, str(tmp_path), world_size=2)
 
 
@@ -77,12 +77,12 @@ def written_out(strategy: str, workers: int = 2) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("strategy", ["local-sgd", "diloco"])
-def test_it_is_the_algorithm_written_out(ranks, strategy):
+def test_weights_equal_the_algorithm_in_one_process(ranks, strategy):
     (first, traffic), (second, _) = ranks(train_by_formation, strategy, world_size=2)
     assert first == second, "all ranks end with one model"
     for name, expected in written_out(strategy).items():
         torch.testing.assert_close(torch.tensor(first[name], dtype=torch.float64), expected, rtol=0, atol=1e-10)
-    assert traffic.sent_bytes == traffic.plain_bytes * 2 // (STEPS + 1), "two meetings instead of nine"
+    assert traffic.sent_bytes == traffic.plain_bytes * 2 // (STEPS + 1), "two averages instead of nine"
 
 
 def resume(folder: str, strategy: str) -> None:
@@ -135,6 +135,6 @@ def change_strategy(folder: str) -> list[str]:
     return formation_notes
 
 
-def test_a_checkpoint_of_ddp_goes_on_under_diloco(ranks, tmp_path):
+def test_a_checkpoint_of_ddp_continues_under_diloco(ranks, tmp_path):
     notes = ranks(change_strategy, str(tmp_path), world_size=2)[0]
     assert any("outer starts afresh" in note for note in notes)

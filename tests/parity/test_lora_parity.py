@@ -101,7 +101,7 @@ def test_stop_and_resume_gives_the_same_bits(ranks, tmp_path, strategy):
 
 
 def save_from_ranks(folder: str) -> dict[str, torch.Tensor]:
-    """With a bfloat16 base: the adapters beside it are float32 and in the same groups of parameters."""
+    """With a bfloat16 base: its adapters are float32 and in the same groups of parameters."""
     model = make_model(torch.bfloat16)
     config = DistributedConfig(
         device="cpu", progress=False, strategy="fsdp", lora_rank=2, batch_size=2, max_steps=2, learning_rate=1e-2
@@ -132,11 +132,11 @@ def build_without_memory() -> tuple[bool, bool]:
         return bounded, all(not whole(adapter.B.detach()).any() for adapter in found)
 
 
-def test_an_adapted_model_without_memory_gets_fresh_adapters(ranks):
+def test_an_adapted_model_on_the_meta_device_gets_new_adapters(ranks):
     assert ranks(build_without_memory, world_size=2) == [(True, True)] * 2
 
 
-def test_the_trainer_brings_the_adapters_back(tmp_path):
+def test_the_trainer_returns_the_adapters(tmp_path):
     """From a plain process: ranks are started, and the trained adapters are in the caller's model afterwards."""
     model = make_model(torch.float32)
     base = {name: value.clone() for name, value in model.state_dict().items()}

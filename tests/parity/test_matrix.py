@@ -119,7 +119,7 @@ def one_process():
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_the_layout_trains_what_one_process_trains(ranks, tmp_path, one_process, name):
+def test_the_layout_equals_one_process(ranks, tmp_path, one_process, name):
     """Weights after five clipped steps, every step's gradient norm, and an evaluation, on every rank."""
     layout = LAYOUTS[name]
 

@@ -1,4 +1,4 @@
-"""Pipelines beyond the matrix: models of a user's own, loops of their own, checkpoints across layouts, bad input."""
+"""Pipelines beyond the matrix: models and loops of a user, checkpoints across layouts, bad input."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def fit_sequence(folder: str, **settings):
         {"strategy": "fsdp"},
     ],
 )
-def test_a_sequence_of_the_users_own(ranks, tmp_path, settings):
+def test_a_sequential_model_of_the_user(ranks, tmp_path, settings):
     weights, metrics, expected = ranks(lambda: fit_sequence(str(tmp_path / "a")), world_size=1)[0]
     found = ranks(lambda: fit_sequence(str(tmp_path / "b"), pipeline_parallel=3, **settings), world_size=3)
     for ours, measured, _ in found:
@@ -98,7 +98,7 @@ def test_a_sequence_of_the_users_own(ranks, tmp_path, settings):
     assert (found[0][2] - expected).abs().max() < 1e-10
 
 
-def test_own_loops_train_a_pipeline_batch_by_batch(ranks):
+def test_custom_loops_train_a_pipeline_batch_by_batch(ranks):
     def run(**settings):
         torch.manual_seed(3)
         model = llama(**SHAPE).double()
@@ -145,7 +145,7 @@ def test_a_model_built_on_the_meta_device_gets_its_stages(ranks):
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
-def test_the_whole_model_is_announced(ranks, tmp_path, schedule):
+def test_the_parameters_of_the_whole_model_are_reported(ranks, tmp_path, schedule):
     """Not one rank's stages; and a matrix that two stages share is counted once."""
     settings = {"pipeline_parallel": 2, "pipeline_schedule": schedule, "batch_size": 8, "max_steps": 1}
     ranks(lambda: train(str(tmp_path), "gpt", shape={"layers": 4}, **settings), world_size=2)
@@ -154,14 +154,14 @@ def test_the_whole_model_is_announced(ranks, tmp_path, schedule):
     assert announced == gpt(**{**SHAPE, "layers": 4}).num_parameters()
 
 
-def test_stages_are_balanced_by_what_they_cost():
+def test_stages_are_balanced_by_cost():
     units = ["a", "b", "c", "d", "e"]
     assert cut_evenly(units, [1, 1, 1, 1, 4], 2) == [["a", "b", "c", "d"], ["e"]]
     assert cut_evenly(units, [9, 1, 1, 1, 1], 3) == [["a"], ["b", "c"], ["d", "e"]]
     assert cut_evenly(units, [0, 0, 0, 0, 0], 5) == [["a"], ["b"], ["c"], ["d"], ["e"]]
 
 
-def test_a_slow_unit_gets_a_stage_of_its_own(ranks, tmp_path):
+def test_a_slow_unit_gets_a_separate_stage(ranks, tmp_path):
     class Slow(nn.Module):
         def __init__(self) -> None:
             super().__init__()

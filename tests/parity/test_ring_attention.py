@@ -1,4 +1,4 @@
-"""Ring attention equals torch's attention over the whole sequence, and never holds scores of more than a block."""
+"""Ring attention equals torch's attention over the whole sequence, and never stores scores of more than a block."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from phalanx.errors import ModelError
-from phalanx.strategies.context.kernels import ROWS, ByHand, CPUFlash
+from phalanx.strategies.context.kernels import CPU_FLASH, PLAIN, ROWS
 from phalanx.strategies.context.ring_attention import Ring, RingAttention
 from phalanx.strategies.context.sequence import SequenceSlices
 
@@ -60,16 +60,14 @@ def test_half_precision_adds_up_in_float32(ranks):
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_the_kernel_by_hand_equals_the_flash_kernel(causal):
+def test_the_plain_kernel_equals_the_flash_kernel(causal):
     query, key, value, gradient = make_heads(2 * ROWS if causal else ROWS + 7, torch.float64)
-    out, lse = CPUFlash().forward(query, key, value, causal=causal)
-    ours, our_lse = ByHand().forward(query, key, value, causal=causal)
+    out, lse = CPU_FLASH.forward(query, key, value, causal)
+    ours, our_lse = PLAIN.forward(query, key, value, causal)
     assert (ours - out).abs().max() < 1e-13
     assert (our_lse - lse).abs().max() < 1e-12
-    theirs = CPUFlash().backward(gradient, query, key, value, out, lse, causal=causal)
-    for found, expected in zip(
-        ByHand().backward(gradient, query, key, value, out, lse, causal=causal), theirs, strict=True
-    ):
+    theirs = CPU_FLASH.backward(gradient, query, key, value, out, lse, causal)
+    for found, expected in zip(PLAIN.backward(gradient, query, key, value, out, lse, causal), theirs, strict=True):
         assert (found - expected).abs().max() < 1e-12
 
 
@@ -86,7 +84,7 @@ class LargestTensor(TorchDispatchMode):
         return result
 
 
-def test_no_scores_are_kept_or_made(ranks):
+def test_the_whole_matrix_of_scores_is_never_allocated(ranks):
     """A rank keeps its slices of query, key, value, output and log-sum-exp, and makes nothing larger than those."""
     time, width, heads = 256, 6, 4
 

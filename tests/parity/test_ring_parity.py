@@ -209,12 +209,12 @@ def go_on_after_an_error(cap: float) -> Any:
     return [parameter.grad.tolist() for parameter in model.parameters()]
 
 
-def test_a_pass_that_broke_off_before_anything_was_sent_is_forgotten(ranks):
+def test_a_pass_interrupted_before_anything_was_sent_is_dropped(ranks):
     first, second = ranks(go_on_after_an_error, 25.0, world_size=2)
     assert first == second, "the pass after it averages again"
 
 
-def test_a_pass_that_broke_off_after_gradients_were_sent_is_told(ranks):
+def test_a_pass_interrupted_after_gradients_were_sent_is_reported(ranks):
     for message in ranks(go_on_after_an_error, 1e-6, world_size=2):
         assert "broke off after some of its gradients were sent" in message
 
@@ -229,7 +229,7 @@ def compare_layouts() -> None:
     assert convolution("ring") == convolution("ddp")
 
 
-def test_gradients_lie_in_memory_as_their_parameters_do(ranks):
+def test_gradients_have_the_memory_layout_of_their_parameters(ranks):
     ranks(compare_layouts, world_size=2)
 
 

@@ -62,7 +62,7 @@ def train(folder, make, settings, *, steps, load=False, rate=0.1):
 
 @pytest.mark.parametrize("make", OPTIMIZERS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_checkpoint_of_stages_goes_on_at_any_layout(ranks, tmp_path, make, layout):
+def test_a_checkpoint_of_stages_continues_at_any_layout(ranks, tmp_path, make, layout):
     """Resumed with other rates, so that the right ones can only come from the checkpoint."""
     world_size, settings = LAYOUTS[layout]
     expected, rates = ranks(lambda: train(tmp_path / "one", make, {}, steps=4), world_size=1)[0]
@@ -75,7 +75,7 @@ def test_a_checkpoint_of_stages_goes_on_at_any_layout(ranks, tmp_path, make, lay
         assert our_rates == rates
 
 
-def test_stages_take_a_checkpoint_of_another_layout(ranks, tmp_path):
+def test_stages_load_a_checkpoint_of_another_layout(ranks, tmp_path):
     expected, rates = ranks(lambda: train(tmp_path / "four", "one_a_stage", {}, steps=4), world_size=1)[0]
     ranks(lambda: train(tmp_path / "two", "one_a_stage", {}, steps=2), world_size=1)
     resumed = ranks(

@@ -1,4 +1,4 @@
-"""tensor parallelism beyond the matrix: plans of a user's own, checkpoints across layouts, bad plans and degrees."""
+"""tensor parallelism beyond the matrix: plans of a user, checkpoints across layouts, bad plans and degrees."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Net(nn.Module):
         return self.plan or {"embed": "whole", **styles, "head": "whole"}
 
 
-def test_a_plan_of_the_users_own_with_torch_styles(ranks, tmp_path):
+def test_a_plan_of_the_user_with_torch_styles(ranks, tmp_path):
     """Ranks hold equal activations here, so dropout must be equal too: then each rank's own `embed` stays equal."""
     common = {"name": "own", "epochs": 1, "batch_size": 8, "gradient_clipping": 0.5, "optimizer": "sgd"}
 
@@ -150,14 +150,14 @@ def test_frozen_parameters_stay_frozen(ranks):
     assert ranks(build, world_size=2)[0] == ["norm.weight", "head.weight"]
 
 
-def test_the_words_of_a_plan_are_the_models_words():
+def test_the_words_of_a_plan_are_those_of_the_models():
     assert set(STYLES) == PLAN_NAMES
 
 
 BAD_PLANS = {
     "Did you mean 'colwise'": {"up": "colwize"},
     "names 'upp'": {"upp": "colwise"},
-    "does not say what becomes of embed.weight": {"up": "colwise", "down": "whole", "head": "whole"},
+    "does not name embed.weight": {"up": "colwise", "down": "whole", "head": "whole"},
     "down.in_features = 20": {"embed": "whole", "up": "whole", "down": "rowwise", "head": "whole"},
 }
 

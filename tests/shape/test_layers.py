@@ -56,7 +56,6 @@ RANK_SIDE = {"world", "comm", "strategies", "checkpoint", "data", "models", "loo
 """Packages that run in a rank and must not import `launch`, which runs in the parent."""
 
 TYPE_CIRCLES = [
-    {f"phalanx.comm.ps.{name}" for name in ("bundle", "client", "gradients", "placement", "state")},
     {f"phalanx.engines.tensorflow.{name}" for name in ("backup", "callbacks")},
 ]
 """Groups of modules that import each other for type annotations only."""

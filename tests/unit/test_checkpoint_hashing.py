@@ -29,7 +29,7 @@ def hash_in_pieces(data: bytes, sizes: list[int]) -> str:
 
 
 @pytest.mark.parametrize("length", [0, 1, 999, 1000, 1001, 2000, 5432])
-def test_pieces_do_not_matter(tmp_path, length):
+def test_the_hash_does_not_depend_on_the_pieces(tmp_path, length):
     data = random.Random(length).randbytes(length)
     (tmp_path / "file").write_bytes(data)
     whole = hash_file(tmp_path / "file")
@@ -37,7 +37,7 @@ def test_pieces_do_not_matter(tmp_path, length):
         assert hash_in_pieces(data, sizes) == whole
 
 
-def test_every_change_shows(tmp_path):
+def test_every_change_changes_the_hash(tmp_path):
     data = random.Random(0).randbytes(3500)
     changed = bytearray(data)
     changed[1700] ^= 1

@@ -63,7 +63,7 @@ def test_a_redone_step_replaces_its_predecessor(tmp_path, monkeypatch, exchange)
     assert template["model"]["w"].tolist() == [2.0] * 4
 
 
-def test_a_predecessor_that_stepped_aside_still_counts(tmp_path):
+def test_a_checkpoint_that_is_being_replaced_still_counts(tmp_path):
     path = save(tmp_path, snapshot(5), run_id="mine").path
     aside = path.with_name(names.replaced_name(path.name))
     path.rename(aside)
@@ -76,11 +76,11 @@ def test_the_newest_is_the_one_published_last(tmp_path):
     assert [checkpoint.step for checkpoint in list_checkpoints(tmp_path)] == [10, 20]
 
 
-def test_leftovers_of_a_dead_writer_are_removed_and_those_of_a_living_one_kept(tmp_path):
+def test_leftovers_of_an_ended_process_are_removed_and_those_of_a_running_one_kept(tmp_path):
     living = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
-        ours = f"{names.this_machine()}-{{}}-abcdef"
-        keep = tmp_path / f".writing-step-00000001-{ours.format(living.pid)}"
+        owner = f"{names.this_machine()}-{{}}-abcdef"
+        keep = tmp_path / f".writing-step-00000001-{owner.format(living.pid)}"
         keep.mkdir()
         stranger = tmp_path / ".writing-step-00000001-01234567-1-abcdef"
         stranger.mkdir()
@@ -91,7 +91,7 @@ def test_leftovers_of_a_dead_writer_are_removed_and_those_of_a_living_one_kept(t
         assert names_in(tmp_path) == sorted([keep.name, stranger.name, "step-00000001"])
     finally:
         living.communicate(b"\n")
-    removing = tmp_path / f".removing-step-00000009-{ours.format(living.pid)}"
+    removing = tmp_path / f".removing-step-00000009-{owner.format(living.pid)}"
     removing.mkdir()
     save(tmp_path, snapshot(2), run_id="mine")
     assert names_in(tmp_path) == [stranger.name, "step-00000001", "step-00000002"]
@@ -110,7 +110,7 @@ def test_what_cannot_be_removed_becomes_a_note(tmp_path, monkeypatch):
     )
 
 
-def test_a_clock_set_back_does_not_cost_the_newest(tmp_path, monkeypatch):
+def test_a_clock_that_was_set_back_does_not_remove_the_newest(tmp_path, monkeypatch):
     save(tmp_path, snapshot(1), run_id="mine")
     monkeypatch.setattr("phalanx.checkpoint.write.time.time", lambda: 0.0)
     save(tmp_path, snapshot(2), run_id="mine", keep_last=1)

@@ -37,7 +37,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize(("name", "damage", "words"), DAMAGE.values(), ids=DAMAGE)
-def test_a_damaged_checkpoint_is_passed_over_with_a_note(tmp_path, name, damage, words):
+def test_a_damaged_checkpoint_is_skipped_with_a_note(tmp_path, name, damage, words):
     whole, damaged = saved(tmp_path, 1), saved(tmp_path, 2)
     damage(damaged / name)
     chosen = choose(tmp_path)
@@ -95,7 +95,7 @@ FOREIGN = {
 
 
 @pytest.mark.parametrize(("files", "words"), FOREIGN.values(), ids=FOREIGN)
-def test_a_foreign_directory_is_recognised(tmp_path, files, words):
+def test_a_directory_of_another_library_is_recognised(tmp_path, files, words):
     for name in files:
         (tmp_path / name).write_bytes(b"x")
     with pytest.raises(CheckpointError, match=f"is not a Phalanx checkpoint: it looks like {words}") as caught:
@@ -109,7 +109,7 @@ def test_a_file_is_recognised(tmp_path):
         choose(tmp_path / "model.pt")
 
 
-def test_nothing_there_is_none_or_an_error(tmp_path):
+def test_no_checkpoint_is_none_or_an_error(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     assert choose(tmp_path).checkpoint is None
     assert choose(tmp_path / "absent").checkpoint is None
@@ -124,7 +124,7 @@ def test_a_manifest_that_was_edited_or_is_newer_is_refused(tmp_path):
     file = path / "manifest.json"
     body = json.loads(file.read_text())
     file.write_text(json.dumps({**body, "step": 7}))
-    with pytest.raises(CheckpointError, match="does not match its own checksum"):
+    with pytest.raises(CheckpointError, match="does not match its checksum"):
         read_manifest(path)
     file.write_text(json.dumps({**body, "format": 99}))
     with pytest.raises(CheckpointError, match="has format 99; this Phalanx reads up to 2"):
@@ -166,7 +166,7 @@ def test_another_model_is_named_by_its_first_mismatch(tmp_path, model, words):
         compare_model(read_manifest(saved(tmp_path, 1)), model)
 
 
-def test_loading_something_that_was_not_saved_says_what(tmp_path):
+def test_loading_something_that_was_not_saved_names_it(tmp_path):
     saved(tmp_path, 1)
     with pytest.raises(CheckpointError, match=r"Missing key in checkpoint state_dict: optimizer\.lr"):
         load(choose(tmp_path).checkpoint, {"optimizer": {"lr": 0.1}})

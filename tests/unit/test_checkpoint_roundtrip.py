@@ -48,7 +48,7 @@ def assert_same(one, other, where="") -> None:
         assert one == other, where
 
 
-def test_one_process_gets_back_every_bit(tmp_path):
+def test_one_process_loads_every_bit(tmp_path):
     saved = state_of(*trained())
     rng = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
     shared = {"position": {"epoch": 1, "batch": 7}, "history": [1.5, float("inf")]}
@@ -89,7 +89,7 @@ def save_on_ranks(directory: str) -> dict:
     return {"files": sorted(chosen.checkpoint.manifest.files), "state": state}
 
 
-def test_two_ranks_get_back_every_bit_and_one_rank_can_take_over(tmp_path, ranks):
+def test_two_ranks_load_every_bit_and_one_rank_can_continue(tmp_path, ranks):
     results = ranks(save_on_ranks, str(tmp_path), world_size=2)
     expected = [".metadata", "__0_0.distcp", "__1_0.distcp", "rank-00000.pt", "rank-00001.pt"]
     assert [result["files"] for result in results] == [expected] * 2

@@ -42,7 +42,7 @@ def fit(directory, *, rate: float, **settings):
     return [step["learning_rate"] for step in history.steps], history
 
 
-def test_a_restart_does_not_take_up_another_run(tmp_path, attempt):
+def test_a_restart_does_not_continue_another_run(tmp_path, attempt):
     attempt(0, "yesterday")
     fit(tmp_path, rate=0.01, epochs=2)
     attempt(1, "today")
@@ -50,7 +50,7 @@ def test_a_restart_does_not_take_up_another_run(tmp_path, attempt):
     assert (set(rates), len(history.epochs)) == ({0.3}, 1)
 
 
-def test_a_restart_takes_up_its_own_run_and_not_a_newer_one(tmp_path, attempt):
+def test_a_restart_continues_the_same_run_and_not_a_newer_one(tmp_path, attempt):
     attempt(0, "today")
     fit(tmp_path, rate=0.3, epochs=1)
     attempt(0, "other")
@@ -60,7 +60,7 @@ def test_a_restart_takes_up_its_own_run_and_not_a_newer_one(tmp_path, attempt):
     assert [(epoch.epoch, epoch.learning_rate) for epoch in history.epochs] == [(1, 0.3), (2, 0.3)]
 
 
-def test_each_formation_of_a_launch_is_a_run_and_a_restart_names_them_alike(attempt):
+def test_each_formation_of_a_launch_is_a_run_and_keeps_its_name_after_a_restart(attempt):
     attempt(0, "launch")
     first = [Formation(device="cpu").run_id for _ in range(2)]
     attempt(1, "launch")
@@ -68,7 +68,7 @@ def test_each_formation_of_a_launch_is_a_run_and_a_restart_names_them_alike(atte
     assert len(set(first)) == 2
 
 
-def test_torchrun_on_one_node_is_told_apart_by_its_process():
+def test_torchrun_on_one_node_is_identified_by_its_process():
     env = {"RANK": "0", "WORLD_SIZE": "1", "GROUP_WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "none"}
     assert str(os.getppid()) in read_rank_env(env).launch_id.split("/")
     assert read_rank_env({**env, "GROUP_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "job7"}).launch_id == "job7"
@@ -94,7 +94,7 @@ def steps_in(directory) -> list[tuple[int, str]]:
     return sorted((found.step, found.manifest.run_id) for found in list_checkpoints(directory))
 
 
-def test_two_runs_that_take_up_one_checkpoint_stay_two(tmp_path):
+def test_two_runs_that_continue_one_checkpoint_stay_separate(tmp_path):
     with own_loop(tmp_path) as first:
         save_at(first, tmp_path, 10, 20)
     with own_loop(tmp_path) as one, own_loop(tmp_path) as other:
@@ -107,7 +107,7 @@ def test_two_runs_that_take_up_one_checkpoint_stay_two(tmp_path):
         assert steps_in(tmp_path) == sorted((step, run) for run, steps in kept.items() for step in steps)
 
 
-def test_a_resumed_run_removes_checkpoints_of_the_one_it_continues_once_that_is_over(tmp_path):
+def test_a_resumed_run_removes_checkpoints_of_the_finished_run_it_continues(tmp_path):
     first = own_loop(tmp_path)
     save_at(first, tmp_path, 10, 20)
     with own_loop(tmp_path) as second:
@@ -119,7 +119,7 @@ def test_a_resumed_run_removes_checkpoints_of_the_one_it_continues_once_that_is_
     assert not list(tmp_path.glob(".run-*"))
 
 
-def test_a_branch_from_an_earlier_step_leaves_the_run_alone(tmp_path):
+def test_a_branch_from_an_earlier_step_does_not_change_the_run(tmp_path):
     with own_loop(tmp_path) as first:
         save_at(first, tmp_path, 10, 20)
     with own_loop(tmp_path / "step-00000010") as branch:
@@ -135,7 +135,7 @@ def test_a_checkpoint_published_by_a_clock_that_is_behind_is_still_the_newest(tm
     assert choose(tmp_path).checkpoint.step == 2
 
 
-def test_the_lock_of_a_dead_run_is_removed_and_that_of_a_living_one_kept(tmp_path):
+def test_the_lock_of_an_ended_run_is_removed_and_that_of_a_running_one_kept(tmp_path):
     dead, living = RunLock(tmp_path, "dead"), RunLock(tmp_path, "living")
     os.close(dead._file)
     save(tmp_path, Snapshot(1, 0, {"model": {"w": torch.zeros(2)}}), run_id="run")

@@ -72,14 +72,14 @@ def test_an_index_cannot_run_code(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["os", "torch", "dataclass", "field", "Enum", "Metadata.__init__", "__builtins__"])
-def test_an_index_names_its_own_records_only(tmp_path, name):
+def test_an_index_may_only_contain_its_record_types(tmp_path, name):
     path = saved(tmp_path)
     set_index(path, pickle.GLOBAL + f"{METADATA}\n{name}\n.".encode())
     with pytest.raises(CheckpointError, match="cannot be read"):
         entries(choose(path).checkpoint)
 
 
-def test_an_index_leaves_the_records_classes_as_they_were(tmp_path):
+def test_an_index_does_not_change_the_record_types(tmp_path):
     path = saved(tmp_path)
     build = pickle.NONE + pickle.EMPTY_DICT + b"X\x08\x00\x00\x00__hash__" + pickle.NONE + b"s\x86b."
     set_index(path, pickle.PROTO + b"\x02" + pickle.GLOBAL + f"{METADATA}\nMetadataIndex\n".encode() + build)
@@ -110,7 +110,7 @@ def piped_shard(path) -> None:
 
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("damage", [nested, piped, mistyped, piped_shard])
-def test_a_manifest_of_any_content_is_passed_over(tmp_path, damage):
+def test_a_manifest_of_any_content_is_skipped(tmp_path, damage):
     whole, bad = saved(tmp_path, 1), saved(tmp_path, 2)
     damage(bad)
     chosen = choose(tmp_path)

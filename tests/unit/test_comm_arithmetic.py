@@ -31,7 +31,7 @@ nasty = st.sampled_from([1e8, -1e8, 1.0, -1.0, 1e-8, -3e-8, 0.1, 7e7, -7e7, 1e-3
 
 
 @given(st.integers(0, 1000), st.integers(1, 17))
-def test_parts_are_nearly_equal_and_whole(length, parts):
+def test_parts_are_nearly_equal_and_cover_everything(length, parts):
     edges = bounds(length, parts)
     sizes = [part.numel() for part in split(torch.arange(length), parts)]
     assert (edges[0], edges[-1], len(sizes)) == (0, length, parts)
@@ -51,7 +51,7 @@ def test_the_tree_connects_every_rank_once(size, root):
 
 
 @given(st.lists(nasty, min_size=1, max_size=40))
-def test_fixed_order_is_the_same_tree_wherever_it_is_cut(numbers):
+def test_fixed_order_is_the_same_tree_for_every_number_of_ranks(numbers):
     """L shards over n ranks, L/n micro-batches each: the ranks' branches, added up, have the bits of the whole."""
     for ranks in (1, 2, 4, 8):
         usable = numbers[: len(numbers) // ranks * ranks]
@@ -75,13 +75,13 @@ def accumulate(micro_batches: list[torch.Tensor]) -> torch.Tensor:
     return first
 
 
-def test_the_order_matters_for_such_numbers():
+def test_the_sum_of_the_test_numbers_depends_on_the_order():
     """Else the property above would hold for any order of additions."""
     shards = [torch.tensor([number]) for number in (1e8, 1.0, -1e8, 1.0)]
     assert tree_sum(shards) != sum(shards)
 
 
-def test_the_accumulator_holds_back_half():
+def test_the_accumulator_keeps_half_of_the_micro_batches():
     accumulator = TreeAccumulator(8)
     for number in range(8):
         accumulator.feed([torch.ones(1) * number])
@@ -90,7 +90,7 @@ def test_the_accumulator_holds_back_half():
 
 
 @given(st.lists(nasty, min_size=1, max_size=20), st.integers(0, 20))
-def test_micro_batches_that_never_come_are_zeros(numbers, missing):
+def test_missing_micro_batches_count_as_zeros(numbers, missing):
     """The end of an epoch: fewer than planned, in the order of the tree that was planned."""
     accumulator = TreeAccumulator(len(numbers) + missing)
     for number in numbers:
@@ -99,7 +99,7 @@ def test_micro_batches_that_never_come_are_zeros(numbers, missing):
     assert torch.equal(accumulator.take()[0], tree_sum(whole))
 
 
-def test_the_accumulator_counts():
+def test_the_accumulator_checks_the_number_of_micro_batches():
     accumulator = TreeAccumulator(2)
     with pytest.raises(UsageError, match="no micro-batch was fed"):
         accumulator.take()
@@ -112,27 +112,27 @@ def test_the_accumulator_counts():
 
 
 @pytest.mark.parametrize(("ranks", "hint"), [(3, "2 or 4"), (6, "4 or 8"), (0, "1 or 2")])
-def test_fixed_order_refuses_what_is_no_power_of_two(ranks, hint):
+def test_fixed_order_requires_a_power_of_two(ranks, hint):
     with pytest.raises(UsageError, match=f"there are {ranks}") as caught:
         check_ranks(ranks)
     assert hint in caught.value.hint
 
 
 @given(st.lists(st.sampled_from([b"a", b"b"]), min_size=1, max_size=9))
-def test_after_the_last_round_every_rank_knows(texts):
+def test_after_the_last_round_every_rank_knows_of_a_mismatch(texts):
     size = len(texts)
-    heard = [Seen(rank, text) for rank, text in enumerate(texts)]
+    known = [Seen(rank, text) for rank, text in enumerate(texts)]
     distance = 1
     while distance < size:
-        heard = [heard[rank].and_also(heard[rank - distance]) for rank in range(size)]
+        known = [known[rank].and_also(known[rank - distance]) for rank in range(size)]
         distance *= 2
     differs = len(set(texts)) > 1
-    assert all((found.other >= 0) == differs for found in heard)
-    assert all(not differs or texts[found.rank] != texts[found.other] for found in heard)
+    assert all((found.other >= 0) == differs for found in known)
+    assert all(not differs or texts[found.rank] != texts[found.other] for found in known)
 
 
 def test_hosts_and_ring_order():
-    """Ranks dealt out over hosts like cards: each host's stand together, those of one switch beside each other."""
+    """Ranks distributed round robin over hosts: those of a host, then those of a switch, are contiguous in the ring."""
     place = {"a": ("s1", "l1"), "b": ("s1", "l2"), "c": ("s1", "l1"), "d": ("s2", "l1")}
     names = "adbcadbc"
     places = [RankLocation(rank, name, rank // 4, place[name]) for rank, name in enumerate(names)]
@@ -146,7 +146,7 @@ def test_ranks_in_order_stay_in_order():
 
 
 @given(st.lists(st.tuples(st.sampled_from("xyz"), st.sampled_from("hijk"), st.sampled_from([None, 0, 1])), min_size=1))
-def test_every_group_is_one_run_of_the_ring(found):
+def test_ranks_of_a_group_are_contiguous_in_the_ring(found):
     places = [RankLocation(rank, switch + host, numa, (switch,)) for rank, (switch, host, numa) in enumerate(found)]
     order = ring_order(places)
     assert sorted(order) == list(range(len(places)))
@@ -175,7 +175,7 @@ def test_numa_node_of_cores(tmp_path):
     assert numa_node({3, 4}, tmp_path) is None
 
 
-def test_this_process_has_a_place():
+def test_this_process_has_a_location():
     assert own_location(3, {}).host == own_location(4, {"PHALANX_SWITCH": "x"}).host
     assert own_location(4, {"PHALANX_SWITCH": "x"}).switch == ("x",)
 
@@ -192,7 +192,7 @@ def test_near_groups_at_the_widest_gap():
     assert near_groups(LinkMatrix([[0.0]], [[0.0]])) == [[0]]
 
 
-def test_measured_groups_stand_in_for_switches():
+def test_measured_groups_replace_unknown_switches():
     places = [RankLocation(0, "a"), RankLocation(1, "b"), RankLocation(2, "c", switch=("known",))]
     named = with_switches(places, [[0, 2], [1]])
     assert [place.switch for place in named] == [("near0",), ("near1",), ("known",)]

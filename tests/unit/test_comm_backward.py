@@ -1,4 +1,4 @@
-"""Hooks on backward passes: a pass within a pass is named, one that broke off is told from it, one rank is enough."""
+"""Hooks on backward passes: nested and interrupted passes are distinguished, on one rank."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_reentrant_checkpointing_is_named_when_gradients_are_still_to_come():
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_what_can_be_averaged_is(reentrant):
+def test_gradients_that_can_be_averaged_are_averaged(reentrant):
     """A model that is checkpointed as a whole has one inner pass with all gradients."""
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
     inputs = reduced(*model)
@@ -51,7 +51,7 @@ def test_what_can_be_averaged_is(reentrant):
     assert model[1].bias.grad.item() == 4.0, "two passes over two samples"
 
 
-def test_a_pass_that_broke_off_is_no_pass_within_a_pass():
+def test_an_interrupted_pass_is_not_a_nested_pass():
     body, head = torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)
     inputs = reduced(body, head)
 
@@ -62,5 +62,5 @@ def test_a_pass_that_broke_off_is_no_pass_within_a_pass():
     hidden.register_hook(refuse)
     with pytest.raises(RuntimeError, match="no gradient here"):
         head(hidden).sum().backward()
-    with pytest.raises(CommunicationError, match="Ranks are out of step"):
+    with pytest.raises(CommunicationError, match="The ranks no longer agree"):
         head(body(inputs)).sum().backward()

@@ -16,7 +16,7 @@ def verdicts(rate, **changes):
     return {item.name: item for item in advise(LinkSpeed(rate), **numbers)}
 
 
-def test_a_slow_link_makes_compression_pay():
+def test_compression_is_worth_it_on_a_slow_link():
     found = verdicts(12.5 * MB)  # 100 Mb/s: 8 s for 100 MB
     assert found["none"].send_s == pytest.approx(8.0)
     assert found["none"].step_s == pytest.approx(0.3 + 8.0 - 0.2)
@@ -28,7 +28,7 @@ def test_a_slow_link_makes_compression_pay():
     assert list(found) == ["topk", "bf16", "none", "sign"]
 
 
-def test_a_fast_link_makes_it_lose():
+def test_compression_is_not_worth_it_on_a_fast_link():
     found = verdicts(12500 * MB)
     assert found["none"].exposed_s == 0
     assert found["topk"].verdict == "loses"
@@ -53,7 +53,7 @@ def test_impossible_questions_are_refused(wrong):
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_costs_are_measured_as_theory_has_them(ranks):
+def test_measured_costs_agree_with_theory(ranks):
     shapes = [(128, 128), (128,)]
     names = ["none", "bf16", "topk", "randomk", "powersgd", "int8"]
     found = {cost.name: cost for cost in measure_costs(names, shapes, ranks, compression_ratio=0.25, powersgd_rank=4)}

@@ -99,7 +99,7 @@ def test_stochastic_rounding_is_right_on_average():
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("name", WITH_FEEDBACK)
-def test_nothing_is_lost_for_good(name, size):
+def test_residuals_are_sent_later(name, size):
     """What was applied, and what the ranks still keep back on average, is all that there was."""
     steps = 5
     found = reduce_steps(name, size, steps)
@@ -118,7 +118,7 @@ def _flat_residual(compressor):
     ("name", "share"),
     [("fp16", 0.5), ("bf16", 0.5), ("int8", 516 / 2048), ("sign", 68 / 2048), ("topk", 0.02), ("randomk", 0.01)],
 )
-def test_bytes_are_those_of_theory(name, share):
+def test_bytes_agree_with_theory(name, share):
     shapes = {"one": (512 * 64,)}
 
     def work(exchange):
@@ -131,7 +131,7 @@ def test_bytes_are_those_of_theory(name, share):
     assert sent / plain == pytest.approx(share, rel=0.01)
 
 
-def test_powersgd_sends_thin_matrices_and_the_rest_as_it_is():
+def test_powersgd_sends_thin_matrices_and_the_rest_uncompressed():
     (_, compressor, sent), _ = reduce_steps("powersgd", 2)
     matrices = 2 * (60 + 24) + 2 * (16 + 15)
     assert sent == 4 * (matrices + 24 + 7)
@@ -139,7 +139,7 @@ def test_powersgd_sends_thin_matrices_and_the_rest_as_it_is():
 
 
 def test_powersgd_finds_a_gradient_of_low_rank_exactly():
-    """With the warm start, a constant matrix of the compressor's rank is met after a few steps."""
+    """With the warm start, a constant matrix of the compressor's rank is exact after a few steps."""
     left, right = torch.randn(30, 2), torch.randn(2, 20)
 
     def work(exchange):
@@ -169,7 +169,7 @@ def test_topk_sends_the_largest_and_keeps_the_rest():
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("name", ALL)
-def test_a_spoilt_gradient_is_seen_by_all_and_forgotten(name, bad):
+def test_a_gradient_that_is_not_finite_is_seen_by_all_ranks_and_not_kept(name, bad):
     """Every rank sees the step as spoilt, so that all skip it; the next one is as if it had not been."""
 
     def work(exchange, spoil):
@@ -222,7 +222,7 @@ def _by_name(compressor, bucket):
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_a_state_that_was_saved_goes_on_with_the_same_bits(name):
+def test_a_saved_state_continues_with_the_same_bits(name):
     def work(exchange):
         straight, stopped = build(name), build(name)
         for step in range(4):

@@ -86,7 +86,7 @@ def test_the_loader_moves_its_batches():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @pytest.mark.parametrize("pin_memory", [False, True])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_copies_run_ahead_on_cuda_and_arrive_whole(pin_memory, workers):
+def test_copies_run_ahead_on_cuda_and_arrive_complete(pin_memory, workers):
     values = torch.arange(64.0).repeat_interleave(1 << 16).reshape(64, -1)
     source = DataLoader(TensorDataset(values), batch_size=4, pin_memory=pin_memory, num_workers=workers)
     loader = shard_loader(source, batch_size=None, device="cuda")

@@ -53,7 +53,7 @@ def test_same_global_batches_at_any_number_of_ranks(dp_size):
     assert flat(reference) != sorted(flat(reference))
 
 
-def test_epochs_differ_repeat_and_advance_by_themselves():
+def test_epochs_differ_repeat_and_advance_automatically():
     (loader,) = loaders(numbered(30), 1, batch_size=8)
     zero, one = real_samples([loader]), real_samples([loader])
     assert zero != one
@@ -63,7 +63,7 @@ def test_epochs_differ_repeat_and_advance_by_themselves():
     assert real_samples([loader]) == one
 
 
-def test_gradient_of_the_global_mean_whatever_the_split():
+def test_gradient_is_that_of_the_global_mean_for_any_split():
     torch.manual_seed(0)
     data = TensorDataset(torch.randn(11, 3), torch.randn(11))
 
@@ -105,7 +105,7 @@ def test_lengths_and_drop_last():
     assert (len(keeping), keeping.steps_per_epoch, keeping.num_samples) == (7, 4, 21)
 
 
-def test_notes_say_what_was_replaced():
+def test_notes_name_what_was_replaced():
     sampler = DistributedSampler(numbered(20), num_replicas=2, rank=1, shuffle=False)
     source = DataLoader(numbered(20), batch_size=8, sampler=sampler)
     ranks = loaders(source, 2, batch_size=5)
@@ -116,20 +116,20 @@ def test_notes_say_what_was_replaced():
     assert flat(real_samples(ranks)) == list(range(20))
 
 
-def test_a_global_batch_larger_than_the_data_is_one_step_and_said():
+def test_a_global_batch_larger_than_the_data_is_one_step_with_a_note():
     ranks = loaders(numbered(5), 2, batch_size=4)
     assert [len(step) for step in real_samples(ranks)] == [5]
     assert "5 samples, a global batch is 4 x 2 ranks = 8" in ranks[0].notes[0]
 
 
-def test_a_batch_larger_than_the_data_is_refused_in_training_alone():
+def test_a_batch_larger_than_the_data_is_refused_in_training_only():
     with pytest.raises(DataError, match="batch_size = 32 is larger than the data set of 5 samples"):
         shard_loader(numbered(5), batch_size=32)
     (loader,) = loaders(numbered(5), 1, batch_size=32, training=False)
     assert [len(step) for step in real_samples([loader])] == [5]
 
 
-def test_errors_say_what_to_write():
+def test_errors_have_a_hint():
     with pytest.raises(DataError, match="empty"):
         shard_loader(numbered(0), batch_size=2)
     with pytest.raises(DataError) as caught:
@@ -157,7 +157,7 @@ def test_errors_say_what_to_write():
         lambda: RandomSampler(numbered(20), replacement=True, num_samples=12),
     ],
 )
-def test_other_samplers_draw_alike_on_every_rank_and_leave_no_trace(make):
+def test_other_samplers_draw_the_same_on_every_rank_and_restore_the_generators(make):
     def sharded(dp_size):
         ranks = []
         for rank in range(dp_size):
@@ -178,7 +178,7 @@ def test_other_samplers_draw_alike_on_every_rank_and_leave_no_trace(make):
     assert len(flat(first)) == len(list(make()))
 
 
-def test_a_samplers_own_generator_is_put_back():
+def test_the_generator_of_a_sampler_is_restored():
     generator = torch.Generator().manual_seed(4)
     source = DataLoader(numbered(20), 4, sampler=WeightedRandomSampler(torch.ones(20), 30, generator=generator))
     before = generator.get_state()
@@ -186,7 +186,7 @@ def test_a_samplers_own_generator_is_put_back():
     assert torch.equal(generator.get_state(), before)
 
 
-def test_a_batch_sampler_of_ones_own_is_dealt_whole():
+def test_batches_of_a_batch_sampler_are_distributed_whole():
     class Buckets:
         def __iter__(self):
             yield from [[0, 1, 2], [3], [4, 5]]
@@ -204,7 +204,7 @@ def test_a_plain_batch_sampler_given_by_hand_is_read_as_one():
     assert flat(real_samples(loaders(source, 2, batch_size=2))) == list(range(8))
 
 
-def test_keys_that_are_no_numbers_reach_the_data_set():
+def test_keys_that_are_not_numbers_reach_the_data_set():
     class Named(Dataset):
         def __getitem__(self, key):
             return key.upper()
@@ -219,7 +219,7 @@ def test_keys_that_are_no_numbers_reach_the_data_set():
 @pytest.mark.parametrize(
     "dataset", [numbered(50), Subset(numbered(80), range(79, 9, -1)), Subset(numbered(9), [3, 1, 1, 8])]
 )
-def test_the_short_cut_gives_bit_identical_batches(dataset):
+def test_gathering_gives_bit_identical_batches(dataset):
     indices = np.array([3, 0, 2, 1, 1])[: len(dataset)]
     quick = BatchFetcher(dataset, default_collate, seed=0)
     assert quick._gather is not None
@@ -231,7 +231,7 @@ def test_the_short_cut_gives_bit_identical_batches(dataset):
     )
 
 
-def test_the_short_cut_passes_by_no_code_of_the_user():
+def test_gathering_does_not_bypass_user_code():
     class Doubling(TensorDataset):
         def __getitem__(self, index):
             return tuple(2 * field for field in super().__getitem__(index))
@@ -278,7 +278,7 @@ def test_workers_collate_and_init_function_are_kept():
     loader.close()
 
 
-def test_what_a_micro_batch_counts_for_is_set_before_it_is_handed_over():
+def test_current_is_set_before_a_micro_batch_is_yielded():
     loader = shard_loader(DataLoader(numbered(5)), batch_size=2, accumulation=2)
     seen = [loader.current for _ in loader]
     assert seen == [
@@ -304,7 +304,7 @@ class TellsEpoch(Dataset):
 
 
 @pytest.mark.parametrize("workers", [{}, {"num_workers": 1}, {"num_workers": 1, "persistent_workers": True}])
-def test_a_data_set_hears_of_every_epoch_in_every_process(workers):
+def test_set_epoch_is_called_for_every_epoch_in_every_process(workers):
     loader = shard_loader(DataLoader(TellsEpoch(), batch_size=4, **workers), batch_size=4)
     assert [batch.unique().tolist() for _ in range(3) for batch in loader] == [[0.0], [1.0], [2.0]]
     loader.close()

@@ -57,7 +57,7 @@ def test_global_batches_are_the_same_at_any_split(batch_size, dp_size, accumulat
     drop_last=st.booleans(),
     start=st.integers(0, 60),
 )
-def test_every_sample_once_and_weights_add_up(length, batch_size, dp_size, accumulation, drop_last, start):
+def test_every_sample_counts_once_and_weights_add_up(length, batch_size, dp_size, accumulation, drop_last, start):
     order, ranks = plans(length, batch_size, dp_size, accumulation, drop_last=drop_last)
     step = batch_size * dp_size * accumulation
     left = max(length - start, 0)
@@ -72,14 +72,14 @@ def test_every_sample_once_and_weights_add_up(length, batch_size, dp_size, accum
         assert weight == pytest.approx(ranks[0].steps)
 
 
-def test_even_shares_without_accumulation_weigh_exactly_one():
+def test_even_shares_without_accumulation_have_weight_one():
     _, ranks = plans(33, 3, 3, 1)
     full = [cut.info for plan in ranks for cut in plan.cuts() if cut.info.global_samples == 9]
     assert len(full) == 9
     assert {info.scale for info in full} == {1.0}
 
 
-def test_a_rank_with_nothing_left_stands_in():
+def test_a_rank_without_samples_gets_a_placeholder():
     order, ranks = plans(9, 2, 4, 1)
     last = [list(plan.cuts())[-1] for plan in ranks]
     assert [cut.info.samples for cut in last] == [1, 0, 0, 0]
@@ -87,7 +87,7 @@ def test_a_rank_with_nothing_left_stands_in():
     assert all(cut.indices.tolist() == [order[8]] for cut in last)
 
 
-def test_blocks_are_dealt_by_micro_step_then_rank():
+def test_blocks_are_distributed_by_micro_step_then_rank():
     layout = BatchSplit(2, dp_rank=1, dp_size=2, accumulation=2)
     plan = SamplePlan(np.arange(8), layout, drop_last=False)
     assert [(cut.indices.tolist(), cut.info.offset, cut.info.boundary) for cut in plan.cuts()] == [
@@ -96,7 +96,7 @@ def test_blocks_are_dealt_by_micro_step_then_rank():
     ]
 
 
-def test_ready_made_batches_are_dealt_whole_and_weighed_by_size():
+def test_ready_made_batches_are_distributed_whole_and_weighted_by_size():
     batches = [[0, 1, 2], [3], [4, 5]]
     ranks = [BatchPlan(batches, BatchSplit(1, rank, 2), drop_last=False) for rank in range(2)]
     first, second = (list(plan.cuts()) for plan in ranks)

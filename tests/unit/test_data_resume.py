@@ -56,7 +56,7 @@ def test_resume_is_exact_with_random_augmentation(workers, persistent):
         loader.close()
 
 
-def test_reading_leaves_the_generators_of_the_process_alone():
+def test_reading_does_not_change_the_generators_of_the_process():
     loader = make(DataLoader(Augmented(), shuffle=True, num_workers=0))
     with_workers = make(DataLoader(Augmented(), shuffle=True, num_workers=1))
 
@@ -74,12 +74,12 @@ def test_reading_leaves_the_generators_of_the_process_alone():
     assert draw_between(with_workers) == untouched
 
 
-def test_random_numbers_are_those_of_the_position_at_any_number_of_ranks():
+def test_random_numbers_depend_on_the_position_at_any_number_of_ranks():
     source = DataLoader(Augmented(), shuffle=True)
     single = read(make(source, accumulation=2))
     ranks = [make(source, dp_rank=rank, dp_size=2) for rank in range(2)]
-    dealt = [batch for pair in zip(*(read(rank) for rank in ranks), strict=True) for batch in pair]
-    assert dealt[:10] == single[:10]  # the ragged last step is split otherwise
+    joined = [batch for pair in zip(*(read(rank) for rank in ranks), strict=True) for batch in pair]
+    assert joined[:10] == single[:10]  # the ragged last step is split otherwise
 
 
 def test_resume_at_another_layout_continues_the_same_order():
@@ -98,7 +98,7 @@ def test_resume_at_another_layout_continues_the_same_order():
     assert seen == order[12:]
 
 
-def test_a_finished_epoch_resumes_to_nothing_and_the_next_is_fresh():
+def test_a_finished_epoch_resumes_empty_and_the_next_is_complete():
     source = DataLoader(TensorDataset(torch.arange(6)), batch_size=2)
     done = shard_loader(source, batch_size=2)
     read(done)
@@ -110,7 +110,7 @@ def test_a_finished_epoch_resumes_to_nothing_and_the_next_is_fresh():
     assert read(again) == [[[0, 1]], [[2, 3]], [[4, 5]]]
 
 
-def test_breaking_off_without_a_state_starts_anew():
+def test_an_interrupted_iteration_without_a_state_starts_again():
     loader = shard_loader(DataLoader(TensorDataset(torch.arange(6))), batch_size=2)
     assert read(loader, 1) == [[[0, 1]]]
     assert loader.state_dict()["samples"] == 2

@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 from torch.utils.data import default_collate
 
+import phalanx.data
 from phalanx.data.fetch import GatherDataset
 from phalanx.data.sets import load, names
 from phalanx.errors import DataError, UsageError
@@ -21,6 +22,10 @@ def test_names_are_listed_without_torch():
     code = "import sys; from phalanx.data.sets import names; names(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
     assert names() == ["digits", "imagefolder", "mnist", "synthetic", "text"]
+
+
+def test_every_public_name_of_the_package_can_be_imported():
+    assert all(hasattr(phalanx.data, name) for name in phalanx.data.__all__)
 
 
 def test_unknown_names_get_the_nearest():
@@ -43,7 +48,7 @@ def test_digits():
 
 
 @pytest.mark.parametrize("task", ["classification", "regression", "tokens"])
-def test_synthetic_samples_depend_on_their_index_alone(task):
+def test_synthetic_samples_depend_on_their_index_only(task):
     data = load("synthetic", length=1 << 40, shape=(3, 4), task=task, classes=5)
     indices = [0, 7, 1 << 39, 7]
     together = data.gather(torch.tensor(indices))

@@ -120,7 +120,7 @@ def test_a_stream_that_shuffles_resumes_exactly_and_changes_with_the_epoch(worke
         loader.close()
 
 
-def test_lengths_are_unknown_unless_the_stream_tells():
+def test_lengths_are_unknown_unless_the_stream_has_one():
     loader = shard_loader(DataLoader(Counting(5), batch_size=2), batch_size=None)
     assert loader.steps_per_epoch is None
     assert loader.num_samples is None
@@ -131,7 +131,7 @@ def test_lengths_are_unknown_unless_the_stream_tells():
     assert (len(loader), loader.steps_per_epoch, loader.num_samples) == (len(list(loader)), 3, 11)
 
 
-def test_drop_last_leaves_out_the_ragged_step_of_a_stream():
+def test_drop_last_drops_the_incomplete_step_of_a_stream():
     loader = shard_loader(DataLoader(Counting(11), batch_size=2, drop_last=True), batch_size=None, accumulation=2)
     assert [batch for batch, *_ in read(loader)] == [[0, 1], [2, 3], [4, 5], [6, 7]]
     with pytest.raises(DataError, match="global batch of 12"):
@@ -143,26 +143,24 @@ def test_an_empty_stream_is_an_error():
         list(shard_loader(Counting(0), batch_size=2))
 
 
-def test_a_list_of_batches_is_read_as_it_stands():
+def test_a_list_of_batches_is_read_unchanged():
     batches = [torch.tensor([0, 1, 2]), torch.tensor([3])]
     loader = shard_loader(batches, batch_size=8, accumulation=2)
     assert read(loader) == [([0, 1, 2], 3, False), ([3], 1, True)]
-    assert loader.notes == [
-        "batch_size=8 is not used: the data makes the batches, and each is dealt whole to one rank."
-    ]
+    assert loader.notes == ["batch_size=8 is not used: the data makes the batches, and each goes whole to one rank."]
     loader = shard_loader(batches, batch_size=None)
     loader.load_state_dict({"epoch": 0, "samples": 3})
     assert read(loader) == [([3], 1, True)]
 
 
-def test_a_loader_with_its_own_iter_keeps_it():
+def test_a_loader_that_overrides_iter_keeps_it():
     class Negating(DataLoader):
         def __iter__(self):
             return (-batch for batch in super().__iter__())
 
     loader = shard_loader(Negating(torch.arange(4), batch_size=2), batch_size=None)
     assert read(loader) == [([0, -1], 2, True), ([-2, -3], 2, True)]
-    assert "Negating has an __iter__ of its own" in loader.notes[0]
+    assert "Negating overrides __iter__" in loader.notes[0]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -176,7 +174,7 @@ def test_a_data_set_of_ready_made_batches_is_counted_by_their_sizes(workers):
     assert [batch[0] for batch, *_ in read(resumed)] == [2, 3, 4]
 
 
-def test_several_ranks_without_a_group_are_told_so():
+def test_several_ranks_without_a_group_are_refused():
     with pytest.raises(DataError, match=r"torch\.distributed"):
         list(shard_loader(Counting(5), batch_size=2, dp_size=2))
 
@@ -184,7 +182,7 @@ def test_several_ranks_without_a_group_are_told_so():
 # What follows runs on two real ranks. Each scenario returns what the rank saw.
 
 
-def dealt(rank, workers=0, length=11, batch_size=2, accumulation=1, state=None, stop=None, **options):
+def read_shard(rank, workers=0, length=11, batch_size=2, accumulation=1, state=None, stop=None, **options):
     source = DataLoader(Counting(length), batch_size=batch_size, num_workers=workers)
     loader = shard_loader(source, batch_size=None, dp_rank=rank, dp_size=2, accumulation=accumulation, **options)
     if state is not None:
@@ -210,13 +208,13 @@ def wrong_layout(rank):
 
 
 SCENARIOS = {
-    "uneven": (dealt, {}),
-    "workers": (dealt, {"workers": 2}),
-    "accumulated": (dealt, {"accumulation": 2, "length": 14}),
-    "short": (dealt, {"length": 1}),
-    "stopped": (dealt, {"stop": 1}),
-    "resumed": (dealt, {"state": {"epoch": 0, "samples": 4}}),
-    "dropped": (dealt, {"drop_last": True}),
+    "uneven": (read_shard, {}),
+    "workers": (read_shard, {"workers": 2}),
+    "accumulated": (read_shard, {"accumulation": 2, "length": 14}),
+    "short": (read_shard, {"length": 1}),
+    "stopped": (read_shard, {"stop": 1}),
+    "resumed": (read_shard, {"state": {"epoch": 0, "samples": 4}}),
+    "dropped": (read_shard, {"drop_last": True}),
     "sharded": (sharded, {}),
     "sharded_stopped": (sharded, {"stop": 1}),
     "sharded_resumed": (sharded, {"state": {"epoch": 0, "samples": 4, "micro_steps": 1, "shards": [2, 0, 2]}}),
@@ -260,7 +258,7 @@ def batches(results):
 
 
 @pytest.mark.parametrize("name", ["uneven", "workers"])
-def test_blocks_are_dealt_in_turn_and_the_one_that_runs_out_stands_in(on_two_ranks, name):
+def test_blocks_are_distributed_in_turn_and_a_rank_without_data_gets_a_placeholder(on_two_ranks, name):
     results = on_two_ranks[name]
     assert batches(results) == [
         [([0, 1], 2), ([4, 5], 2), ([8, 9], 2)],
@@ -276,7 +274,7 @@ def test_accumulation_over_a_stream_ends_together(on_two_ranks):
     ]
 
 
-def test_a_rank_that_never_had_a_batch_stands_in(on_two_ranks):
+def test_a_rank_that_never_had_a_batch_gets_a_placeholder(on_two_ranks):
     assert batches(on_two_ranks["short"]) == [[([0], 1)], [([0], 0)]]
 
 
@@ -289,7 +287,7 @@ def test_drop_last_is_decided_together(on_two_ranks):
     assert batches(on_two_ranks["dropped"]) == [[([0, 1], 2), ([4, 5], 2)], [([2, 3], 2), ([6, 7], 2)]]
 
 
-def test_a_data_set_that_shards_itself_is_asked_to(on_two_ranks):
+def test_a_data_set_with_shard_shards_itself(on_two_ranks):
     assert batches(on_two_ranks["sharded"]) == [
         [([0, 2], 2), ([4, 6], 2), ([8], 1)],
         [([1, 3], 2), ([5, 7], 2), ([5, 7], 0)],

@@ -76,7 +76,7 @@ def test_a_long_compile_is_announced_once_it_is_needed(tmp_path, build_folder):
     lock = build_folder / "pin_memory" / "lock"
     lock.parent.mkdir(parents=True)
     lock.touch()
-    assert f"delete what a killed one left, or it waits: {lock}" in slow_start(offloading(tmp_path))
+    assert f"delete the locks of a killed one, or it waits: {lock}" in slow_start(offloading(tmp_path))
     (build_folder / "async_io").mkdir()
     (build_folder / "async_io" / "async_io.so").touch()
     assert slow_start(offloading(tmp_path)) is None

@@ -1,4 +1,4 @@
-"""Parts of the parameter server by themselves: its file, its roster, rows of gradients, and what it refuses."""
+"""Parts of the parameter server: its state file, its table of workers, rows of gradients, and contradictions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from phalanx.observe.format import servers_lines
 TABLE = Piece("table", (6, 2), "float32", 4)
 
 
-def test_a_saved_shard_comes_back_and_damage_is_told(tmp_path):
+def test_a_saved_shard_is_restored_and_damage_is_reported(tmp_path):
     path = tmp_path / "shard-0"
     saved = StateFile(path)
     assert saved.load() is None
@@ -38,11 +38,11 @@ def test_a_saved_shard_comes_back_and_damage_is_told(tmp_path):
     with pytest.raises(ServerError, match="damaged"):
         saved.load()
     path.write_bytes(data[:-1])
-    with pytest.raises(ServerError, match="not as long"):
+    with pytest.raises(ServerError, match="length in its header"):
         saved.load()
 
 
-def test_a_save_that_is_cut_off_leaves_the_old_state(tmp_path, monkeypatch):
+def test_an_interrupted_save_leaves_the_old_state(tmp_path, monkeypatch):
     saved = StateFile(tmp_path / "shard-0")
     saved.save({"clock": 1}, Bundle())
 
@@ -55,7 +55,7 @@ def test_a_save_that_is_cut_off_leaves_the_old_state(tmp_path, monkeypatch):
     assert saved.load()[0]["clock"] == 1
 
 
-def test_slots_have_the_newest_state_that_is_whole():
+def test_slots_return_the_newest_complete_state():
     slots = StateSlots()
     assert slots.load() is None
     for clock in (1, 2, 3):
@@ -71,7 +71,7 @@ def test_slots_have_the_newest_state_that_is_whole():
     slots.close()
 
 
-def test_the_roster_waits_for_the_expected_and_forgets_the_gone():
+def test_the_worker_table_waits_for_expected_workers_and_removes_lost_ones():
     roster = WorkerTable({0, 1})
     roster.come(0, 10, 0)
     roster.committed[0] = 3
@@ -85,7 +85,7 @@ def test_the_roster_waits_for_the_expected_and_forgets_the_gone():
     assert roster.ahead(0) == 0
 
 
-def test_a_restored_roster_waits_for_some_seconds_only():
+def test_a_restored_worker_table_waits_for_some_seconds_only():
     roster = WorkerTable.restored({"live": [0, 1], "applied": [[0, 5]]}, 0.02)
     roster.come(0, 1, 5)
     assert not roster.gathered
@@ -94,7 +94,7 @@ def test_a_restored_roster_waits_for_some_seconds_only():
     assert roster.applied == {0: 5}
 
 
-def test_a_mostly_zero_gradient_travels_as_rows():
+def test_a_mostly_zero_gradient_is_sent_as_rows():
     gradient = torch.zeros(6, 2)
     gradient[4] = 1.0
     part = cut_gradient(gradient, 0, TABLE, find_rows=True)
@@ -147,7 +147,7 @@ def test_the_mode_follows_from_staleness():
     assert config.replace(server_mode="async").resolved_server_mode == "async"
 
 
-def test_the_report_says_staleness_load_and_throughput():
+def test_the_report_contains_staleness_load_and_throughput():
     shard = {"bytes_in": 2_000_000, "bytes_out": 1_000, "requests": 1234, "busy": 0.05}
     event = ServersReported("bounded", 92, 156.0, 0.9, 3, 2, 5, 2.0, 0.5, [shard])
     assert servers_lines(event) == [
@@ -166,7 +166,7 @@ def test_an_optimizer_is_rebuilt_whatever_its_constructor_takes():
 
     weight = torch.nn.Parameter(torch.zeros(6, 2))
     optimizer = Own([weight], secret=3)
-    torch.optim.lr_scheduler.ConstantLR(optimizer)  # it binds a step of its own to the instance
+    torch.optim.lr_scheduler.ConstantLR(optimizer)  # it sets `step` on the instance
     made = rebuild(pattern_of(optimizer), [TABLE], [torch.nn.Parameter(torch.ones(6, 2))])
     assert made.secret == 3
     (group,) = made.param_groups

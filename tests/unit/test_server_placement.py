@@ -25,7 +25,7 @@ def covered(placement: Placement) -> dict[str, list[tuple[int, int]]]:
     return {name: sorted(parts) for name, parts in found.items()}
 
 
-def test_the_largest_goes_first_to_the_least_loaded():
+def test_the_largest_piece_is_placed_first_on_the_least_loaded_shard():
     placement = spread([piece("a", 7), piece("b", 6), piece("c", 5), piece("d", 4)], 2, cut=False)
     assert [{part.name for part in shard} for shard in placement.shards] == [{"a", "d"}, {"b", "c"}]
     assert placement.loads == [44, 44]
@@ -58,7 +58,7 @@ def test_more_shards_than_pieces_are_refused():
         spread([piece("a", 1), piece("b", 1)], 3)
 
 
-def test_rebalancing_moves_little_and_evens_out():
+def test_rebalancing_moves_few_pieces_and_balances_the_load():
     before = spread([piece(f"p{number}", 10) for number in range(8)], 2)
     more = rebalance(before, 4)
     assert more.loads == [80, 80, 80, 80]
@@ -78,7 +78,7 @@ def test_rebalancing_by_measured_work():
     assert rebalance(after, 2, costs=costs) == after
 
 
-def test_only_optimizers_that_work_by_element_let_parameters_be_cut():
+def test_parameters_are_cut_only_for_optimizers_that_work_by_element():
     class Whole(torch.optim.SGD):
         """It might look at a parameter's norm."""
 
@@ -87,6 +87,6 @@ def test_only_optimizers_that_work_by_element_let_parameters_be_cut():
     assert covered(plan_placement(model, Whole(model.parameters()), 2))["weight"] == [(0, 64)]
 
 
-def test_shards_take_turns_over_machines():
+def test_shards_are_started_round_robin_over_machines():
     assert [owner(number, 4, 2) for number in range(5)] == [0, 2, 1, 3, 0]
     assert [owner(number, 2, 2) for number in range(3)] == [0, 1, 0]

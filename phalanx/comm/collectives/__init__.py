@@ -1,8 +1,8 @@
-"""Every collective of ours by name, with the algorithms that can do it: what users call, and what the bench measures.
+"""The collectives of Phalanx and their algorithms, by name.
 
-wire = P2PChannel()                                   # the default process group, or P2PChannel(group)
-all_reduce(gradient, wire)                      # by the ring
-all_reduce(flags, wire, "max", algorithm="tree")
+channel = P2PChannel()                          # the default process group, or P2PChannel(group)
+all_reduce(gradient, channel)                   # by the ring
+all_reduce(flags, channel, "max", algorithm="tree")
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ ALGORITHMS: Mapping[str, Mapping[str, Callable[..., Any]]] = {
     "all_to_all": {"direct": direct.all_to_all},
     "barrier": {"dissemination": direct.barrier},
 }
-"""The functions by collective and algorithm; the first algorithm of a collective is what its plain name does."""
+"""The functions by collective and algorithm; the first algorithm of a collective is its default."""
 
 
 def find_algorithm(collective: str, algorithm: str | None = None) -> Callable[..., Any]:
-    """Return a collective's function, by the algorithm named or else its usual one."""
+    """Return a collective's function for an algorithm, or for its default one."""
     if collective not in ALGORITHMS:
         raise UsageError(unknown_name("collective", collective, ALGORITHMS))
     known = ALGORITHMS[collective]

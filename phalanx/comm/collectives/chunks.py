@@ -20,9 +20,9 @@ def start_collective(
     op: str | None = None,
     first: Callable[[torch.Tensor], torch.Tensor | None] | None = None,
 ) -> torch.Tensor:
-    """Ask whether all ranks mean the same, and return the tensor as it can travel: see `flatten`.
+    """Start the check that all ranks do the same, and return the flat tensor.
 
-    `first` returns the part that goes to the next rank at once: see `ask`.
+    `first` returns the part that is sent to the next rank inline (see `start_check`).
     """
     flat = flatten(tensor, channel)
     start_check(channel, describe(collective, tensor, op), inline=None if first is None else first(flat))
@@ -38,29 +38,29 @@ def start_reduction(
     op: str,
     first: Callable[[torch.Tensor], torch.Tensor | None] | None = None,
 ) -> tuple[torch.Tensor, Reduction]:
-    """Begin a collective that combines values; an operation that such values do not have is refused."""
+    """Start a collective that combines values; UsageError where the dtype does not have the operation."""
     flat = start_collective(collective, tensor, channel, op, first)
     try:
         return flat, find_reduction(op, tensor.dtype)
     except UsageError:
-        channel.settle()  # the others may mean something else: that is the error to tell, and to tell to all
+        channel.settle()  # a mismatch between the ranks is the error that all of them must raise
         raise
 
 
 def flatten(tensor: torch.Tensor, channel: P2PChannel) -> torch.Tensor:
-    """Return the values in one run of memory that the wire can read: the tensor's own where it is such, else a copy."""
+    """Return the values as a flat tensor on the channel's device: a view where possible, else a copy."""
     plain = tensor.detach().resolve_conj().resolve_neg().to(channel.device)
     return plain.contiguous().view(-1)
 
 
 def write_back(flat: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Put the values where they belong, unless `flat` is the tensor's own memory."""
+    """Copy the values into the tensor, unless `flat` is a view of it."""
     if flat.numel() and flat.data_ptr() != tensor.data_ptr():
         tensor.detach().copy_(flat.view(tensor.shape))
 
 
 def bounds(length: int, parts: int) -> list[int]:
-    """Return where `parts` nearly equal parts begin, and the end: the first `length % parts` are longer by one."""
+    """Return the starts of `parts` nearly equal parts, and the end: the first `length % parts` are longer by one."""
     base, longer = divmod(length, parts)
     return [part * base + min(part, longer) for part in range(parts + 1)]
 
@@ -73,12 +73,12 @@ def split(flat: torch.Tensor, parts: int) -> list[torch.Tensor]:
 
 
 def chunk_count(nbytes: int, channel: P2PChannel) -> int:
-    """Return in how many chunks to send so many bytes. nccl cuts messages up by itself."""
+    """Return in how many chunks to send so many bytes; nccl splits messages itself."""
     return 1 if channel.is_batched else max(1, -(-nbytes // CHUNK_BYTES))
 
 
 def chunks(flat: torch.Tensor, channel: P2PChannel) -> list[torch.Tensor]:
-    """Cut a tensor into the chunks in which it travels; never none, so that loops over peers keep step."""
+    """Cut a tensor into the chunks in which it is sent, at least one, so that loops over peers stay aligned."""
     return split(flat, chunk_count(flat.nbytes, channel))
 
 
@@ -92,32 +92,28 @@ def sendrecv(out: torch.Tensor, into: torch.Tensor, to: int, source: int, channe
 
 
 class RecvBuffers:
-    """The chunks that one peer sends, shaped as `parts`, in their order. It is number `place` of `total` at once."""
+    """Receives the chunks that one peer sends, shaped as `parts`; number `position` of `total` such buffers."""
 
     def __init__(
-        self, parts: list[torch.Tensor], peer: int, channel: P2PChannel, place: int = 0, total: int = 1
+        self, parts: list[torch.Tensor], peer: int, channel: P2PChannel, position: int = 0, total: int = 1
     ) -> None:
-        self._parts, self._peer, self._wire = parts, peer, channel
-        longest = parts[0].numel()
+        self._parts, self._peer, self._channel = parts, peer, channel
         slots = min(channel.depth, len(parts))
-        memory = channel.scratch(total * slots * longest, parts[0])
-        self._slots = split(split(memory, total)[place], slots)
+        memory = channel.scratch(total * slots * parts[0].numel(), parts[0])
+        self._slots = split(split(memory, total)[position], slots)
         self._arrivals = [self._expect(number) for number in range(slots)]
 
     def take(self, number: int) -> torch.Tensor:
-        """Return a chunk, once it is here. Chunks are taken in order; one is valid until the next is taken."""
-        if number:
-            self._refill(number - 1)
-        self._arrivals[number % len(self._slots)].wait()
-        return self._place(number)
-
-    def _refill(self, number: int) -> None:
-        later = number + len(self._slots)
-        if later < len(self._parts):
-            self._arrivals[number % len(self._slots)] = self._expect(later)
+        """Return a chunk when it has arrived. Chunks are taken in order; one is valid until the next is taken."""
+        slots = len(self._slots)
+        later = number - 1 + slots
+        if number and later < len(self._parts):  # the chunk before has been used: its slot is free
+            self._arrivals[later % slots] = self._expect(later)
+        self._arrivals[number % slots].wait()
+        return self._slot(number)
 
     def _expect(self, number: int) -> Handle:
-        return self._wire.receive(self._place(number), self._peer)
+        return self._channel.receive(self._slot(number), self._peer)
 
-    def _place(self, number: int) -> torch.Tensor:
+    def _slot(self, number: int) -> torch.Tensor:
         return self._slots[number % len(self._slots)][: self._parts[number].numel()]

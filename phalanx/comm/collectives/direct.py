@@ -34,9 +34,9 @@ def gather(tensor: torch.Tensor, channel: P2PChannel, root: int = 0) -> torch.Te
 def scatter(tensor: torch.Tensor, channel: P2PChannel, source: torch.Tensor | None = None, root: int = 0) -> None:
     """Fill each rank's tensor with its row of `source`, which the root gives: row r for rank r. It sends (n-1) S."""
     if channel.rank == root and (mistake := _mistake(source, tensor, channel)):
-        start_check(channel, f"scatter from {root} of {mistake}")  # the others do not say this, so all ranks raise
+        start_check(channel, f"scatter from {root} of {mistake}")  # differs from the other ranks, so all raise
         channel.settle()
-        raise CommunicationError(f"scatter from {root} of {mistake}", hint="Stack one tensor a rank on the root.")
+        raise CommunicationError(f"scatter from {root} of {mistake}", hint="Stack one tensor per rank on the root.")
     own = start_collective(f"scatter from {root}", tensor, channel)
     if channel.rank != root:
         for handle in [channel.receive(chunk, root) for chunk in chunks(own, channel)]:
@@ -59,32 +59,32 @@ def scatter(tensor: torch.Tensor, channel: P2PChannel, source: torch.Tensor | No
 def all_to_all(tensor: torch.Tensor, channel: P2PChannel) -> torch.Tensor:
     """Send row r to rank r, and return the rows that were sent here, by rank. A rank sends (n-1)/n of its tensor.
 
-    In round k a rank sends to the one k further and receives from the one k behind: nobody is asked by two at once.
+    In round k a rank sends to the one k further and receives from the one k behind, so links are used evenly.
     """
     own = start_collective("all_to_all", tensor, channel)
     if tensor.dim() == 0 or tensor.shape[0] != channel.size:
         channel.settle()
         raise UsageError(
             f"all_to_all of a tensor of shape {tuple(tensor.shape)} on {channel.size} ranks",
-            hint=f"Give one row for each rank: a first dimension of {channel.size}.",
+            hint=f"Give one row per rank: a first dimension of {channel.size}.",
         )
     received = own.new_empty(own.numel())
-    rows, places = split(own, channel.size), split(received, channel.size)
-    places[channel.rank].copy_(rows[channel.rank])
+    rows, targets = split(own, channel.size), split(received, channel.size)
+    targets[channel.rank].copy_(rows[channel.rank])
     for shift in range(1, channel.size):
         to, source = (channel.rank + shift) % channel.size, (channel.rank - shift) % channel.size
-        sendrecv(rows[to], places[source], to, source, channel)
+        sendrecv(rows[to], targets[source], to, source, channel)
     return received.view(tensor.shape).to(tensor.device)
 
 
 def barrier(channel: P2PChannel) -> None:
-    """Return when every rank has called it: in log2(n) rounds each rank has heard of all others."""
+    """Return when every rank has called it: after log2(n) rounds each rank has a message from all others."""
     start_check(channel, "barrier", always=True)
     channel.settle()
 
 
 def _mistake(source: torch.Tensor | None, tensor: torch.Tensor, channel: P2PChannel) -> str:
-    """Say what is wrong with the source of a scatter; nothing when all is well."""
+    """Return what is wrong with the source of a scatter; an empty string where it is correct."""
     if source is None:
         return "nothing, where a source is needed"
     wanted = (channel.size, *tensor.shape)

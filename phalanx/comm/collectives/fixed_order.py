@@ -1,13 +1,13 @@
 """One order of additions, whatever the number of ranks: the sum has equal bits at 1, 2, 4 and 8 ranks.
 
-Floating-point addition is not associative, so a sum depends on who adds what first. Here the order belongs to the data.
+Floating-point addition is not associative, so a sum depends on the order. Here the order is a property of the data.
 A global batch is L *logical shards*; micro-batch m of rank r, of n ranks, is shard m n + r. They are added as a tree:
 
     T(a, s) = T(a, 2s) + T(a + s, 2s),  where T(a, s) is shard a itself when a + s >= L;  the total is T(0, 1)
 
 For n a power of two the shards of one rank, {r, r + n, ...}, are the whole branch T(r, n). A rank adds up its branch
 (`TreeAccumulator`), and the ranks add up the branches by halving and doubling with distances n/2, ..., 1:
-together the same tree, wherever it is cut. The bytes are those of halving and doubling, 2 (n-1)/n of the data.
+together this is the same tree for every n. The bytes are those of halving and doubling, 2 (n-1)/n of the data.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from phalanx.errors import UsageError
 
 
 def check_ranks(ranks: int) -> None:
-    """Refuse a number of ranks whose shards are no branches of the tree."""
+    """Raise unless the number of ranks is a power of two, so that their shards are branches of the tree."""
     if ranks < 1 or ranks & (ranks - 1):
         lower = 1 << (ranks.bit_length() - 1) if ranks > 0 else 1
         raise UsageError(
@@ -41,11 +41,10 @@ def all_reduce(tensor: torch.Tensor, channel: P2PChannel, op: str = "sum") -> No
 
 
 class TreeAccumulator:
-    """Adds up one rank's micro-batches in the order of the tree, as they come; `count` of them at most.
+    """Adds up one rank's micro-batches in the order of the tree, as they arrive; `count` of them at most.
 
-    Micro-batch a is first added to a + P/2, where P is the power of two that holds them all: so the first P/2 are held
-    back until their partners come. That is half of the micro-batches when their number is a power of two and at most
-    all but one of them else (P/2 < count), each as large as the gradients; one micro-batch needs nothing.
+    Micro-batch a is first added to a + P/2, where P is the next power of two: so the gradients of the first P/2
+    micro-batches are kept in memory until their partners arrive.
     """
 
     def __init__(self, count: int) -> None:
@@ -57,7 +56,7 @@ class TreeAccumulator:
         self._held: list[list[torch.Tensor] | None] = []
 
     def feed(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Take the next micro-batch's gradients. They are the accumulator's from now on: it adds to them."""
+        """Take over the next micro-batch's gradients, which the accumulator changes in place."""
         if self._fed == self.count:
             raise UsageError(f"all {self.count} micro-batches were fed already", hint="Take the total first.")
         partner = self._fed - self._half
@@ -68,10 +67,7 @@ class TreeAccumulator:
         self._fed += 1
 
     def take(self) -> list[torch.Tensor]:
-        """Return the rank's branch of the tree, and begin anew.
-
-        Shards that never came, at the end of an epoch, are the last ones: the tree without them is the tree of zeros.
-        """
+        """Return the rank's branch of the tree, and reset; missing shards at the end of an epoch count as zeros."""
         if self._fed == 0:
             raise UsageError("no micro-batch was fed", hint="Feed one or more first.")
         stride = self._half // 2
@@ -83,21 +79,21 @@ class TreeAccumulator:
         self._held, self._fed = [], 0
         return total
 
-    def _add(self, place: int, tensors: Sequence[torch.Tensor]) -> None:
-        held = self._held[place]
-        assert held is not None, "a branch is added to before it is given away"
+    def _add(self, index: int, tensors: Sequence[torch.Tensor]) -> None:
+        held = self._held[index]
+        assert held is not None, "a branch is added to before it is released"
         for into, tensor in zip(held, tensors, strict=True):
             into.add_(tensor)
 
-    def _release(self, place: int) -> list[torch.Tensor]:
-        held = self._held[place]
-        assert held is not None, "a branch is given away once"
-        self._held[place] = None
+    def _release(self, index: int) -> list[torch.Tensor]:
+        held = self._held[index]
+        assert held is not None, "a branch is released once"
+        self._held[index] = None
         return held
 
 
 def tree_sum(shards: Sequence[torch.Tensor], first: int = 0, stride: int = 1) -> torch.Tensor:
-    """Return T(first, stride) over all shards in one place: the definition, to compare with."""
+    """Return T(first, stride) over all shards in one process: the definition, to compare with."""
     if first + stride >= len(shards):
         return shards[first]
     return tree_sum(shards, first, 2 * stride) + tree_sum(shards, first + stride, 2 * stride)

@@ -1,4 +1,4 @@
-"""The operations by which ranks' values become one, and what each can be asked of."""
+"""The operations that combine the ranks' values, and the dtypes that each supports."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from phalanx.errors import UsageError, unknown_name
 
 @dataclass(frozen=True)
 class Reduction:
-    """How two values become one; a mean is a sum that is divided once, at the end."""
+    """How two values are combined; a mean is a sum that is divided once, at the end."""
 
     name: str
     function: Callable[..., torch.Tensor]
@@ -22,7 +22,7 @@ class Reduction:
         self.function(into, other, out=into)
 
     def finish(self, total: torch.Tensor, ranks: int) -> None:
-        """Make the result of what all ranks' values have become. Called once for each element, by one rank."""
+        """Compute the result from the combined values; called once per element, by one rank."""
         if self.name == "mean":
             total.div_(ranks)
 
@@ -41,13 +41,13 @@ OPS = {
 
 
 def find_reduction(op: str, dtype: torch.dtype) -> Reduction:
-    """Return the operation of that name, or say why it cannot be had on such numbers."""
+    """Return the operation of a name; UsageError where the dtype does not have it."""
     if op not in OPS:
         raise UsageError(unknown_name("reduction", op, OPS))
     shown = str(dtype).removeprefix("torch.")
     if op == "mean" and not (dtype.is_floating_point or dtype.is_complex):
         raise UsageError(
-            f"the mean of {shown} numbers is no {shown} number", hint="Convert to float32 first, or take op='sum'."
+            f"the mean of {shown} numbers is not a {shown} number", hint="Convert to float32 first, or use op='sum'."
         )
     if op in ("min", "max") and dtype.is_complex:
         raise UsageError(f"{shown} numbers have no order, so no {op}", hint="Reduce their abs() or real part.")
@@ -57,11 +57,7 @@ def find_reduction(op: str, dtype: torch.dtype) -> Reduction:
 
 
 def combine_in_order(parts: Sequence[torch.Tensor], out: torch.Tensor, op: str) -> None:
-    """Combine all ranks' values, which lie in one place, in the order of `fixed_order`: the tree T(0, 1) over ranks.
-
-    T(a, s) = T(a, 2s) + T(a + s, 2s), so that ranks far from each other come first: what halving and doubling gives,
-    and what fewer ranks would get from the same values.
-    """
+    """Combine all ranks' values in one process, in the order of `fixed_order`: the tree T(0, 1) over ranks."""
     reduction = OPS[op]
     if len(parts) == 2:
         reduction.function(parts[0], parts[1], out=out)

@@ -22,22 +22,19 @@ from phalanx.comm.collectives.direct import barrier
 from phalanx.comm.shm.bootstrap import machine_id
 
 FAR_RATIO = 2.0
-"""A link is far when it takes at least so many times as long as the slowest of the near ones."""
+"""A link is far where it takes at least so many times as long as the slowest near one."""
 
 
 @dataclass(frozen=True)
 class LinkMatrix:
-    """For every pair of ranks: seconds that the smallest message takes one way, and bytes a second of large ones.
-
-    Symmetric, for each number comes from a ping and a pong; the diagonal is zero.
-    """
+    """For every pair of ranks, the one-way latency of a small message and the bytes per second of large ones."""
 
     latency_s: list[list[float]]
     bandwidth: list[list[float]]
 
     @property
     def size(self) -> int:
-        """How many ranks it is about."""
+        """The number of ranks."""
         return len(self.latency_s)
 
     def seconds(self, first: int, second: int, nbytes: int = 1 << 20) -> float:
@@ -57,16 +54,16 @@ def measure_links(channel: P2PChannel, *, nbytes: int = 4 << 20, rounds: int = 1
             own[0, peer] = _one_way(small, peer, channel, 2 * rounds)
             own[1, peer] = nbytes / _one_way(large, peer, channel, rounds)
     every = ring.all_gather(own, channel)
-    for first, second in combinations(range(channel.size), 2):  # both measured it: take the lower rank's word
+    for first, second in combinations(range(channel.size), 2):  # both measured it: use the lower rank's values
         every[second, :, first] = every[first, :, second]
     return LinkMatrix(every[:, 0].tolist(), every[:, 1].tolist())
 
 
 def _one_way(tensor: torch.Tensor, peer: int, channel: P2PChannel, rounds: int) -> float:
-    """Return half of the quickest round trip: what disturbs a message only ever makes it slower."""
+    """Return half of the quickest round trip: disturbances only make a message slower."""
     trips = []
     for _ in range(rounds + 1):  # the first one connects
-        _settle_links(tensor)
+        _synchronize(tensor)
         begin = time.perf_counter()
         if channel.rank < peer:
             channel.send(tensor, peer, is_control=True).wait()
@@ -74,20 +71,22 @@ def _one_way(tensor: torch.Tensor, peer: int, channel: P2PChannel, rounds: int) 
         else:
             channel.receive(tensor, peer, is_control=True).wait()
             channel.send(tensor, peer, is_control=True).wait()
-        _settle_links(tensor)
+        _synchronize(tensor)
         trips.append(time.perf_counter() - begin)
     return min(trips[1:]) / 2
 
 
-def _settle_links(tensor: torch.Tensor) -> None:
+def _synchronize(tensor: torch.Tensor) -> None:
     if tensor.is_cuda:
         torch.cuda.synchronize(tensor.device)
 
 
 def near_groups(matrix: LinkMatrix) -> list[list[int]]:
-    """Split the ranks into groups of near ones, at the widest gap between links' times; one group if none."""
+    """Split the ranks into groups of near ones at the largest jump in link times, where it is at least FAR_RATIO."""
     links = {pair: matrix.seconds(*pair) for pair in combinations(range(matrix.size), 2)}
-    limit = _widest_gap(sorted(links.values()))
+    jumps = [(slower / faster, faster) for faster, slower in pairwise(sorted(links.values()))]
+    ratio, below = max(jumps, default=(0.0, 0.0))
+    limit = below if ratio >= FAR_RATIO else float("inf")
     group = list(range(matrix.size))
     for (first, second), seconds in links.items():
         if seconds <= limit:
@@ -96,16 +95,8 @@ def near_groups(matrix: LinkMatrix) -> list[list[int]]:
     return [[rank for rank in range(matrix.size) if group[rank] == name] for name in dict.fromkeys(group)]
 
 
-def _widest_gap(times: Sequence[float]) -> float:
-    """Return the time below the largest jump, or infinity when no jump is as large as `FAR_RATIO`."""
-    if len(times) < 2:
-        return float("inf")
-    ratio, below = max((slower / faster, faster) for faster, slower in pairwise(times))
-    return below if ratio >= FAR_RATIO else float("inf")
-
-
 SWITCH_VARIABLE = "PHALANX_SWITCH"
-"""Names this host's switch where Slurm does not: levels from the core down, with dots, such as "spine1.leaf4"."""
+"""The switches above this host where Slurm does not name them, from the core down, such as "spine1.leaf4"."""
 
 _NUMA_NODES = Path("/sys/devices/system/node")
 _MESSAGE_BYTES = 2048
@@ -115,7 +106,7 @@ _LONGEST_NAME = 512
 
 @dataclass(frozen=True)
 class RankLocation:
-    """Where one rank is. `numa` is None where it may run on several nodes, `switch` is empty where nothing says it."""
+    """The location of one rank. `numa`: None where it may run on several nodes; `switch`: empty where unknown."""
 
     rank: int
     host: str
@@ -124,28 +115,21 @@ class RankLocation:
 
 
 def find_locations(channel: P2PChannel) -> list[RankLocation]:
-    """Return where each rank of a wire is; every rank calls it, and only the first call sends anything."""
-    known: dict[tuple[int, ...], list[RankLocation]] = channel.tally.places
+    """Return the location of each rank; every rank calls it, and only the first call sends anything."""
+    known: dict[tuple[int, ...], list[RankLocation]] = channel.state.locations
     if channel.peers not in known:
         message = json.dumps(asdict(own_location(channel.rank))).encode().ljust(_MESSAGE_BYTES)
-        heard = ring.all_gather(torch.frombuffer(bytearray(message), dtype=torch.uint8), channel)
-        known[channel.peers] = [_read_location(bytes(row.numpy())) for row in heard]
+        rows = ring.all_gather(torch.frombuffer(bytearray(message), dtype=torch.uint8), channel)
+        found = [json.loads(bytes(row.numpy())) for row in rows]
+        known[channel.peers] = [RankLocation(**{**fields, "switch": tuple(fields["switch"])}) for fields in found]
     return known[channel.peers]
 
 
 def own_location(rank: int, environment: Mapping[str, str] | None = None) -> RankLocation:
-    """Return where this process is."""
+    """Return the location of this process."""
     switch = switch_path(os.environ if environment is None else environment)
-    return RankLocation(rank, machine_id()[:_LONGEST_NAME], numa_node(_affinity()), switch)
-
-
-def _read_location(message: bytes) -> RankLocation:
-    found = json.loads(message)
-    return RankLocation(found["rank"], found["host"], found["numa"], tuple(found["switch"]))
-
-
-def _affinity() -> set[int]:
-    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+    return RankLocation(rank, machine_id()[:_LONGEST_NAME], numa_node(cores), switch)
 
 
 def numa_node(cores: set[int], nodes: Path = _NUMA_NODES) -> int | None:
@@ -157,7 +141,7 @@ def numa_node(cores: set[int], nodes: Path = _NUMA_NODES) -> int | None:
 
 
 def core_set(text: str) -> set[int]:
-    """Read the kernel's way to write cores: `0-3,8,10-11`."""
+    """Parse a list of cores as the kernel writes it: `0-3,8,10-11`."""
     found: set[int] = set()
     for part in filter(None, text.strip().split(",")):
         low, _, high = part.partition("-")
@@ -166,10 +150,7 @@ def core_set(text: str) -> set[int]:
 
 
 def switch_path(environment: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the switches above this host, from the core down.
-
-    Slurm writes them with the host at the end (`s0.s4.node7`) where its topology plugin knows them.
-    """
+    """Return the switches above this host, from the core down; Slurm writes them as `s0.s4.node7`."""
     levels = tuple(environment.get("SLURM_TOPOLOGY_ADDR", "")[:_LONGEST_PATH].split("."))
     kinds = environment.get("SLURM_TOPOLOGY_ADDR_PATTERN", "").split(".")
     if "switch" in kinds and len(kinds) == len(levels):
@@ -178,36 +159,30 @@ def switch_path(environment: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(named.split(".")) if named else ()
 
 
-def hosts(places: Sequence[RankLocation]) -> list[list[int]]:
+def hosts(locations: Sequence[RankLocation]) -> list[list[int]]:
     """Return the ranks of each host, hosts in the order of their first rank."""
     found: dict[str, list[int]] = {}
-    for place in places:
-        found.setdefault(place.host, []).append(place.rank)
+    for location in locations:
+        found.setdefault(location.host, []).append(location.rank)
     return list(found.values())
 
 
-def ring_order(places: Sequence[RankLocation]) -> list[int]:
-    """Return the ranks in an order in which neighbours share as much as they can.
+def ring_order(locations: Sequence[RankLocation]) -> list[int]:
+    """Return the ranks in an order that keeps those of a NUMA node, a host and a switch together.
 
-    Ranks of a NUMA node stand together, then those of a host, of a switch, of the switch above. Everything else keeps
-    the order of the ranks, so that a cluster whose ranks are in order already keeps it.
+    Otherwise they stay in the order of the ranks.
     """
+    paths: dict[int, tuple[object, ...]] = {
+        location.rank: (*location.switch, location.host, location.numa) for location in locations
+    }
     first_rank: dict[tuple[object, ...], int] = {}
-    trails = {place.rank: _trail(place) for place in places}
-    for rank, trail in sorted(trails.items()):
-        for depth in range(len(trail) + 1):
-            first_rank.setdefault(trail[:depth], rank)
-    return sorted(
-        trails, key=lambda rank: ([first_rank[trails[rank][: d + 1]] for d in range(len(trails[rank]))], rank)
-    )
+    for rank, path in sorted(paths.items()):
+        for depth in range(len(path) + 1):
+            first_rank.setdefault(path[:depth], rank)
+    return sorted(paths, key=lambda rank: ([first_rank[paths[rank][: d + 1]] for d in range(len(paths[rank]))], rank))
 
 
-def _trail(place: RankLocation) -> tuple[object, ...]:
-    """Name what a rank is in, from the core switch down; a level is told from its namesakes by those above it."""
-    return (*place.switch, place.host, place.numa)
-
-
-def with_switches(places: Sequence[RankLocation], groups: Sequence[Sequence[int]]) -> list[RankLocation]:
-    """Take measured groups of near ranks for switches where nothing else names one."""
+def with_switches(locations: Sequence[RankLocation], groups: Sequence[Sequence[int]]) -> list[RankLocation]:
+    """Use measured groups of near ranks as switches where no switch is known."""
     number = {rank: f"near{index}" for index, group in enumerate(groups) for rank in group}
-    return [place if place.switch else replace(place, switch=(number[place.rank],)) for place in places]
+    return [one if one.switch else replace(one, switch=(number[one.rank],)) for one in locations]

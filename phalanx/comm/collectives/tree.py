@@ -1,7 +1,7 @@
-"""The binary tree: log2(n) hops instead of the ring's n, for tensors so small that hops are what costs.
+"""The binary tree: log2(n) hops instead of the ring's n, for small tensors, where latency dominates.
 
-Counted from the root, rank v has the children 2v + 1 and 2v + 2. Values are combined on the way up and the result is
-handed down, chunk by chunk, so that all levels work at once on a large tensor:
+Counted from the root, rank v has the children 2v + 1 and 2v + 2. Values are combined towards the root and the result is
+broadcast back, chunk by chunk, so that all levels work at the same time on a large tensor:
 
             0
           1   2        a rank sends S up (the root does not) and S down to each child
@@ -28,7 +28,7 @@ def all_reduce(tensor: torch.Tensor, channel: P2PChannel, op: str = "sum") -> No
 
 
 def reduce(tensor: torch.Tensor, channel: P2PChannel, op: str = "sum", root: int = 0) -> None:
-    """Combine a tensor over all ranks, in place on `root`; on the others it stays as it is."""
+    """Combine a tensor over all ranks, in place on `root`; the others keep theirs."""
     flat, reduction = start_reduction(f"reduce to {root}", tensor, channel, op)
     if channel.rank != root:
         climb(flat.clone(), channel, reduction, root)
@@ -47,14 +47,14 @@ def broadcast(tensor: torch.Tensor, channel: P2PChannel, root: int = 0) -> None:
 
 
 def climb(flat: torch.Tensor, channel: P2PChannel, reduction: Reduction, root: int = 0) -> None:
-    """Combine towards the root, in place; every rank's memory then holds the total of its branch."""
+    """Combine towards the root, in place; each rank's tensor then has the total of its branch."""
     parent, children = relatives(channel.rank, channel.size, root)
     parts = chunks(flat, channel)
-    landings = [RecvBuffers(parts, child, channel, place, len(children)) for place, child in enumerate(children)]
+    buffers = [RecvBuffers(parts, child, channel, index, len(children)) for index, child in enumerate(children)]
     departures: list[Handle] = []
     for number, part in enumerate(parts):
-        for landing in landings:
-            reduction.combine(part, landing.take(number))
+        for buffer in buffers:
+            reduction.combine(part, buffer.take(number))
         if parent is not None:
             departures.append(channel.send(part, parent))
     for departure in departures:
@@ -62,7 +62,7 @@ def climb(flat: torch.Tensor, channel: P2PChannel, reduction: Reduction, root: i
 
 
 def descend(flat: torch.Tensor, channel: P2PChannel, root: int = 0) -> None:
-    """Hand down what the root has, in place."""
+    """Broadcast from the root, in place."""
     parent, children = relatives(channel.rank, channel.size, root)
     parts = chunks(flat, channel)
     arrivals = [] if parent is None else [channel.receive(part, parent) for part in parts]
@@ -77,6 +77,6 @@ def descend(flat: torch.Tensor, channel: P2PChannel, root: int = 0) -> None:
 
 def relatives(rank: int, size: int, root: int = 0) -> tuple[int | None, list[int]]:
     """Return a rank's parent (the root has none) and its children."""
-    place = (rank - root) % size
-    parent = None if place == 0 else ((place - 1) // 2 + root) % size
-    return parent, [(child + root) % size for child in (2 * place + 1, 2 * place + 2) if child < size]
+    node = (rank - root) % size
+    parent = None if node == 0 else ((node - 1) // 2 + root) % size
+    return parent, [(child + root) % size for child in (2 * node + 1, 2 * node + 2) if child < size]

@@ -1,4 +1,4 @@
-"""Gradient compression: fewer bytes for the same training, where the link is what a step waits for.
+"""Gradient compression, for training where a step waits for the network.
 
 | name | bytes (2 ranks) | how |
 |---|---|---|
@@ -6,11 +6,10 @@
 | int8 | about 1/4 | stochastic rounding, a scale for every 512 numbers |
 | sign | about 1/30 | one bit, error feedback |
 | topk | 2 x ratio | the largest, error feedback |
-| randomk | ratio | places that all ranks draw alike, error feedback |
+| randomk | ratio | random positions, equal on all ranks, error feedback |
 | powersgd | rank (rows + columns) / (rows columns) | two thin matrices, error feedback, warm start |
 
-`Compressor.reduce(bucket, exchange)` leaves the average in the bucket; whoever owns buckets can use it. `hook.py`
-brings it to torch's DDP, `advise.py` says whether it pays.
+`Compressor.reduce(bucket, exchange)` replaces a bucket by its average; `hook.py` connects it to torch's DDP.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What a compressor is: it leaves the average over all ranks in a bucket, and sends fewer bytes than a plain sum.
+"""The base class of compressors, which average a bucket over all ranks with fewer bytes than a plain sum.
 
-All ranks must end with equal bits, or their weights drift apart: what one rank computed for others travels to itself in
-the same coarse form, and every rank adds up in the same order.
+All ranks must end with equal bits, or their weights diverge: a rank decodes also what it encoded itself, and every rank
+adds up in the same order.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from phalanx.comm.exchange import Exchange
 
 
 class Compressor(ABC):
-    """Averages buckets over the ranks of an exchange. One object serves one model on one rank."""
+    """Averages buckets over the ranks of an exchange; one object per model and rank."""
 
     name: ClassVar[str]
     keeps_residuals: ClassVar[bool] = False
-    """Whether something of one step is added to the next: then both must be in one unit, fp16's loss scale included."""
+    """Whether residuals are added to the next step: then both must have the same unit, with fp16's loss scale."""
 
     def __init__(self, *, seed: int = 0, warmup: int = 0) -> None:
         self.seed = seed
         self.warmup = warmup
         self.steps = 0
-        """Steps begun so far; the first bucket of a step has index 0."""
+        """Steps started so far; the first bucket of a step has index 0."""
         self.plain_bytes = 0
         """What this rank would have sent without compression, by a ring."""
         self.unit: torch.Tensor | float | None = None
-        """What a gradient of the mean loss is multiplied by in this step, on all ranks alike; None: by nothing."""
+        """The factor of the gradients in this step, equal on all ranks; None: 1."""
 
     def reduce(self, bucket: Bucket, exchange: Exchange) -> None:
-        """Leave the average over the ranks in the bucket; all ranks call this for the same buckets in one order."""
+        """Replace a bucket by its average; all ranks call this for the same buckets in the same order."""
         if bucket.index == 0:
             self.steps += 1
         self.plain_bytes += ring_bytes(bucket.nbytes, exchange.size)
@@ -56,16 +56,16 @@ class Compressor(ABC):
         """Average a bucket that is not empty, over several ranks."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the next step needs of the steps before, under the parameters' names."""
+        """Return the state that the next step needs, by parameter name."""
         return {"steps": self.steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up what `state_dict` returned; what another compressor kept beside it is passed over."""
+        """Load what `state_dict` returned; entries of another compressor are ignored."""
         self.steps = int(state.get("steps", 0))
 
 
 class Uncompressed(Compressor):
-    """The plain average: what the others are measured against."""
+    """The plain average."""
 
     name = "none"
 
@@ -74,31 +74,26 @@ class Uncompressed(Compressor):
 
 
 def average(tensor: torch.Tensor, exchange: Exchange) -> None:
-    """Average a tensor in place, as it is."""
+    """Average a tensor in place, without compression."""
     exchange.all_reduce(tensor, "mean")
 
 
 def ring_bytes(nbytes: int, ranks: int) -> int:
-    """Return what one rank of a ring sends to add up this many bytes."""
+    """Return the bytes that one rank of a ring sends in an all-reduce."""
     return 2 * (ranks - 1) * nbytes // ranks
 
 
 def wide(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor in a type that errors can be added up in: half precision becomes float32, a copy."""
+    """Return a tensor with enough precision to add up errors: half precision becomes float32, a copy."""
     return tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Whether no element is NaN or infinite; one pass, nothing allocated. Waits for the device."""
+    """Whether no element is NaN or infinite, without allocating memory; waits for the device."""
     return bool(torch.isfinite(torch.linalg.vector_norm(tensor, math.inf)))
 
 
-def mixed_seed(*parts: int | str) -> int:
-    """Return one seed for several numbers and names, far from that of any others."""
-    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
-
-
 def generator(device: torch.device, *parts: int | str) -> torch.Generator:
-    """Return a random generator that depends on these parts alone: a resumed run draws what it would have drawn."""
-    return torch.Generator(device).manual_seed(mixed_seed(*parts))
+    """Return a random generator that depends on these parts only, so that a resumed run draws the same numbers."""
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return torch.Generator(device).manual_seed(int.from_bytes(digest, "little") >> 1)

@@ -1,12 +1,13 @@
-"""Error feedback: what compression kept back of a gradient is added to the next one, so that nothing is lost.
+"""Error feedback, and an average in two phases for encoded values, which cannot be added up.
 
-An average in two phases, for codes that cannot be added up: each rank sums a share of it and tells the others.
+Error feedback: what compression leaves out of a gradient (the residual) is added to the next one. Two phases:
 
-    1. the gradient is cut into one chunk a rank; every rank sends chunk r, encoded, to rank r (all-to-all)
-    2. rank r decodes what it got, averages it, and sends the average, encoded again, to all (all-gather)
+    1. the gradient is cut into one chunk per rank; every rank sends chunk r, encoded, to rank r (all-to-all)
+    2. rank r decodes the chunks, averages them, and sends the average, encoded again, to all (all-gather)
 
-The bytes are those of a ring all-reduce, divided by what the code saves. All ranks decode the same answers, the rank
-that computed one too, so all end with equal bits."""
+The bytes are those of a ring all-reduce, divided by what the code saves. All ranks decode the same messages, including
+their own, so all end with equal bits.
+"""
 
 from __future__ import annotations
 
@@ -21,23 +22,23 @@ from phalanx.comm.exchange import Exchange
 
 
 class Residuals:
-    """What was kept back, flat for each bucket as it is computed with, by parameter name as it is saved."""
+    """The residuals: flat for each bucket to compute with, by parameter name to save."""
 
     def __init__(self) -> None:
         self._flat: dict[tuple[str, ...], torch.Tensor] = {}
         self._by_name: dict[str, torch.Tensor] = {}
 
     def of(self, bucket: Bucket) -> torch.Tensor:
-        """Return the residual of a bucket: memory that the caller may change."""
+        """Return the residual of a bucket, which the caller may change in place."""
         flat = self._flat.get(bucket.names)
         return self._repacked(bucket) if flat is None else flat
 
     def _repacked(self, bucket: Bucket) -> torch.Tensor:
-        """Lay residuals out for a bucket that was not seen before: buckets are laid out anew after a first step."""
+        """Lay residuals out for a new bucket: the layout of buckets may change after the first step."""
         flat = torch.zeros_like(wide(bucket.flat))
         moved = set(bucket.names)
-        for name, place in places(bucket):
-            view = flat[place]
+        for name, part in slices(bucket):
+            view = flat[part]
             if name in self._by_name:
                 view.copy_(self._by_name[name])
             self._by_name[name] = view
@@ -46,17 +47,17 @@ class Residuals:
         return flat
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return a copy by parameter name, flat, in the order in which the gradient lies in memory."""
+        """Return copies by parameter name, flat, in the memory order of the gradient."""
         return {name: tensor.clone() for name, tensor in self._by_name.items()}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Take up saved residuals; they are laid out when their buckets come."""
+        """Load saved residuals; they are laid out when their buckets are known."""
         self._flat.clear()
         self._by_name = {name: tensor.clone() for name, tensor in state.items()}
 
 
 class FeedbackCompressor(Compressor):
-    """A compressor that remembers what it kept back."""
+    """A compressor with residuals."""
 
     keeps_residuals = True
 
@@ -69,21 +70,13 @@ class FeedbackCompressor(Compressor):
         return {**super().state_dict(), "residuals": self.residuals.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up steps and residuals."""
+        """Load the steps and the residuals."""
         super().load_state_dict(state)
         self.residuals.load_state_dict(state.get("residuals", {}))
 
 
-class SelectingCompressor(FeedbackCompressor):
-    """A compressor that sends a share of the numbers, `ratio` of them, and keeps the others back."""
-
-    def __init__(self, ratio: float, *, seed: int = 0, warmup: int = 0) -> None:
-        super().__init__(seed=seed, warmup=warmup)
-        self.ratio = ratio
-
-
-def places(bucket: Bucket) -> Iterator[tuple[str, slice]]:
-    """Yield where each parameter's gradient lies in the flat memory."""
+def slices(bucket: Bucket) -> Iterator[tuple[str, slice]]:
+    """Yield each parameter's name and the slice of its gradient in the flat memory."""
     begin = bucket.flat.storage_offset()
     for name, part in zip(bucket.names, bucket.parts, strict=True):
         start = part.storage_offset() - begin
@@ -91,10 +84,10 @@ def places(bucket: Bucket) -> Iterator[tuple[str, slice]]:
 
 
 def merged_states(states: Sequence[Mapping[str, Any]], factor: float) -> dict[str, Any]:
-    """Return one rank's state made of several ranks': residuals added up and scaled, the rest from the first.
+    """Return one rank's state from several ranks': residuals added up and scaled, the rest from the first.
 
-    Only the average of all ranks' residuals is ever applied. With factor = ranks now / ranks then, and each old rank's
-    state given to one new rank, it stays what it was.
+    With factor = new ranks / old ranks, and each old rank's state given to one new rank, the average of all residuals
+    stays the same.
     """
     merged = dict(states[0])
     total: dict[str, torch.Tensor] = {}
@@ -107,24 +100,24 @@ def merged_states(states: Sequence[Mapping[str, Any]], factor: float) -> dict[st
 
 
 class Codec(Protocol):
-    """Turns rows of numbers into rows of bytes and back."""
+    """Encodes rows of numbers as rows of bytes."""
 
     granule: int
     """A row's length is a multiple of this."""
 
     def encode(self, rows: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        """Return one row of bytes a row; the numbers of a row beyond its length are filling."""
+        """Return one row of bytes per row; the numbers of a row beyond its length are padding."""
 
     def decode(self, message: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return the rows that were encoded, as far as they survived."""
+        """Return the approximate rows that were encoded."""
 
 
 def average_in_two_phases(
     values: torch.Tensor, exchange: Exchange, codec: Codec
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the average of flat `values` over the ranks, what was understood of this rank's, and this chunk's error.
+    """Return the average of flat `values` over the ranks, this rank's values as decoded, and the second phase's error.
 
-    The error is what the second phase lost of the average, in the shape of `values`, zero outside this rank's chunk.
+    The error is that of the average of this rank's chunk, in the shape of `values`, zero elsewhere.
     """
     rows, lengths = _cut(values, exchange.size, codec.granule)
     message = codec.encode(rows, lengths)
@@ -133,13 +126,13 @@ def average_in_two_phases(
     answers = codec.decode(exchange.all_gather(answer[0]), values.dtype)
     error = torch.zeros_like(rows)
     error[exchange.rank] = mean[0] - answers[exchange.rank]
-    understood = codec.decode(message, values.dtype)
+    decoded = codec.decode(message, values.dtype)
     count = values.numel()
-    return answers.flatten()[:count], understood.flatten()[:count], error.flatten()[:count]
+    return answers.flatten()[:count], decoded.flatten()[:count], error.flatten()[:count]
 
 
 def _cut(values: torch.Tensor, ranks: int, granule: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cut into one row a rank, the last ones filled up with zeros; return how much of each row is real, too."""
+    """Return one row per rank, padded with zeros, and the length of each row without padding."""
     width = -(-values.numel() // (ranks * granule)) * granule
     rows = torch.nn.functional.pad(values, (0, ranks * width - values.numel())).view(ranks, width)
     starts = torch.arange(ranks, device=values.device) * width

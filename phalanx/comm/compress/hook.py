@@ -1,7 +1,6 @@
-"""Compression under torch's DDP: a comm hook that hands each bucket to a courier, with ranks of a group of its own.
+"""Compression under torch's DDP: a comm hook that reduces each bucket in a communication thread.
 
-The courier's collectives and those of the main thread run at the same time. In one group they could meet each other's
-partners; so the courier has a group of its own.
+Its collectives and those of the main thread run at the same time and must not mix, so the thread has a separate group.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from phalanx.comm.exchange import Exchange
 class FixedBuckets(DistributedDataParallel):
     """torch's DDP with buckets that never change: last parameters first, from the first step on.
 
-    Torch begins with a guess and lays its buckets out anew after one step, in the order in which gradients came. What a
-    compressor selects depends on what lies in a bucket, and a resumed run must select what it would have selected.
+    torch changes the layout after the first step. What a compressor selects depends on the layout, and a resumed run
+    must select the same.
     """
 
     def __init__(self, module: torch.nn.Module, **options: Any) -> None:
@@ -37,7 +36,7 @@ class FixedBuckets(DistributedDataParallel):
 
 
 class CompressionHook:
-    """What DDP calls for each bucket whose gradients are there; it returns a future of their average."""
+    """The comm hook, which DDP calls for each complete bucket; it returns a future of the average."""
 
     def __init__(
         self,
@@ -48,28 +47,29 @@ class CompressionHook:
     ) -> None:
         self.compressor = compressor
         self.exchange = exchange
-        self.courier = CommThread("phalanx-compression", device)
+        self.comm_thread = CommThread("phalanx-compression", device)
         self._names = {id(parameter): name for name, parameter in named_parameters}
         self._device = device
 
     def take(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Hand a bucket to the courier. (Torch insists on the name `bucket`.)"""
+        """Submit a bucket to the communication thread. (torch requires the name `bucket`.)"""
         names = tuple(self._names[id(parameter)] for parameter in bucket.parameters())
-        ours = Bucket(bucket.index(), bucket.buffer(), names, tuple(bucket.gradients()))
-        if ours.index == 0:  # DDP hands buckets over in order: once a backward pass, errors are raised at its end
-            torch_compat.call_after_backward(self.courier.drain)
-        on_gpu = self._device.type == "cuda"  # there the future carries the order of the streams on to DDP
+        gradients = Bucket(bucket.index(), bucket.buffer(), names, tuple(bucket.gradients()))
+        if gradients.index == 0:  # the first bucket of a backward pass: raise errors at its end
+            torch_compat.call_after_backward(self.comm_thread.drain)
+        on_gpu = self._device.type == "cuda"  # there the future synchronises the streams
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[self._device] if on_gpu else None)
-        self.courier.submit(lambda: self._reduce(ours, future))
+
+        def reduce() -> None:
+            try:
+                self.compressor.reduce(gradients, self.exchange)
+            finally:
+                # DDP cannot read an error from a Python future: it gets the bucket, and `drain` raises the error.
+                future.set_result(gradients.flat)
+
+        self.comm_thread.submit(reduce)
         return future
 
-    def _reduce(self, bucket: Bucket, future: torch.futures.Future[torch.Tensor]) -> None:
-        try:
-            self.compressor.reduce(bucket, self.exchange)
-        finally:
-            # DDP cannot read an error out of a Python future: it gets the bucket, and `drain` the error.
-            future.set_result(bucket.flat)
 
-
-# Torch compares the annotations of a hook with its own types, and with postponed evaluation they are strings.
+# torch compares the annotations of a hook with its types; with postponed evaluation they are strings.
 CompressionHook.take.__annotations__.clear()

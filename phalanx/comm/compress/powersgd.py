@@ -1,11 +1,11 @@
 """PowerSGD: a gradient matrix as the product of two thin ones, by one step of subspace iteration from the last factors.
 
     P = M Q        averaged over the ranks, then made orthonormal
-    Q = M' P       averaged over the ranks, and kept: the next step begins with it
-    M is about P Q'; what that leaves out is kept back and added to the next gradient
+    Q = M' P       averaged over the ranks, and kept: the next step starts with it
+    M is about P Q'; the difference is added to the next gradient
 
-Vectors and matrices that would not become smaller travel as they are, in one message with the P. (Vogels, Karimireddy,
-Jaggi: PowerSGD, 2019.)
+Vectors, and matrices that would not become smaller, are averaged without compression, in one message with the P.
+(Vogels, Karimireddy, Jaggi: PowerSGD, 2019.)
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ import torch
 
 from phalanx.comm.buckets import Bucket
 from phalanx.comm.compress.base import average, generator, is_finite
-from phalanx.comm.compress.feedback import FeedbackCompressor, places
+from phalanx.comm.compress.feedback import FeedbackCompressor, slices
 from phalanx.comm.exchange import Exchange
 from phalanx.errors import ModelError
 
 
 class _Matrix(NamedTuple):
-    """One gradient that is compressed: its name, its place in the flat memory, and its values as rows and columns."""
+    """A compressed gradient: its name, its slice of the flat memory, and its values as a matrix."""
 
     name: str
-    place: slice
+    part: slice
     values: torch.Tensor
 
 
@@ -43,7 +43,7 @@ class PowerSGD(FeedbackCompressor):
     def _reduce(self, bucket: Bucket, exchange: Exchange) -> None:
         residual = self.residuals.of(bucket)
         wanted = residual + bucket.flat
-        matrices, rest = self._sorted_out(bucket, wanted)
+        matrices, rest = self._split(bucket, wanted)
         lefts = [matrix.values @ self._factor(matrix) for matrix in matrices]
         _average_together([*lefts, *rest], exchange)
         lefts = [torch.linalg.qr(left).Q for left in lefts]
@@ -51,24 +51,24 @@ class PowerSGD(FeedbackCompressor):
         _average_together(rights, exchange)
         result = wanted.clone()  # `rest` is views of `wanted`, averaged in place
         for matrix, left, right in zip(matrices, lefts, rights, strict=True):
-            result[matrix.place] = (left @ right.T).flatten()
+            result[matrix.part] = (left @ right.T).flatten()
         bucket.flat.copy_(result)
         if is_finite(result):
             torch.sub(wanted, result, out=residual)
             self._factors.update((matrix.name, right) for matrix, right in zip(matrices, rights, strict=True))
 
-    def _sorted_out(self, bucket: Bucket, wanted: torch.Tensor) -> tuple[list[_Matrix], list[torch.Tensor]]:
+    def _split(self, bucket: Bucket, wanted: torch.Tensor) -> tuple[list[_Matrix], list[torch.Tensor]]:
         matrices, rest = [], []
-        for (name, place), part in zip(places(bucket), bucket.parts, strict=True):
-            rows = part.shape[0] if part.dim() > 1 else 0
-            if rows and self.rank <= largest_rank(rows, part.numel() // rows):
-                matrices.append(_Matrix(name, place, wanted[place].view(rows, -1)))
+        for (name, part), gradient in zip(slices(bucket), bucket.parts, strict=True):
+            rows = gradient.shape[0] if gradient.dim() > 1 else 0
+            if rows and self.rank <= largest_rank(rows, gradient.numel() // rows):
+                matrices.append(_Matrix(name, part, wanted[part].view(rows, -1)))
             else:
-                rest.append(wanted[place])
+                rest.append(wanted[part])
         return matrices, rest
 
     def _factor(self, matrix: _Matrix) -> torch.Tensor:
-        """Return where the iteration begins: the last step's factor, or the same random one on all ranks."""
+        """Return the last step's factor, or a random one that is equal on all ranks."""
         values = matrix.values
         factor = self._factors.get(matrix.name)
         if factor is None:
@@ -77,11 +77,11 @@ class PowerSGD(FeedbackCompressor):
         return factor.to(device=values.device, dtype=values.dtype)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return steps, residuals and the factors that the next step begins with."""
+        """Return the steps, the residuals and the factors."""
         return {**super().state_dict(), "factors": {name: factor.clone() for name, factor in self._factors.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take them up; factors of another rank are of no use."""
+        """Load the state, except for factors of another rank."""
         super().load_state_dict(state)
         saved = state.get("factors", {})
         self._factors = {name: factor.clone() for name, factor in saved.items() if factor.shape[1] == self.rank}
@@ -99,12 +99,12 @@ def _average_together(tensors: list[torch.Tensor], exchange: Exchange) -> None:
 
 
 def largest_rank(rows: int, columns: int) -> int:
-    """Return the largest rank at which two thin matrices are smaller than the one they stand for; 0: none."""
+    """Return the largest rank at which the two thin matrices are smaller than the original; 0: none."""
     return (rows * columns - 1) // (rows + columns) if rows and columns else 0
 
 
 def check_rank(rank: int, named_parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Refuse a rank at which no gradient of the model becomes smaller."""
+    """Raise for a rank at which no gradient of the model becomes smaller."""
     best, named = 0, ""
     for name, parameter in named_parameters:
         if parameter.requires_grad and parameter.dim() > 1 and parameter.numel():
@@ -113,12 +113,12 @@ def check_rank(rank: int, named_parameters: Iterable[tuple[str, torch.Tensor]]) 
                 best, named = largest_rank(rows, columns), f"{name}, {rows} x {columns}"
     if best == 0:
         raise ModelError(
-            "compression = 'powersgd': this model has no matrix that two thin ones could stand for",
-            hint="Choose another compression: topk, int8 or bf16 take gradients of any shape.",
+            "compression = 'powersgd': this model has no matrix that two thin ones could approximate",
+            hint="Choose another compression: topk, int8 and bf16 support gradients of any shape.",
         )
     if rank > best:
         raise ModelError(
             f"powersgd_rank = {rank}: two matrices of this rank are larger than every gradient of the model; the "
             f"largest possible is {best} ({named})",
-            hint=f"Write powersgd_rank={min(4, best)}: small ranks save the most, and error feedback does the rest.",
+            hint=f"Write powersgd_rank={min(4, best)}: small ranks save the most, and error feedback corrects them.",
         )

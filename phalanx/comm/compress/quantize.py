@@ -32,7 +32,7 @@ class _Cast(Compressor):
 
 
 class FP16(_Cast):
-    """Half precision: 11 bits of mantissa, up to 65504. What is larger becomes infinite, as under loss scaling."""
+    """Half precision: 11 bits of mantissa, up to 65504; larger values become infinite."""
 
     name = "fp16"
     dtype = torch.float16
@@ -46,14 +46,14 @@ class BF16(_Cast):
 
 
 INT8_BLOCK = 512
-"""Numbers that share a scale: layers whose gradients differ in size do not spoil each other's."""
+"""Numbers that share a scale, so that layers with large gradients do not affect others."""
 _SCALE_BYTES = 4
 _LARGEST = 127
 _TINY = torch.finfo(torch.float32).tiny
 
 
 class _Int8Codec:
-    """Blocks of int8, then the blocks' scales. A block with a NaN or an infinity has such a scale, and stays spoilt."""
+    """Blocks of int8, then the blocks' scales; a NaN or infinity in a block makes its scale so too."""
 
     granule = INT8_BLOCK
 
@@ -76,7 +76,7 @@ class _Int8Codec:
 
 
 class Int8(Compressor):
-    """Eight bits a number."""
+    """Eight bits per number."""
 
     name = "int8"
 

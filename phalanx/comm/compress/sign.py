@@ -1,4 +1,4 @@
-"""sign: one bit a number and a scale a block, with error feedback on both phases."""
+"""sign: one bit per number and a scale per block, with error feedback on both phases."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class _SignCodec:
     def encode(self, rows: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         blocks = rows.view(rows.shape[0], -1, BLOCK)
         starts = torch.arange(blocks.shape[1], device=rows.device) * BLOCK
-        counts = (lengths.unsqueeze(1) - starts).clamp(1, BLOCK)  # filling must not make the scale smaller
+        counts = (lengths.unsqueeze(1) - starts).clamp(1, BLOCK)  # padding must not make the scale smaller
         scales = (blocks.abs().sum(-1) / counts).float()
         bits = (rows >= 0).to(torch.uint8).view(rows.shape[0], -1, _BITS)
         packed = (bits << _shifts(rows.device)).sum(-1, dtype=torch.uint8)
@@ -42,15 +42,15 @@ def _shifts(device: torch.device) -> torch.Tensor:
 
 
 class Sign(FeedbackCompressor):
-    """One bit a number."""
+    """One bit per number."""
 
     name = "sign"
 
     def _reduce(self, bucket: Bucket, exchange: Exchange) -> None:
         residual = self.residuals.of(bucket)
         wanted = residual + bucket.flat
-        result, understood, lost = average_in_two_phases(wanted, exchange, _SignCodec())
+        result, decoded, lost = average_in_two_phases(wanted, exchange, _SignCodec())
         bucket.flat.copy_(result)
         if is_finite(result):
-            # What the second phase lost of the average is this rank's to bring next time; the average divides it again.
-            torch.sub(wanted, understood, out=residual).add_(lost, alpha=exchange.size)
+            # This rank adds the second phase's error next time, times the ranks, as the average divides by them.
+            torch.sub(wanted, decoded, out=residual).add_(lost, alpha=exchange.size)

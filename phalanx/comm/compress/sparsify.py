@@ -8,31 +8,39 @@ import torch
 
 from phalanx.comm.buckets import Bucket
 from phalanx.comm.compress.base import average, generator, is_finite
-from phalanx.comm.compress.feedback import SelectingCompressor
+from phalanx.comm.compress.feedback import FeedbackCompressor
 from phalanx.comm.exchange import Exchange
 
 _LARGEST_INT32 = 2**31 - 1
 
 
-class TopK(SelectingCompressor):
-    """Each rank sends its own largest share to all: the bytes grow with the number of ranks, unlike those of a sum."""
+class _Sparse(FeedbackCompressor):
+    """Sends a share of the values, `ratio` of them."""
+
+    def __init__(self, ratio: float, *, seed: int = 0, warmup: int = 0) -> None:
+        super().__init__(seed=seed, warmup=warmup)
+        self.ratio = ratio
+
+
+class TopK(_Sparse):
+    """Each rank sends its largest values to all, so the bytes grow with the number of ranks."""
 
     name = "topk"
 
     def _reduce(self, bucket: Bucket, exchange: Exchange) -> None:
         residual = self.residuals.of(bucket)
         wanted = residual + bucket.flat
-        # NaN counts as largest, so a spoilt gradient spoils the sum on all ranks and is seen by all.
-        places = wanted.abs().topk(count_kept(self.ratio, wanted.numel()), sorted=False).indices
-        values = wanted[places].to(bucket.flat.dtype)
-        gathered = exchange.all_gather(_packed(values, places, wanted.numel()))
+        # NaN counts as largest, so all ranks get it in the sum.
+        indices = wanted.abs().topk(count_kept(self.ratio, wanted.numel()), sorted=False).indices
+        values = wanted[indices].to(bucket.flat.dtype)
+        gathered = exchange.all_gather(_packed(values, indices, wanted.numel()))
         total = torch.zeros_like(wanted)
-        for message in gathered:  # rank by rank: places are unique within one, so additions have one order everywhere
-            their_values, their_places = _unpacked(message, values.dtype, wanted.numel())
-            total[their_places] += their_values
+        for message in gathered:  # by rank: indices are unique within one, so the order of additions is the same
+            their_values, their_indices = _unpacked(message, values.dtype, wanted.numel())
+            total[their_indices] += their_values
         bucket.flat.copy_(total.div_(exchange.size))
         if is_finite(bucket.flat):
-            wanted[places] -= values
+            wanted[indices] -= values
             residual.copy_(wanted)
 
 
@@ -41,24 +49,24 @@ def count_kept(ratio: float, count: int) -> int:
     return min(count, max(1, math.ceil(ratio * count)))
 
 
-def _place_type(count: int) -> torch.dtype:
+def _index_type(count: int) -> torch.dtype:
     return torch.int32 if count <= _LARGEST_INT32 else torch.int64
 
 
-def _packed(values: torch.Tensor, places: torch.Tensor, count: int) -> torch.Tensor:
-    """Put values and places in one message: one latency instead of two."""
-    return torch.cat([values.view(torch.uint8), places.to(_place_type(count)).view(torch.uint8)])
+def _packed(values: torch.Tensor, indices: torch.Tensor, count: int) -> torch.Tensor:
+    """Return values and indices in one message: one latency instead of two."""
+    return torch.cat([values.view(torch.uint8), indices.to(_index_type(count)).view(torch.uint8)])
 
 
 def _unpacked(message: torch.Tensor, dtype: torch.dtype, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    place_type = _place_type(count)
-    kept = message.numel() // (dtype.itemsize + place_type.itemsize)
+    index_type = _index_type(count)
+    kept = message.numel() // (dtype.itemsize + index_type.itemsize)
     cut = kept * dtype.itemsize
-    return message[:cut].clone().view(dtype), message[cut:].clone().view(place_type).long()
+    return message[:cut].clone().view(dtype), message[cut:].clone().view(index_type).long()
 
 
-class RandomK(SelectingCompressor):
-    """A random share of the numbers, added up by a plain all-reduce."""
+class RandomK(_Sparse):
+    """A random choice of values, equal on all ranks, averaged by a plain all-reduce."""
 
     name = "randomk"
 
@@ -66,20 +74,20 @@ class RandomK(SelectingCompressor):
         residual = self.residuals.of(bucket)
         wanted = residual + bucket.flat
         count = wanted.numel()
-        places = _draw(count, count_kept(self.ratio, count), (self.seed, self.steps, bucket.index)).to(wanted.device)
-        # Zero, or NaN where any number is spoilt: drawn or not, all ranks must see it.
+        indices = _draw(count, count_kept(self.ratio, count), (self.seed, self.steps, bucket.index)).to(wanted.device)
+        # Zero, or NaN where any value is not finite: all ranks must see it, also where it is not drawn.
         mark = torch.linalg.vector_norm(wanted, math.inf) * 0
-        values = (wanted[places] + mark).to(bucket.flat.dtype)
+        values = (wanted[indices] + mark).to(bucket.flat.dtype)
         sent = values.clone()
         average(values, exchange)
-        bucket.flat.zero_()[places] = values
+        bucket.flat.zero_()[indices] = values
         if is_finite(values):
-            wanted[places] -= sent
+            wanted[indices] -= sent
             residual.copy_(wanted)
 
 
 def _draw(count: int, kept: int, key: tuple[int, ...]) -> torch.Tensor:
-    """Draw one place from each of `kept` equal stretches: all differ, at the cost of those kept and not of all."""
+    """Draw one index from each of `kept` equal ranges: all differ, and the cost depends on `kept` only."""
     edges = torch.arange(kept + 1) * count // kept
     within = torch.rand(kept, generator=generator(torch.device("cpu"), *key), dtype=torch.float64)
     return edges[:-1] + (within * edges.diff()).long()

@@ -5,9 +5,9 @@ Start with `Placement` (who holds what), then `ShardCore` (when a step is taken)
 
 from __future__ import annotations
 
-from phalanx.comm.ps.client import ParameterClient
+from phalanx.comm.ps.client import ParameterClient, better_placement, move
 from phalanx.comm.ps.membership import Rules, ShardSpec
-from phalanx.comm.ps.placement import Piece, Placement, better_placement, move, plan_placement, rebalance, spread
+from phalanx.comm.ps.placement import Piece, Placement, plan_placement, rebalance, spread
 from phalanx.comm.ps.process import ShardProcess, listen, serve
 from phalanx.comm.ps.shard import ServerShard
 from phalanx.comm.ps.state_file import StateSlots

@@ -1,38 +1,20 @@
-"""Tensors in transit: one block of memory per shard, described by JSON.
-
-The same form travels between worker and shard, and is what a shard writes to its file.
-"""
+"""Values and optimizer states of a shard's pieces, as they are sent between worker and shard and written to files."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from phalanx.comm.ps.protocol import bytes_of
+from phalanx.comm.ps.placement import Piece, Placement
+from phalanx.comm.ps.protocol import bytes_of, dtype_of, name_of
 from phalanx.errors import ServerError
 
-if TYPE_CHECKING:
-    from phalanx.comm.ps.placement import Piece
-
-
 _ALIGNMENT = 64
-
-
-def dtype_of(name: str) -> torch.dtype:
-    """Return torch's dtype by the name that travels; ValueError for anything else."""
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
-        raise ValueError(f"no dtype is called {name!r}")
-    return found
-
-
-def name_of(dtype: torch.dtype) -> str:
-    """Return a dtype's name as it travels."""
-    return str(dtype).removeprefix("torch.")
 
 
 class ShardMemory:
@@ -46,19 +28,15 @@ class ShardMemory:
             dense_end = dense_end if piece.lazy else end
         self.flat = torch.zeros(end, dtype=torch.uint8)
         self.dense = self.flat[:dense_end]
-        """Those that travel whole, which come first."""
+        """The pieces that are sent whole, which come first."""
         self.views = [
             self.flat[offset : offset + piece.nbytes].view(dtype_of(piece.dtype)).view(piece.shape)
             for piece, offset in zip(pieces, offsets, strict=True)
         ]
 
-    def bytes_of_piece(self, index: int) -> memoryview:
-        """Return one piece's memory."""
-        return bytes_of(self.views[index])
-
 
 VALUE = "="
-"""The key under which a piece's own values stand, beside the optimizer's keys."""
+"""The key of a piece's values, next to the keys of the optimizer's states."""
 
 
 @dataclass
@@ -69,7 +47,7 @@ class Bundle:
     plain: dict[tuple[int, str], Any] = field(default_factory=dict)
 
     def describe(self) -> dict[str, Any]:
-        """Return what says how the bytes are to be read."""
+        """Return the JSON header that says how to read the bytes."""
         rows = [[piece, key, name_of(t.dtype), list(t.shape)] for (piece, key), t in self.tensors.items()]
         return {"tensors": rows, "plain": [[piece, key, value] for (piece, key), value in self.plain.items()]}
 
@@ -79,11 +57,47 @@ class Bundle:
 
     @classmethod
     def allocate(cls, described: dict[str, Any], payload: int) -> Bundle:
-        """Make room for what a description announces; refuse one whose sizes do not add up to the bytes."""
+        """Allocate what a description announces; ServerError where its sizes do not add up to the payload."""
         rows = [
             (int(piece), str(key), dtype_of(dtype), tuple(shape)) for piece, key, dtype, shape in described["tensors"]
         ]
         if sum(math.prod(shape) * dtype.itemsize for _, _, dtype, shape in rows) != payload:
-            raise ServerError("a bundle of tensors is not as long as it says")
+            raise ServerError("the sizes of a bundle's tensors do not add up to its length")
         tensors = {(piece, key): torch.empty(shape, dtype=dtype) for piece, key, dtype, shape in rows}
         return cls(tensors, {(int(piece), str(key)): value for piece, key, value in described["plain"]})
+
+
+def join_pieces(placement: Placement, bundles: Sequence[Bundle]) -> dict[str, dict[str, Any]]:
+    """Join the rows of each parameter; what has no rows (a step count) is taken from the first piece."""
+    rows: dict[str, dict[str, list[tuple[int, torch.Tensor]]]] = defaultdict(lambda: defaultdict(list))
+    joined: dict[str, dict[str, Any]] = defaultdict(dict)
+    for pieces, bundle in zip(placement.shards, bundles, strict=True):
+        for (index, key), value in {**bundle.tensors, **bundle.plain}.items():
+            piece = pieces[index]
+            if isinstance(value, torch.Tensor) and tuple(value.shape) == piece.shape and piece.shape:
+                rows[piece.name][key].append((piece.start, value))
+            elif piece.start == 0:
+                joined[piece.name][key] = value
+    for name, keys in rows.items():
+        for key, parts in keys.items():
+            ordered = [value for _, value in sorted(parts, key=lambda part: part[0])]
+            joined[name][key] = ordered[0] if len(ordered) == 1 else torch.cat(ordered)
+    return dict(joined)
+
+
+def split_pieces(placement: Placement, state: Mapping[str, Mapping[str, Any]]) -> list[Bundle]:
+    """Cut each parameter's values and states into pieces, by shard: the inverse of `join_pieces`."""
+    bundles = []
+    for pieces in placement.shards:
+        bundle = Bundle()
+        for index, piece in enumerate(pieces):
+            whole = state[piece.name][VALUE].shape
+            for key, value in state[piece.name].items():
+                if not isinstance(value, torch.Tensor):
+                    bundle.plain[index, key] = value
+                elif value.shape == whole and piece.shape:
+                    bundle.tensors[index, key] = value.detach()[piece.start : piece.stop].cpu().contiguous()
+                else:
+                    bundle.tensors[index, key] = value.detach().cpu().contiguous()
+        bundles.append(bundle)
+    return bundles

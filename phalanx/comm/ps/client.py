@@ -1,4 +1,4 @@
-"""A worker's side of the parameter server: push gradients as they come, commit the step, find new values waiting."""
+"""A worker's side of the parameter server: push gradients as they are ready, commit the step, pull new values."""
 
 from __future__ import annotations
 
@@ -13,23 +13,27 @@ import torch
 
 from phalanx import torch_compat
 from phalanx.comm.comm_thread import CommThread
-from phalanx.comm.ps.bundle import Bundle, ShardMemory, dtype_of
+from phalanx.comm.ps.bundle import Bundle, ShardMemory, join_pieces, split_pieces
 from phalanx.comm.ps.connection import ServerConnection
 from phalanx.comm.ps.gradients import GradientPart, cut_gradient
-from phalanx.comm.ps.placement import Piece, Placement, join_pieces, split_pieces
-from phalanx.comm.ps.protocol import FrameKind, Head, bytes_of, receive_into
+from phalanx.comm.ps.placement import Piece, Placement, rebalance
+from phalanx.comm.ps.protocol import FrameKind, Head, bytes_of, dtype_of, receive_into
 
 _BUCKET_BYTES = 1 << 20
+_UNEVEN = 1.25
+"""How many times the mean a shard may have moved before pieces are relocated."""
+_WORTH_MOVING = 0.9
+"""What share of its load the busiest shard may keep for a relocation to be worth its bytes."""
 
 
 class ParameterClient:
-    """Talks to all shards from a thread of its own, so that the worker computes meanwhile.
+    """Communicates with all shards in a background thread, while the worker computes.
 
     client = ParameterClient(addresses, token, placement, worker=0)
     client.bind(dict(model.named_parameters()))
     client.pull()
     ...
-    client.push("layer.weight", gradient)    # as many as there are, as they come
+    client.push("layer.weight", gradient)    # each gradient, when it is ready
     client.commit()                          # the step; new values arrive in the background
     client.wait()                            # now they are in the model
     """
@@ -46,41 +50,41 @@ class ParameterClient:
         bucket_bytes: int = _BUCKET_BYTES,
     ) -> None:
         self.worker = worker
-        self.courier = CommThread("phalanx-parameter-client")
+        self.comm_thread = CommThread("phalanx-parameter-client")
         self._bucket_bytes = bucket_bytes
-        self._links = [
+        self._connections = [
             ServerConnection(address, token, placement.digest(shard), worker, patience, timeout)
             for shard, address in enumerate(addresses)
         ]
-        self.seq = max(link.start for link in self._links) + 1
-        """The number of the step under way."""
+        self.seq = max(link.start for link in self._connections) + 1
+        """The number of the current step."""
         self._rows: list[tuple[int, int, torch.Tensor, torch.Tensor]] = []
         self._pending: list[list[GradientPart]] = [[] for _ in addresses]
         self._parameters: dict[str, torch.Tensor] = {}
         self._arriving = False
         self.pushed: set[str] = set()
-        """Names whose gradients of the step under way have gone out."""
+        """Parameters whose gradients of the current step have been pushed."""
         self.adopt(placement)
 
     def adopt(self, placement: Placement) -> None:
-        """Go by another placement, which the shards have taken on (see `relocate`)."""
+        """Use another placement, which the shards have now (see `relocate`)."""
         self.placement = placement
         self._homes: dict[str, list[tuple[int, int, Piece]]] = defaultdict(list)
         for shard, pieces in enumerate(placement.shards):
-            self._links[shard].expect(placement.digest(shard))
+            self._connections[shard].hello["placement"] = placement.digest(shard)
             for index, piece in enumerate(pieces):
                 self._homes[piece.name].append((shard, index, piece))
         self._staging = [ShardMemory(pieces) for pieces in placement.shards]
 
     def relocate(self, placement: Placement) -> None:
-        """Let the shards exchange pieces until they hold what a placement says.
+        """Move pieces between the shards as a placement says.
 
-        One worker does this while no other has a step under way; the others `adopt` the placement afterwards.
+        One worker calls this while no other worker is in a step; the others `adopt` the placement afterwards.
         """
         state = self.fetch()
 
         def replace_all() -> None:
-            for link, pieces in zip(self._links, placement.shards, strict=True):
+            for link, pieces in zip(self._connections, placement.shards, strict=True):
                 link.ask(FrameKind.REPLACE, self.seq, {"pieces": [asdict(piece) for piece in pieces]}, _meta)
 
         self._now(replace_all)
@@ -88,7 +92,7 @@ class ParameterClient:
         self.load(state)
 
     def costs(self) -> dict[tuple[str, int], float]:
-        """Return the bytes that each piece has moved, in and out, since the shards took on their placement."""
+        """Return the bytes sent and received for each piece since the shards got their placement."""
         found = self._now(lambda: self._ask_all(FrameKind.COSTS, self.seq, {}, _meta))
         return {
             piece.key: moved
@@ -101,10 +105,7 @@ class ParameterClient:
         self._parameters = {name: parameters[name].detach() for name in self._homes}
 
     def push(self, name: str, gradient: torch.Tensor, *, find_rows: bool = False) -> None:
-        """Send a parameter's gradient; it must not be changed before the step is acknowledged.
-
-        `find_rows`: look for rows that are all zero, and leave them out where that saves bytes.
-        """
+        """Send a gradient, which must not change before the step is acknowledged; `find_rows`: leave out zero rows."""
         self.pushed.add(name)
         for shard, index, piece in self._homes[name]:
             pending = self._pending[shard]
@@ -115,52 +116,49 @@ class ParameterClient:
     def _flush(self, shard: int) -> None:
         parts, self._pending[shard] = self._pending[shard], []
         if parts:
-            link, seq = self._links[shard], self.seq
-            self.courier.submit(lambda: _send_parts(link, seq, parts))
+            link, seq = self._connections[shard], self.seq
+            self.comm_thread.submit(lambda: _send_parts(link, seq, parts))
 
     def _flush_all(self) -> None:
-        for shard in range(len(self._links)):
+        for shard in range(len(self._connections)):
             self._flush(shard)
 
     def norm(self) -> float:
-        """Return the norm of the mean gradient over all workers; everyone must ask, after pushing all."""
+        """Return the norm of the mean gradient over all workers; each worker must call it, after pushing all."""
         self._flush_all()
         squares = self._now(lambda: self._ask_all(FrameKind.NORM, self.seq, {}, _meta))
         return math.sqrt(math.fsum(found["square"] for found in squares))
 
     def _now(self, job: Callable[[], Any]) -> Any:
-        """Have something done by the courier, after all that it has in hand, and wait for it."""
-        future = self.courier.submit(job)
-        self.courier.drain()
+        """Run a job in the communication thread, after the pending ones, and wait for it."""
+        future = self.comm_thread.submit(job)
+        self.comm_thread.drain()
         return future.wait()
 
     def commit(self, *, factor: float | None = 1.0, groups: list[dict[str, Any]] | None = None) -> None:
-        """Hand the step over: the mean gradient times `factor`, or nothing at all where it is None.
-
-        `groups`: settings of the optimizer's parameter groups, such as the current learning rate.
-        """
+        """Take the step with the mean gradient times `factor` (None: skip it) and these parameter group settings."""
         self._flush_all()
         meta = {"factor": factor, "groups": groups}
         seq, self.seq = self.seq, self.seq + 1
         self.pushed = set()
         self._arriving = True
-        self.courier.submit(lambda: self._exchange(FrameKind.COMMIT, seq, meta))
+        self.comm_thread.submit(lambda: self._exchange(FrameKind.COMMIT, seq, meta))
 
     def pull(self) -> None:
-        """Get the current values of all parameters, and put them into the bound tensors."""
+        """Write the current values of all parameters into the bound tensors."""
         self._arriving = True
-        self.courier.submit(lambda: self._exchange(FrameKind.PULL, self.seq, {}))
+        self.comm_thread.submit(lambda: self._exchange(FrameKind.PULL, self.seq, {}))
         self.wait()
 
     def wait(self) -> None:
-        """Wait for everything that is under way; new values are in the bound tensors then."""
-        self.courier.drain()
+        """Wait for all pending work; then the bound tensors have the new values."""
+        self.comm_thread.drain()
         if self._arriving:
             self._arriving = False
-            self._place()
+            self._write_values()
 
     @torch.no_grad()
-    def _place(self) -> None:
+    def _write_values(self) -> None:
         targets, values = [], []
         for shard, pieces in enumerate(self.placement.shards):
             for piece, view in zip(pieces, self._staging[shard].views, strict=True):
@@ -179,17 +177,17 @@ class ParameterClient:
         return parameter[piece.start : piece.stop] if piece.shape else parameter
 
     def _exchange(self, kind: FrameKind, seq: int, meta: dict[str, Any]) -> None:
-        """Ask all shards first, then read all answers: they work side by side."""
         for shard, found in enumerate(self._ask_all(kind, seq, meta, None)):
             self._rows += [(shard, index, rows, values) for index, rows, values in found]
         if kind is FrameKind.COMMIT:
-            for link in self._links:
+            for link in self._connections:
                 link.acknowledged(seq)
 
     def _ask_all(self, kind: FrameKind, seq: int, meta: dict[str, Any], read: Any) -> list[Any]:
-        sent = [link.begin(kind, seq, meta) for link in self._links]
+        """Send a request to all shards, then read all answers: the shards work at the same time."""
+        sent = [link.begin(kind, seq, meta) for link in self._connections]
         answers = []
-        for shard, link in enumerate(self._links):
+        for shard, link in enumerate(self._connections):
             reader = read or self._reader(shard)
             if sent[shard]:
                 try:
@@ -203,7 +201,7 @@ class ParameterClient:
         return answers
 
     def _reader(self, shard: int) -> Any:
-        """Return what reads values of a shard: whole pieces into their place, rows beside."""
+        """Return a function that receives a shard's values: whole pieces into staging memory, rows into new tensors."""
         staging, pieces = self._staging[shard], self.placement.shards[shard]
 
         def read(connection: socket.socket, head: Head) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
@@ -220,36 +218,36 @@ class ParameterClient:
         return read
 
     def fetch(self) -> dict[str, dict[str, Any]]:
-        """Return, by parameter, the optimizer's states (and the values, under "="), put together from all shards."""
+        """Return the optimizer's states of each parameter, and its values under "=", joined from all shards."""
         bundles: list[Bundle] = self._now(lambda: self._ask_all(FrameKind.FETCH, self.seq, {}, _bundle))
         return join_pieces(self.placement, bundles)
 
     def load(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        """Replace values and optimizer states on all shards by what `fetch` returned, or something like it."""
+        """Replace values and optimizer states on all shards; `state` has the form that `fetch` returns."""
         bundles = split_pieces(self.placement, state)
 
         def send_all() -> None:
-            for link, bundle in zip(self._links, bundles, strict=True):
+            for link, bundle in zip(self._connections, bundles, strict=True):
                 link.ask(FrameKind.LOAD, self.seq, bundle.describe(), _meta, bundle.buffers())
 
         self._now(send_all)
 
     def stats(self) -> list[dict[str, Any]]:
-        """Return every shard's figures (see `ShardStats`), with the updates that this worker knows to be lost."""
+        """Return each shard's `ShardStats`, with the number of lost updates that this worker knows of."""
         found = self._now(lambda: self._ask_all(FrameKind.STATS, self.seq, {}, _meta))
-        return [{**stats, "lost": link.lost_updates} for stats, link in zip(found, self._links, strict=True)]
+        return [{**stats, "lost": link.lost_updates} for stats, link in zip(found, self._connections, strict=True)]
 
     @property
     def traffic(self) -> tuple[int, int]:
         """Bytes sent and received by this worker."""
-        return sum(link.bytes_out for link in self._links), sum(link.bytes_in for link in self._links)
+        return sum(link.bytes_out for link in self._connections), sum(link.bytes_in for link in self._connections)
 
     def close(self) -> None:
-        """Leave: the shards go on without this worker. What is under way is given up."""
-        for link in self._links:
+        """Disconnect, and abandon pending requests; the shards continue without this worker."""
+        for link in self._connections:
             link.abandon()
-        self.courier.close()
-        for link in self._links:
+        self.comm_thread.close()
+        for link in self._connections:
             link.close()
 
 
@@ -269,3 +267,19 @@ def _send_parts(link: ServerConnection, seq: int, parts: list[GradientPart]) -> 
         part.arrive()
     meta = {"parts": [[part.index, part.count, part.sparse] for part in parts]}
     link.push(seq, meta, [view for part in parts for view in part.buffers()], parts)
+
+
+def better_placement(client: ParameterClient) -> Placement | None:
+    """Return a placement that balances the bytes the shards have moved, or None where they are balanced enough."""
+    costs = client.costs()
+    loads = [sum(costs[piece.key] for piece in shard) for shard in client.placement.shards]
+    if max(loads) <= _UNEVEN * sum(loads) / len(loads):
+        return None
+    better = rebalance(client.placement, len(loads), costs=costs)
+    evened = [sum(costs[piece.key] for piece in shard) for shard in better.shards]
+    return better if max(evened) < _WORTH_MOVING * max(loads) else None
+
+
+def move(source: ParameterClient, target: ParameterClient) -> None:
+    """Copy values and optimizer states to another set of shards: how shards are added or removed between steps."""
+    target.load(source.fetch())

@@ -1,4 +1,4 @@
-"""A worker's connection to one shard. It survives the shard's death: it calls again, and says again what was lost."""
+"""A worker's connection to one shard; after a failure it reconnects and repeats what was not acknowledged."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PAUSE_SECONDS = 0.05
 
 
 class ServerConnection:
-    """One connection, with what has been pushed for the step under way and not been acknowledged yet."""
+    """One connection, and the pushes of the current step that are not acknowledged yet."""
 
     def __init__(
         self,
@@ -36,25 +36,22 @@ class ServerConnection:
         self.clock = 0
         self.start = 0
         self._token = token
-        self._hello: dict[str, Any] = {"worker": worker, "placement": placement, "passed": None}
+        self.hello: dict[str, Any] = {"worker": worker, "placement": placement, "passed": None}
+        """What is sent after each connect; `placement` is the digest that the shard must have."""
         self._patience = patience
         self._timeout = timeout
         self._abandoned = False
         self._pushed: list[tuple[int, dict[str, Any], Sequence[memoryview], Any]] = []
         self._socket: socket.socket | None = None
-        self._connect_patiently(None)
-
-    def expect(self, placement: str) -> None:
-        """Note the mark of the placement that the shard is to have when this link says hello again."""
-        self._hello["placement"] = placement
+        self.reconnect(None)
 
     def push(self, seq: int, meta: dict[str, Any], buffers: Sequence[memoryview], alive: Any) -> None:
-        """Send gradients; `alive` holds their memory until the step is acknowledged, in case they must go again."""
+        """Send gradients; `alive` keeps their memory until the step is acknowledged, in case they are sent again."""
         self._pushed.append((seq, meta, buffers, alive))
         try:
             self._send(FrameKind.PUSH, seq, meta, buffers)
         except OSError as error:
-            self._connect_patiently(error)  # which says everything of this step again, this push included
+            self.reconnect(error)  # sends all pushes of this step again, this one included
 
     def ask(
         self,
@@ -64,16 +61,16 @@ class ServerConnection:
         read: Callable[[socket.socket, Head], _Result],
         buffers: Sequence[memoryview] = (),
     ) -> _Result:
-        """Send a request and read its answer; again on a new connection where the shard was lost between."""
+        """Send a request and read its answer; retry on a new connection where the old one was lost."""
         while True:
             try:
                 self._send(kind, seq, meta, buffers)
                 return self.answer(read)
             except (OSError, EOFError) as error:
-                self._connect_patiently(error)
+                self.reconnect(error)
 
     def begin(self, kind: FrameKind, seq: int, meta: dict[str, Any]) -> bool:
-        """Send a request whose answer is read later, so that several shards work at once; False: it did not go out."""
+        """Send a request without reading its answer; return False where it could not be sent."""
         try:
             self._send(kind, seq, meta, ())
         except OSError:
@@ -91,29 +88,25 @@ class ServerConnection:
                 hint="Another worker may be stuck: its stack is in its log. Or raise `timeout`.",
             ) from error
         if head.kind is FrameKind.ERROR:
-            raise ServerError(f"the parameter server at {self._where} refuses: {head.meta['message']}")
+            raise ServerError(f"the parameter server at {self._where} refused: {head.meta['message']}")
         self.bytes_in += head.size
         self.clock = max(self.clock, head.meta.get("clock", 0))
         return read(self._socket, head)
 
     def acknowledged(self, seq: int) -> None:
-        """Forget what was pushed for a step that has been taken."""
+        """Drop the pushes of a step that has been taken."""
         self._pushed.clear()
-        self._hello["passed"] = seq
-
-    def reconnect(self, error: Exception) -> None:
-        """Connect again after an error that was met while reading an answer."""
-        self._connect_patiently(error)
+        self.hello["passed"] = seq
 
     def abandon(self) -> None:
-        """Let whoever waits for an answer, in another thread, give up at once."""
+        """Make a thread that waits for an answer fail at once."""
         self._abandoned = True
         if self._socket is not None:
             with contextlib.suppress(OSError):  # it may be closed already
                 self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """End the connection: to the shard this worker is gone."""
+        """Close the socket."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None
@@ -123,15 +116,16 @@ class ServerConnection:
         return f"{self.address[0]}:{self.address[1]}"
 
     def _send(self, kind: FrameKind, seq: int, meta: dict[str, Any], buffers: Sequence[memoryview]) -> None:
-        assert self._socket is not None, "closed links are not used"
+        assert self._socket is not None, "closed connections are not used"
         self.bytes_out += send(self._socket, kind, seq, meta, buffers)
 
-    def _connect_patiently(self, cause: Exception | None) -> None:
+    def reconnect(self, cause: Exception | None) -> None:
+        """Connect, with retries for `patience` seconds; `cause` is the error that ended the last connection."""
         deadline = time.monotonic() + self._patience
         while True:
             self.close()
             if self._abandoned:
-                raise ServerError(f"the connection to the parameter server at {self._where} was given up")
+                raise ServerError(f"the connection to the parameter server at {self._where} was abandoned")
             try:
                 self._connect()
             except (OSError, EOFError) as error:
@@ -139,7 +133,7 @@ class ServerConnection:
                     raise ServerError(
                         f"the parameter server at {self._where} has been out of reach for {self._patience:.0f} s: "
                         f"{cause or error}",
-                        hint="Its own output says why, where it was started.",
+                        hint="See the output of the process that started it.",
                     ) from error
                 time.sleep(_PAUSE_SECONDS)
             else:
@@ -152,7 +146,7 @@ class ServerConnection:
         introduce(connection, self._token)
         connection.settimeout(self._timeout)
         clock_before = self.clock
-        self._send(FrameKind.HELLO, 0, self._hello, ())
+        self._send(FrameKind.HELLO, 0, self.hello, ())
         found = self.answer(lambda _, head: head.meta)
         self.start = found["start"]
         if found["clock"] < clock_before:
@@ -160,9 +154,7 @@ class ServerConnection:
             self.lost_updates += lost
             self.clock = found["clock"]
             _log.warning(
-                "the parameter server at %s came back from its saved state: %d updates since are lost",
-                self._where,
-                lost,
+                "the parameter server at %s restarted from its saved state: %d updates lost", self._where, lost
             )
         for seq, meta, buffers, _ in self._pushed:
             self._send(FrameKind.PUSH, seq, meta, buffers)

@@ -1,4 +1,4 @@
-"""Gradients in transit: the part for one shard (dense, or the rows that are not zero), and the sum over workers."""
+"""Gradients as they are sent to one shard (dense, or the rows that are not zero), and their sum over workers."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from phalanx.comm.ps.protocol import bytes_of
 
 @dataclass
 class GradientPart:
-    """Gradient of one piece. `rows` names them where not all travel."""
+    """Gradient of one piece, or of some of its `rows`."""
 
     index: int
     values: torch.Tensor
     rows: torch.Tensor | None = None
     sparse: bool = False
     copied: torch.cuda.Event | None = None
-    """When the copy from the GPU, which goes on beside backward, is done."""
+    """The end of the copy from the GPU, which runs during backward."""
 
     @property
     def count(self) -> int:
-        """How many rows travel; -1: all of the piece."""
+        """How many rows are sent; -1: the whole piece."""
         return -1 if self.rows is None else self.rows.numel()
 
     @property
     def nbytes(self) -> int:
-        """Bytes on the wire."""
+        """Bytes to send."""
         return self.values.nbytes + (0 if self.rows is None else self.rows.nbytes)
 
     def arrive(self) -> None:
-        """Wait until the values are in the host's memory."""
+        """Wait until the values are in host memory."""
         if self.copied is not None:
             self.copied.synchronize()
 
@@ -47,23 +47,16 @@ class GradientPart:
 def cut_gradient(gradient: torch.Tensor, index: int, piece: Piece, *, find_rows: bool) -> GradientPart:
     """Return a piece's part of a parameter's gradient."""
     if gradient.is_sparse:
-        return _sparse_part(gradient.coalesce(), index, piece)
+        gradient = gradient.coalesce()
+        rows, values = gradient.indices()[0], gradient.values()
+        here = (rows >= piece.start) & (rows < piece.stop)
+        return GradientPart(index, values[here].contiguous().cpu(), (rows[here] - piece.start).cpu(), sparse=True)
     part = (gradient.detach()[piece.start : piece.stop] if piece.shape else gradient.detach()).contiguous()
     if find_rows and part.ndim > 1:
         rows = part.flatten(1).any(dim=1).nonzero().flatten()
         saved = part.nbytes - rows.numel() * (part.nbytes // part.shape[0] + rows.element_size())
         if saved > 0:
             return GradientPart(index, part[rows].cpu(), rows.cpu())
-    return _to_host(part, index)
-
-
-def _sparse_part(gradient: torch.Tensor, index: int, piece: Piece) -> GradientPart:
-    rows, values = gradient.indices()[0], gradient.values()
-    here = (rows >= piece.start) & (rows < piece.stop)
-    return GradientPart(index, values[here].contiguous().cpu(), (rows[here] - piece.start).cpu(), sparse=True)
-
-
-def _to_host(part: torch.Tensor, index: int) -> GradientPart:
     if not part.is_cuda:
         return GradientPart(index, part)
     host = torch.empty(part.shape, dtype=part.dtype, pin_memory=True)
@@ -75,7 +68,7 @@ def _to_host(part: torch.Tensor, index: int) -> GradientPart:
 
 @dataclass(frozen=True)
 class Rows:
-    """Some rows of a gradient; the others are zero. `sparse`: the worker's own gradient was a sparse tensor."""
+    """Some rows of a gradient, where the others are zero. `sparse`: the worker's gradient was a sparse tensor."""
 
     rows: torch.Tensor
     values: torch.Tensor
@@ -83,7 +76,7 @@ class Rows:
 
 
 class Contribution:
-    """One worker's gradients of a step. Its memory is kept from step to step, so receiving allocates nothing."""
+    """One worker's gradients of a step, in memory that is reused in every step."""
 
     def __init__(self, pieces: Sequence[Piece]) -> None:
         self.memory = ShardMemory(pieces)
@@ -92,7 +85,7 @@ class Contribution:
         self.rows: dict[int, Rows] = {}
 
     def begin(self, seq: int) -> None:
-        """Forget the step before, unless this is the same one, pushed further or again."""
+        """Drop the gradients of another step."""
         if seq != self.seq:
             self.seq = seq
             self.dense.clear()
@@ -105,11 +98,11 @@ class Merged:
 
     count: int
     base: Contribution | None = None
-    """The worker whose memory holds the sums: when it pushes the step again, they are overwritten."""
+    """The contribution whose memory holds the sums: they are overwritten when its worker pushes again."""
     gradients: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def square(self) -> float:
-        """Return the squared norm of the mean, added up in double precision."""
+        """Return the squared norm of the mean, in double precision."""
         values = [gradient.values() if gradient.is_sparse else gradient for gradient in self.gradients.values()]
         norms = [float(torch.linalg.vector_norm(value, dtype=torch.float64)) for value in values if value.numel()]
         return math.fsum(norm * norm for norm in norms) / self.count**2
@@ -119,31 +112,27 @@ class Merged:
         if factor == self.count:
             return
         for gradient in self.gradients.values():
-            # By its values: torch forgets that a sparse tensor is coalesced when it is multiplied as a whole.
+            # By its values: after multiplying a sparse tensor as a whole, torch treats it as not coalesced.
             (gradient.values() if gradient.is_sparse else gradient).mul_(factor / self.count)
 
 
 def merge(parts: Sequence[Contribution], pieces: Sequence[Piece]) -> Merged:
-    """Add up contributions in the order given: the same order gives the same bits. Their memory is used up."""
+    """Add up contributions in the order given, in the memory of the first one: equal order, equal bits."""
     merged = Merged(len(parts), parts[0] if parts else None)
     for index, piece in enumerate(pieces):
         dense = [part.memory.views[index] for part in parts if index in part.dense]
         rows = [part.rows[index] for part in parts if index in part.rows]
         if rows and not dense and all(item.sparse for item in rows):
-            merged.gradients[index] = _sparse_sum(rows, piece)
+            indices = torch.cat([item.rows for item in rows]).unsqueeze(0)
+            values = torch.cat([item.values for item in rows])
+            summed = torch.sparse_coo_tensor(indices, values, piece.shape, check_invariants=True)
+            merged.gradients[index] = summed.coalesce()
         elif dense or rows:
             merged.gradients[index] = _dense_sum(parts, index)
     return merged
 
 
-def _sparse_sum(rows: Sequence[Rows], piece: Piece) -> torch.Tensor:
-    indices = torch.cat([item.rows for item in rows]).unsqueeze(0)
-    values = torch.cat([item.values for item in rows])
-    return torch.sparse_coo_tensor(indices, values, piece.shape, check_invariants=True).coalesce()
-
-
 def _dense_sum(parts: Sequence[Contribution], index: int) -> torch.Tensor:
-    """Add into the first worker's own memory, which is free as soon as the step is taken."""
     total = parts[0].memory.views[index]
     if index not in parts[0].dense:
         total.zero_()

@@ -21,27 +21,27 @@ class WorkerTable:
     """Workers by number. A step of a worker has a number too, larger than all before it (`seq`)."""
 
     absent: set[int]
-    """Workers that are expected and have not come yet: until they do, nobody steps without them."""
+    """Expected workers that have not connected yet: no step is taken without them."""
     absent_until: float | None = None
-    """When to go on without them (monotonic seconds); None: never."""
+    """When to continue without them (monotonic seconds); None: never."""
     live: dict[int, int] = field(default_factory=dict)
-    """Workers that are here, with the number of their connection."""
+    """Connected workers, with the number of their connection."""
     committed: dict[int, int] = field(default_factory=dict)
-    """The last step that each has handed over."""
+    """The last step that each worker has committed."""
     complete: dict[int, int] = field(default_factory=dict)
-    """The last step whose gradients each has pushed to the end."""
+    """The last step whose gradients each worker has pushed completely."""
     applied: dict[int, int] = field(default_factory=dict)
-    """The last step of each that has been applied: what comes a second time is known by it."""
+    """The last step of each worker that was applied: a repeated step is recognised by it."""
 
     def come(self, worker: int, connection: int, passed: int) -> None:
-        """Note a worker that has connected and has all steps up to `passed` behind it."""
+        """Add a connected worker that has completed all steps up to `passed`."""
         self.absent.discard(worker)
         self.live[worker] = connection
         self.committed[worker] = max(passed, self.applied.get(worker, 0))
         self.complete[worker] = self.committed[worker]
 
     def go(self, worker: int, connection: int) -> bool:
-        """Note a connection that ended; False where the worker has another one already."""
+        """Remove a worker whose connection ended; return False where it has connected again already."""
         if self.live.get(worker) != connection:
             return False
         del self.live[worker]
@@ -49,40 +49,40 @@ class WorkerTable:
 
     @property
     def gathered(self) -> bool:
-        """Whether everyone who is expected has come, or has been waited for long enough."""
+        """Whether all expected workers have connected, or the wait for them has ended."""
         if self.absent and self.absent_until is not None and time.monotonic() >= self.absent_until:
             self.absent.clear()
         return not self.absent
 
     @property
     def patience(self) -> float | None:
-        """Seconds after which `gathered` may change by itself."""
+        """Seconds after which `gathered` may change without a new connection."""
         if not self.absent or self.absent_until is None:
             return None
         return max(0.0, self.absent_until - time.monotonic())
 
     def all_have(self, steps: dict[int, int], seq: int) -> bool:
-        """Whether everyone who is here has come as far as `seq`."""
+        """Whether all connected workers have reached `seq`."""
         return self.gathered and all(steps.get(worker, 0) >= seq for worker in self.live)
 
     def ahead(self, worker: int) -> int:
-        """Return how many steps a worker is ahead of the slowest one that is here."""
+        """Return how many steps a worker is ahead of the slowest connected one."""
         others = [self.committed[other] for other in self.live] + [0 for _ in self.absent]
         return self.committed[worker] - min(others, default=self.committed[worker])
 
     def start_of(self, worker: int, clock: int, *, together: bool) -> int:
-        """Return the step after which a worker that comes (again) goes on."""
+        """Return the step after which a worker that connects continues."""
         if together or not self.live:
             return max(clock if together else 0, self.applied.get(worker, 0))
         return max(min(self.committed[other] for other in self.live), self.applied.get(worker, 0))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what a restored shard must know."""
+        """Return what is saved for a restored shard."""
         return {"live": sorted(self.live), "applied": [[worker, seq] for worker, seq in self.applied.items()]}
 
     @classmethod
     def restored(cls, saved: dict[str, Any], seconds: float) -> WorkerTable:
-        """Expect those who were here when the state was saved, for some seconds."""
+        """Return a table that waits some seconds for the workers that were connected when the state was saved."""
         applied = {int(worker): int(seq) for worker, seq in saved["applied"]}
         return cls(set(saved["live"]), time.monotonic() + seconds, applied=applied)
 
@@ -99,11 +99,11 @@ class ShardStats:
     updates: int = 0
     stale_sum: int = 0
     stale_max: int = 0
-    """Updates by others between a worker's pull and the update that it computed from it."""
+    """Updates by other workers between a worker's pull and the update that it computed from it."""
     ahead_max: int = 0
-    """How many steps a worker was ahead of the slowest when it was let go on."""
+    """How many steps a worker was ahead of the slowest when it could continue."""
     late: int = 0
-    """Contributions that came when their step had been taken already, and were dropped."""
+    """Contributions that arrived after their step was taken, and were dropped."""
     saves: int = 0
     began: float = field(default_factory=time.monotonic)
     _first_update: float = 0.0
@@ -111,7 +111,7 @@ class ShardStats:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def received(self, kind: str, size: int) -> None:
-        """Count a request; every connection has a thread of its own."""
+        """Count a request; each connection has a separate thread."""
         with self._lock:
             self.bytes_in += size
             self.requests[kind] += 1
@@ -133,12 +133,12 @@ class ShardStats:
 
     @property
     def updates_per_second(self) -> float:
-        """Updates a second between the first and the last: what came before and after them is not their time."""
+        """Updates per second between the first and the last one."""
         seconds = self._last_update - self._first_update
         return (self.updates - 1) / seconds if self.updates > 1 and seconds > 0 else 0.0
 
     def stale(self, updates: int) -> None:
-        """Note how many updates lay between a worker's pull and its own update."""
+        """Count the updates between a worker's pull and its own update."""
         self.stale_sum += updates
         self.stale_max = max(self.stale_max, updates)
 
@@ -161,47 +161,44 @@ class ShardStats:
         }
 
 
-Mode = Literal["sync", "async", "bounded"]
-
-
 @dataclass(frozen=True)
 class Rules:
-    """How updates are made, and how a shard's state is kept."""
+    """How updates are made, and how a shard's state is saved."""
 
     workers: int
-    """Workers that are expected at the start; later ones may come and go."""
-    mode: Mode = "sync"
+    """Workers that are expected at the start; later ones may join and leave."""
+    mode: Literal["sync", "async", "bounded"] = "sync"
     staleness: int = 0
     """bounded: how many steps a worker may be ahead of the slowest."""
     folder: Path | None = None
-    """Where the shards keep their states; None: nowhere, unless a shard has slots of its own."""
+    """Where the shards save their states; None: only in the shard's `slots`, where it has them."""
     save_every: int = 0
-    """Save after every so many updates, before they are acknowledged; 0: by the clock."""
+    """Save after every so many updates, before they are acknowledged; 0: by time."""
     save_seconds: float = 30.0
-    """Save after so many seconds where save_every is 0; later where saving takes more than a twentieth of the time."""
+    """Save after so many seconds where save_every is 0; later where saving takes more than 1/20 of the time."""
     rejoin_seconds: float = 10.0
-    """How long a restored shard waits for the workers it knew before it goes on without them."""
+    """How long a restored shard waits for the workers it had before it continues without them."""
 
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """Everything that makes a shard."""
+    """Everything that a shard is started with."""
 
     number: int
     placement: Placement
     optimizer: torch.optim.Optimizer
-    """The workers' optimizer: its class and settings are taken, its parameters are let go."""
+    """The workers' optimizer, of which only class and settings are kept."""
     rules: Rules
     token: str
     slots: StateSlots | None = None
-    """A place for the state that lasts as long as the process that starts the shard, and leaves nothing behind."""
+    """Storage for the state that lasts as long as the process that starts the shard."""
 
     def __post_init__(self) -> None:
-        # Here, in the worker's process: a rate that lies on a GPU cannot be read in a forked child.
+        # In the worker's process: a forked child cannot read a learning rate on a GPU.
         object.__setattr__(self, "optimizer", pattern_of(self.optimizer))
 
     @property
-    def vault(self) -> StateFile | StateSlots | None:
-        """Where the shard's state is kept; None: a shard that dies is lost."""
+    def storage(self) -> StateFile | StateSlots | None:
+        """Where the shard's state is saved; None: the state of a failed shard is lost."""
         folder = self.rules.folder
         return self.slots or (None if folder is None else StateFile(folder / f"shard-{self.number}"))

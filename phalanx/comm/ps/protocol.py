@@ -1,8 +1,7 @@
-"""The wire protocol of parameter servers: a fixed header, a little JSON, then raw bytes of tensors.
+"""The protocol of parameter servers: a fixed header, JSON, then raw bytes of tensors; nothing is ever unpickled.
 
-Nothing that arrives is ever unpickled. Bytes go from a tensor's memory into the socket and from the socket into a
-tensor's memory without a copy. A connection starts with a handshake: both sides prove that they know the job's token
-without sending it.
+Tensors are sent from their memory and received into it without a copy. A connection starts with a handshake in which
+both sides prove that they know the job's token without sending it.
 """
 
 from __future__ import annotations
@@ -26,15 +25,15 @@ from phalanx.errors import ServerError
 _HEADER = struct.Struct("!4sBxxxIQQ")
 _MAGIC = b"phx1"
 _MAX_META = 16 << 20
-"""Descriptions of many thousands of pieces fit; a caller cannot make a shard reserve more by announcing more."""
+"""Enough for many thousands of pieces; a larger announcement is refused before memory is allocated."""
 _JOINED_BYTES = 64 << 10
-"""Up to here one copy is cheaper than several system calls."""
+"""Up to this size one copy is cheaper than several system calls."""
 _KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 15_000}
-"""A machine that lost its power sends no end of file: it counts as gone after about ten seconds of silence."""
+"""A machine without power sends no end of file: its connection fails after about ten seconds."""
 
 
 class FrameKind(IntEnum):
-    """What a message asks for, or that it answers."""
+    """The kind of a message: a request, or an answer."""
 
     HELLO = 1
     PUSH = 2
@@ -52,18 +51,18 @@ class FrameKind(IntEnum):
 
 @dataclass(frozen=True)
 class Head:
-    """A message before its bytes are read."""
+    """A message before its payload is read."""
 
     kind: FrameKind
     seq: int
     meta: dict[str, Any]
     payload: int
     size: int
-    """Bytes on the wire, all parts together."""
+    """Bytes of header, JSON and payload together."""
 
 
 def tune(connection: socket.socket) -> None:
-    """Send small messages at once, and notice a peer that fell silent."""
+    """Send small messages at once, and detect a silent peer."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _KEEPALIVE.items():
@@ -71,10 +70,23 @@ def tune(connection: socket.socket) -> None:
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
+def dtype_of(name: str) -> torch.dtype:
+    """Return the dtype of a name that was received; ValueError for anything else."""
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"there is no dtype {name!r}")
+    return found
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """Return the name of a dtype, such as float32."""
+    return str(dtype).removeprefix("torch.")
+
+
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """Return the memory of a contiguous CPU tensor; it must outlive the view."""
     if not tensor.is_contiguous() or tensor.device.type != "cpu":
-        raise ValueError("only contiguous CPU tensors have one run of bytes")
+        raise ValueError("only a contiguous CPU tensor is one block of memory")
     if tensor.nbytes == 0:
         return memoryview(b"")
     return memoryview((ctypes.c_uint8 * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
@@ -83,7 +95,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 def send(
     connection: socket.socket, kind: FrameKind, seq: int, meta: dict[str, Any], buffers: Sequence[memoryview] = ()
 ) -> int:
-    """Send one message; return its bytes."""
+    """Send one message; return its size."""
     body = json.dumps(meta, separators=(",", ":")).encode()
     payload = sum(buffer.nbytes for buffer in buffers)
     head = _HEADER.pack(_MAGIC, kind, len(body), seq, payload) + body
@@ -97,23 +109,20 @@ def send(
 
 
 def receive(connection: socket.socket) -> Head:
-    """Read a message up to its bytes; EOFError where the other side is gone."""
-    magic, kind, length, seq, payload = _HEADER.unpack(receive_exactly(connection, _HEADER.size))
+    """Read a message up to its payload; EOFError where the other side has closed the connection."""
+    header = bytearray(_HEADER.size)
+    receive_into(connection, memoryview(header))
+    magic, kind, length, seq, payload = _HEADER.unpack(header)
     if magic != _MAGIC or length > _MAX_META:
-        raise ServerError("a message in another form than ours arrived")
-    meta = json.loads(receive_exactly(connection, length)) if length else {}
-    return Head(FrameKind(kind), seq, meta, payload, _HEADER.size + length + payload)
-
-
-def receive_exactly(connection: socket.socket, count: int) -> bytes:
-    """Read so many bytes."""
-    data = bytearray(count)
-    receive_into(connection, memoryview(data))
-    return bytes(data)
+        raise ServerError("a message in an unknown format arrived")
+    meta = bytearray(length)
+    receive_into(connection, memoryview(meta))
+    parsed = json.loads(meta) if length else {}
+    return Head(FrameKind(kind), seq, parsed, payload, _HEADER.size + length + payload)
 
 
 def receive_into(connection: socket.socket, view: memoryview) -> None:
-    """Fill memory from the socket; EOFError where the other side is gone."""
+    """Fill memory from the socket; EOFError where the other side has closed the connection."""
     done = 0
     while done < view.nbytes:
         count = connection.recv_into(view[done:])
@@ -125,13 +134,13 @@ def receive_into(connection: socket.socket, view: memoryview) -> None:
 _NONCE = 32
 _PROOF = 32
 _REFUSED = bytes(_PROOF)
-"""Said in words, so that a shard that dies in the middle is not taken for one that refuses."""
+"""Sent explicitly, to distinguish a refusal from a shard that fails during the handshake."""
 SECONDS = 5.0
-"""How long the whole handshake may take: a caller without the token must not hold a thread longer."""
+"""How long the whole handshake may take: a client without the token must not occupy a thread longer."""
 
 
 def greet(connection: socket.socket, token: str) -> None:
-    """A shard's side: challenge the caller, and prove itself; ServerError for a stranger."""
+    """Do a shard's side of the handshake; ServerError where the client does not know the token."""
     deadline = time.monotonic() + SECONDS
     connection.settimeout(SECONDS)
     challenge = secrets.token_bytes(_NONCE)
@@ -140,13 +149,13 @@ def greet(connection: socket.socket, token: str) -> None:
     own, proof = answer[:_NONCE], answer[_NONCE:]
     if not hmac.compare_digest(proof, _prove(token, b"worker", challenge + own)):
         connection.sendall(_REFUSED)
-        raise ServerError("a caller does not know this job's token")
+        raise ServerError("a client does not know this job's token")
     connection.sendall(_prove(token, b"shard", challenge + own))
     connection.settimeout(None)
 
 
 def introduce(connection: socket.socket, token: str) -> None:
-    """A worker's side: answer the challenge, and demand the same proof."""
+    """Do a worker's side of the handshake: answer the challenge, and check the shard's proof."""
     deadline = time.monotonic() + SECONDS
     connection.settimeout(SECONDS)
     challenge = _receive_before(deadline, connection, _NONCE)
@@ -158,12 +167,12 @@ def introduce(connection: socket.socket, token: str) -> None:
             "the parameter server refused this worker's token", hint="Give all workers and shards of a job one token."
         )
     if not hmac.compare_digest(proof, _prove(token, b"shard", challenge + own)):
-        raise ServerError("what listens at the parameter server's address does not know this job's token")
+        raise ServerError("the process at the parameter server's address does not know this job's token")
     connection.settimeout(None)
 
 
 def _receive_before(deadline: float, connection: socket.socket, count: int) -> bytes:
-    """Read so many bytes; TimeoutError at the deadline, however slowly they trickle in."""
+    """Read so many bytes; TimeoutError at the deadline, also where bytes arrive slowly."""
     data = b""
     while len(data) < count:
         connection.settimeout(max(0.001, deadline - time.monotonic()))

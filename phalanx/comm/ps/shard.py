@@ -1,4 +1,4 @@
-"""A server shard: it listens, knows its callers, and answers each in a thread of its own."""
+"""A server shard's connections: it authenticates each worker and answers it in a separate thread."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ import itertools
 import logging
 import socket
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from phalanx.comm.ps.bundle import Bundle, dtype_of
+from phalanx.comm.ps.bundle import Bundle
 from phalanx.comm.ps.core import ShardCore
 from phalanx.comm.ps.gradients import Rows
 from phalanx.comm.ps.membership import ShardSpec
 from phalanx.comm.ps.placement import digest_of, piece_from
-from phalanx.comm.ps.protocol import FrameKind, Head, bytes_of, greet, receive, receive_into, send, tune
+from phalanx.comm.ps.protocol import FrameKind, Head, bytes_of, dtype_of, greet, receive, receive_into, send, tune
 from phalanx.errors import ServerError
 
 _log = logging.getLogger("phalanx.server")
 _MAX_UNPROVEN = 64
-"""Callers that have not yet shown the token, each with a thread. When one more comes the longest waiting is dropped: a
-worker proves itself in milliseconds."""
+"""Connections that have not proved that they know the token, each with a thread; beyond, the oldest is dropped."""
 _MAX_STATE_FACTOR = 32
-"""No optimizer keeps this many times the parameters' bytes: a larger LOAD is refused before memory is reserved."""
+"""A LOAD of more than this many times the parameters' bytes is refused before memory is allocated."""
 _SLACK_BYTES = 1 << 20
 
 
@@ -43,7 +43,7 @@ class ServerShard:
         self._closing = threading.Event()
 
     def serve(self) -> None:
-        """Answer callers until the listening socket is closed."""
+        """Answer workers until the listening socket is closed."""
         while True:
             try:
                 connection, _ = self._listener.accept()
@@ -52,12 +52,12 @@ class ServerShard:
                     return
                 raise
             self._admit(connection)
-            thread = threading.Thread(target=self._attend, args=(connection,), name="phalanx-shard", daemon=True)
+            thread = threading.Thread(target=self._serve_worker, args=(connection,), name="phalanx-shard", daemon=True)
             self._threads = [other for other in self._threads if other.is_alive()] + [thread]
             thread.start()
 
     def _admit(self, connection: socket.socket) -> None:
-        """Note a caller without proof, and drop the one that has been without it longest where there are too many."""
+        """Note a connection without proof; drop the oldest of them where there are too many."""
         with self._admitting:
             self._unproven[connection] = None
             if len(self._unproven) <= _MAX_UNPROVEN:
@@ -67,13 +67,8 @@ class ServerShard:
         with contextlib.suppress(OSError):  # its thread may just be closing it
             oldest.shutdown(socket.SHUT_RDWR)
 
-    def _dismiss(self, connection: socket.socket) -> None:
-        """Note that a caller has shown the token, or is gone."""
-        with self._admitting:
-            self._unproven.pop(connection, None)
-
     def close(self) -> None:
-        """End all connections and their threads."""
+        """Close all connections and end their threads."""
         self._closing.set()
         self.core.close()
         for end in (self._listener, *self._open):
@@ -83,8 +78,7 @@ class ServerShard:
         for thread in self._threads:
             thread.join()
 
-    def _attend(self, connection: socket.socket) -> None:
-        """Serve one caller to the end of its connection."""
+    def _serve_worker(self, connection: socket.socket) -> None:
         number = next(self._numbers)
         worker: int | None = None
         self._open.add(connection)
@@ -92,25 +86,30 @@ class ServerShard:
             with connection:
                 tune(connection)
                 greet(connection, self._spec.token)
-                self._dismiss(connection)
-                worker = self._welcome(connection, number)
+                with self._admitting:
+                    self._unproven.pop(connection, None)
+                worker = self._register(connection, number)
                 while True:
                     self._answer(connection, worker)
         except (OSError, EOFError):
-            pass  # the caller is gone: what follows is what its end means
-        except (ServerError, ValueError) as error:  # what a caller sent cannot be read
+            pass  # the worker has disconnected
+        except (ServerError, ValueError) as error:  # an invalid message
             _log.warning("shard %d: %s", self._spec.number, error)
         finally:
-            self._dismiss(connection)
+            with self._admitting:
+                self._unproven.pop(connection, None)
             self._open.discard(connection)
             if worker is not None:
                 self.core.goodbye(worker, number)
 
-    def _welcome(self, connection: socket.socket, number: int) -> int:
+    def _receive(self, connection: socket.socket) -> Head:
         head = receive(connection)
-        self._count(head)
-        expected = digest_of(self.core.pieces)
-        if head.kind is not FrameKind.HELLO or head.meta.get("placement") != expected:
+        self.core.stats.received(head.kind.name, head.size)
+        return head
+
+    def _register(self, connection: socket.socket, number: int) -> int:
+        head = self._receive(connection)
+        if head.kind is not FrameKind.HELLO or head.meta.get("placement") != digest_of(self.core.pieces):
             message = "this worker has another model, optimizer or number of shards than the server"
             send(connection, FrameKind.ERROR, head.seq, {"message": message})
             raise ServerError(message)
@@ -120,8 +119,7 @@ class ServerShard:
 
     def _answer(self, connection: socket.socket, worker: int) -> None:
         """Read one request and answer it; a push has no answer."""
-        head = receive(connection)
-        self._count(head)
+        head = self._receive(connection)
         core = self.core
         try:
             match head.kind:
@@ -136,32 +134,32 @@ class ServerShard:
                     self._send_values(connection, worker, head)
                 case FrameKind.FETCH:
                     found = core.fetch()
-                    self._reply(connection, head, found.describe(), found)
+                    self._reply(connection, head, found.describe(), found.buffers())
                 case FrameKind.LOAD:
                     core.load(self._take_bundle(connection, head))
                     self._reply(connection, head, {"clock": core.clock})
                 case FrameKind.STATS:
-                    self._reply(connection, head, core.tally.to_dict())
+                    self._reply(connection, head, core.stats.to_dict())
                 case FrameKind.REPLACE:
                     core.replace([piece_from(piece) for piece in head.meta["pieces"]])
                     self._reply(connection, head, {"clock": core.clock})
                 case FrameKind.COSTS:
                     self._reply(connection, head, {"moved": core.moved})
                 case _:
-                    raise ServerError(f"{head.kind.name} is no request")
+                    raise ServerError(f"{head.kind.name} is not a request")
         except (ServerError, RuntimeError, KeyError, ValueError, TypeError, IndexError) as error:
             send(connection, FrameKind.ERROR, head.seq, {"message": f"{type(error).__name__}: {error}"})
             raise ServerError(f"{head.kind.name} of worker {worker}: {error}") from error
 
     def _take_push(self, connection: socket.socket, worker: int, head: Head) -> None:
-        """Receive gradients straight into the worker's place: whole pieces, or rows of them."""
+        """Receive gradients straight into the worker's memory: whole pieces, or rows of them."""
         part = self.core.contribution(worker, head.seq)
         pieces = self.core.pieces
         left = head.payload
         for index, count, sparse in head.meta["parts"]:
             piece = pieces[index]
             if count < 0:
-                left = _take(connection, part.memory.bytes_of_piece(index), left)
+                left = _take(connection, bytes_of(part.memory.views[index]), left)
                 self.core.moved[index] += piece.nbytes
                 part.dense.add(index)
                 part.rows.pop(index, None)
@@ -190,18 +188,16 @@ class ServerShard:
 
     def _send_values(self, connection: socket.socket, worker: int, head: Head) -> None:
         meta, _kept_alive, buffers = self.core.values(worker)
-        self.core.tally.sent(send(connection, FrameKind.REPLY, head.seq, meta, buffers))
+        self._reply(connection, head, meta, buffers)
 
-    def _reply(self, connection: socket.socket, head: Head, meta: dict[str, Any], bundle: Bundle | None = None) -> None:
-        buffers = bundle.buffers() if bundle is not None else []
-        self.core.tally.sent(send(connection, FrameKind.REPLY, head.seq, meta, buffers))
-
-    def _count(self, head: Head) -> None:
-        self.core.tally.received(head.kind.name, head.size)
+    def _reply(
+        self, connection: socket.socket, head: Head, meta: dict[str, Any], buffers: Sequence[memoryview] = ()
+    ) -> None:
+        self.core.stats.sent(send(connection, FrameKind.REPLY, head.seq, meta, buffers))
 
 
 def _take(connection: socket.socket, view: memoryview, left: int) -> int:
-    """Receive into memory what the message still has; return what is left of it."""
+    """Fill memory from the message, of which `left` bytes have not been read; return how many remain."""
     if view.nbytes > left:
         raise ServerError("a push is shorter than its parts")
     receive_into(connection, view)

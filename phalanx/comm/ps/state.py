@@ -5,68 +5,40 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from phalanx.comm.ps.bundle import VALUE, Bundle, ShardMemory
+from phalanx.comm.ps.gradients import Merged
+from phalanx.comm.ps.placement import Piece
 from phalanx.errors import ServerError
 
-if TYPE_CHECKING:
-    from phalanx.comm.ps.gradients import Merged
-    from phalanx.comm.ps.placement import Piece
-
-
-_BY_ELEMENT = (
-    torch.optim.SGD,
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.Adamax,
-    torch.optim.RMSprop,
-    torch.optim.Adagrad,
-    torch.optim.Adadelta,
-    torch.optim.Rprop,
-    torch.optim.ASGD,
-    torch.optim.SparseAdam,
-)
-"""What these do to an element depends on that element alone, so a parameter may be cut between its rows."""
 _GRAPH_CHECKS = ("_cuda_graph_capture_health_check", "_accelerator_graph_capture_health_check")
 _BOUND_TO_THE_ORIGINAL = ("step", "zero_grad")
-"""Schedulers and the loop put these on an instance; they would step the worker's optimizer."""
-
-
-def works_by_element(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether parameters may be cut: exact classes, for a subclass may look at the whole parameter."""
-    return type(optimizer) in _BY_ELEMENT
-
-
-def leaves_untouched_rows(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
-    """Whether a sparse gradient changes the rows that it names and no others."""
-    if type(optimizer) in (torch.optim.SparseAdam, torch.optim.Adagrad):
-        return not group.get("weight_decay")
-    return type(optimizer) is torch.optim.SGD and not group["momentum"] and not group["weight_decay"]
+"""Schedulers and the loop set these on an instance; they would step the worker's optimizer."""
+_TUPLES = ("betas", "etas", "step_sizes")
+"""Settings that torch's optimizers unpack; JSON has lists only."""
 
 
 def pattern_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return an optimizer of the same class and settings without parameters, that a shard can make its own from.
+    """Return an optimizer of the same class and settings without parameters, for `rebuild`.
 
-    Not by its constructor, whose arguments only its author knows.
+    The constructor is not called, as its arguments are not known.
     """
     pattern: torch.optim.Optimizer = object.__new__(type(optimizer))
     pattern.__dict__.update({k: v for k, v in optimizer.__dict__.items() if k not in _BOUND_TO_THE_ORIGINAL})
     pattern.state = defaultdict(dict)
     pattern.param_groups = [{**plain_settings(group), "params": []} for group in optimizer.param_groups]
     for check in _GRAPH_CHECKS:
-        pattern.__dict__[check] = _no_graph_to_check
+        pattern.__dict__[check] = _skip_graph_check
     return pattern
 
 
 def rebuild(
     pattern: torch.optim.Optimizer, pieces: Sequence[Piece], parameters: Sequence[torch.Tensor]
 ) -> torch.optim.Optimizer:
-    """Return an optimizer after a pattern over the parameters of a shard; groups without a piece here are left out."""
+    """Return an optimizer like a pattern over a shard's parameters, without the groups that have no piece here."""
     made: torch.optim.Optimizer = object.__new__(type(pattern))
     made.__dict__.update(pattern.__dict__)
     made.state = defaultdict(dict)
@@ -77,17 +49,17 @@ def rebuild(
     return made
 
 
-def _no_graph_to_check() -> None:
-    """Stand in for torch's look at CUDA graphs before each step: a forked shard has no CUDA to look at."""
+def _skip_graph_check() -> None:
+    """Replace torch's check for CUDA graphs before each step: a forked process cannot use CUDA."""
 
 
 def groups_of(pieces: Sequence[Piece]) -> list[int]:
-    """Return the numbers of the worker's parameter groups that have pieces here; their places are the shard's own."""
+    """Return the numbers of the worker's parameter groups that have pieces here, in the order of the shard's groups."""
     return sorted({piece.group for piece in pieces})
 
 
 def plain_settings(group: dict[str, Any]) -> dict[str, Any]:
-    """Return what of a group's settings travels: numbers, flags, words; a rate kept in a tensor as a number."""
+    """Return a group's settings that can be sent: numbers (also from tensors of one element), flags, strings."""
     plain = {
         name: value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
         for name, value in group.items()
@@ -95,21 +67,17 @@ def plain_settings(group: dict[str, Any]) -> dict[str, Any]:
     }
     if plain.get("capturable"):
         plain["capturable"] = False  # it is for CUDA graphs, and a shard steps on the CPU
-    return {name: value for name, value in plain.items() if _travels(value)}
+    return {name: value for name, value in plain.items() if _is_plain(value)}
 
 
-def _travels(value: Any) -> bool:
+def _is_plain(value: Any) -> bool:
     if isinstance(value, (tuple, list)):
-        return all(_travels(item) for item in value)
+        return all(map(_is_plain, value))
     return value is None or isinstance(value, (bool, int, float, str))
 
 
-_TUPLES = ("betas", "etas", "step_sizes")
-"""Settings that torch's optimizers unpack; JSON has lists only."""
-
-
 class ShardState:
-    """Parameters of one shard and their optimizer. Not safe for threads: the shard's lock guards it."""
+    """Parameters of one shard and their optimizer; not thread-safe, `ShardCore` locks it."""
 
     def __init__(self, pieces: Sequence[Piece], optimizer: torch.optim.Optimizer) -> None:
         self.pieces = tuple(pieces)
@@ -121,12 +89,13 @@ class ShardState:
         self.changed = {
             index: torch.ones(piece.shape[0], dtype=torch.int64) for index, piece in enumerate(pieces) if piece.lazy
         }
-        """For pieces of which only changed rows travel: the version in which each row changed last."""
+        """For lazy pieces: the version in which each row changed last."""
 
     def apply(self, merged: Merged, factor: float, settings: list[dict[str, Any]] | None) -> None:
-        """Take one step of the optimizer with the mean of what was merged, times a factor."""
+        """Take one step of the optimizer with the mean gradient times a factor."""
         if settings is not None:
-            self._set_groups(settings)
+            for group, number in zip(self.optimizer.param_groups, self.groups, strict=True):
+                group.update({name: tuple(v) if name in _TUPLES else v for name, v in settings[number].items()})
         merged.scale(factor)
         self.version += 1
         for index, gradient in merged.gradients.items():
@@ -138,13 +107,8 @@ class ShardState:
         for parameter in self.parameters:
             parameter.grad = None
 
-    def _set_groups(self, settings: list[dict[str, Any]]) -> None:
-        for place, number in enumerate(self.groups):
-            values = {name: tuple(v) if name in _TUPLES else v for name, v in settings[number].items()}
-            self.optimizer.param_groups[place].update(values)
-
     def changed_rows(self, since: int) -> dict[int, torch.Tensor]:
-        """Return, for each piece of which only rows travel, those that changed after a version."""
+        """Return the rows of each lazy piece that changed after a version."""
         return {index: (versions > since).nonzero().flatten() for index, versions in self.changed.items()}
 
     def bundle(self) -> Bundle:
@@ -160,7 +124,7 @@ class ShardState:
         return found
 
     def load(self, bundle: Bundle) -> None:
-        """Take over values and optimizer states; what a bundle does not name stays, states of what it names go."""
+        """Replace values and optimizer states of the pieces that the bundle names."""
         for (index, key), tensor in bundle.tensors.items():
             if not 0 <= index < len(self.pieces):
                 raise ServerError(f"there is no piece {index} here")

@@ -1,7 +1,8 @@
-"""A shard's state, kept where it can be found whole again after a death at any moment."""
+"""A shard's saved state, which stays readable after a failure at any moment."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -20,18 +21,18 @@ _DIGEST = 32
 
 
 class StateFile:
-    """A file that is written beside the old one, hashed, flushed to the disk, then renamed over it."""
+    """A file that is replaced atomically: written under another name, hashed, flushed to the disk, then renamed."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def save(self, meta: dict[str, Any], bundle: Bundle) -> None:
-        """Publish a state: after a crash the old one or the new one is there, whole."""
+        """Replace the saved state."""
         with replacing(self._path, flush=True) as file:
             _write(file, meta, bundle)
 
     def load(self) -> tuple[dict[str, Any], Bundle] | None:
-        """Return the state that was saved last, or None where there is none; ServerError for a damaged one."""
+        """Return the last saved state, or None where there is none; ServerError for a damaged one."""
         if not self._path.exists():
             return None
         with self._path.open("rb") as file:
@@ -39,9 +40,9 @@ class StateFile:
 
 
 class StateSlots:
-    """Two files without a name, written in turns: they outlive a shard, and vanish with the process that made them.
+    """Two unnamed files, written in turns, that a shard inherits and that end with the process that made them.
 
-    A child inherits them. What was being written when it died is damaged, and the other slot is whole.
+    After a failure while one is being written, the other one is complete.
     """
 
     def __init__(self) -> None:
@@ -50,7 +51,7 @@ class StateSlots:
 
     @property
     def descriptors(self) -> set[int]:
-        """What a child must not close."""
+        """The file descriptors that a child must not close."""
         return {slot.fileno() for slot in self._slots}
 
     def save(self, meta: dict[str, Any], bundle: Bundle) -> None:
@@ -62,21 +63,18 @@ class StateSlots:
         self._serial += 1
 
     def load(self) -> tuple[dict[str, Any], Bundle] | None:
-        """Return the newest whole state, or None where nothing has been saved."""
-        found = [state for state in map(self._whole, self._slots) if state is not None]
+        """Return the newest complete state, or None where nothing has been saved."""
+        found = []
+        for slot in self._slots:
+            slot.seek(0)
+            with contextlib.suppress(ServerError):  # empty or incomplete: the other one is used
+                found.append(_read(slot, "a slot"))
         newest = max(found, key=lambda state: state[0]["serial"], default=None)
         self._serial = 0 if newest is None else newest[0]["serial"]
         return newest
 
-    def _whole(self, slot: BinaryIO) -> tuple[dict[str, Any], Bundle] | None:
-        slot.seek(0)
-        try:
-            return _read(slot, "a slot")
-        except ServerError:  # empty, or cut off by a death: the other one counts
-            return None
-
     def close(self) -> None:
-        """Give the space back."""
+        """Close the files, which frees their space."""
         for slot in self._slots:
             slot.close()
 
@@ -101,7 +99,7 @@ def _read(file: BinaryIO, name: str) -> tuple[dict[str, Any], Bundle]:
         raise ServerError(f"{name} is cut off")
     head_length, payload = _LENGTH.unpack(lengths)
     if _LENGTH.size + head_length + payload + _DIGEST != os.fstat(file.fileno()).st_size:
-        raise ServerError(f"{name} is not as long as it says")
+        raise ServerError(f"{name} does not have the length in its header")
     head = file.read(head_length)
     meta: dict[str, Any] = json.loads(head)
     bundle = Bundle.allocate(meta, payload)
@@ -112,5 +110,5 @@ def _read(file: BinaryIO, name: str) -> tuple[dict[str, Any], Bundle]:
         file.readinto(view)  # type: ignore[attr-defined]
         digest.update(view)
     if file.read(_DIGEST) != digest.digest():
-        raise ServerError(f"{name} is damaged: its bytes do not give the hash that it carries")
+        raise ServerError(f"{name} is damaged: its hash does not match")
     return meta, bundle

@@ -1,4 +1,4 @@
-"""A barrier in shared memory on Linux futexes, which also detects ranks that died or call another collective."""
+"""A barrier in shared memory on Linux futexes, which also detects ranks that failed or call another collective."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from phalanx.comm.shm.memory import SharedPages
 from phalanx.errors import CommunicationError
 
 SLOT = 256
-"""Bytes of each rank's slot: a word, and two signatures in turn. Whole cache lines, so that ranks do not share one."""
+"""Bytes of each rank's slot: a counter, and two signatures in turn. Whole cache lines, which ranks do not share."""
 SIGNATURE = 112
-_FIRST_LOOK_S = 50e-6
-_LOOK_AGAIN_S = 0.5
+_SPIN_S = 50e-6
+_CHECK_S = 0.5
 _WRAP = 2**32
 
 
 class ShmBarrier:
-    """A barrier for the ranks that share `pages`, of which it takes the first `size` slots."""
+    """A barrier for the ranks that share `pages`, in the first `size` slots."""
 
     def __init__(self, pages: SharedPages, timeout: float) -> None:
         self.pages = pages
@@ -31,11 +31,11 @@ class ShmBarrier:
         self._words = self._bytes.cast("I")
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(pages.memory))
         self._others = [rank for rank in range(self._size) if rank != self._rank]
-        # Looking at the word costs a core. It is worth it for a moment, and only where every rank has a core.
-        self._look_s = _FIRST_LOOK_S if self._size <= len(os.sched_getaffinity(0)) else 0.0
+        # Spinning occupies a core: only for a moment, and only where every rank has a core.
+        self._spin_s = _SPIN_S if self._size <= len(os.sched_getaffinity(0)) else 0.0
 
-    def meet(self, signature: bytes = b"") -> None:
-        """Wait until all ranks are here, and check that all came for the same."""
+    def wait(self, signature: bytes = b"") -> None:
+        """Wait until all ranks have called this, and check that their signatures are equal."""
         self.count = (self.count + 1) % _WRAP
         own = self._signature_at(self._rank)
         self._bytes[own : own + SIGNATURE] = signature = _fitted(signature)
@@ -45,10 +45,10 @@ class ShmBarrier:
         for rank in self._others:
             at = self._signature_at(rank)
             if self._bytes[at : at + SIGNATURE] != signature:
-                self._name_disagreement()
+                raise self._mismatch()
 
     def _signature_at(self, rank: int) -> int:
-        """Signatures take turns: a quick rank that has come to the next meeting must not overwrite this one's."""
+        """Return the offset of a signature; two take turns, so that a rank in the next barrier overwrites none."""
         return rank * SLOT + 16 + SIGNATURE * (self.count & 1)
 
     def _await(self, rank: int) -> None:
@@ -57,47 +57,47 @@ class ShmBarrier:
         if (words[word] - count) % _WRAP < _WRAP // 2:
             return
         begin = time.perf_counter()
-        while time.perf_counter() - begin < self._look_s:
+        while time.perf_counter() - begin < self._spin_s:
             if (words[word] - count) % _WRAP < _WRAP // 2:
                 return
         while True:
             seen = words[word]
             if (seen - count) % _WRAP < _WRAP // 2:
                 return
-            futex.wait(self._address + rank * SLOT, seen, _LOOK_AGAIN_S)
+            futex.wait(self._address + rank * SLOT, seen, _CHECK_S)
             if words[word] == seen:
                 self._check_peer(rank, time.perf_counter() - begin)
 
     def _check_peer(self, rank: int, waited: float) -> None:
-        if not self.pages.is_alive(rank) and self._is_missing(rank):  # it may have come, and then ended well
+        if not self.pages.is_alive(rank) and self._is_missing(rank):  # it may have arrived and then ended normally
             raise CommunicationError(f"rank {rank} has died: rank {self._rank} waited for it in shared memory")
         if waited > self.timeout:
             late = [str(peer) for peer in self._others if self._is_missing(peer)]
             raise CommunicationError(
                 f"rank {self._rank} waited {waited:.0f} s in shared memory for rank{'s' * (len(late) > 1)} "
                 f"{', '.join(late)}",
-                hint="That rank hangs, or does not take part in this collective; `timeout` sets how long we wait.",
+                hint="That rank hangs, or does not take part in this collective; `timeout` sets how long ranks wait.",
             )
 
     def _is_missing(self, rank: int) -> bool:
-        """Whether a rank has not come to this meeting."""
+        """Whether a rank has not reached this barrier."""
         return (self._words[rank * SLOT // 4] - self.count) % _WRAP >= _WRAP // 2
 
-    def _name_disagreement(self) -> None:
-        said: dict[str, list[str]] = {}
+    def _mismatch(self) -> CommunicationError:
+        ranks_by_text: dict[str, list[str]] = {}
         for rank in range(self._size):
             at = self._signature_at(rank)
             text = bytes(self._bytes[at : at + SIGNATURE]).rstrip(b"\0").decode(errors="replace")
-            said.setdefault(text, []).append(str(rank))
-        parts = [f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}: {text}" for text, ranks in said.items()]
-        raise CommunicationError(
-            f"ranks came to one collective with different things: {'; '.join(parts)}",
+            ranks_by_text.setdefault(text, []).append(str(rank))
+        parts = [f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}: {text}" for text, ranks in ranks_by_text.items()]
+        return CommunicationError(
+            f"ranks called different collectives: {'; '.join(parts)}",
             hint="Every rank must call the same collectives in one order, with equal shapes, dtypes and operations.",
         )
 
 
 def _fitted(signature: bytes) -> bytes:
-    """Fill a signature up to its place; one that is too long keeps its beginning, and a sum of the rest."""
+    """Pad a signature to its length; one that is too long is cut and gets a checksum."""
     if len(signature) > SIGNATURE:
         return signature[: SIGNATURE - 12] + f" ..{zlib.crc32(signature):08x} ".encode()[:12]
     return signature.ljust(SIGNATURE, b"\0")

@@ -21,31 +21,30 @@ TEXT = 256
 
 
 def text_gatherer(all_gather: Callable[[list[torch.Tensor], torch.Tensor], object], size: int) -> AllGatherText:
-    """Return a way to tell, made of a collective that collects the ranks' tensors in a list."""
+    """Return an all-gather of texts, made of an all-gather of tensors into a list."""
 
-    def tell(text: str) -> list[str]:
+    def gather_text(text: str) -> list[str]:
         own = torch.tensor(list(text.encode()[:TEXT].ljust(TEXT)), dtype=torch.uint8)
-        heard = [torch.empty_like(own) for _ in range(size)]
+        gathered = [torch.empty_like(own) for _ in range(size)]
         try:
-            all_gather(heard, own)
+            all_gather(gathered, own)
         except RuntimeError as error:
             reason = str(error).strip().splitlines()[0]
             raise CommunicationError(f"a rank was lost before the ranks could share memory: {reason}") from error
-        return [bytes(row.tolist()).decode(errors="replace").rstrip() for row in heard]
+        return [bytes(row.tolist()).decode(errors="replace").rstrip() for row in gathered]
 
-    return tell
+    return gather_text
 
 
 def group_text_gatherer(group: dist.ProcessGroup | None) -> AllGatherText:
-    """Return the way to tell of a process group that carries CPU tensors."""
-    return text_gatherer(lambda heard, own: dist.all_gather(heard, own, group=group), dist.get_world_size(group))
+    """Return an all-gather of texts in a process group that supports CPU tensors."""
+    return text_gatherer(lambda gathered, own: dist.all_gather(gathered, own, group=group), dist.get_world_size(group))
 
 
 def machine_id() -> str:
-    """Return what is equal on ranks that may share memory: the machine since it booted, and its view of processes.
+    """Return what is equal on ranks that may share memory: host name, boot id, and the pid and network namespaces.
 
-    Ranks in different containers see different processes, and could not open each other's memory. Ranks in different
-    network namespaces stand for different machines, here and in tests: what goes between them goes over the network.
+    Ranks in different containers cannot open each other's memory. Tests use network namespaces as machines.
     """
     boot = Path("/proc/sys/kernel/random/boot_id")
     parts = [socket.gethostname(), boot.read_text().strip() if boot.exists() else "?"]
@@ -53,6 +52,6 @@ def machine_id() -> str:
     return "/".join(parts)
 
 
-def on_one_machine(tell: AllGatherText, rank: int) -> bool:
-    """Whether all ranks are on this machine, and it has what shared memory needs; equal on all ranks."""
-    return len(set(tell(machine_id() if futex.is_available() else f"rank {rank} has no futex"))) == 1
+def on_one_machine(gather_text: AllGatherText, rank: int) -> bool:
+    """Whether all ranks are on this machine and it supports shared memory; equal on all ranks."""
+    return len(set(gather_text(machine_id() if futex.is_available() else f"rank {rank} has no futex"))) == 1

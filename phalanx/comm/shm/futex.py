@@ -1,7 +1,7 @@
-"""Waiting for another process without burning a core and without sleeping: Linux's futex, through libc.
+"""Linux's futex, through libc: waiting for another process without polling.
 
-A futex is a 32-bit word in shared memory. `wait` hands the core to others until the word is woken, and returns at once
-when the word has changed already: no wake-up can be lost between a look at the word and the wait.
+A futex is a 32-bit word in shared memory. `wait` blocks until the word is woken, and returns at once when the word has
+changed already: no wake-up is lost between reading the word and waiting.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 
 _NUMBERS = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "ppc64le": 221, "s390x": 238}
 _WAIT, _WAKE_OP = 0, 5
-_EVERYONE = 2**31 - 1
+_ALL_WAITERS = 2**31 - 1
 _ADD_ONE = 1 << 28 | 1 << 12
 """FUTEX_OP_ADD with the operand 1."""
 
@@ -28,12 +28,12 @@ _syscall = ctypes.CDLL(None, use_errno=True).syscall if _NUMBER is not None else
 
 
 def is_available() -> bool:
-    """Whether this system has futexes whose number we know."""
+    """Whether this system has futexes with a known system call number."""
     return _syscall is not None
 
 
 def wait(address: int, seen: int, seconds: float) -> None:
-    """Wait until the word at `address` is woken, unless it is no longer what was `seen`; at most so many seconds."""
+    """Wait until the word at `address` is woken, unless it differs from `seen`; at most so many seconds."""
     limit = _Timespec(int(seconds), int(seconds % 1 * 1e9))
     if _syscall(_NUMBER, ctypes.c_void_p(address), _WAIT, ctypes.c_uint32(seen), ctypes.byref(limit), None, 0) != 0:  # type: ignore[misc]
         reason = ctypes.get_errno()
@@ -42,12 +42,11 @@ def wait(address: int, seen: int, seconds: float) -> None:
 
 
 def count_and_wake(address: int) -> None:
-    """Add one to the word at `address`, and wake everyone who waits for it.
+    """Add one to the word at `address`, and wake all processes that wait for it.
 
-    The kernel adds, atomically and after everything that this rank wrote before: no machine may show others the new
-    count and old data.
+    The kernel adds atomically, after all earlier writes of this rank: a process that sees the new count sees the data.
     """
     word = ctypes.c_void_p(address)
-    if _syscall(_NUMBER, word, _WAKE_OP, _EVERYONE, 0, word, _ADD_ONE) < 0:  # type: ignore[misc]
+    if _syscall(_NUMBER, word, _WAKE_OP, _ALL_WAITERS, 0, word, _ADD_ONE) < 0:  # type: ignore[misc]
         reason = ctypes.get_errno()
         raise OSError(reason, f"futex wake: {os.strerror(reason)}")

@@ -1,7 +1,7 @@
-"""Memory that all ranks of one machine map: an unnamed file of /dev/shm, and tensors that live in it.
+"""Memory that all ranks of one machine map: an unnamed file in /dev/shm, and tensors in it.
 
-Rank 0 creates the file without a name and the others open it through /proc, so nothing is left in /dev/shm however a
-rank ends. All pages are reserved at once: a full /dev/shm is an error at the start instead of a SIGBUS later.
+Rank 0 creates the file without a name and the others open it through /proc, so nothing remains in /dev/shm after a
+failure. All pages are allocated at once: a full /dev/shm is an error at the start instead of a SIGBUS later.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ def round_up(nbytes: int, unit: int = PAGE) -> int:
 
 
 class SharedPages:
-    """`nbytes` of memory, the same on every rank of a group that lives on one machine."""
+    """`nbytes` of memory that all ranks of a group on one machine share."""
 
-    def __init__(self, tell: AllGatherText, rank: int, size: int, nbytes: int, *, later: int = 0) -> None:
-        """Make or open the memory; all ranks call this, and all succeed or all raise.
+    def __init__(self, gather_text: AllGatherText, rank: int, size: int, nbytes: int, *, later: int = 0) -> None:
+        """Create or open the memory; all ranks call this, and all succeed or all raise.
 
-        `later`: bytes that will be asked for next, so that what is missing is said once and whole.
+        `later`: bytes that will be needed next, so that an error states the whole amount.
         """
         self.rank, self.size, self.nbytes = rank, size, nbytes
         self._fd = -1
@@ -44,20 +44,20 @@ class SharedPages:
             made = self._create(later) if rank == 0 else ""
         except OSError as error:
             problem = error.strerror or str(error)
-        made = tell(made)[0]
+        made = gather_text(made)[0]
         if made and rank != 0:
             problem = self._open(made)
-        problems = [text for text in tell(problem) if text]
+        problems = [text for text in gather_text(problem) if text]
         if problems:
             self.close()
-            raise SharedMemoryUnavailable(problems[0], hint=f"Make it larger: mount {SHM} anew, docker --shm-size.")
+            raise SharedMemoryUnavailable(problems[0], hint=f"Make it larger: remount {SHM}, docker --shm-size.")
 
     def _create(self, later: int) -> str:
         needed = self.nbytes + PAGE
         disk = os.statvfs(SHM)
-        free, all_of_it = disk.f_bavail * disk.f_frsize, needed + (later + PAGE if later else 0)
-        if free < all_of_it:
-            raise OSError(0, f"{SHM} has {free / 2**20:.1f} MB free and {all_of_it / 2**20:.1f} MB are needed")
+        free, total = disk.f_bavail * disk.f_frsize, needed + (later + PAGE if later else 0)
+        if free < total:
+            raise OSError(0, f"{SHM} has {free / 2**20:.1f} MB free and {total / 2**20:.1f} MB are needed")
         self._fd = os.open(SHM, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
         os.posix_fallocate(self._fd, 0, needed)
         token = secrets.token_bytes(_TOKEN_BYTES)
@@ -66,7 +66,7 @@ class SharedPages:
         return f"{os.getpid()} {self._fd} {token.hex()}"
 
     def _open(self, where: str) -> str:
-        """Open what rank 0 made; return what is wrong with it, or nothing."""
+        """Open the memory of rank 0; return what is wrong with it, or an empty string."""
         pid, fd, token = where.split()
         try:
             self._fd = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
@@ -85,12 +85,12 @@ class SharedPages:
 
     def is_alive(self, rank: int) -> bool:
         """Whether the process of a rank still holds its lock."""
-        question = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, rank, 1, 0)
-        answer = _FLOCK.unpack(fcntl.fcntl(self._fd, fcntl.F_GETLK, question))
+        request = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, rank, 1, 0)
+        answer = _FLOCK.unpack(fcntl.fcntl(self._fd, fcntl.F_GETLK, request))
         return rank == self.rank or answer[0] != fcntl.F_UNLCK
 
     def close(self) -> None:
-        """Let go of the file; the memory itself stays as long as tensors live in it."""
+        """Close the file; the memory remains as long as tensors use it."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -100,10 +100,10 @@ class SharedPages:
 
 
 class SymmetricTensors:
-    """Makes tensors in shared pages, and finds the peers of what lies in them by its address."""
+    """Creates tensors in shared pages, and finds the other ranks' tensors by address."""
 
-    def __init__(self, tell: AllGatherText, rank: int, size: int) -> None:
-        self._tell, self._rank, self._size = tell, rank, size
+    def __init__(self, gather_text: AllGatherText, rank: int, size: int) -> None:
+        self._gather_text, self._rank, self._size = gather_text, rank, size
         self._made: list[tuple[SharedPages, list[torch.Tensor]]] = []
         self._found: dict[tuple[int, int, torch.dtype], list[torch.Tensor]] = {}
 
@@ -112,30 +112,30 @@ class SymmetricTensors:
         if numel == 0:
             return torch.empty(0, dtype=dtype)
         room = round_up(numel * dtype.itemsize)
-        pages = SharedPages(self._tell, self._rank, self._size, self._size * room)
-        everyones = [
+        pages = SharedPages(self._gather_text, self._rank, self._size, self._size * room)
+        by_rank = [
             torch.frombuffer(pages.memory, dtype=torch.uint8, offset=rank * room, count=numel * dtype.itemsize)
             for rank in range(self._size)
         ]
-        self._made.append((pages, everyones))
-        return everyones[self._rank].view(dtype)
+        self._made.append((pages, by_rank))
+        return by_rank[self._rank].view(dtype)
 
     def find(self, flat: torch.Tensor) -> list[torch.Tensor] | None:
-        """Return what lies at the same place on each rank, if this flat, contiguous tensor lies in shared pages."""
+        """Return the corresponding tensors of all ranks, if this flat, contiguous tensor is in shared pages."""
         key = (flat.data_ptr(), flat.numel(), flat.dtype)
         found = self._found.get(key)
         if found is None:
-            for _, everyones in self._made:
-                offset = flat.data_ptr() - everyones[self._rank].data_ptr()
-                if offset >= 0 and offset + flat.nbytes <= everyones[self._rank].nbytes:
-                    found = [one[offset : offset + flat.nbytes].view(flat.dtype) for one in everyones]
+            for _, by_rank in self._made:
+                offset = flat.data_ptr() - by_rank[self._rank].data_ptr()
+                if offset >= 0 and offset + flat.nbytes <= by_rank[self._rank].nbytes:
+                    found = [one[offset : offset + flat.nbytes].view(flat.dtype) for one in by_rank]
                     self._found[key] = found
         return found
 
     def close(self) -> None:
-        """Let go of the files; the memory stays as long as tensors live in it."""
+        """Close the files; the memory remains as long as tensors use it."""
         for pages, _ in self._made:
             pages.close()
         self._made.clear()
         self._found.clear()
-        del self._tell  # it leads back to the group, which would keep the pages until a collection of garbage
+        del self._gather_text  # it refers to the group, which would keep the pages until a garbage collection

@@ -12,7 +12,7 @@ from phalanx.errors import SharedMemoryUnavailable
 
 
 class SharedExchange:
-    """The ranks of one machine; `empty` gives tensors that are added up where they lie."""
+    """An `Exchange` of the ranks of one machine; tensors from `empty` are reduced in place."""
 
     def __init__(self, group: SharedGroup) -> None:
         self._group = group
@@ -43,19 +43,21 @@ class SharedExchange:
         return received
 
     def close(self) -> None:
-        """Let go of the pages."""
+        """Release the pages."""
         self._group.close()
 
 
-def share_memory(tell: AllGatherText, rank: int, size: int, *, timeout: float, room: int = 0) -> SharedGroup | None:
-    """Return the shared memory of ranks that are all on this machine, else None; all of them call this.
+def share_memory(
+    gather_text: AllGatherText, rank: int, size: int, *, timeout: float, room: int = 0
+) -> SharedGroup | None:
+    """Return the shared memory of ranks on one machine, else None; all ranks call this.
 
-    `room`: bytes that the caller will ask of it for tensors. Where there is too little, one warning says how much.
+    `room`: bytes that the caller will need for tensors. Where /dev/shm is too small, rank 0 warns.
     """
-    if not on_one_machine(tell, rank):
+    if not on_one_machine(gather_text, rank):
         return None
     try:
-        return SharedGroup(tell, rank, size, timeout=timeout, room=room)
+        return SharedGroup(gather_text, rank, size, timeout=timeout, room=room)
     except SharedMemoryUnavailable as error:
         if rank == 0:
             warnings.warn(f"no shared memory between these ranks, gloo is used instead: {error}", stacklevel=3)
@@ -63,8 +65,8 @@ def share_memory(tell: AllGatherText, rank: int, size: int, *, timeout: float, r
 
 
 def share_gradients(
-    tell: AllGatherText, rank: int, size: int, nbytes: int, *, timeout: float
+    gather_text: AllGatherText, rank: int, size: int, nbytes: int, *, timeout: float
 ) -> tuple[SharedExchange, torch.Tensor] | None:
-    """Return an exchange of the ranks of this machine, and so many bytes that lie in the memory they share, or None."""
-    group = share_memory(tell, rank, size, timeout=timeout, room=nbytes)
+    """Return an exchange of the ranks of this machine and `nbytes` of their shared memory, or None."""
+    group = share_memory(gather_text, rank, size, timeout=timeout, room=nbytes)
     return None if group is None else (SharedExchange(group), group.empty(nbytes, torch.uint8))

@@ -1,4 +1,4 @@
-"""DeepSpeed: ZeRO as a strategy, on ranks of our launcher or DeepSpeed's."""
+"""DeepSpeed: ZeRO as a strategy, on ranks that Phalanx or DeepSpeed launches."""
 
 from __future__ import annotations
 
@@ -7,21 +7,18 @@ from phalanx.engine import Engine
 
 
 class DeepSpeed(Engine):
-    """Offload to NVMe needs a folder, a compiler and, once, minutes; the rest is the strategy."""
+    """Checks what offload to NVMe needs; the rest is in the strategy."""
 
     strategy = "deepspeed"
 
     def check(self, config: DistributedConfig) -> None:
         """Check the folder and the compiler of `offload="nvme"`."""
-        if config.offload == "nvme":
-            from phalanx.engines.deepspeed.nvme import check_nvme
+        from phalanx.engines.deepspeed.nvme import check_nvme
 
-            check_nvme(config)
+        check_nvme(config)
 
     def notice(self, config: DistributedConfig) -> str | None:
         """Announce a compilation that takes minutes."""
-        if config.offload != "nvme":
-            return None
         from phalanx.engines.deepspeed.nvme import slow_start
 
         return slow_start(config)

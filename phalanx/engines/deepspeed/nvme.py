@@ -1,7 +1,4 @@
-"""What DeepSpeed's offload to NVMe needs of this machine: a folder, libaio, and minutes to compile its reader once.
-
-DeepSpeed finds out in the ranks, after minutes of compiling what comes before. No torch here.
-"""
+"""What DeepSpeed's offload to NVMe needs: a folder, libaio, and minutes to compile its reader once. No torch here."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ _COMPILE_LIMIT = 60.0
 
 
 def check_nvme(config: DistributedConfig) -> None:
-    """Refuse offload='nvme' where its folder or what it is compiled with is missing."""
+    """Raise for offload='nvme' where its folder, the compiler or libaio is missing."""
     if config.offload != "nvme" or config.nvme_path is None:
         return
     folder = Path(config.nvme_path)
@@ -38,13 +35,13 @@ def check_nvme(config: DistributedConfig) -> None:
 
 
 def slow_start(config: DistributedConfig) -> str | None:
-    """Return what to tell a user before ranks that will first compile for minutes, or None when they will not."""
+    """Return a notice for the user where the ranks will first compile for minutes, else None."""
     if config.offload != "nvme" or _installed("async_io") or _built("async_io", "async_io.so"):
         return None
     text = "DeepSpeed compiles its reader of NVMe first, which takes minutes, once for this machine"
     locks = [str(lock) for name in _EXTENSIONS for lock in _built(name, "lock")]
-    if locks:  # torch waits for the holder of a lock for ever, also for one that was killed
-        text += f"; if no other run is compiling, delete what a killed one left, or it waits: {' '.join(locks)}"
+    if locks:  # torch waits for a lock for ever, also for that of a killed process
+        text += f"; if no other run is compiling, delete the locks of a killed one, or it waits: {' '.join(locks)}"
     return text
 
 
@@ -60,17 +57,17 @@ def _check_compiler() -> None:
     tried = subprocess.run(words, input=_PROGRAM, capture_output=True, text=True, timeout=_COMPILE_LIMIT, check=False)
     if tried.returncode != 0:
         raise UsageError(
-            "offload = 'nvme' makes DeepSpeed compile its reader, and what uses libaio does not compile here",
-            hint="Install libaio's headers: apt install libaio-dev (dnf install libaio-devel); or say where they are "
+            "offload = 'nvme' makes DeepSpeed compile its reader, and a program with libaio does not compile here",
+            hint="Install libaio's headers: apt install libaio-dev (dnf install libaio-devel); or give their path "
             "by CFLAGS=-I... and LDFLAGS=-L...",
         )
 
 
 def _installed(name: str) -> list[Path]:
-    """Return the extension that DeepSpeed was installed with, if it was."""
+    """Return the extension that was installed together with DeepSpeed, if any."""
     package = importlib.util.find_spec("deepspeed")
-    places = (package.submodule_search_locations or []) if package is not None else []
-    return [found for place in places for found in Path(place).glob(f"ops/*/{name}_op*.so")]
+    folders = (package.submodule_search_locations or []) if package is not None else []
+    return [found for folder in folders for found in Path(folder).glob(f"ops/*/{name}_op*.so")]
 
 
 def _built(name: str, file: str) -> list[Path]:

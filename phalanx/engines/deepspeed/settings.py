@@ -20,13 +20,13 @@ _BY_WIDTH: dict[str, Callable[[int], int]] = {
     "stage3_prefetch_bucket_size": lambda width: int(0.9 * width * width),
     "stage3_param_persistence_threshold": lambda width: 10 * width,
 }
-"""Sizes that follow the model's width, by the rule that users of "auto" know from Hugging Face."""
+"""Sizes that depend on the model's width, by the rule of Hugging Face for "auto"."""
 
 
 def build_settings(config: DistributedConfig, world: World, model: nn.Module) -> dict[str, Any]:
-    """Return what `deepspeed.initialize` is given; the config has taken over what the JSON says outright."""
+    """Return the settings for `deepspeed.initialize`; explicit settings of the JSON are in the config already."""
     settings = engine_settings(config)
-    batch_size = config.batch_size or 1  # a DataLoader's own, perhaps; the engine only reports with it
+    batch_size = config.batch_size or 1  # a DataLoader may have another; the engine only reports it
     accumulation = config.gradient_accumulation_steps
     settings["train_micro_batch_size_per_gpu"] = batch_size
     settings["gradient_accumulation_steps"] = accumulation
@@ -59,31 +59,31 @@ def _set_zero(settings: dict[str, Any], config: DistributedConfig, model: nn.Mod
     shape = getattr(model, "config", None)
     for name, size in _BY_WIDTH.items():
         if zero.get(name) == AUTO and implements(shape, HasHiddenSize):
-            zero[name] = size(shape.hidden_size)  # else DeepSpeed's own default
+            zero[name] = size(shape.hidden_size)  # otherwise DeepSpeed's default
     settings["zero_optimization"] = zero
     settings.setdefault("zero_allow_untested_optimizer", True)  # any torch optimizer steps on flat fp32 partitions
 
 
 def _set_optimizer(settings: dict[str, Any], config: DistributedConfig, world: World) -> None:
-    """Fill the JSON's optimizer, where it names one; without one DeepSpeed steps with ours."""
+    """Complete the JSON's optimizer, if it names one; otherwise DeepSpeed steps with the user's."""
     section = settings.get("optimizer")
     if section is None or section.get("type", AUTO) == AUTO:
         settings.pop("optimizer", None)
-        settings.setdefault("zero_force_ds_cpu_optimizer", False)  # offload steps with ours, too
+        settings.setdefault("zero_force_ds_cpu_optimizer", False)  # offload steps with the user's optimizer, too
         return
     params = {"lr": config.learning_rate, "weight_decay": config.weight_decay, **section.get("params", {})}
-    params |= {name: getattr(config, ours) for name, ours in _OURS.items() if params.get(name) == AUTO}
+    params |= {name: getattr(config, field) for name, field in _FIELDS.items() if params.get(name) == AUTO}
     if optimizer_name(settings) in ("adam", "adamw") and world.device.type == "cpu":
-        params.setdefault("torch_adam", True)  # DeepSpeed's own would be compiled first, for minutes
+        params.setdefault("torch_adam", True)  # DeepSpeed's Adam would be compiled first, for minutes
     if params.get("torch_adam"):
         settings.setdefault("zero_force_ds_cpu_optimizer", False)
     settings["optimizer"] = {**section, "params": params}
 
 
-_OURS = {"lr": "learning_rate", "weight_decay": "weight_decay", "momentum": "momentum"}
+_FIELDS = {"lr": "learning_rate", "weight_decay": "weight_decay", "momentum": "momentum"}
 
 
 def _without_auto(settings: dict[str, Any]) -> dict[str, Any]:
-    """Drop every "auto" that is left: then DeepSpeed's own default holds."""
+    """Drop every remaining "auto", so that DeepSpeed's default applies."""
     kept = {name: value for name, value in settings.items() if value != AUTO}
     return {name: _without_auto(value) if isinstance(value, dict) else value for name, value in kept.items()}

@@ -1,8 +1,4 @@
-"""Weights and optimizer states out of DeepSpeed's partitions and back, whole and under canonical names.
-
-ZeRO keeps flat fp32 partitions: each rank's optimizer steps on its own. A checkpoint of ours holds parameters and their
-states by name, so that it loads at any other layout.
-"""
+"""Whole weights and optimizer states, by canonical name, from and to DeepSpeed's flat fp32 partitions."""
 
 from __future__ import annotations
 
@@ -16,7 +12,7 @@ from phalanx.errors import CheckpointError, UsageError
 
 
 class EngineState:
-    """What is remembered of a model and its optimizer before the engine flattens them, to name its parts by."""
+    """The names of a model's and its optimizer's parts, recorded before the engine flattens them."""
 
     def __init__(self, deepspeed: ModuleType, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._deepspeed = deepspeed
@@ -31,24 +27,24 @@ class EngineState:
 
     @property
     def partitioned(self) -> bool:
-        """Whether the engine keeps partitions; at stage 0 the model and the optimizer hold everything themselves."""
+        """Whether the engine has partitions; at stage 0 the model and the optimizer have everything."""
         return self._zero is not None
 
     def connect(self, engine: Any) -> None:
-        """Note the engine that took the model over."""
+        """Store the engine's optimizer, which has the partitions."""
         zero = engine.optimizer
         if isinstance(zero, torch.optim.Optimizer):
             return
         self._stage_3 = hasattr(zero, "fp32_partitioned_groups_flat")
         if not self._stage_3 and not hasattr(zero, "single_partition_of_fp32_groups"):
             raise UsageError(
-                f"DeepSpeed chose {type(zero).__name__} for these settings, whose gradients cannot be reached",
+                f"DeepSpeed chose {type(zero).__name__} for these settings, whose gradients are not accessible",
                 hint="Set zero_stage to 1, 2 or 3, and leave data_types out of the JSON.",
             )
         self._zero = zero
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Gather all weights, those that are trained from their fp32 masters; all ranks must call this."""
+        """Gather all weights, trained ones from their fp32 masters; all ranks must call this."""
         gathered: dict[int, torch.Tensor] = {}
         state = {}
         for name, tensor in self._model.state_dict(keep_vars=True).items():
@@ -67,7 +63,7 @@ class EngineState:
         return tensor.detach().clone()
 
     def load_weights(self, weights: dict[str, torch.Tensor]) -> None:
-        """Put whole weights into the model and into the fp32 masters."""
+        """Load whole weights into the model and into the fp32 masters."""
         for name, tensor in self._model.state_dict(keep_vars=True).items():
             value = weights[name].to(tensor.device)
             partitioned = self._stage_3 and isinstance(tensor, nn.Parameter)
@@ -77,7 +73,7 @@ class EngineState:
                 self._set(tensor, value.float(), None)
 
     def _set(self, parameter: nn.Parameter, value: torch.Tensor, key: str | None) -> None:
-        """Put this rank's part of a whole value into the master (no key), or into an optimizer state."""
+        """Write this rank's part of a whole value into the master (no key), or into an optimizer state."""
         if not self._stage_3:
             parameter.set_full_hp_param(value, key)  # type: ignore[attr-defined]
             return
@@ -111,7 +107,7 @@ class EngineState:
         return found.detach().cpu().clone()
 
     def load_optimizer_state(self, state: dict[str, Any]) -> None:
-        """Put the states of all trained parameters into the partitions, and the groups' settings back."""
+        """Load the states of all trained parameters into the partitions, and the groups' settings."""
         optimizer, flats = self._ready_optimizer()
         found: dict[str, Any] = {}
         for name, values in state["state"].items():
@@ -127,7 +123,7 @@ class EngineState:
             group.update({key: value for key, value in saved.items() if key != "params"})
 
     def _ready_optimizer(self) -> tuple[torch.optim.Optimizer, list[torch.Tensor]]:
-        """Return the optimizer of the partitions and those; give it its state where it has not stepped yet."""
+        """Return the optimizer of the partitions and the partitions; initialise its state before the first step."""
         zero = self._zero
         optimizer: torch.optim.Optimizer = zero.optimizer
         flats = zero.fp32_partitioned_groups_flat if self._stage_3 else zero.single_partition_of_fp32_groups
@@ -146,7 +142,7 @@ class EngineState:
         return optimizer, list(flats)
 
     def restore(self, weights: dict[str, torch.Tensor], device: torch.device) -> None:
-        """Give the model ordinary parameters again, without DeepSpeed's attributes."""
+        """Restore ordinary parameters, without DeepSpeed's attributes."""
         for name, parameter in self._named.items():
             for mark in set(vars(parameter)) - self._marks[name]:
                 delattr(parameter, mark)
@@ -158,7 +154,7 @@ class EngineState:
 
 
 def _make_state(optimizer: torch.optim.Optimizer, flat: torch.Tensor, group: dict[str, Any]) -> None:
-    """Let the optimizer make its state for a partition by an empty step, and leave that state as if it had not."""
+    """Initialise the optimizer's state for a partition by an empty step, and reset it to zero."""
     groups, gradient = optimizer.param_groups, flat.grad
     flat.grad = torch.zeros_like(flat)
     optimizer.param_groups = [{**group, "params": [flat], "lr": 0.0}]
@@ -171,11 +167,11 @@ def _make_state(optimizer: torch.optim.Optimizer, flat: torch.Tensor, group: dic
             value.zero_()
 
 
-def _copied(values: dict[str, Any], places: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return values of which tensors are copies, on the device where `places` has them."""
+def _copied(values: dict[str, Any], like: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return values with tensors copied, to the device of the same key in `like`, else to the CPU."""
     return {
-        key: value.clone().to(places[key].device)
-        if places and key in places
+        key: value.clone().to(like[key].device)
+        if like and key in like
         else value.cpu().clone()
         if isinstance(value, torch.Tensor)
         else value

@@ -1,7 +1,7 @@
-"""deepspeed: DeepSpeed's own engine keeps the ranks in step (ZeRO's stages 0 to 3, CPU and NVMe offload).
+"""deepspeed: DeepSpeed's engine synchronises the ranks (ZeRO's stages 0 to 3, CPU and NVMe offload).
 
-The engine needs the model and its optimizer at once, so it is built when the optimizer is prepared. It gets the scaled
-loss and the boundary from the loop; clipping, token weights and checkpoints under canonical names are done here.
+The engine needs both the model and its optimizer, so it is built when the optimizer is prepared. It gets the scaled
+loss and the step boundary from the loop; clipping, token weights and checkpoints by canonical name are done here.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from phalanx.world.world import World
 
 
 class EngineModule(nn.Module):
-    """The user's model behind DeepSpeed's engine; the bare model as long as there is no optimizer, and so no engine."""
+    """The user's model inside DeepSpeed's engine; the bare model before there is an engine."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class EngineModule(nn.Module):
             super().__setattr__(name, value)
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        """Run the model through the engine; with bf16 or fp16 weights inputs go in, and fp32 comes out."""
+        """Run the engine; for bf16 or fp16 weights inputs are converted to their dtype, and outputs to fp32."""
         if self.engine is None:
             return self.module(*inputs, **named)
         if self.dtype is None:
@@ -61,7 +61,7 @@ class DeepSpeed(Strategy):
     """deepspeed.initialize and the engine that it returns; one model and one optimizer."""
 
     name = "deepspeed"
-    shards = True  # and DeepSpeed keeps the groups of its first engine for the process's life
+    shards = True  # and DeepSpeed keeps the groups of its first engine until the process ends
     owns_step = owns_precision = owns_gradients = True
 
     def __init__(self, config: DistributedConfig, world: World) -> None:
@@ -76,7 +76,7 @@ class DeepSpeed(Strategy):
             join_alone(world.device)
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """Hold the model until its optimizer is known."""
+        """Keep the model until its optimizer is known."""
         if self._wrapped is not None:
             raise UsageError("strategy = 'deepspeed' trains one model", hint="Use strategy='fsdp' for several.")
         if any(parameter.is_meta for parameter in model.parameters()):
@@ -94,7 +94,7 @@ class DeepSpeed(Strategy):
         return wrapped.module if isinstance(wrapped, EngineModule) else wrapped
 
     def set_sync(self, wrapped: nn.Module, sync: bool) -> None:
-        """Set whether the next backward completes a step."""
+        """Set whether the next backward is the last of a step."""
         self._sync = sync
         if self._wrapped is not None and self._wrapped.engine is not None:
             self._wrapped.engine.set_gradient_accumulation_boundary(sync)
@@ -127,7 +127,7 @@ class DeepSpeed(Strategy):
 
     @property
     def engine(self) -> Any:
-        """DeepSpeed's engine, which the prepared optimizer brings."""
+        """DeepSpeed's engine, which is built for the prepared optimizer."""
         if self._wrapped is None or self._wrapped.engine is None:
             raise UsageError(
                 "DeepSpeed's engine needs the optimizer before the first backward",
@@ -136,11 +136,11 @@ class DeepSpeed(Strategy):
         return self._wrapped.engine
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Let the engine run backward on a loss that carries its share of the global batch already."""
+        """Run the engine's backward on a loss that is scaled by its share of the global batch already."""
         self.engine.backward(loss, scale_wrt_gas=False)
 
     def divide_gradients(self, parameters: Sequence[nn.Parameter], divisor: torch.Tensor) -> None:
-        """Divide what `.grad` holds; ZeRO's gradients are divided in its step, where it takes a loss scale out."""
+        """Divide the gradients; ZeRO divides them in its step, together with the loss scale."""
         if self._shards_gradients:
             self._divisor = divisor
         else:
@@ -154,7 +154,7 @@ class DeepSpeed(Strategy):
         return self.grad_norm(parameters)
 
     def grad_norm(self, parameters: Sequence[nn.Parameter]) -> torch.Tensor:
-        """Return the one norm of the partitions that the ranks hold."""
+        """Return the global norm of the ranks' partitions."""
         if not self._shards_gradients:
             return super().grad_norm(parameters)
         zero = self.engine.optimizer
@@ -164,7 +164,7 @@ class DeepSpeed(Strategy):
         return norm if self._divisor is None else norm / self._divisor
 
     def step(self, optimizer_step: Callable[[], object]) -> None:
-        """Take the engine's step; the boundary is set again, for it may already be that of the next backward."""
+        """Take the engine's step; the boundary is set first, as it may already be that of the next backward."""
         engine = self.engine
         engine.set_gradient_accumulation_boundary(True)
         zero = engine.optimizer
@@ -183,7 +183,7 @@ class DeepSpeed(Strategy):
         return self.config.zero_stage is not None
 
     def state(self, wrapped: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
-        """Gather whole fp32 weights and optimizer states, under canonical names, on every rank's CPU."""
+        """Gather whole fp32 weights and optimizer states by canonical name, on every rank's CPU."""
         if self._state is None or not self._state.partitioned:
             return super().state(wrapped, optimizers)
         state: dict[str, Any] = {"model": self._state.weights()}
@@ -192,7 +192,7 @@ class DeepSpeed(Strategy):
     def load_state(
         self, wrapped: nn.Module, optimizers: Sequence[torch.optim.Optimizer], state: dict[str, Any]
     ) -> None:
-        """Put whole weights and states back into the partitions."""
+        """Load whole weights and states into the partitions."""
         if self._state is None or not self._state.partitioned:
             super().load_state(wrapped, optimizers, state)
             return
@@ -201,7 +201,7 @@ class DeepSpeed(Strategy):
             self._state.load_optimizer_state(state["optimizer"])
 
     def return_weights(self, wrapped: nn.Module) -> None:
-        """Give the model whole fp32 weights again, without DeepSpeed's attributes on them."""
+        """Restore whole fp32 weights in the model, without DeepSpeed's attributes."""
         if self._state is not None and self._state.partitioned:
             weights = self._state.weights()
             self.close()
@@ -222,7 +222,7 @@ _LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def import_deepspeed(device: torch.device) -> ModuleType:
-    """Import DeepSpeed for this device, quietly, and without what it would compile unasked."""
+    """Import DeepSpeed for this device, without its warnings and unneeded compilations."""
     with rank_environment(None, DS_ACCELERATOR=device.type):
         try:
             import deepspeed
@@ -237,21 +237,21 @@ def import_deepspeed(device: torch.device) -> ModuleType:
             hint=f"Set DS_ACCELERATOR={device.type} before deepspeed is imported.",
         )
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    # Its own calls of torch's collectives, by their older names, would warn in every run.
+    # It calls torch's collectives by their old names, which would warn in every run.
     warnings.filterwarnings("ignore", message="`torch.distributed.*is deprecated", category=FutureWarning)
     if device.type == "cpu":
-        # Its shared-memory collectives are compiled for minutes at the first start; gloo has them all.
+        # Its shared-memory collectives would be compiled for minutes at the first start; gloo is used instead.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     module: ModuleType = deepspeed
     return module
 
 
 def _check_same(optimizer: torch.optim.Optimizer, params: dict[str, Any]) -> None:
-    """Refuse an optimizer given in Python that differs from the one in the JSON."""
+    """Raise for an optimizer in Python that differs from the one in the JSON."""
     for name in ("lr", "weight_decay"):
-        ours, theirs = optimizer.defaults.get(name), params.get(name)
-        if ours is not None and theirs is not None and float(ours) != float(theirs):
+        given, in_json = optimizer.defaults.get(name), params.get(name)
+        if given is not None and in_json is not None and float(given) != float(in_json):
             raise UsageError(
-                f"the optimizer has {name} = {ours}, but deepspeed_config says optimizer.params.{name} = {theirs}",
+                f"the optimizer has {name} = {given}, but deepspeed_config says optimizer.params.{name} = {in_json}",
                 hint='Leave "optimizer" out of the JSON, or do not give one in Python.',
             )

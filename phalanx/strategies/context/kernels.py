@@ -1,11 +1,14 @@
-"""Attention over one block of keys, with the log-sum-exp that lets blocks be merged: torch's flash kernels, or by hand.
+"""Attention over one block of keys with the log-sum-exp to merge blocks: torch's flash kernels, or plain operations.
 
-Backward takes the output and the log-sum-exp of *all* blocks: then a block's part of the gradient is exact.
+All tensors are [batch, heads, time, head width], and keys may have fewer heads. Forward returns the output and the
+log-sum-exp [batch, heads, time]. Backward takes the output and the log-sum-exp of *all* blocks, so that a block's part
+of the gradients of query, key and value is exact.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,89 +16,56 @@ from torch import Tensor
 from phalanx import torch_compat
 
 ROWS = 1024
-"""How many queries the kernel by hand scores at a time: it stores no more than this many rows of scores."""
+"""How many queries the plain kernel scores at a time, which limits its memory."""
 
 
-class Kernel(Protocol):
-    """Attention over a block of keys: all tensors are [batch, heads, time, head width], keys may have fewer heads."""
+def _forward(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    key, value = _precise(_repeat(key, query)), _precise(_repeat(value, query))
+    outs, sums = [], []
+    for start, rows in _pieces(query):
+        scores = _scores(rows, key, start if causal else None)
+        sums.append(scores.logsumexp(-1))
+        outs.append((scores - sums[-1][..., None]).exp() @ value)
+    return torch.cat(outs, 2).to(query.dtype), torch.cat(sums, 2)
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
-        """Return the output and the log-sum-exp [batch, heads, time] of the scores."""
 
-    def backward(
-        self, gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, *, causal: bool
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return this block's part of the gradients of query, key and value."""
+def _backward(
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    heads, scale = key.shape[1], query.shape[-1] ** -0.5
+    key, value = _precise(_repeat(key, query)), _precise(_repeat(value, query))
+    for_query, for_key, for_value = [], torch.zeros_like(key), torch.zeros_like(value)
+    for start, rows in _pieces(query):
+        these = slice(start, start + rows.shape[2])
+        into, mixed = _precise(gradient[:, :, these]), _precise(out[:, :, these])
+        shares = (_scores(rows, key, start if causal else None) - lse[:, :, these, None]).exp()
+        towards = into @ value.mT - (into * mixed).sum(-1, keepdim=True)
+        for_scores = shares * towards * scale
+        for_query.append(for_scores @ key)
+        for_key += for_scores.mT @ rows
+        for_value += shares.mT @ into
+    return torch.cat(for_query, 2), _fold(for_key, heads), _fold(for_value, heads)
+
+
+class Kernel(NamedTuple):
+    """Forward and backward of attention over a block of keys."""
+
+    forward: Callable[..., tuple[Tensor, Tensor]]
+    backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+
+
+CPU_FLASH = Kernel(torch_compat.flash_cpu, torch_compat.flash_cpu_backward)
+CUDA_FLASH = Kernel(torch_compat.flash_cuda, torch_compat.flash_cuda_backward)
+PLAIN = Kernel(_forward, _backward)
+"""Any device and dtype."""
 
 
 def choose_kernel(query: Tensor) -> Kernel:
     """Return the fastest kernel for tensors like this one."""
     if query.device.type == "cpu":
-        return CPUFlash()
+        return CPU_FLASH
     fits = query.shape[-1] % 8 == 0 and query.shape[-1] <= 256
-    if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and fits:
-        return CUDAFlash()
-    return ByHand()
-
-
-class CPUFlash:
-    """torch's flash attention for CPUs: every floating dtype, and groups of query heads."""
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
-        """See `Kernel`."""
-        return torch_compat.flash_cpu(query, key, value, causal)
-
-    def backward(
-        self, gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, *, causal: bool
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `Kernel`."""
-        return torch_compat.flash_cpu_backward(gradient, query, key, value, out, lse, causal)
-
-
-class CUDAFlash:
-    """torch's flash attention for half precision on CUDA; it knows groups of query heads, too."""
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
-        """See `Kernel`."""
-        return torch_compat.flash_cuda(query, key, value, causal)
-
-    def backward(
-        self, gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, *, causal: bool
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `Kernel`."""
-        return torch_compat.flash_cuda_backward(gradient, query, key, value, out, lse, causal)
-
-
-class ByHand:
-    """The formula itself, some rows of queries at a time: any device, any dtype."""
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
-        """See `Kernel`."""
-        key, value = _precise(_repeat(key, query)), _precise(_repeat(value, query))
-        outs, sums = [], []
-        for start, rows in _pieces(query):
-            scores = _scores(rows, key, start if causal else None)
-            sums.append(scores.logsumexp(-1))
-            outs.append((scores - sums[-1][..., None]).exp() @ value)
-        return torch.cat(outs, 2).to(query.dtype), torch.cat(sums, 2)
-
-    def backward(
-        self, gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, *, causal: bool
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `Kernel`."""
-        heads, scale = key.shape[1], query.shape[-1] ** -0.5
-        key, value = _precise(_repeat(key, query)), _precise(_repeat(value, query))
-        for_query, for_key, for_value = [], torch.zeros_like(key), torch.zeros_like(value)
-        for start, rows in _pieces(query):
-            these = slice(start, start + rows.shape[2])
-            into, mixed = _precise(gradient[:, :, these]), _precise(out[:, :, these])
-            shares = (_scores(rows, key, start if causal else None) - lse[:, :, these, None]).exp()
-            towards = into @ value.mT - (into * mixed).sum(-1, keepdim=True)
-            for_scores = shares * towards * scale
-            for_query.append(for_scores @ key)
-            for_key += for_scores.mT @ rows
-            for_value += shares.mT @ into
-        return torch.cat(for_query, 2), _fold(for_key, heads), _fold(for_value, heads)
+    return CUDA_FLASH if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) and fits else PLAIN
 
 
 def _pieces(query: Tensor) -> list[tuple[int, Tensor]]:
@@ -103,7 +73,7 @@ def _pieces(query: Tensor) -> list[tuple[int, Tensor]]:
 
 
 def _scores(rows: Tensor, key: Tensor, start: int | None) -> Tensor:
-    """Return the scaled scores; with `start`, keys after a row's own position are hidden."""
+    """Return the scaled scores; with `start`, keys after a row's position are masked."""
     scores: Tensor = rows @ key.mT * rows.shape[-1] ** -0.5
     if start is None:
         return scores
@@ -122,7 +92,7 @@ def _repeat(shared: Tensor, query: Tensor) -> Tensor:
 
 
 def _fold(gradient: Tensor, heads: int) -> Tensor:
-    """Add up the gradients of a key (or value) head over the query heads that it served."""
+    """Add up the gradients of a key (or value) head over its query heads."""
     if gradient.shape[1] == heads:
         return gradient
     batch, _, time, width = gradient.shape

@@ -18,7 +18,7 @@ _GRADIENTS = 1
 
 
 class RingAttention(nn.Module):
-    """Takes the place of a model's inner attention; each rank gives and gets its slice of the sequence."""
+    """Replaces a model's inner attention; inputs and output are this rank's slice of the sequence."""
 
     def __init__(self, ring: Ring, *, causal: bool, dropout: float) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class RingAttention(nn.Module):
         self.dropout = dropout
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Mix the values of all ranks: [batch, heads, slice, head width] three times in, once out."""
+        """Return the attention over the keys and values of all ranks; all tensors are [batch, heads, slice, width]."""
         if self.training and self.dropout > 0:
             raise ModelError(
                 f"context_parallel cannot drop attention weights (dropout = {self.dropout}): no rank has all of them",
@@ -36,12 +36,12 @@ class RingAttention(nn.Module):
         if torch.is_autocast_enabled(query.device.type):  # as torch's own attention does
             dtype = torch.get_autocast_dtype(query.device.type)
             query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-        mixed: Tensor = _Travelling.apply(query, key, value, self.ring, self.causal)  # type: ignore[no-untyped-call]
+        mixed: Tensor = _RingFunction.apply(query, key, value, self.ring, self.causal)  # type: ignore[no-untyped-call]
         return mixed
 
 
-class _Travelling(torch.autograd.Function):
-    """Attention over a ring: what is kept for backward is a rank's slice of everything, never a score."""
+class _RingFunction(torch.autograd.Function):
+    """Attention over a ring; it saves a rank's slices for backward, but no scores."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, ring: Ring, causal: bool) -> Tensor:
@@ -51,7 +51,7 @@ class _Travelling(torch.autograd.Function):
         for owner, pair in ring.travel(torch.stack([key, value])):
             rows, columns, masked = _seen(ring, owner, query.shape[2], causal=causal)
             keys, values = pair[:, :, :, columns].unbind(0)
-            block, sums = kernel.forward(query[:, :, rows], keys, values, causal=masked)
+            block, sums = kernel.forward(query[:, :, rows], keys, values, masked)
             if owner == ring.rank:
                 out, lse = block.to(precise), sums.contiguous()
             else:
@@ -75,8 +75,8 @@ class _Travelling(torch.autograd.Function):
             rows, columns, masked = _seen(ring, owner, query.shape[2], causal=ctx.causal)
             keys, values = pair[:, :, :, columns].unbind(0)
             into, asked, mixed, sums = (tensor[:, :, rows] for tensor in (gradient, query, out, lse))
-            found = kernel.backward(into, asked, keys, values, mixed, sums, causal=masked)
-            if flight is not None:  # what the ranks before found for these very keys and values
+            found = kernel.backward(into, asked, keys, values, mixed, sums, masked)
+            if flight is not None:  # the gradients of these keys and values from the ranks before
                 totals = flight.wait()
             for_query[:, :, rows] += found[0]
             totals[0, :, :, columns] += found[1]
@@ -96,30 +96,30 @@ def _seen(ring: Ring, owner: int, time: int, *, causal: bool) -> tuple[slice, sl
 
 
 def _merge(out: Tensor, lse: Tensor, block: Tensor, block_lse: Tensor) -> None:
-    """Add a block to the attention so far, in place: both count by the sums of their exponentials."""
+    """Add a block to the attention so far, in place, weighted by the sums of their exponentials."""
     total = torch.logaddexp(lse, block_lse)
     out.mul_((lse - total).exp_()[..., None]).add_(block * (block_lse - total).exp_()[..., None])
     lse.copy_(total)
 
 
 class Flight:
-    """A tensor on its way to the next rank, and the one that comes for it."""
+    """A tensor that is sent to the next rank, and the one that arrives from the previous rank."""
 
     def __init__(self, sent: Tensor, arriving: Tensor, works: list[dist.Work], device: torch.device) -> None:
-        self._sent = sent  # must live until it has left
+        self._sent = sent  # kept until it has been sent
         self._arriving = arriving
         self._works = works
         self._device = device
 
     def wait(self) -> Tensor:
-        """Return what came from the rank before."""
+        """Return the tensor of the previous rank."""
         for work in self._works:
             work.wait()
         return self._arriving.to(self._device)
 
 
 class Ring:
-    """The ranks of a group in a circle."""
+    """The ranks of a group in a ring."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
@@ -130,7 +130,7 @@ class Ring:
         self._through_host = dist.get_backend(group) == "gloo"  # which cannot send memory of a GPU
 
     def send(self, tensor: Tensor, tag: int = 0) -> Flight:
-        """Send a tensor on; the one that arrives has its shape and dtype."""
+        """Send a tensor to the next rank; the one that arrives has the same shape and dtype."""
         sent = tensor.contiguous()
         if self._through_host:
             sent = sent.cpu()
@@ -144,7 +144,7 @@ class Ring:
         return Flight(sent, arriving, works, tensor.device)
 
     def travel(self, mine: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Yield (owner, tensor) for every rank's tensor, its own first; the next is on its way by then."""
+        """Yield (owner, tensor) for every rank's tensor, this rank's first; the next is received meanwhile."""
         here = mine
         for step in range(self.size):
             flight = self.send(here) if step + 1 < self.size else None

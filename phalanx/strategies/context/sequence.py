@@ -8,12 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from phalanx import torch_compat
 from phalanx.errors import ModelError
 from phalanx.models.contract import ChecksLength, implements
 from phalanx.torch_compat import pytree
 
-_gather_into: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-"""torch 2.13 calls it by another name, and warns of the old one."""
+TARGET_NAMES = ("targets", "target", "labels", "label", "y")
+"""Names of the argument of a model's forward that holds the targets."""
 
 
 class SequenceSlices:
@@ -25,7 +26,7 @@ class SequenceSlices:
         self.size = dist.get_world_size(group)
 
     def positions(self, time: int, device: torch.device | None = None) -> Tensor:
-        """Return the positions of this rank's slice in the whole sequence; a length that cannot be cut is refused."""
+        """Return the positions of this rank's slice in the sequence; ModelError where it cannot be cut."""
         chunk, rest = divmod(time, 2 * self.size)
         if rest or not chunk:
             below, above = time - rest, time - rest + 2 * self.size
@@ -42,10 +43,7 @@ class SequenceSlices:
         return torch.cat([chunks[number] for number in self._chunks(self.rank)], dim=1)
 
     def cut_all(self, inputs: Any, model: nn.Module) -> tuple[Any, Tensor]:
-        """Return inputs with every tensor cut that is as long as the first, and the positions of this rank's slice.
-
-        A model that has `check_length` is asked about the whole length, since it only ever sees slices.
-        """
+        """Return inputs with every tensor cut that is as long as the first, and the positions of this rank's slice."""
         first = next(leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor))
         if implements(model, ChecksLength):
             model.check_length(first.shape[1])
@@ -64,7 +62,7 @@ class SequenceSlices:
     def gather(self, part: Tensor) -> Tensor:
         """Return the slices of all ranks in the sequence's order."""
         gathered = part.new_empty(self.size * part.shape[0], *part.shape[1:])
-        _gather_into(gathered, part.contiguous(), group=self.group)
+        torch_compat.all_gather_flat(gathered, part.contiguous(), group=self.group)
         firsts, seconds = zip(*(piece.chunk(2, dim=1) for piece in gathered.chunk(self.size)), strict=True)
         return torch.cat([*firsts, *reversed(seconds)], dim=1)
 
@@ -79,7 +77,7 @@ class SequenceSlices:
 
 
 class _Joined(torch.autograd.Function):
-    """Slices to whole. Each rank sends back the gradient of its slice; N times, since ranks are averaged, not added."""
+    """Joins slices; the gradient of a rank's slice counts N times, since gradients are averaged over the ranks."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, slices: SequenceSlices) -> Tensor:
@@ -93,10 +91,7 @@ class _Joined(torch.autograd.Function):
 
 
 def whole_mean(mean: Tensor, count: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the mean over all ranks' counts, equal on all ranks, from each rank's mean over its own.
-
-    Its gradient is such that the average over the ranks is that of the whole.
-    """
+    """Return the mean over all ranks' counts from each rank's mean; its gradient, averaged, is that of the whole."""
     found: Tensor = _WholeMean.apply(mean, count, group)  # type: ignore[no-untyped-call]
     return found
 

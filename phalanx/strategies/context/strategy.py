@@ -1,7 +1,7 @@
-"""context: every sequence is cut over the ranks of an axis, for inputs whose activations are too long for one device.
+"""context: every sequence is cut over the ranks of an axis, for sequences whose activations do not fit on one device.
 
-The model is changed in place, as `fully_shard` does: its inner attention becomes ring attention, and hooks around its
-forward pass cut the inputs and put the outputs together. Whoever calls it gives whole sequences and sees whole ones.
+The model is changed in place: its inner attention becomes ring attention, and hooks around its forward pass cut the
+inputs and join the outputs. A caller gives whole sequences and gets whole ones.
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ from phalanx.config.fields import IGNORED_LABEL
 from phalanx.errors import ModelError, UsageError
 from phalanx.models.contract import ExpertModules, RingReady, implements
 from phalanx.strategies.context.ring_attention import Ring, RingAttention
-from phalanx.strategies.context.sequence import SequenceSlices, whole_mean
+from phalanx.strategies.context.sequence import TARGET_NAMES, SequenceSlices, whole_mean
 from phalanx.torch_compat import pytree
 
-_TARGETS = ("targets", "target", "labels", "label", "y")
 _USAGE = (
-    "The built-in gpt and llama can. In a model of your own, let phalanx.models.InnerAttention mix the positions, and "
-    "let forward take `positions`, the places of its tokens; or train with strategy='fsdp' or tensor_parallel."
+    "The built-in gpt and llama can. In your own model, use phalanx.models.InnerAttention, and let forward take "
+    "`positions`, the positions of its tokens; or train with strategy='fsdp' or tensor_parallel."
 )
 
 
@@ -35,7 +34,7 @@ def split_context(model: nn.Module, slices: SequenceSlices) -> None:
 
 
 def install_ring(model: nn.Module, slices: SequenceSlices) -> None:
-    """Replace the model's inner attention; the caller cuts its inputs. A model that cannot be cut is refused."""
+    """Replace the model's inner attention; the caller cuts its inputs. UsageError where this is not possible."""
     signature = inspect.signature(model.forward)
     name = type(model).__name__
     if implements(model, ExpertModules):
@@ -50,26 +49,22 @@ def install_ring(model: nn.Module, slices: SequenceSlices) -> None:
             "which",
             hint=_USAGE,
         )
-    if not _replace_attention(model, Ring(slices.group)):
+    found = [path for path, module in model.named_modules() if implements(module, RingReady) and module.ring_ready]
+    if not found:
         raise UsageError(
             f"context_parallel replaces the attention of {name} by ring attention, and found none that it knows",
             hint=_USAGE,
         )
-
-
-def _replace_attention(model: nn.Module, ring: Ring) -> int:
-    """Replace every module that is `RingReady`; return how many there were."""
-    found = [path for path, module in model.named_modules() if implements(module, RingReady) and module.ring_ready]
+    ring = Ring(slices.group)
     for path in found:
         module = model.get_submodule(path)
         causal, dropout = bool(module.causal), float(getattr(module, "dropout", 0.0))
         attention = RingAttention(ring, causal=causal, dropout=dropout)
         model.set_submodule(path, attention.train(module.training))
-    return len(found)
 
 
 class _Calls:
-    """Hooks around a call of the model: sequences are cut before it, and joined after it."""
+    """Hooks that cut sequences before a call of the model and join them after it."""
 
     def __init__(self, signature: inspect.Signature, slices: SequenceSlices) -> None:
         self._signature = signature
@@ -88,11 +83,11 @@ class _Calls:
         given.update(cut)
         given["positions"] = own if positions is None else positions[own]
         self._shape = (next(iter(cut.values())).shape[0], len(own))
-        self._targets = next((given[name] for name in _TARGETS if isinstance(given.get(name), Tensor)), None)
+        self._targets = next((given[name] for name in TARGET_NAMES if isinstance(given.get(name), Tensor)), None)
         return bound.args, bound.kwargs
 
     def leave(self, _: nn.Module, __: Any, output: Any) -> Any:
-        """Return losses of the whole sequences, and whole outputs unless only a loss is wanted."""
+        """Return losses of the whole sequences, and whole outputs unless there is a loss to train with."""
         targets, self._targets = self._targets, None
         losses = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.ndim == 0]
         sliced = bool(losses) and torch.is_grad_enabled()
@@ -101,22 +96,19 @@ class _Calls:
             if leaf.ndim == 0:
                 return whole_mean(leaf, _count(targets, leaf), self._slices.group)
             if leaf.shape[:2] != self._shape:
-                raise _not_a_sequence(leaf, self._shape)
+                raise ModelError(
+                    f"under context_parallel the model returned a tensor of shape {list(leaf.shape)}, which is neither "
+                    f"one number (a loss) nor has an entry for each of {self._shape[1]} positions of {self._shape[0]} "
+                    "sequences",
+                    hint="A result that pools over the sequence cannot be joined: return [batch, time, ...].",
+                )
             return leaf if sliced else self._slices.join(leaf)
 
         return pytree.tree_map_only(Tensor, whole, output)
 
 
 def _count(targets: Tensor | None, loss: Tensor) -> Tensor:
-    """Return what a loss is the mean of: the labels that count, or one slice like any other."""
+    """Return how many labels a loss is the mean of; 1 where that is not known."""
     if targets is None or targets.is_floating_point():
         return torch.ones((), dtype=torch.float64, device=loss.device)
     return (targets != IGNORED_LABEL).sum().double()
-
-
-def _not_a_sequence(leaf: Tensor, shape: tuple[int, int]) -> ModelError:
-    return ModelError(
-        f"under context_parallel the model returned a tensor of shape {list(leaf.shape)}, which is neither one number "
-        f"(a loss) nor has an entry for each of {shape[1]} positions of {shape[0]} sequences",
-        hint="A result that pools over the sequence cannot be put together from slices: return [batch, time, ...].",
-    )

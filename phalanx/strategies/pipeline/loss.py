@@ -21,7 +21,7 @@ def cut_rows(batch: Any, start: int, end: int) -> Any:
 
 
 def fill_rows(batch: Any, rows: int, wanted: int) -> Any:
-    """Fill a short batch up with its last row."""
+    """Pad a short batch with its last row."""
 
     def fill(tensor: torch.Tensor) -> torch.Tensor:
         return torch.cat([tensor, tensor[-1:].expand(wanted - rows, *tensor.shape[1:])])
@@ -30,14 +30,14 @@ def fill_rows(batch: Any, rows: int, wanted: int) -> Any:
 
 
 class LossShare(NamedTuple):
-    """An output and its loss, as models that compute their loss return them."""
+    """A loss and the output, in the form of models that compute their loss."""
 
     loss: torch.Tensor
     logits: Any
 
 
 class MicrobatchLoss:
-    """The loss of each microbatch, weighed so that their sum is the mean over the batch's real samples."""
+    """The loss of each microbatch, weighted so that the sum is the mean over the batch without padding."""
 
     def __init__(
         self,
@@ -57,24 +57,24 @@ class MicrobatchLoss:
         self._found: dict[int, torch.Tensor] = {}
 
     def __call__(self, output: Any, number: int) -> torch.Tensor:
-        """Return what a microbatch adds to the loss that is differentiated."""
+        """Return a microbatch's share of the loss, for backward."""
         start = number * self._size
         real = min(self._size, self._rows - start)
         if real <= 0:  # the batch was short: these rows are padding
             return torch.stack([leaf.sum() * 0.0 for leaf in pytree.tree_leaves(output)]).sum()
         part = cut_rows(self._batch, start, start + real)
         seen = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor[:real], output)
-        assert self._passes.loss_fn is not None, "checked before the schedule began"
+        assert self._passes.loss_fn is not None, "checked before the schedule started"
         with self._passes.autocast():
             loss = self._passes.loss_fn(seen, self._passes.target(part))
         share = self._passes.weigh(part) / self._weight
-        if isinstance(share, torch.Tensor):  # no mean without a label that counts, and nothing to add
+        if isinstance(share, torch.Tensor):  # without a label that counts there is no mean and nothing to add
             loss = torch.where(share > 0, loss, 0.0)
         self._found[number] = loss.detach() * share
         return loss * (share * self._factor)
 
     def total(self, device: torch.device) -> torch.Tensor:
-        """Return the mean loss of the batch, where this rank has seen it."""
+        """Return the mean loss of the batch on a rank with the last stage, else zero."""
         total = torch.zeros((), dtype=torch.float64, device=device)
         for value in self._found.values():
             total += value

@@ -1,4 +1,4 @@
-"""Stage placement: the model is cut, this rank keeps its units, and matrices of two stages are tied."""
+"""Stage placement: cut the model, keep this rank's units, and find parameters that several stages share."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ _MARK = "_phalanx_placed"
 
 @dataclass(frozen=True)
 class Placed:
-    """What became of a model on this rank."""
+    """This rank's part of a model."""
 
     row: Row
     stages: dict[int, nn.Module]
     ties: list[Tie]
     smallest: int
-    """The least samples of a microbatch: a norm over the batch needs two."""
+    """The smallest possible microbatch: a batch norm needs two samples."""
 
 
 def placed_before(model: nn.Module) -> Placed | None:
@@ -57,31 +57,36 @@ class StagePlan(NamedTuple):
 
 
 def plan_stages(model: nn.Module, config: DistributedConfig, mesh: DeviceMesh) -> StagePlan:
-    """Cut the whole model's units into stages. All ranks must call this."""
+    """Cut the model's units into stages. All ranks must call this."""
     row = Row(mesh.get_group(), mesh.get_local_rank(), mesh.size(), SCHEDULES[config.pipeline_schedule])
     units = units_of(model)
     check_count(model, units, row.num_stages)
     has_batch_norm = any(torch_compat.is_batch_norm(module) for module in model.modules())
-    return StagePlan(row, units, _cut(model, units, config, row.num_stages), has_batch_norm)
+    if config.pipeline_cuts is not None:
+        parts = cut_at(units, config.pipeline_cuts, row.num_stages)
+    else:
+        measure = measured_costs if config.pipeline_balance == "measured" else parameter_costs
+        parts = cut_evenly(units, measure(model, units), row.num_stages)
+    return StagePlan(row, units, parts, has_batch_norm)
 
 
 def place_stages(model: nn.Module, plan: StagePlan, world: World) -> Placed:
-    """Let this rank keep the units of its stages. All ranks must call this."""
+    """Keep the units of this rank's stages only. All ranks must call this."""
     row, units, parts = plan.row, plan.units, plan.parts
     ties = _find_ties(model, parts, row, world)
-    mine = {stage: parts[stage] for stage in row.schedule.stages_of(row.place, row.size)}
+    mine = {stage: parts[stage] for stage in row.schedule.stages_of(row.position, row.size)}
     drop_units(model, units, [unit for kept in mine.values() for unit in kept])
     stages = {stage: part_of(model, units, kept) for stage, kept in mine.items()}
     placed = Placed(row, stages, ties, 2 if plan.has_batch_norm else 1)
     for part in placed.stages.values():
         if implements(part, SequenceShards):  # hidden states between stages are slices of the sequence
             part.sequence_shards = world.mesh.tp
-    model.__dict__[_MARK] = placed  # past nn.Module: the stages are not submodules, their units are
+    model.__dict__[_MARK] = placed  # not by setattr: the stages are not submodules, their units are
     return placed
 
 
 def share_buffers(model: nn.Module, stages: Mapping[int, nn.Module]) -> None:
-    """Give the model the buffers that lie outside of units and got their memory in the stages' copies of its root."""
+    """Take the buffers outside of units from the stages, in which they were allocated."""
     for name, buffer in list(model.named_buffers()):
         found = [stage.get_buffer(name) for stage in stages.values() if name in dict(stage.named_buffers())]
         if buffer.is_meta and found:
@@ -90,7 +95,7 @@ def share_buffers(model: nn.Module, stages: Mapping[int, nn.Module]) -> None:
 
 
 def join_stages(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
-    """Return the state of all stages from that of this rank's; the same for a model that is not cut."""
+    """Gather the state of all stages; for a model without stages, return it unchanged."""
     placed = placed_before(model)
     if placed is None:
         return state
@@ -99,29 +104,22 @@ def join_stages(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
     return {name: value for part in parts for name, value in part.items()}
 
 
-def _cut(model: nn.Module, units: list[str], config: DistributedConfig, stages: int) -> list[list[str]]:
-    if config.pipeline_cuts is not None:
-        return cut_at(units, config.pipeline_cuts, stages)
-    measure = measured_costs if config.pipeline_balance == "measured" else parameter_costs
-    return cut_evenly(units, measure(model, units), stages)
-
-
 def _find_ties(model: nn.Module, parts: list[list[str]], row: Row, world: World) -> list[Tie]:
-    """Find parameters that units on different ranks share, and make the groups of those ranks."""
+    """Find parameters that units on different ranks share, and create the groups of those ranks."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     ties = []
     for shared in names.values():
         owners = {name: row.owner(_stage_of(name, parts)) for name in shared}
-        places = sorted(set(owners.values()))
-        if len(places) == 1:
+        holders = sorted(set(owners.values()))
+        if len(holders) == 1:
             continue
         for ranks in world.mesh.groups("pp"):
-            group = dist.new_group([ranks[place] for place in places])
-            if world.rank in ranks and row.place in places:
-                mine = next(name for name, place in owners.items() if place == row.place)
-                ties.append(Tie(mine, shared[0], len(places), group))
+            group = dist.new_group([ranks[position] for position in holders])
+            if world.rank in ranks and row.position in holders:
+                mine = next(name for name, position in owners.items() if position == row.position)
+                ties.append(Tie(mine, shared[0], len(holders), group))
     return ties
 
 
@@ -130,7 +128,7 @@ def _stage_of(parameter: str, parts: list[list[str]]) -> int:
 
 
 def rename_tied(state: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
-    """Give optimizer states of tied matrices another name: a checkpoint holds both copies once."""
+    """Rename the optimizer states of tied parameters: a checkpoint has the copies once."""
     if not names:
         return state
     renamed = dict(state)

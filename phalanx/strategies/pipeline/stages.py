@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from phalanx.strategies.fsdp import find_blocks
 
 
 def units_of(model: nn.Module) -> list[str]:
-    """Return the names of a model's units, first to last; any other model is refused."""
+    """Return the names of a model's units, first to last; UsageError where it has none."""
     if implements(model, PipelineUnits):
         units = list(model.pipeline_units())
     elif isinstance(model, nn.Sequential):
@@ -38,7 +39,7 @@ def units_of(model: nn.Module) -> list[str]:
 
 
 def check_count(model: nn.Module, units: Sequence[str], stages: int) -> None:
-    """Refuse more stages than the model has layers to fill them with."""
+    """Raise for more stages than the model has layers."""
     blocks = [unit for unit in units if unit in find_blocks(model)]
     layers = blocks or [unit for unit in units if any(True for _ in model.get_submodule(unit).parameters())]
     if stages > len(layers):
@@ -50,13 +51,13 @@ def check_count(model: nn.Module, units: Sequence[str], stages: int) -> None:
 
 
 def cut_at(units: Sequence[str], cuts: str, stages: int) -> list[list[str]]:
-    """Cut the row before the units that are named."""
+    """Cut the units before those that `cuts` names."""
     names = [name.strip() for name in cuts.split(",") if name.strip()]
     for name in names:
         if name not in units[1:]:
             raise UsageError(unknown_name("unit in pipeline_cuts", name, units[1:]))
-    places = [units.index(name) for name in names]
-    if places != sorted(set(places)):
+    starts = [units.index(name) for name in names]
+    if starts != sorted(set(starts)):
         raise UsageError(
             f"pipeline_cuts = {cuts!r} is not in the model's order", hint=f"Its units: {', '.join(units)}."
         )
@@ -65,16 +66,13 @@ def cut_at(units: Sequence[str], cuts: str, stages: int) -> list[list[str]]:
             f"pipeline_cuts = {cuts!r} makes {len(names) + 1} stages, and the pipeline has {stages}",
             hint=f"Name {stages - 1} units, each the first of its stage.",
         )
-    ends = [*places, len(units)]
-    return [list(units[start:end]) for start, end in zip([0, *places], ends, strict=True)]
+    return [list(units[start:end]) for start, end in pairwise([0, *starts, len(units)])]
 
 
 def cut_evenly(units: Sequence[str], costs: Sequence[float], stages: int) -> list[list[str]]:
-    """Cut the row so that the costliest stage is as cheap as it can be, and the others as equal; none is empty."""
-    sums = [0.0]
-    for cost in costs:
-        sums.append(sums[-1] + cost)
-    # best[k][n], for k stages over the first n units: the costliest stage, the sum of squares, where the last begins.
+    """Cut the units so that the costliest stage is as cheap as possible and the others are equal; none is empty."""
+    sums = [0.0, *accumulate(costs)]
+    # best[k][n], for k stages over the first n units: the costliest stage, the sum of squares, the last one's start.
     never = (float("inf"), float("inf"), 0)
     best = [[(0.0, 0.0, 0), *[never] * len(units)]]
     for stage in range(1, stages + 1):
@@ -97,7 +95,7 @@ def cut_evenly(units: Sequence[str], costs: Sequence[float], stages: int) -> lis
 
 
 def drop_units(model: nn.Module, units: Sequence[str], kept: Sequence[str]) -> None:
-    """Set the units that are not kept to None, or take them out of a sequence, which skips nothing."""
+    """Set the units that are not kept to None, or remove them from an nn.Sequential."""
     for unit in units:
         if unit in kept:
             continue
@@ -110,7 +108,7 @@ def drop_units(model: nn.Module, units: Sequence[str], kept: Sequence[str]) -> N
 
 
 def part_of(model: nn.Module, units: Sequence[str], kept: Sequence[str]) -> nn.Module:
-    """Return a module with these units only. The units are the model's own objects, what holds them is copied."""
+    """Return a copy of the modules around these units, which are not copied."""
     part = _hollow_copy(model)
     for parent in {unit.rpartition(".")[0] for unit in units} - {""}:
         holder = part
@@ -122,7 +120,7 @@ def part_of(model: nn.Module, units: Sequence[str], kept: Sequence[str]) -> nn.M
 
 
 def _hollow_copy(module: nn.Module) -> nn.Module:
-    """Copy a module without what is inside: hooks and children of the copy are its own, the children the same."""
+    """Copy a module and its dicts of hooks and children, but not the children."""
     made = copy.copy(module)
     for name, value in list(made.__dict__.items()):
         if isinstance(value, dict):
@@ -158,7 +156,7 @@ def measured_costs(model: nn.Module, units: Sequence[str]) -> list[float]:
 
 @torch.no_grad()
 def _time_units(model: nn.Module, units: Sequence[str], example: Sequence[torch.Tensor]) -> list[float]:
-    """Return each unit's quickest of a few forward passes; the first one warms up."""
+    """Return the time of each unit's quickest forward pass of a few."""
     device = next(model.parameters()).device
     inputs = tuple(tensor.to(device) for tensor in example)
     best = dict.fromkeys(units, float("inf"))

@@ -1,7 +1,7 @@
 """pipeline: the model is cut into stages on different ranks; parts of a batch pass through them one by one.
 
-The passes and their order are torch's (`torch.distributed.pipelining`). Here: a batch of any size in microbatches of
-one size, a loss that is that of the whole batch, tied weights, and a way through all stages for evaluation.
+The schedules are torch's (`torch.distributed.pipelining`). This module adds batches of any size in microbatches of one
+size, the loss of the whole batch, tied weights, and evaluation through all stages.
 """
 
 from __future__ import annotations
@@ -21,20 +21,19 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from phalanx.errors import ModelError, UsageError
 from phalanx.models.contract import LossFromOutput, implements
 from phalanx.strategies.base import BatchPass, local
-from phalanx.strategies.context.sequence import SequenceSlices
+from phalanx.strategies.context.sequence import TARGET_NAMES, SequenceSlices
 from phalanx.strategies.pipeline.loss import LossShare, MicrobatchLoss, count_rows, cut_rows, fill_rows
 from phalanx.torch_compat import pytree
 from phalanx.world.schedules import PipelineSchedule, choose_microbatches
 
 _KEPT_RUNNERS = 8
-_TARGETS = ("targets", "target", "labels", "label", "y")
 
 
 class Row(NamedTuple):
     """The ranks that hold the stages of one copy of the model."""
 
     group: dist.ProcessGroup
-    place: int
+    position: int
     size: int
     schedule: PipelineSchedule
 
@@ -44,7 +43,7 @@ class Row(NamedTuple):
         return self.schedule.num_stages(self.size)
 
     def owner(self, stage: int) -> int:
-        """Return the place of the rank that holds a stage; -1 is the last stage."""
+        """Return the position of the rank that holds a stage; -1 is the last stage."""
         return self.schedule.owner(stage % self.num_stages, self.size)
 
 
@@ -77,11 +76,11 @@ class Pipeline(nn.Module):
         self.sync = True
         self.tied: list[Tied] = []
         self.finishing: list[Callable[[], None]] = []
-        """What is left to do with the gradients after the last batch of a step."""
+        """Called after the last batch of a step, to complete the gradients."""
         self.aliases: dict[str, str] = {}
         self.slices: SequenceSlices | None = None
         """How sequences are cut over ranks of a context-parallel axis, if they are."""
-        self._places: dict[str, torch.Tensor] = {}
+        self._positions: dict[str, torch.Tensor] = {}
         self._device = device
         self._wanted = microbatches
         self._smallest = smallest
@@ -92,17 +91,17 @@ class Pipeline(nn.Module):
             stage.forward = partial(self._call, stage)
 
     def _call(self, stage: nn.Module, *inputs: Any) -> Any:
-        """Mixed precision belongs to the forward passes alone; a schedule has backward passes between them."""
+        """Run a stage's forward pass with autocast, which must not apply to the schedule's backward passes."""
         if isinstance(stage, nn.Sequential) and type(stage).forward is nn.Sequential.forward and len(inputs) > 1:
             raise ModelError(
                 f"a stage of an nn.Sequential got {len(inputs)} tensors, and it takes one",
                 hint="Let every unit return one tensor, and the batches be (inputs, targets).",
             )
         with self._autocast():
-            return type(stage).forward(stage, *inputs, **self._places)
+            return type(stage).forward(stage, *inputs, **self._positions)
 
     def train(self, mode: bool = True) -> Pipeline:
-        """Set the mode of the stages too: what holds their units is a copy."""
+        """Set the mode of the stages too: the modules around their units are copies."""
         for stage in self.stages.values():
             stage.train(mode)
         super().train(mode)
@@ -115,7 +114,7 @@ class Pipeline(nn.Module):
         self.finishing += [tied.add_up for tied in self.tied if tied.parameter.requires_grad]
 
     def expect(self, batch_size: int) -> str:
-        """Take batches of up to so many samples, if they can be cut into microbatches; return a line on the layout."""
+        """Prepare for batches of up to so many samples, which must divide into microbatches; describe the layout."""
         row = self.row
         self._largest = batch_size
         count = self._microbatches(batch_size)
@@ -128,7 +127,7 @@ class Pipeline(nn.Module):
     def train_batch(self, batch: Any, passes: BatchPass, factor: float | torch.Tensor) -> torch.Tensor:
         """Run forward and backward for a batch (inputs..., targets); return its mean loss, on every rank of the row.
 
-        Gradients are those of `factor` times that loss.
+        The gradients are those of `factor` times this loss.
         """
         if not isinstance(batch, (tuple, list)) or len(batch) < 2:
             raise ModelError("a pipeline takes batches of (inputs, ..., targets)", hint="Let the loader yield tuples.")
@@ -156,13 +155,10 @@ class Pipeline(nn.Module):
         return total
 
     def forward(self, *inputs: Any) -> Any:
-        """Send inputs through all stages, one after the other; every rank of the row gets the output.
-
-        Only without gradients: a training step has its microbatches under way at once (`train_batch`).
-        """
+        """Send inputs through all stages, one after the other; every rank of the row gets the output (no gradients)."""
         if torch.is_grad_enabled():
             raise UsageError(
-                "a pipeline cannot be called like a model in training: its stages lie on different ranks",
+                "a pipeline cannot be called like a model in training: its stages are on different ranks",
                 hint="Write loss = f.train_batch(model, batch, loss_fn) in place of model(...) and f.backward(loss).",
             )
         own_loss = self.module.loss_from_output if implements(self.module, LossFromOutput) else None
@@ -179,22 +175,24 @@ class Pipeline(nn.Module):
     def _takes_targets(self, count: int) -> bool:
         """Whether the last of so many arguments are targets, by the name that the model's forward gives them."""
         names = list(inspect.signature(self.module.forward).parameters)
-        return count > 1 and names[min(count, len(names)) - 1] in _TARGETS
+        return count > 1 and names[min(count, len(names)) - 1] in TARGET_NAMES
 
     def _cut(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return this rank's slice of every sequence, where sequences are cut; stages get its positions."""
         if self.slices is None:
             return inputs
-        cut, self._places["positions"] = self.slices.cut_all(inputs, self.module)
+        cut, self._positions["positions"] = self.slices.cut_all(inputs, self.module)
         return tuple(cut)
 
     def _passed_on(self, hidden: Any, source: int) -> Any:
-        """Give a stage's output, a tensor or several, to all ranks of the row."""
-        mine = self.row.place == source
-        told: list[Any] = [pytree.tree_map(lambda leaf: leaf.new_empty(leaf.shape, device="meta"), hidden)]
-        dist.broadcast_object_list(told if mine else (told := [None]), group=self.row.group, group_src=source)
+        """Broadcast a stage's output, a tensor or several, to all ranks of the row."""
+        mine = self.row.position == source
+        shapes: list[Any] = [None]
+        if mine:
+            shapes[0] = pytree.tree_map(lambda leaf: leaf.new_empty(leaf.shape, device="meta"), hidden)
+        dist.broadcast_object_list(shapes, group=self.row.group, group_src=source)
         if not mine:
-            hidden = pytree.tree_map(lambda leaf: torch.empty_like(leaf, device=self._device), told[0])
+            hidden = pytree.tree_map(lambda leaf: torch.empty_like(leaf, device=self._device), shapes[0])
         for leaf in pytree.tree_leaves(hidden := pytree.tree_map(torch.Tensor.contiguous, hidden)):
             dist.broadcast(leaf, group=self.row.group, group_src=source)
         return hidden
@@ -207,7 +205,7 @@ class Pipeline(nn.Module):
         """Return the runner for inputs of this shape: torch fixes the shapes between stages when it first runs."""
         key = (size, count, *((leaf.shape[1:], leaf.dtype) for leaf in pytree.tree_leaves(batch[:-1])))
         if key not in self._runners:
-            if len(self._runners) == _KEPT_RUNNERS:  # the oldest goes, with its buffers
+            if len(self._runners) == _KEPT_RUNNERS:  # drop the oldest, with its buffers
                 del self._runners[next(iter(self._runners))]
             self._runners[key] = _Runner(self.stages, self.row, self._device, count)
         return self._runners[key]
@@ -219,7 +217,7 @@ class _Runner:
     def __init__(self, stages: Mapping[int, nn.Module], row: Row, device: torch.device, count: int) -> None:
         self._stages = stages
         self._count = count
-        self._judge: MicrobatchLoss | None = None
+        self._microbatch_loss: MicrobatchLoss | None = None
         made = [
             PipelineStage(module, number, row.num_stages, device, group=row.group) for number, module in stages.items()
         ]
@@ -229,21 +227,21 @@ class _Runner:
 
     def run(self, batch: tuple[Any, ...], microbatch_loss: MicrobatchLoss) -> None:
         """Run one schedule: all microbatches forward and backward."""
-        self._judge = microbatch_loss
+        self._microbatch_loss = microbatch_loss
         inputs = batch[:-1] if 0 in self._stages else ()
         try:
-            # The numbers of the microbatches in place of targets: torch can cut tensors only.
+            # The numbers of the microbatches as targets: torch can cut tensors only.
             self._schedule.step(*inputs, target=torch.arange(self._count), return_outputs=False)
         finally:
-            self._judge = None
+            self._microbatch_loss = None
 
     def _loss(self, output: Any, number: torch.Tensor) -> torch.Tensor:
-        assert self._judge is not None, "only while a schedule runs"
-        return self._judge(output, int(number))
+        assert self._microbatch_loss is not None, "only while a schedule runs"
+        return self._microbatch_loss(output, int(number))
 
 
 class Tied:
-    """One matrix that stages on several ranks use: each has a copy, and their gradients are added up."""
+    """A parameter that stages on several ranks use: each has a copy, and the gradients are added up."""
 
     def __init__(self, parameter: nn.Parameter, tie: Tie) -> None:
         self.parameter = parameter

@@ -1,7 +1,7 @@
-"""Tensor plans for models that bring none: Hugging Face decoders in the shapes of Llama and GPT-2, known by names.
+"""Tensor plans for Hugging Face decoders like Llama and GPT-2, recognised by module names.
 
-Their code counts positions from the length of the embedded sequence, so that between layers every rank holds it whole:
-the heads and features are split, the sequence is not.
+Their code counts positions from the length of the embedded sequence, so the heads and features are split, but not the
+sequence.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LLAMA: dict[str, Callable[[], ParallelStyle]] = {
     **dict.fromkeys(("input_layernorm", "post_attention_layernorm", "norm"), WholeOnEveryRank),
     "lm_head": _logits,
 }
-"""The last part of a module's name and what becomes of it: Llama, Mistral, Qwen2 and others of their shape."""
+"""Parallel styles by the last part of a module's name: Llama, Mistral, Qwen2 and similar models."""
 
 GPT2: dict[str, Callable[[], ParallelStyle]] = {
     "wte": _vocabulary,

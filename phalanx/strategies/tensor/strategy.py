@@ -1,8 +1,8 @@
-"""tensor: every layer is split over neighbouring ranks, by the plan that the model itself carries, or by known names.
+"""tensor: every layer is split over neighbouring ranks, by the model's plan or by well-known module names.
 
-A model's `tensor_plan()` maps names of modules ("*" stands for one part of a dotted name) to words, or to torch's own
-`ParallelStyle` objects. Between layers each rank holds its slice of the sequence, inside them its slice of the heads or
-features; all parameters become DTensors of one mesh, so that optimizers and checkpoints see them as one model.
+A model's `tensor_plan()` maps names of modules ("*" matches one part of a dotted name) to words, or to torch's
+`ParallelStyle` objects. Between layers each rank has its slice of the sequence, inside them its slice of the heads or
+features; all parameters become DTensors of one mesh.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def split_tensors(model: nn.Module, mesh: DeviceMesh, *, loss_parallel: bool = F
     _refuse_unsplit(model)
     _tie_again(model, before)
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(before[name].requires_grad)  # torch's styles thaw what was frozen
+        parameter.requires_grad_(before[name].requires_grad)  # torch's styles unfreeze parameters
 
 
 def splits_sequence(model: nn.Module) -> bool:
@@ -88,7 +88,7 @@ def _plan_of(model: nn.Module) -> Mapping[str, str | ParallelStyle]:
 
 
 def _styles_by_module(model: nn.Module) -> dict[str, str | ParallelStyle]:
-    """Return the plan with its patterns resolved; words and names that mean nothing are refused."""
+    """Return the plan with its patterns resolved; UsageError for unknown words and names."""
     names = [name for name, _ in model.named_modules() if name]
     styles: dict[str, str | ParallelStyle] = {}
     for pattern, style in _plan_of(model).items():
@@ -98,7 +98,7 @@ def _styles_by_module(model: nn.Module) -> dict[str, str | ParallelStyle]:
         if not found:
             close = nearest(pattern, names)
             raise UsageError(
-                f"tensor_plan() of {type(model).__name__} names '{pattern}', and no module is called that",
+                f"tensor_plan() of {type(model).__name__} names '{pattern}', and no module has that name",
                 hint=f"Did you mean '{close}'?" if close else f"Its modules: {', '.join(names[:12])}.",
             )
         styles.update(dict.fromkeys(found, style))
@@ -111,7 +111,7 @@ def _matches(pattern: str, name: str) -> bool:
 
 
 def _check_degree(model: nn.Module, styles: Mapping[str, str | ParallelStyle], degree: int) -> None:
-    """Refuse a degree that leaves some ranks more heads or features than others."""
+    """Raise for a degree that does not divide the heads or features evenly."""
     given = model.tensor_divides() if implements(model, TensorDivides) else known_divides(model)
     sizes: dict[str, int] = dict(given)
     for name, style in styles.items():
@@ -132,21 +132,21 @@ def _check_degree(model: nn.Module, styles: Mapping[str, str | ParallelStyle], d
 
 
 def _refuse_unsplit(model: nn.Module) -> None:
-    """Refuse parameters outside of the plan: they would get this rank's gradient only."""
+    """Raise for parameters outside of the plan: they would get this rank's gradient only."""
     left = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
     if left:
         owner = left[0].rpartition(".")[0]
         raise UsageError(
-            f"tensor_plan() of {type(model).__name__} does not say what becomes of {', '.join(left[:3])}",
+            f"tensor_plan() of {type(model).__name__} does not name {', '.join(left[:3])}",
             hint=f"Add '{owner or left[0]}' to it: 'whole' keeps a module on every rank, with whole inputs; "
             "'sequence' does so for one that sees slices of the sequence."
             if owner
-            else "Move the parameter into a module of its own, and name that in the plan.",
+            else "Move the parameter into a separate module, and name that in the plan.",
         )
 
 
 def _tie_again(model: nn.Module, before: Mapping[str, nn.Parameter]) -> None:
-    """Parameters that were one object are one again, as long as the plan splits them alike."""
+    """Tie parameters again that were one object; UsageError where the plan splits them differently."""
     first: dict[int, str] = {}
     for name, old in before.items():
         original = first.setdefault(id(old), name)

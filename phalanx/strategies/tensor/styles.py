@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class GatherFirstInput(ParallelStyle):
     """Gathers a module's first input along the sequence, once for all column-wise layers inside.
 
-    It stays a DTensor: then backward adds up the layers' gradients first and scatters them once.
+    It stays a DTensor, so that backward adds up the layers' gradients first and scatters them once.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -57,7 +57,7 @@ class TokenEmbedding(RowwiseParallel):
 
 
 class WholeOnEveryRank(ParallelStyle):
-    """Keeps a module whole on every rank, which all give it the same inputs."""
+    """Keeps a module whole on every rank; all ranks call it with the same inputs."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def enter(_: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
@@ -72,7 +72,7 @@ class WholeOnEveryRank(ParallelStyle):
 
 
 class _Transposed(ParallelStyle):
-    """A layer whose weight, bias, input and output lie on the ranks as a subclass says."""
+    """A layer with a transposed weight; subclasses define the placements of weight, bias, input and output."""
 
     weight: Placement
     bias: Placement
@@ -105,11 +105,10 @@ class TransposedRowwise(_Transposed):
 
 
 class FusedColumns(ParallelStyle):
-    """An attention whose one layer makes query, key and value, all heads of one after all heads of the other.
+    """An attention with one layer for query, key and value, so that a rank's columns are not contiguous.
 
-    A rank's columns lie apart there. So the weights are stored in plain slices, which any layout can load, gathered for
-    the multiplication, and each rank multiplies by the columns of its own heads. `width` names the attention's
-    attribute that holds the features of one part.
+    The weights are stored as plain slices, which any layout can load, and gathered for the multiplication, in which
+    each rank uses the columns of its heads. `width`: the attention's attribute with the features of one part.
     """
 
     def __init__(self, layer: str, *, parts: int, width: str) -> None:

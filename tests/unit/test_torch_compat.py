@@ -1,0 +1,203 @@
+"""Every private torch API that Phalanx uses exists in the installed torch and does what Phalanx expects of it."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import warnings
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset, get_worker_info
+
+from phalanx import torch_compat
+
+NEEDS_CUDA = {"flash_cuda", "flash_cuda_backward"}
+
+
+@pytest.fixture
+def group():
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timedelta(seconds=20))
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_no_private_api_is_missing():
+    assert torch_compat.missing() == {}
+
+
+def test_every_function_is_called_in_this_file():
+    functions = {
+        name
+        for name, value in vars(torch_compat).items()
+        if inspect.isfunction(value) and value.__module__ == torch_compat.__name__
+    }
+    called = set(re.findall(r"torch_compat\.(\w+)\(", Path(__file__).read_text()))
+    assert functions - called == NEEDS_CUDA
+
+
+def test_hooks_know_the_backward_pass_and_its_end():
+    seen: list[object] = []
+    weight = torch.ones(2, requires_grad=True)
+
+    def hook(gradient: torch.Tensor) -> None:
+        seen.append(torch_compat.backward_pass_id())
+        torch_compat.call_after_backward(lambda: seen.append("end"))
+
+    weight.register_hook(hook)
+    weight.sum().backward()
+    assert torch_compat.backward_pass_id() == -1
+    assert seen[0] >= 0
+    assert seen[1] == "end"
+
+
+def test_versions_and_bases_of_tensors():
+    tensor = torch.zeros(4)
+    before = torch_compat.version_of(tensor)
+    tensor.add_(1)
+    assert torch_compat.version_of(tensor) == before + 1
+    assert torch_compat.base_of(tensor[1:]) is tensor
+    assert torch_compat.base_of(tensor) is tensor
+
+
+def test_operations_on_many_tensors():
+    first, second = [torch.tensor([3.0])], [torch.tensor([4.0])]
+    assert torch_compat.foreach_add(first, second)[0].item() == 7
+    assert torch_compat.foreach_sub(first, second)[0].item() == -1
+    assert torch_compat.foreach_norm(second)[0].item() == 4
+    torch_compat.foreach_mul_(first, 2.0)
+    torch_compat.foreach_div_(first, 3.0)
+    torch_compat.foreach_add_(first, second)
+    assert first[0].item() == 6
+    torch_compat.foreach_copy_(first, second)
+    assert first[0].item() == 4
+
+
+def test_process_groups(group):
+    tensor = torch.ones(3)
+    torch_compat.broadcast_coalesced([tensor])
+    torch_compat.broadcast_coalesced([tensor], group)
+    gathered = torch.empty(3)
+    torch_compat.all_gather_flat(gathered, tensor)
+    assert gathered.equal(tensor)
+    torch_compat.default_store().set("key", "value")
+    assert torch_compat.is_alive(group)
+    assert torch_compat.finished_work([tensor]).wait()
+
+
+def test_a_destroyed_group_is_not_alive(group):
+    other = dist.new_group([0])
+    dist.destroy_process_group(other)
+    assert not torch_compat.is_alive(other)
+
+
+def test_gloo_inside_a_python_process_group():
+    gloo = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=20))
+    torch_compat.attach_gloo(dist.ProcessGroup(0, 1), gloo)
+    tensor, output = torch.arange(4.0), torch.empty(4)
+    torch_compat.gloo_all_gather(gloo, output, tensor).wait()
+    assert output.equal(tensor)
+    torch_compat.gloo_reduce_scatter(gloo, output.zero_(), tensor, dist.ReduceScatterOptions()).wait()
+    assert output.equal(tensor)
+
+
+def test_buckets_of_ddp_are_rebuilt(group):
+    model = nn.parallel.DistributedDataParallel(nn.Linear(2, 1))
+    torch_compat.rebuild_buckets(model.reducer)
+    model(torch.ones(1, 2)).sum().backward()
+    assert model.module.weight.grad.tolist() == [[1, 1]]
+
+
+def test_hosts():
+    assert torch_compat.is_own_host("localhost")
+    assert not torch_compat.is_own_host("192.0.2.1")
+
+
+def test_calls_hooks_and_buffers_of_modules():
+    model = nn.BatchNorm1d(2)
+    torch_compat.set_compiled_call(model, lambda *_: "compiled")
+    assert model(torch.ones(2, 2)) == "compiled"
+    assert torch_compat.uncompiled_call(model)(torch.ones(2, 2)).shape == (2, 2)
+    torch_compat.set_compiled_call(model, None)
+    model.register_forward_hook(lambda *_: "hooked")
+    assert model(torch.ones(2, 2)) == "hooked"
+    torch_compat.forward_hooks(model).clear()
+    assert model(torch.ones(2, 2)).shape == (2, 2)
+    torch_compat.own_buffers(model)["running_mean"] = torch.full((2,), 5.0)
+    assert model.running_mean.tolist() == [5, 5]
+
+
+def test_kinds_of_modules():
+    assert torch_compat.is_batch_norm(nn.SyncBatchNorm(2))
+    assert torch_compat.is_dropout(nn.AlphaDropout())
+    assert not torch_compat.is_batch_norm(nn.LayerNorm(2))
+    assert not torch_compat.is_dropout(nn.ReLU())
+
+
+def test_optimizers_and_scalers():
+    parameter = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    assert hasattr(optimizer.step, torch_compat.SCHEDULED_MARK)
+    torch_compat.note_step(optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # it warns unless the optimizer has stepped
+        scheduler.step()
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(parameter.sum() * float("inf")).backward()
+    scaler.unscale_(optimizer)
+    assert [flag.item() for flag in torch_compat.found_inf(scaler, id(optimizer)).values()] == [1.0]
+
+
+class WorkerNumbers(IterableDataset):
+    """Yields whether the worker's number is visible before and after it is hidden."""
+
+    def __iter__(self):
+        yield get_worker_info() is not None
+        torch_compat.hide_worker_info()
+        yield get_worker_info() is not None
+
+
+def test_workers_of_loaders_hide_their_number_and_are_stopped():
+    loader = DataLoader(WorkerNumbers(), batch_size=None, num_workers=1, persistent_workers=True)
+    assert list(loader) == [True, False]
+    (worker,) = loader._iterator._workers
+    torch_compat.shutdown_workers(loader)
+    assert not worker.is_alive()
+    torch_compat.shutdown_workers(None)
+
+
+def test_samplers_that_draw_each_sample_once():
+    data = TensorDataset(torch.arange(3))
+    assert torch_compat.draws_each_once(RandomSampler(data))
+    assert not torch_compat.draws_each_once(RandomSampler(data, replacement=True))
+    assert not torch_compat.draws_each_once(RandomSampler(data, num_samples=2))
+
+
+def test_operators():
+    assert torch_compat.argument_names(torch.ops.aten.add.Tensor) == ["self", "other", "alpha"]
+    assert torch_compat.functional_collectives().all_reduce
+
+
+def test_flash_attention_on_cpus():
+    query, key, value = (torch.randn(1, 2, 8, 16, requires_grad=True) for _ in range(3))
+    out, lse = torch_compat.flash_cpu(query.detach(), key.detach(), value.detach(), True)
+    expected = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+    torch.testing.assert_close(out, expected.detach())
+    expected.sum().backward()
+    found = torch_compat.flash_cpu_backward(
+        torch.ones_like(out), query.detach(), key.detach(), value.detach(), out, lse, True
+    )
+    for gradient, tensor in zip(found, (query, key, value), strict=True):
+        torch.testing.assert_close(gradient, tensor.grad)
+
+
+def test_types_of_checkpoints_and_homes_of_init_process_group():
+    for (module, name), kind in torch_compat.index_types().items():
+        assert (kind.__module__, kind.__name__) == (module, name)
+    assert all(hasattr(home, "init_process_group") for home in torch_compat.init_process_group_homes())
