@@ -97,10 +97,10 @@ def _subject(namespace: argparse.Namespace, own: list[str]) -> Trainable:
         if own:
             raise UsageError("a recipe takes no arguments")
         recipe = load_recipe(namespace.recipe).with_preset(namespace.preset)
-        return RecipeTrainable(recipe, resolve_flags(namespace, recipe))
+        return RecipeTrainable(resolve_flags(namespace, recipe), recipe)
     if namespace.preset:
         raise UsageError("--preset is for recipes; a script builds its own model")
     target = (
         ScriptTarget(namespace.script, tuple(own)) if namespace.script else ModuleTarget(namespace.module, tuple(own))
     )
-    return ScriptTrainable(target, resolve_flags(namespace, None))
+    return ScriptTrainable(resolve_flags(namespace, None), target)

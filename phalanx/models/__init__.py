@@ -23,7 +23,7 @@ _HOMES = {
     "GPT": "gpt",
     "GPTConfig": "gpt",
     "InnerAttention": "attention",
-    "LMOutput": "output",
+    "LMOutput": "loss",
     "Llama": "llama",
     "LlamaConfig": "llama",
     "MLP": "mlp",

@@ -57,7 +57,6 @@ RANK_SIDE = {"world", "comm", "strategies", "checkpoint", "data", "models", "loo
 
 TYPE_CIRCLES = [
     {f"phalanx.comm.ps.{name}" for name in ("bundle", "client", "gradients", "placement", "state")},
-    {f"phalanx.engines.tensorflow.{name}" for name in ("backup", "callbacks")},
     {f"phalanx.engines.ray.{name}" for name in ("follow", "launch")},
 ]
 """Groups of modules that import each other for type annotations only."""

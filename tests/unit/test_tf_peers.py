@@ -82,7 +82,7 @@ def test_a_process_that_waits_in_vain_is_ended_with_the_reason(tmp_path, silent,
 HANGUP = """
     import os, signal, sys, threading
     from phalanx.engines.tensorflow.tf_config import Task
-    from phalanx.world import tf_peers
+    from phalanx.engines.tensorflow import peers as tf_peers
 
     before = sys.argv[1]
     if before != "default":
@@ -108,7 +108,7 @@ HANGUP = """
         ("own", "meanwhile", 0, "heard\nstill here\n"),
     ],
 )
-def test_a_hangup_is_taken_only_from_who_has_no_use_for_it_and_is_given_back(
+def test_sighup_is_handled_only_where_it_had_the_default_and_restored_afterwards(
     before, when, code, said, tmp_path, silent, listening
 ):
     script = write_script(tmp_path / "train.py", HANGUP)

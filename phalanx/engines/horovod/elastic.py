@@ -162,7 +162,7 @@ class Survivor:
         try:
             return loop.run()
         except BaseException:
-            self.told_to_stop = loop.stop.told or self.told_to_stop
+            self.told_to_stop = loop.stop.from_outside or self.told_to_stop
             self._carried = capture(loop, position) or self._carried
             raise
         finally:
@@ -196,7 +196,7 @@ class Survivor:
         from horovod.common.exceptions import HostsUpdatedInterrupt
 
         assert self._loop is not None, "called by the loop that runs"
-        told = self._loop.stop.told or self.told_to_stop
+        told = self._loop.stop.from_outside or self.told_to_stop
         told, changed = horovod().broadcast_object((told, self.hosts_changed), root_rank=0, name="phalanx.why_stop")
         if told is not None:
             self._loop.stop.reason = told
