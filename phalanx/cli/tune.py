@@ -80,5 +80,5 @@ def _subject(namespace: argparse.Namespace, own: list[str]) -> Trainable:
     hint = "Write: phalanx tune digits --space space.toml, or phalanx tune --script train.py ..."
     named = read_target(namespace, own, "tune", hint)
     if isinstance(named, Recipe):
-        return RecipeTrainable(named, resolve_flags(namespace, named))
-    return ScriptTrainable(named, resolve_flags(namespace, None))
+        return RecipeTrainable(resolve_flags(namespace, named), named)
+    return ScriptTrainable(resolve_flags(namespace, None), named)

@@ -1,4 +1,4 @@
-"""What backward needs from the repeated blocks: recomputed instead of kept, or kept in CPU memory.
+"""Activations of the repeated blocks: recomputed in backward instead of kept, or kept in CPU memory.
 
 Blocks are changed before a strategy wraps them, and only in the instance's `forward`: names of parameters stay.
 """
@@ -12,11 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from phalanx import torch_compat
 from phalanx.config import DistributedConfig
@@ -30,11 +26,10 @@ def spare_activations(model: nn.Module, config: DistributedConfig) -> Callable[[
     recompute = config.recompute
     if recompute is None and not config.activation_offload:
         return lambda: None
-    blocks = _blocks(model, "activation_offload" if recompute is None else "activation_checkpointing")
+    blocks = _blocks(model, config)
     # Weakly: in a pipeline most blocks are on other ranks, and must not be kept here to be undone.
     before = [(weakref.ref(block), block.__dict__.get("forward")) for block in blocks]
     if recompute is not None:
-        _check_interval(model, recompute.every, len(blocks))
         context = _SELECTIVE if recompute.selective else {}
         for block in blocks[:: recompute.every]:
             block.forward = partial(_recomputed, block.forward, context)
@@ -60,22 +55,20 @@ def spare_activations(model: nn.Module, config: DistributedConfig) -> Callable[[
     return undo
 
 
-def _blocks(model: nn.Module, setting: str) -> list[nn.Module]:
-    blocks = list(find_blocks(model).values())
+def _blocks(model: nn.Module, config: DistributedConfig) -> list[nn.Module]:
+    blocks, recompute, name = list(find_blocks(model).values()), config.recompute, type(model).__name__
     if not blocks:
+        setting = "activation_offload" if recompute is None else "activation_checkpointing"
         raise ModelError(
-            f"{setting}: {type(model).__name__} has no repeated blocks",
+            f"{setting}: {name} has no repeated blocks",
             hint="It looks for an nn.ModuleList or nn.Sequential with several blocks of one class.",
         )
-    return blocks
-
-
-def _check_interval(model: nn.Module, every: int, blocks: int) -> None:
-    if every > blocks:
+    if recompute is not None and recompute.every > len(blocks):
         raise ModelError(
-            f"activation_checkpointing = 'every {every}': {type(model).__name__} has {blocks} blocks only",
-            hint=f"Write a number from 1 (every block) to {blocks} (the first alone).",
+            f"activation_checkpointing = 'every {recompute.every}': {name} has {len(blocks)} blocks only",
+            hint=f"Write a number from 1 (every block) to {len(blocks)} (the first alone).",
         )
+    return blocks
 
 
 def _recomputed(forward: Any, context: dict[str, Any], *arguments: Any, **options: Any) -> Any:
@@ -107,10 +100,10 @@ _EXPENSIVE = {
 }
 """What selective checkpointing keeps: matrix products, attention, and results of collectives."""
 
-_DROPOUT_PLACE = {
-    operation: place
+_DROPOUT_POSITION = {
+    operation: position
     for operation in _EXPENSIVE
-    for place, name in enumerate(torch_compat.argument_names(operation))
+    for position, name in enumerate(torch_compat.argument_names(operation))
     if name == "dropout_p"
 }
 
@@ -122,8 +115,8 @@ def _keep_or_recompute(_: Any, operation: Any, *arguments: Any, **options: Any) 
     """
     if operation not in _EXPENSIVE:
         return CheckpointPolicy.PREFER_RECOMPUTE
-    place = _DROPOUT_PLACE.get(operation)
-    if place is not None and (arguments[place] if place < len(arguments) else options.get("dropout_p", 0.0)):
+    position = _DROPOUT_POSITION.get(operation)
+    if position is not None and (arguments[position] if position < len(arguments) else options.get("dropout_p", 0.0)):
         return CheckpointPolicy.PREFER_RECOMPUTE
     return CheckpointPolicy.MUST_SAVE
 

@@ -34,7 +34,6 @@ from phalanx.config.option import local_path
 from phalanx.data.loader import shard_loader
 from phalanx.errors import UsageError
 from phalanx.loop.activation import spare_activations
-from phalanx.loop.batch import BatchPasses
 from phalanx.loop.forward import LossFn, decide_forward
 from phalanx.loop.optimizer_binding import ParameterRemap, bind_optimizer, bind_scheduler
 from phalanx.loop.prepare import (
@@ -46,6 +45,7 @@ from phalanx.loop.prepare import (
     remember_process,
 )
 from phalanx.loop.state import restore_snapshot, save_snapshot
+from phalanx.loop.step import BatchPasses
 from phalanx.strategies.base import claim_layout, local
 from phalanx.strategies.registry import build_strategy
 from phalanx.world.groups import build_axis_group
@@ -96,7 +96,7 @@ class Formation(Prepared):
         if isinstance(item, nn.Module):
             return self._prepare_model(item)
         if isinstance(item, torch.optim.Optimizer):
-            self._replaced.follow(item)
+            self._replaced.apply(item)
             check_trains_adapters(self.models, item, self.config)
             item = self.strategy.attach(item)
             self.optimizers.append(item)
@@ -110,8 +110,7 @@ class Formation(Prepared):
         if hasattr(item, "__iter__") or hasattr(item, "__getitem__"):
             return self.prepare_loader(item)
         raise UsageError(
-            f"prepare() got a {type(item).__name__}",
-            hint="It takes models, optimizers, LR schedulers and data loaders.",
+            f"prepare() got a {type(item).__name__}", hint="It takes models, optimizers, schedulers and data loaders."
         )
 
     def _prepare_model(self, model: nn.Module) -> nn.Module:
@@ -124,7 +123,7 @@ class Formation(Prepared):
         wrapped = self.strategy.wrap(model)
         self._replaced.note(before, dict(model.named_parameters(remove_duplicate=False)))
         for optimizer in self.optimizers:  # prepared before the model
-            self._replaced.follow(optimizer)
+            self._replaced.apply(optimizer)
         if self.config.compile:
             for part in self.strategy.compile_targets(wrapped):
                 self._undo.append(compile_in_place(part))
@@ -161,9 +160,9 @@ class Formation(Prepared):
         return loader
 
     def _cpu_group(self) -> dist.ProcessGroup | None:
-        """Return a gloo group of the data ranks for counts that are needed on the host; None: the default will do."""
-        will_do = self.world.comm_backend in (None, "gloo", "phalanx") and self.world.mesh.dp_size == self.world_size
-        if self._host_group is None and self.world.mesh.dp_size > 1 and not will_do:
+        """Return a gloo group of the data ranks for counts that are needed on the host; None: the default suffices."""
+        suffices = self.world.comm_backend in (None, "gloo", "phalanx") and self.world.mesh.dp_size == self.world_size
+        if self._host_group is None and self.world.mesh.dp_size > 1 and not suffices:
             self._host_group = build_axis_group(self.world.mesh, ("dp_replicate", "dp_shard"), self.rank, "gloo")
         return self._host_group
 
@@ -197,19 +196,15 @@ class Formation(Prepared):
         """Whether no trained parameter holds a NaN or an infinity; waits for the device."""
         parts = [local(p).detach() for model in self.models for p in model.parameters() if p.requires_grad]
         parts = [part for part in parts if part.numel()]
-        finite = (
-            torch.isfinite(nn.utils.get_total_norm(parts, norm_type=math.inf)).all() if parts else torch.tensor(True)
-        )
+        finite = torch.tensor(True)
+        if parts:
+            finite = torch.isfinite(nn.utils.get_total_norm(parts, norm_type=math.inf)).all()
         return bool(self.reduce(finite.int(), "min") if self.strategy.shards else finite)
 
     def reduce(self, value: float | torch.Tensor, op: str = "mean") -> torch.Tensor:
         """Return the mean (or sum, min, max) of a value over all ranks, equal on all of them."""
-        operations = {
-            "mean": dist.ReduceOp.SUM,
-            "sum": dist.ReduceOp.SUM,
-            "min": dist.ReduceOp.MIN,
-            "max": dist.ReduceOp.MAX,
-        }
+        reduce_op = dist.ReduceOp
+        operations = {"mean": reduce_op.SUM, "sum": reduce_op.SUM, "min": reduce_op.MIN, "max": reduce_op.MAX}
         if op not in operations:
             raise UsageError(f"reduce: unknown op {op!r}. Allowed: {', '.join(operations)}.")
         tensor = torch.as_tensor(value, device=self.device).detach().clone()
@@ -231,7 +226,10 @@ class Formation(Prepared):
     def save(self, directory: str | Path, **shared: Any) -> SavedCheckpoint:
         """Publish a checkpoint of everything prepared (weights, optimizers, schedulers, data position, RNG)."""
         saved = save_snapshot(self, local_path(directory), shared)
-        self._hold(saved.path.parent)
+        directory = saved.path.parent
+        if self.is_main and directory not in self._locks:  # until `close` other runs leave its checkpoints alone
+            self._locks[directory] = lock = RunLock(directory, self.run_id)
+            self._undo.append(lock.release)
         return saved
 
     def load(self, directory: str | Path, *, required: bool = True) -> dict[str, Any] | None:
@@ -240,12 +238,6 @@ class Formation(Prepared):
         Returns what was passed to `save`, or None where there is no checkpoint and none is required.
         """
         return restore_snapshot(self, local_path(directory), required=required)
-
-    def _hold(self, directory: Path) -> None:
-        """Lock a directory that the run saves to, until `close`: other runs leave its checkpoints alone."""
-        if self.is_main and directory not in self._locks:
-            self._locks[directory] = lock = RunLock(directory, self.run_id)
-            self._undo.append(lock.release)
 
     def close(self) -> None:
         """Release everything and leave the process group, in an order that cannot deadlock."""

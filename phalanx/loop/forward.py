@@ -10,6 +10,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -31,47 +33,41 @@ class Forward:
 
     run: Callable[[nn.Module, Any], tuple[torch.Tensor | None, Any]]
     target: Callable[[Any], Any]
-    says: str = ""
+    note: str = ""
     loss_fn: LossFn | None = None
-    """The loss of (output, target), where it can be had without calling the model."""
+    """The loss of (output, target), where it can be computed without calling the model."""
     may_shift: bool = False
     """Whether only the model knows which output belongs to which target: a causal language model may shift them."""
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
         """Return the batch's mean loss."""
         loss, _ = self.run(model, batch)
-        if not isinstance(loss, torch.Tensor) or loss.ndim != 0:
-            raise _no_loss(loss)
-        return loss
-
-
-def _no_loss(found: Any) -> ModelError:
-    if isinstance(found, torch.Tensor):
-        return ModelError(
-            f"the loss is a tensor of shape {list(found.shape)}, not one number",
-            hint="Return the mean over the batch: reduction='mean' in torch's losses.",
+        if isinstance(loss, torch.Tensor) and loss.ndim == 0:
+            return loss
+        if isinstance(loss, torch.Tensor):
+            raise ModelError(
+                f"the loss is a tensor of shape {list(loss.shape)}, not one number",
+                hint="Return the mean over the batch: reduction='mean' in torch's losses.",
+            )
+        raise ModelError(
+            "no loss was found in what the model returned" if loss is None else f"the loss is a {type(loss).__name__}",
+            hint="Give loss_fn=lambda output, target: ... that returns a scalar, or let the model return its loss.",
         )
-    what = "no loss was found in what the model returned" if found is None else f"the loss is a {type(found).__name__}"
-    return ModelError(
-        what,
-        hint="Give loss_fn=lambda output, target: ... that returns a scalar tensor, or let the model return its loss.",
-    )
 
 
 def decide_forward(model: nn.Module, loss_fn: LossFn | None, batch: Any) -> Forward:
     """Look at the model, the loss function and one batch, and return how to get from batch to loss."""
     if isinstance(batch, Mapping):
-        return _from_mapping(loss_fn)
-    if isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)) and len(batch) >= 2:
-        if loss_fn is not None:
-            return Forward(lambda model, batch: _with_loss(model, batch, loss_fn), _last, loss_fn=loss_fn)
-        if _takes_targets(model, len(batch)):
-            own_loss = model.loss_from_output if implements(model, LossFromOutput) else None
-            return Forward(_with_targets, _last, loss_fn=own_loss, may_shift=own_loss is None)
-        return _implied(model)
+        return Forward(partial(_from_mapping, loss_fn=loss_fn), _labels, may_shift=loss_fn is None)
+    if not isinstance(batch, Sequence) or isinstance(batch, (str, bytes)) or len(batch) < 2:
+        return Forward(partial(_self_target, loss_fn=loss_fn), _whole)
     if loss_fn is not None:
-        return Forward(lambda model, batch: _self_target(model, batch, loss_fn), _whole)
-    return Forward(lambda model, batch: _loss_and_output(model(_only(batch)), _only(batch)), _whole)
+        return Forward(partial(_with_loss, loss_fn=loss_fn), itemgetter(-1), loss_fn=loss_fn)
+    if _takes_targets(model, len(batch)):
+        own_loss = model.loss_from_output if implements(model, LossFromOutput) else None
+        return Forward(_with_targets, itemgetter(-1), loss_fn=own_loss, may_shift=own_loss is None)
+    note = "no loss_fn given: the loss follows the targets (labels: cross entropy, numbers: MSE)"
+    return Forward(_with_implied_loss, itemgetter(-1), note, loss_fn=implied_loss)
 
 
 def count_labels(target: Any) -> torch.Tensor:
@@ -85,19 +81,15 @@ def count_labels(target: Any) -> torch.Tensor:
     return (labels != IGNORED_LABEL).sum()
 
 
-def _from_mapping(loss_fn: LossFn | None) -> Forward:
-    if loss_fn is None:
-        return Forward(lambda model, batch: _loss_and_output(model(**batch), **batch), _labels, may_shift=True)
-
-    def run(model: nn.Module, batch: Any) -> tuple[torch.Tensor, Any]:
-        output = model(**batch)
-        return loss_fn(output, batch), output
-
-    return Forward(run, _labels)
+def _from_mapping(model: nn.Module, batch: Any, loss_fn: LossFn | None) -> tuple[torch.Tensor | None, Any]:
+    output = model(**batch)
+    return _loss_and_output(output, **batch) if loss_fn is None else (loss_fn(output, batch), output)
 
 
-def _with_targets(model: nn.Module, batch: Any) -> tuple[torch.Tensor | None, Any]:
-    return _loss_and_output(model(*batch), *batch)
+def _self_target(model: nn.Module, batch: Any, loss_fn: LossFn | None) -> tuple[torch.Tensor | None, Any]:
+    inputs = batch[0] if isinstance(batch, Sequence) and len(batch) == 1 else batch
+    output = model(inputs)
+    return _loss_and_output(output, inputs) if loss_fn is None else (loss_fn(output, inputs), output)
 
 
 def _with_loss(model: nn.Module, batch: Any, loss_fn: LossFn) -> tuple[torch.Tensor, Any]:
@@ -105,30 +97,22 @@ def _with_loss(model: nn.Module, batch: Any, loss_fn: LossFn) -> tuple[torch.Ten
     return loss_fn(output, batch[-1]), output
 
 
-def _self_target(model: nn.Module, batch: Any, loss_fn: LossFn) -> tuple[torch.Tensor, Any]:
-    inputs = _only(batch)
-    output = model(inputs)
-    return loss_fn(output, inputs), output
+def _with_targets(model: nn.Module, batch: Any) -> tuple[torch.Tensor | None, Any]:
+    return _loss_and_output(model(*batch), *batch)
 
 
-def _implied(model: nn.Module) -> Forward:
-    def run(model: nn.Module, batch: Any) -> tuple[torch.Tensor | None, Any]:
-        output = model(*batch[:-1])
-        # A scalar next to scores is not the loss: without targets it is rather a penalty.
-        found, value = _find_loss(output) if _is_scalar(_first(output)) else (None, output)
-        return (found, value) if found is not None else (implied_loss(output, batch[-1]), output)
-
-    says = "no loss_fn given: the loss follows the targets (labels: cross entropy, numbers: MSE)"
-    return Forward(run, _last, says, loss_fn=implied_loss)
+def _with_implied_loss(model: nn.Module, batch: Any) -> tuple[torch.Tensor | None, Any]:
+    output = model(*batch[:-1])
+    # A scalar next to scores is not the loss: without targets it is rather a penalty.
+    found, value = _find_loss(output) if _is_scalar(_first(output)) else (None, output)
+    return (found, value) if found is not None else (implied_loss(output, batch[-1]), output)
 
 
 def implied_loss(output: Any, target: Any) -> torch.Tensor:
     """Return the usual loss for these outputs and targets; an error where none is obvious."""
     if isinstance(output, torch.Tensor) and isinstance(target, torch.Tensor):
         if not target.is_floating_point() and output.ndim == target.ndim + 1:
-            if (
-                target.ndim > 1 and output.shape[:-1] == target.shape
-            ):  # [batch, time, classes], as language models have it
+            if target.ndim > 1 and output.shape[:-1] == target.shape:  # [batch, time, classes]
                 return F.cross_entropy(output.flatten(0, -2), target.flatten())
             return F.cross_entropy(output, target)
         if target.is_floating_point() and output.shape == target.shape:
@@ -140,7 +124,7 @@ def implied_loss(output: Any, target: Any) -> torch.Tensor:
 
 
 def _loss_and_output(result: Any, *given: Any, **named: Any) -> tuple[torch.Tensor | None, Any]:
-    """Find the loss in what a model returned; `given` and `named` are what it was called with."""
+    """Find the loss in what a model returned; `given` and `named` are its arguments."""
     loss, output = _find_loss(result)
     if loss is None and not isinstance(result, torch.Tensor) and not hasattr(result, "logits"):
         arguments = [_shape(value) for value in given] + [f"{name}={_shape(value)}" for name, value in named.items()]
@@ -159,10 +143,9 @@ def _find_loss(result: Any) -> tuple[torch.Tensor | None, Any]:
     if loss is None and isinstance(result, Mapping):
         loss = result.get("loss")
     if loss is None and isinstance(result, tuple):
-        scalars = [place for place, value in enumerate(result) if _is_scalar(value)]
+        scalars = [value for value in result if _is_scalar(value)]
         if len(scalars) == 1:
-            others = [value for place, value in enumerate(result) if place != scalars[0]]
-            return result[scalars[0]], others[0] if others else None
+            return scalars[0], next((value for value in result if value is not scalars[0]), None)
     if not _is_scalar(loss):
         return None, result
     logits = getattr(result, "logits", None)
@@ -197,14 +180,10 @@ def _is_scalar(value: Any) -> bool:
 
 
 def _first(result: Any) -> Any:
-    """Return where a model that was not given targets may have its loss: itself, `.loss`, `["loss"]`, or first."""
+    """Return what may be the loss of a model that was called without targets: itself, `.loss`, `["loss"]`, or first."""
     if isinstance(result, tuple) and not hasattr(result, "loss"):
         return result[0] if result else None
     return result.get("loss") if isinstance(result, Mapping) else getattr(result, "loss", result)
-
-
-def _last(batch: Any) -> Any:
-    return batch[-1]
 
 
 def _labels(batch: Any) -> Any:
@@ -213,10 +192,6 @@ def _labels(batch: Any) -> Any:
 
 def _whole(batch: Any) -> Any:
     return batch
-
-
-def _only(batch: Any) -> Any:
-    return batch[0] if isinstance(batch, Sequence) and len(batch) == 1 else batch
 
 
 def _shape(value: Any) -> str:

@@ -39,10 +39,10 @@ class LossWeights:
         return weight
 
     def mean(self) -> torch.Tensor | None:
-        """Return what the averaged gradient has to be divided by, or None without weights; all ranks call this.
+        """Return the divisor of the averaged gradient, or None without weights; all ranks call this.
 
-        One all-reduce, at the first call. Each sample counts once for every rank that saw it, so what the sum is
-        divided by is the world's size, not dp_size.
+        One all-reduce, at the first call. Each sample counts once for every rank that saw it, so the sum is divided by
+        the world's size, not by dp_size.
         """
         if self._here is None or self._mean is not None:
             return self._mean
@@ -93,13 +93,13 @@ class Gradients:
             self._strategy.set_sync(wrapped, False)
 
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note an optimizer whose step goes through the transaction; the first one adopted counts the steps."""
+        """Add an optimizer whose step goes through the transaction; the first one counts the steps."""
         self._primary = self._primary or optimizer
         self._adopted.append(id(optimizer))
         self.held.add_optimizer(optimizer)
 
     def begin(self, micro: MicroInfo) -> None:
-        """Note the loader's description of the batch it is about to yield."""
+        """Set the loader's description of the batch it is about to yield."""
         self.micro = micro
         if micro.boundary is not self.boundary:
             self.boundary = micro.boundary
@@ -135,7 +135,7 @@ class Gradients:
         return factor
 
     def leave(self) -> None:
-        """End a backward pass: note whether the gradient is whole."""
+        """End a backward pass: note whether the gradient is complete."""
         if self.micro is None:
             for wrapped in self._wrapped:  # here, for DDP reads its flag in forward, and FSDP in backward
                 self._strategy.set_sync(wrapped, (self._counted + 1) % self._accumulation == 0)
@@ -147,7 +147,7 @@ class Gradients:
     def may_zero(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether zero_grad may act: not between the micro-batches of one step, wherever in the loop it is called.
 
-        An engine empties its own buffers when it has stepped.
+        An engine clears its own buffers after a step.
         """
         return not self._strategy.owns_step and id(optimizer) not in self._accumulating
 
@@ -162,7 +162,7 @@ class Gradients:
             self._weight.clear()
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take fp16's loss scale out of an optimizer's gradients, once per step."""
+        """Remove fp16's loss scale from an optimizer's gradients, once per step."""
         if self._scaler is not None and self.boundary and id(optimizer) not in self._unscaled:
             self._unscaled.add(id(optimizer))
             self._scaler.unscale_(optimizer)
@@ -170,17 +170,17 @@ class Gradients:
             if not found:  # no gradient here: nothing overflowed, but torch raises without an entry
                 found[self._world.device] = torch.zeros((), device=self._world.device)
             if self._strategy.shards and self._world.world_size > 1:
-                self._agree_on_overflow(list(found.values()))
+                # Ranks that hold parts of the model see an overflow in their own parts only, but all must skip the
+                # step. One reduction on every rank: a pipeline stage may hold none of an optimizer's parameters.
+                anywhere = self._any_overflow(optimizer)
+                dist.all_reduce(anywhere, op=dist.ReduceOp.MAX)
+                for flag in found.values():
+                    flag.copy_(anywhere)
 
-    def _agree_on_overflow(self, found: list[torch.Tensor]) -> None:
-        """Ranks that hold parts of the model see an overflow in their own parts only, but all must skip the step.
-
-        One reduction on every rank: a pipeline stage may hold none of an optimizer's parameters.
-        """
-        anywhere = torch.stack([flag.to(self._world.device) for flag in found]).amax()
-        dist.all_reduce(anywhere, op=dist.ReduceOp.MAX)
-        for flag in found:
-            flag.copy_(anywhere)
+    def _any_overflow(self, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+        assert self._scaler is not None
+        flags = torch_compat.found_inf(self._scaler, id(optimizer)).values()
+        return torch.stack([flag.to(self._world.device) for flag in flags]).amax()
 
     def update_scale(self) -> None:
         """Let fp16's scale grow or shrink after a step: once all optimizers have stepped, before the next backward."""
@@ -254,21 +254,16 @@ class Gradients:
             if self._scaler is None:
                 self._strategy.step(inner)
             else:
-                self._count_overflow(id(optimizer))
+                # On the device: reading here whether the scaler skips this step would wait for it.
+                skips = self._any_overflow(optimizer).sign()
+                self._overflows[id(optimizer)] = skips + self._overflows.get(id(optimizer), 0)
                 self._scaler.step(optimizer)
         finally:
             self._direct = False
 
-    def _count_overflow(self, key: int) -> None:
-        """Note on the device whether the scaler leaves this step out: reading it here would wait for the device."""
-        assert self._scaler is not None
-        found = torch_compat.found_inf(self._scaler, key).values()
-        here = torch.stack([flag.to(self._world.device) for flag in found]).amax().sign()
-        self._overflows[key] = here + self._overflows[key] if key in self._overflows else here
-
     @property
     def skipped_steps(self) -> int:
-        """How many steps were left out because the gradient was not finite; waits for the device with fp16."""
+        """How many steps were skipped because the gradient was not finite; waits for the device with fp16."""
         return sum(self._skipped.values()) + sum(int(count) for count in self._overflows.values())
 
     def taken(self, optimizer: torch.optim.Optimizer) -> int | None:

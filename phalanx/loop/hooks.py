@@ -1,4 +1,4 @@
-"""What users add to the loop: functions every n steps, and callbacks with one method per event."""
+"""Hooks and callbacks: functions called every n steps, and objects with one method per event."""
 
 from __future__ import annotations
 
@@ -64,9 +64,12 @@ class Hooks:
         if isinstance(item, Callback):
             self._callbacks.append(item)
         elif isinstance(item, tuple) and len(item) == 2 and callable(item[0]):
-            self._every.append((item[0], _checked_every(item[1])))
+            self.add(*item)
         elif callable(item):
-            self._every.append((item, _checked_every(every)))
+            if not isinstance(every, int) or every < 1:
+                hint = "Write (function, every) with a whole number from 1 on."
+                raise UsageError(f"a hook every {every!r} steps", hint=hint)
+            self._every.append((item, every))
         else:
             raise UsageError(
                 f"{item!r} is not a callback",
@@ -90,9 +93,3 @@ class Hooks:
         """Call one method of every callback."""
         for callback in self._callbacks:
             getattr(callback, moment)(*arguments)
-
-
-def _checked_every(every: Any) -> int:
-    if isinstance(every, int) and every >= 1:
-        return every
-    raise UsageError(f"a hook every {every!r} steps", hint="Write (function, every) with a whole number from 1 on.")

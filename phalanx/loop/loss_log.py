@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import math
 
 import torch
 import torch.distributed as dist
 
-from phalanx.errors import NonFiniteLossError
 from phalanx.world.world import World
 
 
@@ -23,23 +21,25 @@ class LossLog:
         self._first_step = 0
 
     def add(self, step: int, loss: torch.Tensor, share: float | torch.Tensor) -> None:
-        """Note a micro-batch's mean loss and its share of (or weight in) the global batch."""
+        """Add a micro-batch's mean loss and its share of (or weight in) the global batch."""
         self._losses.append(loss.detach())
         self._shares.append(share)
         self._step_of.append(step)
 
     def read(self) -> dict[int, float]:
-        """Return step -> loss of its global batch, and forget them; all ranks must call this together."""
+        """Return step -> loss of its global batch, and clear the log; all ranks must call this together."""
         if not self._losses:
             return {}
-        first, alone = self._step_of[0], self._world.world_size == 1
+        first, single_rank = self._step_of[0], self._world.world_size == 1
         losses = torch.stack(self._losses).double()
-        if alone or losses.device.type == "cpu":
+        if single_rank or losses.device.type == "cpu":
             # One transfer, or none: for a few numbers the host is faster than starting kernels.
-            table = self._sums(losses.tolist(), _on_host(self._shares))
+            numbers = [share for share in self._shares if not isinstance(share, torch.Tensor)]
+            on_host = len(numbers) == len(self._shares)
+            table = self._sums(losses.tolist(), numbers if on_host else _stack(self._shares, None).tolist())
         else:
             table = self._sums_on_device(losses)
-        if not alone:
+        if not single_rank:
             dist.all_reduce(table)
         self._losses.clear()
         self._shares.clear()
@@ -65,7 +65,7 @@ class LossLog:
     def _sums_on_device(self, losses: torch.Tensor) -> torch.Tensor:
         device, first = losses.device, self._step_of[0]
         rows = torch.tensor([step - first for step in self._step_of], device=device)
-        shares = _on_device(self._shares, device)
+        shares = _stack(self._shares, device)
         weighted = torch.where(shares > 0, losses * shares, torch.zeros_like(losses))
         table = torch.zeros(2, self._step_of[-1] - first + 1, dtype=torch.float64, device=device)
         table[0].index_add_(0, rows, weighted)
@@ -73,40 +73,8 @@ class LossLog:
         return table
 
 
-def _on_host(shares: list[float | torch.Tensor]) -> list[float]:
-    numbers = [share for share in shares if not isinstance(share, torch.Tensor)]
-    if len(numbers) == len(shares):
-        return numbers
-    return torch.stack([torch.as_tensor(share).double() for share in shares]).tolist()
-
-
-def _on_device(shares: list[float | torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Move the shares to the device in one transfer; those that were counted there are there already."""
-    numbers = [share for share in shares if not isinstance(share, torch.Tensor)]
-    if len(numbers) == len(shares):
-        return torch.tensor(numbers, dtype=torch.float64, device=device)
+def _stack(shares: list[float | torch.Tensor], device: torch.device | None) -> torch.Tensor:
+    """Return the shares as one tensor; numbers alone move to the device in one transfer."""
+    if not any(isinstance(share, torch.Tensor) for share in shares):
+        return torch.tensor(shares, dtype=torch.float64, device=device)
     return torch.stack([torch.as_tensor(share, device=device).double() for share in shares])
-
-
-def first_nonfinite(losses: dict[int, float]) -> int | None:
-    """Return the first step whose loss is NaN or infinite."""
-    return next((step for step, loss in losses.items() if not math.isfinite(loss)), None)
-
-
-_REMEDY = "Lower learning_rate, set gradient_clipping, or skip such steps with on_nonfinite='skip'."
-
-
-def nonfinite_error(step: int, loss: float, checkpoint: str | None) -> NonFiniteLossError:
-    """Return the error for a loss that is not finite."""
-    return NonFiniteLossError(f"the loss is {loss} at step {step}; {_last_good(checkpoint)}", hint=_REMEDY)
-
-
-def spoilt_weights_error(step: int, checkpoint: str | None) -> NonFiniteLossError:
-    """Return the error for weights that are not finite after a step whose loss was."""
-    return NonFiniteLossError(
-        f"step {step} left weights that are not finite, so they were not saved; {_last_good(checkpoint)}", hint=_REMEDY
-    )
-
-
-def _last_good(checkpoint: str | None) -> str:
-    return f"the last good checkpoint is {checkpoint}" if checkpoint else "there is no checkpoint before it"

@@ -48,11 +48,11 @@ class MetricSums:
             self._metrics = default_metrics(output, target, loss if may_shift else None)
         for name, metric in self._metrics.items():
             found = metric(output, target)
-            if isinstance(found, tuple):  # a total and what it counts, of which a stand-in batch has nothing
+            if isinstance(found, tuple):  # a total and what it counts; a placeholder batch counts nothing
                 total, units = (torch.as_tensor(part).detach().double() * float(samples > 0) for part in found)
             else:
                 value = torch.as_tensor(found, device=self._device).detach().double()
-                # The mean over a stand-in batch may be NaN, and counts for nothing.
+                # The mean over a placeholder batch may be NaN, and counts for nothing.
                 total = value[:samples].sum() if value.ndim else value * samples if samples else torch.zeros(())
                 units = torch.tensor(float(samples))
             self._accumulate(name, total, units)
@@ -76,17 +76,18 @@ class MetricSums:
 def default_metrics(output: Any, target: Any, own_loss: torch.Tensor | None = None) -> dict[str, Metric]:
     """Return accuracy where outputs are class scores for integer labels, else nothing.
 
-    `own_loss`: the loss of a model that computes it itself. Of a sequence's labels it may compare each with the scores
-    of the same position or of the one before; its value shows which. All ranks call this together.
+    `own_loss`: the loss of a model that computes it itself. For sequences, it may compare each label with the scores of
+    the same position or of the one before; its value shows which. All ranks call this together.
     """
-    if isinstance(output, torch.Tensor) and isinstance(target, torch.Tensor):
-        labels = not target.is_floating_point() and target.dtype != torch.bool
-        if labels and output.ndim == target.ndim + 1 and output.is_floating_point():
-            if own_loss is None or target.ndim == 1:
-                return {"accuracy": accuracy}
-            found = _alignment(output, target, own_loss)
-            return {} if found is None else {"accuracy": found}
-    return {}
+    if not isinstance(output, torch.Tensor) or not isinstance(target, torch.Tensor):
+        return {}
+    labels = not target.is_floating_point() and target.dtype != torch.bool
+    if not labels or output.ndim != target.ndim + 1 or not output.is_floating_point():
+        return {}
+    found: Metric | None = accuracy
+    if own_loss is not None and target.ndim > 1:
+        found = _alignment(output, target, own_loss)
+    return {} if found is None else {"accuracy": found}
 
 
 _TOLERANCE = 1e-3
@@ -124,7 +125,7 @@ def next_token_accuracy(output: torch.Tensor, target: torch.Tensor) -> Any:
 
 
 def accuracy(output: torch.Tensor, target: torch.Tensor) -> Any:
-    """Return what the highest scores hit: a value per sample, or hits and labels where a sample has several.
+    """Return whether the highest scores are right: a value per sample, or (hits, labels) for several labels each.
 
     Ignored labels (below 0) do not count.
     """

@@ -1,4 +1,4 @@
-"""Activations in CPU memory: they are copied out during forward, and back before backward needs them.
+"""Activation offload: copies saved tensors to CPU memory during forward, and back before backward needs them.
 
 torch's own `save_on_cpu` waits for every copy, moves the weights as well, and moves a tensor once for each operation
 that saves it. Here copies run on a separate stream, weights stay, and each tensor moves once.
@@ -23,7 +23,7 @@ SMALLEST_BYTES = 64 * 1024
 """Smaller tensors stay on the device: a copy has a fixed cost."""
 
 LARGEST_SHARE = 16
-"""A tensor that is a smaller part of its memory than one in so many stays: all of the memory would move."""
+"""A tensor stays on the device where its storage is more than this many times larger: all of it would move."""
 
 
 class HostMemory:
@@ -59,7 +59,7 @@ class _Block:
         self._moved: dict[tuple[Any, int], _Moved] = {}
 
     def pack(self, tensor: torch.Tensor) -> Any:
-        """Send a tensor to the host, unless it should stay."""
+        """Start copying a tensor to the host, unless it should stay."""
         if not tensor.is_cuda or _is_weight(tensor):
             return tensor
         piece = tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -73,7 +73,7 @@ class _Block:
         return self._moved[key].saved_once_more(), _View(tensor, piece)
 
     def unpack(self, packed: Any) -> torch.Tensor:
-        """Give a tensor back; meanwhile those of the block below, whose backward is next, are on their way."""
+        """Return a tensor on the device; start copying those of the block below, whose backward is next."""
         if isinstance(packed, torch.Tensor):
             return packed
         moved, view = packed
@@ -84,12 +84,12 @@ class _Block:
         return tensor
 
     def release(self) -> None:
-        """Give the device's memory to others; the copies on the host are what is left."""
+        """Free the device's memory; the copies on the host stay."""
         for moved in self._moved.values():
             moved.release()
 
     def fetch(self) -> None:
-        """Start bringing every tensor back."""
+        """Start copying every tensor back."""
         for moved in self._moved.values():
             moved.fetch()
 
@@ -97,9 +97,8 @@ class _Block:
 class _Moved:
     """A tensor's memory on the host, and on the device until it is released and again from when it is fetched.
 
-    All of the memory, not the tensor alone: its other views need not move, and each keeps its strides, which compiled
-    code insists on. Memory changes hands only after the computing stream was told to wait for the copy: the host never
-    waits, and what is freed can be used at once.
+    All of the storage, not the tensor alone: its other views need not move, and each keeps its strides, which compiled
+    code insists on. Memory is freed only after the compute stream was made to wait for the copy: the host never waits.
     """
 
     def __init__(self, memory: torch.UntypedStorage) -> None:
@@ -111,7 +110,7 @@ class _Moved:
         self._copying: torch.cuda.Event | None = self._copy(self._here, self._host)
 
     def saved_once_more(self) -> _Moved:
-        """Count an operation that will ask for the memory in backward."""
+        """Count an operation that will need the memory in backward."""
         self._uses += 1
         return self
 
@@ -121,13 +120,13 @@ class _Moved:
         self._here = None
 
     def fetch(self) -> None:
-        """Start bringing the memory back, unless it is there."""
+        """Start copying the memory back, unless it is on the device."""
         if self._here is None:
             self._here = torch.empty_like(self._host, device=self._device)
             self._copying = self._copy(self._host, self._here)
 
     def take(self) -> torch.UntypedStorage:
-        """Return the memory on the device, for one of the operations that asked for it."""
+        """Return the memory on the device, for one of the operations that saved it."""
         self.fetch()
         self._settle()
         assert self._here is not None, "fetched above"
@@ -145,21 +144,21 @@ class _Moved:
         return event
 
     def _settle(self) -> None:
-        """Let the computing stream wait for a copy under way."""
+        """Make the compute stream wait for a copy under way."""
         if self._copying is not None:
             torch.cuda.current_stream(self._device).wait_event(self._copying)
             self._copying = None
 
     def __del__(self) -> None:
-        self._settle()  # a graph that is dropped before its backward gives memory back as well
+        self._settle()  # a graph that is dropped before its backward frees memory as well
 
 
 class _View:
-    """How a tensor lies in its memory, and on the ranks."""
+    """A tensor's offset, shape and strides in its memory, and its placement on the ranks."""
 
     def __init__(self, tensor: torch.Tensor, piece: torch.Tensor) -> None:
         self._kind: dict[str, Any] = {"dtype": piece.dtype, "device": piece.device}
-        self._place = (piece.storage_offset(), piece.shape, piece.stride())
+        self._layout = (piece.storage_offset(), piece.shape, piece.stride())
         self._ranks: dict[str, Any] | None = None
         if isinstance(tensor, DTensor):
             ranks = {"device_mesh": tensor.device_mesh, "placements": tensor.placements}
@@ -167,7 +166,7 @@ class _View:
 
     def of(self, memory: torch.UntypedStorage) -> torch.Tensor:
         """Return the tensor in its memory."""
-        piece = torch.empty(0, **self._kind).set_(memory, *self._place)
+        piece = torch.empty(0, **self._kind).set_(memory, *self._layout)
         return piece if self._ranks is None else DTensor.from_local(piece, run_check=False, **self._ranks)
 
 
@@ -185,7 +184,7 @@ def _copy_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def _is_weight(tensor: torch.Tensor) -> bool:
-    """Whether a saved tensor is a parameter, a view of one, or autocast's copy of one, which is there anyway."""
+    """Whether a saved tensor is a parameter, a view of one, or autocast's copy of one: these stay on the device."""
     base = torch_compat.base_of(tensor)
     if isinstance(base, nn.Parameter):
         return True

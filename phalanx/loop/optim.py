@@ -13,7 +13,7 @@ from phalanx.config import DistributedConfig
 from phalanx.errors import UsageError
 
 _BETA2 = 0.999
-"""Torch's own default, as is a momentum of 0.9."""
+"""torch's default, as is a momentum of 0.9."""
 
 
 def build_optimizer(
@@ -23,7 +23,7 @@ def build_optimizer(
     found = [parameter for parameter in parameters if parameter.requires_grad]
     # torch has fused Adam for sharded parameters, but neither fused SGD nor fused Adagrad.
     sharded = any(isinstance(parameter, DTensor) for parameter in found)
-    trained: list[Any] = [{"params": found}]  # so that there may be none: a pipeline stage may be frozen
+    trained: list[Any] = [{"params": found}]  # a group, because it may be empty: a pipeline stage may be frozen
     settings: dict[str, Any] = {"lr": config.learning_rate, "weight_decay": config.weight_decay}
     betas = (config.momentum, _BETA2)
     match config.optimizer:
@@ -62,7 +62,7 @@ class OptimizerSettings:
         ]
 
     def put_back(self, optimizer: torch.optim.Optimizer) -> None:
-        """Set them again where loading a state has replaced them."""
+        """Set them again after loading a state has replaced them."""
         for group, settings in zip(optimizer.param_groups, self._groups, strict=True):
             group.update(settings)
 
@@ -94,11 +94,11 @@ class LRSchedule:
         self._factor = factor
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what was applied last, and to which rates."""
+        """Return the factor applied last, and the rates it was applied to."""
         return {"applied": self._applied, "bases": self._bases}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Leave the rates that the optimizer's state has brought, unless this run was given others."""
+        """Keep the rates from the optimizer's state, unless this run was given others."""
         if state.get("bases") == self._bases:
             self._applied = state["applied"]
 
@@ -110,21 +110,15 @@ class LRSchedule:
 
 def rate_factor(config: DistributedConfig, total_steps: int | None) -> Callable[[int], float]:
     """Return step -> factor: linear warm-up from the first step, then the configured shape down to the last step."""
-    warmup = _warmup_steps(config, total_steps)
+    warmup = int(config.warmup)
+    if isinstance(config.warmup, float) and 0 < config.warmup < 1:
+        if total_steps is None:
+            raise _needs_length(f"warmup = {config.warmup} is a share of the run")
+        warmup = max(1, round(config.warmup * total_steps))
     shape = _shape(config, total_steps, warmup)
     if warmup == 0:
         return shape
     return lambda step: (step + 1) / warmup if step < warmup else shape(step)
-
-
-def _warmup_steps(config: DistributedConfig, total_steps: int | None) -> int:
-    if isinstance(config.warmup, int) or config.warmup >= 1:
-        return int(config.warmup)
-    if config.warmup == 0:
-        return 0
-    if total_steps is None:
-        raise _needs_length(f"warmup = {config.warmup} is a share of the run")
-    return max(1, round(config.warmup * total_steps))
 
 
 def _shape(config: DistributedConfig, total_steps: int | None, warmup: int) -> Callable[[int], float]:

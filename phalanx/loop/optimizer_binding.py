@@ -40,7 +40,7 @@ def bind_optimizer(optimizer: torch.optim.Optimizer, gradients: Gradients) -> Ca
         if not set_to_none:
             inner_zero(set_to_none=False)
             return
-        # What torch does, without its profiling range: tens of microseconds a step.
+        # What torch does, without its profiling range: tens of microseconds per step.
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None
@@ -53,9 +53,8 @@ def bind_optimizer(optimizer: torch.optim.Optimizer, gradients: Gradients) -> Ca
 
     def undo() -> None:
         for name, value in before.items():
-            if value is None:
-                optimizer.__dict__.pop(name, None)
-            else:
+            optimizer.__dict__.pop(name, None)
+            if value is not None:
                 optimizer.__dict__[name] = value
 
     return undo
@@ -65,7 +64,7 @@ _BOUND = ("step", "state_dict")
 
 
 def bind_scheduler(scheduler: LRScheduler, gradients: Gradients) -> Callable[[], None]:
-    """Let a scheduler step only where its optimizer has taken a step since it last did; return what undoes it.
+    """Let a scheduler step only when its optimizer has taken a step since it last did; return what undoes it.
 
     So it stands still between step boundaries and after a skipped step, whether it is called per step or per epoch.
     """
@@ -92,14 +91,10 @@ def bind_scheduler(scheduler: LRScheduler, gradients: Gradients) -> Callable[[],
     return undo
 
 
-INTERVALS = ("epoch", "step")
-
-
 class OwnSchedule:
-    """A scheduler of the user's in the place of the config's: brought to where the run is before each step.
+    """A scheduler of the user's instead of the config's, stepped per epoch or per optimizer step.
 
-    It is stepped once an epoch or once an optimizer step, as torch's users do after either. Its place among the steps
-    is its own state (`last_epoch`), so a resumed run continues where the checkpoint was.
+    Its progress is part of its state (`last_epoch`), so a resumed run continues where the checkpoint was.
     """
 
     def __init__(self, scheduler: LRScheduler, position: Callable[[int], int]) -> None:
@@ -109,11 +104,9 @@ class OwnSchedule:
         self._first = _progress(scheduler)
 
     def apply(self, step: int) -> None:
-        """Step the scheduler as often as the run has come further (steps count from 0)."""
+        """Step the scheduler until it has reached the run's position (steps count from 0)."""
         while _progress(self.scheduler) < self._first + self._position(step):
-            with (
-                warnings.catch_warnings()
-            ):  # torch looks for its own wrapper of optimizer.step, which ours has replaced
+            with warnings.catch_warnings():  # torch looks for its own wrapper of optimizer.step, which was replaced
                 warnings.filterwarnings("ignore", message=".*(optimizer|lr_scheduler)", category=UserWarning)
                 before = _progress(self.scheduler)
                 self.scheduler.step()
@@ -121,14 +114,14 @@ class OwnSchedule:
                 name = type(self.scheduler).__name__
                 raise UsageError(
                     f"scheduler = {name}(...): its step() does not raise last_epoch, by which its progress is known",
-                    hint="Call super().step() in it, or step it in a callback of yours.",
+                    hint="Call super().step() in it, or step it in a callback.",
                 )
 
     def reshape(self, factor: Callable[[int], float]) -> None:
-        """Another length of the run changes nothing here: the user's numbers hold."""
+        """Do nothing: the user's scheduler does not depend on the length of the run."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return nothing: the scheduler was prepared, and is saved as such."""
+        """Return nothing: the scheduler is saved among the prepared ones."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -147,10 +140,10 @@ def _progress(scheduler: LRScheduler) -> int:
 
 
 def check_scheduler(given: Any, optimizer: Any, interval: str, config: DistributedConfig) -> None:
-    """Refuse what cannot schedule the rate, and settings that would set it too."""
+    """Raise for what cannot schedule the rate, and for settings that would set it too."""
     if given is None:
         return
-    if interval not in INTERVALS:
+    if interval not in ("epoch", "step"):
         raise UsageError(f"scheduler_interval = {interval!r}: not one of 'epoch', 'step'.")
     if isinstance(given, ReduceLROnPlateau):
         raise UsageError(
@@ -168,9 +161,7 @@ def check_scheduler(given: Any, optimizer: Any, interval: str, config: Distribut
             hint="Write optimizer=optimizer, scheduler=scheduler; or scheduler=lambda optimizer: ... for any of them.",
         )
     defaults = {"lr_schedule": "constant", "warmup": 0, "lr_scaling": "none"}
-    twice = [
-        f"{name} = {getattr(config, name)!r}" for name, unset in defaults.items() if getattr(config, name) != unset
-    ]
+    twice = [f"{name} = {getattr(config, name)!r}" for name, off in defaults.items() if getattr(config, name) != off]
     if twice:
         raise UsageError(
             f"scheduler=... and {', '.join(twice)} both set the learning rate", hint="Leave one of them out."
@@ -191,22 +182,19 @@ def make_scheduler(given: Any, optimizer: torch.optim.Optimizer) -> LRScheduler:
 
 
 def scheduler_state(scheduler: LRScheduler) -> dict[str, Any]:
-    """Return what of a scheduler's state JSON can hold: its progress. Its settings are the user's code to repeat."""
-    return _plain_dict(scheduler.state_dict())
+    """Return the part of a scheduler's state that JSON can hold: its progress. The user's code has its settings."""
+    plain: dict[str, Any] = _plain(scheduler.state_dict())
+    return plain
 
 
 def load_scheduler_state(scheduler: LRScheduler, state: dict[str, Any]) -> None:
-    """Put back what `scheduler_state` returned."""
+    """Restore what `scheduler_state` returned."""
     scheduler.load_state_dict({**scheduler.state_dict(), **state})
-
-
-def _plain_dict(values: dict[Any, Any]) -> dict[str, Any]:
-    return {name: _plain(value) for name, value in values.items() if _is_plain(value)}
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, dict):
-        return _plain_dict(value)
+        return {name: _plain(item) for name, item in value.items() if _is_plain(item)}
     return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
@@ -232,7 +220,7 @@ class ParameterRemap:
             if id(old) not in still_here and (name in after or id(old) not in self._successors):
                 self._successors[id(old)] = (weakref.ref(old), after.get(name))
 
-    def follow(self, optimizer: torch.optim.Optimizer) -> None:
+    def apply(self, optimizer: torch.optim.Optimizer) -> None:
         """Replace the parameters of an optimizer that was made before its model was sharded."""
         for group in optimizer.param_groups:
             moved = [self._successor(optimizer, parameter) for parameter in group["params"]]
@@ -244,7 +232,7 @@ class ParameterRemap:
             return parameter
         if parameter in optimizer.state:
             raise UsageError(
-                "the optimizer has taken steps already, and its parameters are shared out over the ranks now",
+                "the optimizer has taken steps already, and its parameters are sharded over the ranks now",
                 hint="Prepare the model and the optimizer together, before the first step.",
             )
         return new

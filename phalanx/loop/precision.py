@@ -13,8 +13,8 @@ from phalanx.config.settings import cpu_has_bf16, precision_name
 
 _COMPUTES_IN_FP32 = "mixed_precision = true: this CPU has no bf16 arithmetic, so it computes in fp32, which is faster"
 _EMULATED = (
-    "mixed_precision = 'bf16': this CPU has no bf16 arithmetic and emulates it, 60 times slower than fp32 or more (as "
-    "measured on an ARM Neoverse-N1). Write mixed_precision=True for what is fast here, or leave it out."
+    "mixed_precision = 'bf16': this CPU emulates bf16, at least 60 times slower than fp32 (as measured on an ARM "
+    "Neoverse-N1). Write mixed_precision=True for what is fast here, or leave it out."
 )
 _NO_AUTOCAST: AbstractContextManager[None] = nullcontext()
 
@@ -28,18 +28,14 @@ class Precision:
         self.device_type = device.type
         emulated = device.type == "cpu" and not cpu_has_bf16()
         self.note = _COMPUTES_IN_FP32 if wanted is True and emulated else None
-        """What `True` came to, where that may surprise."""
         self.warning = _EMULATED if self.name == "bf16" and emulated else None
-        """Why what was asked for is slow here."""
-        if self.warning is not None:  # torch says it in fifty lines of C++ frames
+        if self.warning is not None:  # torch prints fifty lines of C++ frames
             warnings.filterwarnings("ignore", message="mkldnn_matmul failed, switching to BLAS gemm")
         self.dtype = None if by_engine else {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.name)
         self.scaler: torch.amp.GradScaler | None = None
         if self.dtype is torch.float16:
             self.scaler = torch.amp.GradScaler(
-                device.type,
-                init_scale=config.scaler_init_scale,
-                growth_interval=config.scaler_growth_interval,
+                device.type, init_scale=config.scaler_init_scale, growth_interval=config.scaler_growth_interval
             )
 
     def autocast(self) -> AbstractContextManager[Any]:

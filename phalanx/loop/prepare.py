@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from phalanx.world.world import World
 
 
 class Prepared:
-    """The record of a run on this rank."""
+    """What was prepared for a run on this rank."""
 
     def __init__(self, strategy: Strategy, world: World, run_id: str) -> None:
         self.strategy = strategy
@@ -33,7 +34,7 @@ class Prepared:
         """The runs that this one continues, as a checkpoint's manifest holds them."""
         self.precision = Precision(self.config, self.device, by_engine=strategy.owns_precision)
         self.notes: list[str] = [self.precision.note] if self.precision.note else []
-        """What the user should read when the run starts."""
+        """Messages for the user when the run starts."""
         self.clear()
 
     def clear(self) -> None:
@@ -106,7 +107,7 @@ class PreparedLoader:
 
     @property
     def current(self) -> MicroInfo:
-        """What is known about the batch yielded last."""
+        """The description of the batch yielded last."""
         return self.sharded.current
 
     @property
@@ -121,26 +122,18 @@ def compile_in_place(model: nn.Module) -> Callable[[], None]:
     Not the wrapper: torch would compile the insides of DDP, dozens of frames and more with every step, whereas of a
     model inside DDP it makes one graph and cuts that by DDP's buckets.
     """
-    torch_compat.set_compiled_call(model, torch.compile(_call_of(model)))
-
-    def undo() -> None:
-        torch_compat.set_compiled_call(model, None)
-
-    return undo
-
-
-def _call_of(model: nn.Module) -> Callable[..., Any]:
-    """Return the model's call as a plain function: torch skips the calls of its own modules (nn.Sequential)."""
     inner = torch_compat.uncompiled_call(model)
 
-    def call(*arguments: Any, **options: Any) -> Any:
+    def call(*arguments: Any, **options: Any) -> Any:  # a plain function: torch skips the calls of its own modules
         return inner(*arguments, **options)
 
-    return call
+    torch_compat.set_compiled_call(model, torch.compile(call))
+
+    return partial(torch_compat.set_compiled_call, model, None)
 
 
 def adapt(model: nn.Module, config: DistributedConfig) -> None:
-    """Give the model the adapters that the config asks for, unless it has them; equal on all ranks, by the seed."""
+    """Add the adapters that the config asks for, unless the model has them; the seed makes them equal on all ranks."""
     if config.lora_rank is None:
         return
     from phalanx.models.lora import adapters, lora
@@ -163,7 +156,7 @@ def adapt(model: nn.Module, config: DistributedConfig) -> None:
 
 
 def check_trains_adapters(models: list[nn.Module], optimizer: torch.optim.Optimizer, config: DistributedConfig) -> None:
-    """Refuse an optimizer that would train nothing: made before the adapters, or for merged ones."""
+    """Raise for an optimizer that would train nothing: made before the adapters, or for merged ones."""
     from phalanx.models.lora import adapters
 
     if any(adapter.merged for model in models for adapter in adapters(model).values()):

@@ -91,7 +91,7 @@ class Reporter:
         self._resumed_from = state["path"]
 
     def started(self, step: int, total_steps: int | None, parameters: int, notes: list[str]) -> None:
-        """Announce the run: what runs where, and how large a step is. `step`: how many were taken before."""
+        """Report the run's start: what runs where, and how large a step is. `step`: how many were taken before."""
         facts, config, world = self._facts, self._facts.config, self._facts.world
         self._first_step, self._total_steps = step, total_steps
         self._speed = Throughput()
@@ -125,11 +125,11 @@ class Reporter:
             self.say(f"nothing is left to train: {left}. Raise epochs or max_steps to go on.", "warning")
 
     def first_batch(self, model: nn.Module, batch: Any) -> None:
-        """Learn from the first batch how many tokens a sample has."""
+        """Find from the first batch how many tokens a sample has."""
         self._token_rate = token_rate(model, batch, self._facts.world, self._facts.precision)
 
     def to_keep(self) -> dict[str, Any]:
-        """Return what a checkpoint holds of this: the history (of steps the latest: events.jsonl has them all)."""
+        """Return the checkpoint's part of this: the history with the latest steps (events.jsonl has all of them)."""
         history = self.history.to_dict()
         history["steps"] = history["steps"][-_STEPS_IN_CHECKPOINT:]
         so_far = {"loss_sum": self._loss_sum, "loss_count": self._loss_count}
@@ -194,8 +194,8 @@ class Reporter:
         self._events.emit(MetricsReported(step, epoch + 1, "val", values, ends_epoch))
 
     def epoch_done(self, step: int, epoch: int, learning_rate: float, metrics: dict[str, float]) -> None:
-        """Close an epoch's record, once: where ranks were lost at its end, the remaining ones come here again."""
-        if [(told.epoch, told.step) for told in self.history.epochs[-1:]] == [(epoch + 1, step)]:
+        """Close an epoch's record, once: where ranks were lost at its end, the remaining ones call this again."""
+        if [(last.epoch, last.step) for last in self.history.epochs[-1:]] == [(epoch + 1, step)]:
             return
         seconds = time.monotonic() - self._epoch_began
         loss = self._loss_sum / self._loss_count if self._loss_count else float("nan")
@@ -232,7 +232,7 @@ class Reporter:
             event = self._facts.strategy.closing_event() if self._facts.world.is_main else None
             if event is not None:
                 self._events.emit(event)
-        board = tensorboard_dir(self._facts.config, self._facts.run_dir)
+        folder = tensorboard_dir(self._facts.config, self._facts.run_dir)
         best = {"accuracy": self.history.best_accuracy, "loss": self.history.best_loss}
         self._events.emit(
             RunEnded(
@@ -242,7 +242,7 @@ class Reporter:
                 throughput=self.history.throughput,
                 best={name: value for name, value in best.items() if value is not None},
                 checkpoint=checkpoint,
-                next_commands=[f"{_command('tensorboard')} --logdir {board}"] if board else [],
+                next_commands=[f"{_command('tensorboard')} --logdir {folder}"] if folder else [],
                 tokens_per_second=self.history.tokens_per_second,
                 mfu=self.history.mfu,
                 speedup=self.history.speedup,
@@ -255,14 +255,14 @@ class Reporter:
         )
 
     def _update_totals(self) -> None:
-        self.history.total_time = self._time_before + time.monotonic() - self._began
-        self.history.throughput = self._speed.average
-        self.history.first_steps_seconds = self._speed.warm_up_seconds
-        self.history.tokens_per_second = self._token_rate.tokens(self._speed.average)
-        self.history.mfu = self._token_rate.mfu(self._speed.average)
-        self.history.speedup = self._speedup(self.history.throughput)
-        sent = self._facts.strategy.comm_stats()
-        history = self.history  # what the run before a resumption sent is not this one's
+        history = self.history
+        history.total_time = self._time_before + time.monotonic() - self._began
+        history.throughput = rate = self._speed.average
+        history.first_steps_seconds = self._speed.warm_up_seconds
+        history.tokens_per_second = self._token_rate.tokens(rate)
+        history.mfu = self._token_rate.mfu(rate)
+        history.speedup = self._speedup(rate)
+        sent = self._facts.strategy.comm_stats()  # of this run only, also after a resumption
         history.sent_bytes = sent.sent_bytes if sent else None
         history.plain_bytes = sent.plain_bytes if sent else None
         history.exchange_hidden = sent.hidden_s if sent else None
@@ -275,10 +275,9 @@ class Reporter:
 
 def _command(name: str) -> str:
     """Return how to call a program of this environment: by its name where the shell finds it, else by its path."""
-    if shutil.which(name):
-        return name
-    path = os.path.relpath(Path(sys.executable).parent / name)
-    return path if not path.startswith("..") else str(Path(sys.executable).parent / name)
+    path = Path(sys.executable).parent / name
+    relative = os.path.relpath(path)
+    return name if shutil.which(name) else str(path) if relative.startswith("..") else relative
 
 
 def tensorboard_dir(config: Any, run_dir: Path) -> str | None:

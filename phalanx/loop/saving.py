@@ -30,20 +30,23 @@ class CheckpointPolicy:
         self.last_path: str | None = None
 
     def check_directory(self) -> None:
-        """Fail before training, not after hours of it, where checkpoints cannot be written."""
-        if self.directory is not None and self._formation.is_main:
-            checkpoint.check_writable(self.directory)
-        if self.directory is not None and self._for_restarts:
-            self._agree_on(self.directory)
+        """Raise before training, not after hours, where checkpoints cannot be written.
 
-    def _agree_on(self, directory: Path) -> None:
-        """Leave out checkpoints that only serve restarts where some machine does not see the folder; add a note."""
-        self._formation.reduce(0.0, "sum")  # the main rank has made the folder
-        if self._formation.reduce(torch.tensor(int(directory.is_dir())), "min") > 0:
-            self._formation.notes.append(f"checkpoints go to {directory} once an epoch: a restart goes on from there")
+        Checkpoints that only serve restarts are left out, with a note, where some machine does not see the folder.
+        """
+        if self.directory is None:
             return
-        self._formation.notes.append(
-            f"no checkpoints, for some machine does not see {directory}: a restart begins at step 1. Set "
+        formation = self._formation
+        if formation.is_main:
+            checkpoint.check_writable(self.directory)
+        if not self._for_restarts:
+            return
+        formation.reduce(0.0, "sum")  # a barrier: the main rank has made the folder
+        if formation.reduce(torch.tensor(int(self.directory.is_dir())), "min") > 0:
+            formation.notes.append(f"checkpoints go to {self.directory} once per epoch: a restart resumes from there")
+            return
+        formation.notes.append(
+            f"no checkpoints, for some machine does not see {self.directory}: a restart begins at step 1. Set "
             "checkpoint_dir to a folder that all machines share."
         )
         self.directory = self.every = None
@@ -64,14 +67,14 @@ class CheckpointPolicy:
         return saved
 
     def restore(self) -> dict[str, Any] | None:
-        """Resume what an earlier attempt of this run saved, else as the config asks; return the restored state, if any.
+        """Resume from what an earlier attempt of this run saved, else as the config asks; return the state, if any.
 
         A restart without resume_from_checkpoint ignores the checkpoints of other runs in the directory.
         """
         resume = self._formation.config.resume_from_checkpoint
-        restarted = self._formation.world.env.attempt > 0 and self.directory is not None
         state = None
-        if restarted and self.directory is not None:
+        if restarted := self._formation.world.env.attempt > 0 and self.directory is not None:
+            assert self.directory is not None
             state = restore_snapshot(self._formation, self.directory, required=False, this_run=True)
         if state is None and isinstance(resume, str):
             state = self._formation.load(resume)
@@ -81,8 +84,9 @@ class CheckpointPolicy:
         if state is None:
             if resume or restarted:
                 whose = "" if resume else " of this run"
-                note = f"no checkpoint{whose} in {self.directory} yet: starting from the beginning"
-                self._formation.notes.append(note)
+                self._formation.notes.append(
+                    f"no checkpoint{whose} in {self.directory} yet: starting from the beginning"
+                )
             return None
         self.last_step, self.last_path = self._formation.step, state["path"]
         return state

@@ -1,8 +1,6 @@
-"""Which parameters of the prepared models the prepared optimizers hold, and which they do not."""
+"""Which parameters of the prepared models an optimizer holds."""
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -11,14 +9,8 @@ from phalanx.errors import UsageError, unused_parameters
 from phalanx.strategies.base import Strategy
 
 
-class _Sorted(NamedTuple):
-    group_sizes: list[int]
-    trained: list[nn.Parameter]
-    strays: list[nn.Parameter]
-
-
 class HeldParameters:
-    """Sorts the models' parameters by whether an optimizer holds them; an engine holds all."""
+    """Sorts the models' parameters by whether an optimizer holds them; an engine's optimizer holds all."""
 
     def __init__(self, strategy: Strategy, *, unused_allowed: bool) -> None:
         self._strategy = strategy
@@ -26,65 +18,75 @@ class HeldParameters:
         self._models: list[nn.Module] = []
         self._optimizers: list[torch.optim.Optimizer] = []
         self._checked: set[int] = set()
-        self._found: _Sorted | None = None
+        self._group_sizes: list[int] | None = None
+        self._trained: list[nn.Parameter] = []
+        self._strays: list[nn.Parameter] = []
 
     def add_model(self, wrapped: nn.Module) -> None:
         """Add a prepared model."""
         self._models.append(wrapped)
-        self._found = None
+        self._group_sizes = None
 
     def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Add a prepared optimizer."""
         self._optimizers.append(optimizer)
-        self._found = None
+        self._group_sizes = None
 
     @property
     def trained(self) -> list[nn.Parameter]:
         """The parameters of the models that the optimizers hold; all parameters without an optimizer."""
-        return self._sort().trained
+        self._sort()
+        return self._trained
 
     @property
     def strays(self) -> list[nn.Parameter]:
-        """The other ones: zero_grad empties their gradients, and no norm counts them."""
-        return self._sort().strays
+        """The other parameters: zero_grad clears their gradients, and no norm counts them."""
+        self._sort()
+        return self._strays
 
-    def _sort(self) -> _Sorted:
+    def _sort(self) -> None:
         groups = [group["params"] for optimizer in self._optimizers for group in optimizer.param_groups]
         sizes = [len(group) for group in groups]  # a group may be added later, for a layer that was frozen
-        if self._found is None or self._found.group_sizes != sizes:
-            everything = {id(p): p for wrapped in self._models for p in wrapped.parameters()}
-            held = {id(parameter) for group in groups for parameter in group}
-            if self._strategy.owns_step or not self._optimizers:
-                held = set(everything)
-            trained = [p for key, p in everything.items() if key in held]
-            self._found = _Sorted(sizes, trained, [p for key, p in everything.items() if key not in held])
-        return self._found
+        if self._group_sizes == sizes:
+            return
+        everything = {id(p): p for wrapped in self._models for p in wrapped.parameters()}
+        held = {id(parameter) for group in groups for parameter in group}
+        if self._strategy.owns_step or not self._optimizers:
+            held = set(everything)
+        self._trained = [p for key, p in everything.items() if key in held]
+        self._strays = [p for key, p in everything.items() if key not in held]
+        self._group_sizes = sizes
 
     def part(self, of: nn.Module | torch.optim.Optimizer) -> list[nn.Parameter]:
-        """Return those of the trained parameters that a model or an optimizer has."""
+        """Return the trained parameters of a model or of an optimizer."""
         if self._strategy.owns_step:
             raise UsageError(
                 f"strategy = {self._strategy.name!r} clips all gradients together",
                 hint="Leave the model or optimizer out: f.clip_grad_norm(max_norm).",
             )
-        if isinstance(of, torch.optim.Optimizer):
-            held = {id(parameter) for group in of.param_groups for parameter in group["params"]}
-        else:
-            held = {id(parameter) for parameter in of.parameters()}
+        held = _ids(of) if isinstance(of, torch.optim.Optimizer) else {id(parameter) for parameter in of.parameters()}
         return [parameter for parameter in self.trained if id(parameter) in held]
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
-        """At an optimizer's first step, refuse parameters that no model has, and those that get no gradient."""
+        """At an optimizer's first step, raise for parameters that no model has, and for those without a gradient."""
         if id(optimizer) in self._checked:
             return
         self._checked.add(id(optimizer))
         if not self._strategy.owns_step and self._models:
-            self._name_outsiders(optimizer)
+            self._check_known(optimizer)
         if not self._unused_allowed and not self._strategy.owns_gradients:
-            self._name_unused(optimizer)
+            trained = _ids(optimizer)
+            unused = [
+                name
+                for wrapped in self._models
+                for name, p in self._strategy.unwrap(wrapped).named_parameters()
+                if p.requires_grad and p.grad is None and id(p) in trained
+            ]
+            if unused:
+                raise unused_parameters(unused)
 
-    def _name_outsiders(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse a parameter of no prepared model: ranks would train it apart, and no checkpoint would hold it."""
+    def _check_known(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise for a parameter of no prepared model: ranks would train it separately, and no checkpoint has it."""
         known = {id(parameter) for wrapped in self._models for parameter in wrapped.parameters()}
         for number, group in enumerate(optimizer.param_groups):
             for parameter in group["params"]:
@@ -95,13 +97,6 @@ class HeldParameters:
                         hint="Make it a parameter of the model, or prepare() the module that has it.",
                     )
 
-    def _name_unused(self, optimizer: torch.optim.Optimizer) -> None:
-        trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        unused = [
-            name
-            for wrapped in self._models
-            for name, p in self._strategy.unwrap(wrapped).named_parameters()
-            if p.requires_grad and p.grad is None and id(p) in trained
-        ]
-        if unused:
-            raise unused_parameters(unused)
+
+def _ids(optimizer: torch.optim.Optimizer) -> set[int]:
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}

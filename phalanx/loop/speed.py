@@ -29,7 +29,7 @@ class TokenRate:
         return samples_per_second * self.tokens_per_sample if self.tokens_per_sample else None
 
     def mfu(self, samples_per_second: float) -> float | None:
-        """Return the share of all devices' peak that the model's own operations are."""
+        """Return the model's operations as a share of all devices' peak."""
         tokens = self.tokens(samples_per_second)
         return None if tokens is None or self.peak_share_per_token is None else tokens * self.peak_share_per_token
 
@@ -37,25 +37,25 @@ class TokenRate:
 class PeakMemory:
     """The peak memory of this rank: the device's on CUDA, the process's on the CPU.
 
-    Asking takes up to half a millisecond, as long as a small step, so it is asked once per second at most.
+    Reading it takes up to half a millisecond, as long as a small step, so it is read once per second at most.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._asked = -math.inf
+        self._read_at = -math.inf
         self._peak = 0
 
     def bytes(self) -> int:
         """Return the peak as it was at most a second ago."""
         now = time.monotonic()
-        if now - self._asked >= 1.0:
-            self._asked, self._peak = now, self._ask()
+        if now - self._read_at >= 1.0:
+            self._read_at = now
+            if self._device.type == "cuda":
+                stats = torch.cuda.memory_stats_as_nested_dict(self._device)
+                self._peak = int(stats["allocated_bytes"]["all"]["peak"])
+            else:
+                self._peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         return self._peak
-
-    def _ask(self) -> int:
-        if self._device.type == "cuda":
-            return int(torch.cuda.memory_stats_as_nested_dict(self._device)["allocated_bytes"]["all"]["peak"])
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def token_rate(model: nn.Module, batch: Any, world: World, precision: str) -> TokenRate:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import compress
 from pathlib import Path
 from typing import Any
@@ -18,42 +17,18 @@ from phalanx.strategies.optimizer_state import fill_state
 from phalanx.world.seed import rng_state, set_rng_state
 
 
-def rank_state(prepared: Prepared) -> dict[str, Any]:
-    """Return this rank's part of a checkpoint."""
-    return {**rng_state(), **(prepared.strategy.rank_state() if prepared.strategy.keeps_rank_state else {})}
-
-
-def restore_residuals(prepared: Prepared, saved: checkpoint.Checkpoint, own: dict[str, Any] | None) -> None:
-    """Restore the residuals; `own`: this rank's part, None where the number of ranks changed.
-
-    Then every old rank's residuals go to one of the new ranks, scaled so that their average stays what it was.
-    """
-    strategy = prepared.strategy
-    if not strategy.keeps_rank_state:
-        return
-    then, now = saved.manifest.world_size, prepared.world_size
-    factor = now / then
-    parts = (
-        [own]
-        if own is not None
-        else [checkpoint.read_state_of(saved, rank) for rank in range(prepared.rank, then, now)]
-    )
-    if not parts:  # more ranks than before: this one has no residuals yet, but knows the steps as all do
-        factor, parts = 0.0, [checkpoint.read_state_of(saved, 0)]
-    if not strategy.load_rank_state(parts, factor):
-        prepared.notes.append("the checkpoint was saved without compression: nothing is kept back yet")
-
-
 def save_snapshot(prepared: Prepared, directory: str | Path, shared: dict[str, Any]) -> checkpoint.SavedCheckpoint:
     """Publish a checkpoint of everything that was prepared; all ranks must call this."""
     prepared.gradients.update_scale()
     for wrapped in prepared.models:
         prepared.strategy.consolidate(wrapped)
     state = {**shared_state(prepared), **shared}
+    strategy = prepared.strategy
+    rank_state = {**rng_state(), **(strategy.rank_state() if strategy.keeps_rank_state else {})}
     epoch = prepared.loaders[0].epoch if prepared.loaders else 0
     return checkpoint.save(
         directory,
-        checkpoint.Snapshot(prepared.step, epoch, tensors_of(prepared), rank_state(prepared), state),
+        checkpoint.Snapshot(prepared.step, epoch, tensors_of(prepared), rank_state, state),
         run_id=prepared.run_id,
         keep_last=prepared.config.keep_last,
         lineage=prepared.lineage,
@@ -84,8 +59,26 @@ def restore_snapshot(
     shared = put_back(prepared, template, loaded.step, dict(loaded.shared))
     if loaded.rank_state is not None:
         set_rng_state(loaded.rank_state)
-    restore_residuals(prepared, choice.checkpoint, loaded.rank_state)
+    if prepared.strategy.keeps_rank_state:
+        _restore_residuals(prepared, choice.checkpoint, loaded.rank_state)
     return {**shared, "path": str(choice.checkpoint.path)}
+
+
+def _restore_residuals(prepared: Prepared, saved: checkpoint.Checkpoint, own: dict[str, Any] | None) -> None:
+    """Restore the residuals; `own`: this rank's part, None where the number of ranks changed.
+
+    Then every old rank's residuals go to one of the new ranks, scaled so that their average stays the same.
+    """
+    then, now = saved.manifest.world_size, prepared.world_size
+    factor = now / then
+    if own is not None:
+        parts = [own]
+    else:
+        parts = [checkpoint.read_state_of(saved, rank) for rank in range(prepared.rank, then, now)]
+    if not parts:  # more ranks than before: this one has no residuals yet, but the steps are known to all
+        factor, parts = 0.0, [checkpoint.read_state_of(saved, 0)]
+    if not prepared.strategy.load_rank_state(parts, factor):
+        prepared.notes.append("the checkpoint was saved without compression: nothing is kept back yet")
 
 
 def shared_state(prepared: Prepared) -> dict[str, Any]:
@@ -99,8 +92,17 @@ def shared_state(prepared: Prepared) -> dict[str, Any]:
 
 
 def put_back(prepared: Prepared, tensors: dict[str, Any], step: int, shared: dict[str, Any]) -> dict[str, Any]:
-    """Load a state; return what of `shared` is not part of a `Prepared`."""
-    _put_back_tensors(prepared, tensors)
+    """Load a state; return the entries of `shared` that do not belong to a `Prepared`."""
+    with prepared.gradients.direct():
+        trained = _optimizers_of_models(prepared)
+        for number, wrapped in enumerate(prepared.models):
+            own = {
+                key.removesuffix(f"@{number}"): value
+                for key, value in tensors.items()
+                if (key.endswith(f"@{number}") if number else "@" not in key and not key.startswith("model"))
+            }
+            own["model"] = tensors[f"model{number or ''}"]
+            prepared.strategy.load_state(wrapped, trained[number], own)
     prepared.gradients.steps = step
     for loader, state in zip(prepared.loaders, shared.pop("loaders"), strict=False):
         loader.sharded.load_state_dict(state)
@@ -114,21 +116,17 @@ def put_back(prepared: Prepared, tensors: dict[str, Any], step: int, shared: dic
 
 def _described(prepared: Prepared) -> dict[str, tuple[torch.Size, torch.dtype]]:
     """Return shape and dtype of every model tensor by name, those of all pipeline stages together."""
-    here = {name: (tensor.shape, tensor.dtype) for name, tensor in _named_tensors(prepared)}
+    here = {}
+    for number, wrapped in enumerate(prepared.models):
+        prefix = f"model{number}." if number else ""
+        for name, tensor in prepared.strategy.state(wrapped, [])["model"].items():
+            if isinstance(tensor, torch.Tensor):
+                here[prefix + name] = (tensor.shape, tensor.dtype)
     if prepared.world.mesh.pp == 1:
         return here
     parts: list[Any] = [None] * prepared.world_size
     dist.all_gather_object(parts, here)
     return {name: info for part in parts for name, info in part.items()}
-
-
-def _named_tensors(prepared: Prepared) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the model tensors a checkpoint holds, by canonical name."""
-    for number, wrapped in enumerate(prepared.models):
-        prefix = f"model{number}." if number else ""
-        for name, tensor in prepared.strategy.state(wrapped, [])["model"].items():
-            if isinstance(tensor, torch.Tensor):
-                yield prefix + name, tensor
 
 
 def tensors_of(prepared: Prepared) -> dict[str, Any]:
@@ -143,7 +141,10 @@ def tensors_of(prepared: Prepared) -> dict[str, Any]:
 
 
 def _template(prepared: Prepared, saved: checkpoint.Checkpoint) -> dict[str, Any]:
-    """Return the tensors to be read into: those that the checkpoint has."""
+    """Return the tensors to be read into: those that the checkpoint has.
+
+    What only this strategy keeps is left out where another one saved the checkpoint.
+    """
     with prepared.gradients.direct():
         for wrapped in prepared.models:
             for optimizer in prepared.optimizers:
@@ -154,38 +155,20 @@ def _template(prepared: Prepared, saved: checkpoint.Checkpoint) -> dict[str, Any
     for name, value in template.items():
         if "state" in value and "param_groups" in value and f"{name}.state" not in entries:
             value["state"] = {}  # saved before the optimizer's first step
-    _drop_what_was_not_saved(prepared, entries, template)
-    return template
-
-
-def _drop_what_was_not_saved(prepared: Prepared, entries: set[str], template: dict[str, Any]) -> None:
-    """Leave out what only this strategy keeps where another one saved the checkpoint."""
     optional = [name for name in template if name.split("@")[0] in prepared.strategy.optional_state]
     missing = sorted(set(optional) - entries)
     for name in missing:
         del template[name]
     if missing:
         prepared.notes.append(f"the checkpoint was saved by another strategy: {', '.join(missing)} starts afresh")
-
-
-def _put_back_tensors(prepared: Prepared, state: dict[str, Any]) -> None:
-    with prepared.gradients.direct():
-        trained = _optimizers_of_models(prepared)
-        for number, wrapped in enumerate(prepared.models):
-            own = {
-                key.removesuffix(f"@{number}"): value
-                for key, value in state.items()
-                if (key.endswith(f"@{number}") if number else "@" not in key and not key.startswith("model"))
-            }
-            own["model"] = state[f"model{number or ''}"]
-            prepared.strategy.load_state(wrapped, trained[number], own)
+    return template
 
 
 def _optimizers_of_models(prepared: Prepared) -> list[list[torch.optim.Optimizer]]:
     """Return, for each model, the optimizers that train its parameters, on any rank; an engine's trains partitions.
 
-    Their place in the list is their name in a checkpoint. So all ranks must have the same list, also a pipeline stage
-    that holds none of an optimizer's parameters.
+    Their position in the list is their name in a checkpoint. So all ranks must have the same list, also a pipeline
+    stage that holds none of an optimizer's parameters.
     """
     if prepared.strategy.owns_step:
         return [prepared.optimizers for _ in prepared.models]

@@ -1,4 +1,4 @@
-"""What is trained: plain data, sent to the ranks."""
+"""The task of a run (model, data, optimizer, ...) as plain data that is sent to the ranks."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def make_optimizer(task: TrainTask, config: DistributedConfig, device: torch.dev
 
 
 def check_task(task: TrainTask, config: DistributedConfig) -> None:
-    """Refuse a task that cannot be trained, before any process starts."""
+    """Raise for a task that cannot be trained, before any process starts."""
     if task.train is None:
         raise UsageError("fit() needs training data", hint="Pass a DataLoader, a data set or an iterable of batches.")
     for data in (task.train, task.val):
@@ -77,11 +77,11 @@ def check_task(task: TrainTask, config: DistributedConfig) -> None:
 
 
 def check_owns(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer of another model's parameters."""
-    mine = {id(parameter) for parameter in model.parameters()}
-    strangers = sum(id(p) not in mine for group in optimizer.param_groups for p in group["params"])
-    if strangers:
+    """Raise for an optimizer of another model's parameters."""
+    known = {id(parameter) for parameter in model.parameters()}
+    others = sum(id(p) not in known for group in optimizer.param_groups for p in group["params"])
+    if others:
         raise UsageError(
-            f"{strangers} of the optimizer's parameters do not belong to the model that is to be trained",
+            f"{others} of the optimizer's parameters do not belong to the model that is to be trained",
             hint="Build the optimizer from model.parameters() of the same model object.",
         )

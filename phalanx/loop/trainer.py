@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from phalanx.errors import NonFiniteLossError
 from phalanx.loop.evaluate import evaluate
 from phalanx.loop.formation import Formation
 from phalanx.loop.forward import Forward, decide_forward
 from phalanx.loop.hooks import Hooks, StepInfo
-from phalanx.loop.loss_log import LossLog, first_nonfinite, nonfinite_error, spoilt_weights_error
+from phalanx.loop.loss_log import LossLog
 from phalanx.loop.optim import LRSchedule, OptimizerSettings, rate_factor, rate_scale
 from phalanx.loop.optimizer_binding import OwnSchedule, make_scheduler
 from phalanx.loop.reporting import Reporter, RunFacts
@@ -19,13 +20,13 @@ from phalanx.loop.saving import CheckpointPolicy
 from phalanx.loop.step import train_step
 from phalanx.loop.stopping import EpochControl, StopRequest, preempted_error
 from phalanx.loop.task import TrainTask, make_optimizer
-from phalanx.observe import heartbeat as board
+from phalanx.observe.heartbeat import current as current_heartbeat
 from phalanx.observe.history import History
 from phalanx.observe.sinks import EventStream
 
 
 class TrainLoop:
-    """Trains a task in formation. `run` does all of it; `steps` lets the caller take part."""
+    """Trains a task. `run` does all of it; `steps` lets the caller act after every step."""
 
     def __init__(self, formation: Formation, task: TrainTask, events: EventStream, run_dir: Path) -> None:
         self.formation = formation
@@ -39,17 +40,20 @@ class TrainLoop:
         self.global_batch = layout.batch_size * layout.accumulation * layout.dp_size
         self.total_steps = self._total_steps()
         scale = rate_scale(self.config, self.global_batch, layout.batch_size)
-        self.schedule: LRSchedule | OwnSchedule = (
-            LRSchedule(self.optimizer, rate_factor(self.config, self.total_steps), scale)
-            if task.scheduler is None
-            else self._own_schedule()
-        )
+        self.schedule: LRSchedule | OwnSchedule
+        if task.scheduler is None:
+            self.schedule = LRSchedule(self.optimizer, rate_factor(self.config, self.total_steps), scale)
+        else:
+            scheduler = make_scheduler(task.scheduler, self.optimizer)
+            formation.schedulers.append(scheduler)  # into checkpoints; the loop steps it, not the user
+            by_step = task.scheduler_interval == "step"
+            self.schedule = OwnSchedule(scheduler, lambda step: step if by_step else self.epoch)
         self._settings = OptimizerSettings(self.optimizer) if task.optimizer is None else None
         self.hooks = Hooks(task.callbacks)
         self.ledger = LossLog(formation.world)
-        self.stop = StopRequest(formation.world, None if formation.strategy.in_lockstep else self._have_met)
+        self.stop = StopRequest(formation.world, None if formation.strategy.in_lockstep else self._ranks_synced)
         world = formation.world
-        self.gate = EpochControl(world.store, asks=world.is_main, given_up=lambda: self.stop.heard)
+        self.control = EpochControl(world.store, asks=world.is_main, given_up=lambda: self.stop.requested)
         self.saving = CheckpointPolicy(formation, run_dir)
         facts = RunFacts(
             name=task.name,
@@ -65,16 +69,10 @@ class TrainLoop:
         self.restore: Callable[[], dict[str, Any] | None] = self.saving.restore
         """Restores an earlier state, if any; an elastic run replaces it by one that restores from memory."""
         self.before_stop: Callable[[], None] | None = None
-        """Called where all ranks have agreed to stop, before saving; it may raise instead."""
+        """Called when all ranks have agreed to stop, before saving; it may raise instead."""
         self._forward: Forward | None = None
         self._stop_early = False
         self._status = "finished"
-
-    def _own_schedule(self) -> OwnSchedule:
-        scheduler = make_scheduler(self.task.scheduler, self.optimizer)
-        self.formation.schedulers.append(scheduler)  # into checkpoints; the loop steps it, not the user
-        by_step = self.task.scheduler_interval == "step"
-        return OwnSchedule(scheduler, lambda step: step if by_step else self.epoch)
 
     @property
     def step(self) -> int:
@@ -122,7 +120,7 @@ class TrainLoop:
             self.stop.silence()
 
     def _epoch(self) -> Iterator[StepInfo]:
-        config, epoch, heartbeat = self.config, self.epoch, board.current()
+        config, epoch, heartbeat = self.config, self.epoch, current_heartbeat()
         self.model.train()
         batches = self._first_batch_seen(iter(self.train_loader))
         while self._forward is not None and not self._finished(within_epoch=True):
@@ -172,12 +170,12 @@ class TrainLoop:
         if self._forward is None:
             for first in batches:
                 self._forward = decide_forward(self.task.model, self.task.loss_fn, first)
-                self.report.say(self._forward.says)
+                self.report.say(self._forward.note)
                 self.report.first_batch(self.task.model, first)
                 return _chained(first, batches)
         return batches
 
-    def _have_met(self, step: int) -> bool:
+    def _ranks_synced(self, step: int) -> bool:
         """Whether ranks that are not in lock-step have waited for each other in this step."""
         return step % self.config.log_every_n_steps == 0 or self.formation.strategy.just_synced
 
@@ -206,7 +204,7 @@ class TrainLoop:
             metrics = self.evaluate(ended_epoch=epoch)
         self.report.epoch_done(self.step, epoch, self.schedule.rate, metrics)
         self.hooks.fire("on_epoch_end", self, epoch, metrics)
-        if not last and not self.gate.lets_pass(epoch + 1):
+        if not last and not self.control.should_continue(epoch + 1):
             self.request_stop()
             self._status = "stopped"
 
@@ -240,9 +238,7 @@ class TrainLoop:
         self._losses_checked()
         self.formation.strategy.consolidate(self.model)
         if not self.formation.weights_are_finite():  # the last step made them so, after its loss was computed
-            error = spoilt_weights_error(self.step, self.saving.last_path)
-            self._report_end("failed")
-            raise error
+            raise self._failed(f"step {self.step} left weights that are not finite, so they were not saved")
         with self.report.phase("checkpoint"):
             saved = self.saving.save(**self.to_keep())
         self.report.checkpointed(saved)
@@ -253,7 +249,7 @@ class TrainLoop:
         if state is None:
             return
         self.report.resumed(state)
-        self.gate.start_after(self.epoch)
+        self.control.start_after(self.epoch)
         if "schedule" in state:
             self.schedule.load_state_dict(state["schedule"])
         if self._settings is not None:
@@ -266,14 +262,20 @@ class TrainLoop:
     def _losses(self) -> dict[int, float]:
         """Read the losses since the last reading; a NaN ends the run here unless such steps are skipped."""
         losses = self.ledger.read()
-        bad = first_nonfinite(losses)
+        bad = next((step for step, loss in losses.items() if not math.isfinite(loss)), None)
         if bad is not None and self.config.on_nonfinite == "stop":
-            error = nonfinite_error(bad, losses[bad], self.saving.last_path)
-            self._report_end("failed")
-            raise error
+            raise self._failed(f"the loss is {losses[bad]} at step {bad}")
         return {step: loss for step, loss in losses.items() if math.isfinite(loss)}
 
+    def _failed(self, what: str) -> NonFiniteLossError:
+        path = self.saving.last_path
+        last = f"the last good checkpoint is {path}" if path else "there is no checkpoint before it"
+        self._report_end("failed")
+        hint = "Lower learning_rate, set gradient_clipping, or skip such steps with on_nonfinite='skip'."
+        return NonFiniteLossError(f"{what}; {last}", hint=hint)
+
     def _losses_checked(self) -> None:
+
         self.report.losses(self._losses())
 
     def _finished(self, *, within_epoch: bool = False) -> bool:
@@ -284,20 +286,18 @@ class TrainLoop:
     def _total_steps(self) -> int | None:
         """Return the number of optimizer steps of the whole run, where it is known beforehand."""
         config, per_epoch = self.config, self.train_loader.sharded.steps_per_epoch
-        if per_epoch is None:
+        if per_epoch is None or self.max_epochs is None:
             return config.max_steps
-        by_epochs = math.inf if self.max_epochs is None else self.step + self._steps_left(per_epoch, self.max_epochs)
-        return int(min(by_epochs, config.max_steps or math.inf))
-
-    def _steps_left(self, per_epoch: int, epochs: int) -> int:
-        """Return the number of steps for the samples that are left."""
-        sharded, left = self.train_loader.sharded, max(0, epochs - self.epoch)
-        if sharded.samples_done == 0 or left == 0:
-            return per_epoch * left
-        unseen = (sharded.num_samples or 0) - sharded.samples_done
-        return per_epoch * (left - 1) + -(-unseen // self.global_batch)
+        # The steps for the samples that are left; a resumed run may be within an epoch.
+        sharded, left = self.train_loader.sharded, max(0, self.max_epochs - self.epoch)
+        steps = per_epoch * left
+        if sharded.samples_done and left:
+            unseen = (sharded.num_samples or 0) - sharded.samples_done
+            steps = per_epoch * (left - 1) + -(-unseen // self.global_batch)
+        return int(min(self.step + steps, config.max_steps or math.inf))
 
 
 def _chained(first: Any, rest: Iterator[Any]) -> Iterator[Any]:
+    """Like itertools.chain, but a generator: closing it closes `rest`."""
     yield first
     yield from rest

@@ -1,4 +1,4 @@
-"""Attention of the reference models, and rotary position embeddings."""
+"""Attention and blocks of the reference models, and rotary position embeddings."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 
 class InnerAttention(nn.Module):
-    """Attention proper, without parameters: [batch, heads, time, head width] three times in, once out.
+    """Attention itself, without parameters: [batch, heads, time, head width] three times in, once out.
 
-    It is a module of its own, named `inner` in every model, so that ring attention can take its place.
+    It is a separate module, named `inner` in every model, so that ring attention can replace it.
     """
 
     ring_ready: ClassVar[bool] = True
@@ -61,6 +61,51 @@ class FusedAttention(nn.Module):
         return cast("Tensor", self.project(mixed.flatten(2)))
 
 
+class FeedForward(nn.Module):
+    """Two linear layers with GELU between them."""
+
+    def __init__(self, width: int, feed_width: int, *, bias: bool, gelu: str) -> None:
+        super().__init__()
+        self.expand = nn.Linear(width, feed_width, bias=bias)
+        self.project = nn.Linear(feed_width, width, bias=bias)
+        self.gelu = gelu
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Refine each position by itself."""
+        return cast("Tensor", self.project(F.gelu(self.expand(inputs), approximate=self.gelu)))
+
+
+class Block(nn.Module):
+    """One layer of GPT and ViT: attention and a feed-forward net, each with a norm before it and a residual around it.
+
+    `gelu` is "none" for the exact function, "tanh" for GPT-2's approximation.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        feed_width: int,
+        *,
+        causal: bool,
+        eps: float,
+        dropout: float,
+        bias: bool = True,
+        gelu: str = "none",
+    ) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(width, eps=eps, bias=bias)
+        self.attention = FusedAttention(width, heads, causal=causal, bias=bias, dropout=dropout)
+        self.feed_norm = nn.LayerNorm(width, eps=eps, bias=bias)
+        self.feed = FeedForward(width, feed_width, bias=bias, gelu=gelu)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Refine [batch, time, width]."""
+        hidden = hidden + self.dropout(self.attention(self.attention_norm(hidden)))
+        return cast("Tensor", hidden + self.dropout(self.feed(self.feed_norm(hidden))))
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RopeScaling:
     """Llama 3.1's stretching of slow frequencies by `factor`, for contexts beyond `original_block_size`.
@@ -80,7 +125,9 @@ def rotary_table(positions: Tensor, head_width: int, theta: float, scaling: Rope
     exponents = torch.arange(0, head_width, 2, dtype=torch.float32, device=positions.device) / head_width
     frequencies = 1.0 / theta**exponents
     if scaling is not None:
-        frequencies = _stretch(frequencies, scaling)
+        turns = scaling.original_block_size * frequencies / (2 * math.pi)
+        keep = ((turns - scaling.low) / (scaling.high - scaling.low)).clamp(0, 1)
+        frequencies = (1 - keep) * frequencies / scaling.factor + keep * frequencies
     angles = positions.to(torch.float32)[:, None] * frequencies
     angles = torch.cat([angles, angles], dim=-1)
     return torch.stack([angles.cos(), angles.sin()])
@@ -91,9 +138,3 @@ def rotate(heads: Tensor, table: Tensor) -> Tensor:
     cosines, sines = table.to(heads.dtype).unbind(0)
     first, second = heads.chunk(2, dim=-1)
     return heads * cosines + torch.cat([-second, first], dim=-1) * sines
-
-
-def _stretch(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    turns = scaling.original_block_size * frequencies / (2 * math.pi)
-    keep = ((turns - scaling.low) / (scaling.high - scaling.low)).clamp(0, 1)
-    return (1 - keep) * frequencies / scaling.factor + keep * frequencies

@@ -1,16 +1,15 @@
-"""What strategies may use of a model: one Protocol per ability. A model implements those it wants to gain.
+"""What strategies may use of a model: one Protocol per ability, and the words of a tensor-parallel plan.
 
-No base class is needed: `implements` looks for the names. The reference models implement all that suit them.
+A model implements the Protocols of the strategies it should support. No base class is needed: `implements` looks for
+the names.
 
-The words of a tensor-parallel plan, in one place.
-
-A model's `tensor_plan()` maps module-name patterns ("*" stands for one part of a dotted name) to these words: plain
-data that a strategy turns into shards. Between layers every rank holds its slice of the sequence (dim 1 of
-[batch, time, width]); inside attention and feed-forward it holds the whole sequence and its slice of heads or features.
-
-`tensor_divides()` goes with the plan: what the number of tensor-parallel ranks must divide. Vocabulary and positions
-are not in it, because they may be cut unevenly (GPT-2's 50257 tokens over 2 ranks). The sequence length must be a
-multiple too, but only a batch knows that."""
+`tensor_plan()` maps module-name patterns ("*" stands for one part of a dotted name) to the words below, which a
+strategy turns into shards. Between layers every rank holds its slice of the sequence (dim 1 of [batch, time, width]);
+inside attention and feed-forward it holds the whole sequence and its slice of heads or features. `tensor_divides()`
+returns what the number of tensor-parallel ranks must divide. Vocabulary and positions are not in it, because they may
+be cut unevenly (GPT-2's 50257 tokens over 2 ranks). The sequence length must be a multiple too, but only a batch has
+it.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +20,6 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 if TYPE_CHECKING:
     import torch
     from typing_extensions import TypeIs
-
 
 P = TypeVar("P")
 
@@ -87,7 +85,7 @@ class ExampleInputs(Protocol):
     """A model whose units can be timed (pipeline_balance = 'measured')."""
 
     def example_inputs(self) -> Sequence[torch.Tensor]:
-        """Return what forward takes."""
+        """Return arguments for forward."""
 
 
 class SequenceShards(Protocol):
@@ -107,7 +105,7 @@ class ChecksLength(Protocol):
     """A model with a longest sequence; under context_parallel it only sees slices."""
 
     def check_length(self, time: int) -> None:
-        """Refuse a whole sequence that is too long."""
+        """Raise for a whole sequence that is too long."""
 
 
 class ExpertModules(Protocol):

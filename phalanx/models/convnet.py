@@ -38,7 +38,7 @@ class ConvNet(nn.Module):
             self.init_weights()
 
     def init_weights(self) -> None:
-        """Draw the weights anew: He initialisation, without which plain SGD hardly moves a stack of this depth."""
+        """Draw the weights again: He initialisation, without which plain SGD hardly moves a stack of this depth."""
         for module in self.modules():
             if isinstance(module, (nn.Conv2d, nn.Linear)):
                 nn.init.kaiming_normal_(module.weight, nonlinearity="relu")

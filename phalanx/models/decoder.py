@@ -1,31 +1,43 @@
-"""What the decoders share: parts that a pipeline stage may lack, counts, and sampling."""
+"""What the decoders share: config, parts that a pipeline stage may lack, counts, and sampling."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import ClassVar, Protocol
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.errors import ModelError
+from phalanx.models.init import init_transformer, is_meta
 from phalanx.models.loss import LMOutput, token_loss, visible_logits
 
 
-class DecoderConfig(Protocol):
-    """What `Decoder` asks of a config."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecoderConfig:
+    """The shape of a decoder."""
 
-    @property
-    def block_size(self) -> int:
-        """The longest sequence."""
+    vocab_size: int = 256
+    block_size: int = 64
+    layers: int = 2
+    heads: int = 4
+    width: int = 64
+    norm_eps: float = 1e-5
+    tie_weights: bool = True
 
-    @property
-    def tie_weights(self) -> bool:
-        """Whether the output matrix is the token embedding."""
+    def layer_weights(self) -> int:
+        """Return the weights of one layer's matrices that multiply each token."""
+        raise NotImplementedError
 
     def flops_per_token(self, time: int | None = None) -> int:
-        """Operations of training on one token."""
+        """Return 6 for each weight that multiplies a token, plus 12 x width x time per layer for attention.
+
+        Forward and backward; the causal half of attention that need not be computed is counted, as is usual.
+        """
+        matrices = self.layers * self.layer_weights() + self.vocab_size * self.width
+        return 6 * matrices + 12 * self.layers * self.width * (time or self.block_size)
 
 
 class Decoder(nn.Module):
@@ -44,11 +56,26 @@ class Decoder(nn.Module):
     takes_split_logits: ClassVar[bool] = True
     """Whether `head` may give logits that are split by vocabulary (DTensors): `finish` copes with them."""
 
-    def __init__(self, config: DecoderConfig) -> None:
+    residual: ClassVar[tuple[str, ...]] = ("project",)
+    """Last parts of the names of matrices whose outputs are added to the residual stream."""
+
+    def __init__(self, config: DecoderConfig, embed: nn.Module, layers: Iterable[nn.Module], norm: nn.Module) -> None:
         super().__init__()
         self.config = config
         self.sequence_shards = 1
         """Into how many slices of the sequence the hidden states between layers are split (sequence parallelism)."""
+        self.embed = embed
+        self.layers = nn.ModuleList(layers)
+        self.norm = norm
+        self.head = nn.Linear(config.width, config.vocab_size, bias=False)
+        self.tie()
+        if not is_meta(self):
+            self.init_weights()
+
+    def init_weights(self) -> None:
+        """Draw the weights again, also after a start on the meta device: N(0, 0.02), residual outputs narrower."""
+        self.tie()
+        init_transformer(self, layers=self.config.layers, residual=self.residual)
 
     def positions(self, inputs: Tensor) -> Tensor:
         """Return 0, 1, ... for a whole sequence of tokens, or of hidden states where there is no embedding."""
@@ -57,7 +84,7 @@ class Decoder(nn.Module):
         return torch.arange(time, device=inputs.device)
 
     def check_length(self, time: int) -> None:
-        """Refuse sequences that the model has no positions for; who gives `positions` of slices asks for the whole."""
+        """Raise for sequences that are too long; a caller that gives `positions` of slices checks the whole length."""
         if time > self.config.block_size:
             raise ModelError(f"a sequence of {time} tokens is longer than block_size={self.config.block_size}.")
 
@@ -68,7 +95,7 @@ class Decoder(nn.Module):
         if self.head is None:
             return hidden
         logits: Tensor = self.head(hidden)
-        seen = visible_logits(logits, beside_loss=targets is not None)
+        seen = visible_logits(logits, with_loss=targets is not None)
         return seen if targets is None else LMOutput(self.loss_from_output(logits, targets), seen)
 
     def loss_from_output(self, output: Tensor, target: Tensor) -> Tensor:
@@ -80,7 +107,7 @@ class Decoder(nn.Module):
         return ["embed", *(f"layers.{number}" for number in range(len(self.layers))), "norm", "head"]
 
     def example_inputs(self) -> tuple[Tensor]:
-        """Return the longest sequence there can be, to measure what each unit costs."""
+        """Return a sequence of the maximum length, to measure the cost of each unit."""
         return (torch.zeros(1, self.config.block_size, dtype=torch.long),)
 
     def token_embedding(self) -> nn.Embedding | None:
@@ -90,7 +117,7 @@ class Decoder(nn.Module):
     def tie(self) -> None:
         """Make the head use the token embedding's matrix, where the config wants it and both are here.
 
-        Called by `init_weights` too, because `Module.to_empty` parts the two.
+        `init_weights` calls this too, because `Module.to_empty` separates the two.
         """
         embedding = self.token_embedding()
         if self.config.tie_weights and self.head is not None and embedding is not None:
@@ -122,10 +149,10 @@ class Decoder(nn.Module):
         multiple: int = 1,
         through: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:
-        """Continue `tokens` [batch, time] by `count` tokens; temperature 0 takes the likeliest one each time.
+        """Continue `tokens` [batch, time] by `count` tokens; temperature 0 takes the most likely one each time.
 
         Ranks that share a sequence can only cut one whose length is a `multiple` of their number. `through` is called
-        in place of the model itself where that has a part of its layers only.
+        instead of the model itself where that has only some of its layers.
         """
         was_training = self.training
         call = through or self

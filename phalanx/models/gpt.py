@@ -5,30 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, cast, overload
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.errors import ModelError
 from phalanx.models import contract as words
-from phalanx.models.attention import FusedAttention
-from phalanx.models.decoder import Decoder
-from phalanx.models.init import from_preset, init_transformer, is_meta
+from phalanx.models.attention import Block
+from phalanx.models.decoder import Decoder, DecoderConfig
+from phalanx.models.init import from_preset
 from phalanx.models.loss import LMOutput
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GPTConfig:
+class GPTConfig(DecoderConfig):
     """The shape of a GPT."""
 
-    vocab_size: int = 256
-    block_size: int = 64
-    layers: int = 2
-    heads: int = 4
-    width: int = 64
     dropout: float = 0.0
     bias: bool = True
-    norm_eps: float = 1e-5
-    tie_weights: bool = True
 
     def __post_init__(self) -> None:
         if self.width % self.heads:
@@ -40,13 +32,9 @@ class GPTConfig:
         ends = (self.vocab_size * (1 if self.tie_weights else 2) + self.block_size) * self.width
         return self.layers * layer + ends + (2 if self.bias else 1) * self.width
 
-    def flops_per_token(self, time: int | None = None) -> int:
-        """Return 6 for each weight of a matrix multiplication, 12 x width x time a layer for attention.
-
-        Forward and backward; the causal half of attention that need not be computed is counted, as is usual.
-        """
-        matrices = self.layers * 12 * self.width**2 + self.vocab_size * self.width
-        return 6 * matrices + 12 * self.layers * self.width * (time or self.block_size)
+    def layer_weights(self) -> int:
+        """Return 12 width^2."""
+        return 12 * self.width**2
 
 
 PRESETS = {
@@ -75,56 +63,16 @@ class Embedding(nn.Module):
         return cast("Tensor", self.dropout(self.tokens(tokens) + self.positions(positions)))
 
 
-class FeedForward(nn.Module):
-    """Two linear layers, four times as wide between them."""
-
-    def __init__(self, config: GPTConfig) -> None:
-        super().__init__()
-        self.expand = nn.Linear(config.width, 4 * config.width, bias=config.bias)
-        self.project = nn.Linear(4 * config.width, config.width, bias=config.bias)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        """Refine each position by itself."""
-        return cast("Tensor", self.project(F.gelu(self.expand(inputs), approximate="tanh")))
-
-
-class Block(nn.Module):
-    """One layer: attention and a feed-forward net, each with its norm before and its residual around."""
-
-    def __init__(self, config: GPTConfig) -> None:
-        super().__init__()
-        width, eps, bias = config.width, config.norm_eps, config.bias
-        self.attention_norm = nn.LayerNorm(width, eps=eps, bias=bias)
-        self.attention = FusedAttention(width, config.heads, causal=True, bias=bias, dropout=config.dropout)
-        self.feed_norm = nn.LayerNorm(width, eps=eps, bias=bias)
-        self.feed = FeedForward(config)
-        self.dropout = nn.Dropout(config.dropout)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Refine [batch, time, width]."""
-        hidden = hidden + self.dropout(self.attention(self.attention_norm(hidden)))
-        return cast("Tensor", hidden + self.dropout(self.feed(self.feed_norm(hidden))))
-
-
 class GPT(Decoder):
     """Token and position embeddings, a stack of blocks, and a score for every token of the vocabulary."""
 
     config: GPTConfig
 
     def __init__(self, config: GPTConfig) -> None:
-        super().__init__(config)
-        self.embed = Embedding(config)
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
-        self.norm = nn.LayerNorm(config.width, eps=config.norm_eps, bias=config.bias)
-        self.head = nn.Linear(config.width, config.vocab_size, bias=False)
-        self.tie()
-        if not is_meta(self):
-            self.init_weights()
-
-    def init_weights(self) -> None:
-        """Draw the weights anew, also after a start on the meta device: N(0, 0.02), residual outputs narrower."""
-        self.tie()
-        init_transformer(self, layers=self.config.layers, residual=["project"])
+        width, bias, eps = config.width, config.bias, config.norm_eps
+        options: dict[str, Any] = {"causal": True, "bias": bias, "eps": eps, "dropout": config.dropout, "gelu": "tanh"}
+        layers = [Block(width, config.heads, 4 * width, **options) for _ in range(config.layers)]
+        super().__init__(config, Embedding(config), layers, nn.LayerNorm(width, eps=eps, bias=bias))
 
     def token_embedding(self) -> nn.Embedding | None:
         """Return the token half of the embedding."""
@@ -152,7 +100,7 @@ class GPT(Decoder):
         return self.finish(hidden, targets)
 
     def tensor_plan(self) -> dict[str, str]:
-        """Return which module is split how under tensor parallelism, in the words of `plan_names`."""
+        """Return which module is split how under tensor parallelism, in the words of `models.contract`."""
         return {
             "embed.tokens": words.EMBEDDING_ROWWISE,
             "embed.positions": words.EMBEDDING_POSITIONS,

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def is_meta(module: nn.Module) -> bool:
-    """Tell whether a module has shapes only: it was built under `torch.device("meta")` and owns no memory yet."""
+    """Whether a module was built under `torch.device("meta")` and has no memory yet."""
     return any(parameter.is_meta for parameter in module.parameters())
 
 

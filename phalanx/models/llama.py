@@ -11,25 +11,21 @@ from torch import Tensor, nn
 from phalanx.errors import ModelError
 from phalanx.models import contract as words
 from phalanx.models.attention import InnerAttention, RopeScaling, rotary_table, rotate
-from phalanx.models.decoder import Decoder
-from phalanx.models.init import from_preset, init_transformer, is_meta
+from phalanx.models.decoder import Decoder, DecoderConfig
+from phalanx.models.init import from_preset
 from phalanx.models.loss import LMOutput
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LlamaConfig:
+class LlamaConfig(DecoderConfig):
     """The shape of a Llama. `kv_heads` < `heads`: each key and value serves heads / kv_heads queries."""
 
-    vocab_size: int = 256
-    block_size: int = 64
     layers: int = 4
-    heads: int = 4
     kv_heads: int = 2
     width: int = 48
     feed_width: int = 96
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
-    norm_eps: float = 1e-5
     tie_weights: bool = False
 
     def __post_init__(self) -> None:
@@ -50,19 +46,14 @@ class LlamaConfig:
         """Return the weights of one attention: query and output, and narrower key and value."""
         return 2 * self.width**2 + 2 * self.width * self.kv_heads * self.head_width
 
+    def layer_weights(self) -> int:
+        """Return attention + 3 width x feed_width."""
+        return self.attention_weights() + 3 * self.width * self.feed_width
+
     def num_parameters(self) -> int:
-        """Return layers x (attention + 3 width x feed_width + 2 width) + width + embedding and (untied) head."""
-        layer = self.attention_weights() + 3 * self.width * self.feed_width + 2 * self.width
-        return self.layers * layer + self.width + self.vocab_size * self.width * (1 if self.tie_weights else 2)
-
-    def flops_per_token(self, time: int | None = None) -> int:
-        """Return 6 for each weight of a matrix multiplication, 12 x width x time a layer for attention.
-
-        Forward and backward; the causal half of attention that need not be computed is counted, as is usual.
-        """
-        layer = self.attention_weights() + 3 * self.width * self.feed_width
-        attention = 12 * self.layers * self.width * (time or self.block_size)
-        return 6 * (self.layers * layer + self.vocab_size * self.width) + attention
+        """Return layers x (matrices + 2 width) + width + embedding and (untied) head."""
+        layers = self.layers * (self.layer_weights() + 2 * self.width)
+        return layers + self.width + self.vocab_size * self.width * (1 if self.tie_weights else 2)
 
 
 _LLAMA3 = LlamaConfig(vocab_size=128_256, block_size=8192, rope_theta=500_000.0, heads=32, kv_heads=8, width=4096)
@@ -108,7 +99,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """SwiGLU: one linear layer gates another, a third leads back."""
+    """SwiGLU: one linear layer gates another, a third projects back."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -142,20 +133,12 @@ class Llama(Decoder):
 
     config: LlamaConfig
 
-    def __init__(self, config: LlamaConfig) -> None:
-        super().__init__(config)
-        self.embed = nn.Embedding(config.vocab_size, config.width)
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
-        self.norm = nn.RMSNorm(config.width, eps=config.norm_eps)
-        self.head = nn.Linear(config.width, config.vocab_size, bias=False)
-        self.tie()
-        if not is_meta(self):
-            self.init_weights()
+    residual = ("project", "down")
 
-    def init_weights(self) -> None:
-        """Draw the weights anew, also after a start on the meta device: N(0, 0.02), residual outputs narrower."""
-        self.tie()
-        init_transformer(self, layers=self.config.layers, residual=["project", "down"])
+    def __init__(self, config: LlamaConfig) -> None:
+        embed = nn.Embedding(config.vocab_size, config.width)
+        layers = [Block(config) for _ in range(config.layers)]
+        super().__init__(config, embed, layers, nn.RMSNorm(config.width, eps=config.norm_eps))
 
     @overload
     def forward(self, tokens: Tensor, targets: None = None, positions: Tensor | None = None) -> Tensor: ...
@@ -180,13 +163,13 @@ class Llama(Decoder):
     def table(self, positions: Tensor) -> Tensor:
         """Return the rotary cosines and sines, computed once for all layers.
 
-        They are no buffer: `to(bfloat16)` would round a buffer, `to_empty` would leave it unset.
+        They are not a buffer: `to(bfloat16)` would round a buffer, `to_empty` would leave it unset.
         """
         config = self.config
         return rotary_table(positions, config.head_width, config.rope_theta, config.rope_scaling)
 
     def tensor_plan(self) -> dict[str, str]:
-        """Return which module is split how under tensor parallelism, in the words of `plan_names`."""
+        """Return which module is split how under tensor parallelism, in the words of `models.contract`."""
         return {
             "embed": words.EMBEDDING_ROWWISE,
             "layers.*.attention_norm": words.SEQUENCE,

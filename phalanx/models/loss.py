@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class LMOutput(NamedTuple):
-    """Loss and logits. A named tuple, because DDP, FSDP and pytrees see through it."""
+    """Loss and logits. A named tuple, because DDP, FSDP and pytrees can traverse it."""
 
     loss: Tensor
     logits: Tensor
@@ -31,9 +31,9 @@ def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(precise.flatten(0, 1), targets.flatten())
 
 
-def visible_logits(logits: Tensor, *, beside_loss: bool) -> Tensor:
-    """Return the logits that a model hands out: whole, unless it trains by its own loss and nobody needs them whole."""
-    if type(logits) is Tensor or (beside_loss and torch.is_grad_enabled()):
+def visible_logits(logits: Tensor, *, with_loss: bool) -> Tensor:
+    """Return the logits for the caller: whole, unless the model trains by its own loss and does not need them whole."""
+    if type(logits) is Tensor or (with_loss and torch.is_grad_enabled()):
         return logits
     from phalanx.models.sharded_loss import whole_logits
 

@@ -21,12 +21,12 @@ class MLP(nn.Module):
         self.layers = nn.Sequential(*layers, nn.Linear(sizes[-1], out_features))
 
     def init_weights(self) -> None:
-        """Draw the weights anew, also after a start on the meta device: torch's own uniform start."""
+        """Draw the weights again, also after a start on the meta device: torch's uniform initialisation."""
         for linear in self._linears():
             linear.reset_parameters()
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Return one row of outputs a sample."""
+        """Return one row of outputs per sample."""
         return cast("Tensor", self.layers(inputs))
 
     def num_parameters(self) -> int:

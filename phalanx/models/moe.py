@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from phalanx.errors import ModelError
 from phalanx.models.attention import rotary_table
 from phalanx.models.decoder import Decoder
-from phalanx.models.init import from_preset, init_transformer, is_meta
+from phalanx.models.init import from_preset
 from phalanx.models.llama import Attention, LlamaConfig
 from phalanx.models.loss import LMOutput
 
@@ -43,7 +43,7 @@ def dispatch(tokens: Tensor, experts: Tensor, num_experts: int) -> Dispatched:
 
 
 def combine(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
-    """Bring the experts' rows back into the tokens' order and add each token's [tokens, top_k] weighted rows."""
+    """Return the experts' rows in the tokens' order and add each token's [tokens, top_k] weighted rows."""
     tokens, top_k = weights.shape
     restored = torch.empty_like(rows).index_copy(0, order, rows)
     return (restored.view(tokens, top_k, -1) * weights.to(rows.dtype).unsqueeze(-1)).sum(dim=1)
@@ -63,7 +63,7 @@ def balance_loss(probabilities: Tensor, experts: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MoEConfig(LlamaConfig):
-    """The shape of a Llama with `experts` feed-forward nets of `feed_width` a layer, `top_k` of them for each token."""
+    """A Llama with `experts` feed-forward nets of `feed_width` per layer, `top_k` of them for each token."""
 
     experts: int = 4
     top_k: int = 2
@@ -77,19 +77,15 @@ class MoEConfig(LlamaConfig):
                 f"top_k={self.top_k} of experts={self.experts} cannot be chosen. Allowed: 1..{self.experts}."
             )
 
-    def _num_matrix_weights(self, experts: int) -> int:
-        """Return the matrix weights of one layer, with so many experts."""
-        return self.attention_weights() + self.experts * self.width + experts * 3 * self.width * self.feed_width
+    def layer_weights(self) -> int:
+        """Return attention + router + top_k x 3 width x feed_width."""
+        experts = self.top_k * 3 * self.width * self.feed_width
+        return self.attention_weights() + self.experts * self.width + experts
 
     def num_parameters(self) -> int:
-        """Return layers x (attention + router + experts x 3 width x feed_width + 2 width) + width + both ends."""
-        layer = self._num_matrix_weights(self.experts) + 2 * self.width
-        return self.layers * layer + self.width + self.vocab_size * self.width * (1 if self.tie_weights else 2)
-
-    def flops_per_token(self, time: int | None = None) -> int:
-        """Return 6 for each weight that multiplies a token, `top_k` experts that is, and 12 x width x time a layer."""
-        matrices = self.layers * self._num_matrix_weights(self.top_k) + self.vocab_size * self.width
-        return 6 * matrices + 12 * self.layers * self.width * (time or self.block_size)
+        """Return Llama's count with all experts, not only `top_k`."""
+        idle = (self.experts - self.top_k) * 3 * self.width * self.feed_width
+        return LlamaConfig.num_parameters(self) + self.layers * idle
 
 
 PRESETS = {
@@ -112,7 +108,7 @@ PRESETS = {
 
 
 class Routed(NamedTuple):
-    """What a router decided."""
+    """The choice of a router."""
 
     experts: Tensor
     """[batch, time, top_k]"""
@@ -125,7 +121,7 @@ class Routed(NamedTuple):
 
 
 class Router(nn.Module):
-    """Choose the `top_k` likeliest experts for each token."""
+    """Chooses the `top_k` most likely experts for each token."""
 
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()
@@ -165,7 +161,7 @@ class Experts(nn.Module):
 
 
 class MoEFeed(nn.Module):
-    """Route, dispatch, let the experts work, combine."""
+    """Routes and dispatches tokens to the experts, and combines their outputs."""
 
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()
@@ -192,7 +188,7 @@ class Block(nn.Module):
         self.feed = MoEFeed(config)
 
     def forward(self, hidden: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
-        """Refine [batch, time, width], and return the balance loss beside it."""
+        """Refine [batch, time, width], and return it with the balance loss."""
         hidden = hidden + self.attention(self.attention_norm(hidden), table)
         refined, balance = self.feed(self.feed_norm(hidden))
         return hidden + refined, balance
@@ -204,19 +200,13 @@ class MoE(Decoder):
     config: MoEConfig
 
     def __init__(self, config: MoEConfig) -> None:
-        super().__init__(config)
-        self.embed = nn.Embedding(config.vocab_size, config.width)
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
-        self.norm = nn.RMSNorm(config.width, eps=config.norm_eps)
-        self.head = nn.Linear(config.width, config.vocab_size, bias=False)
-        self.tie()
-        if not is_meta(self):
-            self.init_weights()
+        embed = nn.Embedding(config.vocab_size, config.width)
+        layers = [Block(config) for _ in range(config.layers)]
+        super().__init__(config, embed, layers, nn.RMSNorm(config.width, eps=config.norm_eps))
 
     def init_weights(self) -> None:
-        """Draw the weights anew, also after a start on the meta device: N(0, 0.02), residual outputs narrower."""
-        self.tie()
-        init_transformer(self, layers=self.config.layers, residual=["project"])
+        """Draw the weights again, those of the experts like the others."""
+        super().init_weights()
         for module in self.modules():
             if isinstance(module, Experts):
                 nn.init.normal_(module.gate, std=0.02)
@@ -241,7 +231,7 @@ class MoE(Decoder):
         table = rotary_table(places, config.head_width, config.rope_theta, config.rope_scaling)
         if self.embed is None:
             raise ModelError(
-                "a mixture of experts is no pipeline stage: its balance loss is collected from all layers."
+                "a mixture of experts cannot be a pipeline stage: its balance loss is collected from all layers."
             )
         hidden: Tensor = self.embed(tokens)
         balances = []
@@ -254,7 +244,7 @@ class MoE(Decoder):
         return output
 
     def pipeline_units(self) -> list[str]:
-        """A mixture is no row of units: its balance loss is collected from all layers."""
+        """Raise: the balance loss is collected from all layers."""
         raise ModelError(
             "a mixture of experts cannot be cut into pipeline stages: its balance loss is collected from all layers",
             hint="Use expert_parallel, or strategy='fsdp'.",
@@ -265,7 +255,7 @@ class MoE(Decoder):
         return [f"layers.{number}.feed.experts" for number in range(len(self.layers))]
 
     def num_parameters(self, *, embeddings: bool = True, active: bool = False) -> int:
-        """Count the parameters; `active`: of the experts only the `top_k` that a token meets."""
+        """Count the parameters; `active`: of the experts only the `top_k` that a token uses."""
         total = super().num_parameters(embeddings=embeddings)
         idle = self.config.experts - self.config.top_k
         return total - active * self.config.layers * idle * 3 * self.config.width * self.config.feed_width

@@ -39,7 +39,7 @@ class ResNetConfig:
 
     def __post_init__(self) -> None:
         if self.stem not in (3, 7):
-            raise ModelError(f"stem={self.stem} is no stem of a residual network. Allowed: 3 (small images), 7.")
+            raise ModelError(f"stem={self.stem} is not a stem of a residual network. Allowed: 3 (small images), 7.")
 
     @property
     def expansion(self) -> int:
@@ -154,7 +154,7 @@ class ResNet(nn.Module):
             self.init_weights()
 
     def init_weights(self) -> None:
-        """Draw the weights anew, also after a start on the meta device: He for convolutions, norms to one.
+        """Draw the weights again, also after a start on the meta device: He for convolutions, norms to one.
 
         The last norm of each block starts at zero: the block is then the identity, and deep stacks train from step one.
         """
@@ -174,7 +174,7 @@ class ResNet(nn.Module):
         return cast("Tensor", self.head(hidden.mean(dim=(2, 3))))
 
     def num_parameters(self) -> int:
-        """Count the parameters; the running statistics of the norms are none."""
+        """Count the parameters, without the running statistics of the norms."""
         return sum(parameter.numel() for parameter in self.parameters())
 
     def flops_per_sample(self, image_size: int = 224) -> int:

@@ -36,12 +36,12 @@ def split_token_loss(logits: DTensor, targets: Tensor) -> Tensor:
 
 
 def _share(vocabulary: int, ranks: int) -> int:
-    """Return how many words all ranks but the last have: DTensor cuts as `torch.chunk` does."""
+    """Return the number of tokens on all ranks but the last: DTensor splits like `torch.chunk`."""
     return -(-vocabulary // ranks)
 
 
 class _SplitCrossEntropy(torch.autograd.Function):
-    """Two small all-reduces, of a number or two a token: the highest logits, then sums and the targets' logits."""
+    """Two small all-reduces, of one or two numbers per token: the highest logits, then sums and the targets' logits."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, first: int, group: dist.ProcessGroup) -> Tensor:

@@ -6,12 +6,11 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.errors import ModelError
 from phalanx.models import contract as words
-from phalanx.models.attention import FusedAttention
+from phalanx.models.attention import Block
 from phalanx.models.init import from_preset, init_transformer, is_meta
 
 
@@ -57,8 +56,9 @@ class ViTConfig:
     def flops_per_sample(self) -> int:
         """Return the operations of training on one image, forward and backward.
 
-        Of each of (patches + 1) positions: 6 for each weight of a layer, 12 x width x positions a layer for attention;
-        4 for each weight of the patch embedding, since the image needs no gradient; and 6 for each of the head, once.
+        For each of (patches + 1) positions: 6 for each weight of a layer, 12 x width x positions per layer for
+        attention; 4 for each weight of the patch embedding, since the image needs no gradient; and 6 for each
+        weight of the head, once.
         """
         time = self.patches + 1
         layers = self.layers * time * (6 * self.layer_weights() + 12 * self.width * time)
@@ -92,36 +92,6 @@ class Embedding(nn.Module):
         return cast("Tensor", self.dropout(sequence + self.positions))
 
 
-class FeedForward(nn.Module):
-    """Two linear layers, wider between them."""
-
-    def __init__(self, config: ViTConfig) -> None:
-        super().__init__()
-        self.expand = nn.Linear(config.width, config.feed_width)
-        self.project = nn.Linear(config.feed_width, config.width)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        """Refine each position by itself."""
-        return cast("Tensor", self.project(F.gelu(self.expand(inputs))))
-
-
-class Block(nn.Module):
-    """One layer: attention and a feed-forward net, each with its norm before and its residual around."""
-
-    def __init__(self, config: ViTConfig) -> None:
-        super().__init__()
-        self.attention_norm = nn.LayerNorm(config.width, eps=config.norm_eps)
-        self.attention = FusedAttention(config.width, config.heads, causal=False, dropout=config.dropout)
-        self.feed_norm = nn.LayerNorm(config.width, eps=config.norm_eps)
-        self.feed = FeedForward(config)
-        self.dropout = nn.Dropout(config.dropout)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Refine [batch, 1 + patches, width]."""
-        hidden = hidden + self.dropout(self.attention(self.attention_norm(hidden)))
-        return cast("Tensor", hidden + self.dropout(self.feed(self.feed_norm(hidden))))
-
-
 class ViT(nn.Module):
     """Patch embeddings, a stack of blocks, and class scores read off the class position."""
 
@@ -129,14 +99,17 @@ class ViT(nn.Module):
         super().__init__()
         self.config = config
         self.embed = Embedding(config)
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
+        shape = (config.width, config.heads, config.feed_width)
+        self.layers = nn.ModuleList(
+            Block(*shape, causal=False, eps=config.norm_eps, dropout=config.dropout) for _ in range(config.layers)
+        )
         self.norm = nn.LayerNorm(config.width, eps=config.norm_eps)
         self.head = nn.Linear(config.width, config.classes)
         if not is_meta(self):
             self.init_weights()
 
     def init_weights(self) -> None:
-        """Draw the weights anew, also after a start on the meta device: N(0, 0.02), residual outputs narrower.
+        """Draw the weights again, also after a start on the meta device: N(0, 0.02), residual outputs narrower.
 
         The patch embedding keeps the variance of the pixels, whatever the size of a patch.
         """
@@ -164,7 +137,7 @@ class ViT(nn.Module):
         return self.config.flops_per_sample()
 
     def tensor_plan(self) -> dict[str, str]:
-        """Return which module is split how under tensor parallelism, in the words of `plan_names`.
+        """Return which module is split how under tensor parallelism, in the words of `models.contract`.
 
         Patches plus class make an odd number, so the sequence stays whole and the norms are not named.
         """

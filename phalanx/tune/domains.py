@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 
 class Kind(NamedTuple):
-    """What a word means."""
+    """The properties of a kind of domain."""
 
     arguments: str
     integer: bool = False
@@ -29,7 +29,7 @@ KINDS = {
     "qrandint": Kind("low, high, step", integer=True, step=True),
     "qlograndint": Kind("low, high, step", integer=True, log=True, step=True),
 }
-"""Every word by its name. Bounds belong to the range, also those of whole numbers."""
+"""Bounds belong to the range, also those of whole numbers."""
 
 _MOST_GRID_VALUES = 1000
 _RESAMPLE_CHANCE = 0.25
@@ -38,7 +38,7 @@ _FACTORS = (0.8, 1.2)
 
 @dataclass(frozen=True)
 class Domain:
-    """What one hyperparameter may be: a word, its arguments, and when it applies."""
+    """The values of one hyperparameter: a kind, its arguments, and when it applies."""
 
     kind: str
     arguments: tuple[Any, ...]
@@ -47,7 +47,7 @@ class Domain:
 
     @property
     def meaning(self) -> Kind:
-        """What the word means."""
+        """The properties of the kind."""
         return KINDS[self.kind]
 
     @property
@@ -66,7 +66,7 @@ class Domain:
         return self.arguments[2] if self.meaning.step else 1 if self.meaning.integer else None
 
     def mistakes(self) -> list[str]:
-        """Say what is wrong with the arguments."""
+        """Return what is wrong with the arguments."""
         if self.kind == "choice":
             return [] if self.arguments else ["choice of nothing: give at least one value"]
         expected = 3 if self.meaning.step else 2
@@ -94,7 +94,7 @@ class Domain:
         return found
 
     def grid(self) -> list[Any] | None:
-        """Return every value there is, or None where there is no end of them."""
+        """Return every value, or None where there are too many."""
         if self.kind == "choice":
             return list(self.arguments)
         if self.step is None or self.meaning.log or (self.high - self.low) / self.step >= _MOST_GRID_VALUES:
@@ -124,7 +124,7 @@ class Domain:
         return int(value) if self.meaning.integer else float(value)
 
     def perturb(self, value: Any, rng: random.Random) -> Any:
-        """Return another value near this one, or now and then a fresh draw (population-based training)."""
+        """Return another value near this one, or sometimes a new draw (population-based training)."""
         if rng.random() < _RESAMPLE_CHANCE:
             return self.sample(rng)
         if self.kind == "choice":
@@ -137,7 +137,7 @@ class Domain:
         return moved
 
     def to_plain(self) -> dict[str, Any]:
-        """Return it as a TOML table would have it."""
+        """Return it as a TOML table."""
         return {self.kind: list(self.arguments), **({"when": dict(self.when)} if self.when else {})}
 
 
@@ -192,16 +192,13 @@ def qlograndint(low: int, high: int, step: int, *, when: Mapping[str, Any] | Non
     return Domain("qlograndint", (low, high, step), when or {})
 
 
-_RAYS_MODULE = "ray.tune.search.sample"
-
-
 def is_rays(entry: Any) -> bool:
     """Whether this is a domain of Ray Tune, such as `ray.tune.loguniform(1e-4, 1e-1)`."""
-    return type(entry).__module__ == _RAYS_MODULE
+    return type(entry).__module__ == "ray.tune.search.sample"
 
 
 def from_ray(domain: Any) -> Domain:
-    """Return the same as a domain of ours; ValueError for one that we have no word for."""
+    """Return Ray's domain as one of this module; ValueError where there is no such kind."""
     name = type(domain).__name__
     if name == "Categorical":
         return Domain("choice", tuple(domain.categories))
@@ -209,22 +206,12 @@ def from_ray(domain: Any) -> Domain:
     step = None
     if type(sampler).__name__ == "Quantized":
         step, sampler = sampler.q, sampler.get_sampler()
-    word = _word(name, type(sampler).__name__.lstrip("_"), quantised=step is not None)
-    if word is None:
+    integer, log = name == "Integer", type(sampler).__name__.lstrip("_") == "LogUniform"
+    if name not in ("Integer", "Float") or type(sampler).__name__.lstrip("_") not in ("Uniform", "LogUniform"):
         raise ValueError(
             f"Ray's {domain!r} has no word here: use choice, uniform, loguniform, randint or their q forms"
         )
     # Ray's whole numbers end before the upper bound, except in steps.
-    high = domain.upper - 1 if name == "Integer" and step is None else domain.upper
+    high = domain.upper - 1 if integer and step is None else domain.upper
+    word = "q" * (step is not None) + "log" * log + ("randint" if integer else "uniform")
     return Domain(word, (domain.lower, high) if step is None else (domain.lower, high, step))
-
-
-def _word(name: str, sampler: str, *, quantised: bool) -> str | None:
-    words = {
-        ("Float", "Uniform"): "uniform",
-        ("Float", "LogUniform"): "loguniform",
-        ("Integer", "Uniform"): "randint",
-        ("Integer", "LogUniform"): "lograndint",
-    }
-    word = words.get((name, sampler))
-    return f"q{word}" if word is not None and quantised else word

@@ -1,4 +1,4 @@
-"""What a search is for: a metric by name, and whether more or less of it is better."""
+"""The objective of a search: a metric by name, and whether more or less of it is better."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class Objective:
     metric: str
     mode: str
     is_open: bool = False
-    """Whether the metric was not named: the only one that a function returns is then taken."""
+    """Whether the metric was not named: then it is the only one that a function returns."""
 
     @classmethod
     def of(cls, metric: str | None, mode: str | None = None) -> Objective:
-        """Return the objective; a metric whose name tells needs no mode."""
+        """Return the objective; for a well-known metric the mode may be left out."""
         is_open, metric = metric is None, metric or DEFAULT_METRIC
         if mode is None:
             words = metric.lower().replace("/", " ").replace("_", " ").split()
@@ -44,7 +44,7 @@ class Objective:
         return cls(metric, mode, is_open)
 
     def settle(self, returned: Iterable[str], mode: str | None = None) -> bool:
-        """Take the only metric that a function returned where none was named; return whether that is another one."""
+        """Where no metric was named, use the only one that a function returned; return whether it is another one."""
         names, was_open = list(returned), self.is_open
         if not names:
             return False
@@ -63,13 +63,13 @@ class Objective:
         return None
 
     def goodness(self, value: float | None) -> float:
-        """Return a number that is larger for the better; what is not finite is the worst."""
+        """Return a number that is larger for a better value; a value that is not finite is the worst."""
         if value is None or not math.isfinite(value):
             return -math.inf
         return value if self.mode == "max" else -value
 
     def missing(self, found: Iterable[str], who: str) -> UsageError:
-        """Return the error for a trial that has not measured it; it lists what was."""
+        """Return the error for a trial without the metric; it lists what was reported."""
         names = sorted(set(found))
         if not names:
             return UsageError(

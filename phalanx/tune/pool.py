@@ -1,4 +1,4 @@
-"""Trials side by side: a thread each, all heard in one place."""
+"""Runs several trials at once, each in a thread, and wakes one thread that follows them all."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from phalanx.tune.runner import Ending
 from phalanx.tune.slots import Slot
 from phalanx.tune.trial import Trial
 
-_LOOK_SECONDS = 0.5
+_POLL_SECONDS = 0.5
 
 
 class Pool:
-    """Runs trials in free slots. `wait` returns when one has something to say, or a signal has come."""
+    """Runs trials in free slots. `wait` returns when one has new events, or a signal has come."""
 
     def __init__(self, slots: tuple[Slot, ...], run: Callable[..., Ending]) -> None:
-        """`run(trial, slot, env=, bell=, signals=)` runs a trial to its end, in a thread of its own."""
+        """`run(trial, slot, env=, wake=, signals=)` runs a trial to its end; it is called in a new thread."""
         self._free = list(slots)
         self._run = run
         self._running: dict[int, tuple[Trial, Slot, SignalInbox, threading.Thread]] = {}
         self._ended: queue.SimpleQueue[tuple[Trial, Slot, Ending | BaseException]] = queue.SimpleQueue()
-        self._bell_read, self._bell_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._bell_read, selectors.EVENT_READ)
+        self._selector.register(self._wake_read, selectors.EVENT_READ)
         self._signals = SignalInbox()
 
     def __enter__(self) -> Pool:
@@ -43,15 +43,15 @@ class Pool:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, frames: TracebackType | None
     ) -> None:
-        """Leave nothing running, whatever happened."""
+        """Stop everything, also after an error."""
         self.stop(signal.SIGINT)
         self.stop(signal.SIGINT)
         for _, _, _, thread in list(self._running.values()):
             thread.join()
         self._selector.close()
         self._signals.__exit__(kind, error, frames)
-        os.close(self._bell_read)
-        os.close(self._bell_write)
+        os.close(self._wake_read)
+        os.close(self._wake_write)
 
     @property
     def has_room(self) -> bool:
@@ -64,7 +64,7 @@ class Pool:
         return [self._running[number][0] for number in sorted(self._running)]
 
     def start(self, trial: Trial, env: Mapping[str, str]) -> None:
-        """Run a trial in a free slot; `env`: what its ranks see beside this process's environment."""
+        """Run a trial in a free slot; `env`: variables for its ranks, added to this process's environment."""
         slot = self._free.pop(0)
         signals = SignalInbox()
         thread = threading.Thread(target=self._work, args=(trial, slot, signals, env), name=f"trial-{trial.number}")
@@ -75,26 +75,24 @@ class Pool:
         began = time.monotonic()
         ending: Ending | BaseException
         try:
-            ending = self._run(trial, slot, env=env, bell=self._ring, signals=signals)
+            ending = self._run(trial, slot, env=env, wake=self._wake, signals=signals)
         except BaseException as error:  # noqa: BLE001 - raised again by the thread that waits
             ending = error
         finally:
             signals.close()
         trial.seconds += time.monotonic() - began
         self._ended.put((trial, slot, ending))
-        self._ring()
+        self._wake()
 
-    def _ring(self) -> None:
-        try:
-            os.write(self._bell_write, b"!")
-        except BlockingIOError:  # it rings already
-            return
+    def _wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # the pipe is full: it wakes already
+            os.write(self._wake_write, b"!")
 
     def wait(self) -> list[signal.Signals]:
-        """Wait until a trial has news; return the signals that this process got."""
-        self._selector.select(_LOOK_SECONDS)
+        """Wait until a trial has new events; return the signals that this process received."""
+        self._selector.select(_POLL_SECONDS)
         with contextlib.suppress(BlockingIOError):
-            os.read(self._bell_read, 4096)
+            os.read(self._wake_read, 4096)
         return self._signals.take()
 
     def ended(self) -> list[tuple[Trial, Ending]]:
@@ -104,7 +102,7 @@ class Pool:
             trial, slot, ending = self._ended.get()
             self._running.pop(trial.number)[3].join()
             self._free.append(slot)
-            self._free.sort(key=lambda place: place.number)
+            self._free.sort(key=lambda free: free.number)
             found.append((trial, ending))
         for _, ending in found:
             if isinstance(ending, BaseException):

@@ -1,7 +1,7 @@
-"""Population-based training: after every few iterations the worst take over the best one's weights and settings.
+"""Population-based training: every few iterations the worst trials continue from the weights and settings of the best.
 
-All members come to the same iteration before anything is compared, so the outcome does not depend on who was faster,
-and a population may be larger than what runs at once. Members leave their state as checkpoints in between.
+All members reach the same iteration before they are compared, so the outcome does not depend on their speed, and a
+population may be larger than the number of trials that run at once. Between generations their state is in checkpoints.
 """
 
 from __future__ import annotations
@@ -10,30 +10,24 @@ import random
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from phalanx.errors import UsageError
-from phalanx.tune.engine import SearchEngine, SearchPlan, SearchView
+from phalanx.tune.engine import SearchEngine, SearchPlan
 from phalanx.tune.objective import Objective
 from phalanx.tune.pool import Pool
 from phalanx.tune.record import Record
 from phalanx.tune.runner import Ending
 from phalanx.tune.schedulers import Points
+from phalanx.tune.table import LiveTable, PlainTable
 from phalanx.tune.trial import State, Trial
 
 _QUANTILE = 0.25
 
 
-class Exploit(NamedTuple):
-    """A member that takes over another's state."""
-
-    loser: Trial
-    winner: Trial
-    rng: random.Random
-
-
-def exploits(members: Sequence[Trial], boundary: int, objective: Objective, seed: int) -> list[Exploit]:
-    """Decide who takes over from whom: the worst quarter, each from one of the best quarter."""
+def exploits(
+    members: Sequence[Trial], boundary: int, objective: Objective, seed: int
+) -> list[tuple[Trial, Trial, random.Random]]:
+    """Return (loser, winner, random numbers): each of the worst quarter continues from one of the best quarter."""
     ranked = sorted(
         members, key=lambda trial: (-objective.goodness(trial.value_from(boundary, objective)), trial.number)
     )
@@ -41,7 +35,7 @@ def exploits(members: Sequence[Trial], boundary: int, objective: Objective, seed
     found = []
     for loser in sorted(ranked[len(ranked) - count :] if count else [], key=lambda trial: trial.number):
         rng = random.Random(f"{seed}/{boundary}/{loser.number}")
-        found.append(Exploit(loser, rng.choice(ranked[:count]), rng))
+        found.append((loser, rng.choice(ranked[:count]), rng))
     return found
 
 
@@ -52,7 +46,7 @@ class Population(SearchEngine):
         self,
         plan: SearchPlan,
         record: Record,
-        view: SearchView,
+        view: PlainTable | LiveTable,
         *,
         interval: int = 1,
         mutate: Sequence[str] | None = None,
@@ -73,7 +67,7 @@ class Population(SearchEngine):
         return (self._generation + 1) * self._interval
 
     def fill(self, pool: Pool) -> None:
-        """Start members that have not come to the boundary; when all have, begin the next generation."""
+        """Start members that have not reached the boundary; when all have, begin the next generation."""
         if not pool.running and not self._behind() and self._alive():
             self._next_generation()
         for trial in self._behind():
@@ -87,20 +81,20 @@ class Population(SearchEngine):
         return [trial for trial in self._alive() if trial.iteration < self.boundary]
 
     def outcome(self, trial: Trial, ending: Ending) -> State:
-        """A member whose run was ended at the boundary goes on in the next generation."""
-        left_early = ending.was_told_to or trial.run_status == "stopped"
-        return State.PAUSED if left_early else State.FINISHED
+        """Return PAUSED for a member that was stopped at the boundary: it continues in the next generation."""
+        stopped = ending.stopped_on_request or trial.run_status == "stopped"
+        return State.PAUSED if stopped else State.FINISHED
 
     def _next_generation(self) -> None:
-        """Let the worst take over; only then is the generation over, so that an interruption repeats it whole."""
+        """Let the worst continue from the best; the generation ends after that, so an interruption repeats it."""
         for loser, winner, rng in exploits(self._alive(), self.boundary, self.plan.objective, self.plan.seed):
             copy_checkpoints(winner.checkpoints, loser.checkpoints)
             loser.params = self.plan.space.perturbed(winner.params, rng, self._mutate)
             entry = {"iteration": self.boundary, "from": winner.number, "params": loser.params}
             loser.lineage = [one for one in loser.lineage if one["iteration"] != self.boundary] + [entry]
-            self.record.note(loser)
+            self.record.update(loser)
             self.view.notice(
-                f"after iteration {self.boundary} trial {loser.number} goes on from trial {winner.number}: "
+                f"after iteration {self.boundary} trial {loser.number} continues from trial {winner.number}: "
                 + ", ".join(f"{name} {value}" for name, value in loser.params.items())
             )
         self._generation += 1
@@ -108,12 +102,12 @@ class Population(SearchEngine):
 
 
 def copy_checkpoints(source: Path, target: Path) -> None:
-    """Replace one trial's checkpoints by another's, whole or not at all."""
+    """Replace one trial's checkpoints by another's, all or none."""
     fresh, old = target.with_name("checkpoints.new"), target.with_name("checkpoints.old")
     if not source.is_dir() or not any(source.iterdir()):
         raise UsageError(
-            f"{source.parent} has no checkpoint that another trial could go on from",
-            hint="Train with a trainer of ours, or save into phalanx.tune.checkpoint_dir() before each report.",
+            f"{source.parent} has no checkpoint from which another trial could continue",
+            hint="Train with a Phalanx trainer, or save into phalanx.tune.checkpoint_dir() before each report.",
         )
     for path in (fresh, old):
         shutil.rmtree(path, ignore_errors=True)

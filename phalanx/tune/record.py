@@ -1,4 +1,4 @@
-"""The record of a search: Optuna's own storage, a SQLite file that its tools read too."""
+"""The record of a search: Optuna's storage, a SQLite file that Optuna's tools read too."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _STUDY = "phalanx"
 
 
 class Record:
-    """Every trial from its beginning, so that an interrupted search goes on where it was."""
+    """Holds every trial from its start, so that an interrupted search can be resumed."""
 
     def __init__(self, folder: Path, space: SearchSpace, objective: Objective, settings: dict[str, Any]) -> None:
-        """`settings`: what a resumed search must have in common with the one that began."""
+        """`settings`: must be the same when the search is resumed."""
         self._optuna = import_optuna("tuning")
         self._folder, self._space, self._objective = folder, space, objective
         path = folder / FILE
         self.existed = path.exists()
         self._storage = self._optuna.storages.RDBStorage(f"sqlite:///{path}")
-        if self.existed and objective.is_open:  # a resumed search has found its metric, or not yet
+        if self.existed and objective.is_open:  # the metric may have been settled before the interruption
             before = self._optuna.load_study(study_name=_STUDY, storage=self._storage).user_attrs
             objective.metric, objective.mode = json.loads(before["metric"]), json.loads(before["mode"])
             settings = {**settings, "metric": objective.metric, "mode": objective.mode}
@@ -36,7 +36,7 @@ class Record:
         plain = {name: json.dumps(value, default=repr, sort_keys=True) for name, value in settings.items()}
         self._check_same(plain)
         for _ in self._study.get_trials(deepcopy=False, states=[self._optuna.trial.TrialState.WAITING]):
-            self._study.ask()  # opened when the interruption came: it runs now like the others
+            self._study.ask()  # opened when the interruption came: it becomes a running trial like the others
         self._ids = {frozen.number: frozen._trial_id for frozen in self._study.get_trials(deepcopy=False)}
         if not self.existed:
             for name, text in plain.items():
@@ -51,10 +51,10 @@ class Record:
             sampler=self._optuna.samplers.RandomSampler(seed=0),
         )
 
-    def begin_again(self, trials: Sequence[Trial], *, besides: Trial) -> None:
-        """Write the trials so far into a new study, for the objective has changed: a study's direction cannot.
+    def rewrite(self, trials: Sequence[Trial], *, ending: Trial) -> None:
+        """Write the trials so far into a new study: the objective has changed, and a study's direction cannot.
 
-        `besides`: the trial that ends just now, and is closed by the caller.
+        `ending`: the trial that ends now; the caller closes it.
         """
         attrs = self._study.user_attrs
         self._optuna.delete_study(study_name=_STUDY, storage=self._storage)
@@ -65,27 +65,30 @@ class Record:
             self._study.set_user_attr(name, json.dumps(value))
         for trial in trials:
             self.open_trial(trial.params)
-            if trial.state.is_final and trial is not besides:
+            if trial.state.is_final and trial is not ending:
                 self.close_trial(trial)
 
     def _check_same(self, settings: dict[str, str]) -> None:
         before = self._study.user_attrs
         changed = [name for name, text in settings.items() if name in before and before[name] != text]
         if changed:
-            told = "\n  ".join(f"{name}: {before[name]} then, {settings[name]} now" for name in changed)
+            lines = "\n  ".join(f"{name}: {before[name]} then, {settings[name]} now" for name in changed)
             raise UsageError(
-                f"the search in {self._folder} was begun differently:\n  {told}",
-                hint="Resume it as it was begun, or begin another one in a folder of its own (--study-dir).",
+                f"the search in {self._folder} was begun differently:\n  {lines}",
+                hint="Resume it with the same settings, or begin another one in a new folder (--study-dir).",
             )
 
     def trials(self) -> list[Trial]:
-        """Return what was recorded; a trial that had not ended is read up from its own events."""
+        """Return the recorded trials; the events of a trial that had not ended are read from its folder."""
         return [self._read(frozen) for frozen in self._study.get_trials(deepcopy=False)]
 
     def _read(self, frozen: Any) -> Trial:
         attrs = frozen.user_attrs
-        trial = Trial(frozen.number, json.loads(attrs["params"]), self.folder_of(frozen.number))
-        trial.params = self._restored(trial.params)
+        params = json.loads(attrs["params"])
+        for name, domain in self._space.domains.items():  # choices that are neither number nor text, from their repr
+            if name in params and domain.kind == "choice":
+                params[name] = next((v for v in domain.arguments if stored(domain, v) == params[name]), params[name])
+        trial = Trial(frozen.number, params, self._folder_of(frozen.number))
         trial.lineage = json.loads(attrs.get("lineage", "[]"))
         trial.stopped_at = attrs.get("stopped_at")
         trial.seconds = attrs.get("seconds", 0.0)
@@ -94,30 +97,21 @@ class Record:
         trial.state = State(attrs["state"]) if "state" in attrs else State.PAUSED
         return trial
 
-    def _restored(self, params: dict[str, Any]) -> dict[str, Any]:
-        """Give choices that are neither number nor text back as the space has them."""
-        fixed = dict(params)
-        for name, domain in self._space.domains.items():
-            if name in params and domain.kind == "choice":
-                fixed[name] = next((v for v in domain.arguments if stored(domain, v) == params[name]), params[name])
-        return fixed
-
-    def folder_of(self, number: int) -> Path:
-        """Return a trial's folder."""
+    def _folder_of(self, number: int) -> Path:
         return self._folder / "trials" / f"{number:04d}"
 
     def open_trial(self, params: dict[str, Any]) -> Trial:
-        """Begin a trial."""
+        """Add a trial and return it."""
         domains = {name: self._space.domains[name] for name in params if name in self._space.domains}
         values = {name: stored(domain, params[name]) for name, domain in domains.items()}
-        # With its point from the first moment: an interruption must not leave a trial that nobody knows.
+        # Enqueued with its point: an interruption must not leave a trial without one.
         self._study.enqueue_trial(values, user_attrs={"params": json.dumps({**params, **values}, default=repr)})
         asked = self._study.ask({name: distribution(domain) for name, domain in domains.items()})
         self._ids[asked.number] = asked._trial_id
-        return Trial(asked.number, params, self.folder_of(asked.number))
+        return Trial(asked.number, params, self._folder_of(asked.number))
 
-    def note(self, trial: Trial) -> None:
-        """Write down what a trial has become in the midst of its way."""
+    def update(self, trial: Trial) -> None:
+        """Record a running trial's point, lineage and verdict."""
         handle = self._handle(trial)
         domains = self._space.domains
         values = {n: stored(domains[n], v) if n in domains else v for n, v in trial.params.items()}
@@ -127,8 +121,8 @@ class Record:
             handle.set_user_attr("stopped_at", trial.stopped_at)
 
     def close_trial(self, trial: Trial) -> None:
-        """Write down how a trial ended."""
-        self.note(trial)
+        """Record how a trial ended."""
+        self.update(trial)
         handle = self._handle(trial)
         for iteration, value in trial.curve(self._objective):
             handle.report(value, iteration)
@@ -147,14 +141,14 @@ class Record:
         return self._optuna.trial.Trial(self._study, self._ids[trial.number])
 
     def set(self, name: str, value: Any) -> None:
-        """Write down something of the whole search."""
+        """Set an attribute of the whole search."""
         self._study.set_user_attr(name, value)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Read it back."""
+        """Return an attribute of the whole search."""
         return self._study.user_attrs.get(name, default)
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         self._storage.remove_session()
         self._storage.engine.dispose()

@@ -1,4 +1,4 @@
-"""What a function or script of the user's own says from inside a trial."""
+"""Reports from inside a trial, for functions and scripts."""
 
 from __future__ import annotations
 
@@ -14,40 +14,40 @@ from phalanx.observe.sinks import FdSink, JsonlSink
 from phalanx.tune.trial import REPORTED
 from phalanx.world.env import read_rank_env
 
-GOES_ON_AFTER = "PHALANX_TRIAL_GOES_ON_AFTER"
-"""The environment variable that says after which iteration a trial goes on from what it had saved."""
+RESUMES_AFTER = "PHALANX_TRIAL_RESUMES_AFTER"
+"""The environment variable with the iteration after which a trial resumes from what it had saved."""
 
 
 class TrialStopped(SystemExit):
-    """Raised in a trial that is told to end; no `except Exception` of the user's holds it up."""
+    """Raised in a trial that must end; it passes every `except Exception`."""
 
     def __init__(self) -> None:
         super().__init__(EXIT_PREEMPTED)
 
 
 class _Reporter:
-    """This process's line to whoever watches the trial."""
+    """Sends this process's reports to the search."""
 
     def __init__(self) -> None:
         env = read_rank_env()
         self._is_main = env is None or env.rank == 0
         folder = os.environ.get("PHALANX_RUN_DIR")
         self._events = None if folder is None else JsonlSink(Path(folder) / "events.jsonl")
-        self._bell = FdSink.from_environment()
-        self._gate = TrialControl.from_environment()
-        self.iteration = int(os.environ.get(GOES_ON_AFTER, "0"))
-        if self._gate is not None:
-            self._gate.start_after(self.iteration)
+        self._launcher = FdSink.from_environment()
+        self._control = TrialControl.from_environment()
+        self.iteration = int(os.environ.get(RESUMES_AFTER, "0"))
+        if self._control is not None:
+            self._control.start_after(self.iteration)
 
     def send(self, iteration: int, values: dict[str, float]) -> None:
-        """Write the values down, and wait at the gate where that is asked for."""
+        """Write the values, and wait for a verdict where one is due."""
         self.iteration = iteration
         event = MetricsReported(iteration, iteration, REPORTED, values, rank=0)
         if self._is_main and self._events is not None:
             self._events.handle(event)
-            if self._bell is not None:
-                self._bell.handle(event)
-        if self._gate is not None and self._gate.is_due(iteration) and not self._gate.wait(iteration):
+            if self._launcher is not None:
+                self._launcher.handle(event)
+        if self._control is not None and self._control.is_due(iteration) and not self._control.wait(iteration):
             raise TrialStopped
 
 
@@ -57,9 +57,9 @@ _reporter: _Reporter | None = None
 def report(metrics: Mapping[str, float] | None = None, *, step: int | None = None, **more: float) -> None:
     """Report what a trial has measured: `report(loss=0.3)`, `report({"val/loss": 0.3}, step=4)`.
 
-    `step` says how far the trial is, from 1. By default every call is one further; a trial that is started again counts
-    on from its last report where it had saved something in `checkpoint_dir()`, else from 1. All ranks of a trial call
-    it, the first one's values count. It does not return when the trial is given up. Outside of a trial it does nothing.
+    `step`: the iteration, from 1. By default every call is the next one; a restarted trial continues from its last
+    report where it had saved something in `checkpoint_dir()`, else from 1. All ranks of a trial call it; rank 0's
+    values count. It does not return when the trial is stopped. Outside of a trial it does nothing.
     """
     global _reporter
     if _reporter is None:
@@ -79,9 +79,9 @@ def as_number(name: str, value: Any) -> float:
 
 
 def checkpoint_dir() -> Path:
-    """Return the folder in which this trial keeps what it needs to go on; trainers of ours use it by themselves.
+    """Return the folder for the checkpoints of this trial; the trainers use it without being asked.
 
-    A trial that is started again, or takes over another's state, finds there what was saved.
+    A trial that is started again, or continues another's state, finds there what was saved.
     """
     given = os.environ.get("PHALANX_CHECKPOINT_DIR")
     if given is None:

@@ -1,4 +1,4 @@
-"""What a search found: the best trial, all others, and the files that tell of them."""
+"""The results of a search: the best trial, all others, and their files."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Results:
         return [trial for trial in self.trials if trial.state is State.FAILED]
 
     def to_dataframe(self) -> Any:
-        """Return a pandas DataFrame with a row a trial."""
+        """Return a pandas DataFrame with one row per trial."""
         import pandas as pd
 
         return pd.DataFrame([{**trial.to_dict(), **trial.params, **trial.last} for trial in self.trials])
@@ -79,7 +79,7 @@ def write_trials(results: Results) -> Path:
 
 
 def write_best(results: Results, config: DistributedConfig) -> Path:
-    """Write the best trial's settings as TOML that `phalanx train --config` takes; other names as comments."""
+    """Write the best trial's settings as TOML for `phalanx train --config`; other names as comments."""
     best = results.best
     settings = {name: value for name, value in best.params.items() if name in FIELDS}
     own = {name: value for name, value in best.params.items() if name not in FIELDS}
@@ -92,12 +92,9 @@ def write_best(results: Results, config: DistributedConfig) -> Path:
     lines += [
         f"# {name} = {json.dumps(value, default=repr)}  (an argument of the script)" for name, value in own.items()
     ]
-    text = write_toml(config.replace(**settings), as_comments=_own_places(config))
+    # Not the settings of each run, nor those that were not set.
+    unset = {*OF_THE_TRIAL, *(name for name in FIELDS if getattr(config, name) is None)}
+    text = write_toml(config.replace(**settings), as_comments=unset)
     path = results.folder / BEST_FILE
     path.write_text("\n".join(lines) + "\n\n" + text, encoding="utf-8")
     return path
-
-
-def _own_places(config: DistributedConfig) -> set[str]:
-    """Leave out what is each run's own, and what nobody has set."""
-    return {*OF_THE_TRIAL, *(name for name in FIELDS if getattr(config, name) is None)}

@@ -1,8 +1,8 @@
-"""Who goes on: rules that give up bad trials early. Pure functions of what was reported.
+"""Schedulers: rules that stop bad trials early, as pure functions of what was reported.
 
 A trial's verdict at a point uses only the reports of trials with lower numbers and its own, and waits for those that
-have yet to come to that point. So the verdicts do not depend on who happened to run faster, and a search with the same
-seed gives the same trials, verdicts and best point again.
+have not reached that point. So verdicts do not depend on which trial ran faster, and a search with the same seed gives
+the same trials, verdicts and best point again.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from phalanx.errors import UsageError, unknown_name
 from phalanx.tune.objective import Objective
@@ -34,34 +34,23 @@ class Points(NamedTuple):
         return [number for number in range(self.first, iteration + 1) if number % self.every == 0]
 
 
-class Scheduler(Protocol):
-    """A rule that gives up trials."""
+@dataclass(frozen=True)
+class Scheduler:
+    """No scheduler: every trial runs to its end."""
 
     @property
     def points(self) -> Points | None:
-        """Where it is asked; None: nowhere."""
+        """The iterations with a verdict; None: there are none."""
+        return None
 
     def verdict(self, trial: Trial, point: int, others: Sequence[Trial], objective: Objective) -> bool | None:
-        """Whether the trial goes on after a point; None: not known before others have come there."""
-
-
-@dataclass(frozen=True)
-class NoScheduler:
-    """Every trial runs to its end."""
-
-    @property
-    def points(self) -> None:
-        """Nobody is asked."""
-        return
-
-    def verdict(self, trial: Trial, point: int, others: Sequence[Trial], objective: Objective) -> bool:
-        """Go on."""
+        """Whether the trial continues after a point; None: not known before others have reached it."""
         return True
 
 
 @dataclass(frozen=True)
-class Asha:
-    """Asynchronous successive halving: at 1, eta, eta^2, ... iterations only the best 1/eta so far go on."""
+class Asha(Scheduler):
+    """Asynchronous successive halving: at 1, eta, eta^2, ... iterations only the best 1/eta so far continue."""
 
     eta: int = 3
     grace: int = 1
@@ -81,24 +70,23 @@ class Asha:
         return Points(tuple(rungs))
 
     def verdict(self, trial: Trial, point: int, others: Sequence[Trial], objective: Objective) -> bool | None:
-        """Keep what is among the best 1/eta of those that came here; the first is."""
-        if _someone_is_behind(others, point, objective):
+        """Continue if the trial is among the best 1/eta of those that reached the point; the first one is."""
+        if _some_are_behind(others, point, objective):
             return None
-        mine = objective.goodness(trial.value_from(point, objective))
-        values = [trial.value_from(point, objective) for trial in others]
-        ahead = sum(objective.goodness(value) >= mine for value in values if value is not None)
-        came = 1 + sum(value is not None for value in values)
-        return ahead < max(1, came // self.eta)
+        own = objective.goodness(trial.value_from(point, objective))
+        values = [value for other in others if (value := other.value_from(point, objective)) is not None]
+        ahead = sum(objective.goodness(value) >= own for value in values)
+        return ahead < max(1, (1 + len(values)) // self.eta)
 
 
 @dataclass(frozen=True)
-class Median:
-    """Give up what is worse than the median of earlier trials at the same iteration."""
+class Median(Scheduler):
+    """Stops trials that are worse than the median of earlier trials at the same iteration."""
 
     grace: int = 1
     """Iterations that every trial gets."""
     least: int = 3
-    """Trials that must have come as far before any is given up."""
+    """Trials that must have reached a point before any is stopped there."""
 
     def __post_init__(self) -> None:
         if self.grace < 1:
@@ -110,18 +98,18 @@ class Median:
         return Points(None, self.grace)
 
     def verdict(self, trial: Trial, point: int, others: Sequence[Trial], objective: Objective) -> bool | None:
-        """Compare with those that came here."""
-        if _someone_is_behind(others, point, objective):
+        """Continue if the trial is not worse than the median of those that reached the point."""
+        if _some_are_behind(others, point, objective):
             return None
-        came = [value for other in others if (value := other.value_from(point, objective)) is not None]
-        if len(came) < self.least:
+        values = [value for other in others if (value := other.value_from(point, objective)) is not None]
+        if len(values) < self.least:
             return True
-        mine = trial.value_from(point, objective)
-        return objective.goodness(mine) >= statistics.median(objective.goodness(value) for value in came)
+        own = objective.goodness(trial.value_from(point, objective))
+        return own >= statistics.median(objective.goodness(value) for value in values)
 
 
-def _someone_is_behind(others: Sequence[Trial], point: int, objective: Objective) -> bool:
-    """Whether a trial that counts may yet measure the metric at this point."""
+def _some_are_behind(others: Sequence[Trial], point: int, objective: Objective) -> bool:
+    """Whether an earlier trial may still measure the metric at this point."""
     return any(not other.state.is_final and other.value_from(point, objective) is None for other in others)
 
 
@@ -133,20 +121,17 @@ def undecided(trial: Trial, scheduler: Scheduler, objective: Objective) -> list[
     ]
 
 
-def _runs(trial: Trial) -> bool:
-    return not trial.state.is_final and trial.stopped_at is None
-
-
 def decide(trial: Trial, others: Sequence[Trial], scheduler: Scheduler, objective: Objective) -> bool | None:
-    """Give a trial its verdicts, and return whether it goes on from where it stands; None: not known yet.
+    """Give a trial its verdicts, and return whether it continues from its last report; None: not known yet.
 
-    `others`: those with lower numbers, whose own verdicts have been given as far as they can be. A trial that is given
-    up keeps its reports up to the one that was judged.
+    `others`: those with lower numbers, which have their verdicts as far as these are known. A trial that is stopped
+    keeps its reports up to the one that was judged.
     """
-    open_points = [min(undecided(other, scheduler, objective), default=_FARTHEST) for other in others if _runs(other)]
+    running = [other for other in others if not other.state.is_final and other.stopped_at is None]
+    open_points = [min(undecided(other, scheduler, objective), default=_FARTHEST) for other in running]
     for point in undecided(trial, scheduler, objective):
         if min(open_points, default=_FARTHEST) < point:
-            return None  # a report that comes after an open verdict may yet turn out not to count
+            return None  # a report after an open verdict may turn out not to count
         verdict = scheduler.verdict(trial, point, others, objective)
         if verdict is None:
             return None
@@ -165,4 +150,4 @@ def make_scheduler(name: str, *, eta: int = 3, grace: int = 1) -> Scheduler:
         raise UsageError(unknown_name("scheduler", name, SCHEDULERS))
     if name == "asha":
         return Asha(eta, grace)
-    return Median(grace) if name == "median" else NoScheduler()
+    return Median(grace) if name == "median" else Scheduler()

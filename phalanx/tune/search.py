@@ -14,10 +14,9 @@ from phalanx.errors import UsageError, unknown_name
 from phalanx.host.files import make_private
 from phalanx.launch import prestart
 from phalanx.runs.spec import engine_environment
-from phalanx.tune.charts import axes_and_lines, draw_pictures
+from phalanx.tune.charts import PAGE_FILE, axes_and_lines, draw_pictures, page
 from phalanx.tune.engine import IndependentTrials, SearchEngine, SearchPlan
 from phalanx.tune.objective import Objective
-from phalanx.tune.page import PAGE_FILE, page
 from phalanx.tune.population import Population
 from phalanx.tune.record import FILE, Record
 from phalanx.tune.results import Results, check_some_worked, write_best, write_trials
@@ -36,7 +35,7 @@ DEFAULT_SAMPLES = 10
 
 @dataclass(frozen=True, kw_only=True)
 class SearchRequest:
-    """A search as it was asked for."""
+    """The options of a search, as given."""
 
     metric: str | None
     mode: str | None = None
@@ -57,7 +56,7 @@ class SearchRequest:
     resume: bool = False
 
     def check(self, space: SearchSpace) -> None:
-        """Refuse names and numbers that mean nothing, all at once."""
+        """Raise for unknown names and numbers out of range, all at once."""
         wrong = [
             unknown_name(kind, name, allowed)
             for kind, name, allowed in (
@@ -72,9 +71,9 @@ class SearchRequest:
         if self.scheduler == "pbt" and self.num_samples == 1:
             wrong.append("scheduler = 'pbt' with num_samples = 1: a population has 2 members or more, better 4.")
         if self.scheduler == "pbt" and self.search == "optuna":
-            wrong.append("scheduler = 'pbt' finds new points itself: search is 'random' or 'grid' beside it.")
-        strangers = [name for name in self.mutate or () if name not in space.domains]
-        wrong += [unknown_name("hyperparameter to mutate", name, space.domains) for name in strangers]
+            wrong.append("scheduler = 'pbt' finds new points itself: search is 'random' or 'grid' with it.")
+        unknown = [name for name in self.mutate or () if name not in space.domains]
+        wrong += [unknown_name("hyperparameter to mutate", name, space.domains) for name in unknown]
         if self.address is not None and self.engine == "local":
             wrong.append(f"address = {self.address!r} with engine = 'local': leave one of them out.")
         if self.resume and self.study_dir is None:
@@ -90,28 +89,19 @@ def search(subject: Trainable, space: SearchSpace, request: SearchRequest) -> Re
     _check_settings(subject)
     subject.check([*space.domains, *space.fixed])
     objective = Objective.of(request.metric, request.mode)
-    if _uses_ray(request):
+    # Ray where it was asked for, or where there is a cluster to run on; else this machine's own processes.
+    if request.engine == "ray" or (request.engine == "auto" and request.address is not None):
         results: Results = find_engine("ray").search(subject, space, objective, request)
         return results
     slots = plan_slots(
-        subject.resolved.config,
-        num_gpus=request.num_gpus,
-        trials_per_gpu=request.trials_per_gpu,
-        trials=request.trials,
+        subject.resolved.config, num_gpus=request.num_gpus, trials_per_gpu=request.trials_per_gpu, trials=request.trials
     )
-    prestart(engine_environment(subject.resolved.config, "cuda" if slots.places[0].gpus else "cpu"))
+    prestart(engine_environment(subject.resolved.config, "cuda" if slots.slots[0].gpus else "cpu"))
     return _search_here(subject, space, objective, request, slots)
 
 
-def _uses_ray(request: SearchRequest) -> bool:
-    """Ray where it was asked for, or where there is a cluster to run on; else this machine's own processes."""
-    if request.engine != "auto":
-        return request.engine == "ray"
-    return request.address is not None
-
-
 def _check_draws(space: SearchSpace, request: SearchRequest, origins: Mapping[str, str]) -> None:
-    """Refuse a search that would not search, and a value that is given beside its search."""
+    """Raise where nothing is drawn, and where a value is both given and searched."""
     if not space.domains and request.num_samples != 1:
         raise UsageError(
             "the space draws nothing: all its values are fixed, so all trials would be the same",
@@ -152,23 +142,19 @@ def _search_here(
     table = open_table(objective, progress=config.progress)
     results = None
     try:
-        trials = _run(_engine(plan, record, table, request), plan, table)
+        engine = _engine(plan, record, table, request)
+        table.notice(f"{plan.total} trials of {subject.name}, {slots.summary}; {folder}")
+        if done := sum(trial.state.is_final for trial in engine.trials):
+            table.notice(f"{done} of them are done already")
+        try:
+            trials = engine.run()
+        finally:
+            table.close(engine.trials)
         results = conclude(trials, space, objective, subject, folder, table)
     finally:
         tracking.close(results)
         record.close()
     return results
-
-
-def _run(engine: SearchEngine, plan: SearchPlan, table: PlainTable | LiveTable) -> list[Trial]:
-    table.notice(f"{plan.total} trials of {plan.subject.name}, {plan.slots.words}; {plan.folder}")
-    done = sum(trial.state.is_final for trial in engine.trials)
-    if done:
-        table.notice(f"{done} of them are done already")
-    try:
-        return engine.run()
-    finally:
-        table.close(engine.trials)
 
 
 def _engine(plan: SearchPlan, record: Record, table: PlainTable | LiveTable, request: SearchRequest) -> SearchEngine:
@@ -186,7 +172,7 @@ def conclude(
     folder: Path,
     table: PlainTable | LiveTable,
 ) -> Results:
-    """Write the files of a search that has ended, and say where they are."""
+    """Write the files of a search that has ended, and show where they are."""
     check_some_worked(trials)
     results = Results(tuple(trials), objective, folder)
     write_trials(results)
@@ -203,7 +189,7 @@ def conclude(
 
 
 def _draw(results: Results, space: SearchSpace, name: str, table: PlainTable | LiveTable) -> list[Path]:
-    """Write the page, and the pictures where they can be drawn."""
+    """Write the page, and the PNG charts where matplotlib is installed."""
     axes, lines = axes_and_lines(results.trials, space, results.objective)
     path = results.folder / PAGE_FILE
     path.write_text(page(results, axes, lines, f"Tuning {name}"), encoding="utf-8")
@@ -230,9 +216,9 @@ def common_settings(
 
 
 def study_folder(request: SearchRequest, name: str, mark: str = FILE) -> Path:
-    """Make the folder of the search; one that holds another search is refused unless that is to go on.
+    """Make the folder of the search; raise where it holds a search that is not to be resumed.
 
-    `mark`: the file by which a search is known.
+    `mark`: the file that shows that there is a search.
     """
     if request.study_dir is None:
         plain = re.sub(r"[^\w.-]+", "-", name).strip("-") or "search"

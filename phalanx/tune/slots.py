@@ -1,4 +1,4 @@
-"""How many trials run at once, and on what: GPUs shared out in fixed places, or the CPU's cores."""
+"""How many trials run at once, and where: on fixed groups of GPUs, or on the CPU's cores."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from phalanx.launch import count_gpus
 
 @dataclass(frozen=True)
 class Slot:
-    """A place for one trial."""
+    """Room for one trial."""
 
     number: int
     gpus: tuple[int, ...] = ()
 
     def environment(self) -> dict[str, str]:
-        """Return what shows the trial its GPUs only."""
+        """Return the variable that lets the trial see only its GPUs."""
         if not self.gpus:
             return {}
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -28,12 +28,11 @@ class Slot:
 
 @dataclass(frozen=True)
 class Slots:
-    """All places, and the compute threads of a rank in one of them."""
+    """All slots, and the compute threads per rank."""
 
-    places: tuple[Slot, ...]
+    slots: tuple[Slot, ...]
     threads_per_rank: int | None
-    words: str
-    """How to say it."""
+    summary: str
 
 
 def plan_slots(
@@ -44,7 +43,7 @@ def plan_slots(
     trials: int | None = None,
     gpus_here: int | None = None,
 ) -> Slots:
-    """Share out this machine; `trials` overrules how many run at once."""
+    """Divide this machine into slots; `trials` sets how many run at once."""
     here = count_gpus() if gpus_here is None else gpus_here
     ranks = config.total_ranks or 1
     for name, value in (("trials_per_gpu", trials_per_gpu), ("trials", trials), ("num_gpus", num_gpus)):
@@ -67,9 +66,9 @@ def plan_slots(
             f"trials = {count} at once need {count * ranks} GPUs, but {usable} are there",
             hint=f"Write trials={most}, or let trials share GPUs: trials_per_gpu={-(-count * ranks // usable)}.",
         )
-    groups = usable // ranks  # slots that share GPUs lie apart: the first trials spread over all of them
-    places = tuple(Slot(n, tuple(range(n % groups * ranks, (n % groups + 1) * ranks))) for n in range(count))
-    return Slots(places, config.threads_per_rank, _words(count, f"on {usable} GPU{'s' * (usable > 1)}", ranks))
+    groups = usable // ranks  # consecutive slots have different GPUs: the first trials spread over all of them
+    slots = tuple(Slot(n, tuple(range(n % groups * ranks, (n % groups + 1) * ranks))) for n in range(count))
+    return Slots(slots, config.threads_per_rank, _summary(count, f"on {usable} GPU{'s' * (usable > 1)}", ranks))
 
 
 def _on_cpu(config: DistributedConfig, ranks: int, trials: int | None, asked_gpus: int | None) -> Slots:
@@ -82,10 +81,10 @@ def _on_cpu(config: DistributedConfig, ranks: int, trials: int | None, asked_gpu
     return Slots(
         tuple(Slot(number) for number in range(count)),
         threads,
-        _words(count, f"on {cores} CPU core{'s' * (cores > 1)}{missing}", ranks),
+        _summary(count, f"on {cores} CPU core{'s' * (cores > 1)}{missing}", ranks),
     )
 
 
-def _words(count: int, where: str, ranks: int) -> str:
+def _summary(count: int, where: str, ranks: int) -> str:
     each = f", {ranks} ranks each" if ranks > 1 else ""
     return f"{count} trial{'s' * (count > 1)} at once {where}{each}"

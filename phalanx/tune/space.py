@@ -66,13 +66,17 @@ class SearchSpace:
             wrong = domain.mistakes()
             found += [f"{name}: {text}." for text in wrong] or self._unfit_values(name, domain)
             found += self._condition_mistakes(name, domain, known)
-        found += [
-            text for name, value in self.fixed.items() if name in FIELDS and (text := problem(FIELDS[name], value))
-        ]
-        return found + ([] if found else self._cycles())
+        fixed = [(FIELDS[name], value) for name, value in self.fixed.items() if name in FIELDS]
+        found += [text for field, value in fixed if (text := problem(field, value))]
+        if not found:
+            try:
+                self._order()
+            except ValueError as error:
+                found.append(str(error))
+        return found
 
     def _unfit_values(self, name: str, domain: Domain) -> list[str]:
-        """Find what a setting of ours would refuse, before any trial starts."""
+        """Return the errors for values that the setting of this name does not allow."""
         if name not in FIELDS:
             return []
         values: Iterable[Any] = domain.arguments if domain.kind == "choice" else (domain.low, domain.high)
@@ -86,23 +90,15 @@ class SearchSpace:
                 guess = f" Did you mean '{close}'?" if close else ""
                 found.append(f"{name}: its condition asks for '{other}', which is not in the space.{guess}")
                 continue
-            possible = self._possible(other)
+            possible = [self.fixed[other]] if other in self.fixed else None
+            if other in self.domains:
+                possible = self.domains[other].grid()
             missing = [value for value in _as_list(wanted) if possible is not None and value not in possible]
             found += [f"{name}: its condition {other} = {value!r} is never true." for value in missing]
         return found
 
-    def _possible(self, name: str) -> list[Any] | None:
-        return [self.fixed[name]] if name in self.fixed else self.domains[name].grid() if name in self.domains else None
-
-    def _cycles(self) -> list[str]:
-        try:
-            self._order()
-        except ValueError as error:
-            return [str(error)]
-        return []
-
     def _order(self) -> list[str]:
-        """Return the names so that each comes after those its condition asks for."""
+        """Return the names so that each comes after those in its condition."""
         done: list[str] = []
         trail: list[str] = []
 
@@ -122,7 +118,7 @@ class SearchSpace:
         return done
 
     def active(self, name: str, values: Mapping[str, Any]) -> bool:
-        """Whether a hyperparameter applies beside these values; where its condition's own does not, it does not."""
+        """Whether a hyperparameter applies with these values; it does not where one in its condition does not apply."""
         return all(
             other in values and values[other] in _as_list(wanted) for other, wanted in self.domains[name].when.items()
         )
@@ -132,13 +128,13 @@ class SearchSpace:
         rng = random.Random(f"{seed}/{number}")
         values = dict(self.fixed)
         for name in self._order():
-            drawn = self.domains[name].sample(rng)  # also where it does not apply: others' draws do not move by it
+            drawn = self.domains[name].sample(rng)  # always, so that the draws of other names stay the same
             if self.active(name, values):
                 values[name] = drawn
         return self.arranged(values)
 
     def visit(self, suggest: Any) -> dict[str, Any]:
-        """Return a point whose values `suggest(name, domain)` chooses, each after those its condition asks for."""
+        """Return a point whose values `suggest(name, domain)` chooses, each after those in its condition."""
         values = dict(self.fixed)
         for name in self._order():
             if self.active(name, values):
@@ -150,7 +146,7 @@ class SearchSpace:
         return {name: values[name] for name in (*self.domains, *self.fixed) if name in values}
 
     def grid(self) -> list[dict[str, Any]]:
-        """Return every point there is; a domain without an end is refused."""
+        """Return every point; raise for a domain without an end."""
         order = self._order()
         lists = {name: self.domains[name].grid() for name in order}
         endless = [name for name in self.domains if lists[name] is None]
@@ -184,7 +180,7 @@ class SearchSpace:
         return self.visit(near)
 
     def to_plain(self) -> dict[str, Any]:
-        """Return it as plain data, as TOML would have it."""
+        """Return it as plain data, as in TOML."""
         return {**{name: domain.to_plain() for name, domain in self.domains.items()}, **self.fixed}
 
 
@@ -192,12 +188,12 @@ def _domain(entry: Mapping[str, Any]) -> Domain:
     """Read `{loguniform = [1e-4, 1e-1], when = {optimizer = "sgd"}}`."""
     when = entry.get("when", {})
     if not isinstance(when, Mapping):
-        raise ValueError(f"when = {when!r} is no condition: write when = {{ optimizer = 'sgd' }}")
+        raise ValueError(f"when = {when!r} is not a condition: write when = {{ optimizer = 'sgd' }}")
     words = [word for word in entry if word != "when"]
     if len(words) != 1:
         raise ValueError(f"one word says what it may be ({', '.join(KINDS)}); got {', '.join(words) or 'none'}")
     word = words[0]
-    if word == "grid_search":  # Ray's way to write it
+    if word == "grid_search":  # Ray's word
         word, entry = "choice", {"choice": entry["grid_search"]}
     if word not in KINDS:
         close = nearest(word, KINDS)

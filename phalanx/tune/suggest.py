@@ -1,11 +1,11 @@
-"""Which point a trial gets: drawn, counted through, or proposed by Optuna from what others found."""
+"""The point of each trial: drawn at random, from a grid, or proposed by Optuna from earlier results."""
 
 from __future__ import annotations
 
 import math
 import zlib
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from phalanx.errors import UsageError, unknown_name
 from phalanx.tune.domains import Domain
@@ -16,65 +16,51 @@ from phalanx.tune.trial import State, Trial
 SEARCHES = ("random", "grid", "optuna")
 
 
-class Search(Protocol):
-    """A way to choose points. The same seed, number and known trials give the same point."""
-
-    @property
-    def learns(self) -> bool:
-        """Whether a point depends on what earlier trials found."""
-
-    @property
-    def size(self) -> int | None:
-        """How many points there are; None: no end of them."""
-
-    def point(self, number: int, known: Sequence[Trial]) -> dict[str, Any]:
-        """Return the point of a trial."""
-
-
-class RandomSearch:
-    """Every point drawn by itself."""
+class Search:
+    """Random search. The same seed, number and known trials give the same point, in all searches."""
 
     learns = False
-    size = None
+    """Whether a point depends on the results of earlier trials."""
+    size: int | None = None
+    """The number of points; None: unlimited."""
 
     def __init__(self, space: SearchSpace, seed: int) -> None:
         self._space, self._seed = space, seed
 
     def point(self, number: int, known: Sequence[Trial]) -> dict[str, Any]:
-        """Draw."""
+        """Return the point of a trial; `known`: the earlier trials with their results."""
         return self._space.draw(self._seed, number)
 
 
-class GridSearch:
+class GridSearch(Search):
     """Every point once, in order."""
 
-    learns = False
-
-    def __init__(self, space: SearchSpace) -> None:
+    def __init__(self, space: SearchSpace, seed: int) -> None:
+        super().__init__(space, seed)
         self._points = space.grid()
-        self.size: int | None = len(self._points)
+        self.size = len(self._points)
 
     def point(self, number: int, known: Sequence[Trial]) -> dict[str, Any]:
-        """Return the next."""
+        """Return the point with this number."""
         return self._points[number]
 
 
-class OptunaSearch:
-    """Optuna's tree-structured Parzen estimator (TPE) over what the known trials found.
+class OptunaSearch(Search):
+    """Optuna's tree-structured Parzen estimator (TPE) over the results of the known trials.
 
-    A sampler of its own for each point, with a seed of its own: what it proposes depends on nothing but the trials it
-    is shown, so a search that was interrupted goes on as if it had not been.
+    Each point has a new sampler with its own seed: the proposal depends on the known trials only, so an interrupted
+    search continues as if it had not been interrupted.
     """
 
     learns = True
-    size = None
 
     def __init__(self, space: SearchSpace, seed: int, objective: Objective) -> None:
-        self._space, self._seed, self._objective = space, seed, objective
+        super().__init__(space, seed)
+        self._objective = objective
         self._optuna = import_optuna("search = 'optuna'")
 
     def point(self, number: int, known: Sequence[Trial]) -> dict[str, Any]:
-        """Ask a fresh study that holds the known trials."""
+        """Ask a new study that holds the known trials."""
         optuna = self._optuna
         seed = zlib.crc32(f"{self._seed}/{number}".encode())
         direction = "maximize" if self._objective.mode == "max" else "minimize"
@@ -96,7 +82,7 @@ class OptunaSearch:
 
 
 def import_optuna(who: str) -> Any:
-    """Import Optuna quietly, or say what brings it."""
+    """Import Optuna with few log messages, or raise with the command that installs it."""
     try:
         import optuna
     except ImportError as error:
@@ -108,38 +94,33 @@ def import_optuna(who: str) -> Any:
 
 
 def distribution(domain: Domain) -> Any:
-    """Return a domain in Optuna's words."""
-    from optuna import distributions as words
+    """Return Optuna's distribution for a domain."""
+    from optuna import distributions
 
     if domain.kind == "choice":
-        return words.CategoricalDistribution(tuple(stored(domain, value) for value in domain.arguments))
+        return distributions.CategoricalDistribution(tuple(stored(domain, value) for value in domain.arguments))
+    kind = distributions.IntDistribution if domain.meaning.integer else distributions.FloatDistribution
     if domain.meaning.log:  # Optuna has no steps on a logarithm: the value is rounded afterwards
-        kind = words.IntDistribution if domain.meaning.integer else words.FloatDistribution
         return kind(domain.low, domain.high, log=True)
-    kind = words.IntDistribution if domain.meaning.integer else words.FloatDistribution
-    return kind(domain.low, _last(domain), step=domain.step)
-
-
-def _last(domain: Domain) -> Any:
-    """Return the last value in steps from the lower bound: Optuna warns of a range that they do not divide."""
-    if domain.step is None:
-        return domain.high
-    last = domain.low + math.floor((domain.high - domain.low) / domain.step + 1e-9) * domain.step
-    return last if domain.meaning.integer else round(last, 12)
+    last = domain.high
+    if domain.step is not None:  # Optuna warns of a range that is not a multiple of the step
+        last = domain.low + math.floor((domain.high - domain.low) / domain.step + 1e-9) * domain.step
+        last = last if domain.meaning.integer else round(last, 12)
+    return kind(domain.low, last, step=domain.step)
 
 
 def suggest(asked: Any, name: str, domain: Domain) -> Any:
-    """Let Optuna choose a value."""
+    """Return a value that Optuna chooses."""
     if domain.kind == "choice":
         names = [stored(domain, value) for value in domain.arguments]
         return domain.arguments[names.index(asked.suggest_categorical(name, names))]
-    words = distribution(domain)
+    found = distribution(domain)
     ask = asked.suggest_int if domain.meaning.integer else asked.suggest_float
-    return domain.snap(ask(name, words.low, words.high, step=words.step, log=words.log))
+    return domain.snap(ask(name, found.low, found.high, step=found.step, log=found.log))
 
 
 def stored(domain: Domain, value: Any) -> Any:
-    """Return a value as Optuna's storage can hold it; a choice that is neither number nor text by its looks."""
+    """Return a value as Optuna's storage can hold it: a choice that is neither number nor text by its repr."""
     plain = domain.kind != "choice" or value is None or isinstance(value, (bool, int, float, str))
     return value if plain else repr(value)
 
@@ -149,5 +130,5 @@ def make_search(name: str, space: SearchSpace, seed: int, objective: Objective) 
     if name not in SEARCHES:
         raise UsageError(unknown_name("search", name, SEARCHES))
     if name == "grid":
-        return GridSearch(space)
-    return RandomSearch(space, seed) if name == "random" else OptunaSearch(space, seed, objective)
+        return GridSearch(space, seed)
+    return Search(space, seed) if name == "random" else OptunaSearch(space, seed, objective)

@@ -17,14 +17,12 @@ _STYLES = {State.RUNNING: "cyan", State.FINISHED: "green", State.STOPPED: "yello
 
 
 def brief(value: Any) -> str:
-    """Write a value as short as it can be told."""
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    return str(value)
+    """Return a value as a short text."""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def point_words(params: dict[str, Any]) -> str:
-    """Write a point of the space on one line."""
+    """Return a point of the space on one line."""
     return ", ".join(f"{name} {brief(value)}" for name, value in params.items())
 
 
@@ -32,35 +30,34 @@ def columns(trials: Sequence[Trial], objective: Objective) -> tuple[list[str], l
     """Return the table's head and rows."""
     names = list(dict.fromkeys(name for trial in trials for name in trial.params))
     head = ["trial", "state", "iteration", objective.metric, *names, "time"]
-    return head, [_row(trial, names, objective) for trial in trials]
-
-
-def _row(trial: Trial, names: list[str], objective: Objective) -> list[str]:
-    value = trial.value(objective)
-    params = [brief(trial.params[name]) if name in trial.params else "" for name in names]
-    shown = "" if value is None else brief(value)
-    return [str(trial.number), str(trial.state), str(trial.iteration or ""), shown, *params, _time(trial)]
-
-
-def _time(trial: Trial) -> str:
-    return format.duration(trial.seconds) if trial.seconds else ""
+    return head, [
+        [
+            str(trial.number),
+            str(trial.state),
+            str(trial.iteration or ""),
+            "" if (value := trial.value(objective)) is None else brief(value),
+            *(brief(trial.params[name]) if name in trial.params else "" for name in names),
+            format.duration(trial.seconds) if trial.seconds else "",
+        ]
+        for trial in trials
+    ]
 
 
 def ranked(trials: Sequence[Trial], objective: Objective) -> list[Trial]:
-    """Return the trials from the best to the worst; those that went to their end come before those given up."""
+    """Return the trials from the best to the worst; those that finished come before those that were stopped."""
     order = {State.FINISHED: 0, State.STOPPED: 1}
     return sorted(trials, key=lambda t: (order.get(t.state, 2), -objective.goodness(t.value(objective)), t.number))
 
 
 def plain_table(head: list[str], rows: list[list[str]]) -> str:
     """Return aligned columns."""
-    widths = [max(len(line[place]) for line in [head, *rows]) for place in range(len(head))]
+    widths = [max(len(cell) for cell in column) for column in zip(head, *rows, strict=True)]
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
                      for line in [head, *rows])  # fmt: skip
 
 
 class PlainTable:
-    """Writes a line when a trial begins or ends."""
+    """Writes a line when a trial starts or ends."""
 
     def __init__(self, objective: Objective, out: TextIO | None = None) -> None:
         self._objective = objective
@@ -68,11 +65,11 @@ class PlainTable:
         self._shown: dict[int, State] = {}
 
     def show(self, trials: Sequence[Trial]) -> None:
-        """Write what has changed."""
+        """Write the changes since the last call."""
         for trial in trials:
             before, self._shown[trial.number] = self._shown.get(trial.number), trial.state
-            begins = before in (None, State.WAITING) and trial.state is State.RUNNING
-            if begins or (trial.state.is_final and before is not trial.state):
+            starts = before in (None, State.WAITING) and trial.state is State.RUNNING
+            if starts or (trial.state.is_final and before is not trial.state):
                 self.notice(self._line(trial))
 
     def _line(self, trial: Trial) -> str:
@@ -95,7 +92,7 @@ class PlainTable:
 
 
 class LiveTable:
-    """Draws the table in place."""
+    """A table on the terminal that is redrawn in place."""
 
     def __init__(self, objective: Objective) -> None:
         from rich.console import Console
@@ -110,7 +107,7 @@ class LiveTable:
         self._live.start()
 
     def show(self, trials: Sequence[Trial]) -> None:
-        """Take note; the refresh thread draws."""
+        """Set the trials that the refresh thread draws."""
         self._trials = tuple(trials)
 
     def notice(self, text: str) -> None:
@@ -124,7 +121,7 @@ class LiveTable:
             self._terminal.print(self._table(ranked(trials, self._objective)))
 
     def _draw(self) -> Any:
-        """Show what runs, and the best of the rest, as far as the screen goes."""
+        """Return the running trials and the best of the rest, as many as fit on the screen."""
         rows = max(5, min(_MOST_ROWS, self._terminal.height - 6))
         active = [trial for trial in self._trials if trial.state is State.RUNNING]
         rest = [trial for trial in ranked(self._trials, self._objective) if trial.state is not State.RUNNING]
@@ -147,5 +144,5 @@ class LiveTable:
 
 
 def open_table(objective: Objective, *, progress: bool) -> PlainTable | LiveTable:
-    """Return what suits where we write to."""
+    """Return a live table for a terminal, else one of plain lines."""
     return LiveTable(objective) if progress and sys.stdout.isatty() else PlainTable(objective)

@@ -1,4 +1,4 @@
-"""A search in MLflow: one run for the search, and a run of each trial below it, which the trial itself reports to."""
+"""A search in MLflow: one run for the search, with a child run per trial, to which the trial itself reports."""
 
 from __future__ import annotations
 
@@ -13,36 +13,38 @@ from phalanx.tune.results import Results
 from phalanx.tune.trial import State, Trial
 
 _RUN_FILE = "mlflow-run"
-"""The id of the run that a folder belongs to: the search's, or a trial's."""
+"""Holds the id of the run of the search or of a trial, in its folder."""
 _LONGEST = 500
 _STATUS = {State.FINISHED: "FINISHED", State.STOPPED: "FINISHED", State.FAILED: "FAILED"}
 
 
-class NoTracking:
-    """Where MLflow is not wanted."""
+class Tracking:
+    """No tracking."""
 
     def environment(self, trial: Trial) -> dict[str, str]:
-        """Trials need to know nothing."""
+        """Return the environment variables that a trial needs."""
         return {}
 
     def close_trial(self, trial: Trial) -> None:
-        """There is nothing to close."""
+        """Do nothing."""
 
     def close(self, results: Results | None) -> None:
-        """There is nothing to close."""
+        """Do nothing."""
 
 
-class MlflowTracking:
-    """The search's run and its children, named in their folders so that a resumed search goes on with them.
+class MlflowTracking(Tracking):
+    """The search's run and its children; their ids are in their folders so that a resumed search continues them.
 
-    Plain data that can travel: on Ray a trial asks for its run where it runs.
+    It can be pickled: with Ray a trial looks its run up where it runs.
     """
 
     def __init__(self, config: DistributedConfig, name: str, objective: Objective, folder: Path) -> None:
         mlflow = import_mlflow()
         self.uri = mlflow.get_tracking_uri() if mlflow.is_tracking_uri_set() else f"sqlite:///{Path.cwd()}/mlflow.db"
         self._objective = objective
-        self._experiment = self._experiment_id(config.mlflow_experiment or "phalanx")
+        name_of = config.mlflow_experiment or "phalanx"
+        known = self._client.get_experiment_by_name(name_of)
+        self._experiment = str(known.experiment_id if known else self._client.create_experiment(name_of))
         file = folder / _RUN_FILE
         if not file.exists():
             file.write_text(self._make(config.name or f"tune-{name}", {}), encoding="utf-8")
@@ -52,16 +54,12 @@ class MlflowTracking:
     def _client(self) -> Any:
         return import_mlflow().MlflowClient(tracking_uri=self.uri)
 
-    def _experiment_id(self, name: str) -> str:
-        known = self._client.get_experiment_by_name(name)
-        return str(known.experiment_id if known else self._client.create_experiment(name))
-
     def _make(self, name: str, tags: dict[str, str]) -> str:
         run = self._client.create_run(self._experiment, tags={"mlflow.runName": name, **tags})
         return str(run.info.run_id)
 
     def environment(self, trial: Trial) -> dict[str, str]:
-        """Return what lets a trial report to its own run, made when it first starts."""
+        """Return the variables with which a trial reports to its own run, which its first start creates."""
         file = trial.folder / _RUN_FILE
         if not file.exists():
             run = self._make(f"trial-{trial.number}", {"mlflow.parentRunId": self._parent})
@@ -70,7 +68,7 @@ class MlflowTracking:
         return {"MLFLOW_RUN_ID": file.read_text(encoding="utf-8"), "MLFLOW_TRACKING_URI": self.uri}
 
     def close_trial(self, trial: Trial) -> None:
-        """End a trial's run, with its curve where no trainer of ours has reported it already."""
+        """End a trial's run, with its curve where the trainer has not reported it already."""
         run = self.environment(trial)["MLFLOW_RUN_ID"]
         if self._objective.metric not in self._client.get_run(run).data.metrics:
             for iteration, value in trial.curve(self._objective):
@@ -81,7 +79,7 @@ class MlflowTracking:
         self._client.set_terminated(run, _STATUS.get(trial.state, "KILLED"))
 
     def close(self, results: Results | None) -> None:
-        """End the search's run with the best point and the pictures."""
+        """End the search's run with the best point and the charts."""
         if results is None:
             self._client.set_terminated(self._parent, "KILLED")
             return
@@ -97,10 +95,7 @@ class MlflowTracking:
             self._client.log_param(run, name, str(value)[:_LONGEST])
 
 
-Tracking = NoTracking | MlflowTracking
-
-
 def open_tracking(config: DistributedConfig, name: str, objective: Objective, folder: Path) -> Tracking:
-    """Return what reports the search, as the settings of its trials say."""
+    """Return the tracking that the settings of the trials ask for."""
     wanted = config.mlflow_tracking or config.mlflow_experiment is not None
-    return MlflowTracking(config, name, objective, folder) if wanted else NoTracking()
+    return MlflowTracking(config, name, objective, folder) if wanted else Tracking()

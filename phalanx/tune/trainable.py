@@ -1,13 +1,15 @@
-"""What a trial runs: a recipe, a script or module, or a function. Each is a launch like that of `phalanx train`."""
+"""What is tuned: a recipe, a script or module, or a function. A trial is a launch like that of `phalanx train`."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pickle
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from phalanx.config import FIELDS, DistributedConfig, Resolved, read_toml
 from phalanx.errors import UsageError, nearest
@@ -22,36 +24,39 @@ from phalanx.tune.trial import REPORTED, Trial
 from phalanx.world.env import read_rank_env
 
 OF_THE_TRIAL = ("run_dir", "checkpoint_dir", "resume_from_checkpoint", "node_rank", "rdzv_endpoint")
-"""Settings that each trial has for itself."""
+"""Settings that are different for each trial."""
 
 
 class TrainableParts(NamedTuple):
-    """What the launcher is told of one trial."""
+    """What the launcher needs for one trial."""
 
     config: DistributedConfig
     target: Target
     env: dict[str, str]
 
 
-class Trainable(Protocol):
-    """What is tuned."""
+@dataclass(frozen=True)
+class Trainable(ABC):
+    """What is tuned, with the settings of all trials."""
+
+    resolved: Resolved
 
     @property
+    @abstractmethod
     def name(self) -> str:
-        """What it is called."""
+        """The name for users."""
 
-    @property
-    def resolved(self) -> Resolved:
-        """The settings of all trials."""
-
+    @abstractmethod
     def check(self, names: Iterable[str]) -> None:
-        """Refuse hyperparameters that would not reach it."""
+        """Raise for hyperparameters that would have no effect."""
 
+    @abstractmethod
     def parts(self, trial: Trial) -> TrainableParts:
         """Return what to launch for a trial."""
 
     def overruled(self, trial: Trial) -> dict[str, Any]:
-        """Return the hyperparameters that did not reach a trial, with the values that it had instead."""
+        """Return the hyperparameters that had no effect on a trial, with the values that it had instead."""
+        return {}
 
 
 def trial_config(resolved: Resolved, trial: Trial, params: Mapping[str, Any]) -> DistributedConfig:
@@ -76,11 +81,10 @@ def _changed(resolved: Resolved, config: DistributedConfig) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class RecipeTrainable:
+class RecipeTrainable(Trainable):
     """A built-in recipe: hyperparameters are settings."""
 
     recipe: Recipe
-    resolved: Resolved
 
     @property
     def name(self) -> str:
@@ -92,25 +96,20 @@ class RecipeTrainable:
         unknown = [name for name in names if name not in FIELDS]
         if unknown:
             guesses = [f" Did you mean '{close}'?" if (close := nearest(name, FIELDS)) else "" for name in unknown]
-            told = "\n  ".join(f"unknown setting '{name}'.{g}" for name, g in zip(unknown, guesses, strict=True))
-            raise UsageError(told, hint="A recipe takes settings only; `phalanx config show` lists them.")
+            lines = "\n  ".join(f"unknown setting '{name}'.{g}" for name, g in zip(unknown, guesses, strict=True))
+            raise UsageError(lines, hint="A recipe takes settings only; `phalanx config show` lists them.")
 
     def parts(self, trial: Trial) -> TrainableParts:
         """Return what to launch for a trial."""
         config = trial_config(self.resolved, trial, trial.params)
         return TrainableParts(config, recipe_target(self.recipe, config, trial.folder, trial.folder), {})
 
-    def overruled(self, trial: Trial) -> dict[str, Any]:
-        """A recipe takes every setting."""
-        return {}
-
 
 @dataclass(frozen=True)
-class ScriptTrainable:
+class ScriptTrainable(Trainable):
     """A script or module: settings go to the trainer inside it, other names are its own arguments."""
 
     target: ScriptTarget | ModuleTarget
-    resolved: Resolved
 
     @property
     def name(self) -> str:
@@ -118,7 +117,7 @@ class ScriptTrainable:
         return Path(self.target.path).stem if isinstance(self.target, ScriptTarget) else self.target.name
 
     def check(self, names: Iterable[str]) -> None:
-        """Any name may be an argument of the script's own."""
+        """Check the target only: any name may be an argument of the script."""
         self.target.check()
 
     def parts(self, trial: Trial) -> TrainableParts:
@@ -126,15 +125,11 @@ class ScriptTrainable:
         config = trial_config(self.resolved, trial, trial.params)
         own = [f"--{name}={value}" for name, value in trial.params.items() if name not in FIELDS]
         arguments = (*self.target.args, *own)
-        target: Target = (
-            ScriptTarget(self.target.path, arguments)
-            if isinstance(self.target, ScriptTarget)
-            else ModuleTarget(self.target.name, arguments)
-        )
+        target = dataclasses.replace(self.target, args=arguments)
         return TrainableParts(config, target, settings_environment(_changed(self.resolved, config)))
 
     def overruled(self, trial: Trial) -> dict[str, Any]:
-        """A trainer's arguments in the script win over settings from outside: the run's own record tells."""
+        """Compare with the run's record: a trainer's arguments in the script win over settings from outside."""
         path = trial.folder / "config.toml"
         ran = read_toml(path) if path.exists() else {}
         asked = {name: value for name, value in trial.params.items() if name in FIELDS}
@@ -142,11 +137,10 @@ class ScriptTrainable:
 
 
 @dataclass(frozen=True)
-class FunctionTrainable:
+class FunctionTrainable(Trainable):
     """A function of the hyperparameters: it gets all of them as a dict, and returns metrics."""
 
     function: Callable[[dict[str, Any]], Any]
-    resolved: Resolved
     metric: str
 
     @property
@@ -155,7 +149,7 @@ class FunctionTrainable:
         return str(getattr(self.function, "__name__", type(self.function).__name__)).strip("<>")
 
     def check(self, names: Iterable[str]) -> None:
-        """A function takes what it is given."""
+        """A function takes any hyperparameter."""
         if not callable(self.function):
             raise UsageError(f"train_fn = {self.function!r}: expected a function of the hyperparameters")
 
@@ -164,30 +158,21 @@ class FunctionTrainable:
 
         config = trial_config(self.resolved, trial, {})
         payload = trial.folder / "train_fn.pkl"
-        write_call(payload, self.function, trial.params, self.metric)
+        import cloudpickle
+
+        try:  # functions of scripts and notebooks are pickled by value
+            payload.write_bytes(cloudpickle.dumps((self.function, trial.params, self.metric)))
+        except (TypeError, AttributeError, pickle.PicklingError) as error:
+            raise UsageError(
+                f"train_fn cannot be sent to the trials: {error}",
+                hint="Open files, locks and data loaders inside the function, not outside of it.",
+            ) from error
         env = settings_environment(_changed(self.resolved, config))
         return TrainableParts(config, CallTarget("phalanx.tune.trainable:run_file", str(payload)), env)
 
-    def overruled(self, trial: Trial) -> dict[str, Any]:
-        """What a function does with its point is its own affair."""
-        return {}
-
-
-def write_call(path: Path, function: Callable[..., Any], params: dict[str, Any], metric: str) -> None:
-    """Pickle the call; functions of scripts and notebooks travel by value."""
-    import cloudpickle
-
-    try:
-        path.write_bytes(cloudpickle.dumps((function, params, metric)))
-    except (TypeError, AttributeError, pickle.PicklingError) as error:
-        raise UsageError(
-            f"train_fn cannot be sent to the trials: {error}",
-            hint="Open files, locks and data loaders inside the function, not outside of it.",
-        ) from error
-
 
 def run_file(payload: str) -> None:
-    """In a rank of a trial: call the function, and report what it returns."""
+    """Call the function in a rank of a trial, and report what it returns."""
     function, params, metric = pickle.loads(Path(payload).read_bytes())
     returned = function(params)
     env = read_rank_env()

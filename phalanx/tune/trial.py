@@ -1,4 +1,4 @@
-"""One trial: its point of the space, its folder, what it reported and how it stands."""
+"""One trial: its point of the space, its folder, its reports and its state."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ REPORTED = "tune"
 
 
 class State(StrEnum):
-    """How a trial stands."""
+    """The state of a trial."""
 
     WAITING = "waiting"
     RUNNING = "running"
     PAUSED = "paused"
     FINISHED = "finished"
     STOPPED = "stopped"
-    """The scheduler gave it up."""
+    """By the scheduler."""
     FAILED = "failed"
 
     @property
     def is_final(self) -> bool:
-        """Whether nothing more comes."""
+        """Whether the trial has ended for good."""
         return self in (State.FINISHED, State.STOPPED, State.FAILED)
 
 
@@ -41,49 +41,48 @@ class Trial:
     folder: Path
     state: State = State.WAITING
     reports: dict[int, dict[str, float]] = field(default_factory=dict)
-    """What was measured, by iteration: epochs of our loop, or what the script counts."""
+    """Metrics by iteration: epochs of the training loop, or what the script counts."""
     steps: int = 0
-    """Optimizer steps that were taken."""
     seconds: float = 0.0
     cause: str = ""
     """Why it failed."""
     stopped_at: int | None = None
-    """The iteration after which it was told to end."""
+    """The iteration after which the scheduler stopped it."""
     lineage: list[dict[str, Any]] = field(default_factory=list)
-    """Population-based training: what it took over from whom, and after which iteration."""
+    """Population-based training: from which trial it continued, with which point, and after which iteration."""
     run_status: str = ""
-    """How its run said that it ended, where it was a trainer of ours."""
+    """How its run ended, where it used a Phalanx trainer."""
     passed: set[int] = field(default_factory=set)
-    """The points at which its scheduler let it go on."""
+    """The points at which its scheduler let it continue."""
     returned: dict[str, float] = field(default_factory=dict)
-    """What its function returned, where it is one."""
+    """What its function returned."""
     _read: int = 0
 
     @property
     def checkpoints(self) -> Path:
-        """Where its checkpoints lie."""
+        """The folder of its checkpoints."""
         return self.folder / "checkpoints"
 
     @property
     def iteration(self) -> int:
-        """How far it has come."""
+        """The last iteration with a report."""
         return max(self.reports, default=0)
 
     @property
-    def goes_on_after(self) -> int:
-        """The iteration after which it goes on when it is started now; without anything saved it begins anew."""
+    def resumes_after(self) -> int:
+        """The iteration after which it resumes when it is started now; 0 where nothing was saved."""
         return self.iteration if self.checkpoints.is_dir() and any(self.checkpoints.iterdir()) else 0
 
     @property
     def last(self) -> dict[str, float]:
-        """What was measured last, each metric at its latest."""
+        """The latest value of each metric."""
         merged: dict[str, float] = {}
         for iteration in sorted(self.reports):
             merged |= self.reports[iteration]
         return merged
 
     def value(self, objective: Objective) -> float | None:
-        """Return the metric that is searched for, as it was last measured."""
+        """Return the latest value of the objective's metric."""
         return objective.value(self.last)
 
     def value_from(self, iteration: int, objective: Objective) -> float | None:
@@ -97,12 +96,12 @@ class Trial:
         return next((number for number in reached if objective.value(self.reports[number]) is not None), None)
 
     def curve(self, objective: Objective) -> list[tuple[int, float]]:
-        """Return the metric over iterations, where it is a number."""
+        """Return the metric over iterations, where it is finite."""
         points = [(number, objective.value(self.reports[number])) for number in sorted(self.reports)]
         return [(number, value) for number, value in points if value is not None and math.isfinite(value)]
 
     def read_events(self) -> bool:
-        """Take in what the run has written since the last reading; return whether something was measured."""
+        """Read the events since the last reading; return whether there were new reports."""
         path = self.folder / "events.jsonl"
         if not path.exists():
             return False
@@ -113,10 +112,10 @@ class Trial:
         self._read += len(whole)
         before = len(self.reports), self.iteration
         for line in whole.splitlines():
-            self._take(line)
+            self._add(line)
         return (len(self.reports), self.iteration) != before
 
-    def _take(self, line: bytes) -> None:
+    def _add(self, line: bytes) -> None:
         try:
             event = from_json(line)
         except (ValueError, TypeError):  # a killed writer's torn line
@@ -124,7 +123,7 @@ class Trial:
         if isinstance(event, EpochDone):
             self._report(event.epoch, {"train/loss": event.train_loss, **{f"val/{k}": v for k, v in event.val.items()}})
         elif isinstance(event, MetricsReported) and event.split == REPORTED:
-            # What a function returns belongs to where it has come.
+            # What a function returns (epoch 0) belongs to its last iteration.
             self._report(event.epoch or max(self.iteration, 1), event.values)
             self.returned = event.values if event.epoch == 0 else self.returned
         if isinstance(event, (EpochDone, StepDone, RunEnded)):
@@ -137,7 +136,7 @@ class Trial:
             self.reports[iteration] = {**self.reports.get(iteration, {}), **metrics}
 
     def end_after(self, iteration: int) -> None:
-        """Take note that it was given up after an iteration: what it measured beyond does not count."""
+        """Mark it as stopped after an iteration: later reports do not count."""
         self.stopped_at = iteration
         self.reports = {number: values for number, values in self.reports.items() if number <= iteration}
 

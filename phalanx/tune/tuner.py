@@ -20,8 +20,8 @@ class DistributedTuner:
     """Searches for the best hyperparameters of a function, a script or a recipe.
 
     `train_fn(config)` gets a point of the space as a dict, and returns metrics as a dict (or the metric as a number).
-    Without `metric`, the only one that it returns is searched for (by the engine "local"), else `loss`.
-    Settings such as `num_workers=2` or `strategy="fsdp"` are those of each trial.
+    Without `metric`, the objective is the only metric that it returns (with the engine "local"), else `loss`.
+    Settings such as `num_workers=2` or `strategy="fsdp"` apply to each trial.
     """
 
     def __init__(
@@ -89,9 +89,9 @@ def _subject(
         raise UsageError("nothing or several things to tune", hint="Give one of train_fn, script and recipe.")
     if recipe is not None:
         known = load_recipe(recipe)
-        return RecipeTrainable(known, resolve(settings, recipe=known.settings_for(count_gpus()), recipe_name=recipe))
+        return RecipeTrainable(resolve(settings, recipe=known.settings_for(count_gpus()), recipe_name=recipe), known)
     resolved = resolve(settings)
     if script is not None:
-        return ScriptTrainable(ScriptTarget(script), resolved)
+        return ScriptTrainable(resolved, ScriptTarget(script))
     assert train_fn is not None, "one of three was given"
-    return FunctionTrainable(train_fn, resolved, metric or DEFAULT_METRIC)
+    return FunctionTrainable(resolved, train_fn, metric or DEFAULT_METRIC)

@@ -47,12 +47,7 @@ _ONE_PROCESS: dict[str, Any] = {
 }
 """One process takes a global batch in one piece."""
 
-_AXIS_FIELDS = {
-    "pp": "pipeline_parallel",
-    "cp": "context_parallel",
-    "tp": "tensor_parallel",
-    "ep": "expert_parallel",
-}
+_AXIS_FIELDS = {"pp": "pipeline_parallel", "cp": "context_parallel", "tp": "tensor_parallel", "ep": "expert_parallel"}
 _AXIS = re.compile(r"(pp|cp|tp|ep)([1-9]\d*)")
 
 _UNSEEN: dict[str, Any] = {

@@ -30,7 +30,7 @@ LATE = [{"other": 1.0}, {"loss": 2.5}, {"loss": 2.3}]
 
 @pytest.fixture
 def work(tmp_path):
-    subject = FunctionTrainable(lambda config: config["x"], resolve({}), "loss")
+    subject = FunctionTrainable(resolve({}), lambda config: config["x"], "loss")
     return Work(subject, SearchSpace({"x": choice([0, 1, 2])}), LOSS, str(tmp_path), ({"x": 0}, {"x": 1}, {"x": 2}))
 
 

@@ -21,7 +21,7 @@ LOSS = Objective("loss", "min")
 
 
 def searched() -> Work:
-    subject = FunctionTrainable(lambda config: config["x"], resolve({}), "loss")
+    subject = FunctionTrainable(resolve({}), lambda config: config["x"], "loss")
     return Work(subject, SearchSpace({"x": choice([1, 2])}), LOSS, "/nowhere", ({"x": 1}, {"x": 2}))
 
 

@@ -55,9 +55,7 @@ SIDEWAYS = {
 RANK_SIDE = {"world", "comm", "strategies", "checkpoint", "data", "models", "loop"}
 """Packages that run in a rank and must not import `launch`, which runs in the parent."""
 
-TYPE_CIRCLES = [
-    {f"phalanx.engines.tensorflow.{name}" for name in ("backup", "callbacks")},
-]
+TYPE_CIRCLES: list[set[str]] = []
 """Groups of modules that import each other for type annotations only."""
 
 MAX_LINES = 400

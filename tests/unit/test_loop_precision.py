@@ -48,7 +48,7 @@ def test_a_cpu_without_bf16_says_what_it_does_instead(cpu):
     assert formation.notes == [
         "mixed_precision = true: this CPU has no bf16 arithmetic, so it computes in fp32, which is faster"
     ]
-    with pytest.warns(UserWarning, match="emulates it, 60 times slower"):
+    with pytest.warns(UserWarning, match="emulates bf16, at least 60 times slower"):
         formation = Formation(device="cpu", mixed_precision="bf16")
     with warnings.catch_warnings(record=True) as heard, formation.autocast():
         torch.nn.Linear(8, 8)(torch.ones(8, 8))  # torch's own words about it, where this machine has no bf16

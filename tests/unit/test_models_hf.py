@@ -152,7 +152,7 @@ def test_a_config_that_does_not_fit_names_what_is_wrong(case, changes, message, 
 
 
 def test_missing_and_damaged_files_are_named(tmp_path):
-    with pytest.raises(UsageError, match="is no folder"):
+    with pytest.raises(UsageError, match="is not a folder"):
         load_pretrained(tmp_path / "nowhere")
     with pytest.raises(CheckpointError, match=r"no config\.json"):
         load_pretrained(tmp_path)

@@ -112,5 +112,5 @@ def test_more_choices_than_experts_are_refused():
         build("moe", top_k=5)
     model = build("moe")
     model.embed = None
-    with pytest.raises(ModelError, match="no pipeline stage"):
+    with pytest.raises(ModelError, match="cannot be a pipeline stage"):
         model(torch.zeros(1, 8, 48))

@@ -57,7 +57,7 @@ def test_a_process_on_its_own_has_no_task(text):
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        ("{", "is no JSON"),
+        ("{", "is not JSON"),
         (json.dumps({"cluster": TWO_WORKERS}), '"cluster" and "task"'),
         (json.dumps({"cluster": {"boss": ["a:1"]}, "task": {"type": "boss", "index": 0}}), '"boss"'),
         (json.dumps({"cluster": TWO_WORKERS, "task": {"type": "ps", "index": 0}}), "has only worker"),

@@ -108,7 +108,7 @@ HANGUP = """
         ("own", "meanwhile", 0, "heard\nstill here\n"),
     ],
 )
-def test_a_hangup_is_taken_only_from_who_has_no_use_for_it_and_is_given_back(
+def test_sighup_is_handled_only_where_it_had_the_default_and_restored_afterwards(
     before, when, code, said, tmp_path, silent, listening
 ):
     script = write_script(tmp_path / "train.py", HANGUP)

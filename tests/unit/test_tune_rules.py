@@ -1,4 +1,4 @@
-"""Who is given up, who takes over, what a metric is called, and how many run at once: rules without processes."""
+"""Rules without processes: verdicts, population exchanges, names of metrics, and how many trials run at once."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def test_asha_keeps_the_best_third():
     asha = Asha(eta=3, grace=1)
     assert asha.points.at[:4] == (1, 3, 9, 27)
     others = [trial(number, loss) for number, loss in enumerate((5.0, 4.0, 6.0, 7.0, 8.0))]
-    assert asha.verdict(trial(0, 5.0), 1, [], LOSS) is True, "the first has nobody to compare with"
+    assert asha.verdict(trial(0, 5.0), 1, [], LOSS) is True, "the first has nothing to compare with"
     assert asha.verdict(trial(1, 6.0), 1, others[:1], LOSS) is False
     assert asha.verdict(trial(5, 4.5), 1, others, LOSS) is True, "second of six"
     assert asha.verdict(trial(5, 5.5), 1, others, LOSS) is False, "third of six"
     assert asha.verdict(trial(5, float("nan")), 1, others, LOSS) is False
 
 
-def test_a_verdict_waits_for_lower_numbers_and_for_nobody_else():
+def test_a_verdict_waits_for_lower_numbers_only():
     asha = Asha(eta=2)
     behind, gone = trial(0, 1.0), trial(1, 9.0, state=State.STOPPED)
     late = trial(2, 2.0, 2.0)
@@ -52,7 +52,7 @@ def test_a_verdict_waits_for_lower_numbers_and_for_nobody_else():
     assert asha.verdict(late, 2, [behind, gone], LOSS) is True
 
 
-def test_median_gives_up_what_is_worse_than_most():
+def test_median_stops_what_is_worse_than_most():
     median = Median(grace=2)
     others = [trial(number, 0, loss) for number, loss in enumerate((1.0, 2.0, 3.0))]
     assert median.points == Points(None, 2)
@@ -68,13 +68,14 @@ def test_reports_beyond_a_point_count_from_the_first():
     assert sparse.value_from(21, LOSS) is None
 
 
-def test_the_worst_quarter_takes_over_from_the_best():
+def test_the_worst_quarter_continues_from_the_best():
     members = [trial(number, float(loss)) for number, loss in enumerate((3, 1, 8, 2, 7, 4, 5, 6))]
     found = exploits(members, 1, LOSS, seed=0)
-    assert [one.loser.number for one in found] == [2, 4]
-    assert {one.winner.number for one in found} <= {1, 3}
+    assert [loser.number for loser, _, _ in found] == [2, 4]
+    assert {winner.number for _, winner, _ in found} <= {1, 3}
     again = exploits(members, 1, LOSS, seed=0)
-    assert [(a.winner.number, a.rng.random()) for a in again] == [(b.winner.number, b.rng.random()) for b in found]
+    drawn = [[(winner.number, rng.random()) for _, winner, rng in each] for each in (found, again)]
+    assert drawn[0] == drawn[1]
     assert len(exploits(members[:3], 1, LOSS, seed=0)) == 1
     assert exploits(members[:1], 1, LOSS, seed=0) == []
 
@@ -90,7 +91,7 @@ def test_modes_by_name_and_metrics_by_their_short_name():
     assert "Did you mean 'accuracy'? It reported: accuracy, loss." in str(error)
 
 
-def test_the_gate_asks_at_its_points_and_after_a_jump(tmp_path):
+def test_trial_control_waits_at_its_points_and_after_a_jump(tmp_path):
     gate = TrialControl(tmp_path / "gate", (1, 3, 9))
     assert [number for number in range(1, 11) if gate.is_due(number)] == [1, 3, 9]
     jumping = TrialControl(tmp_path / "gate", (1, 3, 9))
@@ -101,7 +102,7 @@ def test_the_gate_asks_at_its_points_and_after_a_jump(tmp_path):
     assert TrialControl.from_environment({"PHALANX_GATE": gate.to_text()}).to_text() == gate.to_text()
 
 
-def test_the_gates_word(tmp_path):
+def test_the_verdict_in_the_control_file(tmp_path):
     gate = TrialControl(tmp_path / "gate")
     assert gate.wait(3, given_up=lambda: True) is True, "whoever ends the run otherwise needs no word"
     gate.let_through(3)
@@ -127,28 +128,28 @@ def test_a_population_of_one_is_refused():
         SearchRequest(metric="loss", scheduler="pbt", num_samples=1).check(SearchSpace({"x": uniform(0, 1)}))
 
 
-def test_gpus_are_shared_out(monkeypatch):
+def test_gpus_are_divided_among_slots(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     two_ranks = DistributedConfig(num_workers=2)
     slots = plan_slots(two_ranks, num_gpus=4, gpus_here=8)
-    assert [slot.gpus for slot in slots.places] == [(0, 1), (2, 3)]
+    assert [slot.gpus for slot in slots.slots] == [(0, 1), (2, 3)]
     shared = plan_slots(DistributedConfig(num_workers=1), trials_per_gpu=2, gpus_here=2)
-    assert [slot.gpus for slot in shared.places] == [(0,), (1,), (0,), (1,)]
+    assert [slot.gpus for slot in shared.slots] == [(0,), (1,), (0,), (1,)]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
-    assert shared.places[1].environment() == {"CUDA_VISIBLE_DEVICES": "7"}
+    assert shared.slots[1].environment() == {"CUDA_VISIBLE_DEVICES": "7"}
     with pytest.raises(UsageError, match="num_gpus = 32, but this machine has 4 GPUs"):
         plan_slots(two_ranks, num_gpus=32, gpus_here=4)
     with pytest.raises(UsageError, match="trials_per_gpu=2"):
         plan_slots(two_ranks, trials=4, gpus_here=4)
-    assert "no GPU was found" in plan_slots(two_ranks, num_gpus=32, gpus_here=0, trials=1).words
+    assert "no GPU was found" in plan_slots(two_ranks, num_gpus=32, gpus_here=0, trials=1).summary
 
 
-def test_a_trial_without_the_metric_ends_the_search_only_while_nobody_measures_it():
+def test_a_trial_without_the_metric_ends_the_search_only_while_no_other_measures_it():
     def is_measured(*others):
         ended = Trial(0, {}, Path("/nowhere"), State.FINISHED, {1: {"accuracy": 1.0}})
-        plan = SimpleNamespace(objective=LOSS, slots=SimpleNamespace(places=(0, 1)))
+        plan = SimpleNamespace(objective=LOSS, slots=SimpleNamespace(slots=(0, 1)))
         record = SimpleNamespace(trials=lambda: [ended, *others])
-        return IndependentTrials(plan, record, None, make_scheduler("none", eta=3, grace=1))._is_measured(besides=ended)
+        return IndependentTrials(plan, record, None, make_scheduler("none", eta=3, grace=1))._is_measured(ending=ended)
 
     assert not is_measured(), "the only one"
     assert not is_measured(trial(1, state=State.FAILED)), "the other came to nothing"
@@ -157,15 +158,15 @@ def test_a_trial_without_the_metric_ends_the_search_only_while_nobody_measures_i
     assert not is_measured(trial(1, state=State.FAILED), trial(2)), "the search would never end, one after the other"
 
 
-def test_reports_count_on_from_where_the_trial_goes_on(tmp_path, monkeypatch):
+def test_reports_count_on_from_where_the_trial_resumes(tmp_path, monkeypatch):
     again = Trial(0, {}, tmp_path, State.PAUSED, {2: {"loss": 1.0}})
-    assert again.goes_on_after == 0, "nothing was saved: it begins anew"
+    assert again.resumes_after == 0, "nothing was saved: it starts from the beginning"
     again.checkpoints.mkdir()
-    assert again.goes_on_after == 0
+    assert again.resumes_after == 0
     (again.checkpoints / "model.pt").touch()
-    assert again.goes_on_after == 2
+    assert again.resumes_after == 2
     monkeypatch.setenv("PHALANX_RUN_DIR", str(tmp_path))
-    monkeypatch.setenv(reporting.GOES_ON_AFTER, str(again.goes_on_after))
+    monkeypatch.setenv(reporting.RESUMES_AFTER, str(again.resumes_after))
     gate = TrialControl(tmp_path / "gate.json", at=(2, 4))
     gate.stop_at(4)
     monkeypatch.setenv(CONTROL, gate.to_text())

@@ -33,16 +33,7 @@ ALGORITHMS_OF = {
 that lies in the shared pages; by `shm-copy` it lies elsewhere, and is copied in and out. `copy` is no
 collective, but the floor under them: every rank copies its tensor to other memory of its own."""
 
-DTYPE_BYTES = {
-    "float32": 4,
-    "float64": 8,
-    "float16": 2,
-    "bfloat16": 2,
-    "int8": 1,
-    "uint8": 1,
-    "int32": 4,
-    "int64": 8,
-}
+DTYPE_BYTES = {"float32": 4, "float64": 8, "float16": 2, "bfloat16": 2, "int8": 1, "uint8": 1, "int32": 4, "int64": 8}
 REDUCING = ("all_reduce", "reduce_scatter", "reduce")
 OPS = ("sum", "mean", "min", "max", "prod")
 

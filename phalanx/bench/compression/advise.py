@@ -78,11 +78,7 @@ def advise(
 
 
 def _check(link: LinkSpeed, model_bytes: int, compute_s: float, ranks: int) -> None:
-    wrong = {
-        "a link of bytes_per_second": link.bytes_per_second,
-        "model_bytes": model_bytes,
-        "compute_s": compute_s,
-    }
+    wrong = {"a link of bytes_per_second": link.bytes_per_second, "model_bytes": model_bytes, "compute_s": compute_s}
     for name, value in wrong.items():
         if not value > 0:
             raise UsageError(f"advise: {name} = {value}: must be greater than 0.")

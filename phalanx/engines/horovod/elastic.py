@@ -162,7 +162,7 @@ class Survivor:
         try:
             return loop.run()
         except BaseException:
-            self.stop_requested = loop.stop.told or self.stop_requested
+            self.stop_requested = loop.stop.from_outside or self.stop_requested
             self._captured = capture(loop, position) or self._captured
             raise
         finally:
@@ -196,7 +196,7 @@ class Survivor:
         from horovod.common.exceptions import HostsUpdatedInterrupt
 
         assert self._loop is not None, "called by the loop that runs"
-        asked = self._loop.stop.told or self.stop_requested
+        asked = self._loop.stop.from_outside or self.stop_requested
         asked, changed = horovod().broadcast_object((asked, self.hosts_changed), root_rank=0, name="phalanx.why_stop")
         if asked is not None:
             self._loop.stop.reason = asked

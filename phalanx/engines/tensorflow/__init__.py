@@ -1,4 +1,4 @@
-"""TensorFlow: Keras models on replicas, workers or parameter servers, with a training loop of Keras' own."""
+"""TensorFlow: Keras models on replicas, workers or parameter servers, trained by Keras."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from phalanx.world.mesh import Mesh
 
 
 class TensorFlow(Engine):
-    """The processes of a TensorFlow cluster, started by our launcher."""
+    """The processes of a TensorFlow cluster, started by the local launcher."""
 
     strategy = "tensorflow"
     prelude = "phalanx.engines.tensorflow.cluster:enter"
 
     def check_recipe(self, name: str) -> None:
-        """Refuse recipes: their models are torch models."""
+        """Raise: the models of recipes are torch models."""
         raise UsageError(
             f"the recipe '{name}' is a torch model, and backend = 'tensorflow' trains Keras models",
             hint="Give it a script: phalanx train --backend tensorflow --script train.py",
@@ -39,7 +39,7 @@ class TensorFlow(Engine):
         return Layout(device, config.num_nodes, per_node, Mesh(dp_replicate=len(roles)), names)
 
     def environment(self, config: DistributedConfig, device: str) -> tuple[dict[str, str], list[str]]:
-        """Return the roles of the ranks and TensorFlow's own variables; on CPUs the fork server imports TensorFlow."""
+        """Return the roles of the ranks and TensorFlow's variables; on CPUs the fork server imports TensorFlow."""
         from phalanx.engines.tensorflow.cluster import import_environment, tensorflow_modules
 
         roles = roles_of(config)

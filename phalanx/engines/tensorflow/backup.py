@@ -1,46 +1,42 @@
-"""Backups: Keras' BackupAndRestore, where it lies, where it would go on, and how it is told."""
+"""Backups of Keras' BackupAndRestore: their folder, the epoch to resume from, and the same for the own loop."""
 
 from __future__ import annotations
 
 import json
 import os
-import time
+import shutil
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from phalanx.config import DistributedConfig
-from phalanx.engines.tensorflow.data import Start
 from phalanx.errors import CheckpointError, UsageError
-
-if TYPE_CHECKING:
-    from phalanx.engines.tensorflow.callbacks import KerasReport
 
 _METADATA = "training_metadata.json"
 
 
 def backup_dir(config: DistributedConfig, run_dir: Path, attempt: int) -> Path | None:
-    """Return where this run keeps its backup, or None; only a run that resumes writes over another's."""
+    """Return the folder of this run's backup, or None; only a run that resumes overwrites another's."""
     root = _root(config, run_dir)
     if root is None:
         return None
-    wish = config.resume_from_checkpoint
-    if isinstance(wish, str):
-        given = Path(wish)
+    resume = config.resume_from_checkpoint
+    if isinstance(resume, str):
+        given = Path(resume)
         found = given if _is_backup(given) else _newest(given)
         if found is None:
             raise CheckpointError(
-                f"resume_from_checkpoint = {wish!r}: there is no backup of a Keras model",
+                f"resume_from_checkpoint = {resume!r}: there is no backup of a Keras model",
                 hint="Give the folder that an earlier run named, or the checkpoint_dir that holds it.",
             )
         return found
     own = root / run_dir.name
-    if wish:
+    if resume:
         return _newest(root) or own
     if attempt == 0 and _is_backup(own):
         raise UsageError(
             f"{own} holds the backup of an earlier run",
-            hint="To go on from it: resume_from_checkpoint=True. To begin anew: another run_dir, or remove it.",
+            hint="To resume it: resume_from_checkpoint=True. To start again: use another run_dir, or remove it.",
         )
     return own
 
@@ -67,42 +63,53 @@ def _newest(root: Path) -> Path | None:
     return max(found, key=lambda path: path.stat().st_mtime, default=None)
 
 
-def start_of(directory: Path | None) -> Start:
-    """Return where the backup goes on; the data must begin there too."""
+def first_epoch(directory: Path | None) -> int:
+    """Return the epoch with which the backup resumes; the data must begin there too."""
     if directory is None or not _is_backup(directory):
-        return Start()
+        return 0
     if (directory / _METADATA).is_file():
-        return Start(int(json.loads((directory / _METADATA).read_text(encoding="utf-8"))["epoch"]))
+        return int(json.loads((directory / _METADATA).read_text(encoding="utf-8"))["epoch"])
     import tensorflow as tf
 
     saved = tf.train.latest_checkpoint(str(directory / "chief"))
     epoch = tf.train.load_variable(saved, "ckpt_saved_epoch/.ATTRIBUTES/VARIABLE_VALUE")
-    return Start(int(epoch) + 1)
-
-
-def as_callback(keras: Any, directory: Path, every: int, report: KerasReport) -> Any:
-    """Return BackupAndRestore of the Keras that trains, every n-th epoch; it tells of what it saves."""
-
-    class Backup(keras.callbacks.BackupAndRestore):  # type: ignore[misc]
-        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-            last = epoch + 1 == self.params.get("epochs") or self.model.stop_training
-            if not report.epoch_is_whole or ((epoch + 1) % every and not last):
-                return
-            began = time.monotonic()
-            super().on_epoch_end(epoch, logs)
-            report.saved(str(directory), size_of(directory), time.monotonic() - began)
-
-    if keras.__name__ == "tf_keras":
-        return Backup(str(directory), delete_checkpoint=False)
-    # Keras 3 overwrites its file in place: a kill while it does must find the one before.
-    return Backup(str(directory), delete_checkpoint=False, double_checkpoint=True)
+    return int(epoch) + 1
 
 
 def size_of(directory: Path) -> int:
     """Return the bytes of a backup."""
     total = 0
-    for folder, _, names in os.walk(directory):  # other ranks write and remove files of their own meanwhile
+    for folder, _, names in os.walk(directory):  # other ranks write and remove files meanwhile
         for name in names:
             with suppress(FileNotFoundError):
                 total += os.path.getsize(os.path.join(folder, name))
     return total
+
+
+class OwnBackup:
+    """What BackupAndRestore does, for the own loop: weights, optimizer and epoch in TensorFlow's checkpoints."""
+
+    def __init__(self, model: Any, directory: Path, *, leads: bool) -> None:
+        import tensorflow as tf
+
+        self._epoch = tf.Variable(-1, dtype=tf.int64, trainable=False)
+        checkpoint = tf.train.Checkpoint(model=model, optimizer=model.optimizer, ckpt_saved_epoch=self._epoch)
+        shared = directory / "chief"
+        # All workers must take part in a save; those that do not lead write to a folder that is removed.
+        own = shared if leads else directory / f".scratch-{os.getpid()}"
+        self._leads = leads
+        self._writer = tf.train.CheckpointManager(checkpoint, str(own), max_to_keep=2)
+        self._latest = tf.train.latest_checkpoint(str(shared))
+        self._checkpoint = checkpoint
+
+    def restore(self) -> None:
+        """Load the newest backup, if there is one."""
+        if self._latest is not None:
+            self._checkpoint.restore(self._latest).assert_existing_objects_matched()
+
+    def save(self, epoch: int) -> None:
+        """Save the state after an epoch."""
+        self._epoch.assign(epoch)
+        self._writer.save()
+        if not self._leads:
+            shutil.rmtree(self._writer.directory, ignore_errors=True)

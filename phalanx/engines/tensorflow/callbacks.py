@@ -16,7 +16,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from phalanx.config import DistributedConfig
-from phalanx.engines.tensorflow.backup import start_of
+from phalanx.engines.tensorflow.backup import OwnBackup, first_epoch, size_of
 from phalanx.errors import PreemptedError
 from phalanx.loop.stopping import EpochControl
 from phalanx.observe.events import CheckpointSaved, EpochDone, Message, MetricsReported, RunEnded, RunStarted, StepDone
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class KerasReport:
-    """Takes Keras' moments on every rank; the stream of ranks that do not lead has no sinks."""
+    """Reports what happens in Keras, on every rank; the event stream of ranks that do not lead has no sinks."""
 
     def __init__(self, config: DistributedConfig, events: EventStream, started: RunStarted, steps: int) -> None:
         self._config = config
@@ -42,7 +42,7 @@ class KerasReport:
         self._step = started.first_step
         self._epoch = 0
         self._mean = (0, 0.0)
-        self._batches, self._steps_an_epoch = 0, steps
+        self._batches, self._steps_per_epoch = 0, steps
         self._evaluating = contextlib.ExitStack()
         self.backup: str | None = None
         self.status = "finished"
@@ -50,7 +50,7 @@ class KerasReport:
     @property
     def epoch_is_whole(self) -> bool:
         """Whether the epoch has had all its steps: one that max_steps cut short is not done, and not backed up."""
-        return self._batches >= self._steps_an_epoch
+        return self._batches >= self._steps_per_epoch
 
     @property
     def step(self) -> int:
@@ -58,11 +58,11 @@ class KerasReport:
         return self._step
 
     def say(self, text: str, level: str = "info") -> None:
-        """Tell the user something."""
+        """Show a message to the user."""
         self._events.emit(Message(level, text))
 
     def begin(self) -> None:
-        """Announce the run."""
+        """Report the start of the run."""
         self._began = time.monotonic()
         self._events.emit(self._started)
 
@@ -102,16 +102,16 @@ class KerasReport:
         return mean if batches <= before else (mean * batches - earlier * before) / (batches - before)
 
     def begin_evaluation(self) -> None:
-        """Leave what follows out of the throughput."""
+        """Pause the throughput."""
         self._evaluating.enter_context(self._speed.paused())
 
     def end_evaluation(self) -> None:
-        """Count time again."""
+        """Resume the throughput."""
         self._evaluating.close()
 
     def end_epoch(self, epoch: int, logs: Mapping[str, Any], rate: float) -> None:
         """Close an epoch's record with Keras' means."""
-        values = {name: float(value) for name, value in logs.items() if _is_number(value)}
+        values = {name: float(value) for name, value in logs.items() if hasattr(value, "__float__")}
         val = {name.removeprefix("val_"): value for name, value in values.items() if name.startswith("val_")}
         train = {name: value for name, value in values.items() if not name.startswith("val_") and name != "lr"}
         seconds = time.monotonic() - self._epoch_began
@@ -130,7 +130,7 @@ class KerasReport:
         self._events.emit(CheckpointSaved(self._step, path, seconds, size))
 
     def end(self, status: str | None = None) -> None:
-        """Close the run's record; without another word it ended as it had to: finished, or stopped at a gate."""
+        """Close the run's record; without a status it is finished, or stopped by trial control."""
         status = status or self.status
         self.history.status = status
         self._update()
@@ -151,15 +151,11 @@ class KerasReport:
         self.history.throughput = self._speed.average
 
 
-def _is_number(value: Any) -> bool:
-    return hasattr(value, "__float__")
-
-
-def as_callback(keras: Any, report: KerasReport, max_steps: int | None) -> Any:
-    """Return the report as a callback of the Keras that trains: each has a base class of its own."""
+def report_callback(keras: Any, report: KerasReport, max_steps: int | None) -> Any:
+    """Return the report as a callback of the Keras that trains: each Keras has its own base class."""
 
     class Report(keras.callbacks.Callback):  # type: ignore[misc]
-        _supports_tf_logs = True  # Keras 2 would copy every step's logs to the host for us
+        _supports_tf_logs = True  # else Keras 2 copies every step's logs to the host
 
         def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
             report.begin_epoch(epoch)
@@ -182,15 +178,15 @@ def as_callback(keras: Any, report: KerasReport, max_steps: int | None) -> Any:
 
 
 def epoch_loss(model: Any) -> float:
-    """Return the mean loss of the epoch so far; every worker asks at the same steps, for they answer together.
+    """Return the mean loss of the epoch so far; all workers must call this at the same steps.
 
-    Not what Keras 2 hands to callbacks: there the losses of several workers are added up.
+    Keras 2's callbacks do not get it: there the losses of several workers are added up.
     """
     return float(model.get_metrics_result()["loss"])
 
 
 def rate_of(model: Any) -> float:
-    """Return the learning rate of now."""
+    """Return the current learning rate."""
     import tensorflow as tf
 
     optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
@@ -206,57 +202,87 @@ _OWNER = "trial"
 
 
 def open_control(store: dist.Store | None, *, leads: bool, done: int) -> EpochControl | None:
-    """Return the gate of this run, which has `done` epochs behind it; None where nobody wants to be asked."""
+    """Return the trial control of this run, which has done `done` epochs; None outside of a trial."""
     fit = next(_fits)
     if store is not None:
         import torch.distributed as dist
 
         store = dist.PrefixStore(f"fit-{fit}", store)  # a script may fit again in the same processes
-    gate = EpochControl(store, asks=leads)
-    gate.start_after(done)
-    return gate if gate.is_there else None
+    control = EpochControl(store, asks=leads)
+    control.start_after(done)
+    return control if control.is_active else None
 
 
-def control_callback(keras: Any, gate: EpochControl, report: KerasReport) -> Any:
-    """Return the gate as a callback. It stands before the backup, which saves the epoch after which a run stops."""
+def control_callback(keras: Any, control: EpochControl, report: KerasReport) -> Any:
+    """Return trial control as a callback; it comes before the backup, which saves the epoch after which a run stops."""
 
-    class AtTheGate(keras.callbacks.Callback):  # type: ignore[misc]
+    class Control(keras.callbacks.Callback):  # type: ignore[misc]
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
             last = epoch + 1 == self.params["epochs"] or self.model.stop_training
-            if not last and not gate.lets_pass(epoch + 1):
+            if not last and not control.should_continue(epoch + 1):
                 self.model.stop_training = True
                 report.status = "stopped"
 
-    return AtTheGate()
+    return Control()
+
+
+def backup_callback(keras: Any, directory: Path, every: int, report: KerasReport, own: OwnBackup | None) -> Any:
+    """Return the backup of every n-th epoch as a callback: Keras' BackupAndRestore, or `own`, which does the same."""
+
+    class RestoreAndSave(keras.callbacks.Callback):  # type: ignore[misc]
+        def on_train_begin(self, logs: Any = None) -> None:
+            assert own is not None, "else it is not used"
+            own.restore()
+
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            assert own is not None, "else it is not used"
+            own.save(epoch)
+
+    base = keras.callbacks.BackupAndRestore if own is None else RestoreAndSave
+
+    class Backup(base):  # type: ignore[misc, valid-type]
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            last = epoch + 1 == self.params.get("epochs") or self.model.stop_training
+            if not report.epoch_is_whole or ((epoch + 1) % every and not last):
+                return
+            began = time.monotonic()
+            super().on_epoch_end(epoch, logs)
+            report.saved(str(directory), size_of(directory), time.monotonic() - began)
+
+    if own is not None:
+        return Backup()
+    # Keras 3 overwrites its file in place: after a kill during that, the one before must be there.
+    options = {} if keras.__name__ == "tf_keras" else {"double_checkpoint": True}
+    return Backup(str(directory), delete_checkpoint=False, **options)
 
 
 def rate_keeper(keras: Any, model: Any, directory: Path, *, leads: bool) -> Any:
-    """Return a callback that stands behind the backup: a trial that took over another's keeps its own rate.
+    """Return a callback, placed after the backup's, by which a trial that continues another's keeps its own rate.
 
-    Backups hold the rate among the optimizer's variables. In a trial's own backup it is what callbacks made of it. A
-    schedule is no variable, and stays the model's own anyway.
+    Backups hold the rate among the optimizer's variables. In a trial's own backup callbacks may have changed it. A
+    schedule is not a variable, and stays as it was compiled.
     """
     optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
     compiled = optimizer.learning_rate
     own = float(compiled.numpy()) if hasattr(compiled, "assign") else None
     note, trial = directory / _OWNER, os.environ.get("PHALANX_TRIAL", "")
-    is_ours = note.exists() and note.read_text(encoding="ascii") == trial
+    same_trial = note.exists() and note.read_text(encoding="ascii") == trial
 
-    class KeepTheRate(keras.callbacks.Callback):  # type: ignore[misc]
+    class KeepRate(keras.callbacks.Callback):  # type: ignore[misc]
         def on_train_begin(self, logs: Any = None) -> None:
-            if own is not None and not is_ours:
+            if own is not None and not same_trial:
                 optimizer.learning_rate = own
 
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-            if leads and start_of(directory).epoch == epoch + 1:  # not before: a kill may leave the other's backup
+            if leads and first_epoch(directory) == epoch + 1:  # not before: a kill may leave the other's backup
                 note.write_text(trial, encoding="ascii")
 
-    return KeepTheRate()
+    return KeepRate()
 
 
 @contextmanager
 def stopping(report: KerasReport) -> Iterator[None]:
-    """End training by an exception when a signal asks for it; workers have no boundary of their own to agree on."""
+    """Raise an exception when a signal asks to stop; workers have no step boundary at which they could agree."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -266,7 +292,7 @@ def stopping(report: KerasReport) -> Iterator[None]:
         kept = f"the last backup is {report.backup}" if report.backup else "there is no backup yet"
         raise PreemptedError(
             f"stopped by {name} after step {report.step}: {kept}",
-            hint=f"To go on from it, run it again with resume_from_checkpoint={report.backup!r}."
+            hint=f"To resume from it, run it again with resume_from_checkpoint={report.backup!r}."
             if report.backup
             else "Set checkpoint_dir or checkpoint_frequency to keep the progress of a run that is stopped.",
         )

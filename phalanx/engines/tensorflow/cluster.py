@@ -1,4 +1,4 @@
-"""What a rank does before TensorFlow is imported: find its place in the cluster, write TF_CONFIG, or serve.
+"""Before a rank imports TensorFlow: find its task in the cluster, write TF_CONFIG, or serve.
 
 Ranks choose free ports themselves and exchange them through the launcher's store.
 """
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 _QUIET = {"TF_CPP_MIN_LOG_LEVEL": "2", "TF_FORCE_GPU_ALLOW_GROWTH": "true"}
 _LEGACY = "TF_USE_LEGACY_KERAS"
 _KERAS_2, _KERAS_3 = "tf_keras.api._v2.keras", "keras._tf_keras.keras"
-"""What `tf.keras` imports when it is first used."""
+"""The modules that `tf.keras` imports at its first use."""
 _POLL = timedelta(seconds=3600 * 24 * 365)
 
 
 def enter() -> None:
-    """Take this rank's place in the cluster. A rank that serves others stays here until the chief has finished."""
+    """Join the cluster. A rank that serves others stays in this function until the chief has finished."""
     env = read_rank_env()
-    assert env is not None, "our launcher started this process"
+    assert env is not None, "the launcher started this process"
     roles = tuple(os.environ[ROLES_VARIABLE].split(","))
     os.environ.update(quiet_environment(os.environ))
     announce("joining", env.rank)
@@ -54,7 +54,7 @@ def enter() -> None:
 
 
 def enter_alone(start_timeout: float | None) -> None:
-    """Take the place that TF_CONFIG names, where somebody else started this process."""
+    """Join the cluster that TF_CONFIG names, where another program started this process."""
     task = read_task()
     os.environ.update(quiet_environment(os.environ))
     if task is None:
@@ -66,9 +66,9 @@ def enter_alone(start_timeout: float | None) -> None:
 
 
 def open_store(task: Task | None) -> dist.Store | None:
-    """Return what the workers of a search's trial talk through beside TensorFlow; None where they need no such thing.
+    """Return the store through which the workers of a tuning trial agree; None where they need none.
 
-    Only our launcher has a store for them: ranks that mpirun started with a TF_CONFIG of theirs have none.
+    Only the Phalanx launcher has a store: ranks that mpirun started with their own TF_CONFIG have none.
     """
     env = read_rank_env()
     trains_alone = task is None or "ps" in task.cluster or sum(map(len, task.cluster.values())) == 1
@@ -85,24 +85,24 @@ def prepare_task(task: Task) -> None:
 
 
 def legacy_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return what makes `tf.keras` the older Keras 2, whose fit runs on several machines; Keras 3's does not."""
+    """Return the variable that makes `tf.keras` Keras 2, whose fit runs on several machines; Keras 3's does not."""
     wanted = _LEGACY not in environ and importlib.util.find_spec("tf_keras") is not None
     return {_LEGACY: "1"} if wanted else {}
 
 
 def import_environment(environ: Mapping[str, str], processes: int) -> dict[str, str]:
-    """Return what TensorFlow has to find in the environment when it is imported."""
+    """Return the variables that TensorFlow reads when it is imported."""
     wanted = {name: value for name, value in _QUIET.items() if name not in environ}
     return wanted | (legacy_environment(environ) if processes > 1 else {})
 
 
 def tensorflow_modules(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Return what a rank imports before it can build a model: TensorFlow, and the Keras that `tf.keras` is there."""
+    """Return the modules that a rank needs to build a model: TensorFlow, and the Keras behind `tf.keras`."""
     return ("tensorflow", _KERAS_2 if environ.get(_LEGACY) in ("1", "true", "True") else _KERAS_3)
 
 
 def quiet_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return what keeps TensorFlow from talking about itself, and to the threads that the rank was given."""
+    """Return the variables that reduce TensorFlow's messages and set the rank's number of threads."""
     threads = environ.get("OMP_NUM_THREADS", "")
     wanted = {**_QUIET, "TF_NUM_INTRAOP_THREADS": threads} if threads.isdecimal() else _QUIET
     return {name: value for name, value in wanted.items() if name not in environ}
@@ -116,7 +116,7 @@ def _open_store(env: RankEnv) -> dist.Store:
 
 
 def _exchange_addresses(env: RankEnv, store: dist.Store) -> list[str]:
-    """Publish where this rank will listen; return where all of them will."""
+    """Publish this rank's address; return those of all ranks."""
     host = own_address(env.master_addr, one_machine=env.local_world_size == env.world_size)
     store.set(str(env.rank), f"{host}:{free_port(env.local_rank)}")
     return [store.get(str(rank)).decode() for rank in range(env.world_size)]
@@ -129,16 +129,16 @@ def _keep_to_own_gpu(env: RankEnv) -> None:
     given = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
     if not given:
         os.environ["CUDA_VISIBLE_DEVICES"] = str(env.local_rank)
-    elif len(given) >= env.local_world_size:  # a scheduler's choice for all of us; fewer are shared, as it wished
+    elif len(given) >= env.local_world_size:  # a scheduler's choice for all ranks; with fewer, ranks share them
         os.environ["CUDA_VISIBLE_DEVICES"] = given[env.local_rank]
 
 
 def _serve_until_done(task: Task, store: dist.Store) -> None:
-    """Be a worker or a parameter server; the launcher ends us where the chief fails."""
+    """Run as a worker or parameter server; the launcher ends this process if the chief fails."""
     _start_server(task)
     store.wait(["done"], _POLL)
     sys.stdout.flush()
-    os._exit(0)  # TensorFlow's server has no end of its own
+    os._exit(0)  # TensorFlow's server cannot be stopped
 
 
 def _start_server(task: Task) -> Any:

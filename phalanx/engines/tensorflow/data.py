@@ -1,4 +1,4 @@
-"""Data for Keras: arrays are dealt out so that any number of replicas sees what one would; datasets stay as given.
+"""Data for Keras: arrays are sharded so that any number of replicas sees what one would; datasets stay as given.
 
 The order of an epoch depends on the seed and the epoch alone, so a resumed run sees what it would have seen.
 """
@@ -14,17 +14,11 @@ from phalanx.errors import DataError, UsageError
 
 
 class Feed(NamedTuple):
-    """What `fit` is given, how many steps an epoch has (None: the data tells), and samples a step."""
+    """The data for `fit`, the steps per epoch (None: unknown), and the samples per step."""
 
     data: Any
     steps: int | None
     global_batch: int
-
-
-class Start(NamedTuple):
-    """Where training begins: after a resumption not at the first epoch."""
-
-    epoch: int = 0
 
 
 def is_arrays(data: Any) -> bool:
@@ -33,7 +27,7 @@ def is_arrays(data: Any) -> bool:
 
 
 def check_data(data: Any, name: str) -> None:
-    """Refuse what Keras could not be fed with, before any process starts."""
+    """Raise for data that Keras cannot use, before any process starts."""
     if is_arrays(data):
         rows = {len(part) for part in data}
         if len(rows) > 1:
@@ -52,12 +46,12 @@ def check_data(data: Any, name: str) -> None:
 
 
 def is_empty_dataset(data: Any) -> bool:
-    """Whether a tf.data.Dataset is known to hold nothing."""
+    """Whether a tf.data.Dataset is known to be empty."""
     return hasattr(data, "cardinality") and int(data.cardinality()) == 0
 
 
 def training_feed(
-    data: Any, strategy: Any, *, batch_size: int | None, seed: int, start: Start, drop_last: bool | None
+    data: Any, strategy: Any, *, batch_size: int | None, seed: int, first_epoch: int, drop_last: bool | None
 ) -> Feed:
     """Return the training data as replicas in step take it."""
     if not is_arrays(data):
@@ -68,19 +62,19 @@ def training_feed(
     steps = rows // whole if drop_last else math.ceil(rows / whole)
     if steps == 0:
         raise DataError(f"{rows} samples are fewer than one global batch of {whole}, and drop_last is set")
-    deal = _Deal(data, whole, replicas, steps, seed, start)
-    return Feed(strategy.distribute_datasets_from_function(deal.dataset), steps, whole)
+    shards = _ShardedArrays(data, whole, replicas, steps, seed, first_epoch)
+    return Feed(strategy.distribute_datasets_from_function(shards.dataset), steps, whole)
 
 
-def served_feed(data: Any, strategy: Any, *, batch_size: int | None, seed: int, start: Start) -> Feed:
-    """Return the training data as workers of parameter servers take it: each at its own pace, a batch a step."""
+def served_feed(data: Any, strategy: Any, *, batch_size: int | None, seed: int, first_epoch: int) -> Feed:
+    """Return the training data as workers of parameter servers take it: each at its own speed, a batch per step."""
     if not is_arrays(data):
         if not callable(data):
             raise UsageError(
-                "parameter servers' workers make their data themselves, and a tf.data.Dataset cannot travel to them",
+                "parameter servers' workers make their data themselves, and a tf.data.Dataset cannot be sent to them",
                 hint="Give fit() arrays, or a function that returns the dataset.",
             )
-        return Feed(lambda context=None: _unsharded(data()).repeat(), _steps_of(data()), 0)
+        return Feed(lambda context=None: _with_policy(data(), "OFF").repeat(), _steps_of(data()), 0)
     batch = batch_size or _DEFAULT_BATCH
     steps = math.ceil(len(data[0]) / batch)
 
@@ -89,7 +83,7 @@ def served_feed(data: Any, strategy: Any, *, batch_size: int | None, seed: int, 
 
         order = 0 if context is None else context.input_pipeline_id
         rows = tf.data.Dataset.from_tensor_slices(data)
-        return rows.shuffle(len(data[0]), seed=seed + 1000 * start.epoch + order).repeat().batch(batch).prefetch(2)
+        return rows.shuffle(len(data[0]), seed=seed + 1000 * first_epoch + order).repeat().batch(batch).prefetch(2)
 
     return Feed(worker_data, steps, batch)
 
@@ -106,14 +100,14 @@ def validation_feed(data: Any, *, batch: int | None) -> Any:
 
 
 _DEFAULT_BATCH = 32
-"""Keras' own."""
+"""Keras' default."""
 
 
-class _Deal:
-    """Deals out the rows of arrays: every global batch in equal parts to all replicas, by the same order everywhere."""
+class _ShardedArrays:
+    """Shards arrays: every global batch in equal parts over all replicas, in the same order everywhere."""
 
     def __init__(
-        self, data: tuple[Any, ...], global_batch: int, replicas: int, steps: int, seed: int, start: Start
+        self, data: tuple[Any, ...], global_batch: int, replicas: int, steps: int, seed: int, first_epoch: int
     ) -> None:
         self.data = tuple(np.asarray(part) for part in data)
         self.rows = len(self.data[0])
@@ -121,10 +115,10 @@ class _Deal:
         self.replicas = replicas
         self.steps = steps
         self.seed = seed
-        self.start = start
+        self.first_epoch = first_epoch
         last = self.rows - (steps - 1) * global_batch
-        # Keras averages over a replica's rows, then over replicas: unequal parts are weighed, to give the mean of all.
-        self.weighed = last < global_batch and last % replicas != 0
+        # Keras averages over a replica's rows, then over replicas: unequal parts are weighted, to give the mean of all.
+        self.weighted = last < global_batch and last % replicas != 0
 
     def dataset(self, context: Any) -> Any:
         """Return what the replicas of this process see: for each step the part of one, then of the next."""
@@ -141,7 +135,7 @@ class _Deal:
             parts = tf.data.Dataset.range(self.steps * here)
             return parts.map(lambda part: self._part(tf, tensors, order, part // here, first + part % here))
 
-        epochs = tf.data.Dataset.range(self.start.epoch, _FOR_EVER)
+        epochs = tf.data.Dataset.range(self.first_epoch, _ENDLESS)
         return epochs.flat_map(epoch).prefetch(2 * here)
 
     def _part(self, tf: Any, tensors: tuple[Any, ...], order: Any, step: Any, replica: Any) -> Any:
@@ -150,16 +144,16 @@ class _Deal:
         begin, end = size * replica // self.replicas, size * (replica + 1) // self.replicas
         mine = batch[begin : tf.maximum(end, tf.minimum(begin + 1, size))]
         taken = tuple(tf.gather(tensor, mine) for tensor in tensors)
-        if not self.weighed:
+        if not self.weighted:
             return taken
-        # A replica without a row of its own gets one that counts nothing: it must take part in the step.
+        # A replica without rows gets one of weight zero: it must take part in the step.
         count = tf.shape(mine)[0]
         share = tf.cast(self.replicas * (end - begin), tf.float32) / tf.cast(size, tf.float32)
         weights = tf.fill([count], share) * (tf.cast(taken[2], tf.float32) if len(taken) == 3 else 1.0)
         return taken[0], taken[1], weights
 
 
-_FOR_EVER = 1 << 60
+_ENDLESS = 1 << 60
 
 
 def _as_given(data: Any, strategy: Any) -> Feed:
@@ -178,7 +172,7 @@ def _steps_of(dataset: Any) -> int | None:
 
 
 def _batch_of(dataset: Any) -> int:
-    """Return the samples of a batch, where the dataset's first one tells."""
+    """Return the samples of the dataset's first batch."""
     for element in dataset.take(1):
         first = element[0] if isinstance(element, tuple) else element
         return int(first.shape[0]) if hasattr(first, "shape") and first.shape.rank else 1
@@ -186,12 +180,8 @@ def _batch_of(dataset: Any) -> int:
 
 
 def _by_rows(dataset: Any) -> Any:
-    """Let workers share out batches by rows: by files, TensorFlow's first choice, is not possible for most data."""
+    """Shard by rows: TensorFlow's default, by files, is not possible for most data."""
     return _with_policy(dataset, "DATA")
-
-
-def _unsharded(dataset: Any) -> Any:
-    return _with_policy(dataset, "OFF")
 
 
 def _with_policy(dataset: Any, policy: str) -> Any:

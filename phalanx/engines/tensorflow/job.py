@@ -1,4 +1,4 @@
-"""A Keras task with its settings, as it crosses to the ranks, and its result. No TensorFlow and no torch here."""
+"""A Keras task with its settings, as it is sent to the ranks, and its result; without TensorFlow and torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from phalanx.observe.history import History
 
 @dataclass
 class KerasTask:
-    """A function that builds the model, the data, and what Keras is to compile where the model is not yet compiled."""
+    """A function that builds the model, the data, and the arguments of `compile` for a model that is not compiled."""
 
     model_fn: Callable[[], Any]
     train: Any
@@ -27,7 +27,7 @@ class KerasTask:
 
 @dataclass
 class KerasResult:
-    """What the leading rank hands back: weights in Keras' order."""
+    """What the leading rank returns: history and weights in Keras' order."""
 
     history: History
     weights: list[Any]

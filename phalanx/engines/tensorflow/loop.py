@@ -1,10 +1,8 @@
-"""A loop for several processes, where Keras' own `fit` fails: the model's train_step and callbacks, in our loop."""
+"""A training loop for several processes, where Keras' `fit` fails; it uses the model's train_step and callbacks."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 from phalanx.engines.tensorflow.callbacks import KerasReport, epoch_loss, rate_of
@@ -15,14 +13,7 @@ class OwnLoop:
     """Trains a compiled model of Keras 3 on several workers, or of either Keras around parameter servers."""
 
     def __init__(
-        self,
-        keras: Any,
-        model: Any,
-        strategy: Any,
-        feed: Feed,
-        val: Any,
-        report: KerasReport,
-        callbacks: list[Any],
+        self, keras: Any, model: Any, strategy: Any, feed: Feed, val: Any, report: KerasReport, callbacks: list[Any]
     ) -> None:
         self.model = model
         self.strategy = strategy
@@ -43,13 +34,13 @@ class OwnLoop:
         with self.strategy.scope():
             model.optimizer.build(model.trainable_variables)
         model.stop_training = False
-        step = self._server_step() if self._serves else self._step()
+        step = self._make_step()
         callbacks.on_train_begin()
         for epoch in range(first_epoch, epochs):
             model.reset_metrics()
             self.report.begin_epoch(epoch)
             callbacks.on_epoch_begin(epoch)
-            for batch in self._batches():
+            for batch in range(self.feed.steps or 0):
                 callbacks.on_train_batch_begin(batch)
                 step()
                 self.report.end_step(batch, self._loss, lambda: rate_of(model))
@@ -58,7 +49,7 @@ class OwnLoop:
                     model.stop_training = True
                 if model.stop_training:
                     break
-            self._meet()
+            self._join()
             logs = {name: float(value) for name, value in model.get_metrics_result().items()}
             logs |= self._evaluate()
             self.report.end_epoch(epoch, logs, rate_of(model))
@@ -68,53 +59,39 @@ class OwnLoop:
         callbacks.on_train_end()
 
     def _loss(self) -> float:
-        self._meet()
+        self._join()
         return epoch_loss(self.model)
 
     @property
-    def _serves(self) -> bool:
+    def _uses_servers(self) -> bool:
         import tensorflow as tf
 
         return isinstance(self.strategy, tf.distribute.ParameterServerStrategy)
 
-    def _batches(self) -> Iterator[int]:
-        """Count an epoch's steps; a stream without a length is asked for the next batch by the step itself."""
-        assert self.feed.steps is not None, "checked before the loop was made"
-        yield from range(self.feed.steps)
-
-    def _step(self) -> Callable[[], None]:
+    def _make_step(self) -> Callable[[], None]:
+        """Return a function that takes one step; with servers any free worker takes it, and `_join` waits for all."""
         import tensorflow as tf
 
         strategy, model = self.strategy, self.model
-        batches = iter(self.feed.data)
 
         @tf.function  # type: ignore[untyped-decorator]
         def step(iterator: Any) -> None:
             strategy.run(model.train_step, args=(next(iterator),))
 
-        return lambda: step(batches)
-
-    def _server_step(self) -> Callable[[], None]:
-        """Return what hands a step to whichever worker is free; `_meet` waits for all of them."""
-        import tensorflow as tf
-
-        strategy, model = self.strategy, self.model
-        coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
-
-        @tf.function  # type: ignore[untyped-decorator]
-        def step(iterator: Any) -> None:
-            strategy.run(model.train_step, args=(next(iterator),))
+        if not self._uses_servers:
+            batches = iter(self.feed.data)
+            return lambda: step(batches)
 
         @tf.function  # type: ignore[untyped-decorator]
         def worker_data() -> Any:
             return strategy.distribute_datasets_from_function(self.feed.data)
 
-        batches = iter(coordinator.create_per_worker_dataset(worker_data))
-        self._coordinator = coordinator
-        return lambda: coordinator.schedule(step, args=(batches,))
+        self._coordinator = coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
+        served = iter(coordinator.create_per_worker_dataset(worker_data))
+        return lambda: coordinator.schedule(step, args=(served,))
 
-    def _meet(self) -> None:
-        if self._serves:
+    def _join(self) -> None:
+        if self._uses_servers:
             self._coordinator.join()
 
     def _evaluate(self) -> dict[str, float]:
@@ -125,7 +102,7 @@ class OwnLoop:
         model, strategy = self.model, self.strategy
         model.reset_metrics()
         self.report.begin_evaluation()
-        if self._serves:  # the chief evaluates by itself: the workers hold training data
+        if self._uses_servers:  # the chief evaluates alone: the workers hold training data
             for batch in self.val:
                 model.test_step(batch)
         else:
@@ -140,7 +117,7 @@ class OwnLoop:
 
 
 def _test_rows(model: Any, batch: Any) -> None:
-    """Evaluate a replica's rows; of the last batch some replicas may have none, whose mean would be no number."""
+    """Evaluate a replica's rows; in the last batch some replicas may have none, and their mean would be NaN."""
     import tensorflow as tf
 
     def evaluate() -> Any:
@@ -149,34 +126,3 @@ def _test_rows(model: Any, batch: Any) -> None:
 
     rows = tf.shape(tf.nest.flatten(batch)[0])[0]
     tf.cond(rows > 0, evaluate, lambda: tf.constant(False))
-
-
-class OwnBackup:
-    """What BackupAndRestore does, for the own loop: weights, optimizer and epoch in TensorFlow's checkpoints."""
-
-    def __init__(self, model: Any, directory: Path, *, leads: bool) -> None:
-        import tensorflow as tf
-
-        self._epoch = tf.Variable(-1, dtype=tf.int64, trainable=False)
-        checkpoint = tf.train.Checkpoint(model=model, optimizer=model.optimizer, ckpt_saved_epoch=self._epoch)
-        shared = directory / "chief"
-        # All workers must take part in a save; those that do not lead write where nobody looks.
-        own = shared if leads else directory / f".scratch-{os.getpid()}"
-        self._leads = leads
-        self._writer = tf.train.CheckpointManager(checkpoint, str(own), max_to_keep=2)
-        self._latest = tf.train.latest_checkpoint(str(shared))
-        self._checkpoint = checkpoint
-
-    def restore(self) -> None:
-        """Load the newest backup, if there is one."""
-        if self._latest is not None:
-            self._checkpoint.restore(self._latest).assert_existing_objects_matched()
-
-    def save(self, epoch: int) -> None:
-        """Keep the state after an epoch."""
-        import shutil
-
-        self._epoch.assign(epoch)
-        self._writer.save()
-        if not self._leads:
-            shutil.rmtree(self._writer.directory, ignore_errors=True)

@@ -1,7 +1,7 @@
-"""The other tasks of a TF_CONFIG that somebody else wrote: who of them does not answer is said while TensorFlow waits.
+"""Watches the other tasks of a TF_CONFIG that another program wrote, and reports those that do not answer.
 
-TensorFlow waits for them without a word, holding the interpreter's lock and heeding no SIGTERM. So a small process of
-its own looks (`python -m phalanx.engines.tensorflow.peers <pid> <limit>`), and ends the one that waits in vain.
+TensorFlow waits for them without a message, holding the interpreter's lock and ignoring SIGTERM. So a separate process
+(`python -m phalanx.engines.tensorflow.peers <pid> <limit>`) looks for them, and ends the waiting one after the limit.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from phalanx.errors import CommunicationError
 from phalanx.host.processes import die_with, own_python
 from phalanx.host.reminders import Reminder, duration_text
 
-_LOOK_SECONDS = 0.5
+_POLL_SECONDS = 0.5
 _ANSWER_SECONDS = 1.0
-_LEAVE_SECONDS = 2.0
+_EXIT_SECONDS = 2.0
 _libc = ctypes.CDLL(None)
 _libc.signal.argtypes, _libc.signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
-_leave = ctypes.cast(_libc._exit, ctypes.c_void_p)
+_exit = ctypes.cast(_libc._exit, ctypes.c_void_p)
 
 
 def needed_peers(task: Task) -> dict[str, str]:
-    """Return the tasks that this one cannot train without, and where they listen.
+    """Return the tasks that this one cannot train without, and their addresses.
 
-    Whoever serves a chief waits for it as long as it takes; an evaluator needs nobody.
+    A task that serves a chief waits for it without a limit; an evaluator needs no other task.
     """
     if task.serves or task.role == "evaluator":
         return {}
@@ -45,7 +45,7 @@ def needed_peers(task: Task) -> dict[str, str]:
 
 
 def wait_for_peers(peers: Mapping[str, str], limit: float | None, say: Callable[[str], None]) -> None:
-    """Knock at every peer until it has answered once; raise with the names of those that never did."""
+    """Connect to every peer until it has answered once; raise with the names of those that never did."""
     began = time.monotonic()
     reminder = Reminder(began)
     missing = dict(peers)
@@ -62,13 +62,13 @@ def wait_for_peers(peers: Mapping[str, str], limit: float | None, say: Callable[
                 hint="Start them, correct their addresses in TF_CONFIG, or wait longer with --start-timeout SECONDS.",
             )
         if reminder.is_due(began + waited):
-            words = "" if limit else "; --start-timeout SECONDS limits the wait"
-            say(f"no answer yet after {duration_text(waited)} from {names}{words}")
-        time.sleep(_LOOK_SECONDS)
+            hint = "" if limit else "; --start-timeout SECONDS limits the wait"
+            say(f"no answer yet after {duration_text(waited)} from {names}{hint}")
+        time.sleep(_POLL_SECONDS)
 
 
 def answers(address: str) -> bool:
-    """Whether somebody listens at host:port."""
+    """Whether a process listens at host:port."""
     host, _, port = address.rpartition(":")
     if not port.isdecimal():
         return False
@@ -83,43 +83,30 @@ _watcher: subprocess.Popen[bytes] | None = None
 
 
 def watch_peers(task: Task, limit: float | None) -> None:
-    """Watch for the peers of this process, once: the command line asks for it, and the trainer in its script too."""
+    """Watch for the peers of this process, once: both the command line and the trainer call this."""
     global _watcher
     if _watcher is not None or not needed_peers(task):
         return
-    takes_hangup = signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
-    if takes_hangup:  # nohup has it ignored, and a script may have a use for it
-        _leave_on_hangup()
+    default_hangup = signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
+    if default_hangup:  # not with nohup, which ignores it, or where a script handles it
+        # SIGHUP must end this process with exit code 1, the code of a run that could not start, even while
+        # TensorFlow holds the interpreter's lock: so libc's `_exit` is the handler, called with the number 1.
+        _libc.signal(int(signal.SIGHUP), _exit)
     _watcher = subprocess.Popen(
         own_python("from phalanx.engines.tensorflow.peers import main; main()", os.getpid(), limit or ""),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
     )
-    if takes_hangup:
-        threading.Thread(target=_give_back_hangup, args=(_watcher,), name="phalanx-peers", daemon=True).start()
+    if default_hangup:
+        threading.Thread(target=_restore_hangup, args=(_watcher,), name="phalanx-peers", daemon=True).start()
 
 
-def _leave_on_hangup() -> None:
-    """Let SIGHUP end this process with exit code 1 even while TensorFlow holds the interpreter's lock.
-
-    The kernel calls libc's `_exit` with the signal's number, which is the code of a run that could not start.
-    """
-    _libc.signal(int(signal.SIGHUP), _leave)
-
-
-def _give_back_hangup(watcher: subprocess.Popen[bytes]) -> None:
-    """Let SIGHUP mean what it did once nobody watches any more, unless it has got another meaning meanwhile."""
+def _restore_hangup(watcher: subprocess.Popen[bytes]) -> None:
+    """Restore SIGHUP's default when the watcher has ended, unless it has another handler meanwhile."""
     watcher.wait()
     found = _libc.signal(int(signal.SIGHUP), int(signal.SIG_DFL))
-    if found != _leave.value:
+    if found != _exit.value:
         _libc.signal(int(signal.SIGHUP), found)
-
-
-def _end(process: int) -> None:
-    """End the one that waits; SIGHUP may be ignored or the script's own."""
-    os.kill(process, signal.SIGHUP)
-    time.sleep(_LEAVE_SECONDS)
-    os.kill(process, signal.SIGKILL)  # never a stranger: this process dies with its parent
 
 
 def main() -> None:
@@ -127,12 +114,14 @@ def main() -> None:
     process, limit = int(sys.argv[1]), sys.argv[2]
     die_with(process)
     task = read_task()
-    assert task is not None, "whoever started this process has a task"
+    assert task is not None, "the process that started this one has a task"
     try:
         wait_for_peers(needed_peers(task), float(limit) if limit else None, _say)
     except CommunicationError as error:
         _say(str(error))
-        _end(process)
+        os.kill(process, signal.SIGHUP)  # which may be ignored, or handled by the script
+        time.sleep(_EXIT_SECONDS)
+        os.kill(process, signal.SIGKILL)  # never another process of this number: this one dies with its parent
 
 
 def _say(text: str) -> None:

@@ -1,4 +1,4 @@
-"""tf.distribute's strategies by our names, over the devices that this process has."""
+"""The tf.distribute strategies by name, over the devices of this process."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def make_strategy(config: DistributedConfig) -> Any:
 
 @functools.cache
 def _strategy_of_cluster(task: str) -> Any:
-    """Return the strategy of this process's task. A second would reset what others may be sending through."""
+    """Return the strategy of this process's task. Cached: a second one would reset connections in use."""
     import tensorflow as tf
 
     if "ps" not in json.loads(task)["cluster"]:
@@ -49,7 +49,7 @@ def _hide_gpus(tf: Any) -> None:
 
 
 def _devices(tf: Any, config: DistributedConfig) -> list[str]:
-    """Return one device a replica: GPUs, or as many logical CPUs as there are to be replicas."""
+    """Return one device per replica: GPUs, or logical CPUs."""
     gpus = tf.config.list_logical_devices("GPU") if tf.config.list_physical_devices("GPU") else []
     wanted = config.total_ranks
     if gpus and config.device != "cpu":
@@ -65,7 +65,7 @@ def _devices(tf: Any, config: DistributedConfig) -> list[str]:
 def _logical_cpus(tf: Any, count: int) -> list[str]:
     cpu = tf.config.list_physical_devices("CPU")[0]
     if count > 1:
-        with contextlib.suppress(RuntimeError):  # they are made already: by an earlier run of ours, say
+        with contextlib.suppress(RuntimeError):  # an earlier run may have made them already
             tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * count)
     have = len(tf.config.list_logical_devices("CPU"))
     if have < count:
@@ -78,14 +78,14 @@ def _logical_cpus(tf: Any, count: int) -> list[str]:
 
 
 def set_precision(config: DistributedConfig, keras: Any, device: str) -> None:
-    """Let Keras compute in 16 bits where that is asked for."""
+    """Set Keras' mixed precision, where it is asked for."""
     name = precision_name(config.mixed_precision, device)
     if name != "fp32":
         keras.mixed_precision.set_global_policy("mixed_float16" if name == "fp16" else "mixed_bfloat16")
 
 
 def device_kind(config: DistributedConfig) -> str:
-    """Return "cuda" or "cpu": where this process computes."""
+    """Return "cuda" or "cpu": the device of this process."""
     import tensorflow as tf
 
     if config.device == "cpu" or os.environ.get("CUDA_VISIBLE_DEVICES") == "-1":

@@ -1,10 +1,9 @@
-"""Train a Keras model in a rank: choose between Keras' own fit and our loop, and run it."""
+"""Train a Keras model in a rank: choose between Keras' fit and the own loop, and run it."""
 
 from __future__ import annotations
 
 import importlib
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,13 +11,11 @@ from typing import Any
 from phalanx.config import DistributedConfig
 from phalanx.config.settings import precision_name
 from phalanx.engines.tensorflow import backup, callbacks
-from phalanx.engines.tensorflow import callbacks as gating
-from phalanx.engines.tensorflow import callbacks as reporting
-from phalanx.engines.tensorflow.callbacks import KerasReport, stopping
+from phalanx.engines.tensorflow.callbacks import KerasReport
 from phalanx.engines.tensorflow.cluster import open_store
-from phalanx.engines.tensorflow.data import Feed, Start, served_feed, training_feed, validation_feed
+from phalanx.engines.tensorflow.data import Feed, served_feed, training_feed, validation_feed
 from phalanx.engines.tensorflow.job import KerasJob, KerasResult, KerasTask
-from phalanx.engines.tensorflow.loop import OwnBackup, OwnLoop
+from phalanx.engines.tensorflow.loop import OwnLoop
 from phalanx.engines.tensorflow.strategies import device_kind, make_strategy, set_precision
 from phalanx.engines.tensorflow.tf_config import read_task
 from phalanx.errors import ModelError, PreemptedError, UsageError
@@ -33,13 +30,13 @@ from phalanx.world.env import read_rank_env
 
 @dataclass(frozen=True)
 class Fitting:
-    """How a model is trained, and the words that tell the user."""
+    """How a model is trained: by Keras' fit, or by the `own` loop of this package."""
 
     model: Any
     strategy: Any
     keras: Any
     own: bool
-    says: str
+    note: str
 
     def run(
         self,
@@ -47,45 +44,41 @@ class Fitting:
         feed: Feed,
         val: Any,
         directory: Path | None,
-        start: Start,
+        first_epoch: int,
         report: KerasReport,
         *,
         leads: bool,
     ) -> None:
-        """Train from `start` to the end."""
+        """Train from `first_epoch` to the end."""
         config = job.config
         epochs = config.epochs or 1
-        callbacks = [*job.task.callbacks, *self._after_epochs(config, directory, start, report, leads=leads)]
+        found = [*job.task.callbacks, *self._after_epochs(config, directory, first_epoch, report, leads=leads)]
         if self.own:
-            loop = OwnLoop(self.keras, self.model, self.strategy, feed, val, report, callbacks)
-            loop.run(start.epoch, epochs, config.max_steps)
+            loop = OwnLoop(self.keras, self.model, self.strategy, feed, val, report, found)
+            loop.run(first_epoch, epochs, config.max_steps)
             return
         self.model.fit(
             feed.data,
             epochs=epochs,
             steps_per_epoch=feed.steps,
             validation_data=val,
-            callbacks=[reporting.as_callback(self.keras, report, config.max_steps), *callbacks],
+            callbacks=[callbacks.report_callback(self.keras, report, config.max_steps), *found],
             shuffle=False,  # the feed has its own order
             verbose=0,
         )
 
     def _after_epochs(
-        self, config: DistributedConfig, directory: Path | None, start: Start, report: KerasReport, *, leads: bool
+        self, config: DistributedConfig, directory: Path | None, done: int, report: KerasReport, *, leads: bool
     ) -> list[Any]:
-        """Return what of ours follows the user's callbacks: the gate of a search, then the backup."""
-        gate = gating.open_control(open_store(read_task()), leads=leads, done=start.epoch)
-        found = [] if gate is None else [gating.control_callback(self.keras, gate, report)]
-        if directory is None:
-            return found
-        every = (config.checkpoint_every or (1, ""))[0]
-        if self.own:
-            kept = OwnBackup(self.model, directory, leads=leads)
-            found.append(_own_backup_callback(self.keras, kept, directory, every, report))
-        else:
-            found.append(backup.as_callback(self.keras, directory, every, report))
-        if gate is not None:
-            found.append(gating.rate_keeper(self.keras, self.model, directory, leads=leads))
+        """Return the callbacks that follow the user's: the trial control of a search, then the backup."""
+        control = callbacks.open_control(open_store(read_task()), leads=leads, done=done)
+        found = [] if control is None else [callbacks.control_callback(self.keras, control, report)]
+        if directory is not None:
+            every = (config.checkpoint_every or (1, ""))[0]
+            own = backup.OwnBackup(self.model, directory, leads=leads) if self.own else None
+            found.append(callbacks.backup_callback(self.keras, directory, every, report, own))
+            if control is not None:
+                found.append(callbacks.rate_keeper(self.keras, self.model, directory, leads=leads))
         return found
 
 
@@ -95,13 +88,14 @@ def choose(model: Any, strategy: Any) -> Fitting:
 
     keras = keras_of(model)
     name = "Keras 2 (tf_keras)" if keras.__name__ == "tf_keras" else "Keras 3"
+    own, note = True, f"a {name} model by its own fit"
     if isinstance(strategy, tf.distribute.ParameterServerStrategy):
-        says = f"a {name} model by phalanx' own loop: Keras' fit cannot tell of steps that workers take by themselves"
-        return Fitting(model, strategy, keras, own=True, says=says)
-    if name == "Keras 3" and isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
-        says = "a Keras 3 model by phalanx' own loop: Keras 3's fit does not run on several workers"
-        return Fitting(model, strategy, keras, own=True, says=says)
-    return Fitting(model, strategy, keras, own=False, says=f"a {name} model by its own fit")
+        note = f"a {name} model by phalanx' own loop: Keras' fit cannot report steps that workers take by themselves"
+    elif name == "Keras 3" and isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
+        note = "a Keras 3 model by phalanx' own loop: Keras 3's fit does not run on several workers"
+    else:
+        own = False
+    return Fitting(model, strategy, keras, own, note)
 
 
 def keras_of(model: Any) -> Any:
@@ -110,24 +104,8 @@ def keras_of(model: Any) -> Any:
     return importlib.import_module("tf_keras" if "tf_keras" in names else "keras")
 
 
-def _own_backup_callback(keras: Any, kept: OwnBackup, directory: Path, every: int, report: KerasReport) -> Any:
-    class Backup(keras.callbacks.Callback):  # type: ignore[misc]
-        def on_train_begin(self, logs: Any = None) -> None:
-            kept.restore()
-
-        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-            last = epoch + 1 == self.params["epochs"] or self.model.stop_training
-            if not report.epoch_is_whole or ((epoch + 1) % every and not last):
-                return
-            began = time.monotonic()
-            kept.save(epoch)
-            report.saved(str(directory), backup.size_of(directory), time.monotonic() - began)
-
-    return Backup()
-
-
 def train(job: KerasJob) -> tuple[Any, KerasResult]:
-    """Train on this rank; return the model and what is handed back."""
+    """Train on this rank; return the model and the result for the caller."""
     config = job.config
     env = read_rank_env()
     task = read_task()
@@ -140,23 +118,23 @@ def train(job: KerasJob) -> tuple[Any, KerasResult]:
     directory = backup.backup_dir(config, run_dir, 0 if env is None else env.attempt)
     if directory is not None:
         make_private(directory.parent)
-    start = backup.start_of(directory)
-    feed = _feed(job, strategy, start)
-    first_step = start.epoch * (feed.steps or 0)
-    started = _started(job, model, strategy, feed, run_dir, device, first_step, str(directory) if start.epoch else None)
+    first_epoch = backup.first_epoch(directory)
+    feed = _feed(job, strategy, first_epoch)
+    first_step = first_epoch * (feed.steps or 0)
+    started = _started(job, model, strategy, feed, run_dir, device, first_step, str(directory) if first_epoch else None)
     if leads:
         save_config(config, run_dir)
     events = EventStream(open_sinks(config, run_dir) if leads else [])
-    report = callbacks.KerasReport(config, events, started, feed.steps or 0)
+    report = KerasReport(config, events, started, feed.steps or 0)
     fitting = choose(model, strategy)
     try:
         report.begin()
-        report.say(fitting.says)
+        report.say(fitting.note)
         if config.unused_note:
             report.say(config.unused_note, "warning")
         val = validation_feed(job.task.val, batch=feed.global_batch or None)
-        with stopping(report):
-            fitting.run(job, feed, val, directory, start, report, leads=leads)
+        with callbacks.stopping(report):
+            fitting.run(job, feed, val, directory, first_epoch, report, leads=leads)
         report.end()
     except PreemptedError:
         report.end("preempted")
@@ -172,8 +150,8 @@ def train(job: KerasJob) -> tuple[Any, KerasResult]:
 def _built(task: KerasTask, config: DistributedConfig, device: str) -> Any:
     """Build and compile the model with the seed and the precision of the run.
 
-    Where `tf.keras` is Keras 2, Keras 3 may be imported by `model_fn` itself: that draws from the seeded numbers, and
-    nobody has told it the precision, so the model is built once more.
+    Where `tf.keras` is Keras 2, `model_fn` may import Keras 3: that uses up random numbers and does not have the
+    precision yet, so the model is built once more.
     """
     loaded = _prepare_keras(config, device)
     model = _compiled(task, config)
@@ -192,7 +170,7 @@ def _prepare_keras(config: DistributedConfig, device: str) -> int:
 
 
 def _loaded_keras() -> list[Any]:
-    """Return the Kerases that are in use: `tf.keras`, and Keras 3 where that is another one and was imported."""
+    """Return the Keras packages in use: `tf.keras`, and Keras 3 where that is another one and was imported."""
     import tensorflow as tf
 
     keras = sys.modules.get("keras")
@@ -218,7 +196,6 @@ def _compiled(task: KerasTask, config: DistributedConfig) -> Any:
 
 
 def _optimizer(model: Any, config: DistributedConfig) -> Any:
-    keras = keras_of(model)
     options: dict[str, Any] = {"learning_rate": config.learning_rate}
     if config.optimizer in ("sgd", "rmsprop"):
         options["momentum"] = config.momentum
@@ -227,12 +204,12 @@ def _optimizer(model: Any, config: DistributedConfig) -> Any:
     if config.weight_decay or config.optimizer == "adamw":
         options["weight_decay"] = config.weight_decay
     names = {"sgd": "SGD", "rmsprop": "RMSprop", "adam": "Adam", "adamw": "AdamW", "adagrad": "Adagrad"}
-    return getattr(keras.optimizers, names[config.optimizer])(**options)
+    return getattr(keras_of(model).optimizers, names[config.optimizer])(**options)
 
 
-def _feed(job: KerasJob, strategy: Any, start: Any) -> Feed:
+def _feed(job: KerasJob, strategy: Any, first_epoch: int) -> Feed:
     config = job.config
-    options = {"batch_size": config.batch_size, "seed": config.seed, "start": start}
+    options: dict[str, Any] = {"batch_size": config.batch_size, "seed": config.seed, "first_epoch": first_epoch}
     task = read_task()
     if task is not None and "ps" in task.cluster:
         feed = served_feed(job.task.train, strategy, **options)
@@ -241,7 +218,7 @@ def _feed(job: KerasJob, strategy: Any, start: Any) -> Feed:
     if feed.steps is None:
         raise UsageError(
             "the training dataset does not know how many batches it has",
-            hint="Tell it: dataset.apply(tf.data.experimental.assert_cardinality(number of batches)).",
+            hint="Write dataset.apply(tf.data.experimental.assert_cardinality(number of batches)).",
         )
     return feed
 

@@ -23,8 +23,8 @@ from phalanx.world.layout import plan_layout
 
 
 class TensorFlowDistributedTrainer:
-    """Trains what `model_fn` builds: one process with a replica a device (`strategy="mirrored"`), a process a worker
-    (`"multiworker"`), or workers around parameter servers (`"parameter-server"`).
+    """Trains what `model_fn` builds: in one process with a replica per device (`strategy="mirrored"`), a process per
+    worker (`"multiworker"`), or workers with parameter servers (`"parameter-server"`).
 
     `model_fn` returns a compiled Keras model; it is called in the strategy's scope, on every worker. Every setting of
     `DistributedConfig` that Keras can follow is an argument. After `fit`, `model` has the trained weights.
@@ -84,7 +84,7 @@ class TensorFlowDistributedTrainer:
 
     @property
     def weights(self) -> list[Any]:
-        """The weights in Keras' order; after `fit` on other processes they are there without a model built here."""
+        """The weights in Keras' order; after `fit` on other processes this needs no model in this one."""
         return self._weights if self._weights is not None else list(self.model.get_weights())
 
     @property
@@ -101,41 +101,37 @@ class TensorFlowDistributedTrainer:
             check_data(val, "val")
         name = config.name or getattr(self._model_fn, "__name__", "keras").strip("<>")
         task = KerasTask(self._model_fn, train, val, callbacks=self.callbacks, name=name, **self._parts)
-        result = self._run_where_it_belongs(task, config, self._given | settings.keys())
+        result = self._run(task, config, self._given | settings.keys())
         self.history = result.history
         return result.history
 
-    def _run_where_it_belongs(self, task: KerasTask, config: DistributedConfig, given: Collection[str]) -> KerasResult:
+    def _run(self, task: KerasTask, config: DistributedConfig, given: Collection[str]) -> KerasResult:
         """Run here in a process of a cluster and where one process is enough; else start the processes."""
         env = read_rank_env()
         if env is None or env.local_rank == 0:  # once per machine
             check_before_start(config)
         member = read_task()
+        result: KerasResult
         if member is not None:
             check_against(member, config, given)
-        ours = env is not None
-        if member is not None and not ours:
+        if member is not None and env is None:
             watch_peers(member, config.start_timeout)
-        started = ours or member is not None
-        layout = None if started else plan_layout(config, count_gpus())
+        layout = None if env is not None or member is not None else plan_layout(config, count_gpus())
         if layout is None or layout.world_size == 1:
-            return self._train_here(KerasJob(task, config))
+            os.environ.update(quiet_environment(os.environ))
+            from phalanx.engines.tensorflow.train import train
+
+            self._model, result = train(KerasJob(task, config))
+            return result
         from phalanx.trainers.remote import send_job
 
         run_dir = make_run_dir(config, task.name)
         try:
-            result: KerasResult = send_job(KerasJob(task, config.with_trusted(device=layout.device), run_dir), layout)
+            result = send_job(KerasJob(task, config.with_trusted(device=layout.device), run_dir), layout)
         except PhalanxError:
             discard_unused(config, run_dir)
             raise
         self._weights = result.weights
-        return result
-
-    def _train_here(self, job: KerasJob) -> KerasResult:
-        os.environ.update(quiet_environment(os.environ))
-        from phalanx.engines.tensorflow.train import train
-
-        self._model, result = train(job)
         return result
 
     def evaluate(self, data: Any) -> dict[str, float]:

@@ -29,19 +29,15 @@ def save_pretrained(
 ) -> None:
     """Write config.json and safetensors files of at most `max_shard_bytes`, with an index when there are several.
 
-    `state_dict` stands in for a model whose parameters are spread over ranks: gather it whole, save it on one rank.
+    `state_dict`: for a model that is sharded over ranks, its full state dict; call this on one rank.
     """
     layout, config = _layout_of(model), model.config
     if any(not adapter.merged for adapter in adapters(model).values()):
         raise ModelError(
-            f"this {type(model).__name__} has adapters, which have no place in the layout of a whole model.",
+            f"this {type(model).__name__} has adapters, which the layout of a whole model cannot hold.",
             hint="merge_lora(model) adds them to its weights first; save_adapter(model, folder) writes them alone.",
         )
-    document = {
-        "architectures": [layout.architecture],
-        "model_type": layout.model_type,
-        **layout.config_to_hf(config),
-    }
+    document = {"architectures": [layout.architecture], "model_type": layout.model_type, **layout.config_to_hf(config)}
     state = model.state_dict() if state_dict is None else state_dict
     rules = {rule.theirs: rule for rule in layout.expanded(config)}
     for rule in rules.values():
@@ -59,13 +55,13 @@ def save_pretrained(
 def load_pretrained(
     folder: str | os.PathLike[str], *, dtype: torch.dtype | None = None, device: str | torch.device = "cpu"
 ) -> nn.Module:
-    """Return our model of what a folder holds, in eval mode; `dtype` None keeps the stored one.
+    """Return the model that a folder holds, in eval mode; `dtype` None keeps the stored one.
 
     The model is built on the meta device and filled tensor by tensor: memory is needed for one copy only.
     """
     path = Path(folder)
     if not path.is_dir():
-        raise UsageError(f"'{path}' is no folder.", hint="Give a local folder: nothing is downloaded.")
+        raise UsageError(f"'{path}' is not a folder.", hint="Give a local folder: nothing is downloaded.")
     document = read_json(path / CONFIG)
     layout = _layout_named(str(document.get("model_type")))
     config = layout.config_from_hf(document)
@@ -77,7 +73,7 @@ def load_pretrained(
         rules[name].ours: rules[name].load(tensor).to(dtype).contiguous()
         for name, tensor in read_tensors(places, str(device))
     }
-    model.load_state_dict(state, strict=False, assign=True)  # a tied head is no tensor of its own
+    model.load_state_dict(state, strict=False, assign=True)  # a tied head is not a separate tensor
     if isinstance(model, Decoder):
         model.tie()
     return model.eval()
@@ -132,7 +128,7 @@ def _matched(
     tied_head = "lm_head.weight" if config.tie_weights else ""
     left = [name for name in stored if name not in rules and name != tied_head and not name.endswith(layout.ignored)]
     if left:
-        raise ModelError(f"{len(left)} tensors in the files have no place in the model, the first is '{left[0]}'.")
+        raise ModelError(f"{len(left)} tensors in the files do not belong to the model, the first is '{left[0]}'.")
     return rules, {name: stored[name] for name in rules}
 
 

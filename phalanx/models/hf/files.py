@@ -31,12 +31,12 @@ def read_json(path: Path) -> dict[str, Any]:
     except (ValueError, OSError) as error:
         raise CheckpointError(f"'{path}' cannot be read: {error}") from error
     if not isinstance(content, dict):
-        raise CheckpointError(f"'{path}' holds no JSON object.")
+        raise CheckpointError(f"'{path}' does not hold a JSON object.")
     return content
 
 
 def find_tensors(folder: Path) -> dict[str, Path]:
-    """Return which file of a folder holds which tensor."""
+    """Return the file of each tensor in a folder."""
     if (single := folder / SINGLE).exists():
         with _opened(single) as file:
             return dict.fromkeys(file.keys(), single)
@@ -79,7 +79,7 @@ def write_folder(
     tensor: Callable[[str], Tensor],
     max_shard_bytes: int,
 ) -> None:
-    """Write config and tensors beside the folder, and move them in only when all of it is there."""
+    """Write config and tensors next to the folder, and move them in only when all of them are complete."""
     written = folder.with_name(f".{folder.name}-{uuid.uuid4().hex[:8]}")
     try:
         written.mkdir(parents=True)
@@ -107,7 +107,7 @@ def _write_shards(folder: Path, sizes: Mapping[str, int], tensor: Callable[[str]
 
 
 def _split(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
-    """Cut names into runs of at most `limit` bytes; a tensor larger than that gets a file of its own."""
+    """Cut names into runs of at most `limit` bytes; a larger tensor gets a separate file."""
     if limit < 1:
         raise UsageError(f"max_shard_bytes={limit} must be 1 or more.")
     shards: list[list[str]] = [[]]
@@ -126,7 +126,7 @@ def _move_in(written: Path, folder: Path) -> None:
         written.rename(folder)
         return
     new = {path.name for path in written.iterdir()}
-    # Weights of an earlier save would be loaded in place of the new ones, or beside them.
+    # Weights of an earlier save would be loaded instead of the new ones, or together with them.
     stale = [path for path in folder.glob("model*.safetensors*") if path.name not in new]
     for name in sorted(new, key=lambda name: (name == CONFIG, name == INDEX)):
         (written / name).replace(folder / name)
@@ -147,4 +147,4 @@ def _opened(path: Path, device: str = "cpu") -> Iterator[Any]:
         with safe_open(path, framework="pt", device=device) as file:
             yield file
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"'{path}' is damaged or no safetensors file: {error}") from error
+        raise CheckpointError(f"'{path}' is damaged or not a safetensors file: {error}") from error

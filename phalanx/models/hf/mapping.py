@@ -1,4 +1,4 @@
-"""How a family of models is written in the Hugging Face layout: its config, and a rule for each parameter."""
+"""The Hugging Face layout of a family of models: its config, and a rule for each parameter."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def transposed(tensor: Tensor) -> Tensor:
 
 
 class TensorRule(NamedTuple):
-    """One parameter: its name here, its name there ("#" stands for the layer), and the way there and back."""
+    """One parameter: its name in Phalanx and in the file ("#" stands for the layer), and both conversions."""
 
     ours: str
     theirs: str
@@ -32,7 +32,7 @@ class TensorRule(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class HFMapping:
-    """A family of models. Functions take our config as `Any`, because each family has a class of its own."""
+    """A family of models. Functions take its config as `Any`, because each family has its own class."""
 
     model_type: str
     """The `model_type` of config.json."""
@@ -46,10 +46,10 @@ class HFMapping:
     config_from_hf: Callable[[Mapping[str, Any]], Any]
     rules: Callable[[Any], list[TensorRule]]
     prefix: str
-    """What base models, saved without their head, leave out in front of names."""
+    """The prefix that base models, saved without their head, leave out of names."""
 
     ignored: tuple[str, ...] = ()
-    """Endings of tensors in old files that are no parameters."""
+    """Endings of tensors in old files that are not parameters."""
 
     def expanded(self, config: Any) -> Iterator[TensorRule]:
         """Yield the rules with "#" replaced by every layer, without the head where it is the embedding."""
@@ -62,7 +62,7 @@ class HFMapping:
 
 
 def require(config: Mapping[str, Any], wanted: Mapping[str, tuple[Any, ...]]) -> None:
-    """Refuse a config with a value under which our model would compute something else."""
+    """Raise for a value in a config under which the model would compute something else."""
     for key, allowed in wanted.items():
         if (value := config.get(key, allowed[0])) not in allowed:
             raise ModelError(

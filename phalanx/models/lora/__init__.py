@@ -1,4 +1,4 @@
-"""LoRA: small trained matrices beside the frozen linear layers of any model (Hu et al., 2021).
+"""LoRA: small trained matrices next to the frozen linear layers of any model (Hu et al., 2021).
 
 A layer's output W x becomes W x + (alpha / rank) B A x. Only A and B are trained; B starts at zero, so that training
 starts from the model as it was. An adapter is a module named `lora` in its layer, whose own class and names stay.
@@ -20,8 +20,6 @@ from phalanx.errors import UsageError, nearest
 
 Model = TypeVar("Model", bound=nn.Module)
 
-_ATTENTION_WORDS = ("attention", "attn")
-
 
 class Adapter(nn.Module):
     """The two matrices of one layer. In half-precision models they are float32: small updates would be rounded away."""
@@ -29,7 +27,7 @@ class Adapter(nn.Module):
     def __init__(self, layer: nn.Module, *, rank: int, scale: float, dropout: float) -> None:
         super().__init__()
         weight: Any = layer.weight
-        inputs, outputs = _sizes(layer)
+        outputs, inputs = reversed(weight.shape) if is_transposed(layer) else weight.shape
         kind = {"dtype": torch.promote_types(weight.dtype, torch.float32), "device": weight.device}
         self.A = nn.Parameter(torch.empty(rank, inputs, **kind))
         self.B = nn.Parameter(torch.empty(outputs, rank, **kind))
@@ -43,7 +41,7 @@ class Adapter(nn.Module):
         return self.A.shape[0]
 
     def reset_adapter(self, generator: torch.Generator | None = None) -> None:
-        """Start anew: A uniform as in torch's linear layers, B zero. Drawn on the CPU where a generator is given."""
+        """Initialise: A uniform as in torch's linear layers, B zero. Drawn on the CPU where a generator is given."""
         drawn = self.A.detach() if generator is None else torch.empty(self.A.shape, dtype=self.A.dtype)
         nn.init.kaiming_uniform_(drawn, a=math.sqrt(5), generator=generator)
         with torch.no_grad():
@@ -51,14 +49,14 @@ class Adapter(nn.Module):
             self.B.zero_()
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Return what is added to the layer's output."""
+        """Return the term that is added to the layer's output."""
         inputs = self.dropout(inputs)
         if not torch.is_autocast_enabled(inputs.device.type):
             inputs = inputs.to(self.A.dtype)
         return F.linear(F.linear(inputs, self.A), self.B) * self.scale
 
     def extra_repr(self) -> str:
-        """Say what `print(model)` shows."""
+        """Return the text for `print(model)`."""
         return f"rank={self.rank}, scale={self.scale:g}{', merged' if self.merged else ''}"
 
 
@@ -124,7 +122,7 @@ def merge_lora(model: Model) -> Model:
 
 
 def unmerge_lora(model: Model) -> Model:
-    """Take the adapters out of the weights again, up to rounding."""
+    """Subtract the adapters from the weights again, up to rounding."""
     for name, adapter in adapters(model).items():
         if adapter.merged:
             _add_to_weight(model.get_submodule(name), adapter, -1.0)
@@ -133,7 +131,7 @@ def unmerge_lora(model: Model) -> Model:
 
 
 def remove_lora(model: Model) -> Model:
-    """Take the adapters off and thaw the model: after `merge_lora` it is a plain model that learned."""
+    """Remove the adapters and unfreeze the model: after `merge_lora` it is a plain, trained model."""
     for name in adapters(model):
         layer: Any = model.get_submodule(name)
         for key, hook in list(torch_compat.forward_hooks(layer).items()):
@@ -147,8 +145,7 @@ def remove_lora(model: Model) -> Model:
 def _add_to_weight(layer: Any, adapter: Adapter, sign: float) -> None:
     with torch.no_grad():
         update = adapter.B @ adapter.A * (sign * adapter.scale)
-        update = update.t() if is_transposed(layer) else update
-        layer.weight.copy_(layer.weight.to(update.dtype) + update)
+        layer.weight.copy_(layer.weight.to(update.dtype) + (update.t() if is_transposed(layer) else update))
 
 
 def _refuse_shared(model: nn.Module, layer: str) -> None:
@@ -157,18 +154,13 @@ def _refuse_shared(model: nn.Module, layer: str) -> None:
     if len(names) > 1:
         raise UsageError(
             f"the adapter of '{layer}' cannot be merged: {' and '.join(names)} are one tensor, and all would change",
-            hint="Keep this adapter beside its layer, or leave the layer out of the targets.",
+            hint="Do not merge this adapter, or leave the layer out of the targets.",
         )
 
 
 def is_transposed(layer: nn.Module) -> bool:
     """Whether a layer's weight is [inputs, outputs]: Hugging Face's Conv1D, in GPT-2."""
     return type(layer).__name__ == "Conv1D" and hasattr(layer, "nf")
-
-
-def _sizes(layer: Any) -> tuple[int, int]:
-    rows, columns = layer.weight.shape
-    return (rows, columns) if is_transposed(layer) else (columns, rows)
 
 
 def linear_layers(model: nn.Module) -> list[str]:
@@ -183,22 +175,21 @@ def linear_layers(model: nn.Module) -> list[str]:
 
 
 def target_layers(model: nn.Module, targets: str | Iterable[str] | None) -> list[str]:
-    """Return the names of the layers that `targets` mean; one that means none is refused with the nearest name."""
+    """Return the names of the layers that match `targets`; raise, with the nearest name, where one matches none."""
     layers = linear_layers(model)
     if targets is None:
         return _attention_layers(model, layers)
     patterns = [part.strip() for part in targets.split(",")] if isinstance(targets, str) else list(targets)
     chosen: set[str] = set()
     for pattern in patterns:
-        found = [name for name in layers if _matches(pattern, name)]
+        if "*" in pattern:
+            found = fnmatch.filter(layers, pattern)
+        else:
+            found = [name for name in layers if f".{name}".endswith(f".{pattern}")]
         if not found:
             raise _no_such_layer(model, pattern, layers)
         chosen.update(found)
     return [name for name in layers if name in chosen]
-
-
-def _matches(pattern: str, name: str) -> bool:
-    return fnmatch.fnmatchcase(name, pattern) if "*" in pattern else f".{name}".endswith(f".{pattern}")
 
 
 def _no_such_layer(model: nn.Module, pattern: str, layers: list[str]) -> UsageError:
@@ -218,7 +209,7 @@ def _attention_layers(model: nn.Module, layers: list[str]) -> list[str]:
     def is_attention(name: str) -> bool:
         parts = name.split(".")
         above = [".".join(parts[:depth]) for depth in range(1, len(parts))]
-        return any(word in place.lower() or word in classes[place] for place in above for word in _ATTENTION_WORDS)
+        return any(word in path.lower() or word in classes[path] for path in above for word in ("attention", "attn"))
 
     found = [name for name in layers if is_attention(name)]
     if not found:

@@ -1,4 +1,4 @@
-"""Adapters in PEFT's layout, adapter_config.json and adapter_model.safetensors: PEFT loads ours, and we load PEFT's."""
+"""Adapters in PEFT's layout, adapter_config.json and adapter_model.safetensors: PEFT and Phalanx read each other's."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ _NOT_READ = (
     "target_parameters",
     "alora_invocation_tokens",
 )
-"""Settings of PEFT that change what an adapter computes, and that we do not know."""
+"""Settings of PEFT that change what an adapter computes and are not supported."""
 
 
 def save_adapter(model: nn.Module, folder: str | os.PathLike[str]) -> None:
-    """Write a model's adapters as PEFT does. Of a model that is spread over ranks, all ranks must call this."""
+    """Write a model's adapters as PEFT does. With a model that is sharded over ranks, all ranks must call this."""
     found = adapters(model)
     if not found:
         raise ModelError(f"{type(model).__name__} has no adapters to save.", hint="phalanx.lora(model) gives it some.")
@@ -63,7 +63,7 @@ def load_adapter(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     """Read adapters that PEFT or `save_adapter` wrote into a model; one without adapters gets them, and is frozen."""
     path = Path(folder)
     config = read_json(path / CONFIG)
-    _refuse_unknown(config)
+    _check_config(config)
     pairs = _pairs(_read(path / WEIGHTS))
     _check_layers(model, pairs)
     shapes = {layer: (len(pair["A"]), _scale(config, layer, len(pair["A"]))) for layer, pair in pairs.items()}
@@ -110,13 +110,13 @@ def _config(model: nn.Module, found: Mapping[str, Adapter]) -> dict[str, Any]:
 
 
 def _target_names(model: nn.Module, layers: list[str]) -> list[str]:
-    """Return the last parts of names, as people write them, or whole names where these would mean other layers too."""
+    """Return the last parts of names, or whole names where the last parts would match other layers too."""
     last_parts = sorted({layer.rpartition(".")[2] for layer in layers})
     meant = [name for name in linear_layers(model) if name.rpartition(".")[2] in last_parts]
     return last_parts if sorted(meant) == sorted(layers) else layers
 
 
-def _refuse_unknown(config: Mapping[str, Any]) -> None:
+def _check_config(config: Mapping[str, Any]) -> None:
     kind = str(config.get("peft_type"))
     if kind != "LORA":
         raise ModelError(f"{CONFIG}: peft_type is {kind}, and only LORA is read.")
@@ -135,7 +135,7 @@ def _read(path: Path) -> dict[str, Tensor]:
     try:
         tensors: dict[str, Tensor] = load_file(path)
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"'{path}' is damaged or no safetensors file: {error}") from error
+        raise CheckpointError(f"'{path}' is damaged or not a safetensors file: {error}") from error
     return tensors
 
 
@@ -145,7 +145,7 @@ def _pairs(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
     for name, tensor in tensors.items():
         side = next((side for side, suffix in _SUFFIXES.items() if name.endswith(suffix)), None)
         if side is None or not name.startswith(_PREFIX):
-            raise ModelError(f"'{name}' in {WEIGHTS} is no matrix of a linear layer's adapter.")
+            raise ModelError(f"'{name}' in {WEIGHTS} is not a matrix of a linear layer's adapter.")
         layer = name.removeprefix(_PREFIX).removesuffix(_SUFFIXES[side])
         pairs.setdefault(layer, {})[side] = tensor
     for layer, pair in pairs.items():

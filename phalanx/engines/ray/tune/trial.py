@@ -22,11 +22,11 @@ from phalanx.errors import TrialFailedError
 from phalanx.host.signals import SignalInbox
 from phalanx.tune.objective import Objective
 from phalanx.tune.population import copy_checkpoints
-from phalanx.tune.runner import Ending, gate_of, nonfinite, run_trial
-from phalanx.tune.schedulers import NoScheduler, Points, Scheduler, decide, undecided
+from phalanx.tune.runner import Ending, control_of, nonfinite, run_trial
+from phalanx.tune.schedulers import Points, Scheduler, decide, undecided
 from phalanx.tune.slots import Slot
 from phalanx.tune.space import SearchSpace
-from phalanx.tune.tracking import NoTracking, Tracking
+from phalanx.tune.tracking import Tracking
 from phalanx.tune.trainable import Trainable
 from phalanx.tune.trial import State, Trial
 
@@ -36,7 +36,7 @@ class TrialDecider:
 
     def __init__(self, trial: Trial, scheduler: Scheduler, objective: Objective, folder: str) -> None:
         assert scheduler.points is not None, "there is no judge without points"
-        gate = gate_of(trial, scheduler.points)
+        gate = control_of(trial, scheduler.points)
         assert gate is not None, "there are points, so there is a gate"
         self._trial, self._scheduler, self._objective = trial, scheduler, objective
         self._gate = gate
@@ -73,12 +73,12 @@ class Work:
     folder: str
     points: tuple[dict[str, Any], ...]
     """The trials' points where they are known beforehand."""
-    scheduler: Scheduler = field(default_factory=NoScheduler)
+    scheduler: Scheduler = field(default_factory=Scheduler)
     """Decides which trials continue, except in population-based training, where Ray does."""
     interval: int | None = None
     """Population-based training: iterations between exchanges."""
     threads_per_rank: int | None = None
-    tracking: Tracking = field(default_factory=NoTracking)
+    tracking: Tracking = field(default_factory=Tracking)
 
     def params(self, config: dict[str, Any]) -> dict[str, Any]:
         """Return the point that Ray's config stands for."""
@@ -150,7 +150,7 @@ def _run_and_follow(trial: Trial, work: Work) -> None:
     except BaseException:
         running.stop()
         raise
-    left_early = running.ending.was_told_to or trial.run_status == "stopped"
+    left_early = running.ending.stopped_on_request or trial.run_status == "stopped"
     if trial.stopped_at is not None and left_early:
         trial.state = State.STOPPED
     else:
@@ -163,7 +163,7 @@ def _run_in_slices(trial: Trial, work: Work) -> None:
 
     assert work.interval is not None, "a population has an interval"
     points = Points(None, 1, work.interval)
-    gate = gate_of(trial, points)
+    gate = control_of(trial, points)
     assert gate is not None, "there are points, so there is a gate"
     while True:
         boundary = (trial.iteration // work.interval + 1) * work.interval
@@ -178,7 +178,7 @@ def _run_in_slices(trial: Trial, work: Work) -> None:
             raise
         trial.read_events()
         ending = running.ending
-        if ending.cause or not (ending.was_told_to or trial.run_status == "stopped"):
+        if ending.cause or not (ending.stopped_on_request or trial.run_status == "stopped"):
             _close(trial, work, ending)
             return
         kept = tune.Checkpoint.from_directory(str(trial.checkpoints))
@@ -238,7 +238,7 @@ class _Running:
             self._ending = run_trial(
                 work.subject, trial, slot, points=points, threads_per_rank=work.threads_per_rank,
                 env=work.tracking.environment(trial),
-                bell=lambda: self._bell.put(None), signals=self._signals,
+                wake=lambda: self._bell.put(None), signals=self._signals,
             )  # fmt: skip
         except BaseException as error:  # noqa: BLE001 - raised again by the thread that waits
             self._error = error
