@@ -46,7 +46,7 @@ class StartupNotices:
         """Note that all machines are here."""
         self._arrived = self._machines
         if self._serving:
-            self._reminder = Reminder(now)
+            self._reminder = Reminder(now, MOMENTS)
 
     def end(self) -> None:
         """Note that the ranks run: from here on they report progress."""
