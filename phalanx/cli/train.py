@@ -117,7 +117,8 @@ def _check_target(namespace: argparse.Namespace, own: list[str]) -> Recipe | Non
     if len(named) != 1:
         what = "nothing to train was named" if not named else f"{' and '.join(named)} were both given"
         raise UsageError(
-            what, hint="Write: phalanx train digits, phalanx train --script train.py, or phalanx train -m package.train"
+            what,
+            hint="Write: phalanx train digits, phalanx train --script train.py, or phalanx train -m package.train",
         )
     if namespace.recipe and own:
         raise UsageError(f"a recipe takes no arguments; got: {shlex.join(own)}")

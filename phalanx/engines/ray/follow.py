@@ -89,7 +89,13 @@ class RayFollower(Follower):
     """Runs once. Messages and signals are polled for: Ray has no descriptor to wait on."""
 
     def __init__(
-        self, spec: LaunchSpec, console: RankConsole, inbox: SignalInbox, run: _Run, starter: RayStarter, began: float
+        self,
+        spec: LaunchSpec,
+        console: RankConsole,
+        inbox: SignalInbox,
+        run: _Run,
+        starter: RayStarter,
+        began: float,
     ) -> None:
         super().__init__(spec, console, inbox)
         self._run = run
