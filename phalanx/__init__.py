@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from phalanx.observe.history import History
     from phalanx.trainers.torch import PyTorchDDPTrainer
     from phalanx.tune.tuner import DistributedTuner
-    from phalanx.verification.api import verify
+    from phalanx.verification.proofs import verify
 
 _HOMES = {
     "Callback": "phalanx.loop.hooks",
@@ -43,7 +43,7 @@ _HOMES = {
     "remove_lora": "phalanx.models.lora",
     "save_adapter": "phalanx.models.lora.files",
     "unmerge_lora": "phalanx.models.lora",
-    "verify": "phalanx.verification.api",
+    "verify": "phalanx.verification.proofs",
 }
 
 __all__ = [

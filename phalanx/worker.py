@@ -1,4 +1,4 @@
-"""What each rank executes: a job of a trainer, a recipe of the command line, or the runs of verify and bench."""
+"""What each rank executes: a job of a trainer, or a recipe of the command line."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ import json
 import pickle
 from pathlib import Path
 
-from phalanx.bench.compression.rank import run_cases, run_probe
 from phalanx.config import DistributedConfig
 from phalanx.recipes import Recipe
 from phalanx.trainers.recipe import run_recipe
 from phalanx.trainers.remote import write_result
-from phalanx.verification.rank import run_request
 from phalanx.world.env import read_rank_env
 
 
@@ -31,18 +29,3 @@ def run_recipe_file(payload: str) -> None:
     request = json.loads(Path(payload).read_text(encoding="utf-8"))
     config = DistributedConfig.trusted(request["config"])
     run_recipe(Recipe(**request["recipe"]), config, Path(request["run_dir"]), checked=True)
-
-
-def run_verify_file(payload: str) -> None:
-    """Run the pickled runs of `phalanx verify`."""
-    run_request(payload)
-
-
-def run_compression_bench_file(payload: str) -> None:
-    """Run the cases of `phalanx bench compression`."""
-    run_cases(payload)
-
-
-def run_compression_probe_file(payload: str) -> None:
-    """Measure what `phalanx bench compression --advise` asks for."""
-    run_probe(payload)

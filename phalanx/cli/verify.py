@@ -27,7 +27,7 @@ def run(arguments: Sequence[str]) -> int:
     subject = find_subject(namespace.subject, namespace.script, namespace.preset)
     resolved = resolve_flags(namespace, _defaults(subject))
     prestart()
-    from phalanx.verification.api import prove
+    from phalanx.verification.proofs import prove
 
     verdict = prove(subject, resolved.config, resume=namespace.resume, reshard=namespace.reshard)
     print(verdict)

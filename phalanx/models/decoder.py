@@ -78,7 +78,7 @@ class Decoder(nn.Module):
         init_transformer(self, layers=self.config.layers, residual=self.residual)
 
     def positions(self, inputs: Tensor) -> Tensor:
-        """Return 0, 1, ... for a whole sequence of tokens, or of hidden states where there is no embedding."""
+        """Return 0, 1, ... for a whole sequence of tokens, or of hidden states without an embedding."""
         time = inputs.shape[1] * (1 if self.embed is not None else self.sequence_shards)
         self.check_length(time)
         return torch.arange(time, device=inputs.device)

@@ -1,4 +1,4 @@
-"""A job as it crosses to the ranks, and what a rank does with it: join, run the one loop, hand back a result."""
+"""A job as it is sent to the ranks, and how a rank runs it: join, run the loop, return a result."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ElasticRun(Protocol):
 
 @dataclass
 class Job:
-    """What the ranks are to do with a task."""
+    """A task, and what the ranks do with it."""
 
     action: Literal["fit", "evaluate", "predict"]
     task: TrainTask
@@ -52,7 +52,7 @@ class Job:
 
 @dataclass
 class JobResult:
-    """What the main rank hands back. Weights and optimizer state are on the CPU."""
+    """What the main rank returns. Weights and optimizer state are on the CPU."""
 
     history: History | None = None
     metrics: dict[str, float] = field(default_factory=dict)
@@ -63,7 +63,7 @@ class JobResult:
 
 
 def run_job(job: Job, *, in_place: bool) -> JobResult:
-    """Run a job on this rank. `in_place`: the caller holds the model itself, so no weights are handed back."""
+    """Run a job on this rank. `in_place`: the caller holds the model itself, so no weights are returned."""
 
     def run(survivor: ElasticRun | None = None) -> JobResult:
         return _run_once(job, in_place, survivor)
@@ -79,15 +79,15 @@ def _run_once(job: Job, in_place: bool, survivor: ElasticRun | None = None) -> J
             result = _fit(formation, job, survivor)
         else:
             result = {"evaluate": _evaluate, "predict": _predict}[job.action](formation, job)
-        hand_over = job.action == "fit" and not in_place
+        return_weights = job.action == "fit" and not in_place
         by_engine = formation.strategy.owns_step
         keep = formation.world.env.local_rank == 0
-        if hand_over and not by_engine:  # all ranks, for sharded tensors are gathered from all of them
+        if return_weights and not by_engine:  # all ranks, for sharded tensors are gathered from all of them
             result.weights = whole_weights(job.task.model, keep=keep)
-            # Stages have optimizers of their own, which no single one can load; one that we made nobody asks for.
+            # A stage's optimizer cannot be loaded into a whole one; one made from the config is not returned.
             if formation.world.mesh.pp == 1 and isinstance(job.task.optimizer, torch.optim.Optimizer):
                 result.optimizer_state = whole_state(formation.optimizers[0].state_dict(), keep=keep)
-    if hand_over and by_engine:  # an engine gives the model its weights back when the formation closes
+    if return_weights and by_engine:  # an engine gives the model its weights back when the formation closes
         result.weights = whole_weights(job.task.model, keep=keep)
         if not formation.strategy.owns_gradients and isinstance(job.task.optimizer, torch.optim.Optimizer):
             result.optimizer_state = whole_state(job.task.optimizer.state_dict(), keep=keep)
@@ -100,7 +100,7 @@ def _fit(formation: Formation, job: Job, survivor: ElasticRun | None) -> JobResu
     before = None if survivor is None else survivor.run_dir
     folder = before or job.run_dir
     placed = job.config if folder is None else job.config.with_trusted(run_dir=str(folder))
-    run_dir = agree_run_dir(formation.world, lambda: make_run_dir(placed, job.task.name), goes_on=before is not None)
+    run_dir = agree_run_dir(formation.world, lambda: make_run_dir(placed, job.task.name), resumes=before is not None)
     if formation.is_main:
         save_config(job.config, run_dir)
     events = open_events(job.config, formation.world, run_dir)
@@ -126,12 +126,12 @@ def _predict(formation: Formation, job: Job) -> JobResult:
     model = formation.prepare(job.task.model)
     loader = formation.prepare_loader(job.task.val, training=False, in_order=True)
     found = predict(formation, model, loader)
-    mine = found if formation.world.leads_samples else []  # ranks that share samples all have their outputs
+    own = found if formation.world.leads_samples else []  # ranks that share samples all have their outputs
     parts: list[Any] = [None] * formation.world_size
     if formation.world_size > 1:
-        dist.gather_object(mine, parts if formation.is_main else None, dst=0)
+        dist.gather_object(own, parts if formation.is_main else None, dst=0)
     else:
-        parts = [mine]
+        parts = [own]
     if not formation.is_main:
         return JobResult()
     ordered = sorted((piece for part in parts for piece in part), key=lambda piece: piece[0])
@@ -139,7 +139,7 @@ def _predict(formation: Formation, job: Job) -> JobResult:
 
 
 def _joined(outputs: list[Any]) -> Any:
-    """Put the batches' outputs end to end, whatever they are made of."""
+    """Concatenate the batches' outputs, also inside mappings, tuples and lists."""
     first = outputs[0]
     if isinstance(first, torch.Tensor):
         return torch.cat(outputs)

@@ -1,6 +1,4 @@
-"""What a language model has learned, in its own words: a recipe's last line.
-
-A recipe's data set and model, built in the rank."""
+"""Recipes in a rank: data set and model are built and trained; a language model then writes a sample text."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ _BYTES = 256
 
 
 class SampleText(Callback):
-    """After training, continues a prompt byte by byte. All ranks take part, for each may hold a part of the model."""
+    """After training, continues a prompt byte by byte. All ranks take part: each may hold a part of the model."""
 
     def __init__(self, prompt: str, count: int, *, temperature: float = 0.8) -> None:
         self.prompt = prompt
@@ -34,7 +32,7 @@ class SampleText(Callback):
         self.temperature = temperature
 
     def on_fit_end(self, trainer: TrainLoop) -> None:
-        """Draw the text, the same on all ranks, and let the main rank tell it."""
+        """Draw the text, the same on all ranks, and report it on the main rank."""
         formation = trainer.formation
         model: Any = formation.unwrap(trainer.model)
         mesh = formation.world.mesh
@@ -53,13 +51,13 @@ class SampleText(Callback):
 
 
 def as_text(tokens: list[int]) -> str:
-    """Return bytes as text that a terminal can show: a young model writes control characters as well."""
+    """Return bytes as text that a terminal can show: an untrained model writes control characters as well."""
     text = bytes(token for token in tokens if token < _BYTES).decode("utf-8", errors="replace")
     return "".join(sign if sign.isprintable() or sign in "\n\t" else "\N{REPLACEMENT CHARACTER}" for sign in text)
 
 
 def _uncompiled(compiled: bool) -> AbstractContextManager[Any]:
-    """A text grows by one token a call: compiling each length would take longer than training."""
+    """Disable compilation: a text grows by one token per call, and compiling each length would take too long."""
     return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
 
 
@@ -85,7 +83,7 @@ def recipe_parts(recipe: Recipe, data_dir: str | None) -> tuple[nn.Module, Any, 
     if recipe.needs_data_dir:
         train, val = _both_splits(options)
         if hasattr(train, "classes"):
-            model["classes"] = len(train.classes)  # only the user's folder tells how many there are
+            model["classes"] = len(train.classes)  # known only from the user's folder
         return build(model.pop("name"), **model), train, val
     built: Any = build(model.pop("name"), **model)
     if options.get("block_size") == "model":

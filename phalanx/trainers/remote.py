@@ -1,4 +1,4 @@
-"""Send a job from a script or a notebook to N ranks as a pickle, and bring its result back.
+"""Send a job from a script or a notebook to N ranks as a pickle, and return its result.
 
 Classes and functions of `__main__` are pickled by value, so scripts need no main guard, and a notebook works too.
 """
@@ -82,11 +82,12 @@ def read_result(folder: Path) -> Any:
             "the ranks have ended well, but their result did not come back from the machine that holds it",
             hint="Run on less data at a time, or write what you need from the ranks: phalanx train --script ...",
         )
-    result = _read(folder / RESULT_NAME)
+    result = torch.load(folder / RESULT_NAME, map_location="cpu", weights_only=False)
     if not isinstance(result, JobResult) or result.weights is None:
         return result
     if (folder / WEIGHTS_NAME).exists():
-        return dataclasses.replace(result, **_read(folder / WEIGHTS_NAME))
+        heavy = torch.load(folder / WEIGHTS_NAME, map_location="cpu", weights_only=False)
+        return dataclasses.replace(result, **heavy)
     print(
         "phalanx: the trained weights did not come back: the model here is as it was before. Load them from a "
         "checkpoint, trainer.load(checkpoint_dir), or train by phalanx train --script and save them there.",
@@ -94,7 +95,3 @@ def read_result(folder: Path) -> Any:
         flush=True,
     )
     return dataclasses.replace(result, weights=None)
-
-
-def _read(path: Path) -> Any:
-    return torch.load(path, map_location="cpu", weights_only=False)

@@ -1,4 +1,4 @@
-"""What every run has around the loop: checks, its folder, its saved config, its sinks."""
+"""What a run needs besides the loop: checks, its folder, its saved config, its sinks."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def check_per_host(world: World, config: DistributedConfig) -> None:
         raise each
 
 
-def agree_run_dir(world: World, make: Callable[[], Path], *, goes_on: bool = False) -> Path:
-    """Make the run's folder on the main rank and broadcast its path: by the clock of each rank the names would differ.
+def agree_run_dir(world: World, make: Callable[[], Path], *, resumes: bool = False) -> Path:
+    """Make the run's folder on the main rank and broadcast its path: by each rank's clock the names would differ.
 
     The second fit of a script that the command line started has a folder inside that of the command; a fit that
-    `goes_on` with other ranks keeps its folder.
+    `resumes` with other ranks keeps its folder.
     """
-    fits = 1 if goes_on else next(_FITS)
+    fits = 1 if resumes else next(_FITS)
     names: list[Any] = [None]
     if world.is_main:
         run_dir = make()
@@ -78,11 +78,11 @@ def open_sinks(config: DistributedConfig, run_dir: Path) -> list[Sink]:
         from phalanx.observe.console import Console
 
         sinks.append(Console())
-    board = tensorboard_dir(config, run_dir)
-    if board is not None:
+    folder = tensorboard_dir(config, run_dir)
+    if folder is not None:
         from phalanx.observe.tensorboard import TensorBoardSink
 
-        sinks.append(TensorBoardSink(board))
+        sinks.append(TensorBoardSink(folder))
     if config.mlflow_tracking or config.mlflow_experiment is not None:
         from phalanx.observe.mlflow import MlflowSink
 

@@ -1,6 +1,4 @@
-"""The face of torch's trainers: a model and a DataLoader on N ranks, from a script, a prompt or inside a rank.
-
-`PyTorchDDPTrainer`: torch's own processes and process groups, with any strategy."""
+"""The trainers for torch models: a model and a DataLoader on N ranks, from a script, a prompt or inside a rank."""
 
 from __future__ import annotations
 
@@ -33,7 +31,7 @@ from phalanx.world.layout import plan_layout
 
 
 class TorchTrainer:
-    """A model, its task and its settings; where they run is the config's affair."""
+    """A model, its task and its settings; the config decides where they run."""
 
     backend: ClassVar[str]
     """The backend of a config that names none."""
@@ -54,10 +52,17 @@ class TorchTrainer:
         **settings: Any,
     ) -> None:
         if not isinstance(model, torch.nn.Module):
-            raise _not_a_module(model, self.keras_hint)
+            raise UsageError(
+                f"model must be a torch.nn.Module; got {type(model).__name__}",
+                hint=self.keras_hint if type(model).__module__.split(".")[0] in ("keras", "tf_keras") else "",
+            )
         if isinstance(config, torch.optim.Optimizer):
-            optimizer = _only_one(config, optimizer)
-            config = None
+            if optimizer is not None:
+                raise UsageError(
+                    f"two optimizers: {type(config).__name__} as second argument, and optimizer=...",
+                    hint="Give one of them.",
+                )
+            optimizer, config = config, None
         if isinstance(optimizer, str):  # a name is the config's field of the same name
             settings["optimizer"], optimizer = optimizer, None
         self.model = model
@@ -140,13 +145,13 @@ class TorchTrainer:
         return TrainTask(self.model, train, val, *parts, name, self.scheduler, self.scheduler_interval)
 
     def _run(self, action: Any, task: TrainTask, config: DistributedConfig) -> JobResult:
-        """Run the job; a run that was told to stop ends the process with an exit code of its own.
+        """Run the job; a run that was asked to stop ends the process with a separate exit code.
 
         Under `phalanx train` the launcher does that. In a plain script the scheduler must see it just as well.
         """
         __tracebackhide__ = True
         try:
-            return self._run_where_it_belongs(action, task, config)
+            return self._run_or_send(action, task, config)
         except PreemptedError as error:
             env = read_rank_env()
             if env is not None and env.supervised:
@@ -154,7 +159,7 @@ class TorchTrainer:
             print(f"phalanx: {error}", file=sys.stderr, flush=True)
             raise SystemExit(error.exit_code) from error
 
-    def _run_where_it_belongs(self, action: Any, task: TrainTask, config: DistributedConfig) -> JobResult:
+    def _run_or_send(self, action: Any, task: TrainTask, config: DistributedConfig) -> JobResult:
         """Run here when this is a rank already or one rank is enough; else start the ranks."""
         __tracebackhide__ = True  # in a notebook the rank's own traceback is what matters
         if read_rank_env() is not None:
@@ -174,7 +179,7 @@ class TorchTrainer:
         except PhalanxError as error:
             if run_dir is not None:
                 discard_unused(config, run_dir)
-            raise error.with_traceback(None)  # noqa: B904 - what it tells happened in a rank, not in these frames
+            raise error.with_traceback(None)  # noqa: B904 - it happened in a rank, not in these frames
         if result.weights is not None:
             return_weights(self.model, result.weights)
         if isinstance(self.optimizer, torch.optim.Optimizer) and result.optimizer_state is not None:
@@ -182,21 +187,6 @@ class TorchTrainer:
         if isinstance(self.scheduler, torch.optim.lr_scheduler.LRScheduler) and result.scheduler_state is not None:
             load_scheduler_state(self.scheduler, result.scheduler_state)
         return result
-
-
-def _not_a_module(model: Any, keras_hint: str) -> UsageError:
-    is_keras = type(model).__module__.split(".")[0] in ("keras", "tf_keras")
-    said = f"model must be a torch.nn.Module; got {type(model).__name__}"
-    return UsageError(said, hint=keras_hint) if is_keras else UsageError(said)
-
-
-def _only_one(optimizer: torch.optim.Optimizer, other: Any) -> torch.optim.Optimizer:
-    if other is not None:
-        raise UsageError(
-            f"two optimizers: {type(optimizer).__name__} as second argument, and optimizer=...",
-            hint="Give one of them.",
-        )
-    return optimizer
 
 
 class PyTorchDDPTrainer(TorchTrainer):

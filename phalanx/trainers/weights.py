@@ -1,6 +1,7 @@
-"""What ranks hold parts of, made whole on the CPUs of those that keep it; the rest hold one tensor at a time.
+"""Gather sharded tensors to full CPU tensors on chosen ranks; write and read weights alone.
 
-Weights alone: written to a file, read back from it or out of a checkpoint."""
+Ranks that do not keep the gathered tensors hold one at a time.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ def whole_tensors(model: nn.Module, tensors: Mapping[str, Any], *, keep: bool = 
     Tensors that are whole on this CPU already are the memory itself, not a copy.
     """
     placed = placed_before(model)
-    found = _of_one_stage(tensors, keep=keep) if placed is None else _of_all_stages(tensors, placed.row, keep=keep)
+    if placed is None:
+        return whole_state(dict(tensors), keep=keep)
+    found = _of_all_stages(tensors, placed.row, keep=keep)
     return found if keep else None
 
 
@@ -46,7 +49,7 @@ def whole_state(state: dict[str, Any], *, keep: bool = True) -> dict[str, Any] |
 
 
 def _gathered(value: Any, *, keep: bool) -> Any:
-    """Gather every tensor; ranks that do not keep them only help, and let go of each before the next."""
+    """Gather every tensor; ranks that do not keep them only take part, and free each before the next."""
     if isinstance(value, torch.Tensor):
         tensor = whole(value.detach())
         return tensor.cpu().contiguous() if keep else None
@@ -57,12 +60,8 @@ def _gathered(value: Any, *, keep: bool) -> Any:
     return value
 
 
-def _of_one_stage(tensors: Mapping[str, Any], *, keep: bool) -> dict[str, Any]:
-    return {name: _gathered(value, keep=keep) for name, value in tensors.items()}
-
-
 class _Part(NamedTuple):
-    """What one rank of a pipeline tells the others before anything is sent."""
+    """What one rank of a pipeline sends to the others before any tensor."""
 
     shapes: dict[str, tuple[torch.Size, torch.dtype] | None]
     """By name; None: not a tensor."""
@@ -70,7 +69,7 @@ class _Part(NamedTuple):
 
 
 def _of_all_stages(tensors: Mapping[str, Any], row: Row, *, keep: bool) -> dict[str, Any]:
-    """Let each stage send its tensors, one by one, to the ranks of its row, if any of them keeps what it gets."""
+    """Send each stage's tensors, one by one, to the ranks of its row, if any of them keeps them."""
     shapes = {n: (v.shape, v.dtype) if isinstance(v, torch.Tensor) else None for n, v in tensors.items()}
     parts: list[Any] = [None] * row.size
     dist.all_gather_object(parts, _Part(shapes, keep), group=row.group)
@@ -87,20 +86,20 @@ def _of_all_stages(tensors: Mapping[str, Any], row: Row, *, keep: bool) -> dict[
 
 
 def _sent(value: Any, shape: tuple[torch.Size, torch.dtype] | None, row: Row, source: int) -> Any:
-    """Give one stage's value to all ranks of the row."""
-    mine = source == row.position
+    """Broadcast one stage's value to all ranks of the row."""
+    is_source = source == row.position
     if shape is None:
-        box = [value if mine else None]
+        box = [value if is_source else None]
         dist.broadcast_object_list(box, group=row.group, group_src=source)
         return box[0]
     device = _device_of(row.group)
-    tensor = value.to(device).contiguous() if mine else torch.empty(shape[0], dtype=shape[1], device=device)
+    tensor = value.to(device).contiguous() if is_source else torch.empty(shape[0], dtype=shape[1], device=device)
     dist.broadcast(tensor, group=row.group, group_src=source)
-    return value if mine else tensor
+    return value if is_source else tensor
 
 
 def _device_of(group: dist.ProcessGroup) -> torch.device:
-    """Return where a group can broadcast from: nccl knows GPUs only, and gloo is at home on the CPU."""
+    """Return where a group can broadcast from: nccl works on GPUs only, gloo on the CPU."""
     if "nccl" in dist.get_backend(group):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
@@ -111,9 +110,9 @@ _Info = tuple[torch.Size, torch.dtype]
 
 
 def save_weights(model: nn.Module, path: Path, *, here: bool = True) -> None:
-    """Write the weights whole or not at all: safetensors, or torch's own format for .pt and .pth.
+    """Write the weights, all or none: safetensors, or torch's own format for .pt and .pth.
 
-    Every rank calls this, for sharded weights are gathered from all of them; only the one that is `here` writes.
+    Every rank calls this, since sharded weights are gathered from all of them; only the one with `here` writes.
     """
     state = whole_weights(model, keep=here)
     if state is None:
@@ -126,12 +125,12 @@ def save_weights(model: nn.Module, path: Path, *, here: bool = True) -> None:
             temporary.replace(path)
         finally:
             temporary.unlink(missing_ok=True)
-    except Exception as error:  # torch and safetensors each tell a full disk in errors of their own
+    except Exception as error:  # torch and safetensors have different errors for a full disk
         raise CheckpointError(f"the weights cannot be written to {path}: {error}") from error
 
 
 def return_weights(model: nn.Module, weights: Mapping[str, Any]) -> None:
-    """Put weights that ranks trained into the user's own model; one on the meta device gets memory for them first."""
+    """Load weights that ranks trained into the user's model; one on the meta device gets memory for them first."""
     if is_meta(model):
         with torch.random.fork_rng(devices=[]):  # what it draws is overwritten
             materialise(model, "cpu")
@@ -171,7 +170,7 @@ def _read(path: Path) -> Mapping[str, Any]:
             from safetensors.torch import load_file
 
             state = load_file(str(path))
-    except Exception as error:  # each reader has errors of its own for a damaged file
+    except Exception as error:  # each reader has its own errors for a damaged file
         raise CheckpointError(f"{path} cannot be read as weights: {error}") from error
     if not isinstance(state, dict):
         raise CheckpointError(f"{path} holds a {type(state).__name__}, not a state dict of weights")
@@ -186,7 +185,7 @@ def _described(model: nn.Module, state: Mapping[str, Any]) -> dict[str, _Info | 
 
 
 def _compare(path: Path, saved: Mapping[str, Any], here: Mapping[str, _Info | None]) -> None:
-    """Name the first parameter in which a file and the model differ."""
+    """Raise for the first parameter in which a file and the model differ."""
     for name, info in here.items():
         if name not in saved:
             close = nearest(name, saved)
@@ -197,7 +196,7 @@ def _compare(path: Path, saved: Mapping[str, Any], here: Mapping[str, _Info | No
             raise CheckpointError(f"{path} belongs to another model: {name} is {then} in it and {now} in the model")
     extra = next((name for name in saved if name not in here), None)
     if extra is not None:
-        raise CheckpointError(f"{path} has {extra}, which the model has not")
+        raise CheckpointError(f"{path} has {extra}, which the model does not have")
 
 
 def _load_from_checkpoint(model: nn.Module, path: Path) -> None:
@@ -211,7 +210,7 @@ def _load_from_checkpoint(model: nn.Module, path: Path) -> None:
 
 
 def _without_sharing(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Give tensors that share memory (tied weights) copies of their own: safetensors stores each once."""
+    """Copy tensors that share memory (tied weights): safetensors stores each once."""
     seen: set[int] = set()
     separate = {}
     for name, value in state.items():

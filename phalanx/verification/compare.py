@@ -1,4 +1,4 @@
-"""Two recordings side by side."""
+"""Compare two recordings."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 _FLOOR = 1e-2
 """A tensor whose largest value is below this share of the largest of all is measured by that share instead.
 
-Some gradients are zero in exact arithmetic (a bias before a softmax or a normalisation): what is left of them is
-rounding, and relative to itself rounding always differs.
+Some gradients are zero in exact arithmetic (a bias before a softmax or a normalisation): the rest is
+rounding, whose relative difference is always large.
 """
 
 
@@ -34,23 +34,23 @@ def compare(
     return Comparison(title, labels, _steps(reference, other), _modules(reference, other), allowed)
 
 
-def same_bits(mine: Tensors, theirs: Tensors) -> str | None:
+def same_bits(first: Tensors, second: Tensors) -> str | None:
     """Return the first tensor that is not equal to the last bit, or None."""
-    for name, tensor in mine.items():
-        other = theirs.get(name)
+    for name, tensor in first.items():
+        other = second.get(name)
         if other is None or other.dtype != tensor.dtype or not bool(tensor.eq(other).all()):
             return name
-    return next((name for name in theirs if name not in mine), None)
+    return next((name for name in second if name not in first), None)
 
 
 def _steps(reference: Recording, other: Recording) -> list[StepRow]:
-    theirs = {row["step"]: row for row in other.steps}
+    second = {row["step"]: row for row in other.steps}
     nothing = {"loss": math.nan, "grad_norm": math.nan}
     return [
         StepRow(
             row["step"],
-            (row["loss"], theirs.get(row["step"], nothing)["loss"]),
-            (row["grad_norm"], theirs.get(row["step"], nothing)["grad_norm"]),
+            (row["loss"], second.get(row["step"], nothing)["loss"]),
+            (row["grad_norm"], second.get(row["step"], nothing)["grad_norm"]),
         )
         for row in reference.steps
     ]
@@ -60,7 +60,7 @@ def _modules(reference: Recording, other: Recording) -> list[ModuleRow]:
     # A layout that cuts layers or batches further than over data ranks has no outputs that could be compared.
     comparable = reference.activations if other.activations else {}
     activations = {
-        name: _fingerprint_difference(mine, other.activations.get(name)) for name, mine in comparable.items()
+        name: _fingerprint_difference(first, other.activations.get(name)) for name, first in comparable.items()
     }
     gradients = _by_module(_differences(reference.gradients, other.gradients))
     weights = _by_module(_differences(reference.after, other.after))
@@ -70,32 +70,31 @@ def _modules(reference: Recording, other: Recording) -> list[ModuleRow]:
     ]
 
 
-def _fingerprint_difference(mine: tuple[float, float], theirs: tuple[float, float] | None) -> float:
-    if theirs is None:
+def _fingerprint_difference(first: tuple[float, float], second: tuple[float, float] | None) -> float:
+    if second is None:
         return math.inf
-    size = max(mine[1], theirs[1])
+    size = max(first[1], second[1])
     if size == 0:
         return 0.0
-    return _or_infinite(max(abs(mine[0] - theirs[0]) / math.sqrt(size), abs(mine[1] - theirs[1]) / size))
+    return _or_infinite(max(abs(first[0] - second[0]) / math.sqrt(size), abs(first[1] - second[1]) / size))
 
 
-def _differences(mine: Tensors, theirs: Tensors) -> dict[str, float]:
+def _differences(first: Tensors, second: Tensors) -> dict[str, float]:
     """Return each tensor's largest difference, relative to its largest value."""
-    largest = max((float(tensor.abs().max()) for tensor in mine.values() if tensor.numel()), default=0.0)
-    return {name: _difference(tensor, theirs.get(name), largest * _FLOOR) for name, tensor in mine.items()}
+    largest = max((float(tensor.abs().max()) for tensor in first.values() if tensor.numel()), default=0.0)
+    return {name: _difference(tensor, second.get(name), largest * _FLOOR) for name, tensor in first.items()}
 
 
-def _difference(mine: torch.Tensor, theirs: torch.Tensor | None, floor: float) -> float:
-    if theirs is None or theirs.shape != mine.shape:
+def _difference(first: torch.Tensor, second: torch.Tensor | None, floor: float) -> float:
+    if second is None or second.shape != first.shape:
         return math.inf
-    if mine.numel() == 0:
+    if first.numel() == 0:
         return 0.0
-    apart = float((mine.double() - theirs.double()).abs().max())
-    return 0.0 if apart == 0 else _or_infinite(apart / max(float(mine.abs().max()), floor, math.ulp(0.0)))
+    apart = float((first.double() - second.double()).abs().max())
+    return 0.0 if apart == 0 else _or_infinite(apart / max(float(first.abs().max()), floor, math.ulp(0.0)))
 
 
 def _or_infinite(value: float) -> float:
-    """A NaN is as far away as can be."""
     return math.inf if math.isnan(value) else value
 
 

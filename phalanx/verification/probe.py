@@ -1,4 +1,4 @@
-"""A callback that writes down what a run computes: activations and gradients of its first step, and its weights."""
+"""A callback that records what a run computes: activations and gradients of its first step, and its weights."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass
 class Recording:
-    """One run, as far as another can be compared with it. Tensors are whole and on the CPU of the main rank."""
+    """What is compared of a run. Tensors are whole and on the CPU of the main rank."""
 
     steps: list[dict[str, Any]] = field(default_factory=list)
     modules: dict[str, str] = field(default_factory=dict)
@@ -51,10 +51,10 @@ class Probe(Callback):
         self._formation: Formation
         self._model: nn.Module
         self._aliases: dict[str, str] = {}
-        self._looks_inside = True
+        self._has_hooks = True
 
     def on_fit_start(self, trainer: Any) -> None:
-        """Hang the hooks on the model and the optimizer."""
+        """Register the hooks on the model and the optimizer."""
         self._formation = trainer.formation
         self._model = self._formation.unwrap(trainer.model)
         self._aliases = trainer.model.aliases if isinstance(trainer.model, Pipeline) else {}
@@ -62,19 +62,19 @@ class Probe(Callback):
         self.recording.global_batch = trainer.global_batch
         self.recording.parameters = self._count_parameters()
         mesh = self._formation.world.mesh
-        self._looks_inside = not trainer.config.compile and mesh.pp == mesh.tp == 1
-        if self._looks_inside:  # hooks would break a compiled graph into pieces
+        self._has_hooks = not trainer.config.compile and mesh.pp == mesh.tp == 1
+        if self._has_hooks:  # hooks would break a compiled graph into pieces
             for name, module in self._model.named_modules():
                 self._remove.append(module.register_forward_hook(self._watcher(name)).remove)
         self._remove.append(trainer.optimizer.register_step_pre_hook(self._before_first_update).remove)
 
     def on_step_end(self, trainer: Any, info: StepInfo) -> None:
-        """End the run where that was asked for."""
+        """End the run after `stop_after` steps."""
         if info.step == self._stop_after:
             trainer.request_stop()
 
     def on_fit_end(self, trainer: Any) -> None:
-        """Keep the weights of the end."""
+        """Record the final weights."""
         self.recording.after = self._gathered(self._model.state_dict())
 
     def _watcher(self, name: str) -> Callable[..., None]:
@@ -91,17 +91,17 @@ class Probe(Callback):
         return watch
 
     def _before_first_update(self, *_: Any) -> None:
-        """Keep the first global batch's gradient, after clipping, and its activations; then step aside."""
+        """Record the first global batch's gradient, after clipping, and its activations; then remove the hooks."""
         for remove in self._remove:
             remove()
         self._remove.clear()
         gradients = {name: p.grad for name, p in self._model.named_parameters() if p.grad is not None}
         self.recording.gradients = self._gathered(gradients)
-        if self._looks_inside:
+        if self._has_hooks:
             self._keep_activations()
 
     def _keep_activations(self) -> None:
-        """Add up over the ranks. In the order of the model's own names: ranks may call modules differently."""
+        """Add up over the ranks, in the order of the model's names: ranks may call modules differently."""
         kinds = {name: _class_of(module) for name, module in self._model.named_modules()}
         nothing = torch.zeros(3, dtype=torch.float64, device=self._formation.device)
         table = torch.stack([self._sums.get(name, nothing) for name in kinds])
@@ -131,7 +131,7 @@ class Probe(Callback):
 
 
 def _with_uncalled(order: list[str], names: Iterable[str]) -> list[str]:
-    """Put modules that were never called themselves (a parent uses their weights) just before their nearest parent."""
+    """Insert modules that were never called (a parent uses their weights) just before their nearest parent."""
     complete = list(order)
     for name in names:
         parent = name
@@ -145,7 +145,7 @@ def _with_uncalled(order: list[str], names: Iterable[str]) -> list[str]:
 
 
 def _class_of(module: nn.Module) -> str:
-    """Name the user's own class: sharding makes a subclass of it."""
+    """Return the name of the user's class: sharding makes a subclass of it."""
     kind = type(module)
     return (kind.__bases__[-1] if isinstance(module, FSDPModule) else kind).__name__
 
@@ -154,7 +154,7 @@ def _fingerprint(output: Any) -> torch.Tensor:
     """Return (sum, sum of squares, count) of all rows of an output, each projected on one fixed direction.
 
     Means of these are the same however the rows were split over ranks and micro-batches. Scalars are left out: they
-    are losses, which are weighed and compared elsewhere.
+    are losses, which are weighted and compared elsewhere.
     """
     total = torch.zeros(3, dtype=torch.float64)
     for leaf in pytree.tree_leaves(output):

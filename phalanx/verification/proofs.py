@@ -1,13 +1,14 @@
-"""The three proofs: a layout against one process, a run against its own resumption, one layout against another."""
+"""`verify`, by three proofs: layout against one process, run against its resumption, layout against another layout."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
 from collections.abc import Sequence
+from contextlib import closing
 from typing import Any
 
-from phalanx.config import DistributedConfig
+from phalanx.config import DistributedConfig, resolve
 from phalanx.config.fields import STRATEGIES
 from phalanx.errors import PreemptedError, UsageError, unknown_name
 from phalanx.launch import CallTarget, count_gpus
@@ -19,12 +20,12 @@ from phalanx.verification.compare import compare, same_bits
 from phalanx.verification.probe import Recording
 from phalanx.verification.rank import Run, VerifyRequest, read_recording
 from phalanx.verification.report import MEASURES, Comparison, Verdict
-from phalanx.verification.subject import Subject
+from phalanx.verification.subject import GivenSubject, Subject
 from phalanx.world.env import read_rank_env
 from phalanx.world.layout import Layout, plan_layout
 
 DEFAULTS = {"num_workers": 2, "max_steps": 5}
-"""What verify takes where neither a flag nor a file says it."""
+"""Settings where neither a flag nor a file gives them."""
 
 _ONE_PROCESS: dict[str, Any] = {
     "num_workers": 1,
@@ -50,7 +51,7 @@ _ONE_PROCESS: dict[str, Any] = {
 _AXIS_FIELDS = {"pp": "pipeline_parallel", "cp": "context_parallel", "tp": "tensor_parallel", "ep": "expert_parallel"}
 _AXIS = re.compile(r"(pp|cp|tp|ep)([1-9]\d*)")
 
-_UNSEEN: dict[str, Any] = {
+_QUIET_RUN: dict[str, Any] = {
     "epochs": None,
     "log_every_n_steps": 1,
     "progress": False,
@@ -64,18 +65,40 @@ _UNSEEN: dict[str, Any] = {
     "resume_from_checkpoint": False,
     "max_restarts": 0,
 }
-"""What surrounds a real run and is no part of the proof."""
+"""Settings of a real run that are not part of the proof."""
 
 FLOAT64 = 1e-10
 FLOAT32 = 1e-5
 _ROUNDINGS = 10
 """A layout may be this many times as far from one process as rounding alone takes one process from itself."""
 _FINER = 2.0**-29
-"""Float64 has 29 bits more than float32: what rounding does to a run in the one tells what it does in the other."""
+"""Float64 has 29 bits more than float32: the effect of rounding in one is known from the other."""
+
+
+def verify(
+    model: Any, data: Any, loss_fn: Any = None, *, resume: bool = False, reshard: str | None = None, **settings: Any
+) -> Verdict:
+    """Prove that a layout trains a model like one process; the settings are those of `DistributedConfig`.
+
+    `model` is a module or a function that makes one, `data` a data set or a DataLoader over one. The verdict is true
+    when they agree, and printing it shows the tables. With `resume` a stopped and resumed run is
+    compared with one that never stopped, with `reshard="fsdp:4"` the checkpoint is loaded on another layout.
+    """
+    name = getattr(model, "__name__", type(model).__name__)
+    config = resolve(settings, recipe=DEFAULTS, recipe_name="verify").config
+    return prove(GivenSubject(name, model, data, loss_fn), config, resume=resume, reshard=reshard)
+
+
+def prove(subject: Subject, config: DistributedConfig, *, resume: bool = False, reshard: str | None = None) -> Verdict:
+    """Run the proof that was asked for."""
+    with closing(Proof(subject, config)) as proof:
+        if reshard is not None:
+            return proof.against_layout(reshard)
+        return proof.against_resumption() if resume else proof.against_one_process()
 
 
 class Proof:
-    """Runs a subject on layouts and keeps the recordings; leaves no folder behind."""
+    """Runs a subject on layouts and compares the recordings."""
 
     def __init__(self, subject: Subject, config: DistributedConfig) -> None:
         self.subject = subject
@@ -93,7 +116,7 @@ class Proof:
         """Compare the layout with one process, in float64 and in float32."""
         alone = self.config.replace(**_ONE_PROCESS)
         precisions = ("float64", "float32")
-        # The layout first: a model that it does not fit is told before a whole run of one process.
+        # The layout first: a model that does not suit it is reported before a whole run of one process.
         laid = self._launch(self.config, [self._run(f"laid-{kind}", self.config, kind) for kind in precisions])
         one = self._launch(alone, [self._run(f"one-{kind}", alone, kind) for kind in precisions])
         exact, rounded = one["one-float64"], one["one-float32"]
@@ -117,9 +140,9 @@ class Proof:
         claim = "end with the same bits when it is stopped and resumed"
         return self._verdict(claim, straight, [comparison], problems)
 
-    def against_layout(self, wish: str) -> Verdict:
-        """Save on this layout, load on another, and compare what the other goes on to compute."""
-        other = self._other_layout(wish)
+    def against_layout(self, text: str) -> Verdict:
+        """Save on this layout, load on another, and compare the rest of the run."""
+        other = self._other_layout(text)
         straight = [self._run(f"straight-{kind}", self.config, kind) for kind in ("float64", "float32")]
         found = self._launch(self.config, [*straight, self._stopped("float64")])
         resumed = self._resumed("float64", other)
@@ -141,9 +164,9 @@ class Proof:
         return self._run("stopped", kept, dtype, stop_after=self._half())
 
     def _resumed(self, dtype: str, config: DistributedConfig) -> Recording:
-        """Go on from the checkpoint in new processes."""
-        going_on = config.with_trusted(resume_from_checkpoint=str(self._folder / "kept"))
-        return self._launch(config, [self._run("resumed", going_on, dtype)])["resumed"]
+        """Resume from the checkpoint in new processes."""
+        resuming = config.with_trusted(resume_from_checkpoint=str(self._folder / "kept"))
+        return self._launch(config, [self._run("resumed", resuming, dtype)])["resumed"]
 
     def _run(self, name: str, config: DistributedConfig, dtype: str, stop_after: int | None = None) -> Run:
         ranks = plan_layout(config, count_gpus()).mesh.dp_size
@@ -155,11 +178,11 @@ class Proof:
         placed = [dataclasses.replace(run, config=run.config.with_trusted(device=layout.device)) for run in runs]
         payload = self._folder / f"{runs[0].name}.pkl"
         write_payload(VerifyRequest(self.subject, placed), payload)
-        target = CallTarget("phalanx.worker:run_verify_file", str(payload))
+        target = CallTarget("phalanx.verification.rank:run_request", str(payload))
         with log_folder(None) as logs:
             try:
                 run_on_ranks(launch_spec(config, layout, target, logs), config)
-            except PreemptedError:  # the ranks would advise a checkpoint_dir, which verify does not use
+            except PreemptedError:  # the ranks' hint names checkpoint_dir, which verify does not use
                 raise PreemptedError(
                     "verify was stopped before it could compare", hint="It keeps nothing: run the same command again."
                 ) from None
@@ -172,13 +195,13 @@ class Proof:
         name = _layout_name(self.config, self.layout)
         return Verdict(self.subject.name, name, claim, f"{self.steps} steps, {size}", comparisons, list(problems))
 
-    def _other_layout(self, wish: str) -> DistributedConfig:
-        strategy, _, rest = wish.partition(":")
+    def _other_layout(self, text: str) -> DistributedConfig:
+        strategy, _, rest = text.partition(":")
         count, *axes = rest.split(":")
         sizes = [_AXIS.fullmatch(axis) for axis in axes]
         if not count.isdigit() or int(count) < 1 or None in sizes:
             raise UsageError(
-                f"--reshard {wish}: not a layout",
+                f"--reshard {text}: not a layout",
                 hint="Write <strategy>:<ranks>, for example ddp:1, and other axes after it: fsdp:8:pp2:tp2",
             )
         if strategy not in STRATEGIES:
@@ -199,11 +222,11 @@ def _limits(exact: Recording, rounded: Recording) -> tuple[dict[str, float], dic
 
 
 def _quiet(config: DistributedConfig) -> DistributedConfig:
-    """Return the settings that make the layout, without what surrounds a real run."""
+    """Return the settings of the layout, without logging and checkpoints; raise for what cannot be verified."""
     if config.mixed_precision is not False:
         raise UsageError(
             f"mixed_precision = {config.mixed_precision!r}: verify compares in float64 and float32",
-            hint="Leave mixed_precision out: what it rounds away would hide what a layout gets wrong.",
+            hint="Leave mixed_precision out: its rounding would hide the errors of a layout.",
         )
     if config.resolved_strategy == "deepspeed":
         raise UsageError(
@@ -214,7 +237,7 @@ def _quiet(config: DistributedConfig) -> DistributedConfig:
         means = f"compression = {config.compression!r}" if config.compression != "none" else config.resolved_strategy
         raise UsageError(
             f"{means} does not give what one process gives, and is not meant to",
-            hint="It is judged by the loss it reaches: phalanx bench compression, or a run beside --strategy ring.",
+            hint="It is judged by the loss it reaches: phalanx bench compression, or a run next to --strategy ring.",
         )
     env = read_rank_env()
     if env is not None and env.world_size > 1:
@@ -226,14 +249,14 @@ def _quiet(config: DistributedConfig) -> DistributedConfig:
         raise UsageError(
             "verify runs on one machine", hint="Verify the same number of ranks here, with --device cpu if need be."
         )
-    return config.replace(max_steps=config.max_steps or DEFAULTS["max_steps"], **_UNSEEN)
+    return config.replace(max_steps=config.max_steps or DEFAULTS["max_steps"], **_QUIET_RUN)
 
 
 def _layout_name(config: DistributedConfig, layout: Layout) -> str:
     strategy = config.resolved_strategy
     if config.zero_stage is not None:
         strategy += f" (ZeRO {config.zero_stage})"
-    elif config.resolved_sharding != "full":  # beside other axes ddp shards the data axis too
+    elif config.resolved_sharding != "full":  # with other axes ddp shards the data axis too
         strategy += f" ({config.resolved_sharding})"
     axes = {short: getattr(config, name) for short, name in _AXIS_FIELDS.items()}
     strategy += "".join(f" x {short}{size}" for short, size in axes.items() if size > 1)
@@ -243,11 +266,11 @@ def _layout_name(config: DistributedConfig, layout: Layout) -> str:
 
 
 def _without_first_step(straight: Recording) -> Recording:
-    """A probe looks into the first step of its run, and that of a resumed run is another one."""
+    """Leave out what the probe records in the first step: a resumed run begins with another one."""
     return dataclasses.replace(straight, activations={}, gradients={})
 
 
 def _load_problems(stopped: Recording, resumed: Recording) -> list[str]:
-    """Loading must give back what was saved to the last bit, on whatever layout."""
+    """Compare loaded with saved weights: they must be equal to the last bit, on any layout."""
     changed = same_bits(stopped.after, resumed.before)
     return [] if changed is None else [f"{changed} was loaded with other bits than it was saved with"]

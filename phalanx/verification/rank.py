@@ -44,14 +44,14 @@ class Run:
 
 @dataclass(frozen=True)
 class VerifyRequest:
-    """What travels to the ranks."""
+    """What is sent to the ranks."""
 
     subject: Subject
     runs: list[Run]
 
 
 def run_request(payload: str) -> None:
-    """Execute the runs one after the other; the first rank leaves each recording beside the request."""
+    """Execute the runs one after the other; the first rank writes each recording next to the request."""
     path = Path(payload)
     with path.open("rb") as file:
         request: VerifyRequest = pickle.load(file)
@@ -63,13 +63,13 @@ def run_request(payload: str) -> None:
 
 
 def read_recording(folder: Path, name: str) -> Recording:
-    """Read what ranks of this process's own left."""
+    """Read a recording that ranks of this process wrote."""
     recording: Recording = torch.load(folder / f"{name}.pt", map_location="cpu", weights_only=False)
     return recording
 
 
 def execute(run: Run, subject: Subject, folder: Path) -> Recording:
-    """Train the run's few steps with the one loop, and return what it did."""
+    """Train the run's few steps and return the recording."""
     seed_everything(run.config.seed)
     parts = subject.build(run.config.data_dir)
     dtype = getattr(torch, run.dtype)
@@ -97,11 +97,15 @@ def _fitting(run: Run, own_batch: int, data: DataLoader[Any]) -> DistributedConf
 
 
 def _loader(parts: Parts, run: Run, dtype: torch.dtype) -> tuple[DataLoader[Any], int]:
-    """Return the data in the run's precision, and the batch size of a rank of the layout under test."""
+    """Return the data in the run's precision, and the batch size per rank of the layout under test."""
     given = parts.data
-    loader: DataLoader[Any] = given if isinstance(given, DataLoader) else _over(given)
-    if isinstance(loader.dataset, IterableDataset) or loader.batch_size is None:
-        raise _no_data_set(given)
+    has_items = isinstance(given, Dataset) or (hasattr(given, "__getitem__") and hasattr(given, "__len__"))
+    loader: Any = given if isinstance(given, DataLoader) else DataLoader(given) if has_items else None
+    if loader is None or isinstance(loader.dataset, IterableDataset) or loader.batch_size is None:
+        raise UsageError(
+            f"verify cannot split the batches of a {type(given).__name__} over another number of ranks",
+            hint="Give a data set with a length and items, or a DataLoader over one.",
+        )
     asked = run.config.batch_size
     own = asked if asked is not None else loader.batch_size if loader is given else _DEFAULT_BATCH
     cast = CastCollate(loader.collate_fn, dtype)
@@ -109,19 +113,6 @@ def _loader(parts: Parts, run: Run, dtype: torch.dtype) -> tuple[DataLoader[Any]
         return DataLoader(loader.dataset, own, shuffle=True, collate_fn=cast), own
     kept = {"sampler": loader.sampler, "drop_last": loader.drop_last}
     return DataLoader(loader.dataset, own, collate_fn=cast, **kept), own
-
-
-def _over(data: Any) -> DataLoader[Any]:
-    if isinstance(data, Dataset) or (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
-        return DataLoader(data)
-    raise _no_data_set(data)
-
-
-def _no_data_set(data: Any) -> UsageError:
-    return UsageError(
-        f"verify cannot split the batches of a {type(data).__name__} over another number of ranks",
-        hint="Give a data set with a length and items, or a DataLoader over one.",
-    )
 
 
 class CastCollate:

@@ -1,6 +1,4 @@
-"""What a comparison found, as plain data: how far apart, how far allowed, and where it began. No torch here.
-
-A verdict in words and tables. No torch here."""
+"""Comparisons and verdicts as plain data, and their report. No torch here."""
 
 from __future__ import annotations
 
@@ -21,11 +19,19 @@ class StepRow:
 
     def difference(self, measure: str) -> float:
         """Return the relative difference of `loss` or `grad_norm`."""
-        mine, theirs = getattr(self, measure)
-        if mine == theirs:
+        first, second = getattr(self, measure)
+        if first == second:
             return 0.0
-        apart = abs(mine - theirs) / max(abs(mine), math.ulp(0.0))
+        apart = abs(first - second) / max(abs(first), math.ulp(0.0))
         return math.inf if math.isnan(apart) else apart
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data that JSON can hold."""
+        found: dict[str, Any] = {"step": self.step}
+        for measure in ("loss", "grad_norm"):
+            found[measure] = [_json_number(value) for value in getattr(self, measure)]
+            found[f"{measure}_difference"] = _json_number(self.difference(measure))
+        return found
 
 
 @dataclass(frozen=True)
@@ -43,10 +49,15 @@ class ModuleRow:
         """The module's path in the model, or its class for the model itself."""
         return self.name or f"({self.kind})"
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data that JSON can hold."""
+        values = {name: _json_number(getattr(self, name)) for name in ("activations", "gradients", "parameters")}
+        return {"module": self.name, "class": self.kind, **values}
+
 
 @dataclass(frozen=True)
 class Divergence:
-    """Where two runs part, as early as it can be seen."""
+    """The first difference of two runs."""
 
     module: str
     kind: str
@@ -66,7 +77,7 @@ class Divergence:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One run beside another."""
+    """The differences of two runs, and their limits."""
 
     title: str
     labels: tuple[str, str]
@@ -84,7 +95,7 @@ class Comparison:
         return {measure: max(found[measure], default=0.0) for measure in MEASURES}
 
     def measures(self, measure: str) -> bool:
-        """Whether both runs tell this measure at all."""
+        """Whether both runs have this measure."""
         if measure in {"loss", "grad_norm"}:
             return bool(self.steps)
         return any(getattr(row, measure) is not None for row in self.modules)
@@ -123,22 +134,9 @@ class Comparison:
             "worst": {name: _json_number(value) for name, value in self.worst.items()},
             "first_diverging_module": None if first is None else first.module,
             "first_diverging_measure": None if first is None else first.measure,
-            "steps": [_step(row) for row in self.steps],
-            "modules": [_module(row) for row in self.modules],
+            "steps": [row.to_dict() for row in self.steps],
+            "modules": [row.to_dict() for row in self.modules],
         }
-
-
-def _step(row: StepRow) -> dict[str, Any]:
-    found: dict[str, Any] = {"step": row.step}
-    for measure in ("loss", "grad_norm"):
-        found[measure] = [_json_number(value) for value in getattr(row, measure)]
-        found[f"{measure}_difference"] = _json_number(row.difference(measure))
-    return found
-
-
-def _module(row: ModuleRow) -> dict[str, Any]:
-    values = {name: getattr(row, name) for name in ("activations", "gradients", "parameters")}
-    return {"module": row.name, "class": row.kind, **{name: _json_number(value) for name, value in values.items()}}
 
 
 def _json_number(value: float | None) -> float | str | None:
@@ -153,7 +151,7 @@ class Verdict:
     subject: str
     layout: str
     claim: str
-    """What is to be proved of the layout."""
+    """What is to be proved."""
     summary: str
     comparisons: list[Comparison]
     problems: list[str] = field(default_factory=list)
@@ -167,12 +165,11 @@ class Verdict:
         return self.agrees
 
     def __str__(self) -> str:
-
         return write_report(self)
 
     @property
     def first_diverging_module(self) -> str | None:
-        """The module where the first comparison that differs begins to."""
+        """The first module that differs, in the first comparison that does."""
         found = (comparison.divergence for comparison in self.comparisons if not comparison.agrees)
         return next((divergence.module for divergence in found if divergence is not None), None)
 
@@ -209,18 +206,18 @@ _BATCH_NORM = (
 def write_report(verdict: Verdict) -> str:
     """Return the whole report, the verdict last."""
     lines = [f"{verdict.subject} on {verdict.layout}: {verdict.summary}"]
-    parted = False
+    differing = False
     for comparison in verdict.comparisons:
-        # Weights that float32 rounds say little by themselves; where runs part is worth showing, once.
+        # Weights that float32 rounds are shown only for the first comparison that differs.
         is_sharp = max(comparison.limits.values()) < _SHARP
-        lines += ["", *_section(comparison, by_module=is_sharp or not (comparison.agrees or parted))]
-        parted = parted or not comparison.agrees
+        lines += ["", *_section(comparison, by_module=is_sharp or not (comparison.agrees or differing))]
+        differing = differing or not comparison.agrees
     return "\n".join([*lines, "", *_closing(verdict)])
 
 
 def _section(comparison: Comparison, *, by_module: bool) -> list[str]:
-    mine, theirs = comparison.labels
-    runs = f"{mine:<18}{theirs:<18}{'difference':<13}"
+    first, second = comparison.labels
+    runs = f"{first:<18}{second:<18}{'difference':<13}"
     lines = [
         comparison.title,
         f"  {'step':<6}{'loss':<49}gradient norm",
@@ -248,7 +245,8 @@ def _modules(comparison: Comparison) -> list[str]:
     head = f"  {'module':<{names}}{'class':<{kinds}}" + "".join(f"{_WORDS[name]:<11}" for name in columns)
     lines = [head.rstrip()]
     for row in shown:
-        cells = "".join(f"{_number(getattr(row, name)):<11}" for name in columns)
+        values = [getattr(row, name) for name in columns]
+        cells = "".join(f"{'-' if value is None else f'{value:.1e}':<11}" for value in values)
         mark = "<- differs" if _is_apart(comparison, row) else ""
         lines.append(f"  {row.title:<{names}}{row.kind:<{kinds}}{cells}{mark}".rstrip())
     if len(rows) > _MOST_MODULES:
@@ -259,10 +257,6 @@ def _modules(comparison: Comparison) -> list[str]:
 def _is_apart(comparison: Comparison, row: ModuleRow) -> bool:
     values = {name: getattr(row, name) for name in _COLUMNS}
     return any(value is not None and value > comparison.limits[name] for name, value in values.items())
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1e}"
 
 
 def _largest(comparison: Comparison) -> list[str]:
@@ -278,9 +272,9 @@ def _closing(verdict: Verdict) -> list[str]:
         found = ", ".join(_how_close(each) for each in verdict.comparisons)
         return [f"AGREES  {verdict.layout}: does {verdict.claim} ({found})"]
     lines = [f"DIFFERS  {verdict.layout}: does not {verdict.claim}", *(f"  {problem}" for problem in verdict.problems)]
-    parted = [comparison for comparison in verdict.comparisons if not comparison.agrees]
-    lines += [f"  {_short(each)}: {each.divergence or _by_steps(each)}" for each in parted]
-    first = parted[0].divergence if parted else None
+    differing = [comparison for comparison in verdict.comparisons if not comparison.agrees]
+    lines += [f"  {_short(each)}: {each.divergence or _by_steps(each)}" for each in differing]
+    first = differing[0].divergence if differing else None
     return [*lines, f"  {_BATCH_NORM}"] if first is not None and first.kind.startswith("BatchNorm") else lines
 
 
@@ -294,9 +288,9 @@ def _short(comparison: Comparison) -> str:
 
 
 def _by_steps(comparison: Comparison) -> str:
-    """Name the first step that differs, where no module's own numbers do."""
+    """Return the first step that differs, where no module does."""
     for row in comparison.steps:
         for measure in ("loss", "grad_norm"):
             if row.difference(measure) > comparison.limits[measure]:
                 return f"the {measure.replace('_', ' ')} of step {row.step} differs by {row.difference(measure):.1e}"
-    raise AssertionError("something differs, for the comparison says so")
+    raise AssertionError("the comparison has a difference")

@@ -1,4 +1,4 @@
-"""What is verified: a recipe, a reference model, a script of the user's, or a model and data from Python."""
+"""What is verified: a recipe, a reference model, a script with `build()`, or a model and data from Python."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from phalanx.models import registry as models
 from phalanx.recipes import load_recipe, recipe_names
 
 _IMAGE_SIZE = {3: 8, 7: 64}
-"""A residual network takes any image; one that suits the kernel of its first convolution is small enough."""
+"""A residual network takes any image; the size follows the kernel of its first convolution."""
 _LONGEST_TEXT = 128
 
 
 @dataclass
 class Parts:
-    """What a subject is made of. Without a loss function the model's own or the usual one is taken."""
+    """Model, data and loss; without a loss function the model's own or the usual one is used."""
 
     model: Any
     data: Any
@@ -27,16 +27,14 @@ class Parts:
 
 
 class Subject(Protocol):
-    """Something that every rank can build for itself; the caller has seeded before."""
+    """Something that every rank can build; the caller has seeded before."""
 
     @property
     def name(self) -> str:
-        """What the report calls it."""
-        ...
+        """The name in the report."""
 
     def build(self, data_dir: str | None) -> Parts:
-        """Return a fresh model and its data."""
-        ...
+        """Return a new model and its data."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +55,7 @@ class RecipeSubject:
 
 @dataclass(frozen=True)
 class ModelSubject:
-    """A reference model, on data that suit it."""
+    """A reference model, with suitable data."""
 
     name: str
     preset: str | None = None
@@ -86,7 +84,7 @@ def _made_up(config: Any, name: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class ScriptSubject:
-    """A script of the user's that defines `build()`."""
+    """A script that defines `build()`."""
 
     path: str
 
@@ -115,7 +113,7 @@ def _no_parts(what: str) -> UsageError:
 
 @dataclass(frozen=True)
 class GivenSubject:
-    """A model (or a function that makes one) and data, handed over from Python."""
+    """A model (or a function that makes one) and data, given from Python."""
 
     name: str
     model: Any
@@ -123,7 +121,7 @@ class GivenSubject:
     loss_fn: Any = None
 
     def build(self, data_dir: str | None) -> Parts:
-        """Return them: each rank has a copy of its own, for they came in a pickle."""
+        """Return them: each rank has its own copy, from a pickle."""
         import copy
 
         from torch import nn

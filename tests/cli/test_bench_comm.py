@@ -1,4 +1,4 @@
-"""`phalanx bench comm`: rows that hold, JSON and pictures, links, and mistakes told before anything starts."""
+"""`phalanx bench comm`: correct rows, JSON and plots, links, and mistakes reported before anything starts."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_every_algorithm_side_by_side(tmp_path):
 
 
 @pytest.mark.parametrize("op", [name for name in ALGORITHMS_OF if name != "all_reduce"])
-def test_every_collective_comes_out_right(op):
+def test_every_collective_is_correct(op):
     algos = ",".join(set(ALGORITHMS_OF[op]) - {"nccl"})
     answer = phalanx("bench", "comm", "--op", op, "--algo", algos, "--sizes", "4K", "--iters", 1, "--json", "-")
     rows = json.loads(answer.out)
@@ -74,7 +74,7 @@ def test_links_as_tables_and_heat_map(tmp_path):
     assert found["bandwidth_gbs"][0][1] == found["bandwidth_gbs"][1][0] > 0
 
 
-def test_rows_as_a_picture(tmp_path):
+def test_rows_as_a_plot(tmp_path):
     picture = tmp_path / "rows.svg"
     assert phalanx("bench", "comm", "--algo", "gloo", "--sizes", "1K,4K", "--iters", 1, "--plot", picture).code == 0
     assert "<svg" in picture.read_text()
@@ -97,14 +97,14 @@ def test_ranks_that_torchrun_started(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "expected"),
     [
         (("--algo", "rign"), "Did you mean 'ring'?"),
         (("--op", "allreduce"), "Did you mean 'all_reduce'?"),
         (("--op", "broadcast", "--algo", "ring"), "broadcast has no algorithm 'ring'"),
-        (("--sizes", "4Q"), "'4Q' is no size"),
-        (("--sizes", "1M:1K"), "no range of sizes"),
-        (("--sizes", "0"), "'0' is no size"),
+        (("--sizes", "4Q"), "'4Q' is not a size"),
+        (("--sizes", "1M:1K"), "not a range of sizes"),
+        (("--sizes", "0"), "'0' is not a size"),
         (("--dtype", "float33"), "Did you mean 'float32'?"),
         (("--redop", "sun"), "Did you mean 'sum'?"),
         (("--redop", "mean", "--dtype", "int32"), "--redop mean of int32"),
@@ -116,10 +116,10 @@ def test_ranks_that_torchrun_started(tmp_path):
         (("--json", "/no/such/folder/x.json"), "there is no folder /no/such/folder"),
     ],
 )
-def test_mistakes_are_told_before_anything_starts(words, told):
+def test_mistakes_are_reported_before_anything_starts(words, expected):
     answer = phalanx("bench", "comm", *words)
     assert answer.code == 2
-    assert told in answer.err
+    assert expected in answer.err
     assert not answer.out
 
 
@@ -135,7 +135,7 @@ def test_sizes():
 
 
 @given(st.sampled_from(list(ALGORITHMS_OF)), st.integers(1, 10000), st.integers(1, 9))
-def test_counts_can_be_cut_up(op, nbytes, ranks):
+def test_counts_can_be_split(op, nbytes, ranks):
     count = element_count(op, nbytes, "float32", ranks)
     assert count >= 1
     if op not in ("all_reduce", "broadcast", "reduce"):

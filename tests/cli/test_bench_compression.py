@@ -1,4 +1,4 @@
-"""`phalanx bench compression`: a few steps over a slow link, both ways of having one, the adviser, bad input."""
+"""`phalanx bench compression`: a few steps over a slow link of either kind, the adviser, bad input."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def checked_records(answer, emulation):
     assert plain["seconds"] > 8 * 0.14 > topk["seconds"]
 
 
-def test_a_link_of_ours_where_there_are_no_namespaces(monkeypatch):
+def test_an_emulated_link_where_there_are_no_namespaces(monkeypatch):
     monkeypatch.setattr(netns, "why_not", lambda: "not root")
     answer = phalanx(*SHORT, "--json", "out.json", "--plot", "out.png")
     checked_records(answer, SLEEPING)
@@ -67,22 +67,22 @@ def test_the_adviser_needs_no_training():
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "expected"),
     [
         (["--compressors", "tpok"], "unknown compressor 'tpok'. Did you mean 'topk'?"),
         (["--recipes", "gpt"], "unknown recipe 'gpt'"),
-        (["--links", "fast"], "'fast' is no link"),
-        (["--links", "here"], "'here' is no link"),
+        (["--links", "fast"], "'fast' is not a link"),
+        (["--links", "here"], "'here' is not a link"),
         (["--steps", "0"], "--steps is too small: 0"),
         (["--advise", "--ranks", "1"], "--ranks is too small: 1"),
         (["--compression-ratio", "2"], "compression_ratio = 2.0: a share of the gradient"),
         (["--stps", "2"], "Did you mean --steps?"),
     ],
 )
-def test_bad_input_is_told_before_anything_starts(words, told):
+def test_bad_input_is_reported_before_anything_starts(words, expected):
     answer = phalanx("bench", "compression", *words)
     assert answer.code == 2
-    assert told in answer.err
+    assert expected in answer.err
 
 
 def test_an_unknown_bench_is_named():
@@ -92,7 +92,7 @@ def test_an_unknown_bench_is_named():
 @pytest.mark.parametrize(
     ("text", "rate"), [("100Mb", 12.5e6), ("1Gb", 125e6), ("2.5gb/s", 312.5e6), ("10Gbit", 1.25e9)]
 )
-def test_links_are_bits_a_second(text, rate):
+def test_links_are_bits_per_second(text, rate):
     assert read_link(text) == rate
 
 

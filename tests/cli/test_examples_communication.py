@@ -155,7 +155,7 @@ def test_the_collective_and_its_algorithms_can_be_chosen(show):
     ("path", "args", "says"),
     [
         (BANDWIDTH, ("--op", "allreduce"), "Did you mean 'all_reduce'"),
-        (BANDWIDTH, ("--sizes", "1X"), "'1X' is no size"),
+        (BANDWIDTH, ("--sizes", "1X"), "'1X' is not a size"),
         (BANDWIDTH, ("--json", "nowhere/rates.json"), "there is no folder nowhere"),
         (MESSAGES, ("--microbatches", "0"), "--microbatches is 0"),
     ],

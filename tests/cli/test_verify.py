@@ -93,7 +93,7 @@ def test_a_layer_that_depends_on_the_rank_is_named():
     assert found["comparisons"][1]["agrees"], "float32 rounds more than that: only float64 sees it"
 
 
-def test_a_gradient_that_one_rank_spoils_is_named():
+def test_a_gradient_that_is_wrong_on_one_rank_is_named():
     spoil = "model[2].inner.weight.register_hook(lambda grad: grad * (1 + RANK))"
     answer, found = verify(extra=spoil)
     assert answer.code == 1, answer.text
@@ -128,14 +128,14 @@ def test_state_that_no_checkpoint_holds_is_found_by_resume():
     assert "is not equal to the last bit after step 4" in answer.out
 
 
-def test_a_checkpoint_goes_on_at_another_layout():
+def test_a_checkpoint_continues_at_another_layout():
     answer, found = verify(RIGHT, "--reshard", "fsdp:2", "--gradient-accumulation-steps", 2)
     assert answer.code == 0, answer.text
     assert "loaded on fsdp, 2 ranks on cpu" in answer.out
     assert max(differences(found).values()) < 1e-10
 
 
-def test_a_layout_that_goes_on_differently_is_found_by_reshard():
+def test_a_layout_that_continues_differently_is_found_by_reshard():
     answer, _ = verify("x + torch.tanh(self.inner(x)) / self.calls", "--reshard", "ddp:1")
     assert answer.code == 1, answer.text
 
@@ -146,7 +146,7 @@ def test_a_reference_model_is_verified_by_name():
     assert "layers.1.attention.qkv" in answer.out
 
 
-def test_from_python_with_a_loader_and_a_batch_of_its_own():
+def test_from_python_with_a_loader_and_its_batch_size():
     x = torch.randn(30, 5, generator=torch.Generator().manual_seed(0))
     loader = DataLoader(TensorDataset(x, (x.sum(1) > 0).long()), batch_size=5, shuffle=True)
     verdict = package.verify(nn.Linear(5, 2), loader, num_workers=2, device="cpu", max_steps=4)
@@ -171,7 +171,7 @@ def test_from_python_with_a_loader_and_a_batch_of_its_own():
         (("--script", "empty.py"), "defines no build()"),
     ],
 )
-def test_mistakes_are_told(words, said):
+def test_mistakes_are_reported(words, said):
     Path("empty.py").write_text("")
     answer = phalanx("verify", *words, "--device", "cpu")
     assert answer.code == 2, answer.text
@@ -188,7 +188,7 @@ def test_ranks_that_another_launcher_started_are_refused(monkeypatch):
     assert "verify starts its own ranks" in answer.err
 
 
-def test_a_model_that_the_layout_cannot_take_is_told_before_one_process_runs():
+def test_a_model_that_the_layout_cannot_take_is_reported_before_one_process_runs():
     built = "open('built-' + os.environ['WORLD_SIZE'], 'w').close()"
     write_script(Path("model.py"), MODEL.format(output=RIGHT, extra=built))
     answer = phalanx("verify", "--script", "model.py", *SMALL, "--tensor-parallel", 2)

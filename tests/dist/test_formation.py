@@ -1,4 +1,4 @@
-"""`Formation` in loops of the user's own: equal to plain PyTorch, whatever the split, and resumable to the bit."""
+"""`Formation` in a user's loop: equal to plain PyTorch for any split, and resumable to the bit."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def own_loop(
 @pytest.mark.parametrize("zero_first", [True, False])
 @pytest.mark.parametrize("clip", [None, 0.3])
 @pytest.mark.parametrize(("batch_size", "accumulation"), [(8, 1), (2, 4)])
-def test_a_loop_of_ones_own_equals_one_process(ranks, batch_size, accumulation, clip, zero_first):
+def test_a_users_loop_equals_one_process(ranks, batch_size, accumulation, clip, zero_first):
     """37 samples in global batches of 16 leave five for two ranks: some get one more than others, some none."""
     expected = plain_loop(37, 16, clip)
     for state in ranks(lambda: own_loop(37, batch_size, accumulation, clip=clip, zero_first=zero_first), world_size=2):
@@ -112,7 +112,7 @@ def test_a_loader_that_was_not_prepared_works_too(ranks, accumulation, zero_firs
         torch.testing.assert_close(state, expected, rtol=0, atol=1e-12)
 
 
-def test_gradients_travel_only_on_the_last_micro_batch(ranks):
+def test_gradients_are_sent_only_on_the_last_micro_batch(ranks):
     def count() -> list[int]:
         reduced = []
 
@@ -143,7 +143,7 @@ def _prepared(formation: Formation, samples: int) -> tuple:
     return formation.prepare(model, optimizer, DataLoader(make_data(samples), shuffle=True))
 
 
-def test_reduce_print_and_places(ranks):
+def test_reduce_print_and_ranks(ranks):
     def look() -> tuple:
         with make_formation() as formation:
             me = formation.rank
@@ -182,7 +182,7 @@ def test_clipping_returns_one_norm_and_only_at_a_boundary(ranks):
 
 
 def resumable_loop(folder: str, stop_after: int | None, *, resume: bool) -> dict:
-    """Train with dropout, a scheduler and shuffling; leave after some steps, or go on from there."""
+    """Train with dropout, a scheduler and shuffling; stop after some steps, or resume from there."""
     with make_formation(batch_size=3, seed=4) as formation:
         torch.manual_seed(1)
         model = nn.Sequential(nn.Linear(5, 9), nn.Dropout(0.4), nn.Linear(9, 3)).double()
@@ -207,7 +207,7 @@ def resumable_loop(folder: str, stop_after: int | None, *, resume: bool) -> dict
     return {"state": state, "rate": scheduler.get_last_lr(), "step": formation.step, "note": note}
 
 
-def test_saved_and_loaded_mid_epoch_it_goes_on_to_the_bit(ranks, tmp_path):
+def test_saved_and_loaded_mid_epoch_it_continues_to_the_bit(ranks, tmp_path):
     folder = str(tmp_path / "ckpt")
     whole = ranks(lambda: resumable_loop(folder + "-unused", None, resume=False), world_size=2)
     ranks(lambda: resumable_loop(folder, 6, resume=False), world_size=2)
@@ -286,7 +286,7 @@ def test_two_models_with_two_optimizers_train_and_resume(ranks, tmp_path):
         torch.testing.assert_close(result, plain(), rtol=0, atol=1e-12)
 
 
-def test_leaving_gives_back_what_was_prepared():
+def test_leaving_restores_what_was_prepared():
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with make_formation(gradient_accumulation_steps=4) as formation:

@@ -1,4 +1,4 @@
-"""Sampling after training: every rank takes part, whatever part of the model it holds, and one text comes out."""
+"""Sampling after training: every rank takes part, whichever part of the model it holds, and the result is one text."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from phalanx.loop.hooks import Callback
 
 
-class Overheard(SampleText):
-    """Remembers what would be told."""
+class RecordedText(SampleText):
+    """Records what would be reported."""
 
     text = ""
 
@@ -34,11 +34,11 @@ def sample(folder: str, **settings) -> str:
     model = build("llama", layers=2, block_size=16).double()
     tokens = torch.randint(32, 126, (8, 17), generator=torch.Generator().manual_seed(1))
     data = TensorDataset(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
-    told: Callback = Overheard("def ", 20)
+    sampler: Callback = RecordedText("def ", 20)
     config = DistributedConfig(device="cpu", progress=False, max_steps=2, learning_rate=1e-2, **settings)
-    run_job(Job("fit", TrainTask(model, data, callbacks=[told]), config, Path(folder)), in_place=True)
+    run_job(Job("fit", TrainTask(model, data, callbacks=[sampler]), config, Path(folder)), in_place=True)
     assert model.training
-    return told.text
+    return sampler.text
 
 
 @pytest.mark.parametrize("layout", [{"strategy": "ddp"}, {"strategy": "fsdp"}, {"tensor_parallel": 2}])

@@ -1,4 +1,4 @@
-"""One rank hears a signal; all ranks stop at the same step, whenever it comes."""
+"""One rank receives a signal; all ranks stop at the same step, whenever it comes."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_one_rank_alone_stops_at_once():
 
 
 class Signalled(Callback):
-    """Rank 1 is slow, and hears a signal after its fifth step, when rank 0 is well ahead of it."""
+    """Rank 1 is slow, and receives a signal after its fifth step, when rank 0 is well ahead of it."""
 
     def on_step_end(self, trainer, info) -> None:
         if trainer.formation.rank == 1:
@@ -84,7 +84,7 @@ def stopped_fit(folder: str, strategy: str) -> str:
 
 
 @pytest.mark.parametrize("strategy", ["local-sgd", "diloco"])
-def test_ranks_that_step_alone_stop_together_where_a_round_ends(ranks, tmp_path, strategy):
+def test_ranks_that_step_independently_stop_together_where_a_round_ends(ranks, tmp_path, strategy):
     words = ranks(stopped_fit, str(tmp_path), strategy, world_size=2)
     for each in words:
         assert f"stopped by SIGUSR1 after step 16: checkpoint {tmp_path}/kept/step-00000016" in each

@@ -1,4 +1,4 @@
-"""`PyTorchDDPTrainer` as a user meets it: two ranks from a plain Python process, every optional part, results back."""
+"""`PyTorchDDPTrainer` as a user calls it: two ranks from a plain Python process, every optional part, results back."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def assert_equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) 
 
 
 @pytest.mark.parametrize("kind", [PyTorchDDPTrainer, HorovodTrainer, RayTrainer])
-def test_an_optimizer_may_stand_in_the_second_place(kind):
+def test_an_optimizer_may_be_the_second_argument(kind):
     model = make_model()
     optimizer = make_sgd(model.parameters())
     trainer = kind(model, optimizer, epochs=2)
@@ -95,7 +95,7 @@ def rates_by_hand(steps: int) -> list[float]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_scheduler_of_torch_is_stepped_once_an_epoch_and_kept_in_checkpoints(ranks):
+def test_a_scheduler_of_torch_is_stepped_once_per_epoch_and_kept_in_checkpoints(ranks):
     def trainer(**more):
         model = make_model()
         optimizer = make_sgd(model.parameters())
@@ -203,7 +203,7 @@ def test_settings_of_fit_win_over_the_constructors():
     assert len(history.epochs) == 1
 
 
-def test_batch_size_wins_over_the_loaders_and_is_said_once():
+def test_batch_size_wins_over_the_loaders_and_is_reported_once():
     make_trainer(run_dir="run", epochs=2).fit(DataLoader(make_data(), batch_size=7))
     said = [json.loads(line).get("text", "") for line in Path("run/events.jsonl").read_text().splitlines()]
     assert said.count("batch_size=4 per rank replaces the DataLoader's 7.") == 1
@@ -228,7 +228,7 @@ def test_an_optimizer_may_be_an_instance_a_class_a_factory_or_a_name():
         torch.testing.assert_close(results[0], other, rtol=0, atol=1e-7)
 
 
-def test_an_optimizer_instance_gets_its_state_back_and_goes_on_from_it():
+def test_an_optimizer_instance_gets_its_state_back_and_continues_from_it():
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     trainer = make_trainer(model, optimizer=optimizer, epochs=1)
@@ -283,7 +283,7 @@ def test_metrics_per_sample_and_as_batch_means_cover_every_sample_once():
         assert measured["loss"] == pytest.approx(F.cross_entropy(output, y).item(), rel=1e-6), samples
 
 
-def test_callbacks_and_hooks_are_called_at_their_moments(tmp_path):
+def test_callbacks_and_hooks_are_called_at_their_events(tmp_path):
     every_step, every_second = tmp_path / "every", tmp_path / "second"
 
     def note(info):
@@ -327,12 +327,12 @@ def test_a_callback_can_stop_early():
         ({"tensorboard_dir": "/proc/nowhere"}, "TensorBoard files cannot be written to /proc/nowhere"),
     ],
 )
-def test_what_cannot_be_used_is_refused_in_words(given, said):
+def test_what_cannot_be_used_is_refused_with_a_message(given, said):
     with pytest.raises(UsageError, match=said):
         make_trainer(**given).fit(make_data())
 
 
-def test_an_iterator_is_refused_for_it_can_be_read_only_once():
+def test_an_iterator_is_refused_because_it_can_be_read_only_once():
     with pytest.raises(DataError, match="can be read only once"):
         make_trainer().fit(iter(DataLoader(make_data())))
 
@@ -381,7 +381,7 @@ def test_a_data_loader_with_worker_processes_trains_the_same():
     assert_equal(weights(plain.model), weights(fetched.model))
 
 
-def test_data_that_cannot_be_pickled_is_refused_in_words(tmp_path):
+def test_data_that_cannot_be_pickled_is_refused_with_a_message(tmp_path):
     with pytest.raises(UsageError, match=r"the job cannot be sent to the ranks: cannot pickle '_thread\.lock' object"):
         make_trainer().fit(DataLoader(HoldsLock(), batch_size=4))
 

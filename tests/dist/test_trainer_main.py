@@ -131,7 +131,7 @@ predicted = trainer.predict(data)
 again = trainer.fit(data, epochs=1)
 trainer.save("weights.pt")
 if os.environ["RANK"] == "0":
-    told = {
+    found = {
         "config": [getattr(trainer.config, name) for name in ("batch_size", "epochs", "learning_rate", "optimizer")],
         "steps": history.steps[-1]["step"],
         "accuracy": measured["accuracy"],
@@ -139,7 +139,7 @@ if os.environ["RANK"] == "0":
         "again": again.steps[-1]["step"],
         "script": sys.argv[1:],
     }
-    print(json.dumps(told))
+    print(json.dumps(found))
 """
 
 
@@ -156,12 +156,12 @@ def test_inside_a_started_rank_a_trainer_joins_and_flags_reach_it(joining, tmp_p
         *("--epochs", 3, "--batch-size", 3, "--learning-rate", "0.5", "--optimizer", "sgd", "--", "own", "--words"),
     )
     assert answer.code == 0, answer.text
-    told = json.loads(answer.out.splitlines()[-1])
-    assert told["config"] == [3, 3, 0.25, "sgd"]
-    assert told["steps"] == 9
-    assert told["again"] == 3
-    assert told["accuracy"] == pytest.approx(told["predicted"])
-    assert told["script"] == ["own", "--words"]
+    found = json.loads(answer.out.splitlines()[-1])
+    assert found["config"] == [3, 3, 0.25, "sgd"]
+    assert found["steps"] == 9
+    assert found["again"] == 3
+    assert found["accuracy"] == pytest.approx(found["predicted"])
+    assert found["script"] == ["own", "--words"]
     assert (tmp_path / "weights.pt").is_file()
 
 
@@ -174,7 +174,7 @@ def test_a_module_runs_like_a_script(joining, tmp_path):
     assert json.loads(answer.out.splitlines()[-1])["steps"] == 1
 
 
-def test_a_second_fit_under_the_command_line_has_a_folder_of_its_own(tmp_path, monkeypatch):
+def test_a_second_fit_under_the_command_line_has_a_separate_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     script = write_script(
         tmp_path / "train.py",

@@ -1,4 +1,4 @@
-"""Models that ranks hold parts of: weights gathered where they are kept, and read back into the parts."""
+"""Sharded models: weights are gathered on the ranks that keep them, and loaded into the shards."""
 
 from __future__ import annotations
 
@@ -118,8 +118,8 @@ def test_ranks_that_keep_no_weights_hold_one_tensor_at_a_time(ranks, layout):
 
 
 @pytest.mark.parametrize("own", [True, False])
-def test_only_the_rank_that_keeps_them_hands_back_weights_and_optimizer(ranks, tmp_path, own):
-    """An optimizer that the user did not make has nobody to hand its state back to."""
+def test_only_the_rank_that_keeps_them_returns_weights_and_optimizer(ranks, tmp_path, own):
+    """The state of an optimizer that the user did not make is not returned."""
 
     def run() -> tuple[bool, list[int] | None]:
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))

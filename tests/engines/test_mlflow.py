@@ -35,7 +35,7 @@ pytestmark = pytest.mark.timeout(180)
 def starting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A tracking server on a SQLite file, without the workers it starts for other purposes; it takes long to start.
 
-    No child of this process: it begins workers of its own while tests run, and those are no leaks.
+    Not a child of this process: it starts workers while tests run, and those are not leaks.
     """
     folder = tmp_path_factory.mktemp("mlflow")
     with socket.socket() as probe:
@@ -92,7 +92,7 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fork_server: None) 
 
 def test_a_server_that_does_not_answer_is_named_before_training(monkeypatch):
     """First, while the server starts."""
-    with socket.socket() as probe:  # bound, not listening: nobody answers, at once
+    with socket.socket() as probe:  # bound, not listening: connections are refused at once
         probe.bind(("127.0.0.1", 0))
         address = f"http://127.0.0.1:{probe.getsockname()[1]}"
         monkeypatch.setenv("MLFLOW_TRACKING_URI", address)

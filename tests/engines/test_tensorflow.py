@@ -33,7 +33,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fork_server: None) -> 
     """The working folder of ranks that are forked from the tests' own fork server: TensorFlow is imported once."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PHALANX_DEVICE", "cpu")
-    monkeypatch.setenv("TMPDIR", str(tmp_path))  # a killed TensorFlow leaves files of its own
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # a killed TensorFlow leaves files behind
     return tmp_path
 
 
@@ -139,7 +139,7 @@ def test_two_replicas_equal_one_and_a_resumed_run_an_unbroken_one(mirrored):
     assert "after the cut [10, 15]" in out
 
 
-def test_the_face_is_that_of_the_other_trainers(mirrored):
+def test_the_api_is_that_of_the_other_trainers(mirrored):
     out = (mirrored / "out").read_text()
     for words in ("agree True", "loaded True", "shape (5, 3) best True", "policy mixed_bfloat16"):
         assert words in out
@@ -151,7 +151,7 @@ def test_the_face_is_that_of_the_other_trainers(mirrored):
     assert "Keras takes what is written instead of our settings" in out
 
 
-def test_events_and_tensorboard_are_ours(mirrored):
+def test_events_and_tensorboard_are_written(mirrored):
     kinds = [event["event"] for event in events(mirrored / "run")]
     assert kinds[0] == "run_started"
     assert kinds[-1] == "run_ended"
@@ -169,16 +169,17 @@ def test_two_workers_equal_one_process_although_one_is_killed(mirrored, here):
     two.fit((x, y), (x[:33], y[:33]))
     assert (here / "died").exists()
     assert equal(weights(mirrored / "one.npz"), two.weights)
-    told = events(here / "run")
-    assert [event["epoch"] for event in told if event["event"] == "epoch"] == [1, 2, 3]
-    assert any("Keras 2 (tf_keras)" in event.get("text", "") for event in told)
+    emitted = events(here / "run")
+    assert [event["epoch"] for event in emitted if event["event"] == "epoch"] == [1, 2, 3]
+    assert any("Keras 2 (tf_keras)" in event.get("text", "") for event in emitted)
     first, reference = (
-        next(event["loss"] for event in found if event["event"] == "step") for found in (told, events(mirrored / "run"))
+        next(event["loss"] for event in found if event["event"] == "step")
+        for found in (emitted, events(mirrored / "run"))
     )
     assert first == pytest.approx(reference, rel=1e-4)
 
 
-def test_keras_3_models_train_on_workers_by_our_own_loop(mirrored, here):
+def test_keras_3_models_train_on_workers_by_the_own_loop(mirrored, here):
     """In ranks that `phalanx train` started: arrays, then a dataset of several epochs in the same processes."""
     script = here / "train.py"
     script.write_text(
@@ -213,7 +214,7 @@ def test_keras_3_models_train_on_workers_by_our_own_loop(mirrored, here):
     assert any("phalanx' own loop" in event.get("text", "") for event in events(here / "run"))
 
 
-def test_a_script_trains_around_parameter_servers(here):
+def test_a_script_trains_with_parameter_servers(here):
     """`phalanx train` starts a chief, two workers and a server; the trainer in the script joins them."""
     script = here / "train.py"
     script.write_text(
@@ -230,10 +231,10 @@ def test_a_script_trains_around_parameter_servers(here):
     done = phalanx("train", "--script", script, *words.split(), "--run-dir", "run")
     assert done.code == 0, done.text[-3000:]
     assert "epochs 5" in done.out
-    told = events(here / "run")
-    losses = [event["train_loss"] for event in told if event["event"] == "epoch"]
+    emitted = events(here / "run")
+    losses = [event["train_loss"] for event in emitted if event["event"] == "epoch"]
     assert losses[-1] < losses[0]
-    assert told[0]["strategy"] == "tensorflow parameter-server"
+    assert emitted[0]["strategy"] == "tensorflow parameter-server"
     assert len(os.listdir(f"/proc/{warm_pid()}/task")) == 1, "a thread would not survive the fork"
 
 

@@ -1,4 +1,4 @@
-"""Searches over Keras models: ASHA stops all workers of a bad trial, a population hands on weights and rates."""
+"""Searches over Keras models: ASHA stops all workers of a bad trial, a population copies weights and rates."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def was_given(trial, epoch):
     return any(entry["iteration"] == epoch for entry in trial.lineage)
 
 
-def test_a_population_takes_over_weights_and_trains_at_rates_of_its_own(monkeypatch):
+def test_a_population_copies_weights_and_each_member_keeps_its_rate(monkeypatch):
     monkeypatch.setenv("TF_USE_LEGACY_KERAS", "1")  # as on several workers: TensorFlow need not be imported again
     space = {"rate": choice([0.01, 1e-6])}
     tuner = DistributedTuner(train_and_watch, space, metric="train/loss", search="grid", scheduler="pbt", trials=2,

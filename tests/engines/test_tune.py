@@ -1,4 +1,4 @@
-"""Searches on this machine: real trials on warm ranks, given up, repeated, interrupted, resumed and failing."""
+"""Searches on this machine: real trials, stopped, repeated, interrupted, resumed and failing."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _folder(tmp_path, monkeypatch, fork_server):
 
 
 def told(tuner):
-    """What of a search must be the same when it is repeated."""
+    """Return the part of a search that must be the same when it is repeated."""
     return [(t.number, t.params, str(t.state), t.reports) for t in tuner.results.trials]
 
 
@@ -39,9 +39,9 @@ def test_asha_saves_the_steps_of_bad_trials():
     states = [str(trial.state) for trial in tuner.results.trials]
     assert states == ["finished", "stopped", "stopped", "stopped"]
     steps = {trial.number: last_step(trial.folder) for trial in tuner.results.trials}
-    assert steps == {0: 18, 1: 2, 2: 2, 3: 2}, "two steps an epoch, nine epochs, and one for those given up"
+    assert steps == {0: 18, 1: 2, 2: 2, 3: 2}, "two steps per epoch, nine epochs, and one for those stopped"
     assert [trial.steps for trial in tuner.results.trials] == [18, 2, 2, 2]
-    assert not tuner.results.trials[1].checkpoints.exists(), "weights that nobody wants take no room"
+    assert not tuner.results.trials[1].checkpoints.exists(), "weights of a stopped trial are removed"
 
 
 def last_step(folder):
@@ -50,7 +50,7 @@ def last_step(folder):
 
 
 @pytest.mark.parametrize("scheduler", ["asha", "median"])
-def test_a_search_is_repeated_whoever_is_faster(scheduler, monkeypatch):
+def test_a_search_is_repeated_whichever_trial_is_faster(scheduler, monkeypatch):
     def search(slow):
         monkeypatch.setenv("SLOW", slow)
         tuner = DistributedTuner(curve, {"x": uniform(-3, 3)}, scheduler=scheduler, search="optuna", trials=2, seed=4)
@@ -98,7 +98,7 @@ def test_a_trial_that_fails_is_recorded_with_its_cause_and_stops_nothing():
     assert study.best_params == {"how": "well"}
 
 
-def test_when_all_fail_the_common_cause_is_told():
+def test_when_all_fail_the_common_cause_is_reported():
     tuner = DistributedTuner(ends_badly, {"how": choice(["crash"]), "x": uniform(0, 1)}, trials=2)
     with pytest.raises(SearchFailedError, match="all 3 trials failed; all of them: RuntimeError: the disk is on fire"):
         tuner.tune(num_samples=3)
@@ -174,7 +174,7 @@ def test_a_script_on_two_ranks_gets_settings_and_arguments(tmp_path):
     assert again.code == 0, again.text
 
 
-def test_a_script_that_sets_what_is_searched_is_told_so(tmp_path):
+def test_a_script_that_sets_what_is_searched_is_an_error(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT.replace("{more}", ", learning_rate=0.1"))
     (tmp_path / "space.toml").write_text(SPACE)
     answer = phalanx("tune", "--script", "train.py", "--space", "space.toml", "--epochs", 1, "--num-samples", 1)
@@ -182,7 +182,7 @@ def test_a_script_that_sets_what_is_searched_is_told_so(tmp_path):
     assert "the script sets learning_rate (it was 0.1) itself, and that wins" in answer.err
 
 
-def test_an_interrupted_search_goes_on_and_ends_as_if_it_had_not_been(tmp_path):
+def test_an_interrupted_search_resumes_and_ends_as_if_it_had_not_been(tmp_path):
     (tmp_path / "slow.py").write_text(
         "import sys, time\nfrom phalanx import tune\nx = float(sys.argv[-1].partition('=')[2])\n"
         "for step in range(1, 7):\n    time.sleep(0.15 if x == 3 else 0)\n"

@@ -1,4 +1,4 @@
-"""Population-based training: weights that really change hands, settings that move, twice the same."""
+"""Population-based training: weights are copied, settings are perturbed, and a repetition gives the same."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_settings_are_perturbed_and_take_effect(searched):
             assert entry["params"] != dict(source.params)
 
 
-def test_members_that_are_not_replaced_go_on_from_their_own_weights(searched):
+def test_members_that_are_not_replaced_continue_from_their_own_weights(searched):
     untouched = [trial for trial in searched[0].trials if not trial.lineage]
     assert untouched
     for trial in untouched:

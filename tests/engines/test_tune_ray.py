@@ -1,4 +1,4 @@
-"""Searches on Ray Tune: a real local Ray in a network namespace of its own, with our trials in its workers."""
+"""Searches on Ray Tune: a real local Ray in a separate network namespace, with trials in its workers."""
 
 from __future__ import annotations
 
@@ -246,7 +246,7 @@ def test_a_task_on_a_forked_worker_can_be_cancelled(found):
     assert found[1]["cancelled"]
 
 
-def test_nobody_else_can_reach_what_lies_in_the_folder_of_a_local_ray(found):
+def test_no_other_user_can_read_the_folder_of_a_local_ray(found):
     assert found[1]["modes"] == [True, 0o700]
 
 
@@ -267,7 +267,7 @@ def test_bad_trials_are_stopped_and_failures_have_causes(found):
     assert reports == [[1, 2, 3, 4], [1], []]
 
 
-def test_verdicts_are_those_of_the_local_engine_whoever_comes_first(found):
+def test_verdicts_are_those_of_the_local_engine_in_any_order_of_reports(found):
     on_ray, here = found[1]["race"]
     assert on_ray == here
     assert {state for _, state, *_ in on_ray} == {"finished", "stopped"}

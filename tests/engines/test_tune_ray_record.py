@@ -1,4 +1,4 @@
-"""What trials on Ray write down: who has ended, after which report, and at which point; read without a Ray."""
+"""What trials on Ray record: which have ended, after which report, and at which point; read without Ray."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_trial_without_a_mark_is_unfinished_whatever_it_reported(work):
     assert not work.trial(2).state.is_final, "nor is one that never began"
 
 
-def test_who_is_given_up_keeps_the_report_that_was_judged(work):
+def test_a_stopped_trial_keeps_the_report_that_was_judged(work):
     better = Trial(0, {}, folder_of(work.folder, 0), State.FINISHED, {1: {"loss": 1.0}})
     late = report(work, 1, LATE)
     assert sorted(late.reports) == [1, 2, 3]
@@ -74,9 +74,9 @@ def test_who_is_given_up_keeps_the_report_that_was_judged(work):
     assert sorted(work.trial(1).reports) == [1, 2], "what was measured beyond does not count for who reads it either"
 
 
-def test_a_verdict_does_not_count_what_others_reported_after_they_were_given_up(work):
+def test_a_verdict_does_not_count_what_others_reported_after_they_were_stopped(work):
     report(work, 0, [{"loss": 1.0}, {"loss": 1.0}, {"loss": 1.0}])
-    report(work, 1, LATE)  # given up at its second report; its worker has not noticed yet
+    report(work, 1, LATE)  # stopped at its second report; its worker has not noticed yet
     mine = report(work, 2, [{"loss": 0.5}, {"loss": 0.5}, {"loss": 1.5}])
     judge = TrialDecider(mine, Asha(eta=3), LOSS, work.folder)
     judge.judge()
@@ -98,6 +98,6 @@ def test_a_learnt_point_is_found_again(tmp_path):
     assert read_point(str(tmp_path), 4, space) == point
 
 
-def test_a_member_keeps_its_number_when_it_takes_over_anothers_config():
+def test_a_member_keeps_its_number_when_it_continues_with_anothers_config():
     assert number_of("abc_00003", {"point": 1, "params": {}}) == 3
     assert number_of("1a2b3c4d", {"number": 5}) == 5

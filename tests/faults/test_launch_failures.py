@@ -19,7 +19,7 @@ from ranks import RecordingConsole, warm_pid
 import phalanx
 from phalanx import PyTorchDDPTrainer
 from phalanx.errors import RankFailedError, UsageError
-from phalanx.host.reminders import Reminder
+from phalanx.host import reminders
 from phalanx.launch import CallTarget, LaunchSpec, ScriptTarget, launch, startup_watch
 from phalanx.launch.forkserver import client
 

@@ -80,7 +80,7 @@ def test_selective_runs_products_once_and_the_rest_twice():
     assert plain["gelu"] < selective["gelu"] == full["gelu"]
 
 
-def test_blocks_are_given_back():
+def test_blocks_are_restored():
     model = build("gpt", layers=2)
     own = model.layers[0].forward
     model.layers[1].forward = own  # a user's own patch stays
@@ -91,7 +91,7 @@ def test_blocks_are_given_back():
     assert model.layers[1].forward == own
 
 
-def test_weights_are_told_from_activations():
+def test_weights_are_distinguished_from_activations():
     """The weights, their transposes and autocast's copies of them stay where they are."""
     layer, seen = nn.Linear(8, 8), []
     inputs = torch.randn(4, 8, requires_grad=True) * 2
@@ -102,7 +102,7 @@ def test_weights_are_told_from_activations():
     assert sorted(seen) == [(False, 4), (False, 4), (True, 8), (True, 8)]
 
 
-def test_a_tensor_that_was_moved_comes_back_with_its_strides():
+def test_an_offloaded_tensor_keeps_its_strides():
     """Compiled code insists on them: attention saves three views of one product."""
     product = torch.randn(2, 8, 3, 4)
     for view in product.permute(2, 0, 1, 3).unbind(0):
@@ -120,7 +120,7 @@ def test_a_tensor_that_was_moved_comes_back_with_its_strides():
         (2, "expected true or false or text"),
     ],
 )
-def test_words_that_mean_nothing_are_refused(given, message):
+def test_unknown_values_are_refused(given, message):
     with pytest.raises(ConfigError, match=message):
         DistributedConfig(activation_checkpointing=given)
 

@@ -1,4 +1,4 @@
-"""How the model is called, what evaluation counts, what a run leaves of the caller's process: one rank, in place."""
+"""How the model is called, what evaluation counts, and that a run restores the caller's process: one rank, in place."""
 
 from __future__ import annotations
 
@@ -80,13 +80,13 @@ def test_an_optional_argument_named_as_a_target_gets_the_target(name):
         (lambda output, target: 1.0, "the loss is a float"),
     ],
 )
-def test_a_loss_that_is_no_number_is_explained(loss_fn, message):
+def test_a_loss_that_is_not_a_number_is_explained(loss_fn, message):
     data = TensorDataset(torch.randn(8, 3), torch.arange(8) % 2)
     with pytest.raises(ModelError, match=message):
         trainer(nn.Linear(3, 2), loss_fn=loss_fn, max_steps=1).fit(data)
 
 
-def test_a_bare_tensor_is_no_data_set():
+def test_a_bare_tensor_is_not_a_data_set():
     with pytest.raises(DataError, match="TensorDataset"):
         trainer(nn.Linear(3, 2)).fit(torch.randn(8, 3))
 
@@ -174,7 +174,7 @@ def test_a_resumed_history_is_that_of_the_whole_run(tmp_path, stop):
     ours, theirs = ([(r.epoch, r.step, r.train_loss, r.val) for r in h.epochs] for h in (rest, whole))
     if stop % 4 == 0:
         assert ours == theirs
-    else:  # the run that was cut short closed its last, partial epoch with a record of its own
+    else:  # the run that was cut short closed its last, partial epoch with a separate record
         assert ours[-1] == theirs[-1]
     assert rest.best_loss == pytest.approx(whole.best_loss) or stop % 4
 
@@ -196,7 +196,7 @@ PyTorchDDPTrainer(nn.Linear(3, 2), num_workers={ranks}, device="cpu", batch_size
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_plain_script_that_is_preempted_leaves_with_75(tmp_path, ranks):
+def test_a_plain_script_that_is_preempted_exits_with_75(tmp_path, ranks):
     (tmp_path / "train.py").write_text(SCRIPT.format(ranks=ranks))
     done = subprocess.run(
         [sys.executable, "train.py"], capture_output=True, text=True, check=False, env=dict(os.environ)
@@ -237,7 +237,7 @@ def test_a_loss_is_found_on_either_side_of_a_tuple(loss_first):
     assert trainer(model).predict(data).shape == (8, 1, 11)
 
 
-def test_what_the_model_was_called_with_and_returned_is_told():
+def test_the_error_shows_what_the_model_was_called_with_and_returned():
     class Two(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -252,7 +252,7 @@ def test_what_the_model_was_called_with_and_returned_is_told():
         trainer(Two(), max_steps=1).fit(data)
 
 
-def test_a_penalty_beside_scores_is_not_taken_for_the_loss():
+def test_a_penalty_next_to_scores_is_not_the_loss():
     class Penalised(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -1,4 +1,4 @@
-"""Whose gradients count and are emptied: parameters outside the optimizer, one model of several, epochs broken off."""
+"""Which gradients count and are cleared: parameters outside the optimizer, one model of several, interrupted epochs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from phalanx.loop.formation import Formation
 DATA = TensorDataset(torch.linspace(-1, 1, 16).view(8, 2), torch.ones(8, 1))
 
 
-def test_parameters_outside_the_optimizer_do_not_count_and_are_emptied():
+def test_parameters_outside_the_optimizer_do_not_count_and_are_cleared():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
     with Formation(device="cpu", batch_size=8) as formation:
@@ -61,7 +61,7 @@ def test_gradients_are_clipped_per_model_or_optimizer():
         adam.step()
 
 
-def test_an_epoch_broken_off_between_boundaries_leaves_no_gradients():
+def test_an_epoch_interrupted_between_boundaries_leaves_no_gradients():
     """The next epoch's first step is that of its own micro-batches alone."""
 
     def weights(break_off: bool):

@@ -1,4 +1,4 @@
-"""Steps and batches that count for nothing: no label in a step, a stand-in batch in a metric."""
+"""Steps and batches that count for nothing: no label in a step, a placeholder batch in a metric."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Tagger(nn.Module):
         return self.table(tokens)
 
 
-def test_a_step_without_any_label_is_left_out_and_training_goes_on(tmp_path):
+def test_a_step_without_any_label_is_left_out_and_training_continues(tmp_path):
     labels = torch.tensor([[0, 1], [-100, -100], [2, -100], [1, 1]])
     data = TensorDataset(torch.tensor([[0, 1], [2, 3], [4, 0], [1, 2]]), labels)
     trainer = PyTorchDDPTrainer(
@@ -33,7 +33,7 @@ def test_a_step_without_any_label_is_left_out_and_training_goes_on(tmp_path):
     assert all(math.isfinite(epoch.train_loss) for epoch in history.epochs)
 
 
-def test_a_metric_that_is_nan_on_a_stand_in_batch_counts_for_nothing():
+def test_a_metric_that_is_nan_on_a_placeholder_batch_counts_for_nothing():
     sums = MetricSums({"mean": lambda output, target: output.mean()}, torch.device("cpu"))
     sums.add(None, torch.tensor([2.0, 4.0]), None, samples=2)
     sums.add(None, torch.tensor([math.nan]), None, samples=0)

@@ -1,4 +1,4 @@
-"""Learning rates: the values of every schedule and warm-up, scaling with the batch, and who may change them."""
+"""Learning rates: the values of every schedule and warm-up, scaling with the batch, and changes from outside."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def test_inverse_square_root_needs_no_end():
 
 
 @pytest.mark.parametrize("settings", [{"lr_schedule": "cosine"}, {"lr_schedule": "linear"}, {"warmup": 0.1}])
-def test_what_needs_an_end_says_so(settings):
+def test_a_schedule_that_needs_the_length_of_the_run_raises_without_it(settings):
     with pytest.raises(UsageError, match="the data has no length"):
         rate_factor(DistributedConfig(**settings), None)
 
 
-def test_a_warm_up_of_neither_share_nor_steps_is_refused():
+def test_a_warm_up_that_is_neither_share_nor_steps_is_refused():
     with pytest.raises(ConfigError, match=r"warmup = 1\.5: a share of the run is below 1"):
         DistributedConfig(warmup=1.5)
 

@@ -1,4 +1,4 @@
-"""What `mixed_precision` means on a CPU, by what the CPU can do; and that it says so, once."""
+"""What `mixed_precision` means on a CPU, depending on what it supports; and the message about it."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ def test_a_cpu_without_bf16_says_what_it_does_instead(cpu):
     ]
     with pytest.warns(UserWarning, match="emulates bf16, at least 60 times slower"):
         formation = Formation(device="cpu", mixed_precision="bf16")
-    with warnings.catch_warnings(record=True) as heard, formation.autocast():
-        torch.nn.Linear(8, 8)(torch.ones(8, 8))  # torch's own words about it, where this machine has no bf16
-    assert not heard
+    with warnings.catch_warnings(record=True) as warned, formation.autocast():
+        torch.nn.Linear(8, 8)(torch.ones(8, 8))  # torch's message about it, where this machine has no bf16
+    assert not warned
 
 
 def test_a_cpu_with_bf16_says_nothing(cpu):

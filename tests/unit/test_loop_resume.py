@@ -1,4 +1,4 @@
-"""What a resumed run takes up: steered rates, what a loop of the user's own saved, fresh and shared optimizers."""
+"""What a resumed run restores: changed rates, what a user's loop saved, new and shared optimizers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def fit(folder, epochs: int, **settings) -> list[float]:
     return [round(step["learning_rate"], 9) for step in history.steps[-2:]]
 
 
-def test_a_rate_that_a_callback_steers_survives_a_resume(tmp_path):
+def test_a_rate_that_a_callback_sets_survives_a_resume(tmp_path):
     assert fit(tmp_path, 3) == [0.001] * 2
     fit(tmp_path / "cut", 2)
     assert fit(tmp_path / "cut", 3, resume_from_checkpoint=True) == [0.001] * 2
@@ -43,7 +43,7 @@ def test_a_rate_that_the_user_changes_counts_from_the_resume_on(tmp_path):
     assert fit(tmp_path, 2, resume_from_checkpoint=True, learning_rate=0.02, callbacks=[]) == [0.02] * 2
 
 
-def test_fit_goes_on_from_what_a_loop_of_the_users_own_saved(tmp_path):
+def test_fit_resumes_from_what_a_users_loop_saved(tmp_path):
     with Formation(device="cpu", batch_size=4) as formation:
         model = nn.Linear(2, 1)
         model, optimizer, loader = formation.prepare(
@@ -84,10 +84,7 @@ def two_models(folder, *, load=False, steps=1, **settings):
     torch.manual_seed(0)
     with Formation(device="cpu", batch_size=4, timeout=30, **settings) as formation:
         encoder, decoder = nn.Linear(2, 3), nn.Linear(3, 1)
-        groups = [
-            {"params": [*encoder.parameters(), decoder.bias], "lr": 0.1},
-            {"params": [decoder.weight], "lr": 0.2},
-        ]
+        groups = [{"params": [*encoder.parameters(), decoder.bias], "lr": 0.1}, {"params": [decoder.weight], "lr": 0.2}]
         optimizer = torch.optim.Adam(groups)
         encode, decode, optimizer, loader = formation.prepare(encoder, decoder, optimizer, DATA)
         if load:
@@ -108,7 +105,7 @@ def test_one_optimizer_over_two_models_is_saved_and_resumed(tmp_path):
     assert whole[1:] == ([0.1, 0.2], [3, 1])
 
 
-def test_a_parameter_beside_the_model_is_refused_before_it_is_trained():
+def test_a_parameter_outside_the_model_is_refused_before_it_is_trained():
     with Formation(device="cpu", batch_size=4) as formation:
         plain, temperature = nn.Linear(2, 1), nn.Parameter(torch.ones(1))
         optimizer = torch.optim.SGD([*plain.parameters(), temperature], lr=0.1)

@@ -1,4 +1,4 @@
-"""The user's torch schedulers in checkpoints: what JSON holds brings each of them to where it was."""
+"""The user's torch schedulers in checkpoints: the JSON state restores each of them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def rates(scheduler, optimizer, steps: int) -> list[float]:
 
 
 @pytest.mark.parametrize("kind", MAKERS)
-def test_a_scheduler_goes_on_where_it_was(kind):
+def test_a_scheduler_continues_where_it_was(kind):
     def make():
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
         return optimizer, MAKERS[kind](optimizer)

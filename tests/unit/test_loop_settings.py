@@ -60,7 +60,7 @@ class Samples(Callback):
 
 
 @pytest.mark.parametrize(("drop_last", "expected"), [(None, [6, 6, 6, 2]), (True, [6, 6, 6]), (False, [6, 6, 6, 2])])
-def test_drop_last_drops_the_ragged_end_only_when_asked(drop_last, expected):
+def test_drop_last_drops_the_incomplete_batch_only_when_asked(drop_last, expected):
     samples = Samples()
     fit(callbacks=[samples], batch_size=3, gradient_accumulation_steps=2, drop_last=drop_last)
     assert samples.seen == expected
@@ -172,7 +172,7 @@ class OwnScheduler(Callback):
 
 @pytest.mark.filterwarnings("error:.*optimizer.step:UserWarning")
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_a_callback_may_steer_the_rate_of_a_constant_schedule(when):
+def test_a_callback_may_set_the_rate_of_a_constant_schedule(when):
     model, rates = make_model(), Rates()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.8)
     own = OwnScheduler(optimizer if when == "before" else None)

@@ -1,4 +1,4 @@
-"""Tokens a second and MFU: known for models that count their operations, on devices whose peak is known."""
+"""Tokens per second and MFU: known for models that count their operations, on devices whose peak is known."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_mfu_is_operations_over_the_peak_of_all_devices(monkeypatch):
     assert rate.mfu(10.0) == pytest.approx(320 * model.flops_per_token(32) / (4 * 989.4e12))
 
 
-def test_what_is_not_known_is_not_told(monkeypatch):
+def test_what_is_not_known_is_not_reported(monkeypatch):
     unknown = token_rate(build("gpt"), (TOKENS, TOKENS), on_device("NVIDIA GeForce 9", monkeypatch), "bf16")
     assert (unknown.tokens(1.0), unknown.mfu(1.0)) == (32.0, None)
     adapted = token_rate(phalanx.lora(build("gpt"), 2), (TOKENS,), on_device("NVIDIA H200", monkeypatch), "bf16")
@@ -53,7 +53,7 @@ def test_what_is_not_known_is_not_told(monkeypatch):
         ("NVIDIA H200", "fp32", None),
     ],
 )
-def test_peaks_by_the_names_of_drivers(name, precision, teraflops):
+def test_peaks_by_device_name(name, precision, teraflops):
     assert peak_flops(name, precision) == (None if teraflops is None else teraflops * 1e12)
 
 

@@ -39,7 +39,7 @@ def _one_thread():
 
 
 @pytest.mark.parametrize("name", WITH_PRESETS)
-def test_every_preset_has_the_parameters_its_formula_says(name):
+def test_every_preset_has_the_parameters_of_its_formula(name):
     for preset, config in presets(name).items():
         with torch.device("meta"):
             counted = build(name, preset=preset).num_parameters()

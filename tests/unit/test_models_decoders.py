@@ -37,7 +37,7 @@ def tokens(time: int = 16) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", ["llama", "moe"])
-def test_it_starts_near_the_uniform_guess_sees_no_future_and_learns(name):
+def test_it_starts_near_the_uniform_loss_is_causal_and_learns(name):
     torch.manual_seed(0)
     model, text = build(name), tokens(33)
     first = model(text[:, :-1], text[:, 1:])
@@ -210,7 +210,7 @@ def test_llama_generates():
     assert torch.equal(build("llama").generate(start, 4, temperature=0)[:, :3], start)
 
 
-def test_shapes_that_cannot_be_are_refused():
+def test_impossible_shapes_are_refused():
     with pytest.raises(ModelError, match="heads=4 cannot share kv_heads=3"):
         build("llama", kv_heads=3)
     with pytest.raises(ModelError, match="multiple of 8"):

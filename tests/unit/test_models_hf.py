@@ -1,4 +1,4 @@
-"""The Hugging Face layout: transformers loads ours, we load theirs, the logits are equal; and what is refused."""
+"""The Hugging Face layout: transformers and Phalanx load each other's files with equal logits; and what is refused."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def exact_norms(model: torch.nn.Module) -> torch.nn.Module:
 
 @pytest.mark.parametrize("case", CASES)
 @torch.no_grad()
-def test_transformers_loads_ours_and_we_load_theirs(case, tmp_path, monkeypatch):
+def test_transformers_and_phalanx_load_each_others_files(case, tmp_path, monkeypatch):
     transformers = pytest.importorskip("transformers")
     monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)  # a progress bar would leave its thread behind
     ours, tokens = made(case), torch.randint(256, (2, 48))
@@ -105,7 +105,7 @@ def test_shards_hold_no_more_than_asked_and_replace_an_earlier_save(tmp_path):
 
 
 def test_files_of_a_base_model_and_old_buffers_load(tmp_path):
-    """The published GPT-2 files have no prefix in front of names, and hold masks that are no parameters."""
+    """The published GPT-2 files have no prefix in front of names, and hold masks that are not parameters."""
     model = made("gpt")
     save_pretrained(model, tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
@@ -115,7 +115,7 @@ def test_files_of_a_base_model_and_old_buffers_load(tmp_path):
     assert torch.equal(back.layers[1].attention.qkv.bias, model.layers[1].attention.qkv.bias)
 
 
-def test_a_gathered_state_dict_stands_in_for_the_models_own(tmp_path):
+def test_a_gathered_state_dict_replaces_the_models_own(tmp_path):
     whole = made("llama")
     with torch.device("meta"):
         hollow = build("llama", norm_eps=1e-4)

@@ -37,7 +37,7 @@ def make(kind: str) -> Any:
 
 @pytest.mark.parametrize("targets", [None, "*.1.mlp.*"])
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
-def test_peft_loads_ours(tmp_path, kind, targets):
+def test_peft_loads_phalanx_adapters(tmp_path, kind, targets):
     ours = phalanx.lora(make(kind), 4, alpha=6, targets=targets)
     for adapter in adapters(ours).values():
         nn.init.normal_(adapter.B)
@@ -51,7 +51,7 @@ def test_peft_loads_ours(tmp_path, kind, targets):
 
 @pytest.mark.parametrize("rslora", [False, True])
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
-def test_we_load_what_peft_wrote(tmp_path, kind, rslora):
+def test_phalanx_loads_what_peft_wrote(tmp_path, kind, rslora):
     """Ranks and alphas of single layers included; and what we write of it, PEFT reads again."""
     first, second = ("c_attn", "c_fc") if kind == "gpt2" else ("q_proj", "down_proj")
     config = peft.LoraConfig(

@@ -75,7 +75,7 @@ def test_classifiers_learn_the_digits(name, options):
     assert (model(unseen).argmax(1) == truth).float().mean() > 0.75
 
 
-def test_gpt_starts_near_the_uniform_guess_and_learns():
+def test_gpt_starts_near_the_uniform_loss_and_learns():
     torch.manual_seed(0)
     model = gpt("debug", dropout=0.1)
     tokens = torch.randint(256, (4, 33))
@@ -92,7 +92,7 @@ def test_gpt_starts_near_the_uniform_guess_and_learns():
     assert loss.item() < first.loss.item() - 1
 
 
-def test_gpt_sees_no_future_and_ignores_masked_targets():
+def test_gpt_is_causal_and_ignores_masked_targets():
     model = gpt("debug").eval()
     tokens = torch.randint(256, (1, 16))
     changed = tokens.clone()

@@ -1,4 +1,4 @@
-"""TF_CONFIG: who is what in a TensorFlow cluster, and what contradicts the settings. No TensorFlow is needed."""
+"""TF_CONFIG: the roles in a TensorFlow cluster, and what contradicts the settings. No TensorFlow is needed."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_the_first_worker_leads_where_there_is_no_chief(role, index, leads):
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"cluster": {}}'])
-def test_a_process_on_its_own_has_no_task(text):
+def test_a_single_process_has_no_task(text):
     assert read_task({"TF_CONFIG": text}) is None
 
 
@@ -72,7 +72,7 @@ def test_a_process_on_its_own_has_no_task(text):
         ),
     ],
 )
-def test_what_it_cannot_mean_is_refused(value, words):
+def test_wrong_values_are_refused(value, words):
     with pytest.raises(UsageError, match=words):
         read_task({"TF_CONFIG": value})
 
@@ -119,7 +119,7 @@ def test_the_trainer_and_the_command_line_know_what_was_given(monkeypatch, capsy
         trainer.fit(data, num_servers=1)
 
 
-def test_a_chief_of_equals_is_one_of_the_workers():
+def test_a_chief_without_servers_is_one_of_the_workers():
     task = read_task(environ({"chief": ["a:1"], "worker": ["b:2"]}, "chief", 0))
     check_against(task, DistributedConfig(backend="tensorflow", num_workers=2))
 
@@ -133,7 +133,7 @@ def test_the_command_line_compares_them_too(monkeypatch, capsys, tmp_path):
 
 
 @pytest.mark.parametrize(("given", "seen"), [("", "1"), ("2,3", "3"), ("5", "5")])
-def test_each_worker_of_a_machine_sees_a_gpu_of_its_own(given, seen, monkeypatch):
+def test_each_worker_of_a_machine_sees_one_gpu(given, seen, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
     env = RankEnv(1, 1, 2, 2, 0, "127.0.0.1", 0, "phalanx")
     tf_cluster._keep_to_own_gpu(env)
@@ -217,7 +217,7 @@ def test_what_ranks_need_is_imported_before_they_are_forked(settings, device, im
     assert extra_modules(environment) == imported
 
 
-def test_a_warm_process_with_another_keras_is_not_used():
+def test_a_fork_server_with_another_keras_is_not_used():
     plain = {"TF_USE_LEGACY_KERAS": "1", "HOME": "/"}
     assert import_settings(plain) == {}, "torch does not read it"
     served = {**plain, "PHALANX_PRELOAD": "tensorflow"}
@@ -238,8 +238,8 @@ BY_US = {"RANK": "0", "WORLD_SIZE": "2", "PHALANX_LOG_DIR": "logs"}
         (BY_US, SERVED, True, False),
     ],
 )
-def test_only_workers_of_our_own_that_ask_at_a_gate_need_a_store(started, cluster, gated, opened, monkeypatch):
-    """Nobody listens where a rank of another starter would look for one."""
+def test_only_workers_of_a_trial_of_the_local_launcher_need_a_store(started, cluster, gated, opened, monkeypatch):
+    """No store listens for ranks that another launcher started."""
     tried = []
     monkeypatch.setattr(tf_cluster, "_open_store", tried.append)
     gate = {CONTROL: TrialControl("gate.json").to_text()} if gated else {}

@@ -1,4 +1,4 @@
-"""Peers of a TF_CONFIG that never come: named in words, while the process that waits holds the interpreter's lock."""
+"""Peers of a TF_CONFIG that never answer: reported while the waiting process holds the interpreter's lock."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SERVED = {"chief": ["a:1"], "worker": ["a:2", "b:3"], "ps": ["c:4"]}
 
 @pytest.fixture(autouse=True)
 def _default_hangup():
-    """Programs that the tests start hear a hangup as usual, although the tests themselves may run under nohup."""
+    """Programs that the tests start receive SIGHUP as usual, although the tests themselves may run under nohup."""
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGHUP, before)
@@ -29,7 +29,7 @@ def _default_hangup():
 
 @pytest.fixture
 def silent():
-    """An address at which nobody listens."""
+    """An address at which no process listens."""
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
         yield f"127.0.0.1:{held.getsockname()[1]}"
@@ -51,7 +51,7 @@ def listening():
         (Task("evaluator", 0, {"worker": ["a:1"], "evaluator": ["c:3"]}), []),
     ],
 )
-def test_whom_a_task_waits_for(task, names):
+def test_the_peers_that_a_task_waits_for(task, names):
     assert list(needed_peers(task)) == names
 
 
@@ -66,7 +66,7 @@ def test_those_that_do_not_answer_are_named(silent, listening):
 
 
 @pytest.mark.skipif(importlib.util.find_spec("tensorflow") is None, reason="TensorFlow is not installed")
-def test_a_process_that_waits_in_vain_is_ended_with_the_reason(tmp_path, silent, listening):
+def test_a_process_that_waits_too_long_is_ended_with_the_reason(tmp_path, silent, listening):
     """The script waits as TensorFlow does: in C, with the interpreter's lock held."""
     script = tmp_path / "train.py"
     script.write_text("import ctypes\nctypes.PyDLL(None).sleep(60)\n")

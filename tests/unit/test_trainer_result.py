@@ -1,4 +1,4 @@
-"""A result on its way back from the ranks: whole, without weights that were too large to travel, or lost."""
+"""A result from the ranks: complete, without weights that were too large to be sent, or lost."""
 
 from __future__ import annotations
 
@@ -40,6 +40,6 @@ def test_metrics_have_no_weights_to_miss(tmp_path, capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_a_result_that_did_not_come_back_is_told_in_words(tmp_path):
+def test_a_result_that_did_not_come_back_is_an_error(tmp_path):
     with pytest.raises(UsageError, match="result did not come back"):
         read_result(tmp_path)

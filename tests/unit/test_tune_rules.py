@@ -104,7 +104,7 @@ def test_trial_control_waits_at_its_points_and_after_a_jump(tmp_path):
 
 def test_the_verdict_in_the_control_file(tmp_path):
     gate = TrialControl(tmp_path / "gate")
-    assert gate.wait(3, given_up=lambda: True) is True, "whoever ends the run otherwise needs no word"
+    assert gate.wait(3, given_up=lambda: True) is True, "a run that ends for another reason needs no verdict"
     gate.let_through(3)
     assert gate.wait(3) is True
     gate.stop_at(4)

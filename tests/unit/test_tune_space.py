@@ -38,7 +38,7 @@ def test_toml_and_python_say_the_same(tmp_path):
     assert all(point["batch_size"] == 32 for point in points)
 
 
-def test_every_mistake_is_told_at_once():
+def test_all_mistakes_are_reported_at_once():
     entries = {
         "a": tune.choice([]),
         "b": tune.uniform(1, 0),
@@ -94,7 +94,7 @@ def test_a_condition_on_what_does_not_apply_does_not_hold():
         assert ("c" in point) == (point.get("b") == 2)
 
 
-def test_a_file_that_is_none(tmp_path):
+def test_a_file_that_is_not_a_space(tmp_path):
     with pytest.raises(UsageError, match="no such search space"):
         SearchSpace.read(tmp_path / "none.toml")
     (tmp_path / "empty.toml").write_text("")

@@ -1,5 +1,5 @@
 """`phalanx bench comm`: how fast each algorithm moves bytes here, in nccl-tests' columns.
 
-`plan` says what is measured and checks it (no torch), `rank` measures on the ranks, `movers` holds what is measured by
-name, `report` and `plot` show it, `expected` knows what the links should do.
+`plan` describes what is measured (no torch), `run` starts the ranks, `rank` measures, `cases` holds the algorithms by
+name, `report` shows tables and plots, `expected` knows the nominal speed of the links.
 """

@@ -1,4 +1,4 @@
-"""What is measured, by name: each algorithm as a function from a rank's input to its result."""
+"""The algorithms that are measured, by name: each is a function from a rank's input to its result."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _IN_PLACE = ("all_reduce", "broadcast", "reduce")
 
 
 class CannotRunHere(Exception):
-    """Why an algorithm is left out; the others are measured all the same."""
+    """The reason why an algorithm is left out; the others are measured."""
 
 
 def _fresh(count: int, dtype: torch.dtype, device: str = "cpu") -> torch.Tensor:
@@ -43,22 +43,18 @@ class Case:
 
 
 def make_case(algo: str, plan: BenchPlan, channel: P2PChannel) -> Case:
-    """Return an algorithm ready to run, or raise `CannotRunHere`, on all ranks alike."""
+    """Return an algorithm that is ready to run, or raise `CannotRunHere`, on all ranks alike."""
     if algo in ALGORITHMS[plan.op]:
-        return _ours(algo, plan, channel)
+        return _collective(algo, plan, channel)
     if algo in ("shm", "shm-copy"):
         return _shared_memory(plan, channel, in_place=algo == "shm" and plan.op == "all_reduce")
     if algo == "copy":
-        return _copy(plan)
+        room = torch.empty(max(plan.sizes), dtype=torch.uint8)
+        return Case(lambda given: room[: given.nbytes].view(given.dtype).copy_(given), is_checked=False)
     return _torch_backend(algo, plan, channel)
 
 
-def _copy(plan: BenchPlan) -> Case:
-    room = torch.empty(max(plan.sizes), dtype=torch.uint8)
-    return Case(lambda given: room[: given.nbytes].view(given.dtype).copy_(given), is_checked=False)
-
-
-def _ours(algo: str, plan: BenchPlan, channel: P2PChannel) -> Case:
+def _collective(algo: str, plan: BenchPlan, channel: P2PChannel) -> Case:
     function = ALGORITHMS[plan.op][algo]
     if algo == "fixed-order":
         try:
@@ -69,10 +65,10 @@ def _ours(algo: str, plan: BenchPlan, channel: P2PChannel) -> Case:
         ranks = range(channel.size)
         groups = [list(ranks[first : first + plan.ranks_per_host]) for first in ranks[:: plan.ranks_per_host]]
         function = partial(function, groups=groups)
-    return Case(partial(_move_ours, function, plan, channel))
+    return Case(partial(_move_collective, function, plan, channel))
 
 
-def _move_ours(
+def _move_collective(
     function: Callable[..., Any], plan: BenchPlan, channel: P2PChannel, given: torch.Tensor
 ) -> torch.Tensor | None:
     if plan.op == "scatter":
@@ -92,11 +88,11 @@ def _shared_memory(plan: BenchPlan, channel: P2PChannel, *, in_place: bool) -> C
     from phalanx.comm.shm import SharedGroup
     from phalanx.comm.shm.bootstrap import group_text_gatherer, on_one_machine
 
-    tell = group_text_gatherer(None)
-    if not on_one_machine(tell, channel.rank):
+    gather = group_text_gatherer(None)
+    if not on_one_machine(gather, channel.rank):
         raise CannotRunHere("the ranks are not on one machine")
     try:
-        group = SharedGroup(tell, channel.rank, channel.size, timeout=60.0, room=max(plan.sizes) if in_place else 0)
+        group = SharedGroup(gather, channel.rank, channel.size, timeout=60.0, room=max(plan.sizes) if in_place else 0)
     except SharedMemoryUnavailable as error:
         raise CannotRunHere(error.message) from None
     if in_place:
@@ -129,13 +125,13 @@ def _torch_backend(name: str, plan: BenchPlan, channel: P2PChannel) -> Case:
         device = f"cuda:{channel.rank % torch.cuda.device_count()}"
         torch.cuda.set_device(device)
         group = dist.new_group(backend="nccl")
-    mover = Case(partial(_move_by_torch, plan, channel, group), partial(_fresh, device=device))
+    case = Case(partial(_move_by_torch, plan, channel, group), partial(_fresh, device=device))
     dtype = getattr(torch, plan.dtype)
-    try:  # what a backend cannot do it says at the first call, on every rank
-        mover.move(torch.ones(channel.size, dtype=dtype, device=device))
+    try:  # a backend that cannot do it fails at the first call, on every rank
+        case.move(torch.ones(channel.size, dtype=dtype, device=device))
     except RuntimeError as error:
         raise CannotRunHere(str(error).strip().splitlines()[0]) from error
-    return mover
+    return case
 
 
 def _check_nccl(channel: P2PChannel) -> None:
@@ -177,28 +173,28 @@ def _move_by_torch(plan: BenchPlan, channel: P2PChannel, group: Any, given: torc
 
 
 def input_count(op: str, count: int, ranks: int) -> int:
-    """Return the elements that a rank gives: its share where the result is put together of them."""
+    """Return the number of input elements per rank: its share where the result is the concatenation."""
     return count // ranks if op in ("all_gather", "gather") else count
 
 
 def sample(rank: int, count: int, dtype: str) -> torch.Tensor:
-    """Return what a rank gives when the result is checked: small whole numbers, which every rank can work out."""
+    """Return a rank's input for the check: small whole numbers that every rank can compute."""
     assert dtype in DTYPE_BYTES
     return ((torch.arange(count) * 7 + rank) % 3 + 1).to(getattr(torch, dtype))
 
 
 def expected_result(plan: BenchPlan, count: int, rank: int, ranks: int) -> torch.Tensor | None:
-    """Return what a rank must have got from everybody's `sample`."""
+    """Return the result that a rank must have for the `sample` of all ranks."""
     given = [sample(peer, input_count(plan.op, count, ranks), plan.dtype) for peer in range(ranks)]
-    mine = slice(rank * count // ranks, (rank + 1) * count // ranks)
+    own = slice(rank * count // ranks, (rank + 1) * count // ranks)
     if plan.op in ("all_reduce", "reduce", "reduce_scatter"):
         total = _reduced(given, plan.redop)
-        return {"all_reduce": total, "reduce": total if rank == 0 else None}.get(plan.op, total[mine])
+        return {"all_reduce": total, "reduce": total if rank == 0 else None}.get(plan.op, total[own])
     if plan.op in ("all_gather", "gather"):
         return torch.cat(given) if plan.op == "all_gather" or rank == 0 else None
     if plan.op == "all_to_all":
-        return torch.cat([one[mine] for one in given])
-    return given[0] if plan.op == "broadcast" else given[0][mine]
+        return torch.cat([one[own] for one in given])
+    return given[0] if plan.op == "broadcast" else given[0][own]
 
 
 def _reduced(given: list[torch.Tensor], redop: str) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What links should do, from what the machine says of them: network cards, GPU links, memory. No torch here."""
+"""The expected speed of links as the machine reports it: network cards, GPU links, memory. No torch here."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pathlib import Path
 
 _INTERFACES = Path("/sys/class/net")
 _LANE_GBS = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
-"""PCIe, GB/s a lane by generation."""
+"""PCIe, GB/s per lane by generation."""
 
 
 @dataclass(frozen=True)
 class ExpectedLink:
-    """One link and the bandwidth that it should have, in GB/s; None where nothing says it."""
+    """One link and its expected bandwidth in GB/s; None where it is not known."""
 
     name: str
     expected_gbs: float | None
@@ -23,7 +23,7 @@ class ExpectedLink:
 
 
 def network_links(interfaces: Path = _INTERFACES) -> list[ExpectedLink]:
-    """Return the network cards that are up, with the speed their driver says."""
+    """Return the network cards that are up, with the speed their driver reports."""
     found = []
     for path in sorted(interfaces.glob("*")):
         if path.name == "lo" or _read(path / "operstate") not in ("up", "unknown"):
@@ -36,7 +36,7 @@ def network_links(interfaces: Path = _INTERFACES) -> list[ExpectedLink]:
 
 
 def gpu_links() -> list[ExpectedLink]:
-    """Return how GPUs are connected, as nvidia-smi knows it; nothing where there is none."""
+    """Return how GPUs are connected, by nvidia-smi; nothing without it."""
     if shutil.which("nvidia-smi") is None:
         return []
     nvlink = _ask("nvidia-smi", "nvlink", "--status")
@@ -67,7 +67,7 @@ def parse_pcie(text: str) -> list[ExpectedLink]:
 
 
 def link_report(measured_gbs: float, copy_gbs: float, *, one_host: bool, links: list[ExpectedLink]) -> str:
-    """Return expected beside measured bandwidth. Ranks of one host meet in memory, whatever its cards can do."""
+    """Return expected and measured bandwidth. Ranks of one host communicate through memory, not its cards."""
     memory = ExpectedLink("memory (loopback)", copy_gbs, "one core copies, measured here")
     lines = [
         f"{'link':<22}{'expected':>10}{'measured':>10}{'share':>8}   expected by",
@@ -85,7 +85,7 @@ def link_report(measured_gbs: float, copy_gbs: float, *, one_host: bool, links: 
 def _read(path: Path) -> str:
     try:
         return path.read_text().strip()
-    except OSError:  # the kernel refuses to say the speed of a link that has none
+    except OSError:  # the kernel gives no speed for some links
         return ""
 
 

@@ -1,4 +1,4 @@
-"""What a benchmark measures: plain data, read from words and checked before any rank starts. No torch here."""
+"""What a benchmark measures: plain data, parsed and checked before any rank starts. No torch here."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ ALGORITHMS_OF = {
     "scatter": ("direct", "gloo", "nccl"),
     "all_to_all": ("direct", "gloo", "shm", "nccl"),
 }
-"""What can be measured: our algorithms first, then gloo, shared memory and nccl. All-reduce by `shm` is of a tensor
-that lies in the shared pages; by `shm-copy` it lies elsewhere, and is copied in and out. `copy` is no
-collective, but the floor under them: every rank copies its tensor to other memory of its own."""
+"""What can be measured: the collectives of this package first, then gloo, shared memory and nccl. All-reduce by `shm`
+is of a tensor in the shared pages; by `shm-copy` it is copied in and out. `copy` is not a collective, but their lower
+bound: every rank copies its tensor to other memory."""
 
 DTYPE_BYTES = {"float32": 4, "float64": 8, "float16": 2, "bfloat16": 2, "int8": 1, "uint8": 1, "int32": 4, "int64": 8}
 REDUCING = ("all_reduce", "reduce_scatter", "reduce")
@@ -71,7 +71,7 @@ class BenchPlan:
                 raise UsageError(f"{name} is {value}", hint=f"It must be {least} or more.")
 
     def iterations(self, nbytes: int) -> int:
-        """Return how often a size is timed: what was asked for, or fewer times the longer it takes."""
+        """Return how often a size is timed: `iters`, or fewer times for larger sizes."""
         if self.iters is not None:
             return self.iters
         return 100 if nbytes <= 1 << 20 else 20 if nbytes <= 16 << 20 else 5
@@ -112,7 +112,7 @@ def parse_size(text: str) -> int:
     """Read `64K`, `256M`, `1G` or bytes."""
     match = _SIZE.fullmatch(text.strip())
     if match is None or int(match[1]) == 0:
-        raise UsageError(f"'{text}' is no size", hint="Write bytes with K, M or G, such as 64K or 256M.")
+        raise UsageError(f"'{text}' is not a size", hint="Write bytes with K, M or G, such as 64K or 256M.")
     return int(match[1]) * _UNITS[match[2].upper()]
 
 
@@ -124,7 +124,7 @@ def parse_sizes(text: str) -> tuple[int, ...]:
     factor = int(rest[0]) if rest and rest[0].isdecimal() else 2
     low, high = parse_size(first), parse_size(last)
     if len(rest) > 1 or (rest and not rest[0].isdecimal()) or factor < 2 or low > high:
-        raise UsageError(f"'{text}' is no range of sizes", hint="Write smallest:largest[:factor], such as 1K:256M:4.")
+        raise UsageError(f"'{text}' is not a range of sizes", hint="Write smallest:largest[:factor], as 1K:256M:4.")
     sizes = [low]
     while sizes[-1] * factor <= high:
         sizes.append(sizes[-1] * factor)
@@ -132,10 +132,10 @@ def parse_sizes(text: str) -> tuple[int, ...]:
 
 
 def bus_factor(op: str, ranks: int) -> float:
-    """Return what the bus bandwidth is of the algorithm's, as nccl-tests has it: what an ideal link would have carried.
+    """Return bus bandwidth / algorithm bandwidth, as in nccl-tests: the load of an ideal link.
 
-    An all-reduce moves every byte 2 (n-1)/n times over each rank's link, however it is done; those that only spread or
-    only collect move it (n-1)/n times; a broadcast and a reduce once.
+    An all-reduce moves every byte 2 (n-1)/n times over each rank's link, by any algorithm; those that only distribute
+    or only collect move it (n-1)/n times; a broadcast and a reduce once.
     """
     if op in ("broadcast", "reduce"):
         return 1.0
@@ -144,7 +144,7 @@ def bus_factor(op: str, ranks: int) -> float:
 
 
 def element_count(op: str, nbytes: int, dtype: str, ranks: int) -> int:
-    """Return the elements of the whole tensor: at least one, and one share a rank where the collective cuts it up."""
+    """Return the elements of the whole tensor: at least one, and one share per rank where the collective splits it."""
     count = max(1, nbytes // DTYPE_BYTES[dtype])
     if op in ("all_reduce", "broadcast", "reduce"):
         return count

@@ -1,4 +1,4 @@
-"""Measuring, as a rank executes it: the first rank prints each row as it is there, and leaves all of them in a file."""
+"""The measurement on a rank; the first rank prints each row at once, and writes all of them to a file."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,22 +23,22 @@ from phalanx.comm.collectives.topology import find_locations, hosts, measure_lin
 
 PLAN_NAME = "plan.json"
 RESULT_NAME = "result.json"
-_PATIENCE = timedelta(minutes=5)
+_TIMEOUT = timedelta(minutes=5)
 
 
 def run_plan(payload: str) -> None:
     """Measure what the plan in this folder asks for, as a rank that was started for it."""
     folder = Path(payload)
-    found = measure(BenchPlan.from_json((folder / PLAN_NAME).read_text()), _say)
+    found = measure(BenchPlan.from_json((folder / PLAN_NAME).read_text()), partial(print, flush=True))
     if dist.get_rank() == 0:
         (folder / RESULT_NAME).write_text(json.dumps(found))
 
 
 def measure(plan: BenchPlan, say: Callable[[str], object]) -> dict[str, Any]:
-    """Meet the other ranks and measure; every rank calls it. The first one says what it finds, and has all of it."""
-    dist.init_process_group("gloo", timeout=_PATIENCE)
+    """Join the other ranks and measure; every rank calls this. The first one prints the rows and returns them."""
+    dist.init_process_group("gloo", timeout=_TIMEOUT)
     channel = P2PChannel()
-    tell = say if channel.rank == 0 else _keep_quiet
+    show = say if channel.rank == 0 else lambda text: None
     found: dict[str, Any] = {"ranks": channel.size, "hosts": len(hosts(find_locations(channel)))}
     if plan.p2p:
         if channel.rank == 0:
@@ -46,37 +47,37 @@ def measure(plan: BenchPlan, say: Callable[[str], object]) -> dict[str, Any]:
         found["latency_us"] = [[seconds * 1e6 for seconds in row] for row in matrix.latency_s]
         found["bandwidth_gbs"] = [[rate / 1e9 for rate in row] for row in matrix.bandwidth]
     if plan.sizes:
-        tell(f"{plan.op} on {channel.size} ranks\n{HEADER}")
-        found["rows"] = [row.to_dict() for row in measure_rows(plan, channel, tell)]
-    barrier(channel)  # nobody leaves while another rank still receives from it
+        show(f"{plan.op} on {channel.size} ranks\n{HEADER}")
+        found["rows"] = [row.to_dict() for row in measure_rows(plan, channel, show)]
+    barrier(channel)  # no rank exits while another still receives from it
     return found
 
 
-def measure_rows(plan: BenchPlan, channel: P2PChannel, tell: Callable[[str], object]) -> Iterator[BenchRow]:
-    """Measure one algorithm after the other; what cannot run here is said in a line."""
+def measure_rows(plan: BenchPlan, channel: P2PChannel, show: Callable[[str], object]) -> Iterator[BenchRow]:
+    """Measure one algorithm after the other; one that cannot run is reported in a line."""
     for algo in plan.algos:
         try:
-            mover = make_case(algo, plan, channel)
+            case = make_case(algo, plan, channel)
         except CannotRunHere as reason:
-            tell(f"{algo:<17}left out: {reason}")
+            show(f"{algo:<17}left out: {reason}")
             continue
         for size in plan.sizes:
-            row = _measure(algo, mover, plan, size, channel)
-            tell(str(row))
+            row = _measure(algo, case, plan, size, channel)
+            show(str(row))
             yield row
 
 
-def _measure(algo: str, mover: Case, plan: BenchPlan, size: int, channel: P2PChannel) -> BenchRow:
+def _measure(algo: str, case: Case, plan: BenchPlan, size: int, channel: P2PChannel) -> BenchRow:
     count = element_count(plan.op, size, plan.dtype, channel.size)
-    given = mover.allocate(input_count(plan.op, count, channel.size), getattr(torch, plan.dtype))
+    given = case.allocate(input_count(plan.op, count, channel.size), getattr(torch, plan.dtype))
     given.fill_(1)
     for _ in range(plan.warmup):
-        mover.move(given)
+        case.move(given)
     barrier(channel)
-    seconds = [_timed(mover, given) for _ in range(plan.iterations(size))]
+    seconds = [_timed(case, given) for _ in range(plan.iterations(size))]
     slowest = torch.tensor(statistics.median(seconds), dtype=torch.float64)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    wrong = torch.tensor(_count_wrong(mover, given, plan, count, channel))
+    wrong = torch.tensor(_count_wrong(case, given, plan, count, channel))
     dist.all_reduce(wrong)
     nbytes = count * DTYPE_BYTES[plan.dtype]
     return BenchRow(
@@ -84,20 +85,20 @@ def _measure(algo: str, mover: Case, plan: BenchPlan, size: int, channel: P2PCha
     )
 
 
-def _timed(mover: Case, given: torch.Tensor) -> float:
+def _timed(case: Case, given: torch.Tensor) -> float:
     begin = time.perf_counter()
-    mover.move(given)
+    case.move(given)
     if given.is_cuda:
         torch.cuda.synchronize(given.device)
     return time.perf_counter() - begin
 
 
-def _count_wrong(mover: Case, given: torch.Tensor, plan: BenchPlan, count: int, channel: P2PChannel) -> int:
-    """Move known values once, and count the elements that did not come out right."""
-    if not mover.is_checked:
+def _count_wrong(case: Case, given: torch.Tensor, plan: BenchPlan, count: int, channel: P2PChannel) -> int:
+    """Move known values once, and count the wrong elements."""
+    if not case.is_checked:
         return 0
     given.copy_(sample(channel.rank, given.numel(), plan.dtype))
-    result = mover.move(given)
+    result = case.move(given)
     expected = expected_result(plan, count, channel.rank, channel.size)
     if result is None or expected is None:
         return 0 if result is expected else count
@@ -106,7 +107,7 @@ def _count_wrong(mover: Case, given: torch.Tensor, plan: BenchPlan, count: int, 
 
 
 def measure_copy(nbytes: int = 4 << 20) -> float:
-    """Return GB/s at which one core copies memory: what no message within a machine can beat."""
+    """Return the GB/s at which one core copies memory: the upper bound of messages within a machine."""
     source, target = torch.ones(nbytes, dtype=torch.uint8), torch.ones(nbytes, dtype=torch.uint8)
     times = []
     for _ in range(10):
@@ -114,11 +115,3 @@ def measure_copy(nbytes: int = 4 << 20) -> float:
         target.copy_(source)
         times.append(time.perf_counter() - begin)
     return nbytes / min(times) / 1e9
-
-
-def _say(text: str) -> None:
-    print(text, flush=True)
-
-
-def _keep_quiet(text: str) -> None:
-    """Say nothing: the first rank does."""

@@ -36,7 +36,7 @@ class BenchRow:
 
     @property
     def busbw_gbs(self) -> float:
-        """The same, as the load of a link: comparable between numbers of ranks, and with the hardware's own figure."""
+        """The same, as the load of a link: comparable between numbers of ranks and with the specification."""
         return self.algbw_gbs * bus_factor(self.op, self.ranks)
 
     def to_dict(self) -> dict[str, Any]:
@@ -67,7 +67,7 @@ def matrix_table(title: str, numbers: Sequence[Sequence[float]], unit: str) -> s
 
 
 def side_by_side(rows: Sequence[BenchRow]) -> str:
-    """Return the bus bandwidth of all algorithms beside each other, one line a size; nothing for a single one."""
+    """Return the bus bandwidth of all algorithms as columns, one line per size; nothing for a single one."""
     algos = list(dict.fromkeys(row.algo for row in rows))
     if len(algos) < 2:
         return ""
@@ -80,21 +80,21 @@ def side_by_side(rows: Sequence[BenchRow]) -> str:
 
 
 def check_plotting(path: str) -> None:
-    """Refuse a picture that could not be drawn, before anything is measured."""
+    """Raise for a plot that cannot be drawn, before anything is measured."""
     _pyplot()
     if "." not in path.rsplit("/", 1)[-1]:
-        raise UsageError(f"--plot {path}: the name says no format", hint=f"Write --plot {path}.png")
+        raise UsageError(f"--plot {path}: the name has no format", hint=f"Write --plot {path}.png")
 
 
 def plot_rows(rows: Sequence[BenchRow], path: str) -> None:
-    """Draw time and bus bandwidth over size, a line an algorithm."""
+    """Draw time and bus bandwidth over size, one line per algorithm."""
     plt = _pyplot()
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
     for algo in dict.fromkeys(row.algo for row in rows):
-        mine = [row for row in rows if row.algo == algo]
-        sizes = [row.size_bytes for row in mine]
-        left.plot(sizes, [row.time_us for row in mine], marker="o", label=algo)
-        right.plot(sizes, [row.busbw_gbs for row in mine], marker="o", label=algo)
+        chosen = [row for row in rows if row.algo == algo]
+        sizes = [row.size_bytes for row in chosen]
+        left.plot(sizes, [row.time_us for row in chosen], marker="o", label=algo)
+        right.plot(sizes, [row.busbw_gbs for row in chosen], marker="o", label=algo)
     for axes, label in ((left, "time (us)"), (right, "bus bandwidth (GB/s)")):
         axes.set(xscale="log", yscale="log", xlabel="bytes", ylabel=label)
         axes.grid(visible=True, alpha=0.3)
@@ -115,7 +115,7 @@ def plot_links(latency_us: list[list[float]], bandwidth_gbs: list[list[float]], 
 def _draw_matrix(figure: Any, axes: Any, title: str, numbers: list[list[float]]) -> None:
     hidden = [list(line) for line in numbers]
     for rank in range(len(hidden)):
-        hidden[rank][rank] = float("nan")  # nobody sends to itself
+        hidden[rank][rank] = float("nan")  # no rank sends to itself
     image = axes.imshow(hidden)
     for row, line in enumerate(hidden):
         for column, value in enumerate(line):
@@ -128,7 +128,7 @@ def _draw_matrix(figure: Any, axes: Any, title: str, numbers: list[list[float]])
 def _save(figure: Any, path: str, plt: Any) -> None:
     try:
         figure.savefig(path, dpi=130)
-    except (OSError, ValueError) as error:  # a folder that is not there, a format that is none
+    except (OSError, ValueError) as error:  # no such folder or format
         raise UsageError(f"--plot {path}: {error}") from None
     finally:
         plt.close(figure)

@@ -1,4 +1,4 @@
-"""`phalanx bench comm` on the parent's side: start the ranks, and bring back what they measured. No torch here."""
+"""`phalanx bench comm` in the parent: start the ranks, and return what they measured. No torch here."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _PLAN, _RESULT = "plan.json", "result.json"
 def run_bench(
     plan: BenchPlan, ranks: int, console: RankConsole, *, threads: int | None = None
 ) -> dict[str, Any] | None:
-    """Measure on so many ranks of this machine, or on those that torchrun, srun or mpirun started.
+    """Measure on ranks of this machine, or on those that torchrun, srun or mpirun started.
 
-    Return what the first rank found; None on the others of those.
+    Return the result of the first rank; None on the other started ranks.
     """
     started = read_rank_env()
     if started is not None:

@@ -1,12 +1,10 @@
-"""The adviser: for a link, a model and a step time, which compressor pays and which loses. Arithmetic, nothing else.
+"""Predict for a link, a model and a step time which compressor pays; measure what compressors cost here.
 
-A step computes for a while and sends for a while. Gradients travel during backward, about two thirds of the computing,
-and what does not fit behind it is waited for. A compressor shortens the sending and takes time of its own; that time is
-measured (`measure.py`), and counts as computing, since the courier needs the processor for it.
-
-What a compressor costs on this machine: gradient bytes a second, and bytes sent for each of them.
-
-Measured on one process that plays all ranks: an exchange whose other ranks have the same gradient needs no network."""
+A step computes for some time and sends for some time. Gradients are sent during backward, about two thirds of the
+computing, and the step waits for the rest of the sending. A compressor shortens the sending and takes time itself; that
+time is measured in one process that stands for all ranks (their gradients are equal, so nothing is sent), and counts as
+computing, since the communication thread needs the processor for it.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ WORTH_IT = 0.05
 
 @dataclass(frozen=True)
 class LinkSpeed:
-    """What a rank can send: bytes a second, and seconds until a message's first byte is there."""
+    """What a rank can send: bytes per second, and seconds until a message's first byte arrives."""
 
     bytes_per_second: float
     latency_s: float = 0.0
@@ -39,7 +37,7 @@ class LinkSpeed:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a compressor was measured to do: bytes sent for each byte of gradient, gradient bytes a second, messages."""
+    """Measured: bytes sent per byte of gradient, gradient bytes per second, messages."""
 
     name: str
     sent_share: float
@@ -49,7 +47,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Prediction:
-    """One compressor's step, and whether it is worth having."""
+    """One compressor's step, and whether it pays."""
 
     name: str
     step_s: float
@@ -93,7 +91,7 @@ def _predict(
     send_s = cost.sent_share * model_bytes / link.bytes_per_second
     send_s += cost.messages * (ranks - 1) * link.latency_s * buckets
     busy = compute_s + own_s
-    # While the courier sends it does not compress: both share its time behind backward.
+    # The communication thread does not compress while it sends: both share its time behind backward.
     exposed = max(0.0, send_s - BACKWARD_SHARE * compute_s)
     step_s = busy + exposed
     gain = plain.step_s - step_s
@@ -120,11 +118,11 @@ def _ms(seconds: float) -> str:
 
 _ROUNDS = 3
 _SETTINGS_OF = {"topk": ("compression_ratio",), "randomk": ("compression_ratio",), "powersgd": ("powersgd_rank",)}
-"""Which settings a compressor has of its own; all have the warm-up."""
+"""The settings of single compressors; all have the warm-up."""
 
 
 class EchoExchange:
-    """An exchange of ranks that all hold what this one holds: nothing travels, everything is counted."""
+    """An exchange of ranks that all hold the same tensor: nothing is sent, everything is counted."""
 
     def __init__(self, size: int) -> None:
         self.rank = 0
@@ -149,7 +147,7 @@ class EchoExchange:
         return tensor[:1].expand_as(tensor).contiguous()
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing."""
 
     def _count(self, sent: int, messages: int) -> None:
         self.sent_bytes += sent
@@ -157,7 +155,7 @@ class EchoExchange:
 
 
 def settings_of(name: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings that a compressor would follow: the config refuses the others."""
+    """Return the settings that a compressor uses: the config raises for the others."""
     own = () if name == "none" else (*_SETTINGS_OF.get(name, ()), "compression_warmup")
     return {key: value for key, value in settings.items() if key in own}
 
@@ -181,10 +179,10 @@ def _measure(
         flat = gradient.clone()
         bucket = Bucket(0, flat, tuple(key for key, _ in named), _views(flat, shapes))
         exchange = EchoExchange(ranks)
-        _settle(device)
+        _synchronize(device)
         begin = time.perf_counter()
         compressor.reduce(bucket, exchange)
-        _settle(device)
+        _synchronize(device)
         times.append(time.perf_counter() - begin)
     nbytes = gradient.nbytes
     return Cost(name, exchange.sent_bytes / nbytes, nbytes / sorted(times[1:])[_ROUNDS // 2], exchange.messages)
@@ -195,6 +193,6 @@ def _views(flat: torch.Tensor, shapes: Sequence[tuple[int, ...]]) -> tuple[torch
     return tuple(piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True))
 
 
-def _settle(device: torch.device) -> None:
+def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -1,7 +1,7 @@
-"""A slow link that is real: two network namespaces, a pair of interfaces between them, and the kernel's token bucket.
+"""A real slow link: two network namespaces, a pair of interfaces between them, and the kernel's token bucket.
 
 Needs root, `ip` and `tc`, and a kernel that has both. Latency cannot be shaped everywhere (netem is often missing), so
-only the rate is. Nothing of the machine's own network is touched.
+only the rate is. The machine's network is not changed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Nodes:
         self.address = _ADDRESSES[0]
 
     def command(self, node: int, words: list[str]) -> list[str]:
-        """Return how to run a command on one of the two."""
+        """Return the command that runs `words` on one of the two."""
         return ["ip", "netns", "exec", self.names[node], *words]
 
     def shape(self, bytes_per_second: float) -> None:
@@ -43,7 +43,7 @@ class Nodes:
 
 
 def why_not() -> str | None:
-    """Say why namespaces cannot be used here, or None when they can."""
+    """Return why namespaces cannot be used here, or None."""
     if os.geteuid() != 0:
         return "not root"
     for program in ("ip", "tc"):
@@ -79,5 +79,5 @@ def two_nodes() -> Iterator[Nodes]:
 def _run(*words: str) -> None:
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode:
-        said = (done.stderr or done.stdout).strip().splitlines()
-        raise ShapingError(f"`{' '.join(words[:4])} ...` failed: {said[0] if said else done.returncode}")
+        output = (done.stderr or done.stdout).strip().splitlines()
+        raise ShapingError(f"`{' '.join(words[:4])} ...` failed: {output[0] if output else done.returncode}")

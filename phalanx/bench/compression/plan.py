@@ -24,41 +24,41 @@ class Case:
 
     @property
     def name(self) -> str:
-        """What its files are called."""
+        """The name of its files."""
         return f"{self.recipe}-{self.compressor}"
 
 
 @dataclass(frozen=True)
 class CompressionRequest:
-    """What travels to the ranks: runs one after the other, over a link that the exchange emulates where asked."""
+    """What is sent to the ranks: the runs, and the rate of an emulated link."""
 
     cases: list[Case]
     steps: int
     settings: dict[str, Any] = field(default_factory=dict)
-    """More settings of every run, such as compression_ratio; a compressor takes those that are its own."""
+    """More settings, such as compression_ratio; each compressor uses its own."""
     emulated_bytes_per_second: float | None = None
 
 
 def read_names(text: str, kind: str, allowed: tuple[str, ...]) -> list[str]:
-    """Read names with commas between; an unknown one is refused with the nearest."""
+    """Read names separated by commas; raise for an unknown one, with the nearest."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
         if name not in allowed:
             raise UsageError(unknown_name(kind, name, allowed))
     if not names:
-        raise UsageError(f"no {kind} was named", hint=f"Allowed, with commas between: {', '.join(allowed)}")
+        raise UsageError(f"no {kind} was named", hint=f"Allowed, separated by commas: {', '.join(allowed)}")
     return names
 
 
 def read_compressors(text: str) -> list[str]:
-    """Read the names of compressors; none of them is what the others are measured against, and always there."""
+    """Read the names of compressors; 'none', the reference for the others, is always included."""
     names = read_names(text, "compressor", COMPRESSORS)
     return names if "none" in names else ["none", *names]
 
 
 def read_link(text: str) -> float:
-    """Return the bytes a second of a link such as `100Mb` or `1Gb`."""
+    """Return the bytes per second of a link such as `100Mb` or `1Gb`."""
     match = _RATE.match(text.strip())
     if match is None or float(match[1]) == 0:
-        raise UsageError(f"'{text}' is no link", hint="Write its bits a second: 100Mb, 1Gb or 2.5Gb.")
+        raise UsageError(f"'{text}' is not a link", hint="Write its bits per second: 100Mb, 1Gb or 2.5Gb.")
     return float(match[1]) * (1e6 if match[2].upper() == "M" else 1e9) / 8

@@ -1,4 +1,4 @@
-"""What a rank runs in `phalanx bench compression`: a training run, or a probe of the link."""
+"""What a rank runs in `phalanx bench compression`: training runs, or measurements of step and link."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ QUIET: dict[str, Any] = {
     "checkpoint_dir": None,
     "epochs": None,
 }
-"""What surrounds a real run and would blur the clock."""
+"""Logging and checkpoints would disturb the timing."""
 
 
 class Clock(Callback):
-    """Notes when each step ended, and its loss."""
+    """Records the time and the loss of each step."""
 
     def __init__(self) -> None:
         self.curve: list[tuple[float, float]] = []
@@ -54,13 +54,13 @@ class Clock(Callback):
         self._began = time.perf_counter()
 
     def on_step_end(self, trainer: Any, info: StepInfo) -> None:
-        """Note a step."""
+        """Record a step."""
         loss = info.loss
         self.curve.append((time.perf_counter() - self._began, loss))
 
 
 def run_cases(payload: str) -> None:
-    """Run the cases one after the other; the first rank leaves each result beside the request."""
+    """Run the cases one after the other; the first rank writes each result next to the request."""
     path = Path(payload)
     body = json.loads(path.read_text(encoding="utf-8"))
     request = CompressionRequest(**{**body, "cases": [Case(**case) for case in body["cases"]]})
@@ -100,7 +100,7 @@ _SMALL, _LARGE = 256, 8_000_000
 
 
 def run_probe(payload: str) -> None:
-    """Measure each recipe's step and the link; the first rank leaves the numbers beside the request."""
+    """Measure each recipe's step and the link; the first rank writes the numbers next to the request."""
     path = Path(payload)
     body = json.loads(path.read_text(encoding="utf-8"))
     config = DistributedConfig(**QUIET, device="cpu")
@@ -115,14 +115,10 @@ def run_probe(payload: str) -> None:
 
 
 def _measure_link(ranks: int) -> dict[str, float]:
-    """Two message sizes tell the two numbers apart."""
-    small, large = (_timed(partial(_add_up, size)) for size in (_SMALL, _LARGE))
+    """Measure latency and rate, from two message sizes."""
+    small, large = (_timed(partial(dist.all_reduce, torch.zeros(size // 4))) for size in (_SMALL, _LARGE))
     sent = 2 * (ranks - 1) * _LARGE / ranks
     return {"bytes_per_second": sent / max(large - small, 1e-9), "latency_s": small / (2 * (ranks - 1))}
-
-
-def _add_up(nbytes: int) -> None:
-    dist.all_reduce(torch.zeros(nbytes // 4))
 
 
 def _timed(job: Callable[[], Any], rounds: int = 7) -> float:

@@ -1,4 +1,4 @@
-"""The benchmark's tables and its picture."""
+"""The benchmark's tables and its plot."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def advice(name: str, link: LinkSpeed, compute_s: float, model_bytes: int, ranks
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Write rows as columns with two spaces between."""
+    """Return rows as columns, separated by two spaces."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
@@ -67,7 +67,7 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
 
 
 def check_can_plot() -> None:
-    """Refuse a picture before anything has run, where matplotlib is missing."""
+    """Raise before anything has run, where matplotlib is missing."""
     try:
         import matplotlib as _  # noqa: F401
     except ImportError:
@@ -104,10 +104,10 @@ def _draw_times(axis: Any, records: Sequence[dict[str, Any]]) -> None:
     names = list(dict.fromkeys(record["compressor"] for record in records))
     links = list(dict.fromkeys(record["link"] for record in records))
     width = 0.8 / len(links)
-    for place, link in enumerate(links):
+    for number, link in enumerate(links):
         times = {r["compressor"]: r["time_to_target_s"] or 0.0 for r in records if r["link"] == link}
-        spots = [number + place * width for number in range(len(names))]
-        axis.bar(spots, [times[name] for name in names], width, label=link)
+        positions = [n + number * width for n in range(len(names))]
+        axis.bar(positions, [times[name] for name in names], width, label=link)
     axis.set_xticks([number + 0.4 - width / 2 for number in range(len(names))], names, rotation=30)
     axis.set_ylabel(f"s to loss {records[0]['target_loss']:.3f} (no bar: not reached)", fontsize=8)
     axis.set_title(records[0]["recipe"])

@@ -1,4 +1,4 @@
-"""The benchmark from the parent's side: links, ranks, results. No torch here."""
+"""The benchmark in the parent: links, ranks, results. No torch here."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from phalanx.runs.start import run_on_ranks
 
 RANKS = 2
 NAMESPACES = "network namespaces, the rate by the kernel's token bucket"
-SLEEPING = "an exchange of ours that sleeps for bytes / rate"
+SLEEPING = "an exchange that sleeps for bytes / rate"
 _PORT = 29431
 _SMOOTH = 10
 """Losses of single batches are noisy: a step counts by the mean of this many before it."""
 _TARGET_SHARE = 0.6
-"""The target loss is what the uncompressed run has reached after this share of its steps."""
+"""The target is the loss of the uncompressed run after this share of its steps."""
 
 
 def run_bench(
@@ -37,7 +37,7 @@ def run_bench(
     settings: dict[str, Any] | None = None,
     say: Callable[[str], None] = print,
 ) -> list[dict[str, Any]]:
-    """Train every recipe under every compressor over every link, on two ranks; return one record a run."""
+    """Train every recipe under every compressor over every link, on two ranks; return one record per run."""
     cases = [Case(recipe, compressor) for recipe in recipes for compressor in compressors]
     obstacle = netns.why_not()
     say(f"links: {NAMESPACES}" if obstacle is None else f"links: {SLEEPING} ({obstacle})")
@@ -54,11 +54,11 @@ def run_bench(
 
 
 def probe(recipes: Sequence[str]) -> dict[str, Any]:
-    """Measure on two ranks of this machine what the adviser asks for."""
+    """Measure on two ranks of this machine what the adviser needs."""
     with scratch_folder("probe") as folder:
         payload = folder / "request.json"
         payload.write_text(json.dumps({"recipes": list(recipes)}), encoding="utf-8")
-        launch_ranks("phalanx.worker:run_compression_probe_file", payload)
+        launch_ranks("phalanx.bench.compression.rank:run_probe", payload)
         found: dict[str, Any] = json.loads((folder / "probe.json").read_text(encoding="utf-8"))
         return found
 
@@ -73,7 +73,7 @@ def launch_ranks(function: str, payload: Path, **spec: Any) -> None:
 def run_node(payload: str, node: int, endpoint: str) -> None:
     """Run one of two nodes with one rank each; called in a process inside a namespace."""
     launch_ranks(
-        "phalanx.worker:run_compression_bench_file",
+        "phalanx.bench.compression.rank:run_cases",
         Path(payload),
         ranks_per_node=1,
         num_nodes=RANKS,
@@ -85,7 +85,7 @@ def run_node(payload: str, node: int, endpoint: str) -> None:
 
 def _run_here(request: CompressionRequest) -> dict[str, Any]:
     with scratch_folder("bench") as folder:
-        launch_ranks("phalanx.worker:run_compression_bench_file", _written(request, folder), threads_per_rank=1)
+        launch_ranks("phalanx.bench.compression.rank:run_cases", _written(request, folder), threads_per_rank=1)
         return _read(request, folder)
 
 
@@ -108,9 +108,9 @@ def _run_on_nodes(request: CompressionRequest, nodes: netns.Nodes, rate: float) 
 
 
 def _wait(processes: list[subprocess.Popen[str]]) -> None:
-    """Wait for both nodes; when one fails, or we are interrupted, the other is ended too."""
+    """Wait for both nodes; when one fails, or this process is interrupted, the other is ended too."""
     try:
-        said = [process.communicate()[1] for process in processes]
+        errors = [process.communicate()[1] for process in processes]
     finally:
         for process in processes:
             if process.poll() is None:
@@ -118,7 +118,7 @@ def _wait(processes: list[subprocess.Popen[str]]) -> None:
                 process.wait()
     for node, process in enumerate(processes):
         if process.returncode:
-            raise RankFailedError(f"node {node} of the benchmark failed:\n{said[node].strip()}")
+            raise RankFailedError(f"node {node} of the benchmark failed:\n{errors[node].strip()}")
 
 
 def _written(request: CompressionRequest, folder: Path) -> Path:

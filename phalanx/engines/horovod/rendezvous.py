@@ -78,7 +78,11 @@ def note_new_rank(attempt: int) -> None:
     hvd = horovod()
     forget_groups()
     write_horovod_env(
-        hvd.rank(), hvd.size(), (hvd.local_rank(), hvd.local_size()), (hvd.cross_rank(), hvd.cross_size()), attempt
+        hvd.rank(),
+        hvd.size(),
+        (hvd.local_rank(), hvd.local_size()),
+        (hvd.cross_rank(), hvd.cross_size()),
+        attempt,
     )
 
 
