@@ -30,7 +30,7 @@ _HINT = "Write: phalanx train digits, phalanx train --script train.py, or phalan
 def run(arguments: Sequence[str]) -> int:
     """Run the verb."""
     words, own = split_own(arguments)
-    parser = _parser()
+    parser = _parser(with_recipes=bool({"-h", "--help"} & set(words)))
     _check_own_arguments(parser, words, own)
     namespace = parser.parse_all(words)
     named = read_target(namespace, own, "train", _HINT)
@@ -88,13 +88,13 @@ def _part(words: list[str], chosen: list[str]) -> tuple[list[str], list[str]]:
     return rest, taken
 
 
-def _parser() -> FlagParser:
-    recipes = "\n".join(f"  {name:<10} {load_recipe(name).summary}" for name in recipe_names())
+def _parser(*, with_recipes: bool) -> FlagParser:
+    recipes = [f"  {name:<10} {load_recipe(name).summary}" for name in recipe_names()] if with_recipes else []
     parser = FlagParser(
         prog="phalanx train",
         usage="phalanx train <recipe> | --script FILE | -m MODULE [options] [-- the script's own arguments]",
         description="Train on N ranks.",
-        epilog=f"recipes:\n{recipes}",
+        epilog="\n".join(["recipes:", *recipes]),
     )
     add_target_flags(parser)
     add_config_flags(parser)

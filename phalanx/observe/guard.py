@@ -6,8 +6,7 @@ import io
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, TextIO, cast
+from typing import Any, NamedTuple, TextIO, cast
 
 
 class Guard:
@@ -121,8 +120,7 @@ def guard_own_output(notice: Callable[[str], object]) -> None:
         setattr(sys, f"__{name}__", fresh)
 
 
-@dataclass(frozen=True)
-class Streams:
+class Streams(NamedTuple):
     """Where a console writes what ranks print to standard output and to standard error."""
 
     out_terminal: int | None = None

@@ -1,4 +1,4 @@
-"""Checkpoints that nobody asked for, for restarts: not where some rank does not see them, nor without restarts."""
+"""Checkpoints for restarts that no setting asked for: not where some rank does not see them, nor without restarts."""
 
 from __future__ import annotations
 

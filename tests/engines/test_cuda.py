@@ -66,7 +66,7 @@ def test_no_step_waits_for_the_device(tmp_path, precision):
     )
     loader = DataLoader(make_data(1024), batch_size=16, shuffle=True, pin_memory=True)
     try:
-        if precision == "fp16":  # GradScaler itself reads found_inf once a step, unless the optimizer takes it
+        if precision == "fp16":  # GradScaler itself reads found_inf once per step, unless the optimizer takes it
             trainer.optimizer = lambda params: torch.optim.AdamW(params, lr=1e-2, fused=True)
         history = trainer.fit(loader)
     finally:

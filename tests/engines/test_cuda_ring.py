@@ -1,4 +1,4 @@
-"""On a GPU: ring and compressed gradients give what ddp gives, with ranks that share one GPU, and nobody waits."""
+"""On a GPU: ring and compressed gradients give what ddp gives, with ranks that share one GPU, without waits."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ def test_a_file_in_the_way_is_named(tmp_path, below):
     assert file.read_text() == "mine"
 
 
-NOBODY = 65534
+OTHER_USER = 65534
 FORBIDDEN = """
 import os, sys
 from phalanx.checkpoint import Snapshot, check_writable, save
@@ -160,7 +160,7 @@ def test_a_directory_that_may_not_be_written_is_named(tmp_path):
     for place in [tmp_path, *tmp_path.parents][:3]:
         if place.stat().st_uid == os.getuid() and "pytest" in str(place):
             place.chmod(place.stat().st_mode | 0o011)
-    command = [sys.executable, "-c", FORBIDDEN, str(forbidden), str(NOBODY)]
+    command = [sys.executable, "-c", FORBIDDEN, str(forbidden), str(OTHER_USER)]
     output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert output.count(f"rank 0 could not write {forbidden}") == 2, output
     assert output.count("Permission denied") == 2

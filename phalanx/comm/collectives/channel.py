@@ -60,7 +60,7 @@ class Handle(Protocol):
 class PendingCheck(Protocol):
     """A comparison of the ranks' collectives that is not complete; it may bring inline data of the previous rank."""
 
-    def settle(self) -> None:
+    def finish_check(self) -> None:
         """Return when all ranks do the same; raise on all of them when they do not."""
 
     def wait(self) -> None:
@@ -151,11 +151,11 @@ class P2PChannel:
         part.calls = 0
         return part
 
-    def settle(self) -> None:
+    def finish_check(self) -> None:
         """Complete the pending check, if there is one."""
         check, self.state.check = self.state.check, None
         if check is not None:
-            check.settle()
+            check.finish_check()
             self.state.unchecked.clear()
 
     def send(self, tensor: torch.Tensor, to: int, *, is_control: bool = False) -> Handle:
@@ -227,7 +227,7 @@ class _Message:
     def wait(self) -> None:
         """Wait for the message; data waits for the pending check first."""
         if not self.is_control:
-            self.channel.settle()
+            self.channel.finish_check()
         try:
             if self.work is not None:
                 self.work.wait()

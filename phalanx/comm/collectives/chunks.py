@@ -27,7 +27,7 @@ def start_collective(
     flat = flatten(tensor, channel)
     start_check(channel, describe(collective, tensor, op), inline=None if first is None else first(flat))
     if tensor.numel() == 0:
-        channel.settle()  # no data will be waited for
+        channel.finish_check()  # no data will be waited for
     return flat
 
 
@@ -43,7 +43,7 @@ def start_reduction(
     try:
         return flat, find_reduction(op, tensor.dtype)
     except UsageError:
-        channel.settle()  # a mismatch between the ranks is the error that all of them must raise
+        channel.finish_check()  # a mismatch between the ranks is the error that all of them must raise
         raise
 
 

@@ -35,7 +35,7 @@ def scatter(tensor: torch.Tensor, channel: P2PChannel, source: torch.Tensor | No
     """Fill each rank's tensor with its row of `source`, which the root gives: row r for rank r. It sends (n-1) S."""
     if channel.rank == root and (mistake := _mistake(source, tensor, channel)):
         start_check(channel, f"scatter from {root} of {mistake}")  # differs from the other ranks, so all raise
-        channel.settle()
+        channel.finish_check()
         raise CommunicationError(f"scatter from {root} of {mistake}", hint="Stack one tensor per rank on the root.")
     own = start_collective(f"scatter from {root}", tensor, channel)
     if channel.rank != root:
@@ -63,7 +63,7 @@ def all_to_all(tensor: torch.Tensor, channel: P2PChannel) -> torch.Tensor:
     """
     own = start_collective("all_to_all", tensor, channel)
     if tensor.dim() == 0 or tensor.shape[0] != channel.size:
-        channel.settle()
+        channel.finish_check()
         raise UsageError(
             f"all_to_all of a tensor of shape {tuple(tensor.shape)} on {channel.size} ranks",
             hint=f"Give one row per rank: a first dimension of {channel.size}.",
@@ -80,7 +80,7 @@ def all_to_all(tensor: torch.Tensor, channel: P2PChannel) -> torch.Tensor:
 def barrier(channel: P2PChannel) -> None:
     """Return when every rank has called it: after log2(n) rounds each rank has a message from all others."""
     start_check(channel, "barrier", always=True)
-    channel.settle()
+    channel.finish_check()
 
 
 def _mistake(source: torch.Tensor | None, tensor: torch.Tensor, channel: P2PChannel) -> str:

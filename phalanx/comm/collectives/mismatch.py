@@ -62,7 +62,7 @@ def start_check(
     A channel that is not `checked` does nothing, unless `always`. The tag includes the number of the call, so that
     messages of a failed call are never received later.
     """
-    channel.settle()  # an earlier collective that failed on this rank before it waited
+    channel.finish_check()  # an earlier collective that failed on this rank before it waited
     if channel.size == 1 or not (channel.checked or always):
         return
     channel.calls += 1
@@ -73,7 +73,7 @@ def start_check(
     check = channel.state.check = MismatchCheck(channel, description, inline)
     channel.state.inline = check if inline is not None else None
     if channel.is_batched:
-        channel.settle()
+        channel.finish_check()
 
 
 class MismatchCheck:
@@ -93,7 +93,7 @@ class MismatchCheck:
         self._departures: list[Handle] = []
         self._start_round()
 
-    def settle(self) -> None:
+    def finish_check(self) -> None:
         """Take part in all rounds; raise where a rank does something else."""
         while True:
             self._finish_round()
@@ -125,7 +125,7 @@ class MismatchCheck:
 
     def wait(self) -> None:
         """Wait for the inline data of the previous rank, and complete the check."""
-        self._channel.settle()
+        self._channel.finish_check()
 
     def payload(self, like: torch.Tensor) -> torch.Tensor:
         """Return the inline data, after `wait`; valid until the next collective."""

@@ -228,7 +228,7 @@ class ShardCore:
             return
         begin = time.monotonic()
         pieces = [asdict(piece) for piece in self.pieces]
-        meta = {"clock": self.clock, "workers": self._workers.to_dict(), "pieces": pieces}
+        meta = {"clock": self.clock, "roster": self._workers.to_dict(), "pieces": pieces}
         self._storage.save(meta, self._state.bundle())
         self._saved_at = time.monotonic()
         self._save_cost = self._saved_at - begin
@@ -241,4 +241,4 @@ class ShardCore:
             self.replace([piece_from(piece) for piece in meta["pieces"]])
             self._state.load(bundle)
             self.clock = meta["clock"]
-            self._workers = WorkerTable.restored(meta["workers"], self._rules.rejoin_seconds)
+            self._workers = WorkerTable.restored(meta["roster"], self._rules.rejoin_seconds)
