@@ -1,4 +1,4 @@
-"""`phalanx train gpt|llama|moe --preset NAME`: tokens per second, a sample at the end, and presets that do not exist."""
+"""`phalanx train gpt|llama|moe --preset NAME`: tokens per second, a sample at the end, presets that do not exist."""
 
 from __future__ import annotations
 

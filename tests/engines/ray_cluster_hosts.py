@@ -40,7 +40,7 @@ exec "$@"
 
 
 def in_a_namespace_of_its_own(*words: str) -> list[str]:
-    """A command on a machine with an outer address and a way out, which lead nowhere: no other machine reaches its Ray."""
+    """A command on a machine with an outer address and a route that lead nowhere: no other machine reaches its Ray."""
     return ["unshare", "-n", "sh", "-ec", _OWN_NETWORK, "sh", *words]
 
 
