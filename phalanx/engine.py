@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # the layers above
 
 ENTRY_POINTS = "phalanx.engines"
 VARIABLE = "PHALANX_ENGINE"
-"""In the ranks of an engine of another package: its name."""
+"""In the ranks of an engine: its name."""
 
 
 class Engine:
@@ -107,7 +107,7 @@ class Engine:
 
 
 class Home(NamedTuple):
-    """Where a built-in engine is, and how a rank detects it without importing it."""
+    """Where a built-in engine is, and how a rank that another launcher started detects it without importing it."""
 
     module: str
     variable: str = ""
@@ -139,10 +139,16 @@ def find_engine(name: str) -> Engine:
     return _TORCH if found is None else found
 
 
+def engine_name(config: DistributedConfig) -> str:
+    """Return the name of the engine that a config selects, by its backend or its strategy; "" for torch's own."""
+    if config.backend in ENGINES or config.backend not in BACKENDS:
+        return config.backend
+    return config.resolved_strategy if config.resolved_strategy in ENGINES else ""
+
+
 def engine_of(config: DistributedConfig) -> Engine:
-    """Return the engine that a config selects: by its backend, else by its strategy."""
-    by_strategy = config.backend not in ENGINES and config.resolved_strategy in ENGINES
-    return find_engine(config.resolved_strategy if by_strategy else config.backend)
+    """Return the engine that a config selects."""
+    return find_engine(engine_name(config))
 
 
 def engines_here() -> list[Engine]:
@@ -152,5 +158,5 @@ def engines_here() -> list[Engine]:
         for name, home in ENGINES.items()
         if (home.variable and os.environ.get(home.variable)) or (home.package and home.package in sys.modules)
     ]
-    outside = os.environ.get(VARIABLE)
-    return [find_engine(name) for name in (*names, *([outside] if outside else []))]
+    chosen = os.environ.get(VARIABLE)
+    return [find_engine(name) for name in dict.fromkeys([*names, *filter(None, [chosen])])]

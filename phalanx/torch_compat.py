@@ -296,10 +296,3 @@ def index_types() -> dict[tuple[str, str], Any]:
         ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _StorageInfo,
         ("torch.serialization", "_get_layout"): _get_layout,
     }
-
-
-def init_process_group_homes() -> list[Any]:
-    """Return the modules that hold `init_process_group` under their own name."""
-    from torch.distributed import device_mesh, distributed_c10d
-
-    return [torch.distributed, distributed_c10d, device_mesh]

@@ -8,7 +8,7 @@ from typing import Any, cast, overload
 from torch import Tensor, nn
 
 from phalanx.errors import ModelError
-from phalanx.models import contract as words
+from phalanx.models import contract
 from phalanx.models.attention import Block
 from phalanx.models.decoder import Decoder, DecoderConfig
 from phalanx.models.init import from_preset
@@ -102,18 +102,18 @@ class GPT(Decoder):
     def tensor_plan(self) -> dict[str, str]:
         """Return which module is split how under tensor parallelism, in the words of `models.contract`."""
         return {
-            "embed.tokens": words.EMBEDDING_ROWWISE,
-            "embed.positions": words.EMBEDDING_POSITIONS,
-            "layers.*.attention_norm": words.SEQUENCE,
-            "layers.*.attention": words.GATHER,
-            "layers.*.attention.qkv": words.COLWISE,
-            "layers.*.attention.project": words.ROWWISE,
-            "layers.*.feed_norm": words.SEQUENCE,
-            "layers.*.feed": words.GATHER,
-            "layers.*.feed.expand": words.COLWISE,
-            "layers.*.feed.project": words.ROWWISE,
-            "norm": words.SEQUENCE,
-            "head": words.HEAD_COLWISE,
+            "embed.tokens": contract.EMBEDDING_ROWWISE,
+            "embed.positions": contract.EMBEDDING_POSITIONS,
+            "layers.*.attention_norm": contract.SEQUENCE,
+            "layers.*.attention": contract.GATHER,
+            "layers.*.attention.qkv": contract.COLWISE,
+            "layers.*.attention.project": contract.ROWWISE,
+            "layers.*.feed_norm": contract.SEQUENCE,
+            "layers.*.feed": contract.GATHER,
+            "layers.*.feed.expand": contract.COLWISE,
+            "layers.*.feed.project": contract.ROWWISE,
+            "norm": contract.SEQUENCE,
+            "head": contract.HEAD_COLWISE,
         }
 
     def tensor_divides(self) -> dict[str, int]:

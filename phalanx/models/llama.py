@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.errors import ModelError
-from phalanx.models import contract as words
+from phalanx.models import contract
 from phalanx.models.attention import InnerAttention, RopeScaling, rotary_table, rotate
 from phalanx.models.decoder import Decoder, DecoderConfig
 from phalanx.models.init import from_preset
@@ -171,20 +171,20 @@ class Llama(Decoder):
     def tensor_plan(self) -> dict[str, str]:
         """Return which module is split how under tensor parallelism, in the words of `models.contract`."""
         return {
-            "embed": words.EMBEDDING_ROWWISE,
-            "layers.*.attention_norm": words.SEQUENCE,
-            "layers.*.attention": words.GATHER,
-            "layers.*.attention.query": words.COLWISE,
-            "layers.*.attention.key": words.COLWISE,
-            "layers.*.attention.value": words.COLWISE,
-            "layers.*.attention.project": words.ROWWISE,
-            "layers.*.feed_norm": words.SEQUENCE,
-            "layers.*.feed": words.GATHER,
-            "layers.*.feed.gate": words.COLWISE,
-            "layers.*.feed.up": words.COLWISE,
-            "layers.*.feed.down": words.ROWWISE,
-            "norm": words.SEQUENCE,
-            "head": words.HEAD_COLWISE,
+            "embed": contract.EMBEDDING_ROWWISE,
+            "layers.*.attention_norm": contract.SEQUENCE,
+            "layers.*.attention": contract.GATHER,
+            "layers.*.attention.query": contract.COLWISE,
+            "layers.*.attention.key": contract.COLWISE,
+            "layers.*.attention.value": contract.COLWISE,
+            "layers.*.attention.project": contract.ROWWISE,
+            "layers.*.feed_norm": contract.SEQUENCE,
+            "layers.*.feed": contract.GATHER,
+            "layers.*.feed.gate": contract.COLWISE,
+            "layers.*.feed.up": contract.COLWISE,
+            "layers.*.feed.down": contract.ROWWISE,
+            "norm": contract.SEQUENCE,
+            "head": contract.HEAD_COLWISE,
         }
 
     def tensor_divides(self) -> dict[str, int]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.errors import ModelError
-from phalanx.models import contract as words
+from phalanx.models import contract
 from phalanx.models.attention import Block
 from phalanx.models.init import from_preset, init_transformer, is_meta
 
@@ -142,10 +142,10 @@ class ViT(nn.Module):
         Patches plus class make an odd number, so the sequence stays whole and the norms are not named.
         """
         return {
-            "layers.*.attention.qkv": words.COLWISE,
-            "layers.*.attention.project": words.ROWWISE,
-            "layers.*.feed.expand": words.COLWISE,
-            "layers.*.feed.project": words.ROWWISE,
+            "layers.*.attention.qkv": contract.COLWISE,
+            "layers.*.attention.project": contract.ROWWISE,
+            "layers.*.feed.expand": contract.COLWISE,
+            "layers.*.feed.project": contract.ROWWISE,
         }
 
     def tensor_divides(self) -> dict[str, int]:

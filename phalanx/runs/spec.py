@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from phalanx.config import BACKENDS, FIELDS, DistributedConfig, Resolved
+from phalanx.config import FIELDS, DistributedConfig, Resolved
 from phalanx.config.sources import ENV_PREFIX
-from phalanx.engine import VARIABLE, engine_of
+from phalanx.engine import VARIABLE, engine_name, engine_of
 from phalanx.launch import CallTarget, LaunchSpec
 from phalanx.launch.forkserver.preload import PRELOAD
 from phalanx.launch.nccl import nccl_environment
@@ -69,8 +69,9 @@ def engine_environment(config: DistributedConfig, device: str) -> dict[str, str]
     found, imports = engine_of(config).environment(config, device)
     if config.mlflow_tracking or config.mlflow_experiment:
         imports = [*imports, "mlflow"]
-    if config.backend not in BACKENDS:
-        found = {**found, VARIABLE: config.backend}
+    name = engine_name(config)
+    if name or VARIABLE in os.environ:  # a run inside a rank of an engine is not one of that engine
+        found = {**found, VARIABLE: name}
     return {**found, PRELOAD: ",".join(imports)} if imports else found
 
 

@@ -10,14 +10,14 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from phalanx.config import DistributedConfig
+from phalanx.config import DistributedConfig, fields
 from phalanx.errors import ModelError
 from phalanx.loop.formation import Formation
 from phalanx.loop.task import TrainTask
 from phalanx.strategies.compressing import RANK_STATE
 from phalanx.trainers.job import Job, run_job
 
-COMPRESSORS = ["fp16", "bf16", "int8", "sign", "topk", "randomk", "powersgd"]
+COMPRESSORS = [name for name in fields.COMPRESSORS if name != "none"]
 SHARES = {"fp16": 0.501, "bf16": 0.501, "int8": 0.30, "sign": 0.06, "topk": 0.03, "randomk": 0.02, "powersgd": 0.35}
 
 

@@ -12,11 +12,12 @@ from torch import nn
 from phalanx.comm.compress import build_compressor, merged_states
 from phalanx.comm.compress.powersgd import largest_rank
 from phalanx.config import DistributedConfig
+from phalanx.config.fields import COMPRESSORS
 from phalanx.errors import ModelError
 
 SHAPES = {"embed": (60, 24), "bias": (24,), "norm": (7,), "kernel": (16, 3, 5)}
 WITH_FEEDBACK = ["sign", "topk", "randomk", "powersgd"]
-ALL = ["none", "fp16", "bf16", "int8", *WITH_FEEDBACK]
+ALL = list(COMPRESSORS)
 SETTINGS = {
     "topk": {"compression_ratio": 0.1},
     "randomk": {"compression_ratio": 0.1},
