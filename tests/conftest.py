@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import signal
 import tempfile
 import threading
 import time
@@ -41,6 +42,12 @@ _SLOW_FIRST = ("engines", "faults", "dist", "cli", "parity")
 """Folders whose tests take long, in the order in which they begin; the short ones fill the gaps at the end."""
 _ONE_AT_A_TIME = ("ray", "horovod", "tensorflow")
 """Engines that use a machine as a whole: the files about one of them do not run beside each other."""
+
+
+def pytest_configure() -> None:
+    """Give SIGINT its handler back where the shell ignores it (`make test &`): tests of Ctrl-C inherit it."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

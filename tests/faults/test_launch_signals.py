@@ -138,7 +138,7 @@ def test_sigusr1_is_forwarded_and_75_is_not_a_failure(launch_script):
 @pytest.mark.parametrize("wakes", [True, False])
 def test_a_stopped_fork_server_does_not_keep_the_ranks_running(launch_script, monkeypatch, wakes):
     if not wakes:  # as one that waits for a dead disk
-        monkeypatch.setattr(client.Session, "wake", lambda self: None)
+        monkeypatch.setattr(client.ForkServerProcess, "wake", lambda self: None)
         monkeypatch.setattr(attempt, "_KILL_SECONDS", 0.5)
     waiting = iter([None, True])
     pids = []

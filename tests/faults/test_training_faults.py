@@ -208,7 +208,7 @@ def test_a_restart_goes_on_from_a_checkpoint_that_nobody_asked_for():
     path.write_text(path.read_text().replace(', checkpoint_dir="ckpt"', ""))
     answer = train(path, "--max-restarts", 1, "--run-dir", "run")
     assert answer.code == 0, answer.text
-    assert f"checkpoints go to {Path('run/checkpoints')} once an epoch" in answer.text
+    assert f"checkpoints go to {Path('run/checkpoints')} once per epoch" in answer.text
     events = [json.loads(line) for line in Path("run/events.jsonl").read_text().splitlines()]
     assert [event["first_step"] for event in events if event["event"] == "run_started"] == [0, 10]
 

@@ -29,5 +29,5 @@ def test_bad_expert_settings_are_refused(ranks, tmp_path):
         run("moe", 3, expert_parallel=3)
     with pytest.raises(UsageError, match="Llama has no expert_modules"):
         run("llama", 2, expert_parallel=2)
-    with pytest.raises(UsageError, match="beside the data axes only"):
+    with pytest.raises(UsageError, match="runs with the data axes only"):
         run("moe", 4, expert_parallel=2, tensor_parallel=2)
