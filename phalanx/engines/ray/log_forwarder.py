@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from phalanx.launch.forkserver import messages as channel
+from phalanx.launch.forkserver import messages
 from phalanx.observe import control
 from phalanx.observe.heartbeat import HeartbeatBoard
 
@@ -37,7 +37,7 @@ class LogForwarder:
         self._messages: list[dict[str, Any]] = []
         self._lock = threading.Lock()
         self._output, self.output_end = os.pipe2(os.O_CLOEXEC)
-        self._events, self.events_end = channel.socket_pair()
+        self._events, self.events_end = messages.socket_pair()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="phalanx-log", daemon=True)
         self._stop: Any = controller.stop_reason.remote()
@@ -94,10 +94,10 @@ class LogForwarder:
             self.send({"at": beat.step, "rank": self._rank})
 
     def _read(self) -> None:
-        output = b"".join(channel.read_available(lambda: os.read(self._output, _CHUNK)))
+        output = b"".join(messages.read_available(lambda: os.read(self._output, _CHUNK)))
         if output:
             self.send({"output": output, "rank": self._rank})
-        for data in channel.read_available(lambda: self._events.recv(_EVENT_BYTES)):
+        for data in messages.read_available(lambda: self._events.recv(_EVENT_BYTES)):
             self.send({"event": json.loads(data), "keep": self.keeps_events})
 
 
