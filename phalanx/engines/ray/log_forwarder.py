@@ -75,11 +75,11 @@ class LogForwarder:
         self._read()
         self._report_step()
         with self._lock:
-            messages, self._messages = self._messages, []
+            waiting, self._messages = self._messages, []
         if wait and self.final_output:
-            messages.append({"log": self.final_output.encode(), "rank": self._rank})
-        if messages:
-            sent = self._controller.post.remote(messages)
+            waiting.append({"log": self.final_output.encode(), "rank": self._rank})
+        if waiting:
+            sent = self._controller.post.remote(waiting)
             if wait:
                 ray.get(sent)
         if self._stop is not None and ray.wait([self._stop], timeout=0)[0]:
