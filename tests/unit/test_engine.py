@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from phalanx.config import DistributedConfig
-from phalanx.engine import VARIABLE, Engine, engine_name, engine_of, engines_here, find_engine
+from phalanx.engine import ENGINES, VARIABLE, Engine, engine_name, engine_of, engines_here, find_engine
 from phalanx.runs.spec import engine_environment
 
 
@@ -18,6 +20,8 @@ def test_ranks_find_the_engine_that_the_config_selects(settings, name, monkeypat
     assert engine_name(config) == name
     assert engine_environment(config, "cpu").get(VARIABLE, "") == name
     monkeypatch.setenv(VARIABLE, name)
+    for home in ENGINES.values():  # another test of this process may have imported an engine's package
+        monkeypatch.delitem(sys.modules, home.package, raising=False)
     assert engines_here() == ([engine_of(config)] if name else [])
 
 
