@@ -15,6 +15,7 @@ from phalanx.version import __version__
 
 VERBS = {
     "train": "train a recipe, a script or a module on N ranks",
+    "init": "write a small project (model, data, recipe, test) that trains at once",
     "tune": "search for the best hyperparameters, many trials at once",
     "config": "show every setting, its value and where it comes from",
     "verify": "prove that a layout gives the same result as one process",

@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import re
 import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -17,6 +19,7 @@ from phalanx.engine import find_engine
 from phalanx.errors import UsageError, nearest
 from phalanx.launch import ModuleTarget, ScriptTarget, count_gpus
 from phalanx.recipes import Recipe, load_recipe, recipe_names
+from phalanx.recipes.recipe import read_changes
 
 _BARE = "<bare flag>"
 
@@ -60,7 +63,18 @@ class _Help(argparse.RawDescriptionHelpFormatter):
 
 def add_target_flags(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that name what runs: a recipe, a script or a module."""
-    parser.add_argument("recipe", nargs="?", help=f"a built-in recipe: {', '.join(recipe_names())}")
+    names = ", ".join(recipe_names())
+    parser.add_argument("recipe", nargs="?", help=f"a recipe ({names}), a file ./mine.toml, or my_package.recipes:tiny")
+    parser.add_argument("--model", metavar="MODEL", help="a model: gpt, my_package.nets:Net, or a Hugging Face folder")
+    parser.add_argument("--data", metavar="DATA", help="data: digits, my_package.data:load, or a folder of files")
+    parser.add_argument(
+        "--set",
+        dest="changes",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="change a value of the recipe: --set model.dropout=0.1 --set data.block_size=256",
+    )
     parser.add_argument("--preset", metavar="NAME", help="which size of the recipe's model: debug, small, ...")
     parser.add_argument("--script", metavar="FILE", help="a Python script that runs under torchrun")
     parser.add_argument("-m", "--module", metavar="MODULE", help="a module, as in python -m MODULE")
@@ -77,19 +91,50 @@ def read_target(
     namespace: argparse.Namespace, own: Sequence[str], verb: str, hint: str
 ) -> Recipe | ScriptTarget | ModuleTarget:
     """Return what was named; `own`: the script's own arguments."""
+    parts = [name for name in ("model", "data") if getattr(namespace, name)]
     named = [name for name in ("recipe", "script", "module") if getattr(namespace, name)]
-    if len(named) != 1:
+    if len(named) > 1 or not (named or parts):
         what = f"nothing to {verb} was named" if not named else f"{' and '.join(named)} were both given"
         raise UsageError(what, hint=hint)
-    if namespace.recipe:
+    if namespace.recipe or parts:
         if own:
             raise UsageError(f"a recipe takes no arguments; got: {shlex.join(own)}")
-        find_engine(vars(namespace).get("backend", "")).check_recipe(namespace.recipe)
-        return load_recipe(namespace.recipe).with_preset(namespace.preset)
-    if namespace.preset:
-        raise UsageError("--preset is for recipes; a script builds its own model")
-    script, module = namespace.script, namespace.module
-    return ScriptTarget(script, tuple(own)) if script else ModuleTarget(module, tuple(own))
+        find_engine(vars(namespace).get("backend", "")).check_recipe(namespace.recipe or " and ".join(parts))
+    if namespace.script or namespace.module:
+        _refuse_for_scripts(namespace)
+        script, module = namespace.script, namespace.module
+        return ScriptTarget(script, tuple(own)) if script else ModuleTarget(module, tuple(own))
+    return _named_recipe(namespace)
+
+
+def _refuse_for_scripts(namespace: argparse.Namespace) -> None:
+    """Refuse flags about a model and its data where a script builds them."""
+    nested = read_changes(namespace.changes, FIELDS.__contains__)[1]
+    given = [f"--{name}" for name in ("preset", "model", "data") if getattr(namespace, name)]
+    given += [f"--set {key}" for key in nested]
+    if given:
+        raise UsageError(f"{given[0]} is for recipes; a script builds its own model and data")
+
+
+def _named_recipe(namespace: argparse.Namespace) -> Recipe:
+    """Return the recipe of a command: the one named, or one of --model and --data; with the values of --set."""
+    if namespace.recipe:
+        recipe = load_recipe(namespace.recipe).with_preset(namespace.preset)
+        recipe = recipe.with_parts(namespace.model, namespace.data)
+    else:
+        for part in ("model", "data"):
+            if not getattr(namespace, part):
+                raise UsageError(
+                    f"--{'data' if part == 'model' else 'model'} was given, but no --{part}",
+                    hint="Write: phalanx train --model my_package.nets:Net --data my_package.data:load",
+                )
+        options = {} if namespace.preset is None else {"preset": namespace.preset}
+        name = re.sub(r"\W+", "-", Path(namespace.model).name.rpartition(":")[2]).lower()
+        recipe = Recipe(name, "", {}, options).with_parts(None, namespace.data)
+        recipe = replace(recipe, model={**recipe.with_parts(namespace.model, None).model, **options})
+    recipe = recipe.with_values(read_changes(namespace.changes, FIELDS.__contains__)[1])
+    recipe.check()
+    return recipe
 
 
 def add_config_flags(parser: argparse.ArgumentParser) -> None:
@@ -135,9 +180,11 @@ def _metavar(field: dataclasses.Field[Any]) -> str:
 
 def resolve_flags(namespace: argparse.Namespace, recipe: Recipe | None) -> Resolved:
     """Return the settings of a command: flags over the environment over --config over the recipe's own."""
-    given = {name: value for name, value in vars(namespace).items() if name in FIELDS}
+    texts = {name: value for name, value in vars(namespace).items() if name in FIELDS}
+    given = {name: True if text == _BARE else parse_text(FIELDS[name], text) for name, text in texts.items()}
+    changes = read_changes(getattr(namespace, "changes", []), FIELDS.__contains__)[0]
     return resolve(
-        {name: True if text == _BARE else parse_text(FIELDS[name], text) for name, text in given.items()},
+        {**changes, **given},
         given_as="flag",
         file=namespace.config,
         recipe=recipe.settings_for(count_gpus()) if recipe else None,

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import inspect
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from phalanx.errors import UsageError, unknown_name
+from phalanx.recipes.imports import call_with, is_import_path, load_import
 
 if TYPE_CHECKING:
     from torch import nn
@@ -35,19 +38,48 @@ def presets(name: str) -> dict[str, Any]:
 
 
 def build(name: str, **options: Any) -> nn.Module:
-    """Return a new model `name`; the options are a `preset` and its changes, or the model's own arguments."""
+    """Return a new model.
+
+    `name` is that of a reference model (options: a `preset` and its changes, or the model's own arguments), an import
+    path such as `my_package.nets:Net` with the options of that class or function, or the folder of a Hugging Face
+    model.
+    """
+    if is_import_path(name):
+        return _checked(call_with(load_import(name, "model"), options, f"model '{name}'"), name)
+    if Path(name).is_absolute():
+        from phalanx.models.hf.folder import from_folder
+
+        return from_folder(Path(name), **options)
     module, function = _find(name)
     make = getattr(importlib.import_module(module), function)
-    parameters = inspect.signature(make).parameters
-    takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
-    for option in options:
-        if option not in parameters and not takes_any:
-            raise UsageError(unknown_name(f"option of model '{name}'", option, parameters))
-    model: nn.Module = make(**options)
+    model: nn.Module = call_with(make, options, f"model '{name}'")
     return model
+
+
+def build_options(name: str) -> list[str]:
+    """Return the names of a model's options; empty for the folder of a Hugging Face model."""
+    if Path(name).is_absolute():
+        return []
+    if is_import_path(name):
+        return list(inspect.signature(load_import(name, "model")).parameters)
+    module, function = _find(name)
+    own = list(inspect.signature(getattr(importlib.import_module(module), function)).parameters)
+    sizes = list(presets(name).values())  # what a preset sets can be changed
+    return own + [field.name for field in dataclasses.fields(sizes[0])] if sizes else own
+
+
+def _checked(made: Any, name: str) -> nn.Module:
+    from torch import nn
+
+    if isinstance(made, nn.Module):
+        return made
+    raise UsageError(f"model = '{name}' gives a {type(made).__name__}, not a torch.nn.Module")
 
 
 def _find(name: str) -> tuple[str, str]:
     if name not in _MODELS:
-        raise UsageError(unknown_name("model", name, _MODELS))
+        raise UsageError(
+            unknown_name("model", name, _MODELS),
+            hint="A model of your own is written as package.module:Class, or as the path of its folder: ./my-model",
+        )
     return _MODELS[name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,15 @@ import torch
 from torch import nn
 
 from phalanx.config import DistributedConfig
-from phalanx.data.sets import load
+from phalanx.data.sets import load_splits
+from phalanx.data.source import read_source
 from phalanx.loop.forward import implied_loss
 from phalanx.loop.hooks import Callback
 from phalanx.loop.task import TrainTask
 from phalanx.loop.trainer import TrainLoop
-from phalanx.models.registry import build
+from phalanx.models.registry import build, build_options
 from phalanx.recipes import Recipe
+from phalanx.recipes.imports import extend_path, is_import_path, load_import
 from phalanx.trainers.job import Job, JobResult, run_job
 from phalanx.world.seed import seed_everything
 
@@ -61,37 +64,68 @@ def _uncompiled(compiled: bool) -> AbstractContextManager[Any]:
     return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
 
 
+_BATCH_SIZE = 32
+"""For data sets of the user without a DataLoader, in a recipe that sets none."""
 _LONGEST_TEXT = 1024
 """Longer windows of a corpus of some megabytes would be few."""
 
 
 def run_recipe(recipe: Recipe, config: DistributedConfig, run_dir: Path | None, *, checked: bool) -> JobResult:
     """Build a recipe's parts (equal weights on all ranks, by the seed) and train; `checked`: see `Job`."""
+    task = recipe_task(recipe, config)
+    if config.batch_size is None:
+        source = read_source(task.train, pin_memory=False, notes=[])
+        if source.batch_size is None and not source.ready_batches and source.batch_sampler is None:
+            config = config.with_trusted(batch_size=_BATCH_SIZE)
+    return run_job(Job("fit", task, config, run_dir, checked), in_place=True)
+
+
+def recipe_task(recipe: Recipe, config: DistributedConfig) -> TrainTask:
+    """Build what a recipe describes: model, data, loss, optimizer, metrics and callbacks."""
     seed_everything(config.seed)
     model, train, val = recipe_parts(recipe, config.data_dir)
     callbacks: list[Any] = [SampleText(**recipe.sample)] if recipe.sample else []
+    for path in recipe.callbacks:
+        found = load_import(path, "callbacks")
+        callbacks.append(found() if inspect.isclass(found) else found)
+    return TrainTask(
+        model,
+        train,
+        val,
+        loss_fn=recipe_loss(recipe, model),
+        optimizer=load_import(recipe.optimizer, "optimizer") if recipe.optimizer else None,
+        metrics={name: load_import(path, f"metrics.{name}") for name, path in recipe.metrics.items()} or None,
+        callbacks=callbacks,
+        name=config.name or recipe.name,
+    )
+
+
+def recipe_loss(recipe: Recipe, model: nn.Module) -> Any:
+    """Return the recipe's loss; None where the model or the first batch decides."""
+    if recipe.loss:
+        return load_import(recipe.loss, "loss") if is_import_path(recipe.loss) else recipe.loss
     # A language model computes its loss itself, and a mixture of experts adds a term to it.
-    loss_fn = None if recipe.sample else implied_loss
-    task = TrainTask(model, train, val, loss_fn=loss_fn, callbacks=callbacks, name=config.name or recipe.name)
-    return run_job(Job("fit", task, config, run_dir, checked), in_place=True)
+    own_model = is_import_path(recipe.model["name"]) or Path(recipe.model["name"]).is_absolute()
+    return None if own_model or recipe.sample or hasattr(model, "loss_from_output") else implied_loss
 
 
 def recipe_parts(recipe: Recipe, data_dir: str | None) -> tuple[nn.Module, Any, Any]:
     """Return a recipe's model and its data for training and validation."""
-    options = {**recipe.data, **({"root": data_dir} if data_dir is not None else {})}
+    extend_path(recipe.paths)
+    data = {**recipe.data, **({"root": data_dir} if data_dir is not None else {})}
     model = dict(recipe.model)
-    if recipe.needs_data_dir:
-        train, val = _both_splits(options)
-        if hasattr(train, "classes"):
-            model["classes"] = len(train.classes)  # known only from the user's folder
-        return build(model.pop("name"), **model), train, val
-    built: Any = build(model.pop("name"), **model)
-    if options.get("block_size") == "model":
-        options["block_size"] = min(built.config.block_size, _LONGEST_TEXT)
-    return built, *_both_splits(options)
+    if data.get("block_size") == "model":
+        built: Any = build(model.pop("name"), **model)
+        data["block_size"] = min(built.config.block_size, _LONGEST_TEXT)
+        return built, *_both_splits(data)
+    train, val = _both_splits(data)
+    name = model.pop("name")
+    if hasattr(train, "classes") and "classes" in build_options(name):  # known only from the user's files
+        model.setdefault("classes", len(train.classes))
+    return build(name, **model), train, val
 
 
 def _both_splits(options: dict[str, Any]) -> tuple[Any, Any]:
     rest = {key: value for key, value in options.items() if key != "name"}
-    train, val = (load(options["name"], split=split, **rest) for split in ("train", "val"))
-    return train, val
+    train, val = load_splits(options["name"], **rest)
+    return train, None if val is not None and hasattr(val, "__len__") and not len(val) else val

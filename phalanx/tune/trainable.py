@@ -82,7 +82,7 @@ def _changed(resolved: Resolved, config: DistributedConfig) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class RecipeTrainable(Trainable):
-    """A built-in recipe: hyperparameters are settings."""
+    """A recipe: hyperparameters are settings, or values of its model and data such as `model.width`."""
 
     recipe: Recipe
 
@@ -92,17 +92,21 @@ class RecipeTrainable(Trainable):
         return self.recipe.name
 
     def check(self, names: Iterable[str]) -> None:
-        """A recipe takes settings only."""
-        unknown = [name for name in names if name not in FIELDS]
+        """A recipe takes settings, and options of its model and data."""
+        unknown = [name for name in names if name not in FIELDS and not name.startswith(("model.", "data."))]
         if unknown:
             guesses = [f" Did you mean '{close}'?" if (close := nearest(name, FIELDS)) else "" for name in unknown]
             lines = "\n  ".join(f"unknown setting '{name}'.{g}" for name, g in zip(unknown, guesses, strict=True))
-            raise UsageError(lines, hint="A recipe takes settings only; `phalanx config show` lists them.")
+            raise UsageError(
+                lines,
+                hint="A recipe takes settings (`phalanx config show`), and model.<option> or data.<option>.",
+            )
 
     def parts(self, trial: Trial) -> TrainableParts:
         """Return what to launch for a trial."""
         config = trial_config(self.resolved, trial, trial.params)
-        return TrainableParts(config, recipe_target(self.recipe, config, trial.folder, trial.folder), {})
+        recipe = self.recipe.with_values({n: v for n, v in trial.params.items() if n not in FIELDS})
+        return TrainableParts(config, recipe_target(recipe, config, trial.folder, trial.folder), {})
 
 
 @dataclass(frozen=True)

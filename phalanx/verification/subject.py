@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from phalanx.errors import UsageError, unknown_name
 from phalanx.models import registry as models
-from phalanx.recipes import load_recipe, recipe_names
+from phalanx.recipes import find_recipe, load_recipe, recipe_names
 
 _IMAGE_SIZE = {3: 8, 7: 64}
 """A residual network takes any image; the size follows the kernel of its first convolution."""
@@ -39,18 +39,18 @@ class Subject(Protocol):
 
 @dataclass(frozen=True)
 class RecipeSubject:
-    """A built-in recipe, possibly with another preset of its model."""
+    """A recipe, possibly with another preset of its model."""
 
     name: str
     preset: str | None = None
 
     def build(self, data_dir: str | None) -> Parts:
         """Build what `phalanx train` would train."""
-        from phalanx.loop.forward import implied_loss
-        from phalanx.trainers.recipe import recipe_parts
+        from phalanx.trainers.recipe import recipe_loss, recipe_parts
 
-        model, train, _ = recipe_parts(load_recipe(self.name).with_preset(self.preset), data_dir)
-        return Parts(model, train, None if hasattr(model, "loss_from_output") else implied_loss)
+        recipe = load_recipe(self.name).with_preset(self.preset)
+        model, train, _ = recipe_parts(recipe, data_dir)
+        return Parts(model, train, recipe_loss(recipe, model))
 
 
 @dataclass(frozen=True)
@@ -144,6 +144,6 @@ def find_subject(name: str | None, script: str | None, preset: str | None) -> Su
     assert name is not None, "one of the two was given"
     if name in models.names():  # also the recipes of that name, on shorter texts
         return ModelSubject(name, preset)
-    if name in recipe_names():
+    if find_recipe(name) is not None:
         return RecipeSubject(name, preset)
     raise UsageError(unknown_name("recipe or model", name, {*recipe_names(), *models.names()}))

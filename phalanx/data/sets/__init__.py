@@ -1,16 +1,20 @@
-"""The built-in data sets by name."""
+"""Data sets by name: built in, of the user's own modules, or files."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from phalanx.errors import UsageError, unknown_name
+from phalanx.recipes.imports import call_with, is_import_path, load_import
 
 # Module and function, imported when asked for: listing names must not import torch.
 _DATASETS = {
     "digits": ("phalanx.data.sets.digits", "digits"),
+    "files": ("phalanx.data.sets.files", "files"),
     "imagefolder": ("phalanx.data.sets.imagefolder", "imagefolder"),
     "mnist": ("phalanx.data.sets.mnist", "mnist"),
     "synthetic": ("phalanx.data.sets.synthetic", "synthetic"),
@@ -18,6 +22,7 @@ _DATASETS = {
 }
 
 _SPLITS = ("train", "val")
+_VALIDATION_NAMES = ("val", "validation", "valid", "test")
 
 
 def names() -> list[str]:
@@ -26,15 +31,57 @@ def names() -> list[str]:
 
 
 def load(name: str, split: str = "train", **options: Any) -> Any:
-    """Return the data set `name`: `split` is "train" or "val", the options are those of the data set's own function."""
-    if name not in _DATASETS:
-        raise UsageError(unknown_name("data set", name, _DATASETS))
+    """Return one split of a data set, "train" or "val".
+
+    `name` is a built-in data set (its function's arguments are the options), an import path such as
+    `my_package.data:load`, or the path of a file or folder (see `phalanx.data.sets.files`).
+    """
     if split not in _SPLITS:
         raise UsageError(unknown_name("split", split, _SPLITS))
+    if is_import_path(name):
+        return load_splits(name, **options)[_SPLITS.index(split)]
+    if Path(name).is_absolute():
+        make, options, what = _function("files"), {"root": name, **options}, f"data '{name}'"
+    elif name in _DATASETS:
+        make, what = _function(name), f"data set '{name}'"
+    else:
+        raise UsageError(
+            unknown_name("data set", name, _DATASETS),
+            hint="Data of your own is written as package.module:function, or as the path of its files: ./my-data",
+        )
+    _check_options(make, options, what)
+    return make(split=split, **options)
+
+
+def load_splits(name: str, **options: Any) -> tuple[Any, Any]:
+    """Return the data for training and for validation (None where there is none).
+
+    A function of the user takes `split` and is called twice, or returns both: a pair, or a dict with "train" and "val".
+    """
+    if not is_import_path(name):
+        return load(name, "train", **options), load(name, "val", **options)
+    make, what = load_import(name, "data"), f"data '{name}'"
+    if "split" in inspect.signature(make).parameters:
+        return call_with(make, {**options, "split": "train"}, what), call_with(make, {**options, "split": "val"}, what)
+    found = call_with(make, options, what)
+    if isinstance(found, Mapping) and "train" in found:
+        return found["train"], next((found[key] for key in _VALIDATION_NAMES if key in found), None)
+    if isinstance(found, tuple):
+        if len(found) != 2:
+            raise UsageError(f"{what} returns a tuple of {len(found)}; expected (training data, validation data)")
+        return found
+    return found, None
+
+
+def _function(name: str) -> Any:
     module, function = _DATASETS[name]
-    make = getattr(importlib.import_module(module), function)
+    return getattr(importlib.import_module(module), function)
+
+
+def _check_options(make: Any, options: Mapping[str, Any], what: str) -> None:
     allowed = [option for option in inspect.signature(make).parameters if option != "split"]
     for option in options:
+        if option not in allowed and not allowed:
+            raise UsageError(f"{what} takes no options; got '{option}'")
         if option not in allowed:
-            raise UsageError(unknown_name(f"option of data set '{name}'", option, allowed))
-    return make(split=split, **options)
+            raise UsageError(unknown_name(f"option of {what}", option, allowed))

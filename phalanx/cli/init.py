@@ -1,0 +1,42 @@
+"""`phalanx init`: write a small project that trains at once."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+
+from phalanx.cli.flags import FlagParser
+from phalanx.errors import UsageError
+
+_HELP = "Write a small project (model, data, recipe, test, Slurm file) that trains at once."
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run the verb."""
+    parser = FlagParser(prog="phalanx init", description=_HELP)
+    parser.add_argument("name", nargs="?", metavar="NAME", help="the folder to make; without it, the current one")
+    namespace = parser.parse_all(arguments)
+    folder = Path(namespace.name or ".")
+    name = folder.resolve().name
+    if not re.fullmatch(r"[\w.-]+", name):
+        raise UsageError(
+            f"'{name}' is not a name for a project", hint="Use letters, digits, - and _: phalanx init my-net"
+        )
+    parts = [part for part in resources.files("phalanx.recipes").joinpath("project").iterdir() if part.is_file()]
+    files = {folder / part.name.removesuffix(".in"): part for part in parts}
+    existing = sorted(path.name for path in files if path.exists())
+    if existing:
+        raise UsageError(
+            f"{folder.resolve()} already has {', '.join(existing)}", hint="Nothing was written. Choose another name."
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for path, part in files.items():
+            path.write_text(part.read_text(encoding="utf-8").replace("@NAME@", name), encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{folder} cannot be written: {error.strerror}") from None
+    print(f"wrote {', '.join(sorted(path.name for path in files))} to {folder}")
+    print("train it with:\n  " + ("" if namespace.name is None else f"cd {folder} && ") + "phalanx train recipe.toml")
+    return 0

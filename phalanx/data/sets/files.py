@@ -1,0 +1,269 @@
+"""Files of one's own as a data set: texts, tables (parquet, jsonl, csv), images in class folders, tar shards.
+
+Files or folders named train*, and val*, valid*, dev* or test*, are the two splits; without such names a part of the
+samples is held out for validation.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset, Subset
+
+from phalanx.data.sets.imagefolder import ImageFolder
+from phalanx.data.sets.text import TextDataset
+from phalanx.errors import DataError, UsageError, unknown_name
+
+_KINDS = {
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".jsonl": "json",
+    ".json": "json",
+    ".csv": "csv",
+    ".tsv": "csv",
+    ".tar": "webdataset",
+    ".txt": "text",
+    ".md": "text",
+}
+"""The reader of each ending, by its name in the library datasets."""
+_IMAGES = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"})
+_VALIDATION = ("val", "valid", "dev", "test")
+_TARGETS = ("label", "labels", "target", "class", "cls", "y")
+
+
+def files(
+    split: str = "train",
+    root: str | Path | None = None,
+    inputs: str | Sequence[str] | None = None,
+    target: str | None = None,
+    text: str | None = None,
+    tokenizer: str | None = None,
+    block_size: int = 128,
+    size: int = 224,
+    val_fraction: float = 0.1,
+) -> Any:
+    """Return one split of the data in a file or folder.
+
+    Texts become windows of `block_size` tokens (bytes, or those of the Hugging Face tokenizer in the folder
+    `tokenizer`). Rows of tables become (inputs, target): `inputs` and `target` name columns, and without them the
+    column "label" or the like is the target and all numbers are inputs. With `tokenizer`, rows of texts become dicts
+    with input_ids, attention_mask and labels. Images are resized to `size`.
+    """
+    if root is None:
+        raise UsageError("the data set 'files' needs to know where the files are", hint="Write: --data ./my-files")
+    if not 0 <= val_fraction < 1:
+        raise UsageError(f"val_fraction = {val_fraction!r}: must be from 0 to below 1")
+    path = Path(root).expanduser()
+    found, kind = _survey(path)
+    if kind == "images":
+        return _images(path, split, size, val_fraction)
+    chosen, part = _of_split(path, found, split)
+    if kind == "text":
+        tokens = _tokens("\n".join(file.read_text(encoding="utf-8", errors="replace") for file in chosen), tokenizer)
+        return _windows(tokens, block_size, part, val_fraction, tokenizer)
+    table = _read_table(kind, chosen)
+    text = text if text is not None or target is not None or table.column_names != ["text"] else "text"
+    if text is not None and target is None and inputs is None:
+        _check_columns(table, [text], path)
+        return _windows(_tokens("\n".join(table[text]), tokenizer), block_size, part, val_fraction, tokenizer)
+    target = target or next((name for name in _TARGETS if name in table.column_names), None)
+    classes = _classes(kind, _of_split(path, found, "train")[0], table, target) if target else []
+    rows = TableDataset(table, path, inputs, target, classes, tokenizer=tokenizer, text=text, length=block_size)
+    return _held_out(rows, part, val_fraction)
+
+
+def _survey(path: Path) -> tuple[list[Path], str]:
+    """Return the files of the most frequent kind below a path, and that kind."""
+    if not path.exists():
+        raise UsageError(f"data = '{path}': there is nothing at that path")
+    every = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
+    every = [file for file in every if not any(part.startswith(".") for part in file.relative_to(path.parent).parts)]
+    endings = Counter(file.suffix.lower() for file in every)
+    known = [ending for ending in endings if ending in _KINDS or ending in _IMAGES]
+    if not known:
+        shown = ", ".join(f"{ending or 'no ending'} ({count})" for ending, count in endings.most_common(5)) or "nothing"
+        raise DataError(
+            f"{path} holds no files that can be read as data; found: {shown}.",
+            hint=f"Known endings: {', '.join(sorted({*_KINDS, *_IMAGES}))}. Others: write a function, "
+            "--data my_package.data:load",
+        )
+    best = max(known, key=lambda ending: endings[ending])
+    kind = "images" if best in _IMAGES else _KINDS[best]
+    return [file for file in every if _KINDS.get(file.suffix.lower()) == kind], kind
+
+
+def _of_split(path: Path, found: list[Path], split: str) -> tuple[list[Path], str | None]:
+    """Return the files of a split, and which part of their samples: None for all, else the split's name."""
+    validation = [file for file in found if _names_a(file, path, _VALIDATION)]
+    if not validation or len(validation) == len(found):
+        return found, split
+    return (validation if split == "val" else [file for file in found if file not in validation]), None
+
+
+def _names_a(file: Path, root: Path, prefixes: tuple[str, ...]) -> bool:
+    """Whether the file, or a folder between it and the root, is named after a split."""
+    parts = file.relative_to(root).parts if root.is_dir() else ()
+    return any(part.lower().startswith(prefixes) for part in parts)
+
+
+def _held_out(rows: Any, part: str | None, fraction: float) -> Any:
+    """Return a part of the samples: every n-th one is for validation, so that sorted files are split evenly."""
+    if part is None or fraction == 0:
+        return rows if part != "val" else Subset(rows, [])
+    every = max(2, round(1 / fraction))
+    chosen = [number for number in range(len(rows)) if (number % every == every - 1) == (part == "val")]
+    kept = Subset(rows, chosen)
+    for name in ("classes", "deterministic"):
+        if hasattr(rows, name):
+            setattr(kept, name, getattr(rows, name))
+    return kept
+
+
+def _images(path: Path, split: str, size: int, fraction: float) -> Any:
+    for name in ("train",) if split == "train" else ("val", "valid", "validation", "test"):
+        if (path / name).is_dir():
+            return ImageFolder(path / name, size=size)
+    return _held_out(ImageFolder(path, size=size), split, fraction)
+
+
+def _tokens(text: str, tokenizer: str | None) -> torch.Tensor:
+    if tokenizer is None:
+        return torch.from_numpy(np.frombuffer(text.encode(), dtype=np.uint8).copy())
+    return torch.tensor(_tokenizer(tokenizer)(text)["input_ids"], dtype=torch.int32)
+
+
+def _windows(tokens: torch.Tensor, block_size: int, part: str | None, fraction: float, tokenizer: str | None) -> Any:
+    """Return windows of the tokens; held-out ones are at the end, so that no window overlaps the other split."""
+    if part is not None and fraction:
+        end = max(block_size + 1, len(tokens) - max(block_size + 1, int(len(tokens) * fraction)))
+        tokens = tokens[:end] if part == "train" else tokens[end:]
+    windows = TextDataset(tokens, block_size)
+    if tokenizer is not None:
+        windows.vocab_size = len(_tokenizer(tokenizer))
+    return windows
+
+
+def _tokenizer(folder: str) -> Any:
+    try:
+        from transformers import AutoTokenizer
+    except ImportError:
+        raise UsageError("tokenizer needs transformers", hint="Run: pip install transformers") from None
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"tokenizer = '{folder}' cannot be read: {str(error).splitlines()[0]}",
+            hint="Give a local folder with tokenizer.json, as transformers' save_pretrained writes it.",
+        ) from None
+
+
+def _read_table(kind: str, chosen: list[Path]) -> Any:
+    try:
+        import datasets
+    except ImportError:
+        raise UsageError(
+            f"reading {chosen[0].suffix} files needs the library datasets", hint="Run: pip install 'phalanx[data]'"
+        ) from None
+    datasets.disable_progress_bars()
+    options = {"sep": "\t"} if chosen[0].suffix == ".tsv" else {}
+    try:
+        return datasets.load_dataset(kind, data_files=[str(file) for file in chosen], split="train", **options)
+    except Exception as error:  # each format has its own errors
+        raise DataError(f"{chosen[0]} cannot be read as {kind}: {error.__cause__ or error}") from error
+
+
+def _check_columns(table: Any, names: Sequence[str], path: Path) -> None:
+    for name in names:
+        if name not in table.column_names:
+            raise UsageError(unknown_name(f"column of {path}", name, table.column_names))
+
+
+def _classes(kind: str, training: list[Path], table: Any, target: str) -> list[str]:
+    """Return the names of labels that are texts, as the training files have them; empty for numbers."""
+    feature = table.features.get(target)
+    if hasattr(feature, "names"):
+        return list(feature.names)
+    if getattr(feature, "dtype", "") not in ("string", "large_string"):
+        return []
+    return sorted(set(_read_table(kind, training)[target]))
+
+
+class TableDataset(Dataset[Any]):
+    """Rows of a table as (inputs, target), or as dicts for a Hugging Face model."""
+
+    deterministic = True
+
+    def __init__(
+        self,
+        table: Any,
+        path: Path,
+        inputs: str | Sequence[str] | None,
+        target: str | None,
+        classes: list[str],
+        *,
+        tokenizer: str | None,
+        text: str | None,
+        length: int,
+    ) -> None:
+        self._table = table
+        self._target = target
+        if classes:
+            self.classes = classes
+        self._labels = {name: number for number, name in enumerate(classes)}
+        self._tokenizer = _tokenizer(tokenizer) if tokenizer else None
+        self._length = length
+        if inputs is not None:
+            self._inputs = [inputs] if isinstance(inputs, str) else list(inputs)
+        else:
+            self._inputs = [text] if text else self._default_inputs()
+        _check_columns(table, [*self._inputs, *([target] if target else [])], path)
+        if not self._inputs:
+            raise UsageError(
+                f"{path} has no column of numbers for inputs; its columns: {', '.join(table.column_names)}",
+                hint='Name them: --set data.inputs=\'["a", "b"]\' --set data.target=label',
+            )
+
+    def _default_inputs(self) -> list[str]:
+        features = {name: kind for name, kind in self._table.features.items() if name != self._target}
+        if self._tokenizer is not None:
+            return [name for name, kind in features.items() if getattr(kind, "dtype", "") == "string"][:1]
+        return [name for name, kind in features.items() if getattr(kind, "dtype", "") != "string"]
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def __getitem__(self, index: int) -> Any:
+        row = self._table[index]
+        label = None if self._target is None else self._label(row[self._target])
+        if self._tokenizer is not None:
+            encoded = self._tokenizer(
+                row[self._inputs[0]], truncation=True, padding="max_length", max_length=self._length
+            )
+            found = {name: torch.tensor(encoded[name]) for name in ("input_ids", "attention_mask")}
+            return found if label is None else {**found, "labels": label}
+        values = [_as_tensor(row[name]) for name in self._inputs]
+        stacked = values[0] if len(values) == 1 else torch.stack([value.float() for value in values], dim=-1)
+        return stacked if label is None else (stacked, label)
+
+    def _label(self, value: Any) -> torch.Tensor:
+        if isinstance(value, str):
+            if value not in self._labels:
+                raise DataError(f"the label {value!r} is in the validation data, but not in the training data.")
+            return torch.tensor(self._labels[value])
+        return _as_tensor(value)
+
+
+def _as_tensor(value: Any) -> torch.Tensor:
+    """Return a value of a table; images as float32 [channels, height, width] from 0 to 1."""
+    if hasattr(value, "convert"):  # a PIL image
+        return torch.from_numpy(np.array(value.convert("RGB"))).permute(2, 0, 1).float() / 255
+    try:
+        found = torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError(f"a column holds {value!r}, which is not a number: {error}.") from error
+    return found.float() if found.is_floating_point() else found

@@ -1,0 +1,130 @@
+"""Names of the form `package.module:attribute`: check them without running the module, and load them."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from phalanx.errors import UsageError, unknown_name
+
+_IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+
+
+def is_import_path(text: str) -> bool:
+    """Whether a text has the form `package.module:attribute`."""
+    return _IMPORT_PATH.fullmatch(text) is not None
+
+
+def extend_path(folders: Iterable[str]) -> None:
+    """Put folders with modules of the user first on the import path of this process."""
+    for folder in reversed(list(folders)):
+        if folder not in sys.path:
+            sys.path.insert(0, folder)
+
+
+def check_import(text: str, what: str) -> None:
+    """Raise where the module does not exist or does not define the name.
+
+    Only the parent packages are imported: the module itself may import torch for seconds, so its source is read.
+    """
+    module, _, attribute = text.partition(":")
+    try:
+        spec = importlib.util.find_spec(module)
+    except (ImportError, ValueError) as error:
+        if isinstance(error, ModuleNotFoundError) and error.name and module.startswith(error.name):
+            raise _no_module(text, what, error.name) from None
+        raise _failed(text, what, error) from error
+    if spec is None:
+        raise _no_module(text, what, module)
+    names = _defined_names(spec.origin)
+    if names is not None and attribute.split(".")[0] not in names:
+        load_import(text, what)  # the module may define it in another way
+
+
+def _no_module(text: str, what: str, module: str) -> UsageError:
+    return UsageError(
+        f"{what} = '{text}': there is no module '{module}'",
+        hint="Modules are found next to the recipe's file, in the current folder and in installed packages.",
+    )
+
+
+def _failed(text: str, what: str, error: BaseException) -> UsageError:
+    return UsageError(f"{what} = '{text}' cannot be imported: {type(error).__name__}: {error}")
+
+
+def _defined_names(origin: str | None) -> set[str] | None:
+    """Return the names that a source file defines at its top level; None where that cannot be seen."""
+    if origin is None or not origin.endswith(".py"):
+        return None
+    with open(origin, "rb") as file:
+        source = file.read()
+    try:
+        statements = ast.parse(source).body
+    except (SyntaxError, ValueError):
+        return set()  # the import reports it
+    names: set[str] = set()
+    for statement in statements:
+        if isinstance(statement, (ast.ClassDef, ast.FunctionDef)):
+            names.add(statement.name)
+        elif isinstance(statement, (ast.Import, ast.ImportFrom)):
+            names |= {(alias.asname or alias.name).split(".")[0] for alias in statement.names}
+        elif isinstance(statement, (ast.Assign, ast.AnnAssign)):
+            targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+            names |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return names
+
+
+def load_import(text: str, what: str) -> Any:
+    """Import `package.module:attribute` and return the attribute."""
+    module, _, attribute = text.partition(":")
+    try:
+        found: Any = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name and module.startswith(error.name):
+            raise _no_module(text, what, error.name) from None
+        raise _failed(text, what, error) from error
+    except Exception as error:  # a module of the user may fail in any way
+        raise _failed(text, what, error) from error
+    for name in attribute.split("."):
+        if not hasattr(found, name):
+            names = [each for each in vars(found) if not each.startswith("_")]
+            raise UsageError(f"{what} = '{text}': {unknown_name(f'name in {module}', name, names)}")
+        found = getattr(found, name)
+    return found
+
+
+def import_path_of(value: Any, what: str) -> str:
+    """Return the import path of a function or class, so that ranks can find it."""
+    module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", "")
+    if not callable(value) or module is None or "<" in name or module == "__main__":
+        raise UsageError(
+            f"{what} is {value!r}: ranks cannot import it",
+            hint="Give a function or class that a module defines at its top level, or its path 'package.module:name'.",
+        )
+    return f"{module}:{name}"
+
+
+def call_with(make: Callable[..., Any], options: Mapping[str, Any], what: str) -> Any:
+    """Call a function with options by keyword; unknown and missing ones are reported with the nearest name."""
+    import inspect
+
+    try:
+        parameters = inspect.signature(make).parameters
+    except (TypeError, ValueError):  # a function in C has no signature
+        return make(**options)
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    named = [name for name, each in parameters.items() if each.kind in (each.KEYWORD_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    for option in options:
+        if option not in named and not takes_any:
+            if not named:
+                raise UsageError(f"{what} takes no options; got '{option}'")
+            raise UsageError(unknown_name(f"option of {what}", option, named))
+    missing = [name for name in named if parameters[name].default is inspect.Parameter.empty and name not in options]
+    if missing:
+        raise UsageError(f"{what} needs the option{'s' * (len(missing) > 1)} {', '.join(missing)}")
+    return make(**options)

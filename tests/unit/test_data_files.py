@@ -1,0 +1,171 @@
+"""Files of one's own as data: tables, texts, images, tar shards; and models from Hugging Face folders."""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+
+import numpy as np
+import pytest
+import torch
+
+from phalanx.data.sets import load, load_splits
+from phalanx.errors import DataError, UsageError
+from phalanx.models import build
+
+ROWS = 50
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("KMP_DUPLICATE_LIB_OK", "True")  # the library datasets sets it when it is imported
+
+
+def frame():
+    pandas = pytest.importorskip("pandas")
+    values = np.random.default_rng(0).normal(size=(ROWS, 2))
+    table = pandas.DataFrame(values, columns=["a", "b"])
+    table["label"] = np.where(values.sum(1) > 0, "yes", "no")
+    return table
+
+
+def write_as(table, path):
+    kinds = {".csv": "to_csv", ".parquet": "to_parquet", ".jsonl": "to_json"}
+    options = {".csv": {"index": False}, ".jsonl": {"orient": "records", "lines": True}}.get(path.suffix, {})
+    getattr(table, kinds[path.suffix])(path, **options)
+
+
+@pytest.mark.parametrize("ending", [".csv", ".parquet", ".jsonl"])
+def test_rows_of_tables_become_inputs_and_labels(tmp_path, ending):
+    pytest.importorskip("datasets")
+    table = frame()
+    write_as(table, tmp_path / f"rows{ending}")
+    train, val = load_splits(str(tmp_path))
+    assert (len(train), len(val)) == (45, 5)
+    inputs, label = train[0]
+    torch.testing.assert_close(inputs, torch.tensor(table.loc[0, ["a", "b"]].to_numpy(dtype="float32")))
+    assert label == ["no", "yes"].index(table.loc[0, "label"])
+    assert train.classes == ["no", "yes"]
+
+
+def test_files_named_after_splits_are_the_splits(tmp_path):
+    pytest.importorskip("datasets")
+    table = frame()
+    write_as(table[:40], tmp_path / "train.parquet")
+    write_as(table[40:], tmp_path / "validation.parquet")
+    train, val = load_splits(str(tmp_path), inputs="b", target="a")
+    assert (len(train), len(val)) == (40, 10)
+    assert train[3][0].shape == ()
+    assert float(val[0][1]) == pytest.approx(table.loc[40, "a"])
+
+
+def test_columns_that_do_not_exist_are_named(tmp_path):
+    pytest.importorskip("datasets")
+    write_as(frame(), tmp_path / "rows.csv")
+    with pytest.raises(UsageError, match=r"unknown column of .*'labell'. Did you mean 'label'"):
+        load(str(tmp_path), target="labell")
+
+
+def test_texts_become_windows_that_do_not_overlap_between_splits(tmp_path):
+    (tmp_path / "a.txt").write_text("".join(chr(65 + i % 26) for i in range(1000)))
+    train, val = load_splits(str(tmp_path / "a.txt"), block_size=16, val_fraction=0.2)
+    assert train.vocab_size == 256
+    assert len(train.tokens) == 800
+    assert len(val.tokens) == 200
+    inputs, targets = train[0]
+    assert bytes(inputs.tolist()) == b"ABCDEFGHIJKLMNOP"
+    assert torch.equal(inputs[1:], targets[:-1])
+
+
+def test_images_in_class_folders_and_tar_shards(tmp_path):
+    pillow = pytest.importorskip("PIL.Image")
+    pytest.importorskip("datasets")
+
+    def image(number):
+        return pillow.fromarray(np.full((8, 8, 3), number, dtype=np.uint8))
+
+    for name in ("cat", "dog"):
+        (tmp_path / "images" / name).mkdir(parents=True)
+        for number in range(10):
+            image(number).save(tmp_path / "images" / name / f"{number}.png")
+    train, val = load_splits(str(tmp_path / "images"), size=4)
+    assert (len(train), len(val), train.classes) == (18, 2, ["cat", "dog"])
+    assert train[0][0].shape == (3, 4, 4)
+
+    (tmp_path / "shards").mkdir()
+    with tarfile.open(tmp_path / "shards" / "000.tar", "w") as shard:
+        for number in range(10):
+            encoded = io.BytesIO()
+            image(25 * number).save(encoded, "png")
+            for ending, content in (("png", encoded.getvalue()), ("cls", str(number).encode())):
+                entry = tarfile.TarInfo(f"{number:04d}.{ending}")
+                entry.size = len(content)
+                shard.addfile(entry, io.BytesIO(content))
+    pixels, label = load(str(tmp_path / "shards"), val_fraction=0)[4]
+    assert label == 4
+    torch.testing.assert_close(pixels, torch.full((3, 8, 8), 100 / 255))
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "says"),
+    [
+        (lambda path: path / "nope", UsageError, "nothing at that path"),
+        (lambda path: path, DataError, r"\.bin \(1\)"),
+    ],
+)
+def test_folders_without_data_say_what_they_hold(tmp_path, make, error, says):
+    (tmp_path / "x.bin").write_bytes(b"x")
+    with pytest.raises(error, match=says):
+        load(str(make(tmp_path)))
+
+
+def test_functions_of_the_user_give_splits_in_three_ways(tmp_path, monkeypatch):
+    (tmp_path / "given_data.py").write_text(
+        "def by_split(split, n=2): return [split] * n\n"
+        "def pair(): return ['t'], ['v']\n"
+        "def table(): return {'train': ['t'], 'validation': ['v']}\n"
+        "def alone(): return ['t']\n"
+        "def three(): return 1, 2, 3\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert load_splits("given_data:by_split", n=1) == (["train"], ["val"])
+    assert load_splits("given_data:pair") == load_splits("given_data:table") == (["t"], ["v"])
+    assert load_splits("given_data:alone") == (["t"], None)
+    with pytest.raises(UsageError, match="tuple of 3"):
+        load_splits("given_data:three")
+    with pytest.raises(UsageError, match="Did you mean 'n'"):
+        load_splits("given_data:by_split", nn=1)
+
+
+def test_options_of_a_data_set_without_any_are_refused_plainly():
+    with pytest.raises(UsageError, match="data set 'digits' takes no options; got 'size'"):
+        load("digits", size=3)
+
+
+def test_a_hugging_face_config_builds_our_model_or_that_of_transformers(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    small = {"n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 64, "n_positions": 8}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", **small}))
+    model = build(str(tmp_path), n_layer=2)
+    assert type(model).__name__ == "GPT"
+    assert model.config.layers == 2
+    config = transformers.BertConfig(
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=16,
+        vocab_size=50,
+        architectures=["BertForSequenceClassification"],
+    )
+    config.save_pretrained(tmp_path / "bert")
+    bert = build(str(tmp_path / "bert"), num_labels=5)
+    assert bert.classifier.out_features == 5
+    bert.save_pretrained(tmp_path / "bert")
+    again = build(str(tmp_path / "bert"))
+    torch.testing.assert_close(again.classifier.weight, bert.classifier.weight)
+    with pytest.raises(UsageError, match="cannot be changed"):
+        build(str(tmp_path / "bert"), num_labels=3)
+    with pytest.raises(UsageError, match="nothing at that path"):
+        build(str(tmp_path / "nope"))
