@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from phalanx.models.lora import lora, merge_lora, remove_lora, unmerge_lora
     from phalanx.models.lora.files import load_adapter, save_adapter
     from phalanx.observe.history import History
+    from phalanx.trainers.saved_run import load_run
     from phalanx.trainers.torch import PyTorchDDPTrainer
     from phalanx.tune.tuner import DistributedTuner
     from phalanx.verification.proofs import verify
@@ -38,6 +39,7 @@ _HOMES = {
     "StepInfo": "phalanx.loop.hooks",
     "TensorFlowDistributedTrainer": "phalanx.engines.tensorflow.trainer",
     "load_adapter": "phalanx.models.lora.files",
+    "load_run": "phalanx.trainers.saved_run",
     "lora": "phalanx.models.lora",
     "merge_lora": "phalanx.models.lora",
     "remove_lora": "phalanx.models.lora",
@@ -60,6 +62,7 @@ __all__ = [
     "TensorFlowDistributedTrainer",
     "__version__",
     "load_adapter",
+    "load_run",
     "lora",
     "merge_lora",
     "remove_lora",

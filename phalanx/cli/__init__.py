@@ -15,6 +15,11 @@ from phalanx.version import __version__
 
 VERBS = {
     "train": "train a recipe, a script or a module on N ranks",
+    "resume": "continue a run from its last checkpoint",
+    "runs": "list, show, compare, tag and remove past runs",
+    "evaluate": "measure a trained model on data",
+    "predict": "write a trained model's outputs for data, or continue a text",
+    "export": "write a trained model as safetensors, Hugging Face folder, ONNX or TorchScript",
     "init": "write a small project (model, data, recipe, test) that trains at once",
     "tune": "search for the best hyperparameters, many trials at once",
     "config": "show every setting, its value and where it comes from",

@@ -8,7 +8,7 @@ import json
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -178,18 +178,27 @@ def _metavar(field: dataclasses.Field[Any]) -> str:
     return "|".join(words[kind] for kind in kinds(field) if kind in words)
 
 
-def resolve_flags(namespace: argparse.Namespace, recipe: Recipe | None) -> Resolved:
-    """Return the settings of a command: flags over the environment over --config over the recipe's own."""
-    texts = {name: value for name, value in vars(namespace).items() if name in FIELDS}
-    given = {name: True if text == _BARE else parse_text(FIELDS[name], text) for name, text in texts.items()}
+def resolve_flags(
+    namespace: argparse.Namespace, recipe: Recipe | None, extra: Mapping[str, Any] | None = None
+) -> Resolved:
+    """Return the settings of a command: flags over the environment over --config over the recipe's own.
+
+    `extra`: settings that follow from other flags.
+    """
     changes = read_changes(getattr(namespace, "changes", []), FIELDS.__contains__)[0]
     return resolve(
-        {**changes, **given},
+        {**changes, **(extra or {}), **given_flags(namespace)},
         given_as="flag",
         file=namespace.config,
         recipe=recipe.settings_for(count_gpus()) if recipe else None,
         recipe_name=recipe.name if recipe else "",
     )
+
+
+def given_flags(namespace: argparse.Namespace) -> dict[str, Any]:
+    """Return the settings that flags set, with their values."""
+    texts = {name: value for name, value in vars(namespace).items() if name in FIELDS}
+    return {name: True if text == _BARE else parse_text(FIELDS[name], text) for name, text in texts.items()}
 
 
 def write_json(value: Any, path: str) -> None:

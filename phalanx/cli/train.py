@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import os
+import re
 import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from phalanx.cli.flags import FlagParser, add_config_flags, add_target_flags, read_target, resolve_flags, split_own
 from phalanx.config import DistributedConfig, Resolved
 from phalanx.engines.tensorflow.tf_config import check_against, read_task
-from phalanx.errors import PhalanxError, UsageError
+from phalanx.errors import PhalanxError, PreemptedError, UsageError
 from phalanx.launch import ModuleTarget, ScriptTarget, count_gpus
 from phalanx.launch.nccl import nccl_environment
 from phalanx.launch.scratch import scratch_folder
 from phalanx.launch.spec import Target
-from phalanx.recipes import Recipe, load_recipe, recipe_names
+from phalanx.observe.guard import say_to_user
+from phalanx.recipes import Recipe, find_recipe, load_recipe, recipe_names
 from phalanx.runs.folder import discard_unused, make_run_dir
 from phalanx.runs.preflight import check_before_start, check_packages, check_script_starter
+from phalanx.runs.record import RUNS, RunRecord, StoredRun, find_run, is_run, list_runs
 from phalanx.runs.spec import given_settings, launch_spec, recipe_target, settings_environment
 from phalanx.runs.start import run_on_ranks
 from phalanx.world.env import RankEnv, export_rank_env, read_rank_env
@@ -33,9 +39,17 @@ def run(arguments: Sequence[str]) -> int:
     parser = _parser(with_recipes=bool({"-h", "--help"} & set(words)))
     _check_own_arguments(parser, words, own)
     namespace = parser.parse_all(words)
+    _settle_resume(namespace)
     named = read_target(namespace, own, "train", _HINT)
     recipe, target = (named, None) if isinstance(named, Recipe) else (None, named)
-    resolved = resolve_flags(namespace, recipe)
+    resolved = resolve_flags(namespace, recipe, _resume_settings(namespace, recipe, target))
+    return start_run(recipe, resolved, target, overwrite=namespace.overwrite)
+
+
+def start_run(
+    recipe: Recipe | None, resolved: Resolved, target: ScriptTarget | ModuleTarget | None, *, overwrite: bool = False
+) -> int:
+    """Train here where this process is a rank already, else on ranks that are started; return the exit code."""
     if recipe is not None and recipe.needs_data_dir and resolved.config.data_dir is None:
         raise UsageError(f"the recipe '{recipe.name}' reads your files", hint="Add: --data-dir path/to/them")
     if target is not None:
@@ -50,7 +64,70 @@ def run(arguments: Sequence[str]) -> int:
     if started is not None:
         resolved = _as_node(started, resolved)
     layout = plan_layout(resolved.config, count_gpus())
+    _check_run_dir(resolved.config, overwrite=overwrite)
     return _launch(recipe, resolved, target, layout)
+
+
+def _settle_resume(namespace: argparse.Namespace) -> None:
+    """Let `train --resume digits` mean the last run of that recipe, where no run has that name."""
+    if namespace.resume is None or namespace.recipe or namespace.script or namespace.module or namespace.model:
+        return
+    if namespace.resume == "":
+        raise UsageError("--resume needs to know which run", hint="Write: phalanx resume RUN; see phalanx runs")
+    if find_recipe(namespace.resume) is not None and not (RUNS / namespace.resume).is_dir():
+        namespace.recipe, namespace.resume = namespace.resume, ""
+        return
+    raise UsageError("--resume continues a run of what is named too", hint=f"Write: phalanx resume {namespace.resume}")
+
+
+def _resume_settings(
+    namespace: argparse.Namespace, recipe: Recipe | None, target: ScriptTarget | ModuleTarget | None
+) -> dict[str, Any]:
+    """Return the settings with which the run of --resume continues in its folder."""
+    if namespace.resume is None:
+        return {}
+    if namespace.resume:
+        return resume_settings(find_run(namespace.resume))
+    name = getattr(namespace, "name", None) or target_name(recipe, target)
+    runs = [run for run in list_runs() if re.fullmatch(rf"{re.escape(name)}-\d+-\d+(-\d+)?", run.path.name)]
+    if not runs:
+        raise UsageError(f"--resume: there is no run of '{name}' in {RUNS.resolve()}", hint="Leave --resume out.")
+    return resume_settings(runs[0])
+
+
+def resume_settings(run: StoredRun) -> dict[str, Any]:
+    """Return the settings with which a run continues from its last checkpoint."""
+    if run.status == "running":
+        raise UsageError(f"{run.name} is still running", hint="Stop it first, with Ctrl-C or SIGTERM.")
+    if not run.checkpoints:
+        raise UsageError(
+            f"{run.name} has no checkpoint in {run.checkpoint_dir}, so it cannot be resumed",
+            hint="Start it again, with checkpoints: --checkpoint-frequency 1, or '500 steps'.",
+        )
+    return {"run_dir": str(run.path), "resume_from_checkpoint": str(run.checkpoint_dir)}
+
+
+def _check_run_dir(config: DistributedConfig, *, overwrite: bool) -> None:
+    """Refuse a folder that holds a run which is not to be continued; with `overwrite`, remove that run's files."""
+    if config.run_dir is None or config.resume_from_checkpoint or not is_run(Path(config.run_dir)):
+        return
+    run = StoredRun(Path(config.run_dir))
+    if run.status == "running":
+        raise UsageError(f"run_dir = '{config.run_dir}' is the folder of a run that is running")
+    if not overwrite:
+        steps, total = run.steps
+        raise UsageError(
+            f"run_dir = '{config.run_dir}' already holds a run ({run.status}, {steps} of {total or '?'} steps)",
+            hint=f"Continue it: phalanx resume {run.name}. Replace it: add --overwrite. Or give another --run-dir.",
+        )
+    run.clear()
+
+
+def target_name(recipe: Recipe | None, target: ScriptTarget | ModuleTarget | None) -> str:
+    """Return the name of a run: that of its recipe, script or module."""
+    if recipe is not None:
+        return recipe.name
+    return Path(target.path).stem if isinstance(target, ScriptTarget) else target.name if target else "run"
 
 
 def _check_starter(script: Path, config: DistributedConfig, started: RankEnv | None) -> None:
@@ -97,6 +174,14 @@ def _parser(*, with_recipes: bool) -> FlagParser:
         epilog="\n".join(["recipes:", *recipes]),
     )
     add_target_flags(parser)
+    parser.add_argument(
+        "--resume",
+        nargs="?",
+        const="",
+        metavar="RUN",
+        help="continue a run in its folder: RUN, or the last one of this",
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace the run that --run-dir holds")
     add_config_flags(parser)
     return parser
 
@@ -110,10 +195,9 @@ def _launch(
         check_packages(config)
     else:
         check_before_start(config)
-    name = recipe.name if recipe is not None else "run"
-    if script is not None:
-        name = Path(script.path).stem if isinstance(script, ScriptTarget) else script.name
-    run_dir = make_run_dir(config, name)
+    run_dir = make_run_dir(config, target_name(recipe, script))
+    record = _record(resolved, recipe, script)
+    (record.continuing(run_dir) if config.resume_from_checkpoint else record).write(run_dir)
     ranks = f"{layout.world_size} rank{'s' * (layout.world_size > 1)}"
     with scratch_folder("run") as folder:
         target: Target | None = script if recipe is None else recipe_target(recipe, config, run_dir, folder)
@@ -121,11 +205,36 @@ def _launch(
         spec = launch_spec(config, layout, target, run_dir / "logs", env=_rank_environment(resolved, config, run_dir))
         try:  # the console of a script shows its output only
             run_on_ranks(spec, config, notice=f"starting {ranks} on {layout.device}" if recipe is not None else "")
-        except PhalanxError:
+        except PhalanxError as error:
+            if isinstance(error, PreemptedError) and StoredRun(run_dir).checkpoints:
+                error.hint = f"To resume: phalanx resume {StoredRun(run_dir).name}"
             if recipe is not None:  # a script may have written files
                 discard_unused(config, run_dir)
             raise
+        except KeyboardInterrupt:
+            _say_how_to_resume(StoredRun(run_dir))
+            raise
     return 0
+
+
+def _say_how_to_resume(run: StoredRun) -> None:
+    """Print the command that continues an interrupted run, where it has a checkpoint."""
+    if run.checkpoints:
+        last = int(run.checkpoints[-1].name.rpartition("-")[2])
+        say_to_user(f"interrupted; the last checkpoint is that of step {last}.\n  To resume: phalanx resume {run.name}")
+    elif is_run(run.path):
+        say_to_user("interrupted; no checkpoint was saved yet.")
+
+
+def _record(resolved: Resolved, recipe: Recipe | None, target: ScriptTarget | ModuleTarget | None) -> RunRecord:
+    """Describe the run for `run.json`."""
+    given = given_settings(resolved, resolved.config)
+    settings = {name: value for name, value in given.items() if name not in ("run_dir", "resume_from_checkpoint")}
+    named: dict[str, Any] = {"recipe": None if recipe is None else dataclasses.asdict(recipe)}
+    if target is not None:
+        key, value = ("script", str(target.path)) if isinstance(target, ScriptTarget) else ("module", target.name)
+        named |= {key: value, "arguments": list(target.args)}
+    return RunRecord.of_this_process(settings, **named)
 
 
 def _rank_environment(resolved: Resolved, config: DistributedConfig, run_dir: Path | None = None) -> dict[str, str]:

@@ -73,6 +73,10 @@ class Settings(
         """Return which of these settings differ from their defaults."""
         return [name for name in names if getattr(self, name) != FIELDS[name].default]
 
+    def given(self) -> dict[str, Any]:
+        """Return the settings that differ from their defaults, with their values."""
+        return {name: getattr(self, name) for name in self.changed(*FIELDS)}
+
     def mistake(self, name: str, text: str) -> tuple[str, str]:
         """Return what a rule yields about a setting: its name, and its value with what is wrong."""
         return name, f"{name} = {getattr(self, name)!r}{text}"

@@ -56,7 +56,7 @@ def predict(formation: Formation, model: nn.Module, loader: PreparedLoader) -> l
     try:
         for batch in loader:
             with formation.autocast():
-                output = _output(bare, batch)
+                output = model_output(bare, batch)
             samples = loader.current.samples
             if samples:
                 outputs.append((loader.current.offset, _first(output, samples)))
@@ -65,9 +65,14 @@ def predict(formation: Formation, model: nn.Module, loader: PreparedLoader) -> l
     return outputs
 
 
-def _output(model: nn.Module, batch: Any) -> Any:
-    """Call the model on a batch's inputs: of (inputs, targets) the targets are left out, unless forward needs them."""
-    if isinstance(batch, Mapping):
+def model_output(model: nn.Module, batch: Any, *, with_targets: bool = True) -> Any:
+    """Call the model on a batch's inputs: of (inputs, targets) the targets are left out, unless forward needs them.
+
+    Without targets, all parts of the batch are inputs.
+    """
+    if not with_targets:
+        result = model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
+    elif isinstance(batch, Mapping):
         result = model(**{key: value for key, value in batch.items() if key != "labels"})
     elif isinstance(batch, (tuple, list)):
         required = [p for p in positional_parameters(model) if p.default is p.empty]

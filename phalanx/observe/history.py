@@ -98,6 +98,31 @@ class History:
         epochs = [EpochRecord(**record) for record in fields.pop("epochs", [])]
         return cls(epochs=epochs, **fields)
 
+    @classmethod
+    def from_events(cls, events: Iterable[Mapping[str, Any]]) -> History:
+        """Rebuild a history from the events of a run; what a resumed run did again replaces what was lost."""
+        history = cls()
+        for event in events:
+            match event["event"]:
+                case "run_started":
+                    begun = event.get("first_step", 0)
+                    history.steps = [step for step in history.steps if step["step"] <= begun]
+                    history.epochs = [epoch for epoch in history.epochs if epoch.step <= begun]
+                    history.status = "running"
+                case "step":
+                    history.steps.append({k: v for k, v in event.items() if k not in ("event", "time", "rank")})
+                case "epoch":
+                    rate = history.steps[-1]["learning_rate"] if history.steps else 0.0
+                    known = {
+                        k: event[k] for k in ("epoch", "step", "train_loss", "val", "seconds", "samples_per_second")
+                    }
+                    history.epochs.append(EpochRecord(**known, learning_rate=rate))
+                case "run_ended":
+                    names = {item.name for item in dataclasses.fields(cls)} - {"epochs", "steps"}
+                    for name in names & event.keys():
+                        setattr(history, name, event[name])
+        return history
+
     def __repr__(self) -> str:
         parts = [f"{self.status}, {len(self.epochs)} epoch{'' if len(self.epochs) == 1 else 's'}"]
         if self.total_time:

@@ -19,6 +19,8 @@ from phalanx.loop.task import TrainTask
 from phalanx.loop.trainer import TrainLoop
 from phalanx.observe.history import History
 from phalanx.runs.folder import make_run_dir
+from phalanx.runs.record import FILE as RECORD
+from phalanx.runs.record import RunRecord
 from phalanx.trainers.session import agree_run_dir, check_per_host, open_events, save_config
 from phalanx.trainers.weights import whole_state, whole_weights
 
@@ -103,6 +105,8 @@ def _fit(formation: Formation, job: Job, survivor: ElasticRun | None) -> JobResu
     run_dir = agree_run_dir(formation.world, lambda: make_run_dir(placed, job.task.name), resumes=before is not None)
     if formation.is_main:
         save_config(job.config, run_dir)
+        if not (run_dir / RECORD).exists():  # else the process that started the ranks has written it
+            RunRecord.of_this_process(job.config.given()).write(run_dir)
     events = open_events(job.config, formation.world, run_dir)
     try:
         loop = TrainLoop(formation, job.task, events, run_dir)

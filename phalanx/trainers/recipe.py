@@ -94,10 +94,15 @@ def recipe_task(recipe: Recipe, config: DistributedConfig) -> TrainTask:
         val,
         loss_fn=recipe_loss(recipe, model),
         optimizer=load_import(recipe.optimizer, "optimizer") if recipe.optimizer else None,
-        metrics={name: load_import(path, f"metrics.{name}") for name, path in recipe.metrics.items()} or None,
+        metrics=recipe_metrics(recipe),
         callbacks=callbacks,
         name=config.name or recipe.name,
     )
+
+
+def recipe_metrics(recipe: Recipe) -> dict[str, Any] | None:
+    """Return the functions of the recipe's metrics by name; None for the usual ones."""
+    return {name: load_import(path, f"metrics.{name}") for name, path in recipe.metrics.items()} or None
 
 
 def recipe_loss(recipe: Recipe, model: nn.Module) -> Any:

@@ -13,7 +13,7 @@ from torch import nn
 from phalanx.config import DistributedConfig, resolve
 from phalanx.config.option import local_path
 from phalanx.engine import engine_of
-from phalanx.errors import PhalanxError, PreemptedError, UsageError
+from phalanx.errors import PhalanxError, PreemptedError, UsageError, unknown_name
 from phalanx.launch import count_gpus
 from phalanx.loop.forward import LossFn
 from phalanx.loop.metrics import Metric
@@ -23,11 +23,14 @@ from phalanx.loop.task import TrainTask, check_task
 from phalanx.observe.history import History
 from phalanx.runs.folder import discard_unused, make_run_dir
 from phalanx.runs.preflight import check_before_start
+from phalanx.runs.record import RunRecord
 from phalanx.trainers.job import Job, JobResult, run_job
 from phalanx.trainers.remote import send_job
 from phalanx.trainers.weights import load_weights, return_weights, save_weights
 from phalanx.world.env import read_rank_env
 from phalanx.world.layout import plan_layout
+
+_SAVED_AS = (".safetensors", ".pt", ".pth", ".onnx")
 
 
 class TorchTrainer:
@@ -74,6 +77,7 @@ class TorchTrainer:
         self.metrics = metrics
         self.callbacks = [*(callbacks or []), *(hooks or [])]
         self.history: History | None = None
+        self._last_data: Any = None
 
     def _configure(self, config: DistributedConfig | None, settings: dict[str, Any]) -> DistributedConfig:
         if config is not None and not isinstance(config, DistributedConfig):
@@ -116,6 +120,7 @@ class TorchTrainer:
         result = self._run("fit", task, config)
         assert result.history is not None, "a fit always has a history"
         self.history = result.history
+        self._last_data = train
         return result.history
 
     def evaluate(self, data: Any) -> dict[str, float]:
@@ -128,11 +133,32 @@ class TorchTrainer:
         __tracebackhide__ = True
         return self._run("predict", self._task(val=data), self.config).predictions
 
-    def save(self, path: str | Path) -> Path:
-        """Write the model's weights to a file: safetensors, or torch's own format for .pt and .pth."""
+    def save(self, path: str | Path, *, data: Any = None) -> Path:
+        """Write the model's weights to a file: safetensors, or torch's own format for .pt and .pth; .onnx writes ONNX.
+
+        ONNX needs an example of the inputs: the data of the last fit, or `data`.
+        """
         path = local_path(path)
+        if path.suffix == ".onnx":
+            return self._save_onnx(path, data)
+        if path.suffix not in _SAVED_AS:
+            raise UsageError(
+                f"save('{path}'): {unknown_name('ending', path.suffix or '(none)', _SAVED_AS)}",
+                hint="A Hugging Face folder is written by phalanx.models.save_pretrained(model, folder).",
+            )
         env = read_rank_env()
         save_weights(self.model, path, here=env is None or env.rank == 0)
+        return path
+
+    def _save_onnx(self, path: Path, data: Any) -> Path:
+        from phalanx.trainers.export import export_model
+
+        if read_rank_env() is not None:
+            raise UsageError(
+                "save('x.onnx') on a rank that a launcher started: the model may be sharded here",
+                hint="Save safetensors, or a checkpoint and then: phalanx export RUN --format onnx",
+            )
+        export_model(self.model, path, "onnx", self._last_data if data is None else data)
         return path
 
     def load(self, path: str | Path) -> None:
@@ -170,6 +196,8 @@ class TorchTrainer:
         if layout.world_size == 1:
             return run_job(Job(action, task, config_here, checked=True), in_place=True)
         run_dir = make_run_dir(config, task.name) if action == "fit" else None
+        if run_dir is not None:
+            RunRecord.of_this_process(config.given()).write(run_dir)
         try:
             result: JobResult = send_job(
                 Job(action, task, config_here, run_dir, checked=True),

@@ -1,0 +1,80 @@
+"""`phalanx predict`: a trained model's outputs for data, or the continuation of a text."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from phalanx.cli.evaluate import add_run_flags
+from phalanx.cli.flags import FlagParser, add_config_flags, given_flags
+from phalanx.errors import UsageError, unknown_name
+
+_HELP = """Write the outputs of a run's best checkpoint for data, one per sample and in its order.
+
+Without --output, each is a line of JSON. A language model continues --prompt."""
+_ENDINGS = (".jsonl", ".npy", ".pt")
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run the verb."""
+    usage = "phalanx predict RUN|CHECKPOINT [--data DATA | --prompt TEXT] [-o FILE] [options]"
+    parser = FlagParser(prog="phalanx predict", usage=usage, description=_HELP)
+    add_run_flags(parser)
+    parser.add_argument("-o", "--output", metavar="FILE", help="a file to write: .jsonl, .npy or .pt")
+    parser.add_argument("--prompt", metavar="TEXT", help="the beginning of a text, for a language model on bytes")
+    parser.add_argument("--max-tokens", type=int, default=200, metavar="N", help="tokens to add to --prompt [200]")
+    parser.add_argument("--temperature", type=float, default=0.8, metavar="X", help="0 takes the likeliest token [0.8]")
+    add_config_flags(parser)
+    namespace = parser.parse_all(arguments)
+    if namespace.output and Path(namespace.output).suffix not in _ENDINGS:
+        ending = Path(namespace.output).suffix or "(none)"
+        raise UsageError(f"--output {namespace.output}: {unknown_name('ending', ending, _ENDINGS)}")
+    from phalanx.trainers.saved_run import load_run, open_run
+
+    if namespace.prompt is not None:
+        print(_continued(load_run(namespace.run, checkpoint=namespace.checkpoint).model, namespace))
+        return 0
+    found, data = open_run(namespace.run, namespace.checkpoint, namespace.model, namespace.data)
+    if data is None:
+        raise UsageError(f"{found.name} has no validation data", hint="Write: --data my_package.data:load")
+    _write(found.predict(data, **given_flags(namespace)), namespace.output)
+    return 0
+
+
+def _continued(model: Any, namespace: Any) -> str:
+    import torch
+
+    from phalanx.trainers.recipe import as_text
+
+    if not hasattr(model, "generate"):
+        raise UsageError(f"a {type(model).__name__} does not continue texts", hint="Leave --prompt out.")
+    prompt = torch.tensor([list(namespace.prompt.encode())])
+    return as_text(model.generate(prompt, namespace.max_tokens, temperature=namespace.temperature)[0].tolist())
+
+
+def _write(outputs: Any, output: str | None) -> None:
+    import torch
+
+    if output is not None and output.endswith(".pt"):
+        torch.save(outputs, output)
+        return
+    if not isinstance(outputs, torch.Tensor):
+        raise UsageError(
+            f"the model's outputs are a {type(outputs).__name__}, not one tensor", hint="Write them with: -o outputs.pt"
+        )
+    if output is not None and output.endswith(".npy"):
+        import numpy as np
+
+        np.save(output, outputs.numpy())
+        return
+    with open(output, "w", encoding="utf-8") if output else _standard_output() as file:
+        file.writelines(json.dumps(row) + "\n" for row in outputs.tolist())
+
+
+def _standard_output() -> Any:
+    from contextlib import nullcontext
+
+    return nullcontext(sys.stdout)

@@ -1,0 +1,54 @@
+"""`phalanx resume RUN`: continue a run from its last checkpoint, in its folder, with its settings."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from phalanx.cli.flags import FlagParser, add_config_flags, resolve_flags
+from phalanx.cli.train import resume_settings, start_run
+from phalanx.errors import UsageError
+from phalanx.launch import ModuleTarget, ScriptTarget
+from phalanx.recipes import Recipe
+from phalanx.runs.record import StoredRun, find_run
+
+_HELP = "Continue a run from its last checkpoint, in its folder and with its settings; flags change them."
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run the verb."""
+    parser = FlagParser(prog="phalanx resume", usage="phalanx resume RUN [options]", description=_HELP)
+    parser.add_argument("run", metavar="RUN", help="a name, the beginning of one, a tag, a folder, or last")
+    add_config_flags(parser)
+    namespace = parser.parse_all(arguments)
+    stored = find_run(namespace.run)
+    stored = StoredRun(stored.path.resolve())
+    recipe, target = _started(stored)
+    assert stored.record is not None, "checked with the target"
+    if Path(stored.record.directory).is_dir():
+        os.chdir(stored.record.directory)  # paths in its settings and arguments are relative to that folder
+    shorter = os.path.relpath(stored.path)
+    settings = resume_settings(stored if shorter.startswith("..") else StoredRun(Path(shorter)))
+    # The settings of the run take the place of a recipe's, so that files, variables and flags win over them.
+    base = recipe or Recipe(stored.name, "", {}, {})
+    resolved = resolve_flags(namespace, dataclasses.replace(base, settings=stored.record.settings), settings)
+    return start_run(recipe, resolved, target)
+
+
+def _started(run: StoredRun) -> tuple[Recipe | None, ScriptTarget | ModuleTarget | None]:
+    """Return what a run trains; refuse one that the command line did not start."""
+    recipe, record = run.recipe, run.record
+    if recipe is not None:
+        recipe.check()
+        return recipe, None
+    if record is not None and (record.script or record.module):
+        arguments = tuple(record.arguments)
+        return None, ScriptTarget(record.script, arguments) if record.script else ModuleTarget(
+            record.module or "", arguments
+        )
+    raise UsageError(
+        f"{run.path} was not started by phalanx train, so the command cannot be repeated",
+        hint=f"Run your program again with resume_from_checkpoint='{run.checkpoint_dir}'.",
+    )

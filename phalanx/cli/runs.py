@@ -1,0 +1,220 @@
+"""`phalanx runs`: list, show, compare, tag and remove past runs."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from phalanx.cli.flags import FlagParser, write_json
+from phalanx.config.sources import read_toml
+from phalanx.errors import UsageError, unknown_name
+from phalanx.observe.format import duration, of_total, size
+from phalanx.runs.record import RUNS, StoredRun, command_line, find_run, list_runs
+
+_ACTIONS = {
+    "list": "list the runs, the newest first",
+    "show": "show one run: how it was started, how it went, its checkpoints",
+    "diff": "compare two runs: settings, model, data and results",
+    "tag": "give a run a name of your own, which every command takes",
+    "rm": "remove runs with all their files",
+}
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run the verb."""
+    words = list(arguments)
+    if words and words[0] in ("-h", "--help"):
+        _parser("list").print_help()
+        return 0
+    action = words.pop(0) if words and not words[0].startswith("-") else "list"
+    if action not in _ACTIONS:
+        hint = f"To see one run: phalanx runs show {action}" if (RUNS / action).is_dir() else ""
+        raise UsageError(unknown_name("action of phalanx runs", action, _ACTIONS), hint=hint)
+    namespace = _parser(action).parse_all(words)
+    return int({"list": _list, "show": _show, "diff": _diff, "tag": _tag, "rm": _remove}[action](namespace) or 0)
+
+
+def _parser(action: str) -> FlagParser:
+    actions = "\n".join(f"  {name:<6} {text}" for name, text in _ACTIONS.items())
+    usage = {"show": " RUN", "diff": " RUN RUN", "tag": " RUN TAG", "rm": " RUN ..."}.get(action, "")
+    parser = FlagParser(
+        prog=f"phalanx runs {action}",
+        usage=f"phalanx runs {action}{usage} [options]",
+        description=_ACTIONS[action] + ".",
+        epilog=f"actions:\n{actions}\n\nRUN is a name, the beginning of one, a tag, a folder, or last.",
+    )
+    if action in ("show", "tag"):
+        parser.add_argument("run", metavar="RUN")
+    if action in ("diff", "rm"):
+        parser.add_argument("runs", nargs=2 if action == "diff" else "+", metavar="RUN")
+    if action == "tag":
+        parser.add_argument("tag", metavar="TAG")
+        parser.add_argument("--remove", action="store_true", help="take the tag away")
+    if action == "rm":
+        parser.add_argument("-y", "--yes", action="store_true", help="do not ask")
+    if action in ("list", "show", "diff"):
+        parser.add_argument(
+            "--json", nargs="?", const="-", metavar="FILE", help="write JSON (default: to the terminal)"
+        )
+    parser.add_argument("--runs-dir", default=str(RUNS), metavar="DIR", help="the folder that holds the runs [runs]")
+    return parser
+
+
+def summary(run: StoredRun) -> dict[str, Any]:
+    """Return what the list shows of a run, as plain data."""
+    steps, total = run.steps
+    best = run.best
+    return {
+        "name": run.name,
+        "path": str(run.path),
+        "started": run.started,
+        "status": run.status,
+        "reason": run.ended.get("reason", ""),
+        "steps": steps,
+        "total_steps": total,
+        "best_metric": best[0] if best else None,
+        "best_value": best[1] if best else None,
+        "best_checkpoint": run.ended.get("best_checkpoint"),
+        "checkpoints": [str(path) for path in run.checkpoints],
+        "bytes": run.size,
+        "tags": run.tags,
+    }
+
+
+def _list(namespace: argparse.Namespace) -> None:
+    runs = [summary(run) for run in list_runs(Path(namespace.runs_dir))]
+    if namespace.json:
+        write_json(runs, namespace.json)
+        return
+    if not runs:
+        print(f"no runs in {Path(namespace.runs_dir).resolve()} yet; start one with: phalanx train digits")
+        return
+    rows = [("name", "started", "status", "steps", "best", "size", "tags")]
+    for each in runs:
+        best = "-" if each["best_metric"] is None else f"{each['best_metric']} {each['best_value']:.4g}"
+        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(each["started"]))
+        steps = of_total(each["steps"], each["total_steps"])
+        rows.append((each["name"], when, each["status"], steps, best, size(each["bytes"]), " ".join(each["tags"])))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        print("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
+
+
+def _show(namespace: argparse.Namespace) -> None:
+    run = find_run(namespace.run, Path(namespace.runs_dir))
+    record, found = run.record, summary(run)
+    if namespace.json:
+        write_json({**found, "record": dataclasses.asdict(record) if record else None}, namespace.json)
+        return
+    ended, begun = run.ended, run.begun
+    rows = [
+        ("folder", str(run.path)),
+        ("command", command_line(run)),
+        ("in", record.directory if record else ""),
+        ("started", time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(run.started))),
+        ("status", f"{found['status']}{f' ({found_reason})' if (found_reason := found['reason']) else ''}"),
+        ("time", duration(ended["total_time"]) if ended else ""),
+        ("steps", of_total(found["steps"], found["total_steps"])),
+        (
+            "layout",
+            f"{begun['strategy']}, {begun['world_size']} x {begun['device']}, {begun['precision']}" if begun else "",
+        ),
+        ("parameters", f"{begun['parameters']:,}" if begun else ""),
+        ("best", f"{found['best_metric']} {found['best_value']:.6g}" if found["best_metric"] else ""),
+        ("best checkpoint", found["best_checkpoint"] or ""),
+        ("checkpoints", ", ".join(path.name for path in run.checkpoints)),
+        ("size", size(found["bytes"])),
+        ("tags", ", ".join(run.tags)),
+        ("git commit", (record.commit or "") if record else ""),
+        ("versions", f"phalanx {record.phalanx}, Python {record.python}" if record else ""),
+    ]
+    for name, text in rows:
+        if text:
+            print(f"{name:<16} {text}")
+    print("next:")
+    if found["status"] not in ("finished", "running") and run.checkpoints:
+        print(f"  phalanx resume {run.name}")
+    for verb in ("evaluate", "export") if run.checkpoints else ():
+        print(f"  phalanx {verb} {run.name}")
+
+
+def _flat(table: Any, prefix: str) -> dict[str, Any]:
+    if not isinstance(table, dict):
+        return {prefix: table}
+    return {name: value for key, inner in table.items() for name, value in _flat(inner, f"{prefix}.{key}").items()}
+
+
+def _facts(run: StoredRun) -> dict[str, Any]:
+    """Return everything by which two runs may differ."""
+    config = run.path / "config.toml"
+    facts: dict[str, Any] = dict(read_toml(config)) if config.is_file() else {}
+    facts = {name: value for name, value in facts.items() if name not in ("run_dir", "node_rank", "rdzv_endpoint")}
+    recipe, record = run.recipe, run.record
+    if recipe is not None:
+        facts |= _flat(recipe.model, "model") | _flat(recipe.data, "data")
+    if record is not None:
+        target = record.script or record.module
+        facts |= {"script": target, "arguments": " ".join(record.arguments), "git commit": record.commit}
+        facts |= {"phalanx": record.phalanx, "python": record.python}
+    facts |= {name: run.begun.get(name) for name in ("parameters", "world_size", "device", "precision")}
+    facts |= {"status": run.status, "steps": run.steps[0]}
+    facts |= {name: run.ended.get(name) for name in ("total_time", "throughput")}
+    return facts | {f"best {name}": value for name, value in run.ended.get("best", {}).items()}
+
+
+def _diff(namespace: argparse.Namespace) -> None:
+    both = [find_run(name, Path(namespace.runs_dir)) for name in namespace.runs]
+    left, right = (_facts(run) for run in both)
+    differs = {n: (left.get(n), right.get(n)) for n in [*left, *(n for n in right if n not in left)]}
+    differs = {name: pair for name, pair in differs.items() if pair[0] != pair[1]}
+    if namespace.json:
+        write_json({name: list(pair) for name, pair in differs.items()}, namespace.json)
+        return
+    rows: list[tuple[str, ...]] = [("", both[0].name, both[1].name)]
+    for name, pair in differs.items():
+        rows.append((name, *("-" if v is None else f"{v:.6g}" if isinstance(v, float) else str(v) for v in pair)))
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    for row in rows:
+        print("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
+
+
+def _tag(namespace: argparse.Namespace) -> None:
+    run = find_run(namespace.run, Path(namespace.runs_dir))
+    if run.record is None:
+        raise UsageError(f"{run.path} has no run.json, so it cannot have tags")
+    tag = namespace.tag
+    if namespace.remove:
+        if tag not in run.tags:
+            raise UsageError(f"{run.name} has no tag '{tag}'; its tags: {', '.join(run.tags) or '(none)'}")
+        tags = [each for each in run.tags if each != tag]
+    else:
+        other = next((r for r in list_runs(run.path.parent) if tag in r.tags and r.path.name != run.path.name), None)
+        if tag == "last" or "/" in tag or other is not None:
+            why = f"{other.name} has it" if other is not None else "it would mean something else"
+            raise UsageError(f"'{tag}' cannot be a tag: {why}")
+        tags = [*dict.fromkeys([*run.tags, tag])]
+    run.record.write(run.path, tags=tags)
+
+
+def _remove(namespace: argparse.Namespace) -> None:
+    runs = list({run.path: run for run in (find_run(n, Path(namespace.runs_dir)) for n in namespace.runs)}.values())
+    for run in runs:
+        if run.status == "running":
+            raise UsageError(f"{run.name} is running; nothing was removed", hint="Stop it first, with Ctrl-C.")
+    total = size(sum(run.size for run in runs))
+    names = ", ".join(run.name for run in runs)
+    if not namespace.yes:
+        if not sys.stdin.isatty():
+            raise UsageError(f"this would remove {names} ({total})", hint="Add --yes to do it.")
+        if input(f"Remove {names} ({total})? [y/N] ").strip().lower() not in ("y", "yes"):
+            print("nothing was removed")
+            return
+    for run in runs:
+        shutil.rmtree(run.path)
+    print(f"removed {names} ({total})")

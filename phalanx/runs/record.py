@@ -1,0 +1,303 @@
+"""Runs on disk: what started them (`run.json`), how they stand (`events.jsonl`), and how a name finds one."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import platform
+import shlex
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from phalanx.errors import UsageError, unknown_name
+from phalanx.host.files import replace_file
+from phalanx.recipes import Recipe
+from phalanx.version import __version__
+
+FILE = "run.json"
+EVENTS = "events.jsonl"
+RUNS = Path("runs")
+_TAIL_BYTES = 1 << 17
+_OWN_FILES = (FILE, EVENTS, "config.toml", "checkpoints", "logs", "tensorboard", "wandb")
+_OWN_PATTERNS = ("events.out.tfevents.*", "fit-*")
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """What started a run, as `run.json` holds it."""
+
+    command: list[str]
+    directory: str
+    settings: dict[str, Any]
+    """The settings that were given: a resumed run has them again."""
+    recipe: dict[str, Any] | None = None
+    script: str | None = None
+    module: str | None = None
+    arguments: list[str] = field(default_factory=list)
+    started: float = 0.0
+    host: str = ""
+    pid: int = 0
+    pid_started: int = 0
+    python: str = ""
+    phalanx: str = ""
+    commit: str | None = None
+    """The git commit of the folder in which the command ran."""
+    tags: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of_this_process(cls, settings: Mapping[str, Any], **target: Any) -> RunRecord:
+        """Describe a run that this process starts."""
+        words = [Path(sys.argv[0]).name, *sys.argv[1:]] if sys.argv else []
+        return cls(
+            command=["phalanx", *words[1:]] if words and words[0] in ("__main__.py", "phalanx") else ["python", *words],
+            directory=os.getcwd(),
+            settings=dict(settings),
+            started=time.time(),
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            pid_started=_started_at(os.getpid()) or 0,
+            python=platform.python_version(),
+            phalanx=__version__,
+            commit=_commit(),
+            **target,
+        )
+
+    def continuing(self, run_dir: Path) -> RunRecord:
+        """Return this with the start of the run that is continued in a folder, if there is one."""
+        old = StoredRun(run_dir).record
+        return self if old is None else dataclasses.replace(self, command=old.command, started=old.started)
+
+    def write(self, run_dir: Path, *, tags: list[str] | None = None) -> None:
+        """Write it, with these tags; without any, those of an earlier record of the same folder stay."""
+        kept = StoredRun(run_dir).tags if tags is None else tags
+        document = {**dataclasses.asdict(self), "tags": kept}
+        replace_file(run_dir / FILE, json.dumps(document, indent=1, default=str) + "\n")
+
+
+def _commit() -> str | None:
+    try:
+        asked = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=2, check=False)
+    except (OSError, subprocess.TimeoutExpired):  # no git, or a file system that does not answer
+        return None
+    return asked.stdout.strip() or None
+
+
+def _started_at(pid: int) -> int | None:
+    """Return when a process started, in ticks since boot: a later process may get the same number."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return int(file.read().rpartition(b")")[2].split()[19])
+    except (OSError, IndexError, ValueError):  # it has ended, or this is not Linux
+        return None
+
+
+@dataclass(frozen=True)
+class StoredRun:
+    """A run's folder, and what its files say. Everything is read when it is first asked for."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        """The name that other commands take: that of the folder in ./runs, else its path."""
+        return self.path.name if self.path.parent.resolve() == RUNS.resolve() else str(self.path)
+
+    @cached_property
+    def record(self) -> RunRecord | None:
+        """What started it; None for a run of an older version."""
+        try:
+            document = json.loads((self.path / FILE).read_text(encoding="utf-8"))
+            known = {each.name for each in dataclasses.fields(RunRecord)}
+            return RunRecord(**{name: value for name, value in document.items() if name in known})
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, TypeError, AttributeError) as error:
+            raise UsageError(f"{self.path / FILE} cannot be read: {error}") from None
+
+    @property
+    def recipe(self) -> Recipe | None:
+        """The recipe that it trained, with all changes; None for a script or a trainer in Python."""
+        if self.record is None or self.record.recipe is None:
+            return None
+        document = dict(self.record.recipe)
+        for name in ("presets", "callbacks", "paths"):
+            document[name] = tuple(document.get(name, ()))
+        return Recipe(**document)
+
+    @cached_property
+    def _ends(self) -> list[dict[str, Any]]:
+        """The first event and the latest ones."""
+        try:
+            with (self.path / EVENTS).open("rb") as file:
+                first = file.readline()
+                begin = max(len(first), os.fstat(file.fileno()).st_size - _TAIL_BYTES)
+                file.seek(begin)
+                rest = file.read().split(b"\n")
+        except OSError:
+            return []
+        if begin > len(first):
+            rest = rest[1:]  # the first of them is a part of a line
+        return [event for line in (first, *rest) if (event := _parsed(line)) is not None]
+
+    def _last(self, kind: str) -> dict[str, Any]:
+        return next((event for event in reversed(self._ends) if event["event"] == kind), {})
+
+    @property
+    def status(self) -> str:
+        """In one word: running, finished, stopped, preempted, failed, or killed where nothing was reported."""
+        last = next((e["event"] for e in reversed(self._ends) if e["event"] in ("run_started", "run_ended")), None)
+        if last == "run_ended":
+            return str(self._last("run_ended")["status"])
+        record = self.record
+        if record is None or record.host != socket.gethostname():
+            return "unknown"
+        alive = record.pid_started and _started_at(record.pid) == record.pid_started
+        return "running" if alive else "killed"
+
+    @property
+    def started(self) -> float:
+        """When it started, in seconds since the epoch."""
+        if self.record is not None:
+            return self.record.started
+        return float(self._ends[0]["time"]) if self._ends else self.path.stat().st_mtime
+
+    @property
+    def steps(self) -> tuple[int, int | None]:
+        """Steps taken, and the steps of the whole run where they are known."""
+        taken = max((int(e["step"]) for e in self._ends if isinstance(e.get("step"), int)), default=0)
+        return taken, self._last("run_started").get("total_steps")
+
+    @property
+    def ended(self) -> dict[str, Any]:
+        """The last event `run_ended`; empty while it runs."""
+        return self._last("run_ended")
+
+    @property
+    def begun(self) -> dict[str, Any]:
+        """The last event `run_started`, or the first of a long run."""
+        return self._last("run_started")
+
+    @property
+    def best(self) -> tuple[str, float] | None:
+        """The metric that the run is judged by, and its best value so far."""
+        ended = self.ended
+        if ended.get("best_metric") and ended.get("best_value") is not None:
+            return str(ended["best_metric"]), float(ended["best_value"])
+        for name, value in ended.get("best", {}).items():
+            return f"best {name}", float(value)
+        measured: list[dict[str, float]] = [
+            event["values"] for event in self._ends if event["event"] == "metrics" and event["split"] == "val"
+        ]
+        values = measured[-1] if measured else {}
+        return next(((f"val/{name}", float(value)) for name, value in values.items()), None)
+
+    @property
+    def checkpoint_dir(self) -> Path:
+        """Where its checkpoints are."""
+        settings = self.record.settings if self.record is not None else {}
+        given = settings.get("checkpoint_dir")
+        if given is None:
+            return self.path / "checkpoints"
+        directory = self.record.directory if self.record is not None else "."
+        return Path(directory) / str(given)
+
+    @property
+    def checkpoints(self) -> list[Path]:
+        """Published checkpoints, the oldest first."""
+        return sorted(path for path in self.checkpoint_dir.glob("step-*") if (path / "manifest.json").is_file())
+
+    @property
+    def best_checkpoint(self) -> Path | None:
+        """The checkpoint with the best value of the run's metric, where it still exists."""
+        named = self.ended.get("best_checkpoint")
+        path = self.checkpoint_dir / Path(str(named)).name if named else None
+        return path if path is not None and path.is_dir() else None
+
+    @property
+    def size(self) -> int:
+        """Bytes of all its files."""
+        return sum(file.stat().st_size for file in self.path.rglob("*") if file.is_file() and not file.is_symlink())
+
+    @property
+    def tags(self) -> list[str]:
+        """Names that the user gave it."""
+        return self.record.tags if self.record is not None else []
+
+    def events(self) -> Iterator[dict[str, Any]]:
+        """Yield all events, the oldest first."""
+        with (self.path / EVENTS).open("rb") as file:
+            for line in file:
+                if (event := _parsed(line)) is not None:
+                    yield event
+
+    def clear(self) -> None:
+        """Remove the run's own files; other files in its folder stay."""
+        import shutil
+
+        found = [self.path / name for name in _OWN_FILES]
+        for path in [*found, *(path for pattern in _OWN_PATTERNS for path in self.path.glob(pattern))]:
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+
+
+def _parsed(line: bytes) -> dict[str, Any] | None:
+    """Return an event; None for an empty line, and for one that a killed process did not finish."""
+    try:
+        event = json.loads(line)
+    except ValueError:
+        return None
+    return event if isinstance(event, dict) and "event" in event else None
+
+
+def is_run(path: Path) -> bool:
+    """Whether a folder holds a run that has begun."""
+    events = path / EVENTS
+    return (path / FILE).is_file() or (events.is_file() and events.stat().st_size > 0)
+
+
+def list_runs(folder: Path = RUNS) -> list[StoredRun]:
+    """Return the runs in a folder, the newest first."""
+    if not folder.is_dir():
+        return []
+    found = [StoredRun(path) for path in folder.iterdir() if path.is_dir() and is_run(path)]
+    return sorted(found, key=lambda run: (run.started, run.path.name), reverse=True)
+
+
+def find_run(name: str | Path, folder: Path = RUNS) -> StoredRun:
+    """Return a run by its folder, its name in ./runs, the beginning of it, a tag, or "last"."""
+    path = Path(name)
+    for candidate in (path, folder / path):
+        if candidate.is_dir() and is_run(candidate):
+            return StoredRun(candidate)
+    runs = list_runs(folder)
+    if str(name) == "last" and runs:
+        return runs[0]
+    matches = [run for run in runs if str(name) in run.tags] or [r for r in runs if r.path.name.startswith(str(name))]
+    if len(matches) == 1:
+        return matches[0]
+    if matches:
+        shown = ", ".join(run.path.name for run in matches[:5])
+        raise UsageError(f"'{name}' is the beginning of {len(matches)} runs: {shown}", hint="Write more of the name.")
+    if path.exists():
+        raise UsageError(f"{path} is not the folder of a run: it has neither {FILE} nor {EVENTS}")
+    if not runs:
+        raise UsageError(f"there is no run '{name}': {folder.resolve()} holds no runs")
+    names = [run.path.name for run in runs]
+    raise UsageError(
+        unknown_name("run", str(name), names[:10]).replace("Allowed", "The latest"), hint="See: phalanx runs"
+    )
+
+
+def command_line(run: StoredRun) -> str:
+    """Return the command that started a run, as it can be pasted."""
+    return shlex.join(run.record.command) if run.record is not None else "(not recorded)"

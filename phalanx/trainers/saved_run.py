@@ -1,0 +1,178 @@
+"""`load_run`: a past run in Python, with its model, config and history; and how it is evaluated."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from phalanx.checkpoint.manifest import MANIFEST
+from phalanx.config import DistributedConfig, resolve
+from phalanx.config.sources import read_toml
+from phalanx.errors import CheckpointError, UsageError
+from phalanx.observe.history import History
+from phalanx.recipes import Recipe
+from phalanx.recipes.imports import extend_path
+from phalanx.runs.record import StoredRun, find_run, is_run
+from phalanx.trainers.recipe import recipe_loss, recipe_metrics, recipe_parts
+from phalanx.trainers.torch import PyTorchDDPTrainer
+from phalanx.trainers.weights import load_weights
+
+_OF_THE_RUN = ("run_dir", "checkpoint_dir", "resume_from_checkpoint", "tensorboard_dir", "name")
+
+
+class Run:
+    """A run on disk. `model` has the weights of the best checkpoint, or of the one that was asked for."""
+
+    def __init__(self, stored: StoredRun, checkpoint: Path | None, model: nn.Module | None = None) -> None:
+        self._stored = stored
+        self._checkpoint = checkpoint
+        self._given = model
+
+    @property
+    def name(self) -> str:
+        """Its name, as commands take it."""
+        return self._stored.name
+
+    @property
+    def path(self) -> Path:
+        """Its folder."""
+        return self._stored.path
+
+    @property
+    def status(self) -> str:
+        """In one word: running, finished, stopped, preempted, failed or killed."""
+        return self._stored.status
+
+    @property
+    def recipe(self) -> Recipe | None:
+        """The recipe that it trained; None for a script or a trainer in Python."""
+        return self._stored.recipe
+
+    @cached_property
+    def config(self) -> DistributedConfig:
+        """All settings, without those about its own folders."""
+        path = self.path / "config.toml"
+        settings = read_toml(path) if path.is_file() else {}
+        return resolve({n: v for n, v in settings.items() if n not in _OF_THE_RUN}, environ={}).config
+
+    @cached_property
+    def history(self) -> History:
+        """The record of the run: epochs, logged steps, the best values."""
+        return History.from_events(self._stored.events())
+
+    @property
+    def checkpoint(self) -> Path:
+        """The checkpoint of `model`: the best one, or the last where no best one is known."""
+        if self._checkpoint is not None:
+            return self._checkpoint
+        found = self._stored.checkpoints
+        best = self._stored.best_checkpoint
+        if best is None and not found:
+            raise CheckpointError(
+                f"{self.name} has no checkpoint in {self._stored.checkpoint_dir}",
+                hint="Train with checkpoints: --checkpoint-frequency 1, or '500 steps'.",
+            )
+        return best or found[-1]
+
+    @cached_property
+    def model(self) -> nn.Module:
+        """The trained model, on the CPU and in eval mode."""
+        model = self._given if self._given is not None else self._parts()[0]
+        load_weights(model, self.checkpoint)
+        return model.eval()
+
+    def data(self) -> tuple[Any, Any]:
+        """Return the data for training and validation."""
+        return self._parts()[1:]
+
+    def _parts(self) -> tuple[nn.Module, Any, Any]:
+        recipe = self.recipe
+        if recipe is None:
+            raise UsageError(
+                f"{self.name} was not trained from a recipe, so its model and data are not known",
+                hint="Give them: load_run(name, model=Net()), or --model my_package:Net --data my_package:load",
+            )
+        recipe.check()
+        return recipe_parts(recipe, self.config.data_dir)
+
+    def trainer(self, **settings: Any) -> PyTorchDDPTrainer:
+        """Return a trainer of the model, with the run's settings and these."""
+        base = self.config if self.config.backend == "pytorch-ddp" else _without_engine(self.config)
+        loss = recipe_loss(self.recipe, self.model) if self.recipe is not None else None
+        metrics = recipe_metrics(self.recipe) if self.recipe is not None else None
+        config = base.replace(**settings) if settings else base
+        return PyTorchDDPTrainer(self.model, config, loss_fn=loss, metrics=metrics)
+
+    def evaluate(self, data: Any = None, **settings: Any) -> dict[str, float]:
+        """Return the loss and metrics on data; without any, on the run's validation data."""
+        given = self.data()[1] if data is None else data
+        if given is None:
+            raise UsageError(f"{self.name} has no validation data", hint="Give data to evaluate on.")
+        return self.trainer(**settings).evaluate(given)
+
+    def predict(self, data: Any, **settings: Any) -> Any:
+        """Return the model's outputs for data, in its order."""
+        return self.trainer(**settings).predict(data)
+
+    def __repr__(self) -> str:
+        steps, total = self._stored.steps
+        return f"Run({self.name}, {self.status}, {steps} of {total or '?'} steps)"
+
+
+def _without_engine(config: DistributedConfig) -> DistributedConfig:
+    """Return the settings that matter for a model alone, where another engine trained it."""
+    kept = ("batch_size", "mixed_precision", "seed", "data_dir", "device", "loss_weighting")
+    return resolve({name: getattr(config, name) for name in kept}, environ={}).config
+
+
+def load_run(name: str | Path, *, checkpoint: str | Path = "best", model: nn.Module | None = None) -> Run:
+    """Return a past run by its name in ./runs (or the beginning of it, a tag, "last"), its folder or a checkpoint.
+
+    `checkpoint` is "best", "last", a step or a path. `model`: the model to load the weights into, for a run that was
+    not trained from a recipe.
+    """
+    path = Path(name)
+    if (path / MANIFEST).is_file():  # a checkpoint: its run is two folders above, or unknown
+        owner = path.absolute().parent.parent
+        return Run(StoredRun(owner if is_run(owner) else path), path, model)
+    stored = find_run(name)
+    return Run(stored, _chosen(stored, checkpoint), model)
+
+
+def _chosen(stored: StoredRun, wanted: str | Path) -> Path | None:
+    found = {path.name: path for path in stored.checkpoints}
+    if str(wanted) == "best":
+        return None
+    if str(wanted) == "last" and found:
+        return list(found.values())[-1]
+    names = (str(wanted), f"step-{int(str(wanted)):08d}") if str(wanted).isdecimal() else (str(wanted),)
+    for each in names:
+        if each in found:
+            return found[each]
+    if (Path(wanted) / MANIFEST).is_file():
+        return Path(wanted)
+    raise UsageError(
+        f"{stored.name} has no checkpoint '{wanted}'; it has: {', '.join(found) or '(none)'}",
+        hint="Write best, last, a step such as 200, or the path of a checkpoint.",
+    )
+
+
+def open_run(name: str, checkpoint: str, model: str | None, data: str | None) -> tuple[Run, Any]:
+    """Return a run of the command line with its validation data, either replaced by what --model and --data name."""
+    run = load_run(name, checkpoint=checkpoint)
+    if run.recipe is None and (model is None or data is None):
+        missing = "--model" if model is None else "--data"
+        raise UsageError(
+            f"{run.name} was not trained from a recipe, so {missing} is needed",
+            hint="Write: --model my_package.nets:Net --data my_package.data:load",
+        )
+    recipe = (run.recipe or Recipe(run.name, "", {}, {})).with_parts(model, data)
+    recipe.check()
+    extend_path(recipe.paths)
+    built, train, val = recipe_parts(recipe, run.config.data_dir)
+    if run.recipe is None or model is not None:
+        run = load_run(name, checkpoint=checkpoint, model=built)
+    return run, train if val is None and data is not None else val

@@ -1,0 +1,243 @@
+"""Past runs: list, show, compare, tag, remove, resume, evaluate, predict, export, and load in Python."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from command import Answer, phalanx, start
+
+import phalanx as px
+from phalanx.errors import UsageError
+from phalanx.runs.record import StoredRun, find_run, list_runs
+
+FAST = ("--device", "cpu", "--num-workers", 2, "--no-tensorboard", "--no-progress")
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory):
+    """Return a project of `phalanx init` with one finished run of two epochs."""
+    folder = tmp_path_factory.mktemp("work") / "spirals"
+    before = Path.cwd()
+    os.chdir(folder.parent)
+    try:
+        assert phalanx("init", "spirals").code == 0
+        os.chdir(folder)
+        answer = phalanx("train", "recipe.toml", "--epochs", 2, "--checkpoint-frequency", 1, *FAST)
+        assert answer.code == 0, answer.text
+    finally:
+        os.chdir(before)
+    return folder
+
+
+@pytest.fixture
+def inside(project, tmp_path, monkeypatch):
+    """Return a copy of the project as the current folder."""
+    shutil.copytree(project, tmp_path / "spirals", dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path / "spirals")
+    record = json.loads(only_run().path.joinpath("run.json").read_text())
+    record["directory"] = str(tmp_path / "spirals")
+    record["recipe"]["paths"] = [str(tmp_path / "spirals")]
+    only_run().path.joinpath("run.json").write_text(json.dumps(record))
+    return tmp_path / "spirals"
+
+
+def only_run() -> StoredRun:
+    (run,) = list_runs()
+    return run
+
+
+def ran(*words: object) -> Answer:
+    answer = phalanx(*words)
+    assert answer.code == 0, answer.text
+    return answer
+
+
+def test_a_run_is_listed_and_shown_with_how_it_was_started(inside):
+    (row,) = json.loads(ran("runs", "--json").out)
+    assert (row["status"], row["steps"], row["total_steps"]) == ("finished", 32, 32)
+    assert row["best_value"] is not None
+    assert row["bytes"] > 10_000
+    listed = ran("runs").out
+    assert row["name"] in listed
+    assert "finished" in listed
+    shown = ran("runs", "show", "last").out
+    assert str(inside) in shown
+    assert f"phalanx evaluate {row['name']}" in shown
+
+
+def test_a_tag_and_the_beginning_of_a_name_find_a_run(inside):
+    run = only_run()
+    ran("runs", "tag", run.name, "good")
+    assert find_run("good").path == find_run(run.name[:-2]).path == find_run("last").path == run.path
+    assert phalanx("runs", "tag", "last", "last").code == 2
+    ran("runs", "tag", "good", "good", "--remove")
+    with pytest.raises(UsageError, match="unknown run 'good'"):
+        find_run("good")
+
+
+def test_resume_continues_in_the_same_folder_with_the_same_settings(inside):
+    run = only_run()
+    ran("resume", run.name, "--epochs", 4)
+    resumed = only_run()
+    assert resumed.path == run.path
+    assert resumed.steps == (64, 64)
+    assert resumed.record.command == run.record.command
+    history = px.load_run("last").history
+    assert [epoch.epoch for epoch in history.epochs] == [1, 2, 3, 4]
+    assert history.status == "finished"
+
+
+def test_train_resume_takes_the_last_run_of_the_recipe(inside):
+    ran("train", "recipe.toml", "--resume", "--epochs", 3, *FAST)
+    assert only_run().steps == (48, 48)
+    assert "there is no run of 'digits'" in phalanx("train", "digits", "--resume").text
+
+
+def test_a_run_dir_in_use_is_refused_unless_it_is_overwritten_or_resumed(inside):
+    where = str(only_run().path)
+    own = Path(where, "notes.txt")
+    own.write_text("mine")
+    refused = phalanx("train", "recipe.toml", "--run-dir", where, *FAST)
+    assert refused.code == 2
+    assert "already holds a run (finished, 32 of 32 steps)" in refused.text
+    assert "--overwrite" in refused.text
+    ran("train", "recipe.toml", "--run-dir", where, "--overwrite", "--epochs", 1, *FAST)
+    assert only_run().steps == (16, 16)
+    assert own.read_text() == "mine"
+    assert [path.name for path in only_run().checkpoints] == ["step-00000016"]
+
+
+def test_diff_names_what_differs_alone(inside):
+    ran("train", "recipe.toml", "--epochs", 1, "--set", "model.width=8", "--name", "small", *FAST)
+    differs = json.loads(ran("runs", "diff", "spirals", "small", "--json").out)
+    assert differs["model.width"] == [64, 8]
+    assert differs["epochs"] == [2, 1]
+    assert "batch_size" not in differs
+
+
+def test_rm_asks_and_removes(inside):
+    asked = phalanx("runs", "rm", "last")
+    assert asked.code == 2
+    assert "--yes" in asked.text
+    ran("runs", "rm", "last", "--yes")
+    assert list_runs() == []
+    assert "no runs" in ran("runs").out
+
+
+def test_evaluate_gives_what_training_measured(inside):
+    run = px.load_run("last")
+    measured = {epoch.step: epoch.val for epoch in run.history.epochs}
+    for step, expected in measured.items():
+        answer = json.loads(ran("evaluate", "last", "--checkpoint", step, "--num-workers", 1, "--json").out)
+        assert answer["metrics"] == pytest.approx(expected, rel=1e-5)
+    direct = json.loads(ran("evaluate", run.checkpoint, "--num-workers", 1, "--json").out)
+    assert direct["metrics"]["loss"] == pytest.approx(measured[int(run.checkpoint.name[-8:])]["loss"], rel=1e-5)
+
+
+def test_predict_writes_one_output_per_sample_in_order(inside):
+    run = px.load_run("last")
+    _, val = run.data()
+    expected = run.model(val[:][0])
+    lines = ran("predict", "last", "--num-workers", 2).out.splitlines()
+    torch.testing.assert_close(torch.tensor([json.loads(line) for line in lines]), expected, rtol=1e-5, atol=1e-5)
+    ran("predict", "last", "-o", "out.pt", "--num-workers", 1)
+    torch.testing.assert_close(torch.load("out.pt"), expected, rtol=1e-5, atol=1e-5)
+    assert "unknown ending '.xls'" in phalanx("predict", "last", "-o", "out.xls").text
+
+
+def test_exports_compute_what_the_model_computes(inside):
+    run = px.load_run("last")
+    points = run.data()[1][:][0][:7]
+    expected = run.model(points)
+    ran("export", "last", "-o", "net.ts")
+    torch.testing.assert_close(torch.jit.load("net.ts")(points), expected)
+    ran("export", "last")
+    from safetensors.torch import load_file
+
+    weights = load_file(f"{run.name}.safetensors")
+    torch.testing.assert_close(weights["layers.0.weight"], run.model.state_dict()["layers.0.weight"])
+    assert "has no Hugging Face layout" in phalanx("export", "last", "--format", "hf").text
+    assert "unknown format 'onxx'. Did you mean 'onnx'" in phalanx("export", "last", "--format", "onxx").text
+
+
+def test_onnx_computes_what_the_model_computes_for_any_batch(inside):
+    pytest.importorskip("onnxscript")
+    reference = pytest.importorskip("onnx.reference")
+    run = px.load_run("last")
+    ran("export", "last", "-o", "net.onnx")
+    points = run.data()[1][:][0][:7]
+    session = reference.ReferenceEvaluator("net.onnx")
+    (found,) = session.run(None, {session.input_names[0]: points.numpy()})
+    torch.testing.assert_close(torch.from_numpy(found), run.model(points).detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_a_trainer_saves_onnx_or_refuses(tmp_path):
+    pytest.importorskip("onnxscript")
+    model = torch.nn.Linear(3, 2)
+    trainer = px.PyTorchDDPTrainer(model, num_workers=1, device="cpu", run_dir=str(tmp_path / "run"), progress=False)
+    with pytest.raises(UsageError, match="need an example"):
+        trainer.save(tmp_path / "x.onnx")
+    trainer.save(tmp_path / "x.onnx", data=torch.randn(2, 3))
+    assert (tmp_path / "x.onnx").read_bytes()[:1] == b"\x08"
+    with pytest.raises(UsageError, match=r"unknown ending '\.h5'"):
+        trainer.save(tmp_path / "x.h5")
+
+
+def test_runs_that_python_started_are_listed_and_say_what_they_need(inside):
+    shutil.rmtree("runs")
+    data = torch.utils.data.TensorDataset(torch.randn(32, 2), torch.randint(0, 2, (32,)))
+    model = torch.nn.Linear(2, 2)
+    trainer = px.PyTorchDDPTrainer(model, batch_size=8, num_workers=1, device="cpu", checkpoint_frequency=1)
+    trainer.fit(data, data)
+    run = px.load_run("last", model=torch.nn.Linear(2, 2))
+    torch.testing.assert_close(run.model.weight, model.weight)
+    assert run.evaluate(data)["loss"] == pytest.approx(run.history.epochs[-1].val["loss"], rel=1e-5)
+    with pytest.raises(UsageError, match="not trained from a recipe"):
+        _ = px.load_run("last").model
+    assert "was not started by phalanx train" in phalanx("resume", "last").text
+    assert "--model is needed" in phalanx("evaluate", "last").text
+
+
+def test_ctrl_c_prints_the_command_that_resumes(inside):
+    shutil.rmtree("runs")
+    words = ("train", "recipe.toml", "--epochs", 100_000, "--checkpoint-frequency", "20 steps", *FAST)
+    program = start(*words, cwd=inside)
+    deadline = time.monotonic() + 60
+    while not (list_runs() and only_run().checkpoints) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert only_run().status == "running"
+    assert "is still running" in phalanx("resume", "last").text
+    assert "is running; nothing was removed" in phalanx("runs", "rm", "last", "--yes").text
+    program.send_signal(signal.SIGINT)
+    _, err = program.communicate(timeout=60)
+    assert program.returncode == 130
+    assert f"To resume: phalanx resume {only_run().name}" in err
+    assert only_run().status in ("killed", "interrupted", "preempted")
+    last = int(only_run().checkpoints[-1].name[-8:])
+    ran("resume", "last", "--epochs", 1, "--max-steps", last + 20)
+    assert only_run().steps[0] == last + 20
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("runs", "shwo"), "Did you mean 'show'"),
+        (("runs", "show", "nope"), "unknown run 'nope'"),
+        (("resume", "nope"), "unknown run 'nope'"),
+        (("evaluate", "last", "--checkpoint", "7"), "has no checkpoint '7'; it has: step-"),
+        (("evaluate", "last", "--data", "data:laod"), "Did you mean 'load'"),
+        (("predict", "last", "--prompt", "x"), "does not continue texts"),
+        (("train", "--resume"), "which run"),
+    ],
+)
+def test_mistakes_are_named_and_exit_with_2(inside, words, says):
+    answer = phalanx(*words)
+    assert answer.code == 2, answer.text
+    assert says in answer.text
