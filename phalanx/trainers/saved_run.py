@@ -23,7 +23,7 @@ from phalanx.trainers.weights import load_weights
 _OF_THE_RUN = ("run_dir", "checkpoint_dir", "resume_from_checkpoint", "tensorboard_dir", "name")
 
 
-class Run:
+class SavedRun:
     """A run on disk. `model` has the weights of the best checkpoint, or of the one that was asked for."""
 
     def __init__(self, stored: StoredRun, checkpoint: Path | None, model: nn.Module | None = None) -> None:
@@ -119,7 +119,7 @@ class Run:
 
     def __repr__(self) -> str:
         steps, total = self._stored.steps
-        return f"Run({self.name}, {self.status}, {steps} of {total or '?'} steps)"
+        return f"SavedRun({self.name}, {self.status}, {steps} of {total or '?'} steps)"
 
 
 def _without_engine(config: DistributedConfig) -> DistributedConfig:
@@ -128,7 +128,7 @@ def _without_engine(config: DistributedConfig) -> DistributedConfig:
     return resolve({name: getattr(config, name) for name in kept}, environ={}).config
 
 
-def load_run(name: str | Path, *, checkpoint: str | Path = "best", model: nn.Module | None = None) -> Run:
+def load_run(name: str | Path, *, checkpoint: str | Path = "best", model: nn.Module | None = None) -> SavedRun:
     """Return a past run by its name in ./runs (or the beginning of it, a tag, "last"), its folder or a checkpoint.
 
     `checkpoint` is "best", "last", a step or a path. `model`: the model to load the weights into, for a run that was
@@ -137,9 +137,9 @@ def load_run(name: str | Path, *, checkpoint: str | Path = "best", model: nn.Mod
     path = Path(name)
     if (path / MANIFEST).is_file():  # a checkpoint: its run is two folders above, or unknown
         owner = path.absolute().parent.parent
-        return Run(StoredRun(owner if is_run(owner) else path), path, model)
+        return SavedRun(StoredRun(owner if is_run(owner) else path), path, model)
     stored = find_run(name)
-    return Run(stored, _chosen(stored, checkpoint), model)
+    return SavedRun(stored, _chosen(stored, checkpoint), model)
 
 
 def _chosen(stored: StoredRun, wanted: str | Path) -> Path | None:
@@ -160,7 +160,7 @@ def _chosen(stored: StoredRun, wanted: str | Path) -> Path | None:
     )
 
 
-def open_run(name: str, checkpoint: str, model: str | None, data: str | None) -> tuple[Run, Any]:
+def open_run(name: str, checkpoint: str, model: str | None, data: str | None) -> tuple[SavedRun, Any]:
     """Return a run of the command line with its validation data, either replaced by what --model and --data name."""
     run = load_run(name, checkpoint=checkpoint)
     if run.recipe is None and (model is None or data is None):
