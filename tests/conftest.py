@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 _ROOT = Path(__file__).resolve().parents[1]
 _SHARED_MEMORY = Path("/dev/shm")
 _SET_BY_OTHERS = {
+    "KMP_DUPLICATE_LIB_OK",
+    "KMP_INIT_AT_FORK",
     "PYTORCH_NVML_BASED_CUDA_CHECK",
     "PYTEST_CURRENT_TEST",
     "TORCHINDUCTOR_CACHE_DIR",
@@ -30,7 +32,8 @@ _SET_BY_OTHERS = {
     "TRITON_PTXAS_PATH",
     "_MLFLOW_TELEMETRY_SESSION_ID",
 }
-"""pytest names the test, torch its caches and tools when its compiler is imported; DeepSpeed how it looks for GPUs."""
+"""pytest names the test, torch its caches and tools when its compiler is imported; DeepSpeed how it looks for GPUs;
+scikit-learn, which Optuna and datasets import, how its threads start."""
 _THREADS_OF_OTHERS = ("tqdm_monitor", "Dummy-", "Mlflow")
 """A compiler's progress bar, threads of its C++ that called into Python, MLflow's pool for artifacts."""
 _CACHES = ("torchinductor_", "__pycache__")

@@ -116,11 +116,12 @@ def write_toml(config: DistributedConfig, *, as_comments: Container[str] = ()) -
         if value is None and field.default is None:
             lines.append(f"# {name} = (unset)")
         else:
-            lines.append(f"{'# ' if name in as_comments else ''}{name} = {_toml_value(value)}")
+            lines.append(f"{'# ' if name in as_comments else ''}{name} = {toml_value(value)}")
     return "\n".join(lines) + "\n"
 
 
-def _toml_value(value: Any) -> str:
+def toml_value(value: Any) -> str:
+    """Return a value as TOML."""
     if value is None:
         return '"none"'
     if isinstance(value, bool):
@@ -128,4 +129,6 @@ def _toml_value(value: Any) -> str:
     if isinstance(value, str):
         escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
         return f'"{escaped}"'
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(toml_value(item) for item in value)}]"
     return repr(value)

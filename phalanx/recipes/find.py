@@ -57,13 +57,13 @@ def find_recipe(name: str) -> Recipe | None:
         return read_recipe(Path(name))
     if is_import_path(name):
         extend_path([str(Path.cwd())])
-        return as_recipe(load_import(name, "recipe"), name)
+        return replace(as_recipe(load_import(name, "recipe"), name), source=name)
     for folder in folders():
         for ending in _ENDINGS:
             if (path := folder / f"{name}{ending}").is_file():
                 return read_recipe(path)
     found = load_entry_point(GROUP, name)
-    return None if found is None else as_recipe(found, name)
+    return None if found is None else replace(as_recipe(found, name), source=name)
 
 
 def _installed() -> list[str]:
@@ -91,13 +91,28 @@ def read_recipe(path: Path) -> Recipe:
     """Read a recipe from a TOML or YAML file; its folder is where modules and data of the user are found."""
     document = read_document(path, "recipe")
     if path.parent == _BUILT_IN:
-        return replace(from_document(document, path.stem), paths=())
+        return replace(from_document(document, path.stem), paths=(), source=path.stem)
+    if "recipe" in document:
+        return _based_on(load_recipe(str(document.pop("recipe"))), document, path)
     if "model" not in document and "data" not in document:
         raise UsageError(
             f"{path} has neither [model] nor [data], so it is not a recipe",
             hint=f"A file of settings alone goes with a recipe: phalanx train digits --config {path}",
         )
-    return from_document(document, path.stem, path.parent)
+    return replace(from_document(document, path.stem, path.parent), source=str(path.resolve()))
+
+
+def _based_on(base: Recipe, document: Mapping[str, Any], path: Path) -> Recipe:
+    """Return another recipe with the values of a file: its tables change single values, as --set does."""
+    nested = {f"{table}.{key}": value for table in document for key, value in _table(document, table, path).items()}
+    return replace(base.with_values(nested), source=str(path.resolve()))
+
+
+def _table(document: Mapping[str, Any], name: str, path: Path) -> Mapping[str, Any]:
+    table = document[name]
+    if isinstance(table, Mapping):
+        return table
+    raise UsageError(f"{path}: {name} = {table!r} next to 'recipe': expected a table such as [settings] or [model]")
 
 
 def read_document(path: Path, what: str) -> dict[str, Any]:

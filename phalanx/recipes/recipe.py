@@ -40,6 +40,8 @@ class Recipe:
     """Import paths of callback classes, and of functions that are called after each step."""
     paths: tuple[str, ...] = ()
     """Folders with modules of the user: that of the recipe's file, and the current one."""
+    source: str = ""
+    """The name, file or import path that finds it again; empty for one made of --model and --data."""
 
     def settings_for(self, gpus: int) -> dict[str, Any]:
         """Return the settings on a machine with so many GPUs: where those are fewer than the ranks, a rank for each."""
@@ -93,7 +95,7 @@ class Recipe:
 
 def from_document(document: Mapping[str, Any], name: str, folder: Path | None = None) -> Recipe:
     """Make a recipe from what a file or a function of the user holds; `folder`: where its file is."""
-    allowed = [each.name for each in fields(Recipe) if each.name != "paths"]
+    allowed = [each.name for each in fields(Recipe) if each.name not in ("paths", "source")]
     for key in document:
         if key not in allowed:
             raise UsageError(

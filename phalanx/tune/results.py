@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from phalanx.config import FIELDS, DistributedConfig, write_toml
+from phalanx.config import FIELDS
+from phalanx.config.sources import toml_value
 from phalanx.errors import SearchFailedError
 from phalanx.tune.objective import Objective
 from phalanx.tune.table import ranked
-from phalanx.tune.trainable import OF_THE_TRIAL
+from phalanx.tune.trainable import Trainable
 from phalanx.tune.trial import State, Trial
 
 BEST_FILE = "best.toml"
@@ -78,23 +79,24 @@ def write_trials(results: Results) -> Path:
     return path
 
 
-def write_best(results: Results, config: DistributedConfig) -> Path:
-    """Write the best trial's settings as TOML for `phalanx train --config`; other names as comments."""
+def write_best(results: Results, subject: Trainable) -> Path:
+    """Write the best trial's values: a recipe's as a recipe that `phalanx train` takes, others for --config."""
     best = results.best
-    settings = {name: value for name, value in best.params.items() if name in FIELDS}
-    own = {name: value for name, value in best.params.items() if name not in FIELDS}
     lines = [
         f"# The best of {len(results.trials)} trials: trial {best.number}, "
-        f"{results.objective.metric} = {results.best_value:.6g} after {best.iteration} iterations.",
-        "# Use it with: phalanx train ... --config best.toml"
-        + (" -- " + " ".join(f"--{name}={value}" for name, value in own.items()) if own else ""),
+        f"{results.objective.metric} = {results.best_value:.6g} after {best.iteration} iterations."
     ]
-    lines += [
-        f"# {name} = {json.dumps(value, default=repr)}  (an argument of the script)" for name, value in own.items()
-    ]
-    # Not the settings of each run, nor those that were not set.
-    unset = {*OF_THE_TRIAL, *(name for name in FIELDS if getattr(config, name) is None)}
-    text = write_toml(config.replace(**settings), as_comments=unset)
+    document = subject.document(best.params)
+    tables = {name: values for name, values in document.items() if isinstance(values, dict)}
+    lines += [f"{name} = {toml_value(value)}" for name, value in document.items() if name not in tables]
+    for name, values in tables.items():
+        if values:
+            lines += ["", f"[{name}]", *(f"{key} = {toml_value(value)}" for key, value in values.items())]
+    if not tables:
+        own = {name: value for name, value in best.params.items() if name not in FIELDS}
+        lines += [
+            f"# {name} = {json.dumps(value, default=repr)}  (an argument of the program)" for name, value in own.items()
+        ]
     path = results.folder / BEST_FILE
-    path.write_text("\n".join(lines) + "\n\n" + text, encoding="utf-8")
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from phalanx.config import FIELDS
 from phalanx.engine import find_engine
 from phalanx.errors import UsageError, unknown_name
 from phalanx.host.files import make_private
 from phalanx.launch import prestart
 from phalanx.runs.spec import engine_environment
-from phalanx.tune.charts import PAGE_FILE, axes_and_lines, draw_pictures, page
+from phalanx.tune.charts import PAGE_FILE, axes_and_lines, draw_pictures
 from phalanx.tune.engine import IndependentTrials, SearchEngine, SearchPlan
 from phalanx.tune.objective import Objective
+from phalanx.tune.page import command_words, page
 from phalanx.tune.population import Population
 from phalanx.tune.record import FILE, Record
 from phalanx.tune.results import Results, check_some_worked, write_best, write_trials
@@ -144,7 +148,9 @@ def _search_here(
     try:
         engine = _engine(plan, record, table, request)
         table.notice(f"{plan.total} trials of {subject.name}, {slots.summary}; {folder}")
-        if done := sum(trial.state.is_final for trial in engine.trials):
+        done = sum(trial.state.is_final for trial in engine.trials)
+        table.progress.begin(plan.total, done)
+        if done:
             table.notice(f"{done} of them are done already")
         try:
             trials = engine.run()
@@ -176,23 +182,51 @@ def conclude(
     check_some_worked(trials)
     results = Results(tuple(trials), objective, folder)
     write_trials(results)
-    best = write_best(results, subject.resolved.config)
+    best = write_best(results, subject)
     table.notice(f"\nbest: trial {results.best.number}, {objective.metric} {results.best_value:.6g}")
     table.notice(f"  {point_words(results.best_params)}")
     if results.failed:
         count = len(results.failed)
         table.notice(f"{count} trial{'s' * (count > 1)} failed, the first with: {results.failed[0].cause}")
-    table.notice(f"settings: {best}")
-    for path in _draw(results, space, subject.name, table):
-        table.notice(f"picture: {path}")
+    for path in _draw(results, space, subject, table):
+        table.notice(f"picture: {_short(path)}")
+    checkpoints = sorted(results.best.checkpoints.glob("step-*"))
+    if checkpoints:
+        table.notice(f"best checkpoint: {_short(checkpoints[-1])}")
+    table.notice(f"next:\n  {next_command(subject, results, _short(best))}")
     return results
 
 
-def _draw(results: Results, space: SearchSpace, name: str, table: PlainTable | LiveTable) -> list[Path]:
+def _short(path: Path) -> str:
+    """Return a path as the user would write it."""
+    relative = os.path.relpath(path)
+    return str(path) if relative.startswith("..") else relative
+
+
+def next_command(subject: Trainable, results: Results, best: str) -> str:
+    """Return the command that trains with the best values."""
+    config, origins = subject.resolved.config, subject.resolved.origins
+    words = subject.command(best, {n: v for n, v in results.best_params.items() if n not in FIELDS})
+    if words is None:
+        return f"use the values of {best} in your program"
+    given = [n for n in FIELDS if origins[n] in ("flag", "argument") and n not in results.best_params]
+    flags = [word for name in given if (word := _flag(name, getattr(config, name)))]
+    own = words.index("--") if "--" in words else len(words)
+    return shlex.join([*words[:own], *flags, *words[own:]])
+
+
+def _flag(name: str, value: Any) -> str:
+    flag = name.replace("_", "-")
+    return f"--{flag}" if value is True else f"--no-{flag}" if value is False else f"--{flag}={value}"
+
+
+def _draw(results: Results, space: SearchSpace, subject: Trainable, table: PlainTable | LiveTable) -> list[Path]:
     """Write the page, and the PNG charts where matplotlib is installed."""
     axes, lines = axes_and_lines(results.trials, space, results.objective)
     path = results.folder / PAGE_FILE
-    path.write_text(page(results, axes, lines, f"Tuning {name}"), encoding="utf-8")
+    facts = {"command": command_words(), "seed": str(subject.resolved.config.seed), "folder": str(results.folder)}
+    text = page(results, space, axes, lines, f"Tuning {subject.name}", facts)
+    path.write_text(text, encoding="utf-8")
     try:
         return [path, *draw_pictures(axes, lines, results.folder)]
     except UsageError as error:  # the search is what was asked for; a picture that cannot be drawn does not undo it

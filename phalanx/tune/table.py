@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Sequence
 from typing import Any, TextIO
 
@@ -12,13 +13,16 @@ from phalanx.tune.objective import Objective
 from phalanx.tune.trial import State, Trial
 
 _MOST_ROWS = 20
+_MOST_SIGNS = 19
 _REFRESH_PER_SECOND = 4
 _STYLES = {State.RUNNING: "cyan", State.FINISHED: "green", State.STOPPED: "yellow", State.FAILED: "red"}
 
 
-def brief(value: Any) -> str:
-    """Return a value as a short text."""
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+def brief(value: Any, most: int = _MOST_SIGNS) -> str:
+    """Return a value as a short text: numbers with four digits, long texts without their middle."""
+    text = f"{value:.4g}" if isinstance(value, float) else str(value)
+    half = (most - 1) // 2
+    return text if len(text) <= most else f"{text[:half]}…{text[-half:]}"
 
 
 def point_words(params: dict[str, Any]) -> str:
@@ -27,8 +31,10 @@ def point_words(params: dict[str, Any]) -> str:
 
 
 def columns(trials: Sequence[Trial], objective: Objective) -> tuple[list[str], list[list[str]]]:
-    """Return the table's head and rows."""
-    names = list(dict.fromkeys(name for trial in trials for name in trial.params))
+    """Return the table's head and rows; hyperparameters that are the same in all trials are left out."""
+    found = dict.fromkeys(name for trial in trials for name in trial.params)
+    unset = object()
+    names = [n for n in found if len({repr(trial.params.get(n, unset)) for trial in trials}) > 1 or len(trials) == 1]
     head = ["trial", "state", "iteration", objective.metric, *names, "time"]
     return head, [
         [
@@ -56,11 +62,41 @@ def plain_table(head: list[str], rows: list[list[str]]) -> str:
                      for line in [head, *rows])  # fmt: skip
 
 
+class SearchProgress:
+    """How far a search is: trials done of all, the time that is left, and the best so far."""
+
+    def __init__(self, objective: Objective) -> None:
+        self._objective = objective
+        self._began = time.monotonic()
+        self._done_before = 0
+        self._total = 0
+
+    def begin(self, total: int, done: int = 0) -> None:
+        """Set the number of trials; `done`: those of a resumed search that took no time now."""
+        self._began, self._total, self._done_before = time.monotonic(), total, done
+
+    def words(self, trials: Sequence[Trial]) -> str:
+        """Return it in words: `3 of 10 done, 2 running, 0:41 left, best 0.93 (trial 2)`."""
+        done = sum(trial.state.is_final for trial in trials)
+        parts = [f"{done} of {self._total} done" if self._total else f"{done} done"]
+        if running := sum(trial.state is State.RUNNING for trial in trials):
+            parts.append(f"{running} running")
+        here = done - self._done_before
+        if self._total and here and done < self._total:
+            seconds = (time.monotonic() - self._began) / here * (self._total - done)
+            parts.append(f"about {format.duration(seconds)} left")
+        best = next((t for t in ranked(trials, self._objective) if t.value(self._objective) is not None), None)
+        if best is not None and best.state.is_final:
+            parts.append(f"best {brief(best.value(self._objective))} (trial {best.number})")
+        return ", ".join(parts)
+
+
 class PlainTable:
     """Writes a line when a trial starts or ends."""
 
     def __init__(self, objective: Objective, out: TextIO | None = None) -> None:
         self._objective = objective
+        self.progress = SearchProgress(objective)
         self._out, _ = guarded_streams(out)
         self._shown: dict[int, State] = {}
 
@@ -69,8 +105,10 @@ class PlainTable:
         for trial in trials:
             before, self._shown[trial.number] = self._shown.get(trial.number), trial.state
             starts = before in (None, State.WAITING) and trial.state is State.RUNNING
-            if starts or (trial.state.is_final and before is not trial.state):
-                self.notice(self._line(trial))
+            ends = trial.state.is_final and before is not trial.state
+            if starts or ends:
+                so_far = f" [{self.progress.words(trials)}]" if ends else ""
+                self.notice(f"{time.strftime('%H:%M:%S')} {self._line(trial)}{so_far}")
 
     def _line(self, trial: Trial) -> str:
         if trial.state is State.RUNNING:
@@ -99,6 +137,7 @@ class LiveTable:
         from rich.live import Live
 
         self._objective = objective
+        self.progress = SearchProgress(objective)
         self._terminal = Console(file=guarded_streams()[0], highlight=False, emoji=False)
         self._trials: Sequence[Trial] = ()
         self._live = Live(
@@ -126,16 +165,16 @@ class LiveTable:
         active = [trial for trial in self._trials if trial.state is State.RUNNING]
         rest = [trial for trial in ranked(self._trials, self._objective) if trial.state is not State.RUNNING]
         shown = (active + rest)[:rows]
-        counts = {state: sum(trial.state is state for trial in self._trials) for state in State}
-        caption = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
-        return self._table(shown, caption)
+        return self._table(shown, self.progress.words(self._trials))
 
     def _table(self, trials: Sequence[Trial], caption: str | None = None) -> Any:
         from rich.table import Table
         from rich.text import Text
 
         head, rows = columns(trials, self._objective)
-        table = Table(*head, caption=caption, caption_justify="left")
+        table = Table(caption=caption, caption_justify="left")
+        for name in head:  # where the terminal is narrow, values are shortened, not names
+            table.add_column(name, min_width=min(len(name), 24), no_wrap=True, overflow="ellipsis")
         for trial, row in zip(trials, rows, strict=True):
             table.add_row(
                 *(Text(cell, style=_STYLES.get(trial.state, "dim") if n == 1 else "") for n, cell in enumerate(row))

@@ -17,7 +17,7 @@ from phalanx.launch import CallTarget, ModuleTarget, ScriptTarget
 from phalanx.launch.spec import Target
 from phalanx.observe.events import MetricsReported
 from phalanx.observe.sinks import JsonlSink
-from phalanx.recipes import Recipe
+from phalanx.recipes import Recipe, load_recipe
 from phalanx.runs.spec import given_settings, recipe_target, settings_environment
 from phalanx.tune.reporting import as_number
 from phalanx.tune.trial import REPORTED, Trial
@@ -57,6 +57,14 @@ class Trainable(ABC):
     def overruled(self, trial: Trial) -> dict[str, Any]:
         """Return the hyperparameters that had no effect on a trial, with the values that it had instead."""
         return {}
+
+    def command(self, best: str, own: Mapping[str, Any]) -> list[str] | None:
+        """Return the command that trains with a file of values; `own`: values that are not settings."""
+        return None
+
+    def document(self, params: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the file that holds a point of the space: its settings."""
+        return {name: value for name, value in params.items() if name in FIELDS}
 
 
 def trial_config(resolved: Resolved, trial: Trial, params: Mapping[str, Any]) -> DistributedConfig:
@@ -108,6 +116,21 @@ class RecipeTrainable(Trainable):
         recipe = self.recipe.with_values({n: v for n, v in trial.params.items() if n not in FIELDS})
         return TrainableParts(config, recipe_target(recipe, config, trial.folder, trial.folder), {})
 
+    def command(self, best: str, own: Mapping[str, Any]) -> list[str] | None:
+        """Return the command that trains the file, which names the recipe."""
+        return ["phalanx", "train", best]
+
+    def document(self, params: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a recipe with these values: the name of the one that was tuned, and what differs from it."""
+        changed = self.recipe.with_values({n: v for n, v in params.items() if n not in FIELDS})
+        base = load_recipe(self.recipe.source) if self.recipe.source else None
+        found: dict[str, Any] = {} if base is None else {"recipe": self.recipe.source}
+        found["settings"] = {n: v for n, v in params.items() if n in FIELDS}
+        for table in ("model", "data"):
+            known = {} if base is None else getattr(base, table)
+            found[table] = {n: v for n, v in getattr(changed, table).items() if n not in known or known[n] != v}
+        return found
+
 
 @dataclass(frozen=True)
 class ScriptTrainable(Trainable):
@@ -138,6 +161,14 @@ class ScriptTrainable(Trainable):
         ran = read_toml(path) if path.exists() else {}
         asked = {name: value for name, value in trial.params.items() if name in FIELDS}
         return {name: ran.get(name) for name, value in asked.items() if ran and ran.get(name) != value}
+
+    def command(self, best: str, own: Mapping[str, Any]) -> list[str] | None:
+        """Return the command that runs the script with the file's settings and its other values as arguments."""
+        named = (
+            ["--script", str(self.target.path)] if isinstance(self.target, ScriptTarget) else ["-m", self.target.name]
+        )
+        arguments = [*self.target.args, *(f"--{name}={value}" for name, value in own.items())]
+        return ["phalanx", "train", *named, "--config", best, *(["--", *arguments] if arguments else [])]
 
 
 @dataclass(frozen=True)

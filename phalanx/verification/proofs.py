@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Sequence
-from contextlib import closing
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from typing import Any
 
 from phalanx.config import DistributedConfig, resolve
@@ -13,6 +15,7 @@ from phalanx.config.fields import STRATEGIES
 from phalanx.errors import PreemptedError, UsageError, unknown_name
 from phalanx.launch import CallTarget, count_gpus
 from phalanx.launch.scratch import close_scratch, open_scratch
+from phalanx.observe.guard import say_to_user
 from phalanx.runs.folder import log_folder
 from phalanx.runs.spec import launch_spec
 from phalanx.runs.start import run_on_ranks, write_payload
@@ -67,6 +70,8 @@ _QUIET_RUN: dict[str, Any] = {
 }
 """Settings of a real run that are not part of the proof."""
 
+_PARTS = 2
+"""Every proof starts ranks twice: on the layout, and on what it is compared with."""
 FLOAT64 = 1e-10
 FLOAT32 = 1e-5
 _ROUNDINGS = 10
@@ -107,6 +112,8 @@ class Proof:
         self.split = self.layout.mesh.dp_size * config.gradient_accumulation_steps
         self.steps = config.max_steps or DEFAULTS["max_steps"]
         self._folder = open_scratch("verify")
+        self._progress = config.progress
+        self._launches = 0
 
     def close(self) -> None:
         """Remove what the runs wrote."""
@@ -179,7 +186,10 @@ class Proof:
         payload = self._folder / f"{runs[0].name}.pkl"
         write_payload(VerifyRequest(self.subject, placed), payload)
         target = CallTarget("phalanx.verification.rank:run_request", str(payload))
-        with log_folder(None) as logs:
+        self._launches += 1
+        ranks = f"{layout.world_size} rank{'s' * (layout.world_size > 1)}"
+        what = f"part {self._launches} of {_PARTS}: {', '.join(run.name for run in runs)} on {ranks}"
+        with log_folder(None) as logs, _shown(what, enabled=self._progress):
             try:
                 run_on_ranks(launch_spec(config, layout, target, logs), config)
             except PreemptedError:  # the ranks' hint names checkpoint_dir, which verify does not use
@@ -208,6 +218,24 @@ class Proof:
             raise UsageError(unknown_name("strategy", strategy, STRATEGIES))
         degrees = {_AXIS_FIELDS[size[1]]: int(size[2]) for size in sizes if size is not None}
         return self.config.replace(**{**_ONE_PROCESS, **degrees, "strategy": strategy, "num_workers": int(count)})
+
+
+@contextmanager
+def _shown(what: str, *, enabled: bool) -> Iterator[None]:
+    """Show what runs: with the time on a terminal, as two lines elsewhere."""
+    began = time.monotonic()
+    if enabled and sys.stderr.isatty():
+        from rich.console import Console
+        from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+        with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+            progress.add_task(what, total=None)
+            yield
+    else:
+        yield
+    if enabled:
+        say_to_user(f"{what}: {time.monotonic() - began:.1f} s")
 
 
 def _limits(exact: Recording, rounded: Recording) -> tuple[dict[str, float], dict[str, float]]:

@@ -164,13 +164,32 @@ def test_a_script_on_two_ranks_gets_settings_and_arguments(tmp_path):
     assert starts[0]["world_size"] == 2
     assert starts[0]["parameters"] == 4 * best["params"]["width"] + 2 * best["params"]["width"] + 1
     settings = tomllib.loads((tmp_path / "study/best.toml").read_text())
-    assert settings["learning_rate"] == 0.05
-    assert settings["epochs"] == 3
-    assert (
-        f"# width = {best['params']['width']}  (an argument of the script)"
-        in (tmp_path / "study/best.toml").read_text()
+    assert settings == {"learning_rate": 0.05}, "the tuned values alone"
+    width = best["params"]["width"]
+    assert f"# width = {width}  (an argument of the program)" in (tmp_path / "study/best.toml").read_text()
+    command = answer.out.rpartition("next:\n")[2].split()
+    assert command[:6] == ["phalanx", "train", "--script", "train.py", "--config", "study/best.toml"]
+    assert {"--epochs=3", "--num-workers=2", f"--width={width}"} <= set(command)
+    again = phalanx(*command[1:])
+    assert again.code == 0, again.text
+
+
+def test_the_best_values_of_a_recipe_are_a_recipe_and_the_next_command_trains_it(tmp_path):
+    (tmp_path / "space.toml").write_text(
+        'learning_rate = { choice = [0.001, 0.01] }\nbatch_size = 128\n"model.width" = { choice = [4] }\n'
     )
-    again = phalanx("train", "--script", "train.py", "--config", "study/best.toml", "--", "--width=3")
+    words = ("--search", "grid", "--trials", 1, "--max-steps", 4, "--num-workers", 1, "--study-dir", "study")
+    answer = phalanx("tune", "digits", "--space", "space.toml", *words)
+    assert answer.code == 0, answer.text
+    document = tomllib.loads((tmp_path / "study/best.toml").read_text())
+    assert document["recipe"] == "digits"
+    assert set(document["settings"]) == {"learning_rate", "batch_size"}
+    assert document["model"] == {"width": 4}
+    table = answer.out[answer.out.index("trial  state") :]
+    assert "batch_size" not in table.splitlines()[0], "fixed values have no column"
+    assert "2 of 2 done" in answer.out
+    assert "best checkpoint: study/trials/" in answer.out
+    again = phalanx(*answer.out.rpartition("next:\n")[2].split()[1:])
     assert again.code == 0, again.text
 
 
@@ -278,7 +297,12 @@ def test_the_pictures_and_the_page(tmp_path):
     page = (tmp_path / "study/study.html").read_text()
     best = tuner.results.best
     assert f"trial {best.number}, loss <b>" in page
-    assert page.count("<path ") == 8, "four trials in each of two pictures"
+    for part in ("History", "Each hyperparameter", "All hyperparameters", "Learning curves", "Trials"):
+        assert f"<h2>{part}</h2>" in page
+    assert page.count('class="grid"') > 20
+    assert "best so far" in page
+    assert 'href="trials/0000/logs"' in page
+    assert "<dt>seed</dt><dd>0</dd>" in page
     assert "http" not in page, "one file that needs nothing else"
     for trial in tuner.results.trials:
         assert f"<title>trial {trial.number}: x {trial.params['x']:.4g}" in page

@@ -20,7 +20,6 @@ ROWS = 50
 @pytest.fixture(autouse=True)
 def _cache(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv("KMP_DUPLICATE_LIB_OK", "True")  # the library datasets sets it when it is imported
 
 
 def frame():

@@ -56,6 +56,7 @@ def search(subject: Trainable, space: SearchSpace, objective: Objective, request
     try:
         try:
             table.notice(f"{total} trials of {subject.name} by Ray Tune; {folder}")
+            table.progress.begin(total)
             trials = run_on_ray(subject, space, objective, request, folder, total, table, tracking)
         finally:
             table.close(trials)
