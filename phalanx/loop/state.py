@@ -170,8 +170,10 @@ def _template(prepared: Prepared, saved: checkpoint.Checkpoint) -> dict[str, Any
     elif _TRAINED in entries:
         prepared.notes.append("the checkpoint has averaged weights (ema_decay): this run continues from the average")
     for name, value in template.items():
-        if "state" in value and "param_groups" in value and f"{name}.state" not in entries:
-            value["state"] = {}  # saved before the optimizer's first step
+        if "state" in value and "param_groups" in value:
+            # Nothing was saved before the optimizer's first step, and for parameters that never had a gradient.
+            known = {key: held for key, held in value["state"].items() if f"{name}.state.{key}" in entries}
+            value["state"] = known
     optional = [name for name in template if name.split("@")[0] in prepared.strategy.optional_state]
     missing = sorted(set(optional) - entries)
     for name in missing:

@@ -25,17 +25,20 @@ def start_line(run: RunStarted) -> str:
     """Return what runs where, and how the global batch is composed."""
     per_step = run.batch_size * run.accumulation
     replicas = run.global_batch // per_step if per_step else run.world_size
-    ranks = "1 rank" if run.world_size == 1 else f"{run.world_size} ranks"
     batch = f"global batch {run.global_batch} = {run.batch_size} x {run.accumulation} x {replicas}"
-    layout = run.layout or run.strategy
-    return " · ".join([f"{ranks} on {run.device}", layout, run.precision, batch, parameters_words(run)])
+    return " · ".join([*_layout(run), run.precision, batch, _parameters(run)])
 
 
-def parameters_words(run: RunStarted) -> str:
+def _layout(run: RunStarted) -> tuple[str, str]:
+    """Return the ranks and how they share the model: `4 ranks on cuda`, `fsdp 2 x tensor 2`."""
+    ranks = "1 rank" if run.world_size == 1 else f"{run.world_size} ranks"
+    return f"{ranks} on {run.device}", run.layout or run.strategy
+
+
+def _parameters(run: RunStarted) -> str:
     """Return how many parameters the model has, and how many are trained where those are fewer."""
-    words = f"{run.parameters:,} parameters"
-    trained = run.trained_parameters
-    return words if trained in (None, run.parameters) else f"{words}, {trained:,} of them trained"
+    words, trained = f"{run.parameters:,} parameters", run.trained_parameters
+    return words if trained in (None, run.parameters) else f"{trained:,} of {words} trained"
 
 
 def step_parts(event: StepDone) -> list[str]:
@@ -124,8 +127,8 @@ def summary_rows(end: RunEnded, run: RunStarted | None) -> list[tuple[str, str]]
         rows.append(("MFU", f"{end.mfu:.1%}"))
     if end.first_steps_seconds is not None and end.first_steps_seconds >= _MIN_SHOWN_SECONDS:
         rows.append(("first steps", f"{duration(end.first_steps_seconds)}, not in the throughput"))
-    if run is not None and run.trained_parameters not in (None, run.parameters):
-        rows.append(("parameters", parameters_words(run)))
+    if run is not None:
+        rows += [("layout", ", ".join(_layout(run))), ("parameters", _parameters(run).removesuffix(" parameters"))]
     if end.sent_bytes is not None:
         rows.append(("sent", sent_words(end.sent_bytes, end.plain_bytes)))
     if end.exchange_hidden is not None and end.exchange_waited is not None:
