@@ -28,6 +28,7 @@ from phalanx.config.fields import (
     Training,
 )
 from phalanx.config.option import load_entry_point
+from phalanx.errors import nearest
 
 PrecisionName = Literal["fp32", "bf16", "fp16"]
 
@@ -199,7 +200,10 @@ def parse_metric(text: str) -> Watched:
     words = re.split(r"[^a-z0-9]+", metric.lower())
     lower, higher = (any(re.fullmatch(known, word) for word in words) for known in (_LOWER, _HIGHER))
     if lower == higher:
-        raise ValueError(f"the name does not say whether lower or higher is better: write min:{name} or max:{name}.")
+        close = nearest(metric, ("loss", "accuracy", "perplexity", "error", "precision", "recall", "score"))
+        guess = f" Or did you mean {split}/{close}?" if close else ""
+        what = f"write min:{name} or max:{name}.{guess}"
+        raise ValueError(f"the name does not say whether lower or higher is better: {what}")
     return Watched(name, "min" if lower else "max")
 
 

@@ -206,6 +206,7 @@ def test_training_ends_when_its_time_is_over_and_is_saved(tmp_path):
     [
         ({"keep_best": "val_loss"}, "write val/loss"),
         ({"keep_best": "val/margin"}, "write min:val/margin or max:val/margin"),
+        ({"keep_best": "val/acuracy"}, "Or did you mean val/accuracy"),
         ({"early_stopping": "best:val/loss"}, "'best' is neither min nor max"),
         ({"early_stopping": "val/loss", "eval_every": 0}, "which never measures it"),
         ({"patience": 5}, "without early_stopping"),
