@@ -26,7 +26,7 @@ class MetricWatch:
         self._setting = setting
         self._min_delta = min_delta
         self._any_metric = any_metric
-        self.watched = watched
+        self._asked = self.watched = watched
         self.value: float | None = None
         self.step: int | None = None
         self.since = 0
@@ -66,13 +66,14 @@ class MetricWatch:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint holds."""
-        return {**self.watched._asdict(), "value": self.value, "step": self.step, "since": self.since}
+        kept = {"asked": list(self._asked), "watched": list(self.watched)}
+        return {**kept, "value": self.value, "step": self.step, "since": self.since}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> bool:
         """Continue after a resumption; a run that watches another metric begins anew."""
-        if state is None or (not self._any_metric and Watched(state["name"], state["mode"]) != self.watched):
+        if state is None or Watched(*state["asked"]) != self._asked:
             return False
-        self.watched = Watched(state["name"], state["mode"])
+        self.watched = Watched(*state["watched"])
         self.value, self.step, self.since = state["value"], state["step"], state["since"]
         return True
 

@@ -27,6 +27,9 @@ from phalanx.observe.history import History
 from phalanx.observe.sinks import EventStream
 
 
+_INTERRUPTED = ("interrupted", "stopped by Ctrl-C")
+
+
 class TrainLoop:
     """Trains a task. `run` does all of it; `steps` lets the caller act after every step."""
 
@@ -212,7 +215,8 @@ class TrainLoop:
         if stopping or (due and not self._finished()):
             self._save()
         if stopping:
-            self._report_end("preempted", f"stopped by {self.stop.reason}")
+            by_user = self.stop.reason == "SIGINT"
+            self._report_end(*_INTERRUPTED if by_user else ("preempted", f"stopped by {self.stop.reason}"))
             raise preempted_error(self.stop.reason, step, self.saving.last_path)
 
     def _end_epoch(self, epoch: int) -> None:

@@ -196,7 +196,7 @@ class Membership(Event):
 
 @dataclass(frozen=True)
 class RunEnded(Event):
-    """Training ended; `status` is "finished", "stopped", "preempted" or "failed"."""
+    """Training ended; `status` is "finished", "stopped", "preempted", "interrupted" or "failed"."""
 
     kind: ClassVar[str] = "run_ended"
     status: str

@@ -17,6 +17,7 @@ _TITLES = {
     "finished": "Training finished",
     "stopped": "Training stopped",
     "preempted": "Training preempted",
+    "interrupted": "Training interrupted",
     "failed": "Training failed",
 }
 

@@ -142,6 +142,13 @@ def test_the_best_so_far_survives_a_resumption_and_other_runs_keep_theirs(tmp_pa
     assert find_best(tmp_path / "kept").step == 6
 
 
+def test_a_resumed_run_that_watches_another_metric_begins_anew(tmp_path):
+    kept = {"checkpoint_dir": str(tmp_path / "kept")}
+    fit(tmp_path, [2.0, 1.0, 3.0], keep_best="max:val/loss", **kept)
+    more = fit(tmp_path, [0.0, 0.0, 0.0, 1.5], resume_from_checkpoint=True, **kept)
+    assert (more.best_step, more.best_value) == (4, 1.5)
+
+
 def test_a_best_checkpoint_that_was_removed_is_not_named_after_a_resumption(tmp_path):
     kept = {"checkpoint_dir": str(tmp_path / "kept"), "keep_last": 1}
     first = fit(tmp_path, [1.0, 3.0], **kept)
