@@ -26,7 +26,6 @@ from phalanx.observe.heartbeat import current as current_heartbeat
 from phalanx.observe.history import History
 from phalanx.observe.sinks import EventStream
 
-
 _INTERRUPTED = ("interrupted", "stopped by Ctrl-C")
 
 
