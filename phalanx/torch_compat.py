@@ -23,6 +23,7 @@ PRIVATE = {
     "torch:_C._current_graph_task_id": "gradient hooks: ring, horovod, compression, verify",
     "torch.autograd:Variable._execution_engine.queue_callback": "the end of backward: ring, horovod, compression",
     "torch:_foreach_copy_": "reducers, local-sgd, diloco",
+    "torch:_foreach_lerp_": "averaged weights (ema_decay)",
     "torch:_foreach_norm": "gradient clipping of sharded tensors",
     "torch.utils._pytree:tree_map": "pipeline, context and tensor parallelism, deepspeed, verify",
     "torch.distributed:_broadcast_coalesced": "the start of every run with several ranks",
@@ -102,6 +103,7 @@ foreach_add = torch._foreach_add
 foreach_add_ = torch._foreach_add_
 foreach_copy_ = torch._foreach_copy_
 foreach_div_ = torch._foreach_div_
+foreach_lerp_ = torch._foreach_lerp_
 foreach_mul_ = torch._foreach_mul_
 foreach_norm = torch._foreach_norm
 foreach_sub = torch._foreach_sub

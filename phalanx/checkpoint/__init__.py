@@ -7,12 +7,14 @@ Writing is `save`; resuming is `choose`, then `compare_model`, then `load`. A ch
         .metadata           torch's index of the shards
         __0_0.distcp ...    the shards, one file per rank
         rank-00000.pt ...   the state of one rank, such as its random generators
+        best.json           only in the best one: which metric, and its value (`find_best`)
     .run-....lock           held by a run in progress that saves here
     .writing-...            a save in progress, or the rest of a failed one, which the next save removes
 """
 
 from __future__ import annotations
 
+from phalanx.checkpoint.best import Best, find_best, is_marked, mark_best
 from phalanx.checkpoint.find import Checkpoint, Choice, choose, list_checkpoints, verify
 from phalanx.checkpoint.lock import RunLock
 from phalanx.checkpoint.manifest import Manifest, SavedCheckpoint, Snapshot, TensorInfo, read_manifest
@@ -20,6 +22,7 @@ from phalanx.checkpoint.read import Loaded, compare_model, entries, load, read_r
 from phalanx.checkpoint.write import check_writable, save
 
 __all__ = [
+    "Best",
     "Checkpoint",
     "Choice",
     "Loaded",
@@ -32,8 +35,11 @@ __all__ = [
     "choose",
     "compare_model",
     "entries",
+    "find_best",
+    "is_marked",
     "list_checkpoints",
     "load",
+    "mark_best",
     "read_manifest",
     "read_rank_state",
     "read_state_of",

@@ -20,11 +20,11 @@ def check_keep_last(keep_last: int | None) -> None:
         )
 
 
-def keep_newest(published: Checkpoint, keep_last: int | None) -> list[str]:
+def keep_newest(published: Checkpoint, keep_last: int | None, best: Path | None = None) -> list[str]:
     """Remove the run's checkpoints beyond the newest `keep_last` complete ones; return what could not be removed.
 
     Checkpoints of the runs that it continues are included, those of other runs are never touched. A damaged one does
-    not count as kept, so a complete one always remains.
+    not count as kept, so a complete one always remains. `best` is kept too, and not counted where it is older.
     """
     notes: list[str] = []
     if keep_last is None:
@@ -37,6 +37,8 @@ def keep_newest(published: Checkpoint, keep_last: int | None) -> list[str]:
             continue
         if complete < keep_last:
             complete += sizes_match(checkpoint)
+            continue
+        if best is not None and checkpoint.path.resolve() == best.resolve():
             continue
         try:
             remove(checkpoint.path)

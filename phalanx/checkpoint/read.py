@@ -67,9 +67,10 @@ def read_tensors(checkpoint: Checkpoint, template: dict[str, Any]) -> None:
 
 
 def entries(checkpoint: Checkpoint) -> set[str]:
-    """Return the entries of a checkpoint's state, the top level and the one below: "model", "optimizer.state"."""
+    """Return the entries of a checkpoint's state at all levels: "model", "optimizer.state", "model.head.weight", ..."""
     saved = ShardReader(checkpoint.path).read_metadata().state_dict_metadata
-    return {".".join(name.split(".", 2)[:count]) for name in saved for count in (1, 2)}
+    parts = (name.split(".") for name in saved)
+    return {".".join(words[:count]) for words in parts for count in range(1, len(words) + 1)}
 
 
 def read_rank_state(checkpoint: Checkpoint) -> tuple[Any, list[str]]:

@@ -39,13 +39,15 @@ def save(
     *,
     run_id: str,
     keep_last: int | None = None,
+    best: Path | None = None,
     lineage: list[dict[str, Any]] | None = None,
     mesh: dict[str, Any] | None = None,
     config: dict[str, Any] | None = None,
 ) -> SavedCheckpoint:
     """Save a snapshot under `directory`; collective with a process group.
 
-    An error on any rank is raised on all of them, and earlier checkpoints are unchanged.
+    An error on any rank is raised on all of them, and earlier checkpoints are unchanged. `best`: one that `keep_last`
+    does not remove.
     """
     started = time.monotonic()
     check_keep_last(keep_last)
@@ -76,7 +78,7 @@ def save(
             return Checkpoint(_publish(written, manifest), manifest)
 
         published = group.from_rank_zero(complete)
-    notes = group.from_rank_zero(lambda: keep_newest(published, keep_last))
+    notes = group.from_rank_zero(lambda: keep_newest(published, keep_last, best))
     seconds = time.monotonic() - started
     return SavedCheckpoint(published.path, snapshot.step, seconds, published.manifest.bytes, tuple(notes))
 

@@ -11,6 +11,7 @@ from phalanx.config import deepspeed, rules
 from phalanx.config.engine_rules import ENGINE_RULES, unused_note, unused_settings
 from phalanx.config.fields import TORCH_SHARDING
 from phalanx.config.option import problem
+from phalanx.config.run_rules import RUN_RULES
 from phalanx.config.settings import FIELDS, Settings
 from phalanx.errors import ConfigError, nearest
 
@@ -26,6 +27,7 @@ _RULES = (
     rules.parameter_servers,
     rules.staleness,
     rules.rank_counts,
+    *RUN_RULES,
     deepspeed.other_strategy,
 )
 """In this order: a rule does not run where an earlier one found a field wrong that it needs."""

@@ -59,6 +59,7 @@ _IGNORED_BY_KERAS = {
     *("activation_checkpointing", "activation_offload", "on_nonfinite", "loss_weighting", "lr_schedule", "warmup"),
     *("lr_scaling", "base_batch_size", "deterministic", "eval_every", "communication_backend"),
     *("find_unused_parameters", "bucket_cap_mb", "nccl_env", "keep_last", "reference_throughput"),
+    *("keep_best", "early_stopping", "patience", "min_delta", "limit_val_batches", "max_time", "ema_decay"),
 }
 """Settings that a config for several backends may hold; without those that split a model over ranks."""
 _KERAS_SCHEDULES = {
@@ -78,6 +79,8 @@ _IN_KERAS = {
     "compile": "model.compile(..., jit_compile=True)",
     "on_nonfinite": "keras.mixed_precision.LossScaleOptimizer(optimizer), which skips steps that are not finite",
     "deterministic": "tf.config.experimental.enable_op_determinism()",
+    "early_stopping": "model.fit(..., callbacks=[keras.callbacks.EarlyStopping(...)])",
+    "ema_decay": "keras.optimizers.Adam(..., use_ema=True, ema_momentum={value})",
     "lora_rank": "layer.enable_lora({value}) for layers of Keras 3",
 }
 """What to write in `model_fn`, where Keras has the same thing; rates and numbers of steps are examples."""

@@ -166,7 +166,18 @@ class Training:
     deterministic: bool = option(False, "use deterministic kernels only (slower)")
     drop_last: bool | None = option(None, "drop an incomplete last global batch (default: as the DataLoader does)")
     data_dir: str | None = option(None, "folder of a recipe's data files (mnist, imagefolder)")
-    eval_every: int = option(1, "evaluate every this many epochs (0: only at the end)", minimum=0)
+    eval_every: int = option(1, "evaluate every this many epochs and at the end (0: never)", minimum=0)
+    limit_val_batches: int | float | None = option(
+        None, "evaluate on the first batches only: this many per rank (50), or a share of them (0.1)", above=0
+    )
+    max_time: int | float | str | None = option(
+        None, "end training after this time: '30m', '2h', '1:30:00', or seconds; a resumed run counts anew", above=0
+    )
+    early_stopping: str | None = option(
+        None, "end training when this metric no longer improves: val/loss, max:val/f1 (metrics: see keep_best)"
+    )
+    patience: int = option(3, "early_stopping: evaluations in a row without improvement before the end", minimum=1)
+    min_delta: float = option(0.0, "early_stopping: a smaller change than this is not an improvement", minimum=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,6 +200,11 @@ class Optimization:
         "second block), selective (all but matrix products, attention and received tensors)",
     )
     activation_offload: bool = option(False, "keep the activations of the repeated blocks in CPU memory until backward")
+    ema_decay: float | None = option(
+        None,
+        "average the weights over the steps with this decay (0.999); evaluation and results use the average",
+        above=0,
+    )
     on_nonfinite: str = option("stop", "a NaN or infinite loss: stop, or skip that step", choices=("stop", "skip"))
     loss_weighting: str = option(
         "samples",
@@ -301,6 +317,11 @@ class Checkpointing:
     )
     checkpoint_frequency: int | str | None = option(None, "every n epochs (10), or every n steps ('500 steps')")
     keep_last: int | None = option(3, "how many checkpoints of this run to keep (none: all)", minimum=1)
+    keep_best: bool | str | None = option(
+        True,
+        "keep the checkpoint with the best value of a metric, too: val/loss (true), train/loss, val/accuracy, "
+        "min:val/<name> or max:val/<name>; false: only the last ones",
+    )
     resume_from_checkpoint: bool | str = option(
         False, "true: the newest complete one of checkpoint_dir, if any; or a path"
     )

@@ -28,6 +28,7 @@ from phalanx.config.fields import (
     Training,
 )
 from phalanx.config.option import load_entry_point
+from phalanx.errors import nearest
 
 PrecisionName = Literal["fp32", "bf16", "fp16"]
 
@@ -44,6 +45,13 @@ class Recompute(NamedTuple):
 
     every: int = 1
     selective: bool = False
+
+
+class Watched(NamedTuple):
+    """A metric by the name that dashboards show, such as val/loss, and whether lower or higher is better."""
+
+    name: str
+    mode: Literal["min", "max"]
 
 
 class Host(NamedTuple):
@@ -139,6 +147,21 @@ class Settings(
         return int(match[1]), "steps" if (match[2] or "").startswith("step") else "epochs"
 
     @property
+    def max_seconds(self) -> float | None:
+        """`max_time` in seconds; ValueError for a text that is not a duration."""
+        return None if self.max_time is None else parse_duration(self.max_time)
+
+    @property
+    def best_metric(self) -> Watched | None:
+        """The metric of `keep_best`, or None where it is off; ValueError says what to write."""
+        return parse_metric("val/loss" if self.keep_best is True else self.keep_best) if self.keep_best else None
+
+    @property
+    def stopping_metric(self) -> Watched | None:
+        """The metric of `early_stopping`, or None; ValueError says what to write."""
+        return None if self.early_stopping is None else parse_metric(self.early_stopping)
+
+    @property
     def recompute(self) -> Recompute | None:
         """What is recomputed in backward, or None when all activations are kept; ValueError for an unknown word."""
         wanted = self.activation_checkpointing
@@ -165,6 +188,50 @@ FIELDS: dict[str, dataclasses.Field[Any]] = {
     name: field for group in GROUPS for name, field in group.__dataclass_fields__.items()
 }
 """Every field by name, in the order of the groups."""
+
+
+def parse_metric(text: str) -> Watched:
+    """Read `val/loss` or `max:val/<name>`; ValueError says what to write."""
+    mode, colon, name = text.strip().rpartition(":")
+    split, slash, metric = name.partition("/")
+    if not slash or not metric or split not in ("val", "train") or (split == "train" and metric != "loss"):
+        bare = re.sub(r"^(val|eval|valid|validation|train|test)[_/]", "", name) or "loss"  # as others write it
+        raise ValueError(f"a metric is val/<name> (val/loss, val/accuracy) or train/loss: write val/{bare}.")
+    if colon and mode not in ("min", "max"):
+        raise ValueError(f"{mode!r} is neither min nor max: write min:{name} or max:{name}.")
+    if colon:
+        return Watched(name, "min" if mode == "min" else "max")
+    words = re.split(r"[^a-z0-9]+", metric.lower())
+    lower, higher = (any(re.fullmatch(known, word) for word in words) for known in (_LOWER, _HIGHER))
+    if lower == higher:
+        close = nearest(metric, ("loss", "accuracy", "perplexity", "error", "precision", "recall", "score"))
+        guess = f" Or did you mean {split}/{close}?" if close else ""
+        what = f"write min:{name} or max:{name}.{guess}"
+        raise ValueError(f"the name does not say whether lower or higher is better: {what}")
+    return Watched(name, "min" if lower else "max")
+
+
+_LOWER = r".*loss|.*error|err|perplexity|ppl|mse|mae|rmse|wer|cer|nll|bpb|bpc|fid"
+_HIGHER = r"acc|.*accuracy|f1|auc|auroc|precision|recall|bleu|rouge.*|iou|miou|map|ap|r2|score|top\d*|psnr|ssim"
+_UNITS = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0}
+_PARTS = re.compile(r"(\d+(?:\.\d+)?)([dhms])")
+_CLOCK = re.compile(r"(?:(\d+):)?(\d+):(\d{2})")
+
+
+def parse_duration(given: float | str) -> float:
+    """Return seconds of a number, `90`, `30m`, `1h30m` or `1:30:00`; ValueError for another text or zero."""
+    if isinstance(given, (int, float)):
+        return float(given)
+    text = given.strip().lower().replace(" ", "")
+    if clock := _CLOCK.fullmatch(text):
+        seconds = float(int(clock[1] or 0) * 3600 + int(clock[2]) * 60 + int(clock[3]))
+    elif text and not _PARTS.sub("", text):
+        seconds = sum(float(number) * _UNITS[unit] for number, unit in _PARTS.findall(text))
+    else:
+        seconds = float(text)
+    if not 0 < seconds < float("inf"):
+        raise ValueError(given)
+    return seconds
 
 
 def parse_hosts(text: str) -> tuple[Host, ...]:

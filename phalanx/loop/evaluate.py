@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from phalanx.data.device import map_batch
+from phalanx.errors import UsageError
 from phalanx.loop.forward import LossFn, count_labels, decide_forward, positional_parameters
 from phalanx.loop.metrics import Metric, MetricSums
 
@@ -24,8 +26,12 @@ def evaluate(
     loader: PreparedLoader,
     loss_fn: LossFn | None,
     metrics: Mapping[str, Metric] | None,
+    limit: float | None = None,
 ) -> dict[str, float]:
-    """Return the mean loss and metrics over all samples; equal on all ranks, which must all call this."""
+    """Return the mean loss and metrics over all samples; equal on all ranks, which must all call this.
+
+    `limit`: the first batches only, this many or (below 1, or 1.0) a share of them.
+    """
     formation.strategy.consolidate(model)
     bare = model if formation.strategy.shards else formation.unwrap(model)
     was_training = bare.training
@@ -34,7 +40,7 @@ def evaluate(
     by_tokens = formation.config.loss_weighting == "tokens"
     forward = None
     try:
-        for batch in loader:
+        for batch in _first_batches(loader, limit):
             forward = forward or decide_forward(formation.unwrap(model), loss_fn, batch)
             with formation.autocast():
                 loss, output = forward.run(bare, batch)
@@ -44,6 +50,23 @@ def evaluate(
     finally:
         bare.train(was_training)
     return sums.result()
+
+
+def _first_batches(loader: PreparedLoader, limit: float | None) -> Iterator[Any]:
+    """Yield a rank's first batches; every rank gets as many."""
+    if isinstance(limit, float):
+        try:
+            limit = max(1, round(limit * len(loader)))
+        except TypeError:
+            raise UsageError(
+                f"limit_val_batches = {limit} is a share of the batches, but the data has no length",
+                hint="Write a number of batches per rank: limit_val_batches=50.",
+            ) from None
+    batches = iter(loader)
+    try:
+        yield from itertools.islice(batches, limit)
+    finally:
+        batches.close()  # type: ignore[attr-defined]
 
 
 @torch.no_grad()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from phalanx.config import DistributedConfig
 from phalanx.data.loader import ShardedLoader
 from phalanx.data.order import MicroInfo
 from phalanx.errors import UsageError
+from phalanx.loop.ema import WeightAverage
 from phalanx.loop.gradients import Gradients
 from phalanx.loop.precision import Precision
 from phalanx.strategies.base import Strategy
@@ -43,6 +46,8 @@ class Prepared:
         self.optimizers: list[torch.optim.Optimizer] = []
         self.schedulers: list[Any] = []
         self.loaders: list[PreparedLoader] = []
+        self.average: WeightAverage | None = None
+        self.best_path: Path | None = None
         self.gradients = Gradients(self.config, self.world, self.strategy, self.precision)
 
     @property
@@ -59,6 +64,10 @@ class Prepared:
     def is_main(self) -> bool:
         """Whether this rank is the one that prints and publishes."""
         return self.world.is_main
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Return a context in which the model has its averaged weights, where ema_decay asks for them."""
+        return nullcontext() if self.average is None else self.average.applied()
 
     @property
     def step(self) -> int:

@@ -83,15 +83,18 @@ class Reporter:
     def resumed(self, state: dict[str, Any]) -> None:
         """Continue the history of the resumed run."""
         self.history = History.from_dict(state.get("history", {}))
-        self.history.status = "running"
+        self.history.status, self.history.reason = "running", ""
         self._time_before = self.history.total_time
         self.samples = state.get("samples", 0)  # a checkpoint of a loop written by the user has none of these
         so_far = state.get("epoch_so_far", {"loss_sum": 0.0, "loss_count": 0})
         self._loss_sum, self._loss_count = so_far["loss_sum"], so_far["loss_count"]
         self._resumed_from = state["path"]
 
-    def started(self, step: int, total_steps: int | None, parameters: int, notes: list[str]) -> None:
-        """Report the run's start: what runs where, and how large a step is. `step`: how many were taken before."""
+    def started(self, step: int, total_steps: int | None, parameters: tuple[int, int], notes: list[str]) -> None:
+        """Report the run's start: what runs where, and how large a step is.
+
+        `step`: how many were taken before. `parameters`: all, and those that are trained.
+        """
         facts, config, world = self._facts, self._facts.config, self._facts.world
         self._first_step, self._total_steps = step, total_steps
         self._speed = Throughput()
@@ -104,7 +107,7 @@ class Reporter:
                 device=world.device.type,
                 strategy=facts.strategy.name,
                 precision=facts.precision,
-                parameters=parameters,
+                parameters=parameters[0],
                 batch_size=facts.batch_size,
                 accumulation=config.gradient_accumulation_steps,
                 global_batch=facts.global_batch,
@@ -115,6 +118,8 @@ class Reporter:
                 first_step=step,
                 tensorboard_dir=tensorboard_dir(config, facts.run_dir),
                 log_dir=str(facts.run_dir / "logs"),
+                trained_parameters=parameters[1],
+                layout=layout_words(facts.strategy.name, config, world.mesh.sizes),
             )
         )
         self.say(config.unused_note, "warning")
@@ -161,6 +166,11 @@ class Reporter:
         self._loss_count += len(losses)
         return sum(losses.values()) / len(losses) if losses else None
 
+    @property
+    def epoch_loss(self) -> float:
+        """The mean training loss of the epoch so far."""
+        return self._loss_sum / self._loss_count if self._loss_count else float("nan")
+
     def step_done(self, info: StepInfo, losses: dict[int, float], grad_norm: torch.Tensor | None, skipped: int) -> None:
         """Report a logging step; `skipped`: steps so far whose gradient was not finite."""
         mean = self.losses(losses)
@@ -198,7 +208,7 @@ class Reporter:
         if [(last.epoch, last.step) for last in self.history.epochs[-1:]] == [(epoch + 1, step)]:
             return
         seconds = time.monotonic() - self._epoch_began
-        loss = self._loss_sum / self._loss_count if self._loss_count else float("nan")
+        loss = self.epoch_loss
         speed = self._epoch_samples / seconds if seconds else 0.0
         self.history.epochs.append(EpochRecord(epoch + 1, step, loss, metrics, learning_rate, seconds, speed))
         self._events.emit(MetricsReported(step, epoch + 1, "train", {"loss": loss}, ends_epoch=True))
@@ -207,10 +217,10 @@ class Reporter:
         self._epoch_began = time.monotonic()
         self._update_totals()
 
-    def checkpointed(self, saved: SavedCheckpoint) -> None:
+    def checkpointed(self, saved: SavedCheckpoint, *, best: bool) -> None:
         """Report a published checkpoint."""
         self.history.checkpoint = str(saved.path)
-        self._events.emit(CheckpointSaved(saved.step, str(saved.path), saved.seconds, saved.bytes))
+        self._events.emit(CheckpointSaved(saved.step, str(saved.path), saved.seconds, saved.bytes, best))
         for note in saved.notes:
             self.say(note, "warning")
 
@@ -224,9 +234,9 @@ class Reporter:
             yield
         self._events.emit(Phase(name, "end", time.monotonic() - began))
 
-    def ended(self, status: str, step: int, checkpoint: str | None) -> None:
+    def ended(self, status: str, step: int, checkpoint: str | None, reason: str) -> None:
         """Close the run's record and show what can be done next."""
-        self.history.status = status
+        self.history.status, self.history.reason = status, reason
         self._update_totals()
         if status in ("finished", "stopped"):
             event = self._facts.strategy.closing_event() if self._facts.world.is_main else None
@@ -251,13 +261,18 @@ class Reporter:
                 exchange_hidden=self.history.exchange_hidden,
                 exchange_waited=self.history.exchange_waited,
                 first_steps_seconds=self.history.first_steps_seconds,
+                reason=reason,
+                best_checkpoint=self.history.best_checkpoint,
+                best_metric=self.history.best_metric,
+                best_value=self.history.best_value,
+                best_step=self.history.best_step,
             )
         )
 
     def _update_totals(self) -> None:
         history = self.history
         history.total_time = self._time_before + time.monotonic() - self._began
-        history.throughput = rate = self._speed.average
+        history.throughput = rate = self._speed.steady
         history.first_steps_seconds = self._speed.warm_up_seconds
         history.tokens_per_second = self._token_rate.tokens(rate)
         history.mfu = self._token_rate.mfu(rate)
@@ -271,6 +286,21 @@ class Reporter:
     def _speedup(self, rate: float) -> float | None:
         reference = self._facts.config.reference_throughput
         return None if reference is None else rate / reference
+
+
+_AXES = {"pp": "pipeline", "dp_replicate": "replicate", "dp_shard": "fsdp", "cp": "context", "tp": "tensor"}
+
+
+def layout_words(strategy: str, config: DistributedConfig, sizes: dict[str, int]) -> str:
+    """Return how the ranks share the model: the strategy's name, or of several axes `fsdp 2 x tensor 2`."""
+    if strategy == "deepspeed" and config.zero_stage is not None:
+        return f"deepspeed (ZeRO stage {config.zero_stage})"
+    if strategy not in ("composed", "fsdp"):
+        return strategy
+    parts = [f"{word} {sizes[axis]}" for axis, word in _AXES.items() if sizes.get(axis, 1) > 1]
+    if config.expert_parallel > 1:
+        parts.append(f"expert {config.expert_parallel}")
+    return " x ".join(parts) or strategy
 
 
 def _command(name: str) -> str:

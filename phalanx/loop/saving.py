@@ -19,7 +19,7 @@ class CheckpointPolicy:
         self._formation = formation
         config, env = formation.config, formation.world.env
         self.every = config.checkpoint_every
-        wanted = config.checkpoint_dir is not None or self.every is not None
+        wanted = config.checkpoint_dir is not None or self.every is not None or isinstance(config.keep_best, str)
         # Our launcher gives every attempt the same run folder, and a restart without checkpoints starts from nothing.
         self._for_restarts = not wanted and env.supervised and env.max_restarts > 0
         wanted = wanted or self._for_restarts
@@ -58,6 +58,10 @@ class CheckpointPolicy:
     def due_after_epoch(self, epochs: int) -> bool:
         """Whether a checkpoint is due after this many epochs."""
         return self.every is not None and self.every[1] == "epochs" and epochs % self.every[0] == 0
+
+    def has_saved(self, step: int) -> bool:
+        """Whether this step is in the directory already."""
+        return self.last_step == step and self.last_path is not None and Path(self.last_path).parent == self.directory
 
     def save(self, **shared: Any) -> checkpoint.SavedCheckpoint:
         """Publish a checkpoint now."""

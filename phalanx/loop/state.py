@@ -16,6 +16,9 @@ from phalanx.loop.prepare import Prepared
 from phalanx.strategies.optimizer_state import fill_state
 from phalanx.world.seed import rng_state, set_rng_state
 
+_TRAINED = "trained"
+"""The entry for the weights that are trained where "model" is their average (ema_decay)."""
+
 
 def save_snapshot(prepared: Prepared, directory: str | Path, shared: dict[str, Any]) -> checkpoint.SavedCheckpoint:
     """Publish a checkpoint of everything that was prepared; all ranks must call this."""
@@ -26,15 +29,20 @@ def save_snapshot(prepared: Prepared, directory: str | Path, shared: dict[str, A
     strategy = prepared.strategy
     rank_state = {**rng_state(), **(strategy.rank_state() if strategy.keeps_rank_state else {})}
     epoch = prepared.loaders[0].epoch if prepared.loaders else 0
-    return checkpoint.save(
-        directory,
-        checkpoint.Snapshot(prepared.step, epoch, tensors_of(prepared), rank_state, state),
-        run_id=prepared.run_id,
-        keep_last=prepared.config.keep_last,
-        lineage=prepared.lineage,
-        mesh=prepared.world.mesh.sizes,
-        config=prepared.config.to_dict(),
-    )
+    with prepared.averaged():  # other tools that read weights get the average
+        tensors = tensors_of(prepared)
+        if prepared.average is not None:
+            tensors[_TRAINED] = prepared.average.other
+        return checkpoint.save(
+            directory,
+            checkpoint.Snapshot(prepared.step, epoch, tensors, rank_state, state),
+            run_id=prepared.run_id,
+            keep_last=prepared.config.keep_last,
+            best=prepared.best_path,
+            lineage=prepared.lineage,
+            mesh=prepared.world.mesh.sizes,
+            config=prepared.config.to_dict(),
+        )
 
 
 def restore_snapshot(
@@ -56,7 +64,10 @@ def restore_snapshot(
     if saved_by.run_id != prepared.run_id:  # two runs that resume one checkpoint stay two
         prepared.lineage.append({"run_id": saved_by.run_id, "step": saved_by.step})
     prepared.notes += loaded.notes
+    trained = template.pop(_TRAINED, None)
     shared = put_back(prepared, template, loaded.step, dict(loaded.shared))
+    if prepared.average is not None:  # the model has the average now, unless none was saved
+        prepared.average.restart() if trained is None else prepared.average.swap()
     if loaded.rank_state is not None:
         set_rng_state(loaded.rank_state)
     if prepared.strategy.keeps_rank_state:
@@ -152,9 +163,17 @@ def _template(prepared: Prepared, saved: checkpoint.Checkpoint) -> dict[str, Any
                     fill_state(prepared.strategy.unwrap(wrapped), optimizer)
     template = tensors_of(prepared)
     entries = checkpoint.entries(saved)
+    if prepared.average is not None and _TRAINED in entries:
+        template[_TRAINED] = prepared.average.other
+    elif prepared.average is not None:
+        prepared.notes.append("the checkpoint has no averaged weights (ema_decay): the average begins at its weights")
+    elif _TRAINED in entries:
+        prepared.notes.append("the checkpoint has averaged weights (ema_decay): this run continues from the average")
     for name, value in template.items():
-        if "state" in value and "param_groups" in value and f"{name}.state" not in entries:
-            value["state"] = {}  # saved before the optimizer's first step
+        if "state" in value and "param_groups" in value:
+            # Nothing was saved before the optimizer's first step, and for parameters that never had a gradient.
+            known = {key: held for key, held in value["state"].items() if f"{name}.state.{key}" in entries}
+            value["state"] = known
     optional = [name for name in template if name.split("@")[0] in prepared.strategy.optional_state]
     missing = sorted(set(optional) - entries)
     for name in missing:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
 import time
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from phalanx.errors import PreemptedError
 from phalanx.observe import control
 from phalanx.observe.control import TrialControl
+from phalanx.observe.format import duration
 from phalanx.world.env import read_rank_env, stop_signals
 
 if TYPE_CHECKING:
@@ -106,6 +108,25 @@ class StopRequest:
             return False
         requested_after, _, self.reason = store.get(self._key).decode().partition(":")
         return step > int(requested_after)
+
+
+class TimeLimit:
+    """The time after which training ends (`max_time`); the main rank watches it, and asks all ranks to stop."""
+
+    def __init__(self, seconds: float | None) -> None:
+        self._seconds = seconds
+        self._ends = math.inf
+        self.reason = "" if seconds is None else f"max_time of {duration(seconds)} reached"
+
+    def begin(self) -> None:
+        """Start the clock."""
+        if self._seconds is not None:
+            self._ends = time.monotonic() + self._seconds
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the time is up."""
+        return time.monotonic() >= self._ends
 
 
 def preempted_error(reason: str | None, step: int, checkpoint: str | None) -> PreemptedError:

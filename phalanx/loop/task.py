@@ -13,6 +13,7 @@ from torch import nn
 from phalanx.config import DistributedConfig
 from phalanx.data.source import read_source
 from phalanx.errors import UsageError
+from phalanx.loop.best import check_metrics
 from phalanx.loop.forward import LossFn
 from phalanx.loop.hooks import Hooks
 from phalanx.loop.metrics import Metric
@@ -63,6 +64,7 @@ def check_task(task: TrainTask, config: DistributedConfig) -> None:
     for data in (task.train, task.val):
         if data is not None:
             read_source(data, pin_memory=False, notes=[])
+    check_metrics(config, has_val=task.val is not None)
     Hooks(task.callbacks)
     if isinstance(task.optimizer, torch.optim.Optimizer):
         check_owns(task.model, task.optimizer)

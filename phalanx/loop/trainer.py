@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.errors import NonFiniteLossError
+from phalanx.loop.best import BestCheckpoint, MetricWatch
+from phalanx.loop.ema import WeightAverage
 from phalanx.loop.evaluate import evaluate
 from phalanx.loop.formation import Formation
 from phalanx.loop.forward import Forward, decide_forward
@@ -18,11 +20,13 @@ from phalanx.loop.optimizer_binding import OwnSchedule, make_scheduler
 from phalanx.loop.reporting import Reporter, RunFacts
 from phalanx.loop.saving import CheckpointPolicy
 from phalanx.loop.step import train_step
-from phalanx.loop.stopping import EpochControl, StopRequest, preempted_error
+from phalanx.loop.stopping import EpochControl, StopRequest, TimeLimit, preempted_error
 from phalanx.loop.task import TrainTask, make_optimizer
 from phalanx.observe.heartbeat import current as current_heartbeat
 from phalanx.observe.history import History
 from phalanx.observe.sinks import EventStream
+
+_INTERRUPTED = ("interrupted", "stopped by Ctrl-C")
 
 
 class TrainLoop:
@@ -55,6 +59,11 @@ class TrainLoop:
         world = formation.world
         self.control = EpochControl(world.store, asks=world.is_main, given_up=lambda: self.stop.requested)
         self.saving = CheckpointPolicy(formation, run_dir)
+        self.best = BestCheckpoint(self.config)
+        watched = self.config.stopping_metric
+        self._stopping = watched and MetricWatch("early_stopping", watched, min_delta=self.config.min_delta)
+        if self.config.ema_decay is not None:
+            formation.average = WeightAverage(formation.unwrap(self.model), self.config.ema_decay)
         facts = RunFacts(
             name=task.name,
             run_dir=run_dir,
@@ -72,7 +81,9 @@ class TrainLoop:
         """Called when all ranks have agreed to stop, before saving; it may raise instead."""
         self._forward: Forward | None = None
         self._stop_early = False
-        self._status = "finished"
+        self._status, self._reason = "finished", ""
+        self._time_limit = TimeLimit(self.config.max_seconds)
+        self._evaluated: tuple[int, dict[str, float]] | None = None
 
     @property
     def step(self) -> int:
@@ -94,9 +105,9 @@ class TrainLoop:
         """What has been measured so far."""
         return self.report.history
 
-    def request_stop(self) -> None:
-        """End training after this step (early stopping); every rank must call this at the same step."""
-        self._stop_early = True
+    def request_stop(self, reason: str = "stopped by a callback") -> None:
+        """End training after this step; every rank must call this at the same step. `reason`: for the summary."""
+        self._stop_early, self._reason = True, self._reason or reason
 
     def run(self) -> History:
         """Train to the end and return the history."""
@@ -108,8 +119,12 @@ class TrainLoop:
         """Train, yielding after every optimizer step."""
         self.saving.check_directory()
         self._resume()
-        parameters = self.formation.strategy.count_parameters(self.model)
+        count = self.formation.strategy.count_parameters
+        parameters = count(self.model), count(self.model, trained=True)
         self.report.started(self.step, self.total_steps, parameters, self.formation.notes)
+        if self._finished():
+            self._reason = "nothing was left to train"
+        self._time_limit.begin()
         self.stop.listen()
         try:
             self.hooks.fire("on_fit_start", self)
@@ -120,7 +135,7 @@ class TrainLoop:
             self.stop.silence()
 
     def _epoch(self) -> Iterator[StepInfo]:
-        config, epoch, heartbeat = self.config, self.epoch, current_heartbeat()
+        config, epoch, heartbeat, average = self.config, self.epoch, current_heartbeat(), self.formation.average
         self.model.train()
         batches = self._first_batch_seen(iter(self.train_loader))
         while self._forward is not None and not self._finished(within_epoch=True):
@@ -143,6 +158,8 @@ class TrainLoop:
             if outcome is None:
                 break
             heartbeat.beat(step)
+            if average is not None:
+                average.update(step)
             samples = self.formation.gradients.current.global_samples
             self.report.count(samples)
             info = StepInfo(step, epoch, samples, self.schedule.rate, outcome.loss)
@@ -162,7 +179,7 @@ class TrainLoop:
             yield info
         if self.epoch != epoch:  # a stream, whose end is known only when it is reached
             self._end_epoch(epoch)
-            if self.saving.due_after_epoch(epoch + 1) and not self._finished():
+            if (self.saving.due_after_epoch(epoch + 1) or self.best.is_unsaved(self.step)) and not self._finished():
                 self._save()
 
     def _first_batch_seen(self, batches: Iterator[Any]) -> Any:
@@ -184,14 +201,21 @@ class TrainLoop:
 
         At the run's end `_end` saves.
         """
+        if self.formation.is_main and self._time_limit.is_over:
+            self.stop.ask(self._time_limit.reason)
         stopping = self.stop.agreed(step)
+        if stopping and self.stop.reason == self._time_limit.reason:
+            self.request_stop(self._time_limit.reason)
+            return
         if stopping and self.before_stop is not None:
             self.before_stop()
-        due = self.saving.due_after_step(step) or (epochs is not None and self.saving.due_after_epoch(epochs))
+        due = self.saving.due_after_step(step) or self.best.is_unsaved(step)
+        due = due or (epochs is not None and self.saving.due_after_epoch(epochs))
         if stopping or (due and not self._finished()):
             self._save()
         if stopping:
-            self._report_end("preempted")
+            by_user = self.stop.reason == "SIGINT"
+            self._report_end(*_INTERRUPTED if by_user else ("preempted", f"stopped by {self.stop.reason}"))
             raise preempted_error(self.stop.reason, step, self.saving.last_path)
 
     def _end_epoch(self, epoch: int) -> None:
@@ -200,55 +224,98 @@ class TrainLoop:
         last = self._finished()
         metrics: dict[str, float] = {}
         every = self.config.eval_every
-        if self.val_loader is not None and (last or (every and (epoch + 1) % every == 0)):
+        if self.val_loader is not None and every and (last or (epoch + 1) % every == 0):
             metrics = self.evaluate(ended_epoch=epoch)
+        self._judge("train", {"loss": self.report.epoch_loss})
         self.report.epoch_done(self.step, epoch, self.schedule.rate, metrics)
         self.hooks.fire("on_epoch_end", self, epoch, metrics)
         if not last and not self.control.should_continue(epoch + 1):
-            self.request_stop()
+            self.request_stop("stopped by the tuner")
             self._status = "stopped"
 
     def evaluate(self, *, ended_epoch: int | None = None) -> dict[str, float]:
         """Evaluate on the validation data now; a callback may call this, on all ranks."""
         assert self.val_loader is not None, "only with validation data"
-        with self.report.phase("evaluate"):
-            metrics = evaluate(self.formation, self.model, self.val_loader, self.task.loss_fn, self.task.metrics)
+        if ended_epoch is not None and self._evaluated is not None and self._evaluated[0] == self.step:
+            metrics = self._evaluated[1]  # a callback has measured these weights
+        else:
+            metrics = self._measured()
         epoch = self.epoch if ended_epoch is None else ended_epoch
         self.report.evaluated(self.step, epoch, metrics, ends_epoch=ended_epoch is not None)
         return metrics
 
+    def _measured(self) -> dict[str, float]:
+        """Evaluate, and decide by the result."""
+        limit, task = self.config.limit_val_batches, self.task
+        assert self.val_loader is not None
+        with self.report.phase("evaluate"), self.formation.averaged():
+            metrics = evaluate(self.formation, self.model, self.val_loader, task.loss_fn, task.metrics, limit)
+        self._evaluated = (self.step, metrics)
+        self._judge("val", metrics)
+        return metrics
+
+    def _judge(self, split: str, metrics: dict[str, float]) -> None:
+        """Decide by what was measured whether this is the best checkpoint, and whether training goes on."""
+        values = {f"{split}/{name}": value for name, value in metrics.items()}
+        self.best.judge(values, self.step)
+        self.best.record(self.history)
+        watch = self._stopping
+        if watch is not None and watch.judge(values, self.step) is False and watch.since >= self.config.patience:
+            times = f"{watch.since} {'epoch' if split == 'train' else 'evaluation'}{'s' * (watch.since > 1)}"
+            self.request_stop(f"early stopping, {watch.watched.name} has not improved for {times}")
+
     def _end(self) -> None:
         self.formation.strategy.consolidate(self.model)
-        if self.saving.directory is not None and self.saving.last_step != self.step:
+        if self.saving.last_step != self.step or self.best.is_unsaved(self.step):
             self._save()
-        self._report_end(self._status)
+        if self.formation.average is not None:  # the result of the run
+            self.formation.average.swap()
+            self.formation.average = None
+        self._report_end(self._status, self._reason)
         self.hooks.fire("on_fit_end", self)
 
-    def _report_end(self, status: str) -> None:
-        self.report.ended(status, self.step, self.saving.last_path)
+    def _report_end(self, status: str, reason: str) -> None:
+        self.report.ended(status, self.step, self.saving.last_path, reason)
 
     def to_keep(self) -> dict[str, Any]:
         """Return what a checkpoint holds of the loop itself."""
-        return {**self.report.to_keep(), "schedule": self.schedule.state_dict()}
+        stopping = None if self._stopping is None else self._stopping.state_dict()
+        watched = {"best": self.best.state_dict(), "stopping": stopping}
+        return {**self.report.to_keep(), "schedule": self.schedule.state_dict(), "watched": watched}
 
     def _save(self) -> None:
-        """Publish a checkpoint, unless the weights are not finite."""
+        """Publish a checkpoint, unless this step has one or the weights are not finite; mark it if it is the best."""
         if self.saving.directory is None:
+            return
+        if self.saving.has_saved(self.step):
+            self._note_best()
             return
         self._losses_checked()
         self.formation.strategy.consolidate(self.model)
         if not self.formation.weights_are_finite():  # the last step made them so, after its loss was computed
             raise self._failed(f"step {self.step} left weights that are not finite, so they were not saved")
+        self.formation.best_path = self.best.path
         with self.report.phase("checkpoint"):
             saved = self.saving.save(**self.to_keep())
-        self.report.checkpointed(saved)
+        self.report.checkpointed(saved, best=self._note_best())
         self.hooks.fire("on_checkpoint", self, str(saved.path))
+
+    def _note_best(self) -> bool:
+        """Mark the last checkpoint if its weights are the best so far; return whether they are."""
+        is_best = self.best.saved(Path(self.saving.last_path or ""), self.step)
+        self.best.record(self.history)
+        return is_best
 
     def _resume(self) -> None:
         state = self.restore()
         if state is None:
             return
         self.report.resumed(state)
+        watched = state.get("watched", {})
+        self.report.say(self.best.load_state_dict(watched.get("best"), state["path"], self.step), "warning")
+        self.best.record(self.history)
+        if self._stopping is not None:
+            self._stopping.load_state_dict(watched.get("stopping"))
         self.control.start_after(self.epoch)
         if "schedule" in state:
             self.schedule.load_state_dict(state["schedule"])
@@ -270,12 +337,11 @@ class TrainLoop:
     def _failed(self, what: str) -> NonFiniteLossError:
         path = self.saving.last_path
         last = f"the last good checkpoint is {path}" if path else "there is no checkpoint before it"
-        self._report_end("failed")
+        self._report_end("failed", what)
         hint = "Lower learning_rate, set gradient_clipping, or skip such steps with on_nonfinite='skip'."
         return NonFiniteLossError(f"{what}; {last}", hint=hint)
 
     def _losses_checked(self) -> None:
-
         self.report.losses(self._losses())
 
     def _finished(self, *, within_epoch: bool = False) -> bool:

@@ -63,6 +63,10 @@ class RunStarted(Event):
     first_step: int = 0
     tensorboard_dir: str | None = None
     log_dir: str | None = None
+    trained_parameters: int | None = None
+    """How many of `parameters` are trained; fewer with adapters or frozen layers."""
+    layout: str = ""
+    """How the ranks share the model, in words: `fsdp 2 x tensor 2`."""
 
 
 @dataclass(frozen=True)
@@ -155,6 +159,8 @@ class CheckpointSaved(Event):
     path: str
     seconds: float
     bytes: int
+    best: bool = False
+    """Whether it is the best one so far, by the metric of `keep_best`."""
 
 
 @dataclass(frozen=True)
@@ -190,7 +196,7 @@ class Membership(Event):
 
 @dataclass(frozen=True)
 class RunEnded(Event):
-    """Training ended; `status` is "finished", "stopped", "preempted" or "failed"."""
+    """Training ended; `status` is "finished", "stopped", "preempted", "interrupted" or "failed"."""
 
     kind: ClassVar[str] = "run_ended"
     status: str
@@ -213,6 +219,13 @@ class RunEnded(Event):
     """Seconds in which rank 0 waited for gradients to travel."""
     first_steps_seconds: float | None = None
     """Seconds of the first steps (start-up, compilation): throughput, tokens per second and MFU leave them out."""
+    reason: str = ""
+    """Why the run ended, in words; empty where it took all its steps."""
+    best_checkpoint: str | None = None
+    best_metric: str = ""
+    """The metric of `keep_best`, such as val/loss; empty where it was not measured."""
+    best_value: float | None = None
+    best_step: int | None = None
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ _TITLES = {
     "finished": "Training finished",
     "stopped": "Training stopped",
     "preempted": "Training preempted",
+    "interrupted": "Training interrupted",
     "failed": "Training failed",
 }
 
@@ -25,12 +26,20 @@ def start_line(run: RunStarted) -> str:
     """Return what runs where, and how the global batch is composed."""
     per_step = run.batch_size * run.accumulation
     replicas = run.global_batch // per_step if per_step else run.world_size
-    ranks = "1 rank" if run.world_size == 1 else f"{run.world_size} ranks"
     batch = f"global batch {run.global_batch} = {run.batch_size} x {run.accumulation} x {replicas}"
-    layout = run.strategy
-    if "tp" in run.mesh:  # ranks do more than see different samples
-        layout += f" ({' x '.join(f'{axis} {size}' for axis, size in run.mesh.items())})"
-    return " · ".join([f"{ranks} on {run.device}", layout, run.precision, batch, f"{run.parameters:,} parameters"])
+    return " · ".join([*_layout(run), run.precision, batch, _parameters(run)])
+
+
+def _layout(run: RunStarted) -> tuple[str, str]:
+    """Return the ranks and how they share the model: `4 ranks on cuda`, `fsdp 2 x tensor 2`."""
+    ranks = "1 rank" if run.world_size == 1 else f"{run.world_size} ranks"
+    return f"{ranks} on {run.device}", run.layout or run.strategy
+
+
+def _parameters(run: RunStarted) -> str:
+    """Return how many parameters the model has, and how many are trained where those are fewer."""
+    words, trained = f"{run.parameters:,} parameters", run.trained_parameters
+    return words if trained in (None, run.parameters) else f"{trained:,} of {words} trained"
 
 
 def step_parts(event: StepDone) -> list[str]:
@@ -101,8 +110,9 @@ _MIN_SHOWN_SECONDS = 0.5
 
 
 def summary_title(end: RunEnded) -> str:
-    """Return the headline of the summary."""
-    return _TITLES.get(end.status, f"Training {end.status}")
+    """Return the headline of the summary: how the run ended, and why."""
+    title = _TITLES.get(end.status, f"Training {end.status}")
+    return f"{title}: {end.reason}" if end.reason else title
 
 
 def summary_rows(end: RunEnded, run: RunStarted | None) -> list[tuple[str, str]]:
@@ -118,12 +128,18 @@ def summary_rows(end: RunEnded, run: RunStarted | None) -> list[tuple[str, str]]
         rows.append(("MFU", f"{end.mfu:.1%}"))
     if end.first_steps_seconds is not None and end.first_steps_seconds >= _MIN_SHOWN_SECONDS:
         rows.append(("first steps", f"{duration(end.first_steps_seconds)}, not in the throughput"))
+    if run is not None:
+        rows += [("layout", ", ".join(_layout(run))), ("parameters", _parameters(run).removesuffix(" parameters"))]
     if end.sent_bytes is not None:
         rows.append(("sent", sent_words(end.sent_bytes, end.plain_bytes)))
     if end.exchange_hidden is not None and end.exchange_waited is not None:
         rows.append(("on the way", f"{end.exchange_hidden:.2f} s hidden, {end.exchange_waited:.2f} s waited for"))
     rows += [(f"best {name}", f"{value:.4f}") for name, value in end.best.items()]
+    best = end.best_checkpoint
+    if best is not None and end.best_value is not None:
+        best += f" ({end.best_metric} {end.best_value:.4f})"
     places = [
+        ("best checkpoint", best),
         ("last checkpoint", end.checkpoint),
         ("TensorBoard", run.tensorboard_dir if run else None),
         ("logs", (run.log_dir or run.run_dir) if run else None),

@@ -45,6 +45,14 @@ class History:
     """Throughput against the setting `reference_throughput`; None where that is not set."""
     checkpoint: str | None = None
     """The path of the last checkpoint."""
+    reason: str = ""
+    """Why the run ended, in words; empty where it took all its steps."""
+    best_checkpoint: str | None = None
+    """The path of the checkpoint with the best value of `best_metric`."""
+    best_metric: str = ""
+    """The metric of the setting `keep_best`, such as val/loss; empty where it was not measured."""
+    best_value: float | None = None
+    best_step: int | None = None
     sent_bytes: int | None = None
     """What rank 0 sent of its gradients since this run or its resumption began; None where that is not counted."""
     plain_bytes: int | None = None

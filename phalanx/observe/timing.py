@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import statistics
 import time
 from collections.abc import Callable, Iterator
 
@@ -44,7 +45,8 @@ class Throughput:
         self.samples = 0
         self.steps = 0
         self._mark = (0.0, 0, 0)
-        self._warm = (0.0, 0)
+        self._warm = (0.0, 0, 0)
+        self._laps: list[tuple[float, int, int]] = []
 
     def add(self, samples: int, steps: int = 1) -> None:
         """Count samples (over all ranks) and steps that are done."""
@@ -53,7 +55,7 @@ class Throughput:
 
     def warmed_up(self) -> None:
         """Leave what was counted so far out of the average: processes started, code was compiled."""
-        self._warm = (self.stopwatch.seconds, self.samples)
+        self._warm = (self.stopwatch.seconds, self.samples, self.steps)
 
     @property
     def warm_up_seconds(self) -> float:
@@ -63,13 +65,28 @@ class Throughput:
     @property
     def average(self) -> float:
         """Samples per second of training time after the first steps; of those alone where there are no others yet."""
-        seconds, samples = self._warm if self.samples > self._warm[1] else (0.0, 0)
+        seconds, samples, _ = self._warm if self.samples > self._warm[1] else (0.0, 0, 0)
         return _ratio(self.samples - samples, self.stopwatch.seconds - seconds)
+
+    @property
+    def steady(self) -> float:
+        """Samples per second without laps that took more than twice the usual time per step, such as recompilations.
+
+        The average of all where there are fewer than three laps.
+        """
+        if len(self._laps) < 3:
+            return self.average
+        usual = statistics.median(seconds / steps for seconds, _, steps in self._laps)
+        kept = [lap for lap in self._laps if lap[0] / lap[2] <= 2 * usual]
+        return _ratio(sum(lap[1] for lap in kept), sum(lap[0] for lap in kept))
 
     def lap(self) -> tuple[float, float]:
         """Return samples per second and seconds per step since the last lap, and begin a new one."""
         now = (self.stopwatch.seconds, self.samples, self.steps)
         seconds, samples, steps = (new - old for new, old in zip(now, self._mark, strict=True))
+        warm = max(self._mark, self._warm)
+        if now[2] > warm[2]:
+            self._laps.append((now[0] - warm[0], now[1] - warm[1], now[2] - warm[2]))
         self._mark = now
         return _ratio(samples, seconds), _ratio(seconds, steps)
 

@@ -178,9 +178,10 @@ class Strategy:
         """Return the modules that torch.compile compiles."""
         return [self.unwrap(wrapped)]
 
-    def count_parameters(self, wrapped: nn.Module) -> int:
-        """Return the number of parameters of the whole model; all ranks call this."""
-        return sum(parameter.numel() for parameter in self.unwrap(wrapped).parameters())
+    def count_parameters(self, wrapped: nn.Module, *, trained: bool = False) -> int:
+        """Return the number of parameters of the whole model, or of those that are trained; all ranks call this."""
+        counted = (p for p in self.unwrap(wrapped).parameters() if p.requires_grad or not trained)
+        return sum(getattr(p, "ds_numel", p.numel()) for p in counted)  # DeepSpeed's stage 3 leaves p itself empty
 
     def expect_batches(self, wrapped: nn.Module, batch_size: int) -> str | None:
         """Prepare for batches of up to this size; return a note for the user, if any."""

@@ -82,11 +82,12 @@ class Composed(FSDP):
         """Return the stages of a pipeline, else the model."""
         return list(wrapped.stages.values()) if isinstance(wrapped, Pipeline) else super().compile_targets(wrapped)
 
-    def count_parameters(self, wrapped: nn.Module) -> int:
+    def count_parameters(self, wrapped: nn.Module, *, trained: bool = False) -> int:
         """Count the parameters of all stages; tied ones, which are on several, count once."""
         if not isinstance(wrapped, Pipeline):
-            return super().count_parameters(wrapped)
-        here = sum(p.numel() / self._copies.get(id(p), 1) for p in wrapped.module.parameters())
+            return super().count_parameters(wrapped, trained=trained)
+        counted = (p for p in wrapped.module.parameters() if p.requires_grad or not trained)
+        here = sum(p.numel() / self._copies.get(id(p), 1) for p in counted)
         everywhere = torch.tensor(here, dtype=torch.float64, device=self.world.device)
         dist.all_reduce(everywhere)
         return round(everywhere.item() * self.world.mesh.pp / self.world.world_size)

@@ -10,7 +10,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 from phalanx.errors import ModelError
 
@@ -56,7 +60,9 @@ def load_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, sta
                 for index, group in zip(indices, here, strict=True)
             ]
             if shown:
-                set_optimizer_state_dict(model, optimizer, {"state": state["state"], "param_groups": shown})
+                saved = {"state": state["state"], "param_groups": shown}
+                # Not strict: a parameter that never had a gradient has no state in a checkpoint.
+                set_optimizer_state_dict(model, optimizer, saved, options=StateDictOptions(strict=False))
             loaded = dict(optimizer.state)
     for parameter in [parameter for parameter in optimizer.state if id(parameter) in own]:
         del optimizer.state[parameter]

@@ -112,3 +112,29 @@ def test_a_parameter_outside_the_model_is_refused_before_it_is_trained():
         model, optimizer, loader = formation.prepare(plain, optimizer, DATA)
         with pytest.raises(UsageError, match=r"a parameter of shape \[1\] .* belongs to no prepared model"):
             step_over(formation, lambda inputs: model(inputs) * temperature, [optimizer], loader)
+
+
+class HalfUsed(nn.Module):
+    """A model with a layer that no forward pass uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(4, 3), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.used(x)
+
+
+def test_a_parameter_that_never_had_a_gradient_does_not_hinder_a_resumption(tmp_path):
+    settings = {"device": "cpu", "batch_size": 8, "progress": False, "find_unused_parameters": True}
+    place = {"checkpoint_dir": str(tmp_path / "kept"), "run_dir": str(tmp_path / "run"), "resume_from_checkpoint": True}
+    inputs = torch.randn(24, 4)
+    data = TensorDataset(inputs, inputs[:, :3].argmax(1))
+    weights = []
+    for epochs in (1, 2):
+        torch.manual_seed(3)
+        trainer = PyTorchDDPTrainer(HalfUsed(), epochs=epochs, **settings, **place)
+        assert len(trainer.fit(data).epochs) == epochs
+        weights.append(trainer.model.state_dict())
+    assert not torch.equal(weights[0]["used.weight"], weights[1]["used.weight"])
+    assert torch.equal(weights[0]["unused.weight"], weights[1]["unused.weight"])

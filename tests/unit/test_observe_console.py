@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import re
 
@@ -51,6 +52,20 @@ def test_tokens_and_mfu_are_shown_where_they_are_known():
     assert {("throughput", "10 samples/s, 10,240 tokens/s"), ("MFU", "45.7%")} <= set(format.summary_rows(end, None))
 
 
+def test_the_summary_says_why_the_run_ended_and_which_checkpoint_is_the_best():
+    end = events.RunEnded("finished", 9, 90.0, 10.0, reason="early stopping, ...", best_checkpoint="c/step-7")
+    assert format.summary_title(end) == "Training finished: early stopping, ..."
+    end = dataclasses.replace(end, best_metric="val/loss", best_value=0.25)
+    assert ("best checkpoint", "c/step-7 (val/loss 0.2500)") in format.summary_rows(end, None)
+    adapted = dataclasses.replace(RUN, trained_parameters=45, layout="fsdp 2 x tensor 2", world_size=4)
+    rows = dict(format.summary_rows(end, adapted))
+    assert (rows["layout"], rows["parameters"]) == (
+        "4 ranks on cpu, fsdp 2 x tensor 2",
+        "45 of 12,345 parameters trained",
+    )
+    assert "fsdp 2 x tensor 2 · bf16" in format.start_line(adapted)
+
+
 def test_the_first_steps_are_shown_separately_where_they_took_long():
     long, short = (events.RunEnded("finished", 9, 90.0, 10.0, first_steps_seconds=time) for time in (61.0, 0.1))
     assert ("first steps", "1:01, not in the throughput") in format.summary_rows(long, None)
@@ -81,6 +96,8 @@ def test_the_lines_in_a_pipe_are_stable():
         "  time             1:03",
         "  steps            450 of 450",
         "  throughput       1,234 samples/s",
+        "  layout           2 ranks on cpu, ddp",
+        "  parameters       12,345",
         "  best accuracy    0.9833",
         "  last checkpoint  runs/1/ckpt/step-00000450",
         "  TensorBoard      runs/1/tb",

@@ -156,6 +156,29 @@ def test_the_average_leaves_the_first_steps_out():
     assert (meter.average, meter.warm_up_seconds) == (64.0, 60.0)
 
 
+def test_the_steady_rate_leaves_out_laps_in_which_code_was_compiled_again():
+    now = [0.0]
+    meter = Throughput(lambda: now[0])
+    for seconds in (60.0, 10.0, 9.0, 45.0, 11.0):  # the first lap is the warm-up, the fourth one compiles again
+        for _ in range(10):
+            meter.add(8)
+        now[0] += seconds
+        meter.warmed_up() if now[0] == 60.0 else None
+        meter.lap()
+    assert meter.steady == 240 / 30
+    assert meter.average == 320 / 75
+
+
+def test_with_few_laps_the_steady_rate_is_the_average():
+    now = [0.0]
+    meter = Throughput(lambda: now[0])
+    for seconds in (1.0, 9.0):
+        meter.add(5)
+        now[0] += seconds
+        meter.lap()
+    assert meter.steady == meter.average == 1.0
+
+
 HISTORY = History(
     epochs=[
         EpochRecord(1, 10, 0.9, {"loss": 0.8, "accuracy": 0.5}, 1e-3, 2.0, 320.0),

@@ -1,0 +1,78 @@
+"""Rules of the settings for evaluation, early stopping, averaged weights and the length of a run."""
+
+from __future__ import annotations
+
+from phalanx.config.rules import STRATEGY, Mistakes, rule
+from phalanx.config.settings import Settings
+
+_AVERAGES = ("ddp", "ring", "fsdp", "horovod")
+"""Strategies whose ranks hold the weights after every step, as whole copies or as shards."""
+
+
+@rule("keep_best", "early_stopping", "eval_every")
+def watched_metrics(settings: Settings) -> Mistakes:
+    """Check the names of metrics, and that they are measured."""
+    for name in ("keep_best", "early_stopping"):
+        given = getattr(settings, name)
+        try:
+            watched = settings.best_metric if name == "keep_best" else settings.stopping_metric
+        except ValueError as error:
+            yield settings.mistake(name, f": {error}")
+            continue
+        if isinstance(given, str) and watched and watched.name.startswith("val/") and settings.eval_every == 0:
+            yield settings.mistake(
+                name, f" with eval_every = 0, which never measures it: leave eval_every out, or {name}."
+            )
+
+
+@rule("early_stopping")
+def patience(settings: Settings) -> Mistakes:
+    """Report settings of early stopping without it."""
+    if settings.early_stopping is None:
+        for name in settings.changed("patience", "min_delta"):
+            yield settings.mistake(name, " without early_stopping: write early_stopping = 'val/loss', for example.")
+
+
+@rule("limit_val_batches")
+def limit_val_batches(settings: Settings) -> Mistakes:
+    """Check that it is a share or a number of batches."""
+    given = settings.limit_val_batches
+    if isinstance(given, float) and given > 1:
+        yield settings.mistake("limit_val_batches", ": a share is up to 1.0 (0.1), a number of batches is whole (50).")
+
+
+@rule("max_time")
+def max_time(settings: Settings) -> Mistakes:
+    """Check the text."""
+    try:
+        _ = settings.max_seconds
+    except ValueError:
+        yield settings.mistake(
+            "max_time", ": expected a duration above 0, such as '30m', '2h', '1h30m', '1:30:00', or seconds (90)."
+        )
+
+
+@rule("ema_decay", *STRATEGY, "pipeline_parallel", "min_workers")
+def ema_decay(settings: Settings) -> Mistakes:
+    """Check the upper limit, and that this rank's weights are those of the run after every step."""
+    strategy, name = settings.resolved_strategy, "ema_decay"
+    if settings.ema_decay is None or settings.backend == "tensorflow":
+        return
+    if settings.ema_decay >= 1:
+        yield settings.mistake(name, ": must be below 1, such as 0.999.")
+    elif settings.pipeline_parallel > 1:
+        yield settings.mistake(
+            name, f" with pipeline_parallel = {settings.pipeline_parallel}: stages are not averaged. Leave one out."
+        )
+    elif strategy == "horovod" and settings.min_workers is not None:
+        yield settings.mistake(name, " with min_workers: elastic Horovod does not keep the average. Leave one out.")
+    elif strategy not in _AVERAGES:
+        names = ", ".join(repr(one) for one in _AVERAGES[:-1])
+        yield settings.mistake(
+            name,
+            f" with strategy = {strategy!r}, which does not hold the run's weights on the ranks after every step: "
+            f"write strategy = {names}, or leave ema_decay out.",
+        )
+
+
+RUN_RULES = (watched_metrics, patience, limit_val_batches, max_time, ema_decay)

@@ -1,0 +1,148 @@
+"""Metrics that decide: which checkpoint is the best, and when training no longer improves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from phalanx import checkpoint
+from phalanx.checkpoint import group
+from phalanx.config import DistributedConfig
+from phalanx.config.settings import Watched, parse_metric
+from phalanx.errors import UsageError, unknown_name
+from phalanx.observe.history import History
+
+
+class MetricWatch:
+    """The best value of a metric so far, and how many evaluations came since.
+
+    Metrics are equal on all ranks, so every rank comes to the same decision.
+    """
+
+    def __init__(self, setting: str, watched: Watched, *, min_delta: float = 0.0, any_metric: bool = False) -> None:
+        """`any_metric`: where the metric is not measured, watch another one instead of raising."""
+        self._setting = setting
+        self._min_delta = min_delta
+        self._any_metric = any_metric
+        self._asked = self.watched = watched
+        self.value: float | None = None
+        self.step: int | None = None
+        self.since = 0
+
+    def judge(self, values: Mapping[str, float], step: int) -> bool | None:
+        """Return whether these values are the best so far; None where the metric belongs to another split."""
+        if not any(name.partition("/")[0] == self.watched.name.partition("/")[0] for name in values):
+            return None
+        if self.watched.name not in values and not self._watch_another(values):
+            return None
+        value = values[self.watched.name]
+        if not self._is_better(value):
+            self.since += 1
+            return False
+        self.value, self.step, self.since = value, step, 0
+        return True
+
+    def _watch_another(self, values: Mapping[str, float]) -> bool:
+        if not self._any_metric:
+            name = self.watched.name
+            raise UsageError(f"{self._setting}: {unknown_name('metric', name, values)}")
+        for name in values:
+            try:
+                self.watched = parse_metric(name)
+            except ValueError:
+                continue  # its name does not say what is better
+            return True
+        return False
+
+    def _is_better(self, value: float) -> bool:
+        if not math.isfinite(value):
+            return False
+        if self.value is None:
+            return True
+        gain = self.value - value if self.watched.mode == "min" else value - self.value
+        return gain > self._min_delta
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint holds."""
+        kept = {"asked": list(self._asked), "watched": list(self.watched)}
+        return {**kept, "value": self.value, "step": self.step, "since": self.since}
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> bool:
+        """Continue after a resumption; a run that watches another metric begins anew."""
+        if state is None or Watched(*state["asked"]) != self._asked:
+            return False
+        self.watched = Watched(*state["watched"])
+        self.value, self.step, self.since = state["value"], state["step"], state["since"]
+        return True
+
+
+class BestCheckpoint:
+    """Decides which checkpoint `keep_best` keeps, and marks it on disk."""
+
+    def __init__(self, config: DistributedConfig) -> None:
+        watched = config.best_metric
+        default = config.keep_best is True
+        self._watch = None if watched is None else MetricWatch("keep_best", watched, any_metric=default)
+        self.path: Path | None = None
+        self._marked: Path | None = None
+
+    def is_unsaved(self, step: int) -> bool:
+        """Whether the weights after this step are the best so far, and in no checkpoint yet."""
+        return self._watch is not None and self._watch.step == step and self.path is None
+
+    def judge(self, values: Mapping[str, float], step: int) -> None:
+        """Take the values of an evaluation."""
+        if self._watch is not None and self._watch.judge(values, step):
+            self.path = None
+
+    def saved(self, path: Path, step: int) -> bool:
+        """Mark a checkpoint of this step if its weights are the best so far; return whether they are."""
+        if self._watch is None or self._watch.value is None or not self.is_unsaved(step):
+            return False
+        self.path = path
+        watched = self._watch.watched
+        best = checkpoint.Best(path, step, watched.name, watched.mode, self._watch.value)
+        group.from_rank_zero(lambda: checkpoint.mark_best(best, self._marked))
+        self._marked = path
+        return True
+
+    def record(self, history: History) -> None:
+        """Write the best value so far into the history."""
+        if self._watch is None or self._watch.step is None:
+            return
+        history.best_metric = self._watch.watched.name
+        history.best_value, history.best_step = self._watch.value, self._watch.step
+        history.best_checkpoint = None if self.path is None else str(self.path)
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Return what a checkpoint holds; the path is None where this checkpoint is the best itself."""
+        if self._watch is None:
+            return None
+        return {**self._watch.state_dict(), "path": None if self.path is None else str(self.path)}
+
+    def load_state_dict(self, state: Mapping[str, Any] | None, resumed_from: str, step: int) -> str:
+        """Continue after a resumption; return a note where the best checkpoint does not exist any more."""
+        if self._watch is None or not self._watch.load_state_dict(state) or self._watch.step is None:
+            return ""
+        assert state is not None
+        path = Path(state["path"] or resumed_from)
+        if group.from_rank_zero(path.is_dir) and (state["path"] or self._watch.step == step):
+            if not group.from_rank_zero(lambda: checkpoint.is_marked(path)):
+                self.saved(path, step)  # the run ended after it was saved, before it was marked
+            self.path = path
+            return ""
+        self._watch.value = self._watch.step = None
+        return f"the best checkpoint, {path}, does not exist any more: the next evaluation is the best so far"
+
+
+def check_metrics(config: DistributedConfig, *, has_val: bool) -> None:
+    """Raise for a metric of the validation data without such data."""
+    for setting, watched in (("keep_best", config.best_metric), ("early_stopping", config.stopping_metric)):
+        given = getattr(config, setting)
+        if isinstance(given, str) and watched is not None and watched.name.startswith("val/") and not has_val:
+            raise UsageError(
+                f"{setting} = {given!r}, but there is no validation data",
+                hint=f"Give fit(train, val), or write {setting}='train/loss'.",
+            )

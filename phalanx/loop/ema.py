@@ -1,0 +1,66 @@
+"""Averaged weights: an exponential moving average (EMA) of the trained weights over the optimizer steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from phalanx import torch_compat
+from phalanx.errors import UsageError
+from phalanx.strategies.base import local
+
+
+class WeightAverage:
+    """The average of a model's trained parameters and floating-point buffers; of this rank's shards where sharded."""
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self._model = model
+        self._decay = decay
+        kept = set(model.state_dict())
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        buffers = {name: b for name, b in model.named_buffers() if name in kept and b.is_floating_point()}
+        held = {**trained, **buffers}
+        low = next((f"{name} is {t.dtype}" for name, t in held.items() if t.dtype.itemsize < 4), None)
+        if low is not None:
+            raise UsageError(
+                f"ema_decay averages weights in their own precision, which is too low: {low}",
+                hint="Keep the model in float32 and set mixed_precision='bf16', or leave ema_decay out.",
+            )
+        self.other = {name: tensor.detach().clone() for name, tensor in held.items()}
+        """By name: the average, and while that is in the model (`swap`), the weights that are trained."""
+        self._here = [local(tensor.detach()) for tensor in held.values()]
+        self._there = [local(tensor) for tensor in self.other.values()]
+
+    def update(self, step: int) -> None:
+        """Add the weights after an optimizer step. The first steps weigh more, so that a short run is not its start."""
+        decay = min(self._decay, (1 + step) / (10 + step))
+        torch_compat.foreach_lerp_(self._there, self._here, 1.0 - decay)
+
+    @torch.no_grad()
+    def swap(self) -> None:
+        """Exchange the average and the model's weights, in place."""
+        for module in self._model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # else weights that were gathered in a forward pass would stay in use
+        for here, there in zip(self._here, self._there, strict=True):
+            before = here.clone()
+            here.copy_(there)
+            there.copy_(before)
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Put the average into the model for a while."""
+        self.swap()
+        try:
+            yield
+        finally:
+            self.swap()
+
+    @torch.no_grad()
+    def restart(self) -> None:
+        """Begin again at the model's weights."""
+        torch_compat.foreach_copy_(self._there, self._here)

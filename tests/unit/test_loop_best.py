@@ -1,0 +1,250 @@
+"""keep_best, early_stopping, eval_every=0, limit_val_batches and max_time, on one rank."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from phalanx import Callback, PyTorchDDPTrainer
+from phalanx.checkpoint import find_best, list_checkpoints, read_tensors
+from phalanx.config import DistributedConfig
+from phalanx.errors import ConfigError, UsageError
+
+
+class Weight(nn.Module):
+    """One weight, which is the loss on ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+
+    def forward(self, inputs):
+        return self.weight * inputs
+
+
+class Script(Callback):
+    """Sets the weight after each epoch's steps to a value, before the evaluation."""
+
+    def __init__(self, values: list[float]) -> None:
+        self.values = values
+
+    def on_step_end(self, trainer, info):
+        with torch.no_grad():
+            trainer.formation.unwrap(trainer.model).weight.fill_(self.values[info.epoch])
+
+
+def error(output, target):
+    return (output - target).abs().mean()
+
+
+DATA = TensorDataset(torch.ones(4, 1), torch.zeros(4, 1))
+
+
+def fit(tmp_path: Path, values: list[float], callbacks: tuple = (), train=DATA, val=DATA, **settings):
+    trainer = PyTorchDDPTrainer(
+        Weight(),
+        device="cpu",
+        batch_size=4,
+        learning_rate=1e-9,
+        progress=False,
+        run_dir=str(tmp_path / "run"),
+        loss_fn=error,
+        callbacks=[Script(values), *callbacks],
+        **{"epochs": len(values), **settings},
+    )
+    return trainer.fit(train, val)
+
+
+def saved_weight(path) -> float:
+    found = {one.path.name: one for one in list_checkpoints(Path(path).parent)}[Path(path).name]
+    state = {"model": {"weight": torch.zeros(1)}}
+    read_tensors(found, state)
+    return float(state["model"]["weight"])
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def test_the_best_checkpoint_stays_next_to_the_last_ones(tmp_path):
+    kept = tmp_path / "kept"
+    history = fit(tmp_path, [3.0, 1.0, 2.0, 4.0, 5.0], checkpoint_dir=str(kept), keep_last=2)
+    assert names(kept) == ["step-00000002", "step-00000004", "step-00000005"]
+    assert history.best_checkpoint == str(kept / "step-00000002")
+    assert (history.best_metric, history.best_value, history.best_step) == ("val/loss", 1.0, 2)
+    assert saved_weight(history.best_checkpoint) == pytest.approx(1.0)
+    best = find_best(kept)
+    assert (best.path, best.metric, best.mode, best.value) == (kept / "step-00000002", "val/loss", "min", 1.0)
+
+
+def test_a_new_best_is_saved_where_no_checkpoint_was_due(tmp_path):
+    kept = tmp_path / "kept"
+    history = fit(tmp_path, [3.0, 1.0, 2.0, 4.0], checkpoint_dir=str(kept), checkpoint_frequency=4)
+    assert names(kept) == ["step-00000001", "step-00000002", "step-00000004"]
+    assert history.best_checkpoint == str(kept / "step-00000002")
+
+
+def test_a_step_is_written_once(tmp_path):
+    class Saves(Callback):
+        def __init__(self) -> None:
+            self.paths: list[str] = []
+
+        def on_checkpoint(self, trainer, path):
+            self.paths.append(path)
+
+    saves = Saves()
+    fit(tmp_path, [3.0, 2.0], (saves,), checkpoint_dir=str(tmp_path / "kept"), checkpoint_frequency="1 steps")
+    assert [Path(path).name for path in saves.paths] == ["step-00000001", "step-00000002"]
+
+
+def test_keep_best_can_be_turned_off_or_follow_another_metric(tmp_path):
+    settings = {"checkpoint_dir": str(tmp_path / "off"), "keep_last": 1}
+    history = fit(tmp_path, [1.0, 2.0, 3.0], keep_best=False, **settings)
+    assert (names(tmp_path / "off"), history.best_checkpoint) == (["step-00000003"], None)
+    assert find_best(tmp_path / "off") is None
+    settings["checkpoint_dir"] = str(tmp_path / "max")
+    history = fit(tmp_path, [1.0, 3.0, 2.0], keep_best="max:val/loss", **settings)
+    assert (history.best_step, names(tmp_path / "max")) == (2, ["step-00000002", "step-00000003"])
+
+
+def test_a_metric_of_its_own_writes_checkpoints_without_checkpoint_dir(tmp_path):
+    history = fit(tmp_path, [1.0, 2.0], keep_best="train/loss", val=None)
+    assert history.best_step == 1  # the loss of epoch 1 was measured before the weight was set to 1
+    assert Path(history.best_checkpoint).parent == tmp_path / "run/checkpoints"
+
+
+def test_an_evaluation_within_an_epoch_counts(tmp_path):
+    class Evaluates(Callback):
+        def on_step_end(self, trainer, info):
+            if info.step == 2:
+                trainer.evaluate()
+
+    data = TensorDataset(torch.ones(16, 1), torch.zeros(16, 1))
+    history = fit(tmp_path, [1.0], (Evaluates(),), train=data, checkpoint_dir=str(tmp_path / "kept"))
+    assert names(tmp_path / "kept") == ["step-00000002", "step-00000004"]
+    assert history.best_step == 2
+
+
+def test_the_best_so_far_survives_a_resumption_and_other_runs_keep_theirs(tmp_path):
+    kept = {"checkpoint_dir": str(tmp_path / "kept"), "keep_last": 1}
+    first = fit(tmp_path, [2.0, 1.0, 3.0], **kept)
+    more = fit(tmp_path, [0.0, 0.0, 0.0, 4.0, 5.0], resume_from_checkpoint=True, **kept)
+    assert more.best_checkpoint == first.best_checkpoint
+    assert names(tmp_path / "kept") == ["step-00000002", "step-00000005"]
+    better = fit(tmp_path, [0.0] * 5 + [0.5, 6.0], resume_from_checkpoint=True, **kept)
+    assert better.best_step == 6
+    assert find_best(tmp_path / "kept").step == 6
+
+
+def test_a_resumed_run_that_watches_another_metric_begins_anew(tmp_path):
+    kept = {"checkpoint_dir": str(tmp_path / "kept")}
+    fit(tmp_path, [2.0, 1.0, 3.0], keep_best="max:val/loss", **kept)
+    more = fit(tmp_path, [0.0, 0.0, 0.0, 1.5], resume_from_checkpoint=True, **kept)
+    assert (more.best_step, more.best_value) == (4, 1.5)
+
+
+def test_a_best_checkpoint_that_was_removed_is_not_named_after_a_resumption(tmp_path):
+    kept = {"checkpoint_dir": str(tmp_path / "kept"), "keep_last": 1}
+    first = fit(tmp_path, [1.0, 3.0], **kept)
+    shutil.rmtree(first.best_checkpoint)
+    more = fit(tmp_path, [0.0, 0.0, 2.0], resume_from_checkpoint=True, **kept)
+    assert (more.best_step, more.best_value) == (3, 2.0)
+
+
+def test_an_unknown_metric_is_refused_at_the_first_evaluation(tmp_path):
+    with pytest.raises(UsageError, match=r"keep_best: unknown metric 'val/acuracy'.*Allowed: val/loss") as found:
+        fit(tmp_path, [1.0, 2.0], keep_best="max:val/acuracy")
+    assert "early" not in str(found.value)
+    with pytest.raises(UsageError, match="there is no validation data"):
+        fit(tmp_path, [1.0], early_stopping="val/loss", val=None)
+
+
+def test_training_stops_when_the_metric_no_longer_improves(tmp_path):
+    history = fit(tmp_path, [5.0, 4.0, 4.5, 3.95, 9.0, 9.0], early_stopping="val/loss", patience=2, min_delta=0.1)
+    assert len(history.epochs) == 4  # 3.95 is less than 0.1 below 4
+    assert history.status == "finished"
+    assert history.reason == "early stopping, val/loss has not improved for 2 evaluations"
+
+
+def test_patience_continues_after_a_resumption(tmp_path):
+    settings = {"early_stopping": "val/loss", "patience": 3, "checkpoint_dir": str(tmp_path / "kept")}
+    fit(tmp_path, [1.0, 2.0, 2.0], **settings)
+    history = fit(tmp_path, [0.0, 0.0, 0.0, 2.0, 2.0, 2.0], resume_from_checkpoint=True, **settings)
+    assert len(history.epochs) == 4
+
+
+def test_no_evaluation_with_eval_every_zero(tmp_path):
+    history = fit(tmp_path, [1.0, 2.0], eval_every=0)
+    assert [record.val for record in history.epochs] == [{}, {}]
+
+
+@pytest.mark.parametrize(("limit", "value"), [(1, 1.0), (2, 1.5), (0.25, 1.0), (1.0, 2.5), (None, 2.5)])
+def test_evaluation_may_use_the_first_batches_only(tmp_path, limit, value):
+    inputs = torch.tensor([1.0, 2.0, 3.0, 4.0]).repeat_interleave(4)[:, None]
+    val = TensorDataset(inputs, torch.zeros(16, 1))
+    history = fit(tmp_path, [1.0, 1.0], val=val, limit_val_batches=limit)
+    assert [record.val["loss"] for record in history.epochs] == pytest.approx([value, value])
+
+
+def test_training_ends_when_its_time_is_over_and_is_saved(tmp_path):
+    class Slow(Callback):
+        def on_step_end(self, trainer, info):
+            time.sleep(0.05)
+
+    kept = str(tmp_path / "kept")
+    history = fit(tmp_path, [1.0] * 100, (Slow(),), max_time=0.4, checkpoint_dir=kept, keep_last=1, keep_best=False)
+    assert 2 <= len(history.epochs) < 15
+    assert (history.status, history.reason) == ("finished", "max_time of 0.4 s reached")
+    assert history.checkpoint is not None
+    again = fit(
+        tmp_path, [1.0] * (len(history.epochs) + 1), max_time="1m", checkpoint_dir=kept, resume_from_checkpoint=True
+    )
+    assert (again.reason, len(again.epochs)) == ("", len(history.epochs) + 1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"keep_best": "val_loss"}, "write val/loss"),
+        ({"keep_best": "val/margin"}, "write min:val/margin or max:val/margin"),
+        ({"keep_best": "val/acuracy"}, "Or did you mean val/accuracy"),
+        ({"early_stopping": "best:val/loss"}, "'best' is neither min nor max"),
+        ({"early_stopping": "val/loss", "eval_every": 0}, "which never measures it"),
+        ({"patience": 5}, "without early_stopping"),
+        ({"max_time": "soon"}, "expected a duration above 0"),
+        ({"limit_val_batches": 2.5}, "a share is up to 1.0"),
+        ({"ema_decay": 1.0}, "must be below 1"),
+        ({"ema_decay": 0.9, "strategy": "local-sgd"}, "write strategy = 'ddp', 'ring', 'fsdp'"),
+        ({"ema_decay": 0.9, "pipeline_parallel": 2}, "stages are not averaged"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_before_the_start(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        DistributedConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("given", "seconds"), [("30m", 1800), ("2h", 7200), ("1:30:00", 5400), ("1h30m", 5400), ("90", 90), (1.5, 1.5)]
+)
+def test_durations(given, seconds):
+    assert DistributedConfig(max_time=given).max_seconds == seconds
+
+
+@pytest.mark.parametrize(
+    ("given", "mode"),
+    [
+        ("val/loss", "min"),
+        ("val/word_error", "min"),
+        ("val/perplexity", "min"),
+        ("val/accuracy", "max"),
+        ("val/f1", "max"),
+    ],
+)
+def test_the_name_of_a_metric_says_what_is_better(given, mode):
+    assert DistributedConfig(keep_best=given).best_metric == (given, mode)
