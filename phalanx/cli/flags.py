@@ -19,6 +19,8 @@ from phalanx.launch import ModuleTarget, ScriptTarget, count_gpus
 from phalanx.recipes import Recipe, load_recipe, recipe_names
 
 _BARE = "<bare flag>"
+_SHORT = {"verbosity": {"-q": "quiet", "-v": "verbose"}}
+"""Short flags that stand for a value of a setting."""
 
 
 class FlagParser(argparse.ArgumentParser):
@@ -109,6 +111,10 @@ def _add_flag(section: argparse._ArgumentGroup, name: str) -> None:
     members = kinds(field)
     if "bool" not in members:
         section.add_argument(flag, dest=name, default=argparse.SUPPRESS, metavar=_metavar(field), help=text)
+        for short, value in _SHORT.get(name, {}).items():
+            section.add_argument(
+                short, dest=name, action="store_const", const=value, default=argparse.SUPPRESS, help=argparse.SUPPRESS
+            )
         return
     if "str" in members:
         bare: dict[str, Any] = {"nargs": "?", "const": _BARE, "metavar": _metavar(field)}

@@ -114,13 +114,12 @@ def _launch(
     if script is not None:
         name = Path(script.path).stem if isinstance(script, ScriptTarget) else script.name
     run_dir = make_run_dir(config, name)
-    ranks = f"{layout.world_size} rank{'s' * (layout.world_size > 1)}"
     with scratch_folder("run") as folder:
         target: Target | None = script if recipe is None else recipe_target(recipe, config, run_dir, folder)
         assert target is not None, "either a recipe or a script was named"
         spec = launch_spec(config, layout, target, run_dir / "logs", env=_rank_environment(resolved, config, run_dir))
         try:  # the console of a script shows its output only
-            run_on_ranks(spec, config, notice=f"starting {ranks} on {layout.device}" if recipe is not None else "")
+            run_on_ranks(spec, config, waiting="" if recipe is None else layout.starting)
         except PhalanxError:
             if recipe is not None:  # a script may have written files
                 discard_unused(config, run_dir)

@@ -50,6 +50,8 @@ class TrainLoop:
             self.schedule = OwnSchedule(scheduler, lambda step: step if by_step else self.epoch)
         self._settings = OptimizerSettings(self.optimizer) if task.optimizer is None else None
         self.hooks = Hooks(task.callbacks)
+        for sink in self.hooks.sinks if formation.is_main else ():
+            events.add(sink)
         self.ledger = LossLog(formation.world)
         self.stop = StopRequest(formation.world, None if formation.strategy.in_lockstep else self._ranks_synced)
         world = formation.world
@@ -211,7 +213,7 @@ class TrainLoop:
     def evaluate(self, *, ended_epoch: int | None = None) -> dict[str, float]:
         """Evaluate on the validation data now; a callback may call this, on all ranks."""
         assert self.val_loader is not None, "only with validation data"
-        with self.report.phase("evaluate"):
+        with self.report.phase("evaluate", self.val_loader.sharded.steps_per_epoch):
             metrics = evaluate(self.formation, self.model, self.val_loader, self.task.loss_fn, self.task.metrics)
         epoch = self.epoch if ended_epoch is None else ended_epoch
         self.report.evaluated(self.step, epoch, metrics, ends_epoch=ended_epoch is not None)

@@ -131,6 +131,13 @@ def summary_rows(end: RunEnded, run: RunStarted | None) -> list[tuple[str, str]]
     return rows + [(label, place) for label, place in places if place]
 
 
+def summary_sentence(end: RunEnded, run: RunStarted | None) -> str:
+    """Return the summary as one line."""
+    best = [f"best {name} {value:.4f}" for name, value in end.best.items()]
+    parts = [f"{end.step:,} steps in {duration(end.total_time)}", *best, *([run.run_dir] if run else [])]
+    return f"{summary_title(end)}: {', '.join(parts)}"
+
+
 def sent_words(sent: int, plain: int | None) -> str:
     """Return how many bytes a rank sent, and what share of ddp's: `1.2 MB per rank, 2.0% of ddp's 60 MB`."""
     words = f"{size(sent)} per rank"

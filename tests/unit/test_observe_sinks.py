@@ -37,11 +37,11 @@ def test_tensorboard_reads_what_was_written(tmp_path):
     assert scalars(tmp_path) == before_closing
     assert before_closing["train/loss"] == [(1, 1.0), (2, math.inf)]
     assert before_closing["val/accuracy"] == [(2, 0.75)]
-    assert before_closing["grad_norm"] == [(1, 2.0)]
-    assert before_closing["learning_rate"] == [(1, 0.5), (2, 0.5)]
-    assert before_closing["throughput/samples_per_second"] == [(1, 64.0), (2, 0.0)]
-    assert (before_closing["gpu/utilization"], before_closing["throughput/speedup"]) == ([(1, 0.75)], [(1, 1.5)])
-    assert before_closing["memory/bytes"] == [(1, 1024.0), (2, 1024.0)]
+    assert before_closing["train/grad_norm"] == [(1, 2.0)]
+    assert before_closing["train/learning_rate"] == [(1, 0.5), (2, 0.5)]
+    assert before_closing["perf/samples_per_second"] == [(1, 64.0), (2, 0.0)]
+    assert (before_closing["system/gpu_utilization"], before_closing["perf/speedup"]) == ([(1, 0.75)], [(1, 1.5)])
+    assert before_closing["system/memory_bytes"] == [(1, 1024.0), (2, 1024.0)]
 
 
 def test_a_resumed_run_adds_to_the_same_curves(tmp_path):
