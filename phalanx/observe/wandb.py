@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import secrets
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -36,8 +38,8 @@ class WandbSink:
         self._status = "failed"
         self._is_ours = self._wandb.run is None
         settings = {key: value for key, value in (config or {}).items() if value is not None}
+        before = read_tracking(run_dir, "wandb") if resumes else None
         if self._is_ours:
-            before = read_tracking(run_dir, "wandb") if resumes else None
             self._run = self._start(run_dir, project, name, before or secrets.token_hex(4))
             write_tracking(run_dir, "wandb", self._run.id)
         else:
@@ -46,8 +48,10 @@ class WandbSink:
         # Not W&B's own step, which cannot go back: a resumed run repeats the steps after its checkpoint.
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
-        is_offline = self._is_ours and self._run.offline
-        self.next_commands = [f"wandb sync {self._run.settings.sync_dir}"] if is_offline else []
+        self.next_commands: list[str] = []
+        if self._is_ours and self._run.offline:
+            folder = os.path.relpath(self._run.settings.sync_dir)
+            self.next_commands = [f"wandb sync {'--append ' if before else ''}{shlex.quote(folder)}"]
 
     def handle(self, event: Event) -> None:
         """Log the event's values; W&B sends them in the background."""
@@ -70,11 +74,17 @@ class WandbSink:
     def _start(self, run_dir: Path, project: str | None, name: str | None, run_id: str) -> Any:
         """Start or continue a run; refuse before training begins where W&B cannot be reached or the user is unknown."""
         wandb = self._wandb
+        is_offline = wandb.setup().settings.mode == "offline"
         # The launcher keeps what ranks print; W&B must not replace the streams of this process.
-        settings = wandb.Settings(console="off", silent=wandb.setup().settings.mode == "offline")
+        settings = wandb.Settings(console="off", silent=is_offline)
         try:
             return wandb.init(
-                project=project, name=name, id=run_id, resume="allow", dir=run_dir.absolute(), settings=settings
+                project=project or os.environ.get("WANDB_PROJECT") or "phalanx",
+                name=name,
+                id=run_id,
+                resume=None if is_offline else "allow",
+                dir=run_dir.absolute(),
+                settings=settings,
             )
         except wandb.errors.Error as error:
             raise UsageError(
