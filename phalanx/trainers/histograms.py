@@ -42,7 +42,7 @@ class HistogramCallback(Callback):
         if self._wants_gradients:
             self._wants_gradients = False
             named = ((name, weight.grad) for name, weight in trainer.task.model.named_parameters())
-            self._write("gradients", trainer.step + 1, ((name, grad) for name, grad in named if grad is not None))
+            self._write("gradients", trainer.step, ((name, grad) for name, grad in named if grad is not None))
 
     def _write(self, group: str, step: int, tensors: Iterable[tuple[str, torch.Tensor | nn.Parameter]]) -> None:
         found = ((name, histogram_of(tensor)) for name, tensor in tensors)
