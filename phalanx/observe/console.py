@@ -31,7 +31,8 @@ _SLOW_CHECKPOINT = 5.0
 class Console:
     """Shows events, the ranks' own output and the launcher's notices; by lines, or drawn on a terminal.
 
-    `progress`: whether steps, epochs and metrics are shown; without them the summary and warnings remain.
+    `progress`: whether steps, epochs and metrics are shown; without them the summary and warnings remain, on standard
+    error, so that standard output has only what the ranks print.
     `verbosity`: "quiet" leaves one line at the end (none without progress); "verbose" shows every event.
     `log_dir`: where the launcher keeps the heartbeats, by which the bar moves between two events.
     """
@@ -55,15 +56,22 @@ class Console:
         self._run: RunStarted | None = None
         out, err = guarded_streams(out, err)
         self.streams = Streams.of(out, err)
-        self._view: PlainView | RichView = PlainView(out, err, interval=0.0 if self._is_verbose else interval)
-        if out.isatty() and os.environ.get("TERM", "") not in ("", "dumb", "unknown"):
+        self._out = out
+        shown = out if progress else err
+        self._view: PlainView | RichView = PlainView(shown, err, interval=0.0 if self._is_verbose else interval)
+        if shown.isatty() and os.environ.get("TERM", "") not in ("", "dumb", "unknown"):
             from phalanx.observe.richview import RichView
 
-            self._view = RichView(out, err, self._beat)
+            self._view = RichView(shown, err, self._beat)
 
     def rank_output(self, rank: int, label: str, text: str, *, err: bool = False) -> None:
         """Show what a rank printed, labelled when several ranks are shown."""
-        self._view.output(labelled_line(label, text) if self._show_labels else text, err=err)
+        text = labelled_line(label, text) if self._show_labels else text
+        if self._progress or err:
+            self._view.output(text, err=err)
+        else:
+            self._out.write(text)
+            self._out.flush()
 
     def handle(self, event: Event | Mapping[str, Any]) -> None:
         """Show an event, given as such or as plain data; unknown kinds are ignored."""
@@ -88,7 +96,7 @@ class Console:
         """Show a notice of the launcher."""
         if self._progress:
             self._view.line(text, kind="dim")
-        else:  # standard output is the ranks' alone
+        else:
             self._view.output(f"phalanx: {text}\n", err=True)
 
     def error(self, text: str) -> None:

@@ -152,8 +152,14 @@ def test_quiet_without_progress_shows_errors_alone():
     assert err.getvalue() == "it broke\n"
 
 
-def test_without_progress_the_summary_and_warnings_remain():
-    lines = shown(progress=False).splitlines()
+def test_without_progress_the_summary_and_warnings_remain_on_standard_error():
+    out, err = io.StringIO(), io.StringIO()
+    console = Console(progress=False, out=out, err=err)
+    for event in ALL:
+        console.handle(event)
+    console.rank_output(0, "r0", "mine\n")
+    assert out.getvalue() == "mine\n"
+    lines = re.sub(r"\d\d:\d\d:\d\d ", "", err.getvalue()).splitlines()
     assert lines[:2] == ["warning: slow disk", "Training finished"]
     assert lines[-1] == "  tensorboard --logdir runs/1"
     assert not any("loss 0.5" in line for line in lines)
