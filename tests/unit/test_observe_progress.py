@@ -7,9 +7,14 @@ import re
 import time
 
 import pytest
+import torch
 from rich.console import Console as Terminal
+from torch import nn
+from torch.utils.data import TensorDataset
 
-from phalanx.observe import events
+from phalanx import PyTorchDDPTrainer
+from phalanx.loop import formation
+from phalanx.observe import events, heartbeat
 from phalanx.observe.console import Console
 from phalanx.observe.heartbeat import Beat, HeartbeatBoard, board_path
 from phalanx.observe.pace import Pace
@@ -196,3 +201,29 @@ def test_the_remaining_time_leaves_the_start_out():
     now[0] = 61.0
     assert pace.remaining(111) == pytest.approx(0.1 * 89)
     assert Pace(0, None).remaining(5) is None
+
+
+class Phases:
+    """A sink that keeps the phases of a run."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[str, str, int | None]] = []
+
+    def handle(self, event: events.Event) -> None:
+        if isinstance(event, events.Phase):
+            self.found.append((event.name, event.state, event.total))
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_run_reports_compilation_and_how_many_batches_an_evaluation_has(tmp_path, monkeypatch):
+    monkeypatch.setattr(formation, "compile_in_place", lambda model: lambda: None)
+    phases = Phases()
+    data = TensorDataset(torch.ones(10, 2), torch.ones(10, 1))
+    trainer = PyTorchDDPTrainer(nn.Linear(2, 1), num_workers=1, device="cpu", batch_size=2, callbacks=[phases],
+                                loss_fn=nn.MSELoss(), run_dir=str(tmp_path), progress=False, compile=True)  # fmt: skip
+    trainer.fit(data, data)
+    evaluation = [("evaluate", "begin", 5), ("evaluate", "end", None)]
+    assert phases.found == [("compile", "begin", None), ("compile", "end", None), *evaluation]
+    assert heartbeat.current().read(0).part == 4, "the batches before the last one are counted as done"
