@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
 from phalanx.loop.hooks import Callback
 from phalanx.observe.tensorboard import Histogram, TensorBoardSink
@@ -25,11 +26,12 @@ class HistogramCallback(Callback):
         self._sink = sink
         self._every = every
         self._wants_gradients = True
+        self._hook: RemovableHandle | None = None
 
     def on_fit_start(self, trainer: Any) -> None:
         """Look at gradients before the optimizer uses and clears them; an engine that owns the step has none here."""
         if isinstance(trainer.optimizer, torch.optim.Optimizer):
-            trainer.optimizer.register_step_pre_hook(lambda *_: self._before_step(trainer))
+            self._hook = trainer.optimizer.register_step_pre_hook(lambda *_: self._before_step(trainer))
 
     def on_epoch_end(self, trainer: Any, epoch: int, metrics: dict[str, float]) -> None:
         """Write the weights where it is due."""
@@ -37,6 +39,11 @@ class HistogramCallback(Callback):
             named = trainer.task.model.named_parameters()
             self._write("weights", trainer.step, named)
             self._wants_gradients = True
+
+    def on_fit_end(self, trainer: Any) -> None:
+        """Leave the optimizer, which may be the user's, as it was."""
+        if self._hook is not None:
+            self._hook.remove()
 
     def _before_step(self, trainer: Any) -> None:
         if self._wants_gradients:
