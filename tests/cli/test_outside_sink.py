@@ -82,7 +82,7 @@ def test_a_sink_of_another_package_gets_every_event_once(tmp_path, installed):
 @pytest.mark.parametrize(
     ("names", "code", "error"),
     [
-        ("counter,conter", 2, "no installed package has a sink 'conter'. Did you mean 'counter'?"),
+        ("counter,kounter", 2, "no installed package has a sink 'kounter'. Did you mean 'counter'?"),
         ("broken", 2, "the entry point broken = outside:missing in the group phalanx.sinks cannot be loaded"),
         ("nothing", 2, "the entry point nothing in the group phalanx.sinks gave None, which is not a sink"),
     ],
