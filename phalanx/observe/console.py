@@ -153,8 +153,7 @@ class Console:
             if self._is_verbose or not event.ends_epoch:  # else the line of the epoch has the same values
                 self._view.line(format.metrics_line(event, self._run), kind="metrics")
         elif isinstance(event, events.CheckpointSaved):
-            is_best = getattr(event, "is_best", False)
-            if self._is_verbose or is_best or event.seconds > _SLOW_CHECKPOINT:
+            if self._is_verbose or event.best or event.seconds > _SLOW_CHECKPOINT:
                 self._view.line(format.checkpoint_line(event), kind="dim")
         elif isinstance(event, events.Phase):
             self._show_phase(event)

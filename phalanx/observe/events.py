@@ -157,6 +157,8 @@ class CheckpointSaved(Event):
     path: str
     seconds: float
     bytes: int
+    best: bool = False
+    """Whether it is the best one so far, by the metric of `keep_best`."""
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,7 @@ def epoch_line(event: EpochDone, run: RunStarted | None) -> str:
 
 def checkpoint_line(event: CheckpointSaved) -> str:
     """Return where a checkpoint is, its size and its time."""
-    return f"checkpoint {event.path} ({size(event.bytes)} in {event.seconds:.2f} s)"
+    return f"{'best ' * event.best}checkpoint {event.path} ({size(event.bytes)} in {event.seconds:.2f} s)"
 
 
 def membership_line(event: Membership) -> str:

@@ -13,7 +13,7 @@ from phalanx.errors import UsageError
 from phalanx.observe.events import Event, MetricsReported, RunEnded, RunStarted, StepDone
 from phalanx.observe.tracking import read_tracking, write_tracking
 
-_EXIT_CODES = {"failed": 1, "preempted": 1}
+_EXIT_CODES = {"failed": 1, "preempted": 1, "interrupted": 1}
 _FACTS = ("world_size", "device", "strategy", "precision", "global_batch", "parameters")
 
 

@@ -182,6 +182,9 @@ def test_normal_leaves_out_quick_checkpoints_and_verbose_shows_every_event():
     ):
         assert line in verbose, line
     assert "a note" in normal
+    out = io.StringIO()
+    Console(out=out, err=out).handle(events.CheckpointSaved(10, "ckpt/step-10", 0.1, 1000, best=True))
+    assert "best checkpoint ckpt/step-10 (" in out.getvalue()
 
 
 def test_verbose_names_the_ranks_that_join():
