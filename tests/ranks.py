@@ -121,7 +121,8 @@ class ScriptRun:
     log_dir: Path
 
     def log(self, rank: int) -> str:
-        return (self.log_dir / f"rank-{rank}.log").read_text()
+        path = self.log_dir / f"rank-{rank}.log"
+        return path.read_text() if path.exists() else ""  # a rank that printed nothing leaves no log
 
     @property
     def report(self) -> str:

@@ -22,6 +22,8 @@ from phalanx.recipes import Recipe, load_recipe, recipe_names
 from phalanx.recipes.recipe import read_changes
 
 _BARE = "<bare flag>"
+_SHORT = {"verbosity": {"-q": "quiet", "-v": "verbose"}}
+"""Short flags that stand for a value of a setting."""
 
 
 class FlagParser(argparse.ArgumentParser):
@@ -154,6 +156,10 @@ def _add_flag(section: argparse._ArgumentGroup, name: str) -> None:
     members = kinds(field)
     if "bool" not in members:
         section.add_argument(flag, dest=name, default=argparse.SUPPRESS, metavar=_metavar(field), help=text)
+        for short, value in _SHORT.get(name, {}).items():
+            section.add_argument(
+                short, dest=name, action="store_const", const=value, default=argparse.SUPPRESS, help=argparse.SUPPRESS
+            )
         return
     if "str" in members:
         bare: dict[str, Any] = {"nargs": "?", "const": _BARE, "metavar": _metavar(field)}

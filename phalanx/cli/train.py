@@ -198,13 +198,12 @@ def _launch(
     run_dir = make_run_dir(config, target_name(recipe, script))
     record = _record(resolved, recipe, script)
     (record.continuing(run_dir) if config.resume_from_checkpoint else record).write(run_dir)
-    ranks = f"{layout.world_size} rank{'s' * (layout.world_size > 1)}"
     with scratch_folder("run") as folder:
         target: Target | None = script if recipe is None else recipe_target(recipe, config, run_dir, folder)
         assert target is not None, "either a recipe or a script was named"
         spec = launch_spec(config, layout, target, run_dir / "logs", env=_rank_environment(resolved, config, run_dir))
         try:  # the console of a script shows its output only
-            run_on_ranks(spec, config, notice=f"starting {ranks} on {layout.device}" if recipe is not None else "")
+            run_on_ranks(spec, config, waiting="" if recipe is None else layout.starting)
         except PhalanxError as error:
             if isinstance(error, PreemptedError) and StoredRun(run_dir).checkpoints:
                 error.hint = f"To resume: phalanx resume {StoredRun(run_dir).name}"

@@ -52,7 +52,7 @@ _USED_BY_KERAS = {
     *("momentum", "weight_decay", "seed", "drop_last", "data_dir", "mixed_precision", "timeout", "start_timeout"),
     *("num_servers", "checkpoint_dir", "checkpoint_frequency", "resume_from_checkpoint", "run_dir", "name"),
     *("tensorboard", "tensorboard_dir", "mlflow_tracking", "mlflow_experiment", "log_every_n_steps", "progress"),
-    *("console_ranks", "max_restarts", "stop_grace"),
+    *("console_ranks", "verbosity", "wandb", "sinks", "max_restarts", "stop_grace"),
 }
 _IGNORED_BY_KERAS = {
     *("gradient_accumulation_steps", "gradient_clipping", "scaler_init_scale", "scaler_growth_interval", "compile"),

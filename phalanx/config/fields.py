@@ -335,15 +335,27 @@ class Monitoring:
     name: str | None = option(None, "name of the run (default: the recipe, script or model)")
     tensorboard: bool = option(False, "write TensorBoard files")
     tensorboard_dir: str | None = option(
-        None, "folder of these files (default: <run_dir>/tensorboard); setting it turns tensorboard on"
+        None, "folder of these files (default: run_dir, so that TensorBoard shows the run's name); turns tensorboard on"
+    )
+    tensorboard_histograms: int = option(
+        0, "write histograms of weights and gradients to TensorBoard every this many epochs (0: never)", minimum=0
     )
     mlflow_tracking: bool = option(False, "log to MLflow (extra: phalanx[mlflow])")
     mlflow_experiment: str | None = option(None, "MLflow experiment; setting it turns mlflow_tracking on")
+    wandb: bool | str = option(False, "log to Weights & Biases: true, or the project's name (extra: phalanx[wandb])")
+    sinks: str | None = option(
+        None, "receivers of events from other packages (entry points of the group phalanx.sinks), separated by commas"
+    )
     reference_throughput: float | None = option(
         None, "samples per second of one rank, as measured: the speedup of the run against it is reported", above=0
     )
     log_every_n_steps: int = option(10, "read losses and report every this many steps", minimum=1)
     progress: bool = option(True, "show the progress bar or lines")
+    verbosity: str = option(
+        "normal",
+        "what the console shows; quiet (-q): errors, what ranks print and the result; verbose (-v): every event",
+        choices=("quiet", "normal", "verbose"),
+    )
     console_ranks: str = option("0", "ranks whose output the console shows", choices=("0", "all"))
 
 

@@ -78,7 +78,7 @@ class Attempt(Follower):
                 raise
         finally:
             if self._group is not None:
-                self._group.close(self._selector)
+                self._group.close(self._selector, failed=self._failure is not None)
             if self._evidence is not None:
                 self._evidence.close()
             self._selector.close()

@@ -9,7 +9,7 @@ import selectors
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from phalanx.host.processes import kill_group
 from phalanx.launch.environment import NodeInfo, rank_environment, threads_per_rank
 from phalanx.launch.forkserver import messages
 from phalanx.launch.forkserver.client import Session
-from phalanx.launch.output import OutputPump, RankConsole, RankLog
+from phalanx.launch.output import OutputPump, RankConsole, RankLog, log_path
 from phalanx.launch.spec import CallTarget, LaunchSpec
 from phalanx.launch.target import to_message
 
@@ -34,6 +34,15 @@ def stack_path(log_dir: Path, rank: int) -> Path:
 def open_stack(log_dir: Path, rank: int) -> int:
     """Create the file of `stack_path`."""
     return os.open(stack_path(log_dir, rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+
+
+def remove_empty(log_dir: Path, ranks: Iterable[int], *, logs: bool) -> None:
+    """Remove the empty stack files of ranks that have ended and, with `logs`, their empty logs."""
+    for rank in ranks:
+        for path in (stack_path(log_dir, rank), *([log_path(log_dir, rank)] if logs else [])):
+            with contextlib.suppress(OSError):  # a full or lost disk is reported by those who write there
+                if path.stat().st_size == 0:
+                    path.unlink()
 
 
 @dataclass
@@ -182,8 +191,8 @@ class RankGroup:
             pump.resize()
         self.signal(signal.SIGWINCH)
 
-    def close(self, selector: selectors.BaseSelector) -> None:
-        """Pass on the last output and events, and close everything."""
+    def close(self, selector: selectors.BaseSelector, *, failed: bool = False) -> None:
+        """Pass on the last output and events, close everything and remove empty files; a report may name the logs."""
         self._take_events()
         selector.unregister(self._events)
         self._events.close()
@@ -194,3 +203,4 @@ class RankGroup:
             pump.close()
         for log in self._logs:
             log.close()
+        remove_empty(self._spec.log_dir, [state.rank for state in self.ranks.values()], logs=not failed)

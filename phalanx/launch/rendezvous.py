@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import selectors
 import socket
@@ -26,6 +27,7 @@ class Rendezvous:
     def __init__(self, spec: LaunchSpec, session: Session) -> None:
         self._spec = spec
         self._session = session
+        self._log = spec.log_dir.absolute() / "store.log"
         self.agent: socket.socket | None = None
         """The connection to the store agent, to wait on for `receive`."""
         self.agent_key = ""
@@ -67,8 +69,8 @@ class Rendezvous:
         self.agent, far_end = messages.socket_pair()
         self.agent_key = key
         with far_end:
-            log = str(self._spec.log_dir.absolute() / "store.log")
-            self._session.fork({"do": "agent", "key": key, "log": log, **request}, [far_end.fileno(), *descriptors])
+            request = {"do": "agent", "key": key, "log": str(self._log), **request}
+            self._session.fork(request, [far_end.fileno(), *descriptors])
 
     def receive(self) -> messages.Message | None:
         """Return the agent's next message, None when it has ended.
@@ -109,6 +111,12 @@ class Rendezvous:
 
     def leave(self) -> None:
         """End the agent and wait for its end; with several nodes it waits a moment for the slower ones."""
+        self._end_agent()
+        with contextlib.suppress(OSError):
+            if self._log.stat().st_size == 0:
+                self._log.unlink()
+
+    def _end_agent(self) -> None:
         key = self.agent_key
         self.close()
         deadline = time.monotonic() + _LEAVE_SECONDS

@@ -52,19 +52,24 @@ def evaluate(
     return sums.result()
 
 
-def _first_batches(loader: PreparedLoader, limit: float | None) -> Iterator[Any]:
-    """Yield a rank's first batches; every rank gets as many."""
+def batches_to_measure(loader: PreparedLoader, limit: float | None) -> int | None:
+    """Return how many batches per rank an evaluation takes; None where the data has no length."""
+    length = loader.sharded.steps_per_epoch
     if isinstance(limit, float):
-        try:
-            limit = max(1, round(limit * len(loader)))
-        except TypeError:
+        if length is None:
             raise UsageError(
                 f"limit_val_batches = {limit} is a share of the batches, but the data has no length",
                 hint="Write a number of batches per rank: limit_val_batches=50.",
-            ) from None
+            )
+        return max(1, round(limit * length))
+    return length if limit is None else limit if length is None else min(limit, length)
+
+
+def _first_batches(loader: PreparedLoader, limit: float | None) -> Iterator[Any]:
+    """Yield a rank's first batches; every rank gets as many."""
     batches = iter(loader)
     try:
-        yield from itertools.islice(batches, limit)
+        yield from itertools.islice(batches, None if limit is None else batches_to_measure(loader, limit))
     finally:
         batches.close()  # type: ignore[attr-defined]
 

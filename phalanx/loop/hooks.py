@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from phalanx.errors import UsageError
+from phalanx.observe.sinks import Sink
 
 if TYPE_CHECKING:
     import torch
@@ -56,13 +57,17 @@ class Hooks:
     def __init__(self, callbacks: list[Any] | None = None) -> None:
         self._every: list[tuple[Hook, int]] = []
         self._callbacks: list[Callback] = []
+        self.sinks: list[Sink] = []
+        """Receivers of events that were given among the callbacks."""
         for item in callbacks or []:
             self.add(item)
 
     def add(self, item: Any, every: int = 1) -> None:
-        """Add a `Callback`, a function of StepInfo, or a (function, every) pair."""
+        """Add a `Callback`, a function of StepInfo, a (function, every) pair, or a sink of events."""
         if isinstance(item, Callback):
             self._callbacks.append(item)
+        elif isinstance(item, Sink) and not isinstance(item, type):
+            self.sinks.append(item)
         elif isinstance(item, tuple) and len(item) == 2 and callable(item[0]):
             self.add(*item)
         elif callable(item):
@@ -73,7 +78,8 @@ class Hooks:
         else:
             raise UsageError(
                 f"{item!r} is not a callback",
-                hint="Give a phalanx Callback, a function of StepInfo, or (function, every).",
+                hint="Give a phalanx Callback, a function of StepInfo, (function, every), or an object with the "
+                "methods handle(event) and close().",
             )
 
     @property

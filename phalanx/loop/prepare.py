@@ -19,6 +19,7 @@ from phalanx.errors import UsageError
 from phalanx.loop.ema import WeightAverage
 from phalanx.loop.gradients import Gradients
 from phalanx.loop.precision import Precision
+from phalanx.observe.heartbeat import current as current_heartbeat
 from phalanx.strategies.base import Strategy
 from phalanx.world.seed import rng_state, set_rng_state
 from phalanx.world.world import World
@@ -87,7 +88,10 @@ class PreparedLoader:
 
     def __iter__(self) -> Iterator[Any]:
         if self._gradients is None:
-            yield from self.sharded
+            board = current_heartbeat()
+            for number, batch in enumerate(self.sharded):
+                board.count(number)
+                yield batch
             return
         sharded, begin = self.sharded, self._gradients.begin
         try:

@@ -125,6 +125,8 @@ class Reporter:
         self.say(config.unused_note, "warning")
         for note in notes:
             self.say(note)
+        if config.compile:
+            self._events.emit(Phase("compile", "begin"))
         if total_steps is not None and step >= total_steps:
             left = f"the checkpoint is at step {step}, and the run ends at step {total_steps}"
             self.say(f"nothing is left to train: {left}. Raise epochs or max_steps to go on.", "warning")
@@ -157,6 +159,8 @@ class Reporter:
             if self._facts.world.device.type == "cuda":  # else the first steps' work would count in the next one
                 torch.cuda.synchronize(self._facts.world.device)
             self._speed.warmed_up()
+            if self._facts.config.compile:
+                self._events.emit(Phase("compile", "end", self._speed.warm_up_seconds))
         self.samples += samples
         self._epoch_samples += samples
 
@@ -225,10 +229,10 @@ class Reporter:
             self.say(note, "warning")
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Time something that is not training, outside the throughput."""
+    def phase(self, name: str, total: int | None = None) -> Iterator[None]:
+        """Time something that is not training, outside the throughput; `total`: its batches, where it has some."""
         began = time.monotonic()
-        self._events.emit(Phase(name, "begin"))
+        self._events.emit(Phase(name, "begin", total=total))
         self._update_totals()
         with self._speed.paused():
             yield
@@ -252,7 +256,10 @@ class Reporter:
                 throughput=self.history.throughput,
                 best={name: value for name, value in best.items() if value is not None},
                 checkpoint=checkpoint,
-                next_commands=[f"{_command('tensorboard')} --logdir {folder}"] if folder else [],
+                next_commands=[
+                    *([f"{_command('tensorboard')} --logdir {folder}"] if folder else []),
+                    *self._events.next_commands,
+                ],
                 tokens_per_second=self.history.tokens_per_second,
                 mfu=self.history.mfu,
                 speedup=self.history.speedup,
@@ -314,7 +321,7 @@ def tensorboard_dir(config: Any, run_dir: Path) -> str | None:
     """Return where TensorBoard files go, or None when none are wanted."""
     if config.tensorboard_dir is not None:
         return str(config.tensorboard_dir)
-    return str(run_dir / "tensorboard") if config.tensorboard else None
+    return str(run_dir) if config.tensorboard or config.tensorboard_histograms else None
 
 
 def _gpu_load(device: torch.device) -> GpuLoad | None:

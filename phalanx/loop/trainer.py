@@ -10,7 +10,7 @@ from typing import Any
 from phalanx.errors import NonFiniteLossError
 from phalanx.loop.best import BestCheckpoint, MetricWatch
 from phalanx.loop.ema import WeightAverage
-from phalanx.loop.evaluate import evaluate
+from phalanx.loop.evaluate import batches_to_measure, evaluate
 from phalanx.loop.formation import Formation
 from phalanx.loop.forward import Forward, decide_forward
 from phalanx.loop.hooks import Hooks, StepInfo
@@ -54,6 +54,8 @@ class TrainLoop:
             self.schedule = OwnSchedule(scheduler, lambda step: step if by_step else self.epoch)
         self._settings = OptimizerSettings(self.optimizer) if task.optimizer is None else None
         self.hooks = Hooks(task.callbacks)
+        for sink in self.hooks.sinks if formation.is_main else ():
+            events.add(sink)
         self.ledger = LossLog(formation.world)
         self.stop = StopRequest(formation.world, None if formation.strategy.in_lockstep else self._ranks_synced)
         world = formation.world
@@ -248,7 +250,8 @@ class TrainLoop:
         """Evaluate, and decide by the result."""
         limit, task = self.config.limit_val_batches, self.task
         assert self.val_loader is not None
-        with self.report.phase("evaluate"), self.formation.averaged():
+        total = batches_to_measure(self.val_loader, limit)
+        with self.report.phase("evaluate", total), self.formation.averaged():
             metrics = evaluate(self.formation, self.model, self.val_loader, task.loss_fn, task.metrics, limit)
         self._evaluated = (self.step, metrics)
         self._judge("val", metrics)

@@ -94,17 +94,17 @@ class StepDone(Event):
         """Return the curves that this step is a point of, by the names that dashboards show."""
         values = {
             "train/loss": self.loss,
-            "learning_rate": self.learning_rate,
-            "throughput/samples_per_second": self.samples_per_second,
-            "throughput/step_seconds": self.step_seconds,
-            "memory/bytes": float(self.memory_bytes),
+            "train/learning_rate": self.learning_rate,
+            "perf/samples_per_second": self.samples_per_second,
+            "perf/step_seconds": self.step_seconds,
+            "system/memory_bytes": float(self.memory_bytes),
         }
         rest = {
-            "grad_norm": self.grad_norm,
-            "throughput/tokens_per_second": self.tokens_per_second,
-            "throughput/mfu": self.mfu,
-            "throughput/speedup": self.speedup,
-            "gpu/utilization": self.gpu_utilization,
+            "train/grad_norm": self.grad_norm,
+            "perf/tokens_per_second": self.tokens_per_second,
+            "perf/mfu": self.mfu,
+            "perf/speedup": self.speedup,
+            "system/gpu_utilization": self.gpu_utilization,
         }
         return values | {name: value for name, value in rest.items() if value is not None}
 
@@ -117,6 +117,8 @@ class Phase(Event):
     name: str
     state: Literal["begin", "end"]
     seconds: float = 0.0
+    total: int | None = None
+    """How many batches an evaluation has, where that is known."""
 
 
 @dataclass(frozen=True)

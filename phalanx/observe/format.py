@@ -81,7 +81,7 @@ def epoch_line(event: EpochDone, run: RunStarted | None) -> str:
 
 def checkpoint_line(event: CheckpointSaved) -> str:
     """Return where a checkpoint is, its size and its time."""
-    return f"checkpoint {event.path} ({size(event.bytes)} in {event.seconds:.2f} s)"
+    return f"{'best ' * event.best}checkpoint {event.path} ({size(event.bytes)} in {event.seconds:.2f} s)"
 
 
 def membership_line(event: Membership) -> str:
@@ -145,6 +145,13 @@ def summary_rows(end: RunEnded, run: RunStarted | None) -> list[tuple[str, str]]
         ("logs", (run.log_dir or run.run_dir) if run else None),
     ]
     return rows + [(label, place) for label, place in places if place]
+
+
+def summary_sentence(end: RunEnded, run: RunStarted | None) -> str:
+    """Return the summary as one line."""
+    best = [f"best {name} {value:.4f}" for name, value in end.best.items()]
+    parts = [f"{end.step:,} steps in {duration(end.total_time)}", *best, *([run.run_dir] if run else [])]
+    return f"{summary_title(end)}: {', '.join(parts)}"
 
 
 def sent_words(sent: int, plain: int | None) -> str:

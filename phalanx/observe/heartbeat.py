@@ -1,7 +1,7 @@
 """Heartbeats: each rank's step and time in a small shared file, cheap enough to write at every step.
 
-The launcher makes the file; a rank writes its own 16 bytes through a memory map, so a beat costs no system call and
-the last step is still there to read after the rank was killed.
+The launcher makes the file; a rank writes its own 24 bytes through a memory map, so a beat costs no system call and
+the last step is still there to read after the rank was killed. The progress bar reads it whenever it is drawn.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from pathlib import Path
 
 from phalanx.host.files import replace_file
 
-_ENTRY = struct.Struct("=qd")
+_ENTRY = struct.Struct("=qdq")
+_PART = struct.Struct("=dq")
+_PART_OFFSET = 8
 _NEVER = -1
 
 
@@ -26,6 +28,8 @@ class Beat:
 
     step: int
     time: float
+    part: int = 0
+    """How many batches of the evaluation under way are done."""
 
 
 def board_path(log_dir: Path, node_rank: int = 0) -> Path:
@@ -46,43 +50,63 @@ class HeartbeatBoard:
     @classmethod
     def create(cls, path: Path, world_size: int) -> HeartbeatBoard:
         """Make an empty board for `world_size` ranks; processes that have an old one open keep it."""
-        replace_file(path, _ENTRY.pack(_NEVER, 0.0) * world_size)
+        replace_file(path, _ENTRY.pack(_NEVER, 0.0, 0) * world_size)
         return cls(path)
 
     def beat(self, step: int) -> None:
         """Write that this rank is alive and at `step`."""
-        _ENTRY.pack_into(self._map, self._offset, step, time.time())
+        _ENTRY.pack_into(self._map, self._offset, step, time.time(), 0)
+
+    def count(self, part: int) -> None:
+        """Write that this rank is alive, and how many batches of an evaluation are done."""
+        _PART.pack_into(self._map, self._offset + _PART_OFFSET, time.time(), part)
 
     def read(self, rank: int) -> Beat | None:
         """Return the last beat of `rank`, or None when it never gave one."""
-        step, when = _ENTRY.unpack_from(self._map, rank * _ENTRY.size)
-        return None if step == _NEVER else Beat(step, when)
+        step, when, part = _ENTRY.unpack_from(self._map, rank * _ENTRY.size)
+        return None if step == _NEVER else Beat(step, when, part)
 
     def close(self) -> None:
         """Close the file."""
         self._map.close()
 
 
-class SilentBoard:
-    """A board that does nothing, where no launcher reads."""
+class LocalBoard:
+    """The board of a process that no launcher started: only the process itself can read it."""
+
+    def __init__(self) -> None:
+        self._beat: Beat | None = None
 
     def beat(self, step: int) -> None:
-        """Do nothing."""
+        """Keep the step."""
+        self._beat = Beat(step, time.time())
+
+    def count(self, part: int) -> None:
+        """Keep how many batches of an evaluation are done."""
+        if self._beat is not None:
+            self._beat = Beat(self._beat.step, time.time(), part)
 
     def read(self, rank: int) -> Beat | None:
-        """Return None."""
-        return None
+        """Return the last beat of this process, whose rank it is; None when it never gave one."""
+        return self._beat
+
+    def close(self) -> None:
+        """Do nothing: there is no file."""
+
+
+Board = HeartbeatBoard | LocalBoard
+_LOCAL = LocalBoard()
 
 
 @functools.cache
-def _open(log_dir: str, node_rank: str, rank: str) -> HeartbeatBoard | SilentBoard:
+def _open(log_dir: str, node_rank: str, rank: str) -> Board:
     path = board_path(Path(log_dir), int(node_rank))
-    return HeartbeatBoard(path, int(rank)) if path.exists() else SilentBoard()
+    return HeartbeatBoard(path, int(rank)) if path.exists() else _LOCAL
 
 
-def current() -> HeartbeatBoard | SilentBoard:
-    """Return this rank's board, or one that does nothing when no launcher made any. Ask once, not at every step."""
+def current() -> Board:
+    """Return this rank's board, or one of its own when no launcher made any. Ask once, not at every step."""
     log_dir = os.environ.get("PHALANX_LOG_DIR", "")
     if not log_dir:
-        return SilentBoard()
+        return _LOCAL
     return _open(log_dir, os.environ.get("GROUP_RANK", "0"), os.environ.get("RANK", "0"))

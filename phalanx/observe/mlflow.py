@@ -9,13 +9,14 @@ from typing import Any
 
 from phalanx.errors import UsageError
 from phalanx.observe.events import Event, MetricsReported, RunEnded, RunStarted, StepDone
+from phalanx.observe.tracking import read_tracking, write_tracking
 
 _START_PARAMS = ("world_size", "strategy", "precision", "global_batch", "parameters", "device")
 _OPENED = "MLFLOW_RUN_ID"
 """The run that another process opened and will end: the one that started the ranks, or the user's."""
 _DEFAULT_URI = "sqlite:///mlflow.db"
-_METRICS = {"throughput/samples_per_second": "throughput"}
-"""Names of metrics in MLflow. A name must not be the folder of another: "throughput" and "throughput/mfu"."""
+_ALSO = {"perf/samples_per_second": "throughput", "perf/speedup": "speedup"}
+"""Metrics that have a second, shorter name in MLflow."""
 _STATUS = {"finished": "FINISHED", "stopped": "FINISHED", "failed": "FAILED"}
 
 
@@ -32,7 +33,10 @@ class MlflowSink:
         run_name: str | None = None,
         params: Mapping[str, Any] | None = None,
         run_dir: Path | None = None,
+        *,
+        resumes: bool = False,
     ) -> None:
+        """`resumes`: continue the MLflow run that an earlier run in the same `run_dir` reported to."""
         self._mlflow = import_mlflow()
         self._status = "KILLED"
         self._run_dir = run_dir
@@ -41,7 +45,9 @@ class MlflowSink:
         self._is_ours = opened is None
         if active is None and not self._mlflow.is_tracking_uri_set():
             self._mlflow.set_tracking_uri(_DEFAULT_URI)
-        self.run_id: str = opened or self._start(run_name, experiment)
+        before = read_tracking(run_dir, "mlflow") if resumes else None
+        self.run_id: str = opened or self._start(run_name, experiment, before)
+        write_tracking(run_dir, "mlflow", self.run_id)
         if params:
             # num_gpus is the user's to log: what was asked for is in config.json, and world_size what there was.
             self._log_params({n: value for n, value in params.items() if value is not None and n != "num_gpus"})
@@ -72,9 +78,11 @@ class MlflowSink:
         if self._is_ours:
             self._mlflow.end_run(self._status)
 
-    def _start(self, run_name: str | None, experiment: str) -> str:
-        """Start a run and return its id; refuse a tracking server that does not answer before training begins."""
+    def _start(self, run_name: str | None, experiment: str, before: str | None) -> str:
+        """Start or continue a run and return its id; refuse a tracking server that does not answer before training."""
         try:
+            if before is not None and self._exists(before):
+                return str(self._mlflow.start_run(run_id=before).info.run_id)
             # Not mlflow.set_experiment: that would redirect what the user's own process logs after this run.
             known = self._mlflow.get_experiment_by_name(experiment)
             number = str(known.experiment_id if known else self._mlflow.create_experiment(experiment))
@@ -87,14 +95,23 @@ class MlflowSink:
                 hint="Set MLFLOW_TRACKING_URI to a server that answers, or unset it for mlflow.db in this folder.",
             ) from error
 
+    def _exists(self, run_id: str) -> bool:
+        """Whether the server, which may be another one than before, has this run."""
+        try:
+            return bool(self._mlflow.get_run(run_id).info.lifecycle_stage == "active")
+        except self._mlflow.exceptions.MlflowException as error:
+            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                raise
+            return False
+
     def _log_file(self, name: str) -> None:
         if self._run_dir is not None and (self._run_dir / name).is_file():
             self._mlflow.MlflowClient().log_artifact(self.run_id, str(self._run_dir / name))
 
     def _log(self, step: int, values: Mapping[str, float]) -> None:
         if values:
-            named = {_METRICS.get(name, name.removeprefix("throughput/")): value for name, value in values.items()}
-            self._mlflow.log_metrics(named, step=step, run_id=self.run_id, synchronous=False)
+            also = {_ALSO[name]: value for name, value in values.items() if name in _ALSO}
+            self._mlflow.log_metrics({**values, **also}, step=step, run_id=self.run_id, synchronous=False)
 
     def _log_params(self, params: Mapping[str, Any]) -> None:
         # A joined or resumed run refuses to change a parameter, so those it has stay as they are.

@@ -11,11 +11,14 @@ from rich.console import Group
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
 from phalanx.observe import format
 from phalanx.observe.events import RunStarted, StepDone
+from phalanx.observe.heartbeat import Beat
+from phalanx.observe.pace import Pace
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -23,27 +26,47 @@ if TYPE_CHECKING:
 
 _REFRESH_PER_SECOND = 8
 _NAME_WIDTH = 16
+_WIDE = 50
+"""Columns from which the bar's row has room for the epoch."""
 _LONGEST_ROW = 1 << 16
 _STYLES = {"info": "", "dim": "dim", "good": "green", "warning": "yellow", "metrics": "cyan"}
 
 
 class RichView:
-    """Draws with rich; nothing is drawn before the run has started or after it has ended."""
+    """Draws with rich; nothing is drawn before the ranks are started or after the run has ended.
 
-    def __init__(self, out: TextIO, err: TextIO, *, clock: Callable[[], float] = time.monotonic) -> None:
+    `beat` returns where the main rank is; it is asked whenever the bar is drawn, so the bar moves between two events.
+    """
+
+    def __init__(
+        self,
+        out: TextIO,
+        err: TextIO,
+        beat: Callable[[], Beat | None] = lambda: None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._terminal = Terminal(file=out, highlight=False, emoji=False)
         self._errors = Terminal(file=err, highlight=False, emoji=False)
+        self._beat = beat
         self._clock = clock
         self._live: Live | None = None
         self._run: RunStarted | None = None
         self._last: StepDone | None = None
-        self._activity: str | None = None
+        self._pace = Pace(0, None, clock)
+        self._activity: tuple[str, Pace] | None = None
+        self._spinner = Spinner("dots" if "utf" in self._terminal.encoding.lower() else "line", style="cyan")
         self._row = ""
-        self._started = clock()
+
+    def wait(self, text: str) -> None:
+        """Draw a spinner with what happens before training."""
+        self.activity(text)
+        self._draw()
 
     def begin(self, run: RunStarted) -> None:
         """Show what is about to run, and draw the empty bar."""
-        self._run, self._last, self._started = run, None, self._clock()
+        self._run, self._last, self._activity = run, None, None
+        self._pace = Pace(run.first_step, run.total_steps, self._clock)
         self._terminal.print(Text.assemble((run.name, "bold"), "  ", (format.start_line(run), "dim")))
         self._draw()
 
@@ -52,14 +75,15 @@ class RichView:
         self._last, self._activity = event, None
         self._draw()
 
-    def activity(self, name: str | None) -> None:
-        """Show next to the bar what happens between steps."""
-        self._activity = name
+    def activity(self, name: str | None, total: int | None = None) -> None:
+        """Show below the bar what happens between steps; `total`: how many batches it has."""
+        self._activity = None if name is None else (name, Pace(0, total, self._clock))
         if self._live is not None:
             self._live.refresh()
 
     def settle(self) -> None:
         """Take the bar off the screen."""
+        self._activity = None
         if self._live is not None:
             self._live.stop()
             self._live = None
@@ -99,7 +123,10 @@ class RichView:
         table.add_column(overflow="fold")
         for label, value in rows:
             table.add_row(label, Text(value))
-        self._terminal.print(Panel(table, title=Text(title, style="bold"), title_align="left", expand=False))
+        if rows:
+            self._terminal.print(Panel(table, title=Text(title, style="bold"), title_align="left", expand=False))
+        else:
+            self._terminal.print(Text(title), soft_wrap=True)
         for command in commands:
             self._terminal.print(Text.assemble(("next  ", "dim"), (command, "bold")), soft_wrap=True)
 
@@ -119,41 +146,54 @@ class RichView:
             self._live.start()
 
     def _bar(self) -> RenderableType:
-        rows: list[RenderableType] = [self._progress_row(), self._figures_row()]
+        beat = self._beat()
+        rows: list[RenderableType] = []
+        if self._run is not None:
+            rows += [self._progress_row(self._run, beat), self._figures_row()]
+        if self._activity is not None:
+            rows.append(self._activity_row(*self._activity, beat))
         if self._row:
             rows.append(Text.from_ansi(self._row.rstrip("\r"), no_wrap=True, overflow="ellipsis"))
         return Group(*rows)
 
-    def _progress_row(self) -> Table:
-        done = self._last.step if self._last else self._first_step()
-        total = self._run.total_steps if self._run else None
+    def _progress_row(self, run: RunStarted, beat: Beat | None) -> Table:
+        logged = self._last.step if self._last else run.first_step
+        done = max(logged, beat.step) if beat else logged
+        parts = [format.of_total(done, run.total_steps), _times(self._pace, done)]
+        if self._last and self._terminal.width >= _WIDE:
+            parts.insert(1, f"epoch {format.of_total(self._last.epoch, run.epochs)}")
+        return self._row_of(Text(run.name, style="bold"), done, run.total_steps, parts)
+
+    def _activity_row(self, name: str, pace: Pace, beat: Beat | None) -> RenderableType:
+        """Return a spinner with what happens; an evaluation has a bar where the number of its batches is known."""
+        if not pace.total:
+            row = Table.grid(padding=(0, 1))
+            row.add_column()
+            row.add_column(no_wrap=True, overflow="ellipsis")
+            row.add_row(self._spinner, Text(f"{name} {format.clock(pace.elapsed)}", style="cyan"))
+            return row
+        done = min(beat.part, pace.total) if beat else 0
+        return self._row_of(Text(name, style="cyan"), done, pace.total, [f"{done}/{pace.total}", _times(pace, done)])
+
+    def _row_of(self, name: Text, done: int, total: int | None, parts: list[str]) -> Table:
         bar = ProgressBar(total=total, completed=done, pulse=total is None, width=None)
-        epochs = self._run.epochs if self._run else None
-        epoch = f"epoch {format.of_total(self._last.epoch, epochs)}" if self._last else "starting"
         row = Table.grid(padding=(0, 1), expand=True)
         row.add_column(no_wrap=True, max_width=_NAME_WIDTH, overflow="ellipsis")
         row.add_column(ratio=1)
-        for _ in range(3):
+        for _ in parts:
             row.add_column(no_wrap=True)
-        name = Text(self._run.name if self._run else "training", style="bold")
-        row.add_row(name, bar, Text(format.of_total(done, total)), Text(epoch), Text(self._times(done), style="dim"))
+        row.add_row(name, bar, *(Text(part) for part in parts[:-1]), Text(parts[-1], style="dim"))
         return row
 
     def _figures_row(self) -> Text:
         """Fit as many figures as the terminal is wide."""
-        parts = [self._activity] if self._activity else []
-        parts += format.step_parts(self._last) if self._last else []
+        parts = format.step_parts(self._last) if self._last else []
         while len(parts) > 1 and len(" · ".join(parts)) > self._terminal.width:
             parts.pop()
         return Text(" · ".join(parts) or "waiting for the first step", style="cyan", no_wrap=True, overflow="ellipsis")
 
-    def _times(self, done: int) -> str:
-        elapsed = self._clock() - self._started
-        total = self._run.total_steps if self._run else None
-        fresh = done - self._first_step()
-        if not total or fresh <= 0:
-            return format.clock(elapsed)
-        return f"{format.clock(elapsed)} < {format.clock(elapsed / fresh * max(0, total - done))}"
 
-    def _first_step(self) -> int:
-        return self._run.first_step if self._run else 0
+def _times(pace: Pace, done: int) -> str:
+    """Return how long it has taken, and how long it will take: `0:10 < 0:27`."""
+    left = pace.remaining(done)
+    return format.clock(pace.elapsed) + ("" if left is None else f" < {format.clock(left)}")

@@ -12,13 +12,16 @@ import stat
 import traceback
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar, runtime_checkable
 
 from phalanx.host.files import make_private
 from phalanx.observe.events import Event, StepDone
 from phalanx.observe.guard import say_to_user
 
+Found = TypeVar("Found")
 
+
+@runtime_checkable
 class Sink(Protocol):
     """A receiver of events: a file, a dashboard, a terminal."""
 
@@ -39,6 +42,15 @@ class EventStream:
     def add(self, sink: Sink) -> None:
         """Let a sink take the events from now on."""
         self._sinks.append(sink)
+
+    def find(self, kind: type[Found]) -> Found | None:
+        """Return the first sink of a kind, if there is one."""
+        return next((sink for sink in self._sinks if isinstance(sink, kind)), None)
+
+    @property
+    def next_commands(self) -> list[str]:
+        """What sinks propose to run after training, where they have an attribute `next_commands`."""
+        return [command for sink in self._sinks for command in getattr(sink, "next_commands", ())]
 
     def emit(self, event: Event) -> None:
         """Give an event to every sink."""

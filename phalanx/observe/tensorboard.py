@@ -11,26 +11,47 @@ import os
 import socket
 import struct
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 from phalanx.errors import UsageError
-from phalanx.observe.events import CheckpointSaved, Event, MetricsReported, RunEnded, StepDone
+from phalanx.observe.events import CheckpointSaved, Event, MetricsReported, RunEnded, RunStarted, StepDone
 
 _FLUSH_SECONDS = 5.0
 _CASTAGNOLI = 0x82F63B78
+_DT_FLOAT, _DT_STRING = 1, 7
+
+
+class Histogram(NamedTuple):
+    """The distribution of a tensor's values: `counts[n]` of them are at most `limits[n]`, and above the one before."""
+
+    lowest: float
+    highest: float
+    number: int
+    total: float
+    total_squares: float
+    limits: Sequence[float]
+    counts: Sequence[float]
 
 
 class TensorBoardSink:
-    """Writes train/loss, learning_rate, grad_norm, throughput, memory and the metrics of each split as scalars."""
+    """Writes curves as scalars, the settings as text and as hyperparameters; a resumed run continues its curves."""
 
-    def __init__(self, directory: Path | str) -> None:
+    def __init__(
+        self, directory: Path | str, hparams: Mapping[str, bool | float | str] | None = None, config: str = ""
+    ) -> None:
+        """`hparams`: what the HParams page compares; `config`: all settings, as TOML."""
         self.directory = Path(directory)
+        self._hparams = dict(hparams or {})
+        self._config = config
         try:
             from tensorboard.compat.proto import event_pb2
+            from tensorboard.plugins.hparams import plugin_data_pb2
         except ImportError as error:
             raise UsageError(f"TensorBoard is not installed: {error}", hint="Run: pip install tensorboard") from error
         self._messages: Any = event_pb2
+        self._hparams_messages: Any = plugin_data_pb2
         # A name of the kind TensorBoard looks for; the nanoseconds keep two sinks of one second apart.
         seconds, rest = divmod(time.time_ns(), 10**9)
         name = f"events.out.tfevents.{seconds:010d}.{socket.gethostname()}.{os.getpid()}.{rest}"
@@ -53,10 +74,63 @@ class TensorBoardSink:
             for tag, value in event.scalars().items():
                 message.summary.value.add(tag=tag, simple_value=value)
             self._write(message)
+        elif isinstance(event, RunStarted):
+            self._begin(event)
+        elif isinstance(event, RunEnded):
+            self._end(event)
         is_due = time.monotonic() - self._flushed > _FLUSH_SECONDS
-        if is_due or isinstance(event, (MetricsReported, CheckpointSaved, RunEnded)):
+        if is_due or isinstance(event, (MetricsReported, CheckpointSaved, RunStarted, RunEnded)):
             self._file.flush()
             self._flushed = time.monotonic()
+
+    def histograms(self, step: int, found: Mapping[str, Histogram]) -> None:
+        """Write distributions, by the names of what they are of."""
+        message = self._messages.Event(wall_time=time.time(), step=step)
+        for tag, one in found.items():
+            histogram = message.summary.value.add(tag=tag).histo
+            histogram.min, histogram.max, histogram.num = one.lowest, one.highest, one.number
+            histogram.sum, histogram.sum_squares = one.total, one.total_squares
+            histogram.bucket_limit.extend(one.limits)
+            histogram.bucket.extend(one.counts)
+        self._write(message)
+
+    def _begin(self, run: RunStarted) -> None:
+        """Write the settings; what an earlier attempt of this run wrote after the first step is not shown any more."""
+        first = run.first_step + 1
+        log = self._messages.SessionLog(status=self._messages.SessionLog.START)
+        self._write(self._messages.Event(wall_time=run.time, step=first, session_log=log))
+        message = self._messages.Event(wall_time=run.time, step=first)
+        if self._config:
+            value = message.summary.value.add(tag="config/text_summary")
+            value.metadata.plugin_data.plugin_name = "text"
+            value.tensor.dtype = _DT_STRING
+            value.tensor.tensor_shape.dim.add(size=1)
+            value.tensor.string_val.append(f"```toml\n{self._config}\n```".encode())
+        if self._hparams:
+            start = self._hparams_messages.SessionStartInfo(start_time_secs=run.time)
+            for name, given in self._hparams.items():
+                kind = "bool" if isinstance(given, bool) else "string" if isinstance(given, str) else "number"
+                setattr(start.hparams[name], f"{kind}_value", given)
+            self._add_hparams(message, session_start_info=start)
+        self._write(message)
+
+    def _end(self, end: RunEnded) -> None:
+        """Write how the run ended, for the HParams page."""
+        message = self._messages.Event(wall_time=end.time, step=end.step)
+        status = 2 if end.status == "failed" else 1  # tensorboard.hparams.Status: FAILURE, SUCCESS
+        ended = self._hparams_messages.SessionEndInfo(status=status, end_time_secs=end.time)
+        self._add_hparams(message, session_end_info=ended)
+        self._write(message)
+
+    def _add_hparams(self, message: Any, **content: Any) -> None:
+        (kind,) = content
+        value = message.summary.value.add(tag=f"_hparams_/{kind}")
+        value.tensor.dtype = _DT_FLOAT
+        value.tensor.tensor_shape.dim.add(size=0)  # the content is in the metadata; TensorBoard wants a tensor as well
+        value.metadata.plugin_data.plugin_name = "hparams"
+        value.metadata.plugin_data.content = self._hparams_messages.HParamsPluginData(
+            version=0, **content
+        ).SerializeToString()
 
     def close(self) -> None:
         """Write what is pending and close the file."""

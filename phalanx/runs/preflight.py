@@ -11,6 +11,7 @@ from phalanx.config.engine_rules import missing_package
 from phalanx.engine import ENGINES, engine_of, find_engine
 from phalanx.errors import CheckpointError, UsageError
 from phalanx.launch import check_endpoint
+from phalanx.observe.outside import check_sinks
 
 
 def check_before_start(config: DistributedConfig) -> None:
@@ -37,6 +38,11 @@ def check_packages(config: DistributedConfig) -> None:
         raise UsageError(
             "mlflow_tracking needs MLflow, which is not installed", hint="Run: pip install 'phalanx[mlflow]'"
         )
+    if config.wandb and importlib.util.find_spec("wandb") is None:
+        raise UsageError(
+            "wandb needs Weights & Biases, which is not installed", hint="Run: pip install 'phalanx[wandb]'"
+        )
+    check_sinks(config)
     missing = missing_package(config)
     if missing is not None:
         raise UsageError(

@@ -26,7 +26,7 @@ FILE = "run.json"
 EVENTS = "events.jsonl"
 RUNS = Path("runs")
 _TAIL_BYTES = 1 << 17
-_OWN_FILES = (FILE, EVENTS, "config.toml", "checkpoints", "logs", "tensorboard", "wandb")
+_OWN_FILES = (FILE, EVENTS, "config.toml", "tracking.json", "checkpoints", "logs", "tensorboard", "wandb")
 _OWN_PATTERNS = ("events.out.tfevents.*", "fit-*")
 
 

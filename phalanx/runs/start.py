@@ -13,35 +13,39 @@ from phalanx.engine import engine_of
 from phalanx.launch import LaunchResult, LaunchSpec, launch, prestart
 from phalanx.launch.error_file import any_record, read_record
 from phalanx.launch.output import PlainConsole, RankConsole
+from phalanx.observe.console import Console
+from phalanx.observe.events import Phase
 
 
 def run_on_ranks(
-    spec: LaunchSpec, config: DistributedConfig | None = None, *, console: RankConsole | None = None, notice: str = ""
+    spec: LaunchSpec, config: DistributedConfig | None = None, *, console: RankConsole | None = None, waiting: str = ""
 ) -> None:
     """Run the target on the ranks and return when all have ended; raise what went wrong.
 
     Without a console, one is opened as the config says; without a config, the output of ranks is shown as it is.
+    `waiting`: what the console shows until the ranks report.
     """
-    config = config or DistributedConfig(progress=False)
+    if config is None and console is None:
+        console = PlainConsole()
+    config = config or DistributedConfig()
     if spec.starter is None:
         prestart(spec.env)  # torch is imported while the console opens
-    with open_console(config) if console is None else nullcontext(console) as shown:
-        for text in filter(None, (notice, engine_of(config).notice(config))):
+    with open_console(config, spec.log_dir) if console is None else nullcontext(console) as shown:
+        if text := engine_of(config).notice(config):
             shown.notice(text)
+        if waiting:
+            shown.handle(Phase(waiting, "begin").to_dict())
         result = launch(spec, shown)
     raise_failure(result, spec.log_dir)
 
 
 @contextmanager
-def open_console(config: DistributedConfig) -> Iterator[RankConsole]:
-    """Open the console of one launch: with a progress display, or plain; restore the terminal afterwards."""
+def open_console(config: DistributedConfig, log_dir: Path) -> Iterator[RankConsole]:
+    """Open the console of one launch, as the config says; restore the terminal afterwards."""
     labelled = config.console_ranks == "all"
-    if not config.progress:
-        yield PlainConsole(labelled=labelled)
-        return
-    from phalanx.observe.console import Console as LiveConsole
-
-    console = LiveConsole(show_labels=labelled)
+    console = Console(
+        show_labels=labelled, progress=config.progress, verbosity=config.verbosity, log_dir=log_dir.absolute()
+    )
     try:
         yield console
     finally:

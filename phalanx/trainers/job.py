@@ -18,9 +18,11 @@ from phalanx.loop.optimizer_binding import OwnSchedule, scheduler_state
 from phalanx.loop.task import TrainTask
 from phalanx.loop.trainer import TrainLoop
 from phalanx.observe.history import History
+from phalanx.observe.tensorboard import TensorBoardSink
 from phalanx.runs.folder import make_run_dir
 from phalanx.runs.record import FILE as RECORD
 from phalanx.runs.record import RunRecord
+from phalanx.trainers.histograms import HistogramCallback
 from phalanx.trainers.session import agree_run_dir, check_per_host, open_events, save_config
 from phalanx.trainers.weights import whole_state, whole_weights
 
@@ -110,6 +112,8 @@ def _fit(formation: Formation, job: Job, survivor: ElasticRun | None) -> JobResu
     events = open_events(job.config, formation.world, run_dir)
     try:
         loop = TrainLoop(formation, job.task, events, run_dir)
+        if (board := events.find(TensorBoardSink)) is not None and (every := job.config.tensorboard_histograms):
+            loop.hooks.add(HistogramCallback(board, every))
         for engine in engines_here():
             for callback in engine.callbacks():
                 loop.hooks.add(callback)

@@ -49,7 +49,7 @@ def send_job(job: RemoteJob, layout: Layout, data: Mapping[str, Any] | None = No
         write_payload(job, folder / "job.pkl")
         target = CallTarget("phalanx.worker:run_job_file", str(folder / "job.pkl"))
         spec = launch_spec(job.config, layout, target, logs, env=_tracking_environment(), data=data)
-        run_on_ranks(spec, job.config)
+        run_on_ranks(spec, job.config, waiting=layout.starting)
         return read_result(folder)
 
 

@@ -10,12 +10,14 @@ from typing import Any
 
 import torch.distributed as dist
 
-from phalanx.config import DistributedConfig, write_toml
+from phalanx.config import FIELDS, DistributedConfig, write_toml
 from phalanx.errors import PhalanxError
 from phalanx.loop.reporting import tensorboard_dir
 from phalanx.observe.guard import Guard, say_to_user
+from phalanx.observe.outside import outside_sinks
 from phalanx.observe.sinks import EventStream, FdSink, JsonlSink, Sink
 from phalanx.runs.preflight import check_before_start
+from phalanx.world.env import read_rank_env
 from phalanx.world.world import World
 
 _FITS = itertools.count(1)
@@ -69,23 +71,47 @@ def open_events(config: DistributedConfig, world: World, run_dir: Path) -> Event
 
 
 def open_sinks(config: DistributedConfig, run_dir: Path) -> list[Sink]:
-    """Return the sinks that the config asks for."""
+    """Return the sinks that the config asks for; those of services continue their run where this one is resumed."""
+    env = read_rank_env()
+    resumes = bool(config.resume_from_checkpoint) or (env is not None and env.attempt > 0)
     sinks: list[Sink] = [JsonlSink(run_dir / "events.jsonl")]
     to_launcher = FdSink.from_environment()
     if to_launcher is not None:
         sinks.append(to_launcher)
-    elif config.progress:
+    else:
         from phalanx.observe.console import Console
 
-        sinks.append(Console())
+        sinks.append(Console(progress=config.progress, verbosity=config.verbosity))
     folder = tensorboard_dir(config, run_dir)
     if folder is not None:
         from phalanx.observe.tensorboard import TensorBoardSink
 
-        sinks.append(TensorBoardSink(folder))
+        settings = [line for line in write_toml(config).splitlines() if not line.startswith("#")]
+        sinks.append(TensorBoardSink(folder, hyperparameters(config), "\n".join(settings)))
     if config.mlflow_tracking or config.mlflow_experiment is not None:
         from phalanx.observe.mlflow import MlflowSink
 
         named = (config.mlflow_experiment or "phalanx", config.name or run_dir.name)
-        sinks.append(MlflowSink(*named, config.to_dict(), run_dir))
-    return sinks
+        sinks.append(MlflowSink(*named, config.to_dict(), run_dir, resumes=resumes))
+    if config.wandb:
+        from phalanx.observe.wandb import WandbSink
+
+        project = config.wandb if isinstance(config.wandb, str) else None
+        sinks.append(WandbSink(run_dir, project, config.name or run_dir.name, config.to_dict(), resumes=resumes))
+    return [*sinks, *outside_sinks(config, run_dir)]
+
+
+_COMPARED = ("batch_size", "learning_rate", "optimizer", "weight_decay", "strategy", "mixed_precision", "seed")
+_PLACES = ("run_dir", "name", "checkpoint_dir", "tensorboard_dir", "data_dir", "resume_from_checkpoint")
+
+
+def hyperparameters(config: DistributedConfig) -> dict[str, bool | float | str]:
+    """Return the settings by which runs are compared: the usual ones, and those that differ from their defaults."""
+    changed = (name for name, field in FIELDS.items() if getattr(config, name) != field.default)
+    names = dict.fromkeys([*_COMPARED, *(name for name in changed if name not in _PLACES)])
+    found = {name: getattr(config, name) for name in names}
+    return {
+        name: value if isinstance(value, (bool, int, float, str)) else str(value)
+        for name, value in found.items()
+        if value is not None
+    }

@@ -31,6 +31,11 @@ class Layout:
         """The name of each rank in logs."""
         return self.names or tuple(self.mesh.label(rank) for rank in range(self.world_size))
 
+    @property
+    def starting(self) -> str:
+        """What the console shows while the ranks start."""
+        return f"starting {self.world_size} rank{'s' * (self.world_size > 1)} on {self.device}"
+
 
 def plan_layout(config: DistributedConfig, gpus_here: int) -> Layout:
     """Decide device and ranks; asking for more GPUs than there are is refused with the way to run on the CPU."""

@@ -160,7 +160,7 @@ def test_launch_on_one_machine(tmp_path):
     done = run_command(["bash", LAUNCH, "local", "--epochs", "1"], tmp_path, RANKS="2", **ONE_EPOCH)
     assert done.returncode == 0, done.stderr
     assert reports(done.stdout)[0].startswith("epoch 1/1")
-    assert len(list(tmp_path.glob("runs/*/logs/rank-*.log"))) == 2
+    assert list(tmp_path.glob("runs/*/logs/rank-0.log"))
 
 
 def test_launch_on_two_machines(tmp_path):

@@ -10,7 +10,9 @@ import pytest
 from rich.console import Console as Terminal
 
 from phalanx.observe import events, format
-from phalanx.observe.console import Console, PlainView
+from phalanx.observe.console import Console
+from phalanx.observe.pace import Pace
+from phalanx.observe.plainview import PlainView
 from phalanx.observe.richview import RichView
 
 RUN = events.RunStarted(
@@ -47,7 +49,7 @@ class Tty(io.StringIO):
 def test_tokens_and_mfu_are_shown_where_they_are_known():
     step = events.StepDone(1, 1, 0.5, 1e-3, samples_per_second=10.0, tokens_per_second=10_240.0, mfu=0.4567)
     assert format.step_parts(step)[-2:] == ["10,240 tokens/s", "MFU 45.7%"]
-    assert step.scalars()["throughput/mfu"] == 0.4567
+    assert step.scalars()["perf/mfu"] == 0.4567
     end = events.RunEnded("finished", 1, 2.0, 10.0, tokens_per_second=10_240.0, mfu=0.4567)
     assert {("throughput", "10 samples/s, 10,240 tokens/s"), ("MFU", "45.7%")} <= set(format.summary_rows(end, None))
 
@@ -80,17 +82,23 @@ def test_the_lines_in_a_pipe_are_stable():
     console.handle(step(120).to_dict())
     console.handle({"event": "joining", "rank": 1})
     console.handle(events.MetricsReported(120, 2, "val", {"loss": 0.5, "accuracy": 0.91}))
-    console.handle(events.CheckpointSaved(120, "ckpt/step-00000120", 0.05, 1_234_567))
+    console.handle(events.CheckpointSaved(120, "ckpt/quick", 0.05, 1_234_567))
+    console.handle(events.CheckpointSaved(120, "ckpt/step-00000120", 5.5, 1_234_567))
     console.handle(events.Message("warning", "slow disk"))
     console.error("it broke")
     console.handle(END)
     console.close()
-    assert out.getvalue().splitlines() == [
+    timed = re.compile(r"^\d\d:\d\d:\d\d ")
+    assert [bool(timed.match(line)) for line in out.getvalue().splitlines()] == [
+        *map(bool, (1, 0, 1, 1, 1, 1)),
+        *[False] * 10,
+    ]
+    assert [timed.sub("", line) for line in out.getvalue().splitlines()] == [
         "2 ranks on cpu · ddp · bf16 · global batch 64 = 32 x 1 x 2 · 12,345 parameters",
         "hello",
-        "step 120/450 epoch 2/5 loss 0.4312 lr 1.0e-03 grad 0.87 1,234 samples/s mem 312 MB",
+        "step 120/450 epoch 2/5 loss 0.4312 lr 1.0e-03 grad 0.87 1,234 samples/s mem 312 MB eta 0:00",
         "val step 120 epoch 2/5 loss 0.5000 accuracy 0.9100",
-        "checkpoint ckpt/step-00000120 (1.2 MB in 0.05 s)",
+        "checkpoint ckpt/step-00000120 (1.2 MB in 5.50 s)",
         "warning: slow disk",
         "Training finished",
         "  time             1:03",
@@ -130,7 +138,7 @@ def test_a_stream_without_unicode_does_not_stop_the_run():
     raw = io.BytesIO()
     out = io.TextIOWrapper(raw, encoding="ascii")
     Console(out=out, err=out).handle(RUN)
-    assert raw.getvalue().startswith(b"2 ranks on cpu ? ddp")
+    assert raw.getvalue().split(b" ", 1)[1].startswith(b"2 ranks on cpu ? ddp")
 
 
 def test_a_dumb_terminal_gets_plain_lines(monkeypatch):
@@ -146,8 +154,10 @@ def test_a_dumb_terminal_gets_plain_lines(monkeypatch):
 
 def rendered(width: int, run=RUN, **changes) -> list[str]:
     """Return the two rows of the bar at a given width."""
-    view = RichView(Tty(), Tty(), clock=lambda: 10.0)
-    view._run, view._last, view._started = run, step(120, **changes), 0.0
+    now = [0.0]
+    view = RichView(Tty(), Tty(), clock=lambda: now[0])
+    view._run, view._last, view._pace = run, step(120, **changes), Pace(0, run.total_steps, lambda: now[0])
+    now[0] = 10.0
     view._terminal = Terminal(width=width, file=io.StringIO(), force_terminal=True, color_system=None)
     with view._terminal.capture() as capture:
         view._terminal.print(view._bar())

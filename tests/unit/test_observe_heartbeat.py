@@ -48,5 +48,16 @@ def test_a_beat_makes_no_file_grow(tmp_path):
     size = path.stat().st_size
     for step in range(100):
         writer.beat(step)
-    assert path.stat().st_size == size == 32
+    assert path.stat().st_size == size == 48
     writer.close()
+
+
+def test_the_batches_of_an_evaluation_are_counted_and_the_next_step_forgets_them(tmp_path):
+    board = heartbeat.HeartbeatBoard.create(tmp_path / "heartbeats", 1)
+    for each in (board, heartbeat.LocalBoard()):
+        each.beat(7)
+        each.count(3)
+        assert (each.read(0).step, each.read(0).part) == (7, 3)
+        each.beat(8)
+        assert (each.read(0).step, each.read(0).part) == (8, 0)
+    board.close()

@@ -8,8 +8,10 @@ import subprocess
 import sys
 
 import pytest
-from curves import scalars
+import torch
+from curves import accumulator, scalars
 
+from phalanx import PyTorchDDPTrainer
 from phalanx.errors import UsageError
 from phalanx.host.gpus import GpuLoad
 from phalanx.observe import events
@@ -17,6 +19,7 @@ from phalanx.observe.history import EpochRecord, History
 from phalanx.observe.mlflow import MlflowSink
 from phalanx.observe.tensorboard import TensorBoardSink
 from phalanx.observe.timing import Stopwatch, Throughput
+from phalanx.trainers.histograms import histogram_of
 
 
 def step(number: int, **changes) -> events.StepDone:
@@ -37,19 +40,69 @@ def test_tensorboard_reads_what_was_written(tmp_path):
     assert scalars(tmp_path) == before_closing
     assert before_closing["train/loss"] == [(1, 1.0), (2, math.inf)]
     assert before_closing["val/accuracy"] == [(2, 0.75)]
-    assert before_closing["grad_norm"] == [(1, 2.0)]
-    assert before_closing["learning_rate"] == [(1, 0.5), (2, 0.5)]
-    assert before_closing["throughput/samples_per_second"] == [(1, 64.0), (2, 0.0)]
-    assert (before_closing["gpu/utilization"], before_closing["throughput/speedup"]) == ([(1, 0.75)], [(1, 1.5)])
-    assert before_closing["memory/bytes"] == [(1, 1024.0), (2, 1024.0)]
+    assert before_closing["train/grad_norm"] == [(1, 2.0)]
+    assert before_closing["train/learning_rate"] == [(1, 0.5), (2, 0.5)]
+    assert before_closing["perf/samples_per_second"] == [(1, 64.0), (2, 0.0)]
+    assert (before_closing["system/gpu_utilization"], before_closing["perf/speedup"]) == ([(1, 0.75)], [(1, 1.5)])
+    assert before_closing["system/memory_bytes"] == [(1, 1024.0), (2, 1024.0)]
 
 
-def test_a_resumed_run_adds_to_the_same_curves(tmp_path):
-    for number in (1, 2):
-        sink = TensorBoardSink(tmp_path)
-        sink.handle(step(number))
+def started(first_step: int = 0) -> events.RunStarted:
+    return events.RunStarted("digits", "runs/1", 2, "cpu", "ddp", "bf16", 10, 32, 1, 64, first_step=first_step)
+
+
+def test_a_resumed_run_continues_its_curves_without_duplicates(tmp_path):
+    first, second = TensorBoardSink(tmp_path), TensorBoardSink(tmp_path)
+    for sink, resumed_at, steps in ((first, 0, (1, 2, 3, 4)), (second, 2, (3, 4, 5))):
+        sink.handle(started(resumed_at))
+        for number in steps:
+            sink.handle(step(number, loss=number + resumed_at))
         sink.close()
-    assert [item[0] for item in scalars(tmp_path)["train/loss"]] == [1, 2]
+    assert scalars(tmp_path)["train/loss"] == [(1, 1.0), (2, 2.0), (3, 5.0), (4, 6.0), (5, 7.0)]
+
+
+def test_tensorboard_has_the_settings_as_text_and_hyperparameters(tmp_path):
+    from tensorboard.plugins.hparams import plugin_data_pb2
+
+    sink = TensorBoardSink(tmp_path, {"learning_rate": 0.5, "optimizer": "sgd", "compile": True}, "seed = 7")
+    sink.handle(started())
+    sink.handle(events.RunEnded("finished", 2, 1.0, 64.0))
+    sink.close()
+    reader = accumulator(tmp_path)
+    (text,) = reader.Tensors("config/text_summary")
+    assert text.tensor_proto.string_val[0] == b"```toml\nseed = 7\n```"
+    kept = plugin_data_pb2.HParamsPluginData.FromString(
+        reader.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
+    )
+    found = kept.session_start_info.hparams
+    assert (found["learning_rate"].number_value, found["optimizer"].string_value) == (0.5, "sgd")
+    assert found["compile"].bool_value
+    ended = reader.SummaryMetadata("_hparams_/session_end_info").plugin_data.content
+    assert plugin_data_pb2.HParamsPluginData.FromString(ended).session_end_info.status == 1
+
+
+def test_histograms_count_every_finite_value(tmp_path):
+    values = torch.tensor([0.0, 1.0, 1.0, 4.0, math.nan])
+    sink = TensorBoardSink(tmp_path)
+    sink.histograms(3, {"weights/a": histogram_of(values), "weights/same": histogram_of(torch.ones(5))})
+    sink.close()
+    reader = accumulator(tmp_path)
+    (first,), (same,) = reader.Histograms("weights/a"), reader.Histograms("weights/same")
+    kept = first.histogram_value
+    assert (first.step, kept.min, kept.max, kept.num, kept.sum, kept.sum_squares) == (3, 0.0, 4.0, 4, 6.0, 18.0)
+    assert (sum(kept.bucket), sum(same.histogram_value.bucket)) == (4, 5)
+    assert histogram_of(torch.tensor([math.inf])) is None
+
+
+def test_weights_and_gradients_are_written_every_n_epochs(tmp_path):
+    data = torch.utils.data.TensorDataset(torch.randn(8, 4), torch.arange(8) % 2)
+    trainer = PyTorchDDPTrainer(torch.nn.Linear(4, 2), num_workers=1, device="cpu", batch_size=4, epochs=4,
+                                loss_fn=torch.nn.CrossEntropyLoss(), run_dir=str(tmp_path), verbosity="quiet",
+                                tensorboard_histograms=2)  # fmt: skip
+    trainer.fit(data)
+    reader = accumulator(tmp_path)
+    assert [item.step for item in reader.Histograms("weights/weight")] == [4, 8]
+    assert [item.step for item in reader.Histograms("gradients/bias")] == [1, 5]
 
 
 def test_tensorflow_is_never_imported(tmp_path):
@@ -96,6 +149,28 @@ def test_mlflow_keeps_parameters_metrics_and_configuration(tmp_path, mlflow):
     assert sorted((item.step, item.value) for item in history) == [(1, 1.0), (2, 0.5)]
     assert mlflow.artifacts.load_dict(f"runs:/{sink.run_id}/config.json") == {"learning_rate": 0.5}
     assert mlflow.active_run() is None
+
+
+def test_a_resumed_run_continues_its_mlflow_run_where_the_server_has_it(tmp_path, mlflow):
+    first = MlflowSink("digits", "first", {"learning_rate": 0.5}, tmp_path)
+    first.handle(step(1, samples_per_second=64.0, speedup=2.0))
+    first.close()
+    again = MlflowSink("digits", "first", {"learning_rate": 0.5}, tmp_path, resumes=True)
+    again.handle(step(2, samples_per_second=32.0))
+    again.handle(events.RunEnded("finished", 2, 1.0, 64.0))
+    again.close()
+    assert again.run_id == first.run_id
+    run = mlflow.get_run(first.run_id)
+    assert run.info.status == "FINISHED"
+    assert (run.data.metrics["throughput"], run.data.metrics["perf/samples_per_second"]) == (32.0, 32.0)
+    assert (run.data.metrics["speedup"], run.data.metrics["perf/speedup"]) == (2.0, 2.0)
+    fresh = MlflowSink("digits", "first", None, tmp_path)
+    fresh.close()
+    assert fresh.run_id != first.run_id, "a run that was not resumed is a run of its own"
+    mlflow.set_tracking_uri("sqlite:///other.db")
+    elsewhere = MlflowSink("digits", "first", None, tmp_path, resumes=True)
+    elsewhere.close()
+    assert elsewhere.run_id not in (first.run_id, fresh.run_id)
 
 
 def test_mlflow_joins_an_active_run_and_leaves_it_open(mlflow):

@@ -26,8 +26,8 @@ from phalanx.launch.diagnosis import Evidence
 from phalanx.launch.environment import NodeInfo
 from phalanx.launch.error_file import read_record
 from phalanx.launch.failure import FailureReport
-from phalanx.launch.follower import SUCCESS_CODES, Follower, Outcome, stopped
-from phalanx.launch.group import RankState
+from phalanx.launch.follower import SUCCESS_CODES, Follower, Outcome, ended_well, stopped
+from phalanx.launch.group import RankState, remove_empty
 from phalanx.launch.output import RankConsole, RankLog
 from phalanx.launch.spec import LaunchSpec
 
@@ -253,6 +253,8 @@ class HorovodAttempt(Follower):
         self._output.close()
         self._evidence.close()
         self._selector.close()
+        codes = [state.code for state in self._states.values()]
+        remove_empty(self._spec.log_dir, self._states, logs=ended_well(codes))
 
     def _outcome(self, code: int) -> Outcome:
         for connection in list(self._connections):

@@ -1,0 +1,118 @@
+"""Sinks of other packages, found by their entry points, and sinks given to a trainer in Python."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from command import COMMAND, clean_environment
+
+from phalanx import PyTorchDDPTrainer
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+OUTSIDE = '''
+class Counter:
+    """Counts events by their kind, into a file of the run."""
+
+    next_commands = ["cat counts"]
+
+    def __init__(self, path):
+        self.path, self.counts = path, {}
+
+    def handle(self, event):
+        self.counts[event.kind] = self.counts.get(event.kind, 0) + 1
+
+    def close(self):
+        self.path.write_text(f"{self.counts['step']} steps, {self.counts['run_ended']} end")
+
+
+def counter(config, run_dir):
+    return Counter(run_dir / f"counts-{config.seed}")
+
+
+def nothing(config, run_dir):
+    return None
+'''
+
+
+@pytest.fixture
+def installed(tmp_path: Path) -> dict[str, str]:
+    """A package in a folder of its own, and the environment in which Python finds it."""
+    site = tmp_path / "site"
+    info = site / "outside-1.0.dist-info"
+    info.mkdir(parents=True)
+    (site / "outside.py").write_text(OUTSIDE)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: outside\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[phalanx.sinks]\ncounter = outside:counter\nbroken = outside:missing\nnothing = outside:nothing\n"
+    )
+    path = os.pathsep.join(part for part in (str(site), os.environ.get("PYTHONPATH")) if part)
+    return {**clean_environment(), "PYTHONPATH": path}
+
+
+def train(folder: Path, environment: dict[str, str], sinks: str) -> subprocess.CompletedProcess[str]:
+    words = [
+        "--num-workers",
+        "2",
+        "--device",
+        "cpu",
+        "--max-steps",
+        "3",
+        "--log-every-n-steps",
+        "1",
+        "--run-dir",
+        "run",
+    ]
+    command = [*COMMAND, "train", "digits", *words, "--seed", "7", "--sinks", sinks]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=90, check=False)
+
+
+def test_a_sink_of_another_package_gets_every_event_once(tmp_path, installed):
+    done = train(tmp_path, installed, "counter")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "run/counts-7").read_text() == "3 steps, 1 end"
+    assert done.stdout.rstrip().endswith("cat counts")
+
+
+@pytest.mark.parametrize(
+    ("names", "code", "error"),
+    [
+        ("counter,kounter", 2, "no installed package has a sink 'kounter'. Did you mean 'counter'?"),
+        ("broken", 2, "the entry point broken = outside:missing in the group phalanx.sinks cannot be loaded"),
+        ("nothing", 2, "the entry point nothing in the group phalanx.sinks gave None, which is not a sink"),
+    ],
+)
+def test_a_wrong_sink_is_named(tmp_path, installed, names, code, error):
+    done = train(tmp_path, installed, names)
+    assert done.returncode == code, done.stderr
+    assert error in " ".join(done.stderr.split())
+
+
+class Kept:
+    """A sink that keeps the kinds of events."""
+
+    def __init__(self) -> None:
+        self.kinds: list[str] = []
+
+    def handle(self, event) -> None:
+        self.kinds.append(event.kind)
+
+    def close(self) -> None:
+        self.kinds.append("closed")
+
+
+def test_a_trainer_takes_sinks_among_its_callbacks(tmp_path):
+    kept = Kept()
+    data = [(torch.randn(4), torch.tensor(n % 2)) for n in range(8)]
+    trainer = PyTorchDDPTrainer(torch.nn.Linear(4, 2), num_workers=1, device="cpu", batch_size=4, callbacks=[kept],
+                                loss_fn=torch.nn.CrossEntropyLoss(), run_dir=str(tmp_path / "run"),
+                                verbosity="quiet")  # fmt: skip
+    trainer.fit(data)
+    assert kept.kinds[0] == "run_started"
+    assert kept.kinds[-2:] == ["run_ended", "closed"]
+    assert kept.kinds.count("step") >= 1
