@@ -69,8 +69,18 @@ def _dispatch(words: list[str]) -> int:
     if words[0] not in VERBS:
         say_to_user(unknown_name("command", words[0], VERBS))
         return EXIT_USAGE
+    if {"-h", "--help", "--help-all"} & set(words[1 : words.index("--") if "--" in words else None]):
+        print_help(words[0], words[1:])
     result: int = import_module(f"phalanx.cli.{words[0].replace('-', '_')}").run(words[1:])
     return result
+
+
+def print_help(verb: str, words: list[str]) -> None:
+    """Print the help of a verb whose parser is apart from it, and end; the others print it themselves."""
+    from phalanx.cli.parsers import PARSERS
+
+    if verb in PARSERS:
+        PARSERS[verb]().parse_known_args(words[: words.index("--") if "--" in words else None])
 
 
 def _help() -> str:

@@ -5,27 +5,37 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
+from phalanx.cli.help import HelpAction, HelpAllAction, HelpFormatter, ValueAction, format_parts
 from phalanx.config import FIELDS, GROUPS, Resolved, parse_text, resolve
+from phalanx.config.meanings import like_flag
 from phalanx.config.option import kinds
-from phalanx.engine import find_engine
-from phalanx.errors import UsageError, nearest
-from phalanx.launch import ModuleTarget, ScriptTarget, count_gpus
+from phalanx.errors import UsageError
 from phalanx.recipes import Recipe, load_recipe, recipe_names
 
-_BARE = "<bare flag>"
+if TYPE_CHECKING:
+    from phalanx.launch import ModuleTarget, ScriptTarget
+
+BARE = "<bare flag>"
+"""The value of a flag that was given without one."""
 
 
 class FlagParser(argparse.ArgumentParser):
     """An argument parser that raises UsageError, and reports all unknown flags at once."""
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(allow_abbrev=False, formatter_class=_Help, **options)
+        super().__init__(allow_abbrev=False, formatter_class=HelpFormatter, add_help=False, **options)
+        self.add_argument("-h", "--help", action=HelpAction, nargs="?", metavar="GROUP", help="show this help")
+
+    def format_help(self, shown: str = "") -> str:
+        """Return the help: with the settings used most, with all of them ("all"), or one group."""
+        return format_parts(self, shown)
 
     def error(self, message: str) -> NoReturn:
         """Raise what argparse would print."""
@@ -46,16 +56,11 @@ class FlagParser(argparse.ArgumentParser):
         for before, word in zip(["", *words], words, strict=False):
             name = word.split("=", 1)[0]
             if word.startswith("-"):
-                close = flags.get(nearest(name.lstrip("-"), flags) or "")
+                close = like_flag(name.lstrip("-"), flags)
                 found.append(f"unknown flag '{name}'.{f' Did you mean {close}?' if close else ''}")
             elif not before.startswith("--") or "=" in before:  # else the value of an unknown flag
                 found.append(f"unexpected argument '{word}'. A script's own arguments go after --.")
         return found
-
-
-class _Help(argparse.RawDescriptionHelpFormatter):
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=34, width=110)
 
 
 def add_target_flags(parser: argparse.ArgumentParser) -> None:
@@ -84,17 +89,27 @@ def read_target(
     if namespace.recipe:
         if own:
             raise UsageError(f"a recipe takes no arguments; got: {shlex.join(own)}")
+        from phalanx.engine import find_engine  # behind --help, which does not need it
+
         find_engine(vars(namespace).get("backend", "")).check_recipe(namespace.recipe)
         return load_recipe(namespace.recipe).with_preset(namespace.preset)
     if namespace.preset:
         raise UsageError("--preset is for recipes; a script builds its own model")
+    from phalanx.launch import ModuleTarget, ScriptTarget
+
     script, module = namespace.script, namespace.module
     return ScriptTarget(script, tuple(own)) if script else ModuleTarget(module, tuple(own))
 
 
 def add_config_flags(parser: argparse.ArgumentParser) -> None:
     """Add a flag for every field of the config, in its groups."""
-    parser.add_argument("--config", metavar="FILE", help="a TOML file with settings; flags win over it")
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        action="append",
+        help="a TOML or YAML file with settings, which flags win over; of several files a later one wins",
+    )
+    parser.add_argument("--help-all", action=HelpAllAction, nargs=0, help="show every setting, by group")
     for group in GROUPS:
         section = parser.add_argument_group(group.__name__.lower(), (group.__doc__ or "").rstrip("."))
         for name in group.__dataclass_fields__:
@@ -104,45 +119,54 @@ def add_config_flags(parser: argparse.ArgumentParser) -> None:
 def _add_flag(section: argparse._ArgumentGroup, name: str) -> None:
     field = FIELDS[name]
     flag = "--" + name.replace("_", "-")
-    default = "" if field.default is None else f" [{field.default}]"
-    text = f"{field.metadata['help']}{default}".replace("%", "%%")
     members = kinds(field)
-    if "bool" not in members:
-        section.add_argument(flag, dest=name, default=argparse.SUPPRESS, metavar=_metavar(field), help=text)
-        return
-    if "str" in members:
-        bare: dict[str, Any] = {"nargs": "?", "const": _BARE, "metavar": _metavar(field)}
-    else:
-        bare = {"action": "store_const", "const": _BARE}
-    section.add_argument(flag, dest=name, default=argparse.SUPPRESS, help=text, **bare)
-    section.add_argument(
-        f"--no-{flag[2:]}",
-        dest=name,
-        action="store_const",
-        const="false",
-        default=argparse.SUPPRESS,
-        help=argparse.SUPPRESS,
-    )
+    default = "" if field.default is None or members == ("bool",) else f" [{field.default}]"
+    text = f"{field.metadata['help']}{default}".replace("%", "%%")
+    flags = [flag, f"--no-{flag[2:]}"] if "bool" in members else [flag]
+    nargs = None if "bool" not in members else "?" if "str" in members else 0
+    options: dict[str, Any] = {"nargs": nargs, "const": BARE, "metavar": _metavar(field), "help": text}
+    section.add_argument(*flags, dest=name, default=argparse.SUPPRESS, action=ValueAction, **options)
 
 
 def _metavar(field: dataclasses.Field[Any]) -> str:
     choices = field.metadata["choices"]
     if choices is not None:
-        return "|".join(str(choice) for choice in choices if choice is not None and not isinstance(choice, bool))
+        names = [str(choice) for choice in choices if choice is not None and not isinstance(choice, bool)]
+        return f"{{{','.join(names)}}}"
     words = {"int": "N", "float": "X", "str": "TEXT"}
     return "|".join(words[kind] for kind in kinds(field) if kind in words)
 
 
 def resolve_flags(namespace: argparse.Namespace, recipe: Recipe | None) -> Resolved:
     """Return the settings of a command: flags over the environment over --config over the recipe's own."""
+    from phalanx.host.gpus import count_gpus
+
     given = {name: value for name, value in vars(namespace).items() if name in FIELDS}
     return resolve(
-        {name: True if text == _BARE else parse_text(FIELDS[name], text) for name, text in given.items()},
+        {name: True if text == BARE else parse_text(FIELDS[name], text) for name, text in given.items()},
         given_as="flag",
         file=namespace.config,
         recipe=recipe.settings_for(count_gpus()) if recipe else None,
         recipe_name=recipe.name if recipe else "",
     )
+
+
+def add_json_flag(parser: argparse.ArgumentParser, what: str) -> None:
+    """Add --json, with which a verb prints one JSON value; all other output goes to standard error."""
+    parser.add_argument("--json", action="store_true", help=f"print {what} as JSON, all else on standard error")
+
+
+def print_json(value: Any) -> None:
+    """Print a value as JSON on standard output; numbers that JSON lacks (nan, inf) become null."""
+    print(json.dumps(_finite(value), indent=2, default=str))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def write_json(value: Any, path: str) -> None:

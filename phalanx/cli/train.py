@@ -8,7 +8,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from phalanx.cli.flags import FlagParser, add_config_flags, add_target_flags, read_target, resolve_flags, split_own
+from phalanx.cli.flags import FlagParser, read_target, resolve_flags, split_own
+from phalanx.cli.parsers import train_parser
 from phalanx.config import DistributedConfig, Resolved
 from phalanx.engines.tensorflow.tf_config import check_against, read_task
 from phalanx.errors import PhalanxError, UsageError
@@ -16,7 +17,7 @@ from phalanx.launch import ModuleTarget, ScriptTarget, count_gpus
 from phalanx.launch.nccl import nccl_environment
 from phalanx.launch.scratch import scratch_folder
 from phalanx.launch.spec import Target
-from phalanx.recipes import Recipe, load_recipe, recipe_names
+from phalanx.recipes import Recipe, recipe_names
 from phalanx.runs.folder import discard_unused, make_run_dir
 from phalanx.runs.preflight import check_before_start, check_packages, check_script_starter
 from phalanx.runs.spec import given_settings, launch_spec, recipe_target, settings_environment
@@ -30,7 +31,7 @@ _HINT = "Write: phalanx train digits, phalanx train --script train.py, or phalan
 def run(arguments: Sequence[str]) -> int:
     """Run the verb."""
     words, own = split_own(arguments)
-    parser = _parser(with_recipes=bool({"-h", "--help"} & set(words)))
+    parser = train_parser(with_recipes=False)
     _check_own_arguments(parser, words, own)
     namespace = parser.parse_all(words)
     named = read_target(namespace, own, "train", _HINT)
@@ -86,19 +87,6 @@ def _part(words: list[str], chosen: list[str]) -> tuple[list[str], list[str]]:
         else:
             rest.append(word)
     return rest, taken
-
-
-def _parser(*, with_recipes: bool) -> FlagParser:
-    recipes = [f"  {name:<10} {load_recipe(name).summary}" for name in recipe_names()] if with_recipes else []
-    parser = FlagParser(
-        prog="phalanx train",
-        usage="phalanx train <recipe> | --script FILE | -m MODULE [options] [-- the script's own arguments]",
-        description="Train on N ranks.",
-        epilog="\n".join(["recipes:", *recipes]),
-    )
-    add_target_flags(parser)
-    add_config_flags(parser)
-    return parser
 
 
 def _launch(

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 from phalanx.config import deepspeed, rules
 from phalanx.config.engine_rules import ENGINE_RULES, unused_note, unused_settings
 from phalanx.config.fields import TORCH_SHARDING
+from phalanx.config.meanings import like
 from phalanx.config.option import problem
 from phalanx.config.settings import FIELDS, Settings
-from phalanx.errors import ConfigError, nearest
+from phalanx.errors import ConfigError
 
 _RULES = (
     deepspeed.engine_conflicts,
@@ -107,7 +108,7 @@ def translate(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def unknown_field(name: str) -> str:
     """Return the message about an unknown setting, with the nearest known name."""
-    close = nearest(name.replace("-", "_"), FIELDS)
+    close = like(name.replace("-", "_"), FIELDS)
     guess = f" Did you mean '{close}'?" if close else " `phalanx config show` lists all of them."
     return f"unknown setting '{name}'.{guess}"
 

@@ -1,4 +1,7 @@
-"""All settings, in groups. Each field is a Python argument, a flag, a TOML key and an environment variable."""
+"""All settings, in groups. Each field is a Python argument, a flag, a TOML key and an environment variable.
+
+The groups have fields only; `Settings`, which inherits them, has the methods, which take time to generate.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +55,7 @@ IGNORED_LABEL = -100
 """Label index that the loss ignores, in torch's cross entropy and in Hugging Face models."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
 class Resources:
     """How many ranks run, and where."""
 
@@ -68,7 +71,7 @@ class Resources:
     threads_per_rank: int | None = option(None, "CPU threads of each rank (default: cores / ranks)", minimum=1)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
 class Parallelism:
     """What starts the ranks, and how they share the work."""
 
@@ -143,7 +146,7 @@ class Parallelism:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
 class Training:
     """Batch size, length of the training, optimizer and learning rate."""
 
@@ -169,7 +172,7 @@ class Training:
     eval_every: int = option(1, "evaluate every this many epochs (0: only at the end)", minimum=0)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
 class Optimization:
     """Precision, accumulation, clipping, compilation."""
 
@@ -197,7 +200,7 @@ class Optimization:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
 class Adapters:
     """Training small adapters of a frozen model (LoRA)."""
 
@@ -213,7 +216,7 @@ class Adapters:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
 class Communication:
     """How gradients are exchanged."""
 
@@ -235,7 +238,7 @@ class Communication:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
 class Synchronisation:
     """How and how often gradients or weights are combined, other than a plain average in every step."""
 
@@ -262,7 +265,7 @@ class Synchronisation:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
 class Engines:
     """Settings of Horovod and Ray."""
 
@@ -292,7 +295,7 @@ class Engines:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
 class Checkpointing:
     """What is saved, how often, and from where a run resumes."""
 
@@ -306,7 +309,7 @@ class Checkpointing:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
 class Monitoring:
     """What is logged and shown."""
 
@@ -326,7 +329,7 @@ class Monitoring:
     console_ranks: str = option("0", "ranks whose output the console shows", choices=("0", "all"))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
 class Elasticity:
     """What happens when ranks fail or have to stop."""
 

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from phalanx.config import FIELDS, DistributedConfig, Resolved, read_toml
-from phalanx.errors import UsageError, nearest
+from phalanx.config import FIELDS, DistributedConfig, Resolved, read_settings
+from phalanx.config.distributed import unknown_field
+from phalanx.errors import UsageError
 from phalanx.launch import CallTarget, ModuleTarget, ScriptTarget
 from phalanx.launch.spec import Target
 from phalanx.observe.events import MetricsReported
@@ -95,8 +96,7 @@ class RecipeTrainable(Trainable):
         """A recipe takes settings only."""
         unknown = [name for name in names if name not in FIELDS]
         if unknown:
-            guesses = [f" Did you mean '{close}'?" if (close := nearest(name, FIELDS)) else "" for name in unknown]
-            lines = "\n  ".join(f"unknown setting '{name}'.{g}" for name, g in zip(unknown, guesses, strict=True))
+            lines = "\n  ".join(map(unknown_field, unknown))
             raise UsageError(lines, hint="A recipe takes settings only; `phalanx config show` lists them.")
 
     def parts(self, trial: Trial) -> TrainableParts:
@@ -131,7 +131,7 @@ class ScriptTrainable(Trainable):
     def overruled(self, trial: Trial) -> dict[str, Any]:
         """Compare with the run's record: a trainer's arguments in the script win over settings from outside."""
         path = trial.folder / "config.toml"
-        ran = read_toml(path) if path.exists() else {}
+        ran = read_settings(path) if path.exists() else {}
         asked = {name: value for name, value in trial.params.items() if name in FIELDS}
         return {name: ran.get(name) for name, value in asked.items() if ran and ran.get(name) != value}
 

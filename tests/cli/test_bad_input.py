@@ -74,7 +74,11 @@ def test_a_script_given_as_recipe_is_refused_with_the_flag_to_use():
 @pytest.mark.parametrize(
     ("words", "said", "write"),
     [
-        ("--lr 0.1 --num-workers 2", "unknown flag '--lr'.", "--num-workers 2 -- --lr 0.1"),
+        (
+            "--lr 0.1 --num-workers 2",
+            "unknown flag '--lr'. Did you mean --learning-rate?",
+            "--num-workers 2 -- --lr 0.1",
+        ),
         ("--batch-sz 3", "unknown flag '--batch-sz'. Did you mean --batch-size?", "-- --batch-sz 3"),
         ("a", "unexpected argument a.", "-- a"),
         ("a b -- c", "unexpected arguments a b.", "-- a b c"),
