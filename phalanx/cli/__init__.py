@@ -21,6 +21,7 @@ VERBS = {
     "bench": "measure collectives, links, and training under gradient compression",
     "nccl-env": "print the NCCL variables for a kind of cluster, with reasons",
     "strategies": "list how ranks can share the work, and when to use each way",
+    "completion": "print the script that completes commands in bash, zsh or fish",
 }
 
 
@@ -77,10 +78,11 @@ def _dispatch(words: list[str]) -> int:
 
 def print_help(verb: str, words: list[str]) -> None:
     """Print the help of a verb whose parser is apart from it, and end; the others print it themselves."""
-    from phalanx.cli.parsers import PARSERS
+    from phalanx.cli.parsers import PARSERS, train_parser
 
     if verb in PARSERS:
-        PARSERS[verb]().parse_known_args(words[: words.index("--") if "--" in words else None])
+        parser = train_parser(with_recipes=True) if verb == "train" else PARSERS[verb]()
+        parser.parse_known_args(words[: words.index("--") if "--" in words else None])
 
 
 def _help() -> str:

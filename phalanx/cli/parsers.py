@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from phalanx.cli.flags import FlagParser, add_config_flags, add_json_flag, add_target_flags
 from phalanx.recipes import load_recipe, recipe_names
 
@@ -24,9 +26,9 @@ compares losses, gradient norms, and each module's outputs, gradients and weight
 beyond rounding; the first module that differs is named."""
 
 
-def train_parser(*, with_recipes: bool = True) -> FlagParser:
-    """Return the parser of `phalanx train`."""
-    recipes = [f"  {name:<10} {load_recipe(name).summary}" for name in recipe_names()] if with_recipes else []
+def train_parser(*, with_recipes: bool = False) -> FlagParser:
+    """Return the parser of `phalanx train`; `with_recipes`: its help lists them."""
+    recipes = [f"  {name:<11} {load_recipe(name).summary}" for name in recipe_names()] if with_recipes else []
     parser = FlagParser(
         prog="phalanx train",
         usage="phalanx train <recipe> | --script FILE | -m MODULE [options] [-- the script's own arguments]",
@@ -87,5 +89,5 @@ def verify_parser() -> FlagParser:
     return parser
 
 
-PARSERS = {"train": train_parser, "tune": tune_parser, "verify": verify_parser}
+PARSERS: dict[str, Callable[[], FlagParser]] = {"train": train_parser, "tune": tune_parser, "verify": verify_parser}
 """By verb; the other verbs have a function `parser` in their own files."""

@@ -31,7 +31,7 @@ _HINT = "Write: phalanx train digits, phalanx train --script train.py, or phalan
 def run(arguments: Sequence[str]) -> int:
     """Run the verb."""
     words, own = split_own(arguments)
-    parser = train_parser(with_recipes=False)
+    parser = train_parser()
     _check_own_arguments(parser, words, own)
     namespace = parser.parse_all(words)
     named = read_target(namespace, own, "train", _HINT)
