@@ -57,10 +57,20 @@ class FlagParser(argparse.ArgumentParser):
             name = word.split("=", 1)[0]
             if word.startswith("-"):
                 close = like_flag(name.lstrip("-"), flags)
-                found.append(f"unknown flag '{name}'.{f' Did you mean {close}?' if close else ''}")
+                other = verb_with(name) if close is None else ""
+                more = f" Did you mean {close}?" if close else f" {other} has it." if other else ""
+                found.append(f"unknown flag '{name}'.{more}")
             elif not before.startswith("--") or "=" in before:  # else the value of an unknown flag
                 found.append(f"unexpected argument '{word}'. A script's own arguments go after --.")
         return found
+
+
+def verb_with(flag: str) -> str:
+    """Return the command that has a flag which another one lacks, or an empty text."""
+    from phalanx.cli.parsers import PARSERS  # it imports this file
+
+    verbs = (verb for verb, make in PARSERS.items() if any(flag in known.option_strings for known in make()._actions))
+    return f"phalanx {verb}" if (verb := next(verbs, "")) else ""
 
 
 def add_target_flags(parser: argparse.ArgumentParser) -> None:

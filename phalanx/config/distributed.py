@@ -5,7 +5,7 @@ from __future__ import annotations
 import numbers
 import os
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from phalanx.config import deepspeed, rules
 from phalanx.config.engine_rules import ENGINE_RULES, unused_note, unused_settings
@@ -14,6 +14,9 @@ from phalanx.config.meanings import like
 from phalanx.config.option import problem
 from phalanx.config.settings import FIELDS, Settings
 from phalanx.errors import ConfigError
+
+if TYPE_CHECKING:
+    from phalanx.config.arguments import AllSettings
 
 _RULES = (
     deepspeed.engine_conflicts,
@@ -35,13 +38,11 @@ _RULES = (
 class DistributedConfig(Settings):
     """All settings of a run. Building one checks every value and reports all mistakes at once."""
 
-    if not TYPE_CHECKING:  # type checkers and editors see the signature of the dataclass
-
-        def __init__(self, **values: Any) -> None:
-            complete, mistakes = check(values)
-            if mistakes:
-                raise ConfigError([message for _, message in mistakes])
-            self.__dict__.update(complete)
+    def __init__(self, **values: Unpack[AllSettings]) -> None:
+        complete, mistakes = check(values)
+        if mistakes:
+            raise ConfigError([message for _, message in mistakes])
+        self.__dict__.update(complete)
 
     @classmethod
     def trusted(cls, values: Mapping[str, Any]) -> DistributedConfig:
@@ -66,7 +67,7 @@ class DistributedConfig(Settings):
         if refused:
             raise ConfigError(refused)
 
-    def replace(self, **changes: Any) -> DistributedConfig:
+    def replace(self, **changes: Unpack[AllSettings]) -> DistributedConfig:
         """Return a copy with some values changed, checked again."""
         return DistributedConfig(**{**self.to_dict(), **changes})
 

@@ -61,6 +61,9 @@ class Hooks:
 
     def add(self, item: Any, every: int = 1) -> None:
         """Add a `Callback`, a function of StepInfo, or a (function, every) pair."""
+        if isinstance(item, type) and issubclass(item, Callback):
+            name = item.__name__
+            raise UsageError(f"{name} is the class, not a callback", hint=f"Write: callbacks=[{name}()]")
         if isinstance(item, Callback):
             self._callbacks.append(item)
         elif isinstance(item, tuple) and len(item) == 2 and callable(item[0]):

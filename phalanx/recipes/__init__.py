@@ -50,6 +50,9 @@ def load_recipe(name: str) -> Recipe:
     """Read a recipe by name; an unknown name is refused with the nearest one."""
     if name not in recipe_names():
         hint = f"To run a script of your own: phalanx train --script {name}" if name.endswith(".py") else ""
+        if not hint and "." in name and name.replace(".", "_").isidentifier():
+            package, _, last = name.rpartition(".")
+            hint = f"A model of your own: --model {package}:{last} --data package:function. A program: -m {name}"
         raise UsageError(unknown_name("recipe", name, recipe_names()), hint=hint)
     document = tomllib.loads((_FOLDER / f"{name}.toml").read_text(encoding="utf-8"))
     return Recipe(

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from phalanx.config import FIELDS, DistributedConfig, Resolved, read_settings
 from phalanx.config.distributed import unknown_field
-from phalanx.errors import UsageError
+from phalanx.errors import UsageError, unknown_name
 from phalanx.launch import CallTarget, ModuleTarget, ScriptTarget
 from phalanx.launch.spec import Target
 from phalanx.observe.events import MetricsReported
@@ -24,6 +24,7 @@ from phalanx.tune.reporting import as_number
 from phalanx.tune.trial import REPORTED, Trial
 from phalanx.world.env import read_rank_env
 
+_REPORTED_BY_RECIPES = ("train/loss", "val/loss", "val/accuracy")
 OF_THE_TRIAL = ("run_dir", "checkpoint_dir", "resume_from_checkpoint", "node_rank", "rdzv_endpoint")
 """Settings that are different for each trial."""
 
@@ -59,10 +60,13 @@ class Trainable(ABC):
         """Return the hyperparameters that had no effect on a trial, with the values that it had instead."""
         return {}
 
+    def check_metric(self, metric: str | None) -> None:  # noqa: B027 - scripts and functions report what they like
+        """Raise for a metric that no trial will report, where that is known."""
+
 
 def trial_config(resolved: Resolved, trial: Trial, params: Mapping[str, Any]) -> DistributedConfig:
     """Return the settings of a trial: those of all, its own point, its own folders."""
-    own = {
+    own: dict[str, Any] = {
         "run_dir": str(trial.folder),
         "checkpoint_dir": str(trial.checkpoints),
         "resume_from_checkpoint": True,
@@ -98,6 +102,11 @@ class RecipeTrainable(Trainable):
         if unknown:
             lines = "\n  ".join(map(unknown_field, unknown))
             raise UsageError(lines, hint="A recipe takes settings only; `phalanx config show` lists them.")
+
+    def check_metric(self, metric: str | None) -> None:
+        """Raise for a metric that recipes do not report; `accuracy` means val/accuracy."""
+        if metric is not None and not {metric, f"val/{metric}"} & set(_REPORTED_BY_RECIPES):
+            raise UsageError(unknown_name(f"metric of the recipe '{self.name}':", metric, _REPORTED_BY_RECIPES))
 
     def parts(self, trial: Trial) -> TrainableParts:
         """Return what to launch for a trial."""

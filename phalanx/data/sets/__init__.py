@@ -36,5 +36,7 @@ def load(name: str, split: str = "train", **options: Any) -> Any:
     allowed = [option for option in inspect.signature(make).parameters if option != "split"]
     for option in options:
         if option not in allowed:
+            if not allowed:
+                raise UsageError(f"the data set '{name}' has no options; got {option}", hint=f"Write: load({name!r})")
             raise UsageError(unknown_name(f"option of data set '{name}'", option, allowed))
     return make(split=split, **options)
