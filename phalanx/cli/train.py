@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from phalanx.cli.flags import FlagParser, read_target, resolve_flags, split_own
+from phalanx.cli.json_summary import json_at_end, run_summary
 from phalanx.cli.parsers import train_parser
 from phalanx.config import DistributedConfig, Resolved
 from phalanx.engines.tensorflow.tf_config import check_against, read_task
@@ -41,9 +42,13 @@ def run(arguments: Sequence[str]) -> int:
         raise UsageError(f"the recipe '{recipe.name}' reads your files", hint="Add: --data-dir path/to/them")
     if target is not None:
         target.check()
+    if namespace.dry_run:
+        return _show_plan(recipe, resolved, target, as_json=namespace.json)
     started = read_rank_env()
     if isinstance(target, ScriptTarget):
         _check_starter(Path(target.path), resolved.config, started)
+    if namespace.json and started is not None and not _is_node_of(started, resolved.config):
+        raise UsageError("--json is for ranks that Phalanx starts", hint=f"Leave it out under {started.started_by}.")
     if started is None and _is_task_of_cluster(resolved):
         return _run_as_task(resolved, target)
     if started is not None and not _is_node_of(started, resolved.config):
@@ -51,7 +56,25 @@ def run(arguments: Sequence[str]) -> int:
     if started is not None:
         resolved = _as_node(started, resolved)
     layout = plan_layout(resolved.config, count_gpus())
-    return _launch(recipe, resolved, target, layout)
+    return _launch(recipe, resolved, target, layout, as_json=namespace.json)
+
+
+def _show_plan(
+    recipe: Recipe | None, resolved: Resolved, target: ScriptTarget | ModuleTarget | None, *, as_json: bool
+) -> int:
+    """Check what would be checked before a start, and print the plan."""
+    from phalanx.cli.dry_run import show_plan
+
+    layout = plan_layout(resolved.config, count_gpus())
+    check_before_start(resolved.config.with_trusted(device=layout.device))
+    return show_plan(recipe, resolved, layout, _name(recipe, target), as_json=as_json)
+
+
+def _name(recipe: Recipe | None, target: ScriptTarget | ModuleTarget | None) -> str:
+    """Return the name of what runs."""
+    if recipe is not None:
+        return recipe.name
+    return Path(target.path).stem if isinstance(target, ScriptTarget) else target.name if target is not None else "run"
 
 
 def _check_starter(script: Path, config: DistributedConfig, started: RankEnv | None) -> None:
@@ -90,7 +113,12 @@ def _part(words: list[str], chosen: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _launch(
-    recipe: Recipe | None, resolved: Resolved, script: ScriptTarget | ModuleTarget | None, layout: Layout
+    recipe: Recipe | None,
+    resolved: Resolved,
+    script: ScriptTarget | ModuleTarget | None,
+    layout: Layout,
+    *,
+    as_json: bool = False,
 ) -> int:
     """Start the ranks, and return the exit code."""
     config = resolved.config.with_trusted(device=layout.device)
@@ -98,12 +126,9 @@ def _launch(
         check_packages(config)
     else:
         check_before_start(config)
-    name = recipe.name if recipe is not None else "run"
-    if script is not None:
-        name = Path(script.path).stem if isinstance(script, ScriptTarget) else script.name
-    run_dir = make_run_dir(config, name)
+    run_dir = make_run_dir(config, _name(recipe, script))
     ranks = f"{layout.world_size} rank{'s' * (layout.world_size > 1)}"
-    with scratch_folder("run") as folder:
+    with scratch_folder("run") as folder, json_at_end(lambda: run_summary(run_dir), wanted=as_json):
         target: Target | None = script if recipe is None else recipe_target(recipe, config, run_dir, folder)
         assert target is not None, "either a recipe or a script was named"
         spec = launch_spec(config, layout, target, run_dir / "logs", env=_rank_environment(resolved, config, run_dir))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
+from contextlib import nullcontext, redirect_stdout
 
-from phalanx.cli.flags import read_target, resolve_flags, split_own
+from phalanx.cli.flags import print_json, read_target, resolve_flags, split_own
 from phalanx.cli.parsers import tune_parser
 from phalanx.errors import UsageError
 from phalanx.recipes import Recipe
@@ -32,7 +34,13 @@ def run(arguments: Sequence[str]) -> int:
         trials_per_gpu=namespace.trials_per_gpu, grace=namespace.grace, eta=namespace.eta,
         interval=namespace.interval, mutate=mutate, study_dir=namespace.study_dir, resume=namespace.resume,
     )  # fmt: skip
-    search(subject, space, asked)
+    with redirect_stdout(sys.stderr) if namespace.json else nullcontext():
+        results = search(subject, space, asked)
+    if namespace.json:
+        best = {"number": results.best.number, "value": results.best_value, "params": results.best_params}
+        trials = [trial.to_dict() for trial in results.trials]
+        shown = {"metric": results.objective.metric, "mode": results.objective.mode, "best": best, "trials": trials}
+        print_json({"study_dir": str(results.folder), **shown})
     return 0
 
 

@@ -76,16 +76,19 @@ def run_recipe(recipe: Recipe, config: DistributedConfig, run_dir: Path | None, 
     return run_job(Job("fit", task, config, run_dir, checked), in_place=True)
 
 
-def recipe_parts(recipe: Recipe, data_dir: str | None) -> tuple[nn.Module, Any, Any]:
-    """Return a recipe's model and its data for training and validation."""
+def recipe_parts(recipe: Recipe, data_dir: str | None, *, without_storage: bool = False) -> tuple[nn.Module, Any, Any]:
+    """Return a recipe's model and its data for training and validation; `without_storage`: a model on "meta"."""
+    place = torch.device("meta") if without_storage else nullcontext()
     options = {**recipe.data, **({"root": data_dir} if data_dir is not None else {})}
     model = dict(recipe.model)
     if recipe.needs_data_dir:
         train, val = _both_splits(options)
         if hasattr(train, "classes"):
             model["classes"] = len(train.classes)  # known only from the user's folder
-        return build(model.pop("name"), **model), train, val
-    built: Any = build(model.pop("name"), **model)
+        with place:
+            return build(model.pop("name"), **model), train, val
+    with place:
+        built: Any = build(model.pop("name"), **model)
     if options.get("block_size") == "model":
         options["block_size"] = min(built.config.block_size, _LONGEST_TEXT)
     return built, *_both_splits(options)
