@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from phalanx.cli.flags import FlagParser, add_config_flags, add_json_flag, print_json, resolve_flags
+from phalanx.cli.flags import FlagParser, add_config_flags, resolve_flags
+from phalanx.cli.json_output import add_json_flag, print_json
 from phalanx.config import GROUPS, Resolved, write_toml
 from phalanx.errors import UsageError, unknown_name
 from phalanx.recipes import load_recipe

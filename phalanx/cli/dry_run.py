@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from phalanx.cli.flags import print_json
+from phalanx.cli.json_output import print_json
 from phalanx.config import Resolved
 from phalanx.runs.spec import given_settings
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from phalanx.cli.flags import FlagParser, add_config_flags, add_json_flag, add_target_flags
+from phalanx.cli.flags import FlagParser, add_config_flags, add_target_flags
+from phalanx.cli.json_output import add_json_flag
 from phalanx.recipes import load_recipe, recipe_names
 
 _TUNE = """Search for the best hyperparameters.

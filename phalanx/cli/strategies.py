@@ -7,7 +7,8 @@ import re
 import textwrap
 from collections.abc import Sequence
 
-from phalanx.cli.flags import FlagParser, add_json_flag, print_json
+from phalanx.cli.flags import FlagParser
+from phalanx.cli.json_output import add_json_flag, print_json
 from phalanx.config import FIELDS
 from phalanx.errors import UsageError
 from phalanx.strategies.registry import TABLE, Row, installed_strategies

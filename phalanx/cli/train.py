@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from phalanx.cli.flags import FlagParser, read_target, resolve_flags, split_own
-from phalanx.cli.json_summary import json_at_end, run_summary
+from phalanx.cli.json_output import json_at_end, run_summary
 from phalanx.cli.parsers import train_parser
 from phalanx.config import DistributedConfig, Resolved
 from phalanx.engines.tensorflow.tf_config import check_against, read_task

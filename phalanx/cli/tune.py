@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
-from contextlib import nullcontext, redirect_stdout
+from typing import TYPE_CHECKING, Any
 
-from phalanx.cli.flags import print_json, read_target, resolve_flags, split_own
+from phalanx.cli.flags import read_target, resolve_flags, split_own
+from phalanx.cli.json_output import json_at_end
 from phalanx.cli.parsers import tune_parser
 from phalanx.errors import UsageError
 from phalanx.recipes import Recipe
 from phalanx.tune.trainable import Trainable
+
+if TYPE_CHECKING:
+    from phalanx.tune.results import Results
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -34,14 +37,20 @@ def run(arguments: Sequence[str]) -> int:
         trials_per_gpu=namespace.trials_per_gpu, grace=namespace.grace, eta=namespace.eta,
         interval=namespace.interval, mutate=mutate, study_dir=namespace.study_dir, resume=namespace.resume,
     )  # fmt: skip
-    with redirect_stdout(sys.stderr) if namespace.json else nullcontext():
-        results = search(subject, space, asked)
-    if namespace.json:
-        best = {"number": results.best.number, "value": results.best_value, "params": results.best_params}
-        trials = [trial.to_dict() for trial in results.trials]
-        shown = {"metric": results.objective.metric, "mode": results.objective.mode, "best": best, "trials": trials}
-        print_json({"study_dir": str(results.folder), **shown})
+    found: list[Results] = []
+    with json_at_end(lambda: _summary(*found), wanted=namespace.json):
+        found.append(search(subject, space, asked))
     return 0
+
+
+def _summary(results: Results | None = None) -> dict[str, Any]:
+    """Return the search as plain data; nothing of one that failed."""
+    if results is None:
+        return {}
+    best = {"number": results.best.number, "value": results.best_value, "params": results.best_params}
+    objective = {"metric": results.objective.metric, "mode": results.objective.mode}
+    trials = [trial.to_dict() for trial in results.trials]
+    return {"study_dir": str(results.folder), **objective, "best": best, "trials": trials}
 
 
 def _subject(namespace: argparse.Namespace, own: list[str]) -> Trainable:

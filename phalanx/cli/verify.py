@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from phalanx.cli.flags import resolve_flags, write_json
+from phalanx.cli.flags import resolve_flags
+from phalanx.cli.json_output import write_json
 from phalanx.cli.parsers import verify_parser
 from phalanx.errors import UsageError
 from phalanx.launch import prestart

@@ -1,16 +1,47 @@
-"""`--json` of a verb that trains: what it shows goes to standard error, and one JSON value to standard output."""
+"""`--json`: one JSON value on standard output, and all else that a verb shows on standard error."""
 
 from __future__ import annotations
 
+import argparse
 import json
+import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
-from phalanx.cli.flags import print_json
-from phalanx.errors import PhalanxError
+from phalanx.errors import PhalanxError, UsageError
+
+
+def add_json_flag(parser: argparse.ArgumentParser, what: str) -> None:
+    """Add --json, with which a verb prints one JSON value; all other output goes to standard error."""
+    parser.add_argument("--json", action="store_true", help=f"print {what} as JSON, all else on standard error")
+
+
+def print_json(value: Any) -> None:
+    """Print a value as JSON on standard output; numbers that JSON lacks (nan, inf) become null."""
+    print(json.dumps(_finite(value), indent=2, default=str))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def write_json(value: Any, path: str) -> None:
+    """Write a value where `--json` says; `-` is standard output."""
+    text = json.dumps(value, indent=2) + "\n"
+    if path == "-":
+        sys.stdout.write(text)
+        return
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"--json {path}: {error.strerror}") from None
 
 
 @contextmanager
