@@ -36,10 +36,14 @@ if [[ "$funcstack[1]" == _phalanx ]]; then _phalanx "$@"; else compdef _phalanx 
 _FISH = """\
 function __phalanx
     set -l words (commandline -opc) (commandline -ct)
-    phalanx completion fish -- $words[2..-1] 2>/dev/null
+    set -l found (phalanx completion fish -- $words[2..-1] 2>/dev/null)
+    if test (count $found) -gt 0
+        printf '%s\\n' $found
+    else
+        __fish_complete_path (commandline -ct)
+    end
 end
-complete -c phalanx -n 'test (count (commandline -opc)) -eq 1' -f
-complete -c phalanx -a '(__phalanx)'
+complete -c phalanx -f -a '(__phalanx)'
 """
 SHELLS = {"bash": _BASH, "zsh": _ZSH, "fish": _FISH}
 INSTALL = """Print the script that completes commands, flags, values, recipes and runs in a shell. To install it:
