@@ -27,7 +27,15 @@ class FlagParser(argparse.ArgumentParser):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, formatter_class=HelpFormatter, add_help=False, **options)
-        self.add_argument("-h", "--help", action=HelpAction, nargs="?", metavar="GROUP", help="show this help")
+        self.help_action = self.add_argument(
+            "-h",
+            "--help",
+            action=HelpAction,
+            nargs=0,
+            metavar="GROUP",
+            default=argparse.SUPPRESS,
+            help="show this help",
+        )
 
     def format_help(self, shown: str = "") -> str:
         """Return the help: with the settings used most, with all of them ("all"), or one group."""
@@ -107,15 +115,18 @@ def read_target(
     return ScriptTarget(script, tuple(own)) if script else ModuleTarget(module, tuple(own))
 
 
-def add_config_flags(parser: argparse.ArgumentParser) -> None:
-    """Add a flag for every field of the config, in its groups."""
+def add_config_flags(parser: FlagParser) -> None:
+    """Add a flag for every field of the config, in its groups, and the help of one group or all."""
+    parser.help_action.nargs, parser.help_action.help = "?", "show this help, or one group of settings"
     parser.add_argument(
         "--config",
         metavar="FILE",
         action="append",
         help="a TOML or YAML file with settings, which flags win over; of several files a later one wins",
     )
-    parser.add_argument("--help-all", action=HelpAllAction, nargs=0, help="show every setting, by group")
+    parser.add_argument(
+        "--help-all", action=HelpAllAction, nargs=0, default=argparse.SUPPRESS, help="show every setting, by group"
+    )
     for group in GROUPS:
         section = parser.add_argument_group(group.__name__.lower(), (group.__doc__ or "").rstrip("."))
         for name in group.__dataclass_fields__:

@@ -56,10 +56,9 @@ class HelpAction(argparse.Action):
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> NoReturn:
         """Print, and end the program."""
-        has_groups = any(group.title in _GROUPS for group in parser._action_groups)
-        if values is not None and has_groups and values not in (*_GROUPS, "all"):
+        if values and values not in (*_GROUPS, "all"):
             raise UsageError(unknown_name("group of settings", values, _GROUPS), hint=f"See {parser.prog} --help")
-        print(parser.format_help(values or "" if has_groups else ""), end="")
+        print(parser.format_help(values or ""), end="")
         raise SystemExit(0)
 
 

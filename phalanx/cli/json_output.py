@@ -32,6 +32,12 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def check_json_path(path: str | None) -> None:
+    """Raise before the work begins where its result cannot be written."""
+    if path is not None and path != "-" and not Path(path).absolute().parent.is_dir():
+        raise UsageError(f"--json {path}: the folder {Path(path).parent} does not exist")
+
+
 def write_json(value: Any, path: str) -> None:
     """Write a value where `--json` says; `-` is standard output."""
     text = json.dumps(value, indent=2) + "\n"

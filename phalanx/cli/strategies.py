@@ -18,7 +18,7 @@ _HELP = "How ranks can share the work, and when to use each way."
 
 def parser() -> FlagParser:
     """Return the parser of the verb."""
-    parser = FlagParser(prog="phalanx strategies", description=_HELP)
+    parser = FlagParser(prog="phalanx strategies", usage="phalanx strategies [NAME] [--json]", description=_HELP)
     names = ",".join(row.name for row in TABLE)
     parser.add_argument(
         "strategy", nargs="?", metavar=f"{{{names}}}", help="show this one in detail, with its settings"

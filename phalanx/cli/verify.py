@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from phalanx.cli.flags import resolve_flags
-from phalanx.cli.json_output import write_json
+from phalanx.cli.json_output import check_json_path, write_json
 from phalanx.cli.parsers import verify_parser
 from phalanx.errors import UsageError
 from phalanx.launch import prestart
@@ -20,6 +20,7 @@ def run(arguments: Sequence[str]) -> int:
     namespace = verify_parser().parse_all(arguments)
     if namespace.resume and namespace.reshard:
         raise UsageError("--resume and --reshard are two proofs", hint="Run verify twice.")
+    check_json_path(namespace.json)
     subject = find_subject(namespace.subject, namespace.script, namespace.preset)
     resolved = resolve_flags(namespace, _defaults(subject))
     prestart()

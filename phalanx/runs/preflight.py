@@ -28,8 +28,9 @@ def _check_all(config: DistributedConfig) -> None:
     if config.num_nodes > 1 and config.rdzv_endpoint:
         check_endpoint(config.rdzv_endpoint)
     _check_resume(config)
-    if config.data_dir is not None and config.launcher == "local" and not Path(config.data_dir).exists():
-        raise DataError(f"data_dir = {config.data_dir!r} does not exist", hint="Give the folder of the data files.")
+    if config.data_dir is not None and config.launcher == "local" and not Path(config.data_dir).is_dir():
+        wrong = "is a file, not a folder" if Path(config.data_dir).exists() else "does not exist"
+        raise DataError(f"data_dir = {config.data_dir!r} {wrong}", hint="Give the folder of the data files.")
     for name in ("checkpoint_dir", "tensorboard_dir", "run_dir"):
         if (given := getattr(config, name)) is not None:
             _check_folder(name, given)

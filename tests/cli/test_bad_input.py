@@ -185,6 +185,7 @@ def test_a_flag_of_another_command_is_named_with_it():
         "mnist --data-dir absent",
         "digits --resume-from-checkpoint absent",
         "digits --resume-from-checkpoint empty",
+        "mnist --data-dir file",
         "digits --checkpoint-dir file",
         "digits --run-dir file",
         "digits --tensorboard-dir file/inside",
