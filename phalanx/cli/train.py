@@ -67,11 +67,11 @@ def _show_plan(
 
     layout = plan_layout(resolved.config, count_gpus())
     check_before_start(resolved.config.with_trusted(device=layout.device))
-    return show_plan(recipe, resolved, layout, _name(recipe, target), as_json=as_json)
+    return show_plan(recipe, resolved, layout, target_name(recipe, target), as_json=as_json)
 
 
-def _name(recipe: Recipe | None, target: ScriptTarget | ModuleTarget | None) -> str:
-    """Return the name of what runs."""
+def target_name(recipe: Recipe | None, target: ScriptTarget | ModuleTarget | None) -> str:
+    """Return the name of a run: that of its recipe, script or module."""
     if recipe is not None:
         return recipe.name
     return Path(target.path).stem if isinstance(target, ScriptTarget) else target.name if target is not None else "run"
@@ -126,7 +126,7 @@ def _launch(
         check_packages(config)
     else:
         check_before_start(config)
-    run_dir = make_run_dir(config, _name(recipe, script))
+    run_dir = make_run_dir(config, target_name(recipe, script))
     ranks = f"{layout.world_size} rank{'s' * (layout.world_size > 1)}"
     with scratch_folder("run") as folder, json_at_end(lambda: run_summary(run_dir), wanted=as_json):
         target: Target | None = script if recipe is None else recipe_target(recipe, config, run_dir, folder)
