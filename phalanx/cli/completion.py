@@ -51,8 +51,15 @@ INSTALL = """Print the script that completes commands, flags, values, recipes an
   bash   echo 'eval "$(phalanx completion bash)"' >> ~/.bashrc
   zsh    echo 'eval "$(phalanx completion zsh)"' >> ~/.zshrc       (after compinit)
   fish   phalanx completion fish > ~/.config/fish/completions/phalanx.fish"""
-SUBCOMMANDS = {"config": ("show",), "bench": ("comm", "compression"), "completion": tuple(SHELLS)}
+SUBCOMMANDS = {
+    "config": ("show",),
+    "bench": ("comm", "compression"),
+    "runs": ("show", "diff", "rm", "tag"),
+    "completion": tuple(SHELLS),
+}
 """The words that follow a verb."""
+RUN_VERBS = ("runs", "resume", "evaluate", "predict", "export")
+"""Verbs whose arguments are names of runs, also where a verb has no function `parser`."""
 
 
 def parser() -> FlagParser:
@@ -98,6 +105,7 @@ def _candidates(typed: list[str], last: str) -> Iterator[tuple[str, str]]:
         yield from ((word, "") for word in SUBCOMMANDS.get(verb, ()))
     known = parser_of(verb)
     if known is None:
+        yield from ((name, "") for name in run_names(rest) if verb in RUN_VERBS and (rest or verb != "runs"))
         return
     flags = {flag: action for action in known._actions for flag in action.option_strings}
     before = flags.get(rest[-1]) if rest else None

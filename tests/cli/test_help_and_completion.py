@@ -117,6 +117,11 @@ def test_run_names_complete_arguments_of_that_name(tmp_path, monkeypatch):
         (tmp_path / "runs" / name).mkdir(parents=True)
         os.utime(tmp_path / "runs" / name, (number, number))
     assert run_names([]) == ["new", "old"]
+    monkeypatch.setattr("phalanx.cli.completion.VERBS", dict.fromkeys(("runs", "resume"), ""))
+    monkeypatch.setattr("phalanx.cli.completion.parser_of", lambda verb: None)
+    assert [value for value, _ in completions(["resume", "o"])] == ["old"]
+    assert [value for value, _ in completions(["runs", "show", ""])] == ["new", "old"]
+    assert [value for value, _ in completions(["runs", "s"])] == ["show"]
 
 
 def test_an_unknown_shell_is_refused():
