@@ -126,11 +126,11 @@ def unused_parameters(names: Sequence[str], when: str = "in the first step") -> 
     )
 
 
-def nearest(name: str, allowed: Iterable[str]) -> str | None:
+def nearest(name: str, allowed: Iterable[str], cutoff: float = 0.6) -> str | None:
     """Return the allowed name closest to `name`, or None when nothing is close."""
     import difflib  # most commands never need it
 
-    matches = difflib.get_close_matches(name, list(allowed), n=1, cutoff=0.6)
+    matches = difflib.get_close_matches(name, list(allowed), n=1, cutoff=cutoff)
     return matches[0] if matches else None
 
 

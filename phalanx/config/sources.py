@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import tomllib
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,6 +127,8 @@ def read_settings(path: str | Path) -> dict[str, Any]:
 def read_document(path: str | Path) -> dict[str, Any]:
     """Return what a TOML or YAML file holds; by its name's end, and TOML where that says nothing."""
     try:
+        import tomllib  # 5 ms, which help and completion do not need
+
         text = Path(path).read_text(encoding="utf-8")
         document = _parse_yaml(text) if str(path).endswith((".yaml", ".yml")) else tomllib.loads(text)
     except FileNotFoundError:
