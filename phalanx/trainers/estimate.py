@@ -11,7 +11,7 @@ from torch import nn
 from phalanx.config import DistributedConfig
 from phalanx.loop.prepare import adapt
 from phalanx.recipes import Recipe
-from phalanx.trainers.recipe import recipe_parts
+from phalanx.trainers.recipe import recipe_parts, with_batch_size
 from phalanx.world.layout import Layout
 from phalanx.world.mesh import Mesh
 
@@ -59,6 +59,7 @@ def estimate_recipe(recipe: Recipe, config: DistributedConfig, layout: Layout) -
     adapt(model, config)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     samples = len(train) if hasattr(train, "__len__") else None
+    config = with_batch_size(config, train)
     batch = global_batch(config, layout)
     per_epoch = steps = None
     if samples is not None and batch is not None:
@@ -93,7 +94,7 @@ def estimate_memory(model: nn.Module, config: DistributedConfig, mesh: Mesh) -> 
     trained = _bytes([parameter for parameter in parameters if parameter.requires_grad]) / (mesh.tp * mesh.pp)
     weights, gradients, states = _shards(config, mesh)
     return Memory(
-        weights=round(whole / weights),
+        weights=round(whole / weights * (1 if config.ema_decay is None else 2)),
         gradients=round(trained / gradients),
         optimizer=round(trained * _states(config) / states),
     )

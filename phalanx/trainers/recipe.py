@@ -74,11 +74,17 @@ _LONGEST_TEXT = 1024
 def run_recipe(recipe: Recipe, config: DistributedConfig, run_dir: Path | None, *, checked: bool) -> JobResult:
     """Build a recipe's parts (equal weights on all ranks, by the seed) and train; `checked`: see `Job`."""
     task = recipe_task(recipe, config)
-    if config.batch_size is None:
-        source = read_source(task.train, pin_memory=False, notes=[])
-        if source.batch_size is None and not source.ready_batches and source.batch_sampler is None:
-            config = config.with_trusted(batch_size=_BATCH_SIZE)
+    config = with_batch_size(config, task.train)
     return run_job(Job("fit", task, config, run_dir, checked), in_place=True)
+
+
+def with_batch_size(config: DistributedConfig, train: Any) -> DistributedConfig:
+    """Return the config with a batch size, where neither a setting nor a DataLoader gives one."""
+    if config.batch_size is not None:
+        return config
+    source = read_source(train, pin_memory=False, notes=[])
+    known = source.batch_size is not None or source.ready_batches or source.batch_sampler is not None
+    return config if known else config.with_trusted(batch_size=_BATCH_SIZE)
 
 
 def recipe_task(recipe: Recipe, config: DistributedConfig) -> TrainTask:
