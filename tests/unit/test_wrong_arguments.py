@@ -133,9 +133,7 @@ def test_other_errors_of_a_model_stay_as_they_are(tmp_path, monkeypatch):
 
 
 def test_a_data_set_without_options_says_so():
-    assert "data set 'digits' takes no options; got 'size'" in refused(
-        lambda: load("digits", size=3)
-    )
+    assert "data set 'digits' takes no options; got 'size'" in refused(lambda: load("digits", size=3))
 
 
 def test_a_tuple_in_a_search_space_is_answered_in_python():
