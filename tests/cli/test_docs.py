@@ -5,13 +5,10 @@ from __future__ import annotations
 import re
 import runpy
 import shlex
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from command import ROOT, clean_environment, phalanx
+from command import ROOT, phalanx
 
 from phalanx.cli import tune
 from phalanx.config import FIELDS
@@ -55,20 +52,6 @@ def folder(tmp_path, monkeypatch, fork_server):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PHALANX_DEVICE", "cpu")
     return tmp_path
-
-
-@pytest.fixture(scope="module")
-def site(tmp_path_factory):
-    """The site, built as `make docs` does but elsewhere."""
-    if shutil.which("mkdocs", path=str(Path(sys.executable).parent)) is None:
-        pytest.skip("mkdocs is not installed: pip install 'phalanx[docs]'")
-    directory = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(directory)]
-    done = subprocess.run(
-        command, cwd=ROOT, env=clean_environment(), capture_output=True, text=True, timeout=100, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return directory
 
 
 def rendered(site: Path, page: str) -> str:
