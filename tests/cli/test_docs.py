@@ -79,7 +79,7 @@ def test_the_site_loads_nothing_from_other_hosts(site):
         assert hosts <= {"www.w3.org"}, f"{picture}: {hosts}"
 
 
-@pytest.mark.parametrize("name", sorted(titled_scripts().keys() - {"quickstart.py"}))
+@pytest.mark.parametrize("name", sorted(titled_scripts().keys() - {"quickstart.py", "parts.py"}))
 def test_the_script_runs(name, folder, capfd):
     if name in _NEEDS:
         package, reason = _NEEDS[name]

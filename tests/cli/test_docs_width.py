@@ -4,11 +4,11 @@ The rules:
 
 - A page never scrolls sideways.
 - At 1280 px each line of each code block is visible: no code block scrolls.
-- On a phone a code block or a wide table may scroll in its own box, but what does not fit must be reachable: an element that
-  hides its overflow must not have any.
+- On a phone a code block or a wide table may scroll in its own box, but what does not fit must be reachable: an element
+  that hides its overflow must not have any.
 
-One browser opens a page of ours, which loads every page of the site in frames of both widths, measures them and sends the
-result back to the server of this test.
+One browser opens a page of ours, which loads every page of the site in frames of both widths, measures them and sends
+the result back to the server of this test.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ WIDTHS = {"laptop": 1280, "phone": 390}
 MEASURE = """<!doctype html><body><script>
 const pages = PAGES, widths = WIDTHS, found = [];
 function look(frame, page, screen) {
-  const report = (rule, element) => found.push({page, screen, rule, element: element.tagName.toLowerCase() + "." + element.className,
+  const report = (rule, element) => found.push({page, screen, rule, element: `${element.tagName}.${element.className}`,
     text: element.textContent.trim().slice(0, 80), needs: element.scrollWidth, has: element.clientWidth});
   const root = frame.contentDocument.documentElement;
   if (root.scrollWidth > root.clientWidth) report("the page scrolls sideways", root);
   for (const element of frame.contentDocument.querySelectorAll("article, article *")) {
     if (element.scrollWidth <= element.clientWidth || element.clientWidth === 0) continue;  // inline: 0
-    const style = frame.contentWindow.getComputedStyle(element);
+    const overflow = frame.contentWindow.getComputedStyle(element).overflowX;
     if (screen === "laptop" && element.matches("pre, pre *")) report("code does not fit", element);
-    else if (style.overflowX === "hidden" || style.overflowX === "clip") report("cut off without a scroll bar", element);
+    else if (overflow === "hidden" || overflow === "clip") report("cut off without a scroll bar", element);
   }
   return frame.contentDocument.querySelectorAll("article pre code").length;
 }
