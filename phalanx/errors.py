@@ -6,7 +6,6 @@ exception. The classes are defined here because the parent rebuilds the error of
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Sequence
 
 EXIT_USAGE = 2
@@ -127,9 +126,11 @@ def unused_parameters(names: Sequence[str], when: str = "in the first step") -> 
     )
 
 
-def nearest(name: str, allowed: Iterable[str]) -> str | None:
+def nearest(name: str, allowed: Iterable[str], cutoff: float = 0.6) -> str | None:
     """Return the allowed name closest to `name`, or None when nothing is close."""
-    matches = difflib.get_close_matches(name, list(allowed), n=1, cutoff=0.6)
+    import difflib  # most commands never need it
+
+    matches = difflib.get_close_matches(name, list(allowed), n=1, cutoff=cutoff)
     return matches[0] if matches else None
 
 

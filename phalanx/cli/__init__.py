@@ -27,6 +27,7 @@ VERBS = {
     "bench": "measure collectives, links, and training under gradient compression",
     "nccl-env": "print the NCCL variables for a kind of cluster, with reasons",
     "strategies": "list how ranks can share the work, and when to use each way",
+    "completion": "print the script that completes commands in bash, zsh or fish",
 }
 
 
@@ -75,8 +76,19 @@ def _dispatch(words: list[str]) -> int:
     if words[0] not in VERBS:
         say_to_user(unknown_name("command", words[0], VERBS))
         return EXIT_USAGE
+    if {"-h", "--help", "--help-all"} & set(words[1 : words.index("--") if "--" in words else None]):
+        print_help(words[0], words[1:])
     result: int = import_module(f"phalanx.cli.{words[0].replace('-', '_')}").run(words[1:])
     return result
+
+
+def print_help(verb: str, words: list[str]) -> None:
+    """Print the help of a verb whose parser is apart from it, and end; the others print it themselves."""
+    from phalanx.cli.parsers import PARSERS, train_parser
+
+    if verb in PARSERS:
+        parser = train_parser(with_recipes=True) if verb == "train" else PARSERS[verb]()
+        parser.parse_known_args(words[: words.index("--") if "--" in words else None])
 
 
 def _help() -> str:

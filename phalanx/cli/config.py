@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from phalanx.cli.flags import FlagParser, add_config_flags, resolve_flags
+from phalanx.cli.json_output import add_json_flag, print_json
 from phalanx.config import GROUPS, Resolved, write_toml
 from phalanx.errors import UsageError, unknown_name
 from phalanx.recipes import load_recipe
@@ -13,22 +14,30 @@ from phalanx.recipes import load_recipe
 _HELP = "Show every setting, its value and where it comes from: default, recipe, file, environment or flag."
 
 
-def run(arguments: Sequence[str]) -> int:
-    """Run the verb."""
+def parser() -> FlagParser:
+    """Return the parser of the verb."""
     parser = FlagParser(prog="phalanx config show", description=_HELP)
     parser.add_argument("recipe", nargs="?", help="show the settings as this recipe would run")
     parser.add_argument("--toml", action="store_true", help="write TOML that --config reads back")
+    add_json_flag(parser, "each setting with its value and origin")
     add_config_flags(parser)
+    return parser
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run the verb."""
     words = list(arguments)
-    if not words or words[0] in {"-h", "--help"}:
-        parser.print_help()
-        return 0
+    if not words or words[0] in {"-h", "--help", "--help-all"}:
+        parser().parse_all(words or ["--help"])
     if words[0] != "show":
         raise UsageError(unknown_name("config command", words[0], ["show"]), hint="Write: phalanx config show")
-    namespace = parser.parse_all(words[1:])
+    namespace = parser().parse_all(words[1:])
     recipe = load_recipe(namespace.recipe) if namespace.recipe else None
     resolved = resolve_flags(namespace, recipe)
-    if namespace.toml:  # defaults as comments: in a file they would win over a recipe's values
+    if namespace.json:
+        values = resolved.config.to_dict()
+        print_json({name: {"value": values[name], "origin": origin} for name, origin in resolved.origins.items()})
+    elif namespace.toml:  # defaults as comments: in a file they would win over a recipe's values
         defaults = {name for name, origin in resolved.origins.items() if origin == "default"}
         print(write_toml(resolved.config, as_comments=defaults), end="")
     else:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 
-from phalanx.cli.flags import FlagParser, add_config_flags, given_flags, write_json
+from phalanx.cli.flags import FlagParser, add_config_flags, given_flags
+from phalanx.cli.json_output import add_json_flag, print_json
 
 _HELP = "Measure the best checkpoint of a run on its validation data, or on other data."
 
@@ -18,20 +21,26 @@ def add_run_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", metavar="DATA", help="other data: my_package.data:load, a folder of files, or digits")
 
 
-def run(arguments: Sequence[str]) -> int:
-    """Run the verb."""
+def parser() -> FlagParser:
+    """Return the parser of the verb."""
     usage = "phalanx evaluate RUN|CHECKPOINT [--data DATA] [options]"
     parser = FlagParser(prog="phalanx evaluate", usage=usage, description=_HELP)
     add_run_flags(parser)
-    parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help="write JSON (default: to the terminal)")
+    add_json_flag(parser, "the metrics")
     add_config_flags(parser)
-    namespace = parser.parse_all(arguments)
+    return parser
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run the verb."""
+    namespace = parser().parse_all(arguments)
     from phalanx.trainers.saved_run import open_run
 
-    found, data = open_run(namespace.run, namespace.checkpoint, namespace.model, namespace.data)
-    metrics = found.evaluate(data, **given_flags(namespace))
+    with redirect_stdout(sys.stderr):
+        found, data = open_run(namespace.run, namespace.checkpoint, namespace.model, namespace.data)
+        metrics = found.evaluate(data, **given_flags(namespace))
     if namespace.json:
-        write_json({"run": found.name, "checkpoint": str(found.checkpoint), "metrics": metrics}, namespace.json)
+        print_json({"run": found.name, "checkpoint": str(found.checkpoint), "metrics": metrics})
         return 0
     print(f"{found.checkpoint}")
     for name, value in metrics.items():

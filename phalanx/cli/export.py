@@ -13,8 +13,8 @@ from phalanx.observe.format import size
 FORMATS = ("safetensors", "hf", "onnx", "torchscript")
 
 
-def run(arguments: Sequence[str]) -> int:
-    """Run the verb."""
+def parser() -> FlagParser:
+    """Return the parser of the verb."""
     parser = FlagParser(
         prog="phalanx export",
         usage="phalanx export RUN|CHECKPOINT [--format FORMAT] [-o PATH]",
@@ -23,7 +23,12 @@ def run(arguments: Sequence[str]) -> int:
     add_run_flags(parser)
     parser.add_argument("--format", metavar="|".join(FORMATS), help="[that of the ending of --output, or safetensors]")
     parser.add_argument("-o", "--output", metavar="PATH", help="the file or folder [<run>.<ending>]")
-    namespace = parser.parse_all(arguments)
+    return parser
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run the verb."""
+    namespace = parser().parse_all(arguments)
     if namespace.format is not None and namespace.format not in FORMATS:
         raise UsageError(unknown_name("format", namespace.format, FORMATS))
     from phalanx.trainers.export import ENDINGS, export_model

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import re
 import shlex
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
+from phalanx.cli.help import HelpAction, HelpAllAction, HelpFormatter, ValueAction, format_parts
 from phalanx.config import FIELDS, GROUPS, Resolved, parse_text, resolve
+from phalanx.config.meanings import like_flag
 from phalanx.config.option import kinds
-from phalanx.engine import find_engine
-from phalanx.errors import UsageError, nearest
-from phalanx.launch import ModuleTarget, ScriptTarget, count_gpus
+from phalanx.errors import UsageError
 from phalanx.recipes import Recipe, load_recipe, recipe_names
 from phalanx.recipes.recipe import read_changes
 
-_BARE = "<bare flag>"
+if TYPE_CHECKING:
+    from phalanx.launch import ModuleTarget, ScriptTarget
+
+BARE = "<bare flag>"
+"""The value of a flag that was given without one."""
 _SHORT = {"verbosity": {"-q": "quiet", "-v": "verbose"}}
 """Short flags that stand for a value of a setting."""
 
@@ -30,7 +32,20 @@ class FlagParser(argparse.ArgumentParser):
     """An argument parser that raises UsageError, and reports all unknown flags at once."""
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(allow_abbrev=False, formatter_class=_Help, **options)
+        super().__init__(allow_abbrev=False, formatter_class=HelpFormatter, add_help=False, **options)
+        self.help_action = self.add_argument(
+            "-h",
+            "--help",
+            action=HelpAction,
+            nargs=0,
+            metavar="GROUP",
+            default=argparse.SUPPRESS,
+            help="show this help",
+        )
+
+    def format_help(self, shown: str = "") -> str:
+        """Return the help: with the settings used most, with all of them ("all"), or one group."""
+        return format_parts(self, shown)
 
     def error(self, message: str) -> NoReturn:
         """Raise what argparse would print."""
@@ -51,16 +66,21 @@ class FlagParser(argparse.ArgumentParser):
         for before, word in zip(["", *words], words, strict=False):
             name = word.split("=", 1)[0]
             if word.startswith("-"):
-                close = flags.get(nearest(name.lstrip("-"), flags) or "")
-                found.append(f"unknown flag '{name}'.{f' Did you mean {close}?' if close else ''}")
+                close = like_flag(name.lstrip("-"), flags)
+                other = verb_with(name) if close is None else ""
+                more = f" Did you mean {close}?" if close else f" {other} has it." if other else ""
+                found.append(f"unknown flag '{name}'.{more}")
             elif not before.startswith("--") or "=" in before:  # else the value of an unknown flag
                 found.append(f"unexpected argument '{word}'. A script's own arguments go after --.")
         return found
 
 
-class _Help(argparse.RawDescriptionHelpFormatter):
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=34, width=110)
+def verb_with(flag: str) -> str:
+    """Return the command that has a flag which another one lacks, or an empty text."""
+    from phalanx.cli.parsers import PARSERS  # it imports this file
+
+    verbs = (verb for verb, make in PARSERS.items() if any(flag in known.option_strings for known in make()._actions))
+    return f"phalanx {verb}" if (verb := next(verbs, "")) else ""
 
 
 def add_target_flags(parser: argparse.ArgumentParser) -> None:
@@ -101,9 +121,13 @@ def read_target(
     if namespace.recipe or parts:
         if own:
             raise UsageError(f"a recipe takes no arguments; got: {shlex.join(own)}")
+        from phalanx.engine import find_engine  # behind --help, which does not need it
+
         find_engine(vars(namespace).get("backend", "")).check_recipe(namespace.recipe or " and ".join(parts))
     if namespace.script or namespace.module:
         _refuse_for_scripts(namespace)
+        from phalanx.launch import ModuleTarget, ScriptTarget
+
         script, module = namespace.script, namespace.module
         return ScriptTarget(script, tuple(own)) if script else ModuleTarget(module, tuple(own))
     return _named_recipe(namespace)
@@ -139,9 +163,18 @@ def _named_recipe(namespace: argparse.Namespace) -> Recipe:
     return recipe
 
 
-def add_config_flags(parser: argparse.ArgumentParser) -> None:
-    """Add a flag for every field of the config, in its groups."""
-    parser.add_argument("--config", metavar="FILE", help="a TOML file with settings; flags win over it")
+def add_config_flags(parser: FlagParser) -> None:
+    """Add a flag for every field of the config, in its groups, and the help of one group or all."""
+    parser.help_action.nargs, parser.help_action.help = "?", "show this help, or one group of settings"
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        action="append",
+        help="a TOML or YAML file with settings, which flags win over; of several files a later one wins",
+    )
+    parser.add_argument(
+        "--help-all", action=HelpAllAction, nargs=0, default=argparse.SUPPRESS, help="show every setting, by group"
+    )
     for group in GROUPS:
         section = parser.add_argument_group(group.__name__.lower(), (group.__doc__ or "").rstrip("."))
         for name in group.__dataclass_fields__:
@@ -151,35 +184,24 @@ def add_config_flags(parser: argparse.ArgumentParser) -> None:
 def _add_flag(section: argparse._ArgumentGroup, name: str) -> None:
     field = FIELDS[name]
     flag = "--" + name.replace("_", "-")
-    default = "" if field.default is None else f" [{field.default}]"
-    text = f"{field.metadata['help']}{default}".replace("%", "%%")
     members = kinds(field)
-    if "bool" not in members:
-        section.add_argument(flag, dest=name, default=argparse.SUPPRESS, metavar=_metavar(field), help=text)
-        for short, value in _SHORT.get(name, {}).items():
-            section.add_argument(
-                short, dest=name, action="store_const", const=value, default=argparse.SUPPRESS, help=argparse.SUPPRESS
-            )
-        return
-    if "str" in members:
-        bare: dict[str, Any] = {"nargs": "?", "const": _BARE, "metavar": _metavar(field)}
-    else:
-        bare = {"action": "store_const", "const": _BARE}
-    section.add_argument(flag, dest=name, default=argparse.SUPPRESS, help=text, **bare)
-    section.add_argument(
-        f"--no-{flag[2:]}",
-        dest=name,
-        action="store_const",
-        const="false",
-        default=argparse.SUPPRESS,
-        help=argparse.SUPPRESS,
-    )
+    default = "" if field.default is None or members == ("bool",) else f" [{field.default}]"
+    text = f"{field.metadata['help']}{default}".replace("%", "%%")
+    flags = [flag, f"--no-{flag[2:]}"] if "bool" in members else [flag]
+    nargs = None if "bool" not in members else "?" if "str" in members else 0
+    options: dict[str, Any] = {"nargs": nargs, "const": BARE, "metavar": _metavar(field), "help": text}
+    section.add_argument(*flags, dest=name, default=argparse.SUPPRESS, action=ValueAction, **options)
+    for short, value in _SHORT.get(name, {}).items():
+        section.add_argument(
+            short, dest=name, action="store_const", const=value, default=argparse.SUPPRESS, help=argparse.SUPPRESS
+        )
 
 
 def _metavar(field: dataclasses.Field[Any]) -> str:
     choices = field.metadata["choices"]
     if choices is not None:
-        return "|".join(str(choice) for choice in choices if choice is not None and not isinstance(choice, bool))
+        names = [str(choice) for choice in choices if choice is not None and not isinstance(choice, bool)]
+        return f"{{{','.join(names)}}}"
     words = {"int": "N", "float": "X", "str": "TEXT"}
     return "|".join(words[kind] for kind in kinds(field) if kind in words)
 
@@ -191,6 +213,8 @@ def resolve_flags(
 
     `extra`: settings that follow from other flags.
     """
+    from phalanx.host.gpus import count_gpus
+
     changes = read_changes(getattr(namespace, "changes", []), FIELDS.__contains__)[0]
     return resolve(
         {**changes, **(extra or {}), **given_flags(namespace)},
@@ -204,16 +228,4 @@ def resolve_flags(
 def given_flags(namespace: argparse.Namespace) -> dict[str, Any]:
     """Return the settings that flags set, with their values."""
     texts = {name: value for name, value in vars(namespace).items() if name in FIELDS}
-    return {name: True if text == _BARE else parse_text(FIELDS[name], text) for name, text in texts.items()}
-
-
-def write_json(value: Any, path: str) -> None:
-    """Write a value where `--json` says; `-` is standard output."""
-    text = json.dumps(value, indent=2) + "\n"
-    if path == "-":
-        sys.stdout.write(text)
-        return
-    try:
-        Path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"--json {path}: {error.strerror}") from None
+    return {name: True if text == BARE else parse_text(FIELDS[name], text) for name, text in texts.items()}

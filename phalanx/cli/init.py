@@ -13,11 +13,16 @@ from phalanx.errors import UsageError
 _HELP = "Write a small project (model, data, recipe, test, Slurm file) that trains at once."
 
 
-def run(arguments: Sequence[str]) -> int:
-    """Run the verb."""
+def parser() -> FlagParser:
+    """Return the parser of the verb."""
     parser = FlagParser(prog="phalanx init", description=_HELP)
     parser.add_argument("name", nargs="?", metavar="NAME", help="the folder to make; without it, the current one")
-    namespace = parser.parse_all(arguments)
+    return parser
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run the verb."""
+    namespace = parser().parse_all(arguments)
     folder = Path(namespace.name or ".")
     name = folder.resolve().name
     if not re.fullmatch(r"[\w.-]+", name):

@@ -7,27 +7,42 @@ import os
 from collections.abc import Sequence
 
 from phalanx.cli.flags import FlagParser
-from phalanx.errors import UsageError, unknown_name
+from phalanx.config.meanings import like_value
+from phalanx.errors import UsageError
 from phalanx.launch.nccl import CLUSTERS, Variable, nccl_variables
+
+
+def parser() -> FlagParser:
+    """Return the parser of the verb."""
+    parser = FlagParser(
+        prog="phalanx nccl-env",
+        usage=f"phalanx nccl-env {'|'.join(CLUSTERS)} [--interface NAME] [--json]",
+        description="Print the NCCL variables for a kind of cluster, with a reason for each. "
+        'Use them with: eval "$(phalanx nccl-env ethernet)", or let the launcher set them: '
+        "phalanx train ... --nccl-env ethernet",
+    )
+    parser.add_argument("kind", nargs="?", metavar="|".join(CLUSTERS), help="what connects the machines")
+    parser.add_argument("--cluster", metavar="|".join(CLUSTERS), help="the same as a flag")
+    parser.add_argument("--interface", metavar="NAME", help="network card (default: that of the default route)")
+    parser.add_argument("--json", action="store_true", help="print objects with name, value, reason, advice and set")
+    return parser
 
 
 def run(arguments: Sequence[str]) -> int:
     """Print the variables, ready for a shell."""
-    parser = FlagParser(
-        prog="phalanx nccl-env",
-        description="Print the NCCL variables for a kind of cluster, with a reason for each. "
-        'Use them with: eval "$(phalanx nccl-env --cluster ethernet)", or let the launcher set them: '
-        "phalanx train ... --nccl-env ethernet",
-    )
-    parser.add_argument("--cluster", metavar="|".join(CLUSTERS), help="what connects the machines")
-    parser.add_argument("--interface", metavar="NAME", help="network card (default: that of the default route)")
-    parser.add_argument("--json", action="store_true", help="print objects with name, value, reason, advice and set")
-    options = parser.parse_args(list(arguments))
-    if options.cluster not in CLUSTERS:
-        if not options.cluster:
-            raise UsageError("nccl-env needs --cluster", hint=f"Allowed: {', '.join(CLUSTERS)}.")
-        raise UsageError(unknown_name("cluster", options.cluster, CLUSTERS))
-    variables = nccl_variables(options.cluster, options.interface)
+    options = parser().parse_all(arguments)
+    if options.kind and options.cluster and options.kind != options.cluster:
+        raise UsageError(f"two clusters: {options.kind} and --cluster {options.cluster}", hint="Give one of them.")
+    cluster = options.kind or options.cluster
+    if not cluster:
+        raise UsageError("nccl-env needs a kind of cluster", hint=f"Write: phalanx nccl-env {' | '.join(CLUSTERS)}")
+    if cluster not in CLUSTERS:
+        close = like_value("nccl_env", cluster, CLUSTERS)
+        guess = f" Did you mean '{close}'?" if close else ""
+        raise UsageError(
+            f"unknown kind of cluster '{cluster}'.{guess}", hint=f"Write: phalanx nccl-env {' | '.join(CLUSTERS)}"
+        )
+    variables = nccl_variables(cluster, options.interface)
     if options.json:
         print(json.dumps([{**v._asdict(), "set": os.environ.get(v.name)} for v in variables], indent=2))
     else:

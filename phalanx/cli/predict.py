@@ -18,8 +18,8 @@ Without --output, each is a line of JSON. A language model continues --prompt.""
 _ENDINGS = (".jsonl", ".npy", ".pt")
 
 
-def run(arguments: Sequence[str]) -> int:
-    """Run the verb."""
+def parser() -> FlagParser:
+    """Return the parser of the verb."""
     usage = "phalanx predict RUN|CHECKPOINT [--data DATA | --prompt TEXT] [-o FILE] [options]"
     parser = FlagParser(prog="phalanx predict", usage=usage, description=_HELP)
     add_run_flags(parser)
@@ -28,7 +28,12 @@ def run(arguments: Sequence[str]) -> int:
     parser.add_argument("--max-tokens", type=int, default=200, metavar="N", help="tokens to add to --prompt [200]")
     parser.add_argument("--temperature", type=float, default=0.8, metavar="X", help="0 takes the likeliest token [0.8]")
     add_config_flags(parser)
-    namespace = parser.parse_all(arguments)
+    return parser
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run the verb."""
+    namespace = parser().parse_all(arguments)
     if namespace.output and Path(namespace.output).suffix not in _ENDINGS:
         ending = Path(namespace.output).suffix or "(none)"
         raise UsageError(f"--output {namespace.output}: {unknown_name('ending', ending, _ENDINGS)}")

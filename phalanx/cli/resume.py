@@ -8,21 +8,30 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from phalanx.cli.flags import FlagParser, add_config_flags, resolve_flags
-from phalanx.cli.train import resume_settings, start_run
+from phalanx.cli.json_output import add_json_flag
 from phalanx.errors import UsageError
 from phalanx.launch import ModuleTarget, ScriptTarget
 from phalanx.recipes import Recipe
 from phalanx.runs.record import StoredRun, find_run
+from phalanx.runs.resume import resume_settings
 
 _HELP = "Continue a run from its last checkpoint, in its folder and with its settings; flags change them."
 
 
-def run(arguments: Sequence[str]) -> int:
-    """Run the verb."""
+def parser() -> FlagParser:
+    """Return the parser of the verb."""
     parser = FlagParser(prog="phalanx resume", usage="phalanx resume RUN [options]", description=_HELP)
     parser.add_argument("run", metavar="RUN", help="a name, the beginning of one, a tag, a folder, or last")
+    add_json_flag(parser, "the summary of the run")
     add_config_flags(parser)
-    namespace = parser.parse_all(arguments)
+    return parser
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run the verb."""
+    from phalanx.cli.train import start_run
+
+    namespace = parser().parse_all(arguments)
     stored = find_run(namespace.run)
     stored = StoredRun(stored.path.resolve())
     recipe, target = _started(stored)
@@ -34,7 +43,7 @@ def run(arguments: Sequence[str]) -> int:
     # The settings of the run take the place of a recipe's, so that files, variables and flags win over them.
     base = recipe or Recipe(stored.name, "", {}, {})
     resolved = resolve_flags(namespace, dataclasses.replace(base, settings=stored.record.settings), settings)
-    return start_run(recipe, resolved, target)
+    return start_run(recipe, resolved, target, as_json=namespace.json)
 
 
 def _started(run: StoredRun) -> tuple[Recipe | None, ScriptTarget | ModuleTarget | None]:

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from phalanx.cli.flags import FlagParser, write_json
-from phalanx.config.sources import read_toml
+from phalanx.cli.flags import FlagParser
+from phalanx.cli.json_output import print_json
+from phalanx.config.sources import read_settings
 from phalanx.errors import UsageError, unknown_name
 from phalanx.observe.format import duration, of_total, size
 from phalanx.runs.record import RUNS, StoredRun, command_line, find_run, list_runs
@@ -90,7 +91,7 @@ def summary(run: StoredRun) -> dict[str, Any]:
 def _list(namespace: argparse.Namespace) -> None:
     runs = [summary(run) for run in list_runs(Path(namespace.runs_dir))]
     if namespace.json:
-        write_json(runs, namespace.json)
+        print_json(runs)
         return
     if not runs:
         print(f"no runs in {Path(namespace.runs_dir).resolve()} yet; start one with: phalanx train digits")
@@ -110,7 +111,7 @@ def _show(namespace: argparse.Namespace) -> None:
     run = find_run(namespace.run, Path(namespace.runs_dir))
     record, found = run.record, summary(run)
     if namespace.json:
-        write_json({**found, "record": dataclasses.asdict(record) if record else None}, namespace.json)
+        print_json({**found, "record": dataclasses.asdict(record) if record else None})
         return
     ended, begun = run.ended, run.begun
     rows = [
@@ -153,7 +154,7 @@ def _flat(table: Any, prefix: str) -> dict[str, Any]:
 def _facts(run: StoredRun) -> dict[str, Any]:
     """Return everything by which two runs may differ."""
     config = run.path / "config.toml"
-    facts: dict[str, Any] = dict(read_toml(config)) if config.is_file() else {}
+    facts: dict[str, Any] = dict(read_settings(config)) if config.is_file() else {}
     facts = {name: value for name, value in facts.items() if name not in ("run_dir", "node_rank", "rdzv_endpoint")}
     recipe, record = run.recipe, run.record
     if recipe is not None:
@@ -174,7 +175,7 @@ def _diff(namespace: argparse.Namespace) -> None:
     differs = {n: (left.get(n), right.get(n)) for n in [*left, *(n for n in right if n not in left)]}
     differs = {name: pair for name, pair in differs.items() if pair[0] != pair[1]}
     if namespace.json:
-        write_json({name: list(pair) for name, pair in differs.items()}, namespace.json)
+        print_json({name: list(pair) for name, pair in differs.items()})
         return
     rows: list[tuple[str, ...]] = [("", both[0].name, both[1].name)]
     for name, pair in differs.items():

@@ -2,23 +2,84 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
+import textwrap
 from collections.abc import Sequence
 
 from phalanx.cli.flags import FlagParser
-from phalanx.strategies.registry import TABLE, installed_strategies
+from phalanx.cli.json_output import add_json_flag, print_json
+from phalanx.config import FIELDS
+from phalanx.errors import UsageError
+from phalanx.strategies.registry import TABLE, Row, installed_strategies
+
+_HELP = "How ranks can share the work, and when to use each way."
+
+
+def parser() -> FlagParser:
+    """Return the parser of the verb."""
+    parser = FlagParser(prog="phalanx strategies", usage="phalanx strategies [NAME] [--json]", description=_HELP)
+    names = ",".join(row.name for row in TABLE)
+    parser.add_argument(
+        "strategy", nargs="?", metavar=f"{{{names}}}", help="show this one in detail, with its settings"
+    )
+    add_json_flag(parser, "the table")
+    return parser
 
 
 def run(arguments: Sequence[str]) -> int:
     """Run the verb."""
-    parser = FlagParser(
-        prog="phalanx strategies", description="How ranks can share the work, and when to use each way."
-    )
-    parser.parse_all(arguments)
-    for entry in TABLE:
-        print(f"{entry.name}\n  how       {entry.flag}\n  what      {entry.summary}")
-        print(f"  choose    {entry.choose}\n  combines  {entry.combines}")
-    for entry_point in installed_strategies():
-        print(f"{entry_point.name}\n  how       --strategy {entry_point.name}\n  what      {entry_point.value}")
+    namespace = parser().parse_all(arguments)
+    rows = _rows()
+    if namespace.strategy is not None:
+        if namespace.strategy not in rows:
+            raise UsageError(_unknown(namespace.strategy, rows))
+        rows = {namespace.strategy: rows[namespace.strategy]}
+    if namespace.json:
+        print_json([{**dataclasses.asdict(row), "settings": settings_of(row)} for row in rows.values()])
+        return 0
+    for row in rows.values():
+        print(f"{row.name}\n  how       {row.flag}\n  what      {row.summary}")
+        if row.choose:
+            print(f"  choose    {row.choose}\n  combines  {row.combines}")
+    if namespace.strategy is not None:
+        _print_settings(next(iter(rows.values())))
+        return 0
     print("\nAxes multiply: --num-workers 8 --pipeline-parallel 2 --tensor-parallel 2 --strategy fsdp is 2 x 2 x 2.")
     print("Each of them can be proved against one process: phalanx verify <recipe, model or --script> ...")
     return 0
+
+
+def _rows() -> dict[str, Row]:
+    """Return the strategies by name, with those of installed packages."""
+    others = [Row(entry.name, f"--strategy {entry.name}", entry.value, "", "") for entry in installed_strategies()]
+    return {row.name: row for row in (*TABLE, *others)}
+
+
+def _unknown(name: str, rows: dict[str, Row]) -> str:
+    from phalanx.config.meanings import like_value
+
+    close = like_value("strategy", name, rows)
+    guess = f" Did you mean '{close}'?" if close else ""
+    return f"unknown strategy '{name}'.{guess} Allowed: {', '.join(sorted(rows))}."
+
+
+def settings_of(row: Row) -> list[str]:
+    """Return the settings that concern a strategy: those in its flags, and those whose help begins with its name."""
+    flags = {flag[2:].replace("-", "_") for flag in re.findall(r"--[a-z-]+", row.flag)}
+    named = {name for name, field in FIELDS.items() if row.name in _subjects(field.metadata["help"])}
+    return [name for name in FIELDS if name in (flags | named)]
+
+
+def _subjects(text: str) -> list[str]:
+    """Return the names before the first colon of a help text: "fsdp, deepspeed: keep parameters ..."."""
+    before, colon, _ = text.partition(":")
+    return [word.strip() for word in before.split(",")] if colon else []
+
+
+def _print_settings(row: Row) -> None:
+    print("  settings")
+    for name in settings_of(row):
+        field = FIELDS[name]
+        text = f"--{name.replace('_', '-'):<22} {field.metadata['help']} [{field.default}]"
+        print(textwrap.fill(text, 116, initial_indent=" " * 4, subsequent_indent=" " * 29))

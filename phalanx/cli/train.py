@@ -5,14 +5,15 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
-import re
 import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from phalanx.cli.flags import FlagParser, add_config_flags, add_target_flags, read_target, resolve_flags, split_own
+from phalanx.cli.flags import FlagParser, read_target, resolve_flags, split_own
+from phalanx.cli.json_output import json_at_end, run_summary
+from phalanx.cli.parsers import train_parser
 from phalanx.config import DistributedConfig, Resolved
 from phalanx.engines.tensorflow.tf_config import check_against, read_task
 from phalanx.errors import PhalanxError, PreemptedError, UsageError
@@ -21,10 +22,11 @@ from phalanx.launch.nccl import nccl_environment
 from phalanx.launch.scratch import scratch_folder
 from phalanx.launch.spec import Target
 from phalanx.observe.guard import say_to_user
-from phalanx.recipes import Recipe, find_recipe, load_recipe, recipe_names
+from phalanx.recipes import Recipe, find_recipe, recipe_names
 from phalanx.runs.folder import discard_unused, make_run_dir
 from phalanx.runs.preflight import check_before_start, check_packages, check_script_starter
-from phalanx.runs.record import RUNS, RunRecord, StoredRun, find_run, is_run, list_runs
+from phalanx.runs.record import RUNS, RunRecord, StoredRun, find_run
+from phalanx.runs.resume import check_run_dir, how_to_resume, last_run_of, resume_settings
 from phalanx.runs.spec import given_settings, launch_spec, recipe_target, settings_environment
 from phalanx.runs.start import run_on_ranks
 from phalanx.world.env import RankEnv, export_rank_env, read_rank_env
@@ -36,27 +38,33 @@ _HINT = "Write: phalanx train digits, phalanx train --script train.py, or phalan
 def run(arguments: Sequence[str]) -> int:
     """Run the verb."""
     words, own = split_own(arguments)
-    parser = _parser(with_recipes=bool({"-h", "--help"} & set(words)))
+    parser = train_parser()
     _check_own_arguments(parser, words, own)
     namespace = parser.parse_all(words)
     _settle_resume(namespace)
     named = read_target(namespace, own, "train", _HINT)
     recipe, target = (named, None) if isinstance(named, Recipe) else (None, named)
     resolved = resolve_flags(namespace, recipe, _resume_settings(namespace, recipe, target))
-    return start_run(recipe, resolved, target, overwrite=namespace.overwrite)
+    if namespace.dry_run:
+        return _show_plan(recipe, resolved, target, as_json=namespace.json)
+    return start_run(recipe, resolved, target, overwrite=namespace.overwrite, as_json=namespace.json)
 
 
 def start_run(
-    recipe: Recipe | None, resolved: Resolved, target: ScriptTarget | ModuleTarget | None, *, overwrite: bool = False
+    recipe: Recipe | None,
+    resolved: Resolved,
+    target: ScriptTarget | ModuleTarget | None,
+    *,
+    overwrite: bool = False,
+    as_json: bool = False,
 ) -> int:
     """Train here where this process is a rank already, else on ranks that are started; return the exit code."""
-    if recipe is not None and recipe.needs_data_dir and resolved.config.data_dir is None:
-        raise UsageError(f"the recipe '{recipe.name}' reads your files", hint="Add: --data-dir path/to/them")
-    if target is not None:
-        target.check()
+    _check_target(recipe, resolved, target)
     started = read_rank_env()
     if isinstance(target, ScriptTarget):
         _check_starter(Path(target.path), resolved.config, started)
+    if as_json and started is not None and not _is_node_of(started, resolved.config):
+        raise UsageError("--json is for ranks that Phalanx starts", hint=f"Leave it out under {started.started_by}.")
     if started is None and _is_task_of_cluster(resolved):
         return _run_as_task(resolved, target)
     if started is not None and not _is_node_of(started, resolved.config):
@@ -64,8 +72,27 @@ def start_run(
     if started is not None:
         resolved = _as_node(started, resolved)
     layout = plan_layout(resolved.config, count_gpus())
-    _check_run_dir(resolved.config, overwrite=overwrite)
-    return _launch(recipe, resolved, target, layout)
+    check_run_dir(resolved.config, overwrite=overwrite)
+    return _launch(recipe, resolved, target, layout, as_json=as_json)
+
+
+def _check_target(recipe: Recipe | None, resolved: Resolved, target: ScriptTarget | ModuleTarget | None) -> None:
+    if recipe is not None and recipe.needs_data_dir and resolved.config.data_dir is None:
+        raise UsageError(f"the recipe '{recipe.name}' reads your files", hint="Add: --data-dir path/to/them")
+    if target is not None:
+        target.check()
+
+
+def _show_plan(
+    recipe: Recipe | None, resolved: Resolved, target: ScriptTarget | ModuleTarget | None, *, as_json: bool
+) -> int:
+    """Check what would be checked before a start, and print the plan."""
+    from phalanx.cli.dry_run import show_plan
+
+    _check_target(recipe, resolved, target)
+    layout = plan_layout(resolved.config, count_gpus())
+    check_before_start(resolved.config.with_trusted(device=layout.device))
+    return show_plan(recipe, resolved, layout, target_name(recipe, target), as_json=as_json)
 
 
 def _settle_resume(namespace: argparse.Namespace) -> None:
@@ -88,39 +115,7 @@ def _resume_settings(
         return {}
     if namespace.resume:
         return resume_settings(find_run(namespace.resume))
-    name = getattr(namespace, "name", None) or target_name(recipe, target)
-    runs = [run for run in list_runs() if re.fullmatch(rf"{re.escape(name)}-\d+-\d+(-\d+)?", run.path.name)]
-    if not runs:
-        raise UsageError(f"--resume: there is no run of '{name}' in {RUNS.resolve()}", hint="Leave --resume out.")
-    return resume_settings(runs[0])
-
-
-def resume_settings(run: StoredRun) -> dict[str, Any]:
-    """Return the settings with which a run continues from its last checkpoint."""
-    if run.status == "running":
-        raise UsageError(f"{run.name} is still running", hint="Stop it first, with Ctrl-C or SIGTERM.")
-    if not run.checkpoints:
-        raise UsageError(
-            f"{run.name} has no checkpoint in {run.checkpoint_dir}, so it cannot be resumed",
-            hint="Start it again, with checkpoints: --checkpoint-frequency 1, or '500 steps'.",
-        )
-    return {"run_dir": str(run.path), "resume_from_checkpoint": str(run.checkpoint_dir)}
-
-
-def _check_run_dir(config: DistributedConfig, *, overwrite: bool) -> None:
-    """Refuse a folder that holds a run which is not to be continued; with `overwrite`, remove that run's files."""
-    if config.run_dir is None or config.resume_from_checkpoint or not is_run(Path(config.run_dir)):
-        return
-    run = StoredRun(Path(config.run_dir))
-    if run.status == "running":
-        raise UsageError(f"run_dir = '{config.run_dir}' is the folder of a run that is running")
-    if not overwrite:
-        steps, total = run.steps
-        raise UsageError(
-            f"run_dir = '{config.run_dir}' already holds a run ({run.status}, {steps} of {total or '?'} steps)",
-            hint=f"Continue it: phalanx resume {run.name}. Replace it: add --overwrite. Or give another --run-dir.",
-        )
-    run.clear()
+    return resume_settings(last_run_of(getattr(namespace, "name", None) or target_name(recipe, target)))
 
 
 def target_name(recipe: Recipe | None, target: ScriptTarget | ModuleTarget | None) -> str:
@@ -165,29 +160,13 @@ def _part(words: list[str], chosen: list[str]) -> tuple[list[str], list[str]]:
     return rest, taken
 
 
-def _parser(*, with_recipes: bool) -> FlagParser:
-    recipes = [f"  {name:<10} {load_recipe(name).summary}" for name in recipe_names()] if with_recipes else []
-    parser = FlagParser(
-        prog="phalanx train",
-        usage="phalanx train <recipe> | --script FILE | -m MODULE [options] [-- the script's own arguments]",
-        description="Train on N ranks.",
-        epilog="\n".join(["recipes:", *recipes]),
-    )
-    add_target_flags(parser)
-    parser.add_argument(
-        "--resume",
-        nargs="?",
-        const="",
-        metavar="RUN",
-        help="continue a run in its folder: RUN, or the last one of this",
-    )
-    parser.add_argument("--overwrite", action="store_true", help="replace the run that --run-dir holds")
-    add_config_flags(parser)
-    return parser
-
-
 def _launch(
-    recipe: Recipe | None, resolved: Resolved, script: ScriptTarget | ModuleTarget | None, layout: Layout
+    recipe: Recipe | None,
+    resolved: Resolved,
+    script: ScriptTarget | ModuleTarget | None,
+    layout: Layout,
+    *,
+    as_json: bool = False,
 ) -> int:
     """Start the ranks, and return the exit code."""
     config = resolved.config.with_trusted(device=layout.device)
@@ -198,7 +177,7 @@ def _launch(
     run_dir = make_run_dir(config, target_name(recipe, script))
     record = _record(resolved, recipe, script)
     (record.continuing(run_dir) if config.resume_from_checkpoint else record).write(run_dir)
-    with scratch_folder("run") as folder:
+    with scratch_folder("run") as folder, json_at_end(lambda: run_summary(run_dir), wanted=as_json):
         target: Target | None = script if recipe is None else recipe_target(recipe, config, run_dir, folder)
         assert target is not None, "either a recipe or a script was named"
         spec = launch_spec(config, layout, target, run_dir / "logs", env=_rank_environment(resolved, config, run_dir))
@@ -211,18 +190,10 @@ def _launch(
                 discard_unused(config, run_dir)
             raise
         except KeyboardInterrupt:
-            _say_how_to_resume(StoredRun(run_dir))
+            if hint := how_to_resume(StoredRun(run_dir)):
+                say_to_user(hint)
             raise
     return 0
-
-
-def _say_how_to_resume(run: StoredRun) -> None:
-    """Print the command that continues an interrupted run, where it has a checkpoint."""
-    if run.checkpoints:
-        last = int(run.checkpoints[-1].name.rpartition("-")[2])
-        say_to_user(f"interrupted; the last checkpoint is that of step {last}.\n  To resume: phalanx resume {run.name}")
-    elif is_run(run.path):
-        say_to_user("interrupted; no checkpoint was saved yet.")
 
 
 def _record(resolved: Resolved, recipe: Recipe | None, target: ScriptTarget | ModuleTarget | None) -> RunRecord:

@@ -8,7 +8,7 @@ from phalanx.config.distributed import DistributedConfig
 from phalanx.config.fields import BACKENDS
 from phalanx.config.option import parse_text
 from phalanx.config.settings import FIELDS, GROUPS
-from phalanx.config.sources import Resolved, read_toml, resolve, write_toml
+from phalanx.config.sources import Resolved, read_settings, resolve, write_toml
 
 __all__ = [
     "BACKENDS",
@@ -17,7 +17,7 @@ __all__ = [
     "DistributedConfig",
     "Resolved",
     "parse_text",
-    "read_toml",
+    "read_settings",
     "resolve",
     "write_toml",
 ]

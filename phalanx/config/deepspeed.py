@@ -7,7 +7,6 @@ default means: as the JSON says.
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 import json
 from collections.abc import Iterator, Mapping
@@ -18,7 +17,7 @@ from typing import Any
 from phalanx.config.option import problem
 from phalanx.config.rules import STRATEGY, Mistakes, rule
 from phalanx.config.settings import FIELDS, Settings
-from phalanx.errors import UsageError
+from phalanx.errors import UsageError, nearest
 
 AUTO = "auto"
 _SAME = (
@@ -175,8 +174,8 @@ def _own_mistakes(settings: Mapping[str, Any]) -> Iterator[str]:
     # Keys that are nearly one of those read here: DeepSpeed itself ignores unknown keys.
     read = {path.split(".")[0] for path, _ in _SAME} | {"train_batch_size", "bf16", "fp16", "scheduler"}
     for name in settings.keys() - read:
-        if close := difflib.get_close_matches(name, read, n=1, cutoff=0.85):
-            yield f"unknown '{name}'. Did you mean '{close[0]}'?"
+        if close := nearest(name, read, cutoff=0.85):
+            yield f"unknown '{name}'. Did you mean '{close}'?"
     for name in _SECTIONS:
         if not isinstance(settings.get(name, {}), (Mapping, NoneType)):
             yield f"{name} = {json.dumps(settings[name])}: expected an object."

@@ -5,15 +5,19 @@ from __future__ import annotations
 import numbers
 import os
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from phalanx.config import deepspeed, rules
 from phalanx.config.engine_rules import ENGINE_RULES, unused_note, unused_settings
 from phalanx.config.fields import TORCH_SHARDING
+from phalanx.config.meanings import like
 from phalanx.config.option import problem
 from phalanx.config.run_rules import RUN_RULES
 from phalanx.config.settings import FIELDS, Settings
-from phalanx.errors import ConfigError, nearest
+from phalanx.errors import ConfigError
+
+if TYPE_CHECKING:
+    from phalanx.config.arguments import AllSettings
 
 _RULES = (
     deepspeed.engine_conflicts,
@@ -36,13 +40,11 @@ _RULES = (
 class DistributedConfig(Settings):
     """All settings of a run. Building one checks every value and reports all mistakes at once."""
 
-    if not TYPE_CHECKING:  # type checkers and editors see the signature of the dataclass
-
-        def __init__(self, **values: Any) -> None:
-            complete, mistakes = check(values)
-            if mistakes:
-                raise ConfigError([message for _, message in mistakes])
-            self.__dict__.update(complete)
+    def __init__(self, **values: Unpack[AllSettings]) -> None:
+        complete, mistakes = check(values)
+        if mistakes:
+            raise ConfigError([message for _, message in mistakes])
+        self.__dict__.update(complete)
 
     @classmethod
     def trusted(cls, values: Mapping[str, Any]) -> DistributedConfig:
@@ -67,7 +69,7 @@ class DistributedConfig(Settings):
         if refused:
             raise ConfigError(refused)
 
-    def replace(self, **changes: Any) -> DistributedConfig:
+    def replace(self, **changes: Unpack[AllSettings]) -> DistributedConfig:
         """Return a copy with some values changed, checked again."""
         return DistributedConfig(**{**self.to_dict(), **changes})
 
@@ -109,7 +111,7 @@ def translate(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def unknown_field(name: str) -> str:
     """Return the message about an unknown setting, with the nearest known name."""
-    close = nearest(name.replace("-", "_"), FIELDS)
+    close = like(name.replace("-", "_"), FIELDS)
     guess = f" Did you mean '{close}'?" if close else " `phalanx config show` lists all of them."
     return f"unknown setting '{name}'.{guess}"
 

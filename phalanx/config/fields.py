@@ -1,4 +1,7 @@
-"""All settings, in groups. Each field is a Python argument, a flag, a TOML key and an environment variable."""
+"""All settings, in groups. Each field is a Python argument, a flag, a TOML key and an environment variable.
+
+The groups have fields only; `Settings`, which inherits them, has the methods, which take time to generate.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +55,7 @@ IGNORED_LABEL = -100
 """Label index that the loss ignores, in torch's cross entropy and in Hugging Face models."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
 class Resources:
     """How many ranks run, and where."""
 
@@ -68,7 +71,7 @@ class Resources:
     threads_per_rank: int | None = option(None, "CPU threads of each rank (default: cores / ranks)", minimum=1)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
 class Parallelism:
     """What starts the ranks, and how they share the work."""
 
@@ -143,7 +146,7 @@ class Parallelism:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
 class Training:
     """Batch size, length of the training, optimizer and learning rate."""
 
@@ -180,7 +183,7 @@ class Training:
     min_delta: float = option(0.0, "early_stopping: a smaller change than this is not an improvement", minimum=0)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
 class Optimization:
     """Precision, accumulation, clipping, compilation."""
 
@@ -213,7 +216,7 @@ class Optimization:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
 class Adapters:
     """Training small adapters of a frozen model (LoRA)."""
 
@@ -229,7 +232,7 @@ class Adapters:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
 class Communication:
     """How gradients are exchanged."""
 
@@ -251,7 +254,7 @@ class Communication:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
 class Synchronisation:
     """How and how often gradients or weights are combined, other than a plain average in every step."""
 
@@ -278,7 +281,7 @@ class Synchronisation:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
 class Engines:
     """Settings of Horovod and Ray."""
 
@@ -308,7 +311,7 @@ class Engines:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
 class Checkpointing:
     """What is saved, how often, and from where a run resumes."""
 
@@ -327,7 +330,7 @@ class Checkpointing:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
 class Monitoring:
     """What is logged and shown."""
 
@@ -359,7 +362,7 @@ class Monitoring:
     console_ranks: str = option("0", "ranks whose output the console shows", choices=("0", "all"))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
 class Elasticity:
     """What happens when ranks fail or have to stop."""
 

@@ -12,7 +12,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from phalanx.errors import UsageError, nearest
+from phalanx.config.meanings import like_value
+from phalanx.errors import UsageError
 
 _URL = re.compile(r"^[a-zA-Z][a-zA-Z0-9+.-]*://")
 _NO_URLS = (
@@ -79,7 +80,7 @@ def problem(field: dataclasses.Field[Any], value: Any) -> str | None:
             if value in entry_points(group=group).names:
                 return None
         names = [choice for choice in choices if isinstance(choice, str)]
-        close = nearest(value, names) if isinstance(value, str) else None
+        close = like_value(field.name, value, names) if isinstance(value, str) else None
         guess = f" Did you mean {close!r}?" if close else ""
         return f"{field.name} = {value!r}: not one of {_listed(choices)}.{guess}"
     if isinstance(value, (int, float)) and not isinstance(value, bool):
@@ -137,4 +138,8 @@ def load_entry_point(group: str, name: str) -> Any:
 
 
 def _listed(choices: tuple[Any, ...]) -> str:
-    return ", ".join(str(choice).lower() if isinstance(choice, bool) else repr(choice) for choice in choices)
+    """Return the choices as text; None is written as it is in flags and files."""
+    return ", ".join(
+        "none" if choice is None else str(choice).lower() if isinstance(choice, bool) else repr(choice)
+        for choice in choices
+    )

@@ -1,22 +1,30 @@
-"""Merge the sources of settings: default, recipe, TOML file, environment, flag or argument; a later one wins."""
+"""Merge the sources of settings: default, recipe, files, environment, flag or argument; a later one wins."""
 
 from __future__ import annotations
 
 import os
-import tomllib
-from collections.abc import Container, Mapping
+import re
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from phalanx.config import deepspeed
 from phalanx.config.distributed import DistributedConfig, check, translate, unknown_field
+from phalanx.config.meanings import like
 from phalanx.config.option import kinds, parse_text
 from phalanx.config.settings import FIELDS
 from phalanx.errors import ConfigError, UsageError
 
 ENV_PREFIX = "PHALANX_"
 RANK_COUNTS = {"num_workers", "num_gpus", "gpus_per_node"}
+NOT_SETTINGS = {
+    *("ALL_TESTS", "ENGINE", "EVENTS_FD", "GATE", "JOB_SECRET", "LOG_DIR", "PRELOAD", "RAY_FORK_SERVER", "RUN_ID"),
+    *("SWITCH", "TF_ROLES", "TRIAL", "TRIAL_RESUMES_AFTER", "UNDER_RAY"),
+}
+"""The variables that launchers and engines set for their ranks, without the prefix."""
+_OF_KUBERNETES = re.compile(r"(^|_)(SERVICE_(HOST|PORT)|PORT$|PORT_\d+_)")
+"""Kubernetes describes a service with the name phalanx to every container by variables like these."""
 
 
 @dataclass(frozen=True)
@@ -36,23 +44,27 @@ def resolve(
     given: Mapping[str, Any],
     *,
     given_as: str = "argument",
-    file: str | Path | None = None,
+    file: str | Path | Sequence[str | Path] | None = None,
     recipe: Mapping[str, Any] | None = None,
     recipe_name: str = "",
     environ: Mapping[str, str] | None = None,
 ) -> Resolved:
-    """Merge all sources into one checked config; every mistake of every source is reported together."""
+    """Merge all sources into one checked config; every mistake of every source is reported together.
+
+    Of several files a later one wins.
+    """
     environ = os.environ if environ is None else environ
-    variables = {name: ENV_PREFIX + name.upper() for name in FIELDS}  # other PHALANX_ variables are the launcher's
+    variables = {name: ENV_PREFIX + name.upper() for name in FIELDS}
+    files = [file] if isinstance(file, (str, Path)) else list(file or ())
     layers = [
         (f"recipe {recipe_name}", dict(recipe or {})),
-        (f"file {file}", read_toml(file) if file is not None else {}),
+        *((f"file {path}", read_settings(path)) for path in files),
         ("environment", {n: parse_text(FIELDS[n], environ[v]) for n, v in variables.items() if v in environ}),
         (given_as, dict(given)),
     ]
     values: dict[str, Any] = {}
     origins = dict.fromkeys(FIELDS, "default")
-    mistakes: list[str] = []
+    mistakes = misspelt_variables(environ)
     for origin, layer in layers:
         if layer.keys() & RANK_COUNTS:  # one source's number of ranks replaces another's, under any name
             values = {name: value for name, value in values.items() if name not in RANK_COUNTS}
@@ -80,18 +92,28 @@ def resolve(
     return Resolved(config, origins)
 
 
-def read_toml(path: str | Path) -> dict[str, Any]:
-    """Read a run's TOML file: flat keys, or keys under any table (tables only group them)."""
-    try:
-        document = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except FileNotFoundError:
+def misspelt_variables(environ: Mapping[str, str]) -> list[str]:
+    """Return the message for each variable that looks like one of a setting, and is not."""
+    found = []
+    for variable in sorted(environ):
+        name = variable.removeprefix(ENV_PREFIX)
+        if name == variable or name in NOT_SETTINGS or name.lower() in FIELDS or _OF_KUBERNETES.search(name):
+            continue
+        if (close := like(name.lower(), FIELDS)) is not None:  # else it belongs to another program
+            setting, _, value = close.partition("=")
+            meant = f"{ENV_PREFIX}{setting.upper()}{f'={value}' if value else ''}"
+            found.append(f"unknown environment variable {variable}. Did you mean {meant}?")
+    return found
+
+
+def read_settings(path: str | Path) -> dict[str, Any]:
+    """Read a run's TOML or YAML file: flat keys, or keys under any table (tables only group them)."""
+    document = read_document(path)
+    if {"model", "data", "recipe"} & document.keys():
         raise UsageError(
-            f"no such config file: {path}", hint="Write one with: phalanx config show --toml > run.toml"
-        ) from None
-    except IsADirectoryError:
-        raise UsageError(f"{path} is a directory, not a TOML file") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} is not valid TOML: {error}") from None
+            f"{path} is a recipe (it names a model or data), and --config takes a file of settings",
+            hint=f"Write: phalanx train {path if os.path.dirname(path) else f'./{path}'}",
+        )
     flat: dict[str, Any] = {}
     for key, value in document.items():
         table = value if isinstance(value, dict) else {key: value}
@@ -99,12 +121,55 @@ def read_toml(path: str | Path) -> dict[str, Any]:
         if repeated:
             raise ConfigError([f"{name} is set twice, in different tables" for name in repeated], source=str(path))
         flat.update(table)
-    named = {key.replace("-", "_"): value for key, value in flat.items()}
-    # TOML has no null: the text "none" stands for it where a field can be unset.
-    unset = {
-        name for name, value in named.items() if value == "none" and name in FIELDS and "None" in kinds(FIELDS[name])
-    }
-    return {name: None if name in unset else value for name, value in named.items()}
+    return {name: _from_file(name, value) for name, value in ((k.replace("-", "_"), v) for k, v in flat.items())}
+
+
+def read_document(path: str | Path, what: str = "config file") -> dict[str, Any]:
+    """Return what a TOML or YAML file holds; by its name's end, and TOML where that says nothing."""
+    try:
+        import tomllib  # 5 ms, which help and completion do not need
+
+        text = Path(path).read_text(encoding="utf-8")
+        document = _parse_yaml(text) if str(path).endswith((".yaml", ".yml")) else tomllib.loads(text)
+    except FileNotFoundError:
+        hint = "Write one with: phalanx config show --toml > run.toml" if what == "config file" else ""
+        raise UsageError(f"no such {what}: {path}", hint=hint) from None
+    except IsADirectoryError:
+        raise UsageError(f"{path} is a directory, not a TOML file") from None
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        kind = "YAML" if str(path).endswith((".yaml", ".yml")) else "TOML"
+        raise UsageError(f"{path} is not valid {kind}: {error}") from None
+    return document
+
+
+def _parse_yaml(text: str) -> dict[str, Any]:
+    """Return a YAML document; ValueError where it is not one of names and values."""
+    try:
+        import yaml
+    except ImportError:
+        raise UsageError(
+            "reading YAML needs the package pyyaml, which is not installed",
+            hint="Run: pip install pyyaml, or write the settings as TOML: learning_rate = 0.1",
+        ) from None
+    try:
+        document = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(" ".join(str(error).split())) from None
+    if document is not None and not isinstance(document, dict):
+        raise ValueError(f"expected lines such as 'learning_rate: 0.1', found a {type(document).__name__}")
+    return {str(key): value for key, value in (document or {}).items()}
+
+
+def _from_file(name: str, value: Any) -> Any:
+    """Return a value of a file as its setting reads it: TOML has no null, and to YAML 1e-3 is text."""
+    if not isinstance(value, str) or name not in FIELDS:
+        return value
+    if value == "none" and "None" in kinds(FIELDS[name]):
+        return None
+    numeric = {"int", "float"} & set(kinds(FIELDS[name])) and "str" not in kinds(FIELDS[name])
+    return parse_text(FIELDS[name], value) if numeric else value
 
 
 def write_toml(config: DistributedConfig, *, as_comments: Container[str] = ()) -> str:

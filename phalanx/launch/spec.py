@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import sys
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -43,12 +45,33 @@ class ModuleTarget:
     args: tuple[str, ...] = ()
 
     def check(self) -> None:
-        """Refuse a name that cannot be a module's; whether it exists is known only with the rank's own path."""
+        """Refuse a name that is not a module's, or of one that is not found; no module is imported for it."""
         if not all(part.isidentifier() for part in self.name.split(".")):
             raise UsageError(
                 f"'{self.name}' is not a module name.",
                 hint="Write it with dots, such as 'package.train'; for a file use a script.",
             )
+        found, missing = find_module(self.name)
+        if missing:
+            inside = f"the package '{found}' has no module" if found else "there is no module"
+            raise UsageError(
+                f"{inside} '{missing}' (-m {self.name}).",
+                hint=f"Looked in {os.getcwd()} and in what is installed. A file is started with --script FILE.",
+            )
+
+
+def find_module(name: str) -> tuple[str, str]:
+    """Return how much of a module's name is found, and the next part that is not: a package needs `__main__`."""
+    found: list[str] = []
+    where: list[str] = [os.getcwd(), *sys.path]
+    for part in name.split("."):
+        full = ".".join([*found, part])
+        spec = next(filter(None, (finder.find_spec(full, where) for finder in sys.meta_path)), None)
+        if spec is None:
+            return ".".join(found), part
+        found.append(part)
+        where = list(spec.submodule_search_locations or ())
+    return find_module(f"{name}.__main__") if where else (name, "")
 
 
 @dataclass(frozen=True)

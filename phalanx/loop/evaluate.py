@@ -11,8 +11,10 @@ from torch import nn
 
 from phalanx.data.device import map_batch
 from phalanx.errors import UsageError
-from phalanx.loop.forward import LossFn, count_labels, decide_forward, positional_parameters
+from phalanx.loop.forward import count_labels, decide_forward, positional_parameters
+from phalanx.loop.losses import LossFn
 from phalanx.loop.metrics import Metric, MetricSums
+from phalanx.loop.shapes import named_shapes
 
 if TYPE_CHECKING:
     from phalanx.loop.formation import Formation
@@ -43,7 +45,7 @@ def evaluate(
         for batch in _first_batches(loader, limit):
             forward = forward or decide_forward(formation.unwrap(model), loss_fn, batch)
             with formation.autocast():
-                loss, output = forward.run(bare, batch)
+                loss, output = forward.call(bare, batch)
             target = forward.target(batch)
             weight = count_labels(target) if by_tokens and loss is not None else None
             sums.add(loss, output, target, loader.current.samples, weight, may_shift=forward.may_shift)
@@ -83,7 +85,7 @@ def predict(formation: Formation, model: nn.Module, loader: PreparedLoader) -> l
     outputs: list[tuple[int, Any]] = []
     try:
         for batch in loader:
-            with formation.autocast():
+            with formation.autocast(), named_shapes(bare, batch):
                 output = model_output(bare, batch)
             samples = loader.current.samples
             if samples:

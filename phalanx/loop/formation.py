@@ -20,7 +20,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 import torch.distributed as dist
@@ -34,7 +34,8 @@ from phalanx.config.option import local_path
 from phalanx.data.loader import shard_loader
 from phalanx.errors import UsageError
 from phalanx.loop.activation import spare_activations
-from phalanx.loop.forward import LossFn, decide_forward
+from phalanx.loop.forward import decide_forward
+from phalanx.loop.losses import LossFn
 from phalanx.loop.optimizer_binding import ParameterRemap, bind_optimizer, bind_scheduler
 from phalanx.loop.prepare import (
     Prepared,
@@ -52,6 +53,9 @@ from phalanx.world.groups import build_axis_group
 from phalanx.world.seed import seed_everything
 from phalanx.world.world import join_world, leave_world
 
+if TYPE_CHECKING:
+    from phalanx.config.arguments import AllSettings
+
 _FORMATIONS = itertools.count(1)
 
 
@@ -65,7 +69,7 @@ def _run_id(launch_id: str) -> str:
 class Formation(Prepared):
     """Joins the ranks and prepares models, optimizers and loaders to run on all of them as one."""
 
-    def __init__(self, config: DistributedConfig | None = None, **settings: Any) -> None:
+    def __init__(self, config: DistributedConfig | None = None, **settings: Unpack[AllSettings]) -> None:
         config = resolve(settings).config if config is None else config.replace(**settings) if settings else config
         register_backend()
         world = join_world(config)
@@ -109,8 +113,11 @@ class Formation(Prepared):
             return item
         if hasattr(item, "__iter__") or hasattr(item, "__getitem__"):
             return self.prepare_loader(item)
+        named = f"the class {item.__name__}" if isinstance(item, type) else f"{item!r}, a {type(item).__name__}"
         raise UsageError(
-            f"prepare() got a {type(item).__name__}", hint="It takes models, optimizers, schedulers and data loaders."
+            f"prepare() got {named}",
+            hint="It takes models, optimizers, schedulers and data loaders: "
+            "model, optimizer, loader = formation.prepare(model, optimizer, loader)",
         )
 
     def _prepare_model(self, model: nn.Module) -> nn.Module:

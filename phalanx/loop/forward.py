@@ -20,11 +20,11 @@ from torch.nn import functional as F
 
 from phalanx.config.fields import IGNORED_LABEL
 from phalanx.errors import ModelError
+from phalanx.loop.losses import LossFn, cross_entropy
+from phalanx.loop.shapes import named_shapes, shape_text
 from phalanx.models.contract import LossFromOutput, implements
 
 _TARGET_NAMES = {"label", "labels", "target", "targets", "y"}
-
-LossFn = Callable[[Any, Any], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,14 @@ class Forward:
     may_shift: bool = False
     """Whether only the model knows which output belongs to which target: a causal language model may shift them."""
 
+    def call(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor | None, Any]:
+        """Return loss and output of a batch; a batch of the wrong shape is named with what it does not fit."""
+        with named_shapes(model, batch):
+            return self.run(model, batch)
+
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
         """Return the batch's mean loss."""
-        loss, _ = self.run(model, batch)
+        loss, _ = self.call(model, batch)
         if isinstance(loss, torch.Tensor) and loss.ndim == 0:
             return loss
         if isinstance(loss, torch.Tensor):
@@ -112,13 +117,12 @@ def implied_loss(output: Any, target: Any) -> torch.Tensor:
     """Return the usual loss for these outputs and targets; an error where none is obvious."""
     if isinstance(output, torch.Tensor) and isinstance(target, torch.Tensor):
         if not target.is_floating_point() and output.ndim == target.ndim + 1:
-            if target.ndim > 1 and output.shape[:-1] == target.shape:  # [batch, time, classes]
-                return F.cross_entropy(output.flatten(0, -2), target.flatten())
-            return F.cross_entropy(output, target)
+            return cross_entropy(output, target)
         if target.is_floating_point() and output.shape == target.shape:
             return F.mse_loss(output, target)
     raise ModelError(
-        f"no loss_fn was given, and none is obvious for an output {_shape(output)} and a target {_shape(target)}",
+        "no loss_fn was given, and none is obvious for "
+        f"an output {shape_text(output)} and a target {shape_text(target)}",
         hint="Give loss_fn=lambda output, target: ..., or let the model return its loss.",
     )
 
@@ -127,9 +131,11 @@ def _loss_and_output(result: Any, *given: Any, **named: Any) -> tuple[torch.Tens
     """Find the loss in what a model returned; `given` and `named` are its arguments."""
     loss, output = _find_loss(result)
     if loss is None and not isinstance(result, torch.Tensor) and not hasattr(result, "logits"):
-        arguments = [_shape(value) for value in given] + [f"{name}={_shape(value)}" for name, value in named.items()]
+        arguments = [shape_text(value) for value in given] + [
+            f"{name}={shape_text(value)}" for name, value in named.items()
+        ]
         raise ModelError(
-            f"no loss was found in what the model returned: {_shape(result)}. "
+            f"no loss was found in what the model returned: {shape_text(result)}. "
             f"It was called as model({', '.join(arguments)})",
             hint="Return the loss as a scalar tensor, as .loss, as a dict's 'loss' or as the one scalar of a tuple, or "
             "give loss_fn: then the model is called with the inputs alone.",
@@ -192,13 +198,3 @@ def _labels(batch: Any) -> Any:
 
 def _whole(batch: Any) -> Any:
     return batch
-
-
-def _shape(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
-    if isinstance(value, (tuple, list)) and len(value) < 9:
-        return f"{type(value).__name__} of ({', '.join(_shape(item) for item in value)})"
-    if isinstance(value, Mapping) and len(value) < 9:
-        return f"{type(value).__name__} of ({', '.join(f'{name}: {_shape(item)}' for name, item in value.items())})"
-    return "None" if value is None else type(value).__name__

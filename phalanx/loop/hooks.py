@@ -64,6 +64,9 @@ class Hooks:
 
     def add(self, item: Any, every: int = 1) -> None:
         """Add a `Callback`, a function of StepInfo, a (function, every) pair, or a sink of events."""
+        if isinstance(item, type) and issubclass(item, Callback):
+            name = item.__name__
+            raise UsageError(f"{name} is the class, not a callback", hint=f"Write: callbacks=[{name}()]")
         if isinstance(item, Callback):
             self._callbacks.append(item)
         elif isinstance(item, Sink) and not isinstance(item, type):

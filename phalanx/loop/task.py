@@ -14,8 +14,8 @@ from phalanx.config import DistributedConfig
 from phalanx.data.source import read_source
 from phalanx.errors import UsageError
 from phalanx.loop.best import check_metrics
-from phalanx.loop.forward import LossFn
 from phalanx.loop.hooks import Hooks
+from phalanx.loop.losses import LossFn
 from phalanx.loop.metrics import Metric
 from phalanx.loop.optim import build_optimizer
 from phalanx.loop.optimizer_binding import check_scheduler
@@ -63,7 +63,7 @@ def check_task(task: TrainTask, config: DistributedConfig) -> None:
         raise UsageError("fit() needs training data", hint="Pass a DataLoader, a data set or an iterable of batches.")
     for data in (task.train, task.val):
         if data is not None:
-            read_source(data, pin_memory=False, notes=[])
+            check_data(data, "fit")
     check_metrics(config, has_val=task.val is not None)
     Hooks(task.callbacks)
     if isinstance(task.optimizer, torch.optim.Optimizer):
@@ -76,6 +76,24 @@ def check_task(task: TrainTask, config: DistributedConfig) -> None:
         )
     if not any(p.requires_grad for p in task.model.parameters()):
         raise UsageError(f"{type(task.model).__name__} has no trainable parameters")
+
+
+def check_data(data: Any, method: str) -> None:
+    """Raise for data that a method cannot read, before any process starts."""
+    if data is None or isinstance(data, (int, float, str)):
+        raise UsageError(
+            f"{method}({data!r}): data is a {type(data).__name__}",
+            hint="Give a torch DataLoader, a Dataset (map-style or iterable), or a list of batches.",
+        )
+    read_source(data, pin_memory=False, notes=[])
+
+
+def as_list(name: str, given: Any) -> list[Any]:
+    """Return a list that a user gave, empty for None; raise for one item without brackets."""
+    if given is not None and not isinstance(given, (list, tuple)):
+        shown = given.__name__ if isinstance(given, type) else type(given).__name__
+        raise UsageError(f"{name} = {shown}: expected a list", hint=f"Write: {name}=[{shown}(...)]")
+    return list(given or ())
 
 
 def check_owns(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -7,13 +7,13 @@ By name: `./recipes/NAME.toml`, the user's folder, the recipes of this package, 
 from __future__ import annotations
 
 import os
-import tomllib
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from phalanx.config.option import load_entry_point
+from phalanx.config.sources import read_document
 from phalanx.errors import UsageError, unknown_name
 from phalanx.recipes.imports import extend_path, is_import_path, load_import
 from phalanx.recipes.recipe import Recipe, from_document
@@ -113,30 +113,3 @@ def _table(document: Mapping[str, Any], name: str, path: Path) -> Mapping[str, A
     if isinstance(table, Mapping):
         return table
     raise UsageError(f"{path}: {name} = {table!r} next to 'recipe': expected a table such as [settings] or [model]")
-
-
-def read_document(path: Path, what: str) -> dict[str, Any]:
-    """Return what a TOML or YAML file holds."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        reason = "no such file" if isinstance(error, FileNotFoundError) else error.strerror
-        raise UsageError(f"the {what} {path} cannot be read: {reason}") from None
-    except UnicodeDecodeError as error:
-        raise UsageError(f"the {what} {path} is not text: {error}") from None
-    if path.suffix == ".toml":
-        try:
-            return tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
-            raise UsageError(f"{path} is not valid TOML: {error}") from None
-    try:
-        import yaml
-    except ImportError:
-        raise UsageError(f"{path} is YAML, which needs PyYAML", hint="Run: pip install pyyaml, or write TOML") from None
-    try:
-        document = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise UsageError(f"{path} is not valid YAML: {error}") from None
-    if not isinstance(document, dict):
-        raise UsageError(f"{path} holds a {type(document).__name__}, expected a table of keys")
-    return document

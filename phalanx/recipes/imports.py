@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import importlib
 import importlib.util
 import re
@@ -61,6 +60,8 @@ def _defined_names(origin: str | None) -> set[str] | None:
     """Return the names that a source file defines at its top level; None where that cannot be seen."""
     if origin is None or not origin.endswith(".py"):
         return None
+    import ast  # help and completion do not need it
+
     with open(origin, "rb") as file:
         source = file.read()
     try:

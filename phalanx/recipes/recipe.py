@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -150,6 +149,8 @@ def read_changes(words: Sequence[str], settings: Callable[[str], bool]) -> tuple
     """Split `--set KEY=VALUE` words into settings and nested values of a recipe; values are read as TOML, else text."""
     own: dict[str, Any] = {}
     nested: dict[str, Any] = {}
+    if words:
+        import tomllib  # 5 ms, which help and completion do not need
     for word in words:
         key, equals, text = word.partition("=")
         if not equals or not key:

@@ -9,18 +9,29 @@ from pathlib import Path
 from phalanx.config import DistributedConfig, deepspeed
 from phalanx.config.engine_rules import missing_package
 from phalanx.engine import ENGINES, engine_of, find_engine
-from phalanx.errors import CheckpointError, UsageError
+from phalanx.errors import EXIT_USAGE, CheckpointError, DataError, PhalanxError, UsageError
 from phalanx.launch import check_endpoint
 from phalanx.observe.outside import check_sinks
 
 
 def check_before_start(config: DistributedConfig) -> None:
-    """Raise for settings that need files or packages which this machine lacks."""
+    """Raise for settings that need files or packages which this machine lacks; the exit code is that of a mistake."""
+    try:
+        _check_all(config)
+    except PhalanxError as error:
+        error.exit_code = EXIT_USAGE
+        raise
+
+
+def _check_all(config: DistributedConfig) -> None:
     check_packages(config)
     engine_of(config).check(config)
     if config.num_nodes > 1 and config.rdzv_endpoint:
         check_endpoint(config.rdzv_endpoint)
     _check_resume(config)
+    if config.data_dir is not None and config.launcher == "local" and not Path(config.data_dir).is_dir():
+        wrong = "is a file, not a folder" if Path(config.data_dir).exists() else "does not exist"
+        raise DataError(f"data_dir = {config.data_dir!r} {wrong}", hint="Give the folder of the data files.")
     for name in ("checkpoint_dir", "tensorboard_dir", "run_dir"):
         if (given := getattr(config, name)) is not None:
             _check_folder(name, given)
@@ -62,6 +73,11 @@ def _check_resume(config: DistributedConfig) -> None:
     if isinstance(wanted, str) and not Path(wanted).exists():
         raise CheckpointError(
             f"resume_from_checkpoint = {wanted!r}: there is nothing at that path",
+            hint="Give a checkpoint (.../step-00000100) or the checkpoint_dir of an earlier run.",
+        )
+    if isinstance(wanted, str) and Path(wanted).is_dir() and not any(Path(wanted).iterdir()):
+        raise CheckpointError(
+            f"resume_from_checkpoint = {wanted!r}: the folder is empty",
             hint="Give a checkpoint (.../step-00000100) or the checkpoint_dir of an earlier run.",
         )
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.metadata import EntryPoints
 from typing import TYPE_CHECKING
 
 from phalanx.config import DistributedConfig
@@ -12,6 +11,8 @@ from phalanx.config.option import load_entry_point
 from phalanx.errors import UsageError, unknown_name
 
 if TYPE_CHECKING:
+    from importlib.metadata import EntryPoints
+
     from phalanx.strategies.base import Strategy
     from phalanx.world.world import World
 

@@ -15,6 +15,7 @@ from phalanx.data.sets import load_splits
 from phalanx.data.source import read_source
 from phalanx.loop.forward import implied_loss
 from phalanx.loop.hooks import Callback
+from phalanx.loop.losses import find_loss
 from phalanx.loop.task import TrainTask
 from phalanx.loop.trainer import TrainLoop
 from phalanx.models.registry import build, build_options
@@ -73,11 +74,17 @@ _LONGEST_TEXT = 1024
 def run_recipe(recipe: Recipe, config: DistributedConfig, run_dir: Path | None, *, checked: bool) -> JobResult:
     """Build a recipe's parts (equal weights on all ranks, by the seed) and train; `checked`: see `Job`."""
     task = recipe_task(recipe, config)
-    if config.batch_size is None:
-        source = read_source(task.train, pin_memory=False, notes=[])
-        if source.batch_size is None and not source.ready_batches and source.batch_sampler is None:
-            config = config.with_trusted(batch_size=_BATCH_SIZE)
+    config = with_batch_size(config, task.train)
     return run_job(Job("fit", task, config, run_dir, checked), in_place=True)
+
+
+def with_batch_size(config: DistributedConfig, train: Any) -> DistributedConfig:
+    """Return the config with a batch size, where neither a setting nor a DataLoader gives one."""
+    if config.batch_size is not None:
+        return config
+    source = read_source(train, pin_memory=False, notes=[])
+    known = source.batch_size is not None or source.ready_batches or source.batch_sampler is not None
+    return config if known else config.with_trusted(batch_size=_BATCH_SIZE)
 
 
 def recipe_task(recipe: Recipe, config: DistributedConfig) -> TrainTask:
@@ -108,26 +115,29 @@ def recipe_metrics(recipe: Recipe) -> dict[str, Any] | None:
 def recipe_loss(recipe: Recipe, model: nn.Module) -> Any:
     """Return the recipe's loss; None where the model or the first batch decides."""
     if recipe.loss:
-        return load_import(recipe.loss, "loss") if is_import_path(recipe.loss) else recipe.loss
+        return load_import(recipe.loss, "loss") if is_import_path(recipe.loss) else find_loss(recipe.loss)
     # A language model computes its loss itself, and a mixture of experts adds a term to it.
     own_model = is_import_path(recipe.model["name"]) or Path(recipe.model["name"]).is_absolute()
     return None if own_model or recipe.sample or hasattr(model, "loss_from_output") else implied_loss
 
 
-def recipe_parts(recipe: Recipe, data_dir: str | None) -> tuple[nn.Module, Any, Any]:
-    """Return a recipe's model and its data for training and validation."""
+def recipe_parts(recipe: Recipe, data_dir: str | None, *, without_storage: bool = False) -> tuple[nn.Module, Any, Any]:
+    """Return a recipe's model and its data for training and validation; `without_storage`: a model on "meta"."""
     extend_path(recipe.paths)
+    place = torch.device("meta") if without_storage else nullcontext()
     data = {**recipe.data, **({"root": data_dir} if data_dir is not None else {})}
     model = dict(recipe.model)
+    name = model.pop("name")
     if data.get("block_size") == "model":
-        built: Any = build(model.pop("name"), **model)
+        with place:
+            built: Any = build(name, **model)
         data["block_size"] = min(built.config.block_size, _LONGEST_TEXT)
         return built, *_both_splits(data)
     train, val = _both_splits(data)
-    name = model.pop("name")
     if hasattr(train, "classes") and "classes" in build_options(name):  # known only from the user's files
         model.setdefault("classes", len(train.classes))
-    return build(name, **model), train, val
+    with place:
+        return build(name, **model), train, val
 
 
 def _both_splits(options: dict[str, Any]) -> tuple[Any, Any]:

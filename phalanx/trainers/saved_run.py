@@ -10,7 +10,7 @@ from torch import nn
 
 from phalanx.checkpoint.manifest import MANIFEST
 from phalanx.config import DistributedConfig, resolve
-from phalanx.config.sources import read_toml
+from phalanx.config.sources import read_settings
 from phalanx.errors import CheckpointError, UsageError
 from phalanx.observe.history import History
 from phalanx.recipes import Recipe
@@ -55,7 +55,7 @@ class SavedRun:
     def config(self) -> DistributedConfig:
         """All settings, without those about its own folders."""
         path = self.path / "config.toml"
-        settings = read_toml(path) if path.is_file() else {}
+        settings = read_settings(path) if path.is_file() else {}
         return resolve({n: v for n, v in settings.items() if n not in _OF_THE_RUN}, environ={}).config
 
     @cached_property

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 
 import torch
 from torch import nn
@@ -15,11 +15,11 @@ from phalanx.config.option import local_path
 from phalanx.engine import engine_of
 from phalanx.errors import PhalanxError, PreemptedError, UsageError, unknown_name
 from phalanx.launch import count_gpus
-from phalanx.loop.forward import LossFn
+from phalanx.loop.losses import LossFn, find_loss
 from phalanx.loop.metrics import Metric
 from phalanx.loop.optimizer_binding import load_scheduler_state
 from phalanx.loop.prepare import adapt, check_trains_adapters
-from phalanx.loop.task import TrainTask, check_task
+from phalanx.loop.task import TrainTask, as_list, check_data, check_task
 from phalanx.observe.history import History
 from phalanx.runs.folder import discard_unused, make_run_dir
 from phalanx.runs.preflight import check_before_start
@@ -29,6 +29,9 @@ from phalanx.trainers.remote import send_job
 from phalanx.trainers.weights import load_weights, return_weights, save_weights
 from phalanx.world.env import read_rank_env
 from phalanx.world.layout import plan_layout
+
+if TYPE_CHECKING:
+    from phalanx.config.arguments import AllSettings, TrainerSettings
 
 _SAVED_AS = (".safetensors", ".pt", ".pth", ".onnx")
 
@@ -42,23 +45,21 @@ class TorchTrainer:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module = None,  # type: ignore[assignment]  # a missing one gets a message of ours
         config: DistributedConfig | torch.optim.Optimizer | None = None,
         *,
-        loss_fn: LossFn | None = None,
+        loss_fn: LossFn | str | None = None,
         optimizer: Any = None,
         scheduler: Any = None,
         scheduler_interval: str = "epoch",
         metrics: Mapping[str, Metric] | None = None,
         callbacks: list[Any] | None = None,
         hooks: list[Any] | None = None,
-        **settings: Any,
+        **settings: Unpack[TrainerSettings],
     ) -> None:
+        values: dict[str, Any] = dict(settings)
         if not isinstance(model, torch.nn.Module):
-            raise UsageError(
-                f"model must be a torch.nn.Module; got {type(model).__name__}",
-                hint=self.keras_hint if type(model).__module__.split(".")[0] in ("keras", "tf_keras") else "",
-            )
+            raise self._not_a_model(model)
         if isinstance(config, torch.optim.Optimizer):
             if optimizer is not None:
                 raise UsageError(
@@ -67,17 +68,29 @@ class TorchTrainer:
                 )
             optimizer, config = config, None
         if isinstance(optimizer, str):  # a name is the config's field of the same name
-            settings["optimizer"], optimizer = optimizer, None
+            values["optimizer"], optimizer = optimizer, None
         self.model = model
-        self.config = self._configure(config, settings)
-        self.loss_fn = loss_fn
+        self.config = self._configure(config, values)
+        self.loss_fn = find_loss(loss_fn)
         self.optimizer = optimizer
         self.scheduler = scheduler
         self.scheduler_interval = scheduler_interval
         self.metrics = metrics
-        self.callbacks = [*(callbacks or []), *(hooks or [])]
+        self.callbacks = [*as_list("callbacks", callbacks), *as_list("hooks", hooks)]
         self.history: History | None = None
         self._last_data: Any = None
+
+    def _not_a_model(self, given: Any) -> UsageError:
+        name = type(self).__name__
+        if given is None:
+            return UsageError(f"{name} needs a model", hint=f"Write: {name}(model, num_workers=2).fit(train_loader)")
+        if isinstance(given, type) and issubclass(given, nn.Module):
+            return UsageError(
+                f"model = {given.__name__} is the class, not a model", hint=f"Write: {name}({given.__name__}(...), ...)"
+            )
+        is_keras = type(given).__module__.split(".")[0] in ("keras", "tf_keras")
+        hint = self.keras_hint if is_keras else f"Write: {name}(model, ...), where model is your torch.nn.Module."
+        return UsageError(f"model must be a torch.nn.Module; got {type(given).__name__}", hint=hint)
 
     def _configure(self, config: DistributedConfig | None, settings: dict[str, Any]) -> DistributedConfig:
         if config is not None and not isinstance(config, DistributedConfig):
@@ -107,7 +120,7 @@ class TorchTrainer:
         """Call `function(StepInfo)` on every rank after each `every`-th step."""
         self.callbacks.append((function, every))
 
-    def fit(self, train: Any, val: Any = None, **settings: Any) -> History:
+    def fit(self, train: Any, val: Any = None, **settings: Unpack[AllSettings]) -> History:
         """Train on a DataLoader, data set or iterable of batches; settings given here win over the constructor's."""
         __tracebackhide__ = True
         config = self.config.replace(**settings) if settings else self.config
@@ -126,11 +139,13 @@ class TorchTrainer:
     def evaluate(self, data: Any) -> dict[str, float]:
         """Return the mean loss and metrics over every sample of `data`."""
         __tracebackhide__ = True
+        check_data(data, "evaluate")
         return self._run("evaluate", self._task(val=data), self.config).metrics
 
     def predict(self, data: Any) -> Any:
         """Return the model's outputs for `data`, in its order (on a started rank: on the main rank only)."""
         __tracebackhide__ = True
+        check_data(data, "predict")
         return self._run("predict", self._task(val=data), self.config).predictions
 
     def save(self, path: str | Path, *, data: Any = None) -> Path:

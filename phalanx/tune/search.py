@@ -92,6 +92,7 @@ def search(subject: Trainable, space: SearchSpace, request: SearchRequest) -> Re
     _check_draws(space, request, subject.resolved.origins)
     _check_settings(subject)
     subject.check([*space.domains, *space.fixed])
+    subject.check_metric(request.metric)
     objective = Objective.of(request.metric, request.mode)
     # Ray where it was asked for, or where there is a cluster to run on; else this machine's own processes.
     if request.engine == "ray" or (request.engine == "auto" and request.address is not None):

@@ -21,6 +21,7 @@ class SearchSpace:
     """Domains and fixed values by name. Building one checks everything and reports all mistakes at once."""
 
     def __init__(self, entries: Mapping[str, Any], *, source: str = "search_space") -> None:
+        self._in_python = source == "search_space"
         self.domains: dict[str, Domain] = {}
         self.fixed: dict[str, Any] = {}
         mistakes: list[str] = []
@@ -31,7 +32,8 @@ class SearchSpace:
                 mistakes.append(f"{name}: {error}.")
         mistakes += self._mistakes(set(entries))
         if not entries:
-            mistakes.append(f"it is empty. Write for example {_EXAMPLE}")
+            example = "{'lr': phalanx.tune.loguniform(1e-4, 1e-1)}" if self._in_python else _EXAMPLE
+            mistakes.append(f"it is empty. Write for example {example}")
         if mistakes:
             raise ConfigError(mistakes, source=source)
 
@@ -56,7 +58,7 @@ class SearchSpace:
         if isinstance(entry, Domain):
             self.domains[name] = entry
         elif isinstance(entry, (list, tuple, set)):
-            raise ValueError(f"a list says nothing about how to draw from it: write {{ choice = {list(entry)!r} }}")
+            raise ValueError(_about_list(entry, in_python=self._in_python))
         else:
             self.fixed[name] = entry
 
@@ -203,6 +205,17 @@ def _domain(entry: Mapping[str, Any]) -> Domain:
     if not isinstance(arguments, (list, tuple)):
         raise ValueError(f"{word} = {arguments!r}: write its arguments as a list ({KINDS[word].arguments})")
     return Domain(word, tuple(arguments), dict(when))
+
+
+def _about_list(entry: Any, *, in_python: bool) -> str:
+    """Return what to write in place of a list: a range where it is two numbers, else a choice."""
+    values = list(entry)
+    is_pair = len(values) == 2 and all(isinstance(value, (int, float)) for value in values) and values[0] < values[1]
+    low_high = ", ".join(map(repr, values))
+    choice = f"phalanx.tune.choice({values!r})" if in_python else f"{{ choice = {values!r} }}"
+    uniform = f"phalanx.tune.uniform({low_high})" if in_python else f"{{ uniform = [{low_high}] }}"
+    kind = type(entry).__name__
+    return f"a {kind} does not say how to draw from it: write {f'{uniform} for a range, or ' * is_pair}{choice}"
 
 
 def _as_list(value: Any) -> list[Any]:

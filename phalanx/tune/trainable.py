@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from phalanx.config import FIELDS, DistributedConfig, Resolved, read_toml
-from phalanx.errors import UsageError, nearest
+from phalanx.config import FIELDS, DistributedConfig, Resolved, read_settings
+from phalanx.config.distributed import unknown_field
+from phalanx.errors import UsageError, unknown_name
 from phalanx.launch import CallTarget, ModuleTarget, ScriptTarget
 from phalanx.launch.spec import Target
 from phalanx.observe.events import MetricsReported
@@ -23,6 +24,7 @@ from phalanx.tune.reporting import as_number
 from phalanx.tune.trial import REPORTED, Trial
 from phalanx.world.env import read_rank_env
 
+_REPORTED_BY_RECIPES = ("train/loss", "val/loss", "val/accuracy")
 OF_THE_TRIAL = ("run_dir", "checkpoint_dir", "resume_from_checkpoint", "node_rank", "rdzv_endpoint")
 """Settings that are different for each trial."""
 
@@ -66,10 +68,13 @@ class Trainable(ABC):
         """Return the file that holds a point of the space: its settings."""
         return {name: value for name, value in params.items() if name in FIELDS}
 
+    def check_metric(self, metric: str | None) -> None:  # noqa: B027 - scripts and functions report what they like
+        """Raise for a metric that no trial will report, where that is known."""
+
 
 def trial_config(resolved: Resolved, trial: Trial, params: Mapping[str, Any]) -> DistributedConfig:
     """Return the settings of a trial: those of all, its own point, its own folders."""
-    own = {
+    own: dict[str, Any] = {
         "run_dir": str(trial.folder),
         "checkpoint_dir": str(trial.checkpoints),
         "resume_from_checkpoint": True,
@@ -103,12 +108,14 @@ class RecipeTrainable(Trainable):
         """A recipe takes settings, and options of its model and data."""
         unknown = [name for name in names if name not in FIELDS and not name.startswith(("model.", "data."))]
         if unknown:
-            guesses = [f" Did you mean '{close}'?" if (close := nearest(name, FIELDS)) else "" for name in unknown]
-            lines = "\n  ".join(f"unknown setting '{name}'.{g}" for name, g in zip(unknown, guesses, strict=True))
-            raise UsageError(
-                lines,
-                hint="A recipe takes settings (`phalanx config show`), and model.<option> or data.<option>.",
-            )
+            hint = "A recipe takes settings (`phalanx config show`), and model.<option> or data.<option>."
+            raise UsageError("\n  ".join(map(unknown_field, unknown)), hint=hint)
+
+    def check_metric(self, metric: str | None) -> None:
+        """Raise for a metric that recipes do not report; `accuracy` means val/accuracy."""
+        known = {*_REPORTED_BY_RECIPES, *(f"val/{name}" for name in self.recipe.metrics)}
+        if metric is not None and not {metric, f"val/{metric}"} & known:
+            raise UsageError(unknown_name(f"metric of the recipe '{self.name}':", metric, known))
 
     def parts(self, trial: Trial) -> TrainableParts:
         """Return what to launch for a trial."""
@@ -158,7 +165,7 @@ class ScriptTrainable(Trainable):
     def overruled(self, trial: Trial) -> dict[str, Any]:
         """Compare with the run's record: a trainer's arguments in the script win over settings from outside."""
         path = trial.folder / "config.toml"
-        ran = read_toml(path) if path.exists() else {}
+        ran = read_settings(path) if path.exists() else {}
         asked = {name: value for name, value in trial.params.items() if name in FIELDS}
         return {name: ran.get(name) for name, value in asked.items() if ran and ran.get(name) != value}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 from typing import TYPE_CHECKING
@@ -74,7 +75,11 @@ def test_a_script_given_as_recipe_is_refused_with_the_flag_to_use():
 @pytest.mark.parametrize(
     ("words", "said", "write"),
     [
-        ("--lr 0.1 --num-workers 2", "unknown flag '--lr'.", "--num-workers 2 -- --lr 0.1"),
+        (
+            "--lr 0.1 --num-workers 2",
+            "unknown flag '--lr'. Did you mean --learning-rate?",
+            "--num-workers 2 -- --lr 0.1",
+        ),
         ("--batch-sz 3", "unknown flag '--batch-sz'. Did you mean --batch-size?", "-- --batch-sz 3"),
         ("a", "unexpected argument a.", "-- a"),
         ("a b -- c", "unexpected arguments a b.", "-- a b c"),
@@ -109,6 +114,91 @@ def test_a_file_that_is_missing_or_not_toml_is_named(tmp_path):
     (tmp_path / "run.toml").write_text("epochs = = 3\n")
     assert "run.toml is not valid TOML" in refused("train", "digits", "--config", "run.toml")
     assert "no such config file: absent.toml" in refused("train", "digits", "--config", "absent.toml")
+
+
+def test_yaml_is_read_and_of_several_files_the_later_one_wins(tmp_path):
+    pytest.importorskip("yaml")
+    (tmp_path / "a.yaml").write_text("training:\n  epochs: 3\n  learning_rate: 1e-2\ngradient_clipping: null\n")
+    (tmp_path / "b.toml").write_text("epochs = 5\n")
+    shown = phalanx("config", "show", "--json", "--config", "a.yaml", "--config", "b.toml")
+    values = json.loads(shown.out)
+    assert values["epochs"] == {"value": 5, "origin": "file b.toml"}
+    assert values["learning_rate"] == {"value": 0.01, "origin": "file a.yaml"}
+    (tmp_path / "c.yaml").write_text("- epochs\n")
+    assert "c.yaml is not valid YAML: expected lines such as" in refused("train", "digits", "--config", "c.yaml")
+    (tmp_path / "d.yml").write_text("epochs: [1\n")
+    assert "d.yml is not valid YAML" in refused("train", "digits", "--config", "d.yml")
+
+
+def test_a_recipe_given_as_config_is_answered_with_the_command(tmp_path):
+    (tmp_path / "mine.toml").write_text('[data]\nname = "digits"\n[model]\nname = "mlp"\n')
+    message = refused("train", "digits", "--config", "mine.toml")
+    assert "mine.toml is a recipe" in message
+    assert "phalanx train ./mine.toml" in message
+
+
+def test_an_import_path_given_as_recipe_is_answered_with_the_flags():
+    message = refused("train", "my_pkg.Net")
+    assert "--model my_pkg:Net" in message
+    assert "-m my_pkg.Net" in message
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("nope.mod", "there is no module 'nope'"),
+        ("json.nope", "the package 'json' has no module 'nope'"),
+        ("json", "the package 'json' has no module '__main__'"),
+    ],
+)
+def test_a_module_that_is_not_found_is_refused_before_ranks_start(tmp_path, name, said):
+    assert f"{said} (-m {name})" in refused("train", "-m", name)
+    assert files_under(tmp_path) == set()
+
+
+def test_a_stage_of_zero_that_does_not_exist_is_answered_with_those_that_do():
+    assert "zero_stage = 4: not one of none, 1, 2, 3." in refused("train", "digits", "--zero-stage", 4)
+
+
+def test_an_unknown_cluster_is_answered_with_those_that_are_known():
+    message = refused("nccl-env", "mars")
+    assert "unknown kind of cluster 'mars'" in message
+    assert "phalanx nccl-env ethernet | gcp" in message
+    assert "Did you mean 'infiniband'?" in refused("nccl-env", "ib")
+    assert phalanx("nccl-env", "ethernet").out == phalanx("nccl-env", "--cluster", "ethernet").out
+
+
+def test_a_metric_that_a_recipe_does_not_report_is_refused_before_the_search(tmp_path):
+    (tmp_path / "space.toml").write_text("learning_rate = { uniform = [0.1, 0.2] }\n")
+    message = refused("tune", "digits", "--space", "space.toml", "--metric", "val/foo")
+    assert "'val/foo'. Did you mean 'val/loss'? Allowed: train/loss, val/accuracy, val/loss." in message
+    assert files_under(tmp_path) == {"space.toml"}
+
+
+def test_a_flag_of_another_command_is_named_with_it():
+    assert "unknown flag '--dry-run'. phalanx train has it." in refused("tune", "digits", "--dry-run")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "mnist --data-dir absent",
+        "digits --resume-from-checkpoint absent",
+        "digits --resume-from-checkpoint empty",
+        "mnist --data-dir file",
+        "digits --checkpoint-dir file",
+        "digits --run-dir file",
+        "digits --tensorboard-dir file/inside",
+        "digits --deepspeed-config absent.json",
+        "--script absent.py",
+        "digits --config absent.toml",
+    ],
+)
+def test_a_wrong_path_is_a_mistake_of_the_command_line(tmp_path, words):
+    (tmp_path / "file").touch()
+    (tmp_path / "empty").mkdir()
+    refused("train", *words.split(), code=2)
+    assert files_under(tmp_path) == {"file"}
 
 
 # --- ranks and devices ------------------------------------------------------------------------------------------
@@ -296,7 +386,7 @@ def test_resuming_without_a_checkpoint_folder_is_refused():
 
 def test_a_checkpoint_directory_that_is_a_file_is_named(tmp_path):
     (tmp_path / "here").write_text("mine")
-    message = refused("train", "digits", "--checkpoint-dir", "here", "--max-steps", "1", code=1)
+    message = refused("train", "digits", "--checkpoint-dir", "here", "--max-steps", "1")
     assert "checkpoint_dir = 'here': here is a file, not a folder" in message
     assert (tmp_path / "here").read_text() == "mine"
 
@@ -337,7 +427,7 @@ def mounted(place: Path, options: str) -> None:
 
 
 def test_a_checkpoint_directory_that_cannot_be_written_is_named_before_training(read_only):
-    message = refused("train", "digits", "--checkpoint-dir", read_only, "--max-steps", "1", code=1)
+    message = refused("train", "digits", "--checkpoint-dir", read_only, "--max-steps", "1")
     assert f"{read_only} is not writable" in message
     assert "Set checkpoint_dir to a folder you may write to." in message
 

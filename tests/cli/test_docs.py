@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from command import ROOT, phalanx
 
-from phalanx.cli import tune
+from phalanx.cli.parsers import PARSERS
 from phalanx.config import FIELDS
 from phalanx.observe.events import KINDS
 from phalanx.recipes import recipe_names
@@ -115,7 +115,7 @@ def test_the_console_session_is_what_the_program_says(command, expected, folder)
 
 
 def test_every_flag_that_the_docs_use_exists():
-    tuning = {flag for action in tune._parser()._actions for flag in action.option_strings}
+    tuning = {flag for make in PARSERS.values() for action in make()._actions for flag in action.option_strings}
     known = _OWN_FLAGS | tuning | {f"--{no}{name.replace('_', '-')}" for name in FIELDS for no in ("", "no-")}
     for page in PAGES:
         for _, text in blocks(page, "bash"):

@@ -221,7 +221,7 @@ def test_ctrl_c_prints_the_command_that_resumes(inside):
     assert f"To resume: phalanx resume {only_run().name}" in err
     assert only_run().status in ("killed", "interrupted", "preempted")
     last = int(only_run().checkpoints[-1].name[-8:])
-    ran("resume", "last", "--epochs", 1, "--max-steps", last + 20)
+    ran("resume", "last", "--max-steps", last + 20)
     assert only_run().steps[0] == last + 20
 
 

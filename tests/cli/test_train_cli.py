@@ -201,7 +201,7 @@ def test_one_rank_has_no_prefix_and_no_group():
 
 
 def test_help_names_recipes_and_every_group_of_flags():
-    shown = trained("train", "--help").out
+    shown = trained("train", "--help-all").out
     for word in (
         "digits",
         "imagefolder",

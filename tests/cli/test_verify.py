@@ -42,7 +42,7 @@ MODEL = """
         return model, TensorDataset(x, x.sum(1, keepdim=True)), nn.functional.mse_loss
 """
 RIGHT = "x + self.dropout(torch.tanh(self.inner(x)))"
-SMALL = ("--num-workers", 2, "--device", "cpu", "--batch-size", 4, "--max-steps", 4, "--learning-rate", 0.01)
+SMALL = ("--num-workers", 2, "--device", "cpu", "--batch-size", 4, "--learning-rate", 0.01)
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +53,7 @@ def _in_own_folder(tmp_path, monkeypatch, fork_server):
 def verify(output: str = RIGHT, *words: object, extra: str = "pass") -> tuple[Answer, dict]:
     """Verify the small model with this forward pass; return the answer and what --json wrote."""
     write_script(Path("model.py"), MODEL.format(output=output, extra=extra))
-    answer = phalanx("verify", "--script", "model.py", *SMALL, "--json", "found.json", *words)
+    answer = phalanx("verify", "--script", "model.py", *SMALL, "--max-steps", 4, "--json", "found.json", *words)
     assert Path("found.json").exists(), answer.text
     return answer, json.loads(Path("found.json").read_text())
 
@@ -191,7 +191,7 @@ def test_ranks_that_another_launcher_started_are_refused(monkeypatch):
 def test_a_model_that_the_layout_cannot_take_is_reported_before_one_process_runs():
     built = "open('built-' + os.environ['WORLD_SIZE'], 'w').close()"
     write_script(Path("model.py"), MODEL.format(output=RIGHT, extra=built))
-    answer = phalanx("verify", "--script", "model.py", *SMALL, "--tensor-parallel", 2)
+    answer = phalanx("verify", "--script", "model.py", *SMALL, "--max-steps", 4, "--tensor-parallel", 2)
     assert answer.code == 2
     assert "tensor_plan()" in answer.err
     assert [path.name for path in Path().glob("built-*")] == ["built-2"]
@@ -200,7 +200,7 @@ def test_a_model_that_the_layout_cannot_take_is_reported_before_one_process_runs
 def test_a_proof_that_is_stopped_asks_for_no_checkpoint_dir():
     stopping = "x + self.inner(x) * (RANK == 0 and os.kill(os.getpid(), 15) is None)"
     write_script(Path("model.py"), MODEL.format(output=stopping, extra="pass"))
-    answer = phalanx("verify", "--script", "model.py", *SMALL)
+    answer = phalanx("verify", "--script", "model.py", *SMALL, "--max-steps", 4)
     assert answer.code == 75, answer.text
     assert "verify was stopped before it could compare" in answer.err
     assert "run the same command again" in answer.err

@@ -13,7 +13,7 @@ from long_proofs import long_proof
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from phalanx.config import DistributedConfig, read_toml, resolve, write_toml
+from phalanx.config import DistributedConfig, read_settings, resolve, write_toml
 from phalanx.errors import ConfigError, UsageError
 from phalanx.loop.formation import Formation
 from phalanx.loop.task import TrainTask
@@ -279,7 +279,7 @@ def test_the_json_sets_the_config_and_the_config_fills_auto(tmp_path):
     assert {name for name, origin in origins.items() if origin == "deepspeed_config"} >= {"batch_size", "zero_stage"}
     assert [origins[name] for name in ("weight_decay", "deepspeed_config", "epochs")] == ["argument"] * 2 + ["default"]
     (tmp_path / "run.toml").write_text(write_toml(config))
-    assert DistributedConfig(**read_toml(tmp_path / "run.toml")) == config
+    assert DistributedConfig(**read_settings(tmp_path / "run.toml")) == config
 
 
 @pytest.mark.parametrize(

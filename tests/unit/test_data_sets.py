@@ -21,7 +21,7 @@ from phalanx.errors import DataError, UsageError
 def test_names_are_listed_without_torch():
     code = "import sys; from phalanx.data.sets import names; names(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-    assert names() == ["digits", "imagefolder", "mnist", "synthetic", "text"]
+    assert names() == ["digits", "files", "imagefolder", "mnist", "synthetic", "text"]
 
 
 def test_every_public_name_of_the_package_can_be_imported():

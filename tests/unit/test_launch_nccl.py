@@ -59,7 +59,7 @@ def test_what_the_user_set_stays():
 
 @pytest.mark.parametrize(
     ("words", "said"),
-    [(["--cluster", "infinband"], "Did you mean 'infiniband'?"), ([], "nccl-env needs --cluster")],
+    [(["--cluster", "infinband"], "Did you mean 'infiniband'?"), ([], "nccl-env needs a kind of cluster")],
 )
 def test_an_unknown_cluster_is_refused(capsys, words, said):
     assert main(["nccl-env", *words]) == 2

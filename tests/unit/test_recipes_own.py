@@ -105,7 +105,7 @@ def test_wrong_documents_are_refused(document, says):
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("nope.toml", "no such file"),
+        ("nope.toml", "no such recipe: nope.toml"),
         ("own_parts:tinyy", "Did you mean 'tiny'"),
         ("own_parts:wrong", "is a int, not a recipe"),
         ("nowhere:tiny", "no module 'nowhere'"),

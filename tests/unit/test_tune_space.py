@@ -65,7 +65,7 @@ def test_all_mistakes_are_reported_at_once():
         "e: its condition asks for 'optimiser', which is not in the space. Did you mean 'optimizer'?",
         "optimizer = 'adamv': not one of",
         "learning_rate = -1: must be greater than 0",
-        "g: a list says nothing about how to draw from it: write { choice = [1, 2] }",
+        "g: a list does not say how to draw from it: write phalanx.tune.uniform(1, 2) for a range, or",
         "h: randint takes whole numbers; got 0.5",
         "i: its condition b2 = 1 is never true",
         "j: uniform takes low, high; got 1 values",

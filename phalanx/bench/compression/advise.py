@@ -170,7 +170,7 @@ def measure_costs(
 def _measure(
     name: str, shapes: Sequence[tuple[int, ...]], ranks: int, device: torch.device, settings: dict[str, Any]
 ) -> Cost:
-    config = DistributedConfig(compression=name, **settings_of(name, settings))
+    config = DistributedConfig(**{**settings_of(name, settings), "compression": name})
     named = [(str(number), torch.zeros(shape, requires_grad=True)) for number, shape in enumerate(shapes)]
     compressor = build_compressor(config, named)
     gradient = torch.randn(sum(parameter.numel() for _, parameter in named), device=device)

@@ -10,7 +10,8 @@ from typing import Any
 
 from phalanx.bench.comm.plan import ALGORITHMS_OF, DTYPE_BYTES, OPS, BenchPlan, parse_algorithms, parse_sizes
 from phalanx.bench.comm.report import make_row, matrix_table, side_by_side
-from phalanx.cli.flags import FlagParser, write_json
+from phalanx.cli.flags import FlagParser
+from phalanx.cli.json_output import write_json
 from phalanx.errors import UsageError
 from phalanx.launch import PlainConsole, prestart
 from phalanx.world.env import read_rank_env

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.bench.compression.plan import HERE, LINKS, RECIPES, read_compressors, read_link, read_names
-from phalanx.cli.flags import FlagParser, write_json
+from phalanx.cli.flags import FlagParser
+from phalanx.cli.json_output import write_json
 from phalanx.config import DistributedConfig
 from phalanx.config.fields import COMPRESSORS
 from phalanx.errors import UsageError

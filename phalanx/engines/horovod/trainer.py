@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 from torch import nn
@@ -12,6 +12,9 @@ from phalanx.engines.horovod.rendezvous import horovod
 from phalanx.errors import UsageError
 from phalanx.trainers.torch import TorchTrainer
 from phalanx.world.env import read_rank_env
+
+if TYPE_CHECKING:
+    from phalanx.config.arguments import HorovodArguments
 
 _COMPRESSORS = {"NoneCompressor": "none", "FP16Compressor": "fp16"}
 """The config's names of Horovod's classes."""
@@ -33,14 +36,15 @@ class HorovodTrainer(TorchTrainer):
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module = None,  # type: ignore[assignment]
         config: DistributedConfig | torch.optim.Optimizer | None = None,
         *,
         compression: Any = None,
         backward_passes_per_step: int | None = None,
         verbose: bool | int | None = None,
-        **settings: Any,
+        **arguments: Unpack[HorovodArguments],
     ) -> None:
+        settings: dict[str, Any] = dict(arguments)
         if compression is not None:
             known = _COMPRESSORS.get(getattr(compression, "__name__", ""), repr(compression))
             settings["compression"] = compression if isinstance(compression, str) else known

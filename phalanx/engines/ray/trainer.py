@@ -7,7 +7,7 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 
 import torch
 from torch import nn
@@ -18,6 +18,9 @@ from phalanx.errors import UsageError
 from phalanx.loop.hooks import Callback
 from phalanx.observe.history import History
 from phalanx.trainers.torch import TorchTrainer
+
+if TYPE_CHECKING:
+    from phalanx.config.arguments import AllSettings, TorchArguments
 
 _OTHER_NAMES = {"lr": "learning_rate", "num_epochs": "epochs"}
 """Names that examples of Ray Tune use for settings."""
@@ -34,17 +37,18 @@ class RayTrainer(TorchTrainer):
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module = None,  # type: ignore[assignment]
         config: DistributedConfig | Mapping[str, Any] | torch.optim.Optimizer | None = None,
-        **settings: Any,
+        **settings: Unpack[TorchArguments],
     ) -> None:
         self.hyperparameters: dict[str, Any] = {}
+        values: dict[str, Any] = dict(settings)
         if isinstance(config, Mapping):
             given, self.hyperparameters = split_hyperparameters(config)
-            settings, config = {**given, **settings}, None
-        super().__init__(model, config, **settings)
+            values, config = {**given, **values}, None
+        super().__init__(model, config, **values)
 
-    def fit(self, train: Any, val: Any = None, **settings: Any) -> History:
+    def fit(self, train: Any, val: Any = None, **settings: Unpack[AllSettings]) -> History:
         """Train on a DataLoader, data set, iterable of batches or Ray data set; settings given here win."""
         batch_size = settings.get("batch_size", self.config.batch_size)
         return super().fit(_as_ray_data(train, "train", batch_size), _as_ray_data(val, "val", batch_size), **settings)

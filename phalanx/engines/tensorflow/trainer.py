@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from phalanx.config import DistributedConfig, resolve
 from phalanx.engines.tensorflow.cluster import quiet_environment
@@ -20,6 +20,9 @@ from phalanx.runs.folder import discard_unused, make_run_dir
 from phalanx.runs.preflight import check_before_start
 from phalanx.world.env import read_rank_env
 from phalanx.world.layout import plan_layout
+
+if TYPE_CHECKING:
+    from phalanx.config.arguments import AllSettings, TrainerSettings
 
 
 class TensorFlowDistributedTrainer:
@@ -42,8 +45,9 @@ class TensorFlowDistributedTrainer:
         optimizer: Any = None,
         metrics: list[Any] | None = None,
         callbacks: list[Any] | None = None,
-        **settings: Any,
+        **arguments: Unpack[TrainerSettings],
     ) -> None:
+        settings: dict[str, Any] = dict(arguments)
         given = model_fn if model is None else model
         if model is not None or not callable(model_fn) or hasattr(model_fn, "train_step"):
             raise UsageError(
@@ -92,7 +96,7 @@ class TensorFlowDistributedTrainer:
         """The best validation accuracy of the last fit."""
         return self.history.best_accuracy if self.history else None
 
-    def fit(self, train: Any, val: Any = None, **settings: Any) -> History:
+    def fit(self, train: Any, val: Any = None, **settings: Unpack[AllSettings]) -> History:
         """Train on arrays (inputs, targets), a tf.data.Dataset of global batches, or a function that returns one."""
         config = self.config.replace(**settings) if settings else self.config
         config.refuse_unused(settings)

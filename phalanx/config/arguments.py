@@ -1,0 +1,154 @@
+"""The settings as types of keyword arguments, for editors and type checkers; no program imports it.
+
+Written by tools/settings_arguments.py from the fields: change those, and run it again.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any, Literal, TypedDict
+
+
+class CommonSettings(TypedDict, total=False):
+    """Every setting but `optimizer` and `compression`, which are arguments of their own in some trainers."""
+
+    num_workers: int | tuple[int, int] | None
+    num_gpus: int | None
+    num_nodes: int
+    gpus_per_node: int | None
+    node_rank: int | None
+    rdzv_endpoint: str | None
+    device: Literal["auto", "cuda", "cpu"]
+    threads_per_rank: int | None
+    backend: str
+    strategy: str
+    tensor_parallel: int
+    loss_parallel: bool
+    pipeline_parallel: int
+    pipeline_schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
+    microbatches: int | None
+    pipeline_cuts: str | None
+    pipeline_balance: Literal["parameters", "measured"]
+    context_parallel: int
+    expert_parallel: int
+    zero_stage: Literal[1, 2, 3] | None
+    sharding: str
+    shard_size: int | None
+    wrap_class: str | None
+    offload: Literal["none", "cpu", "nvme"]
+    nvme_path: str | os.PathLike[str] | None
+    deepspeed_config: str | dict[str, Any] | None
+    batch_size: int | None
+    epochs: int | None
+    max_steps: int | None
+    learning_rate: float
+    momentum: float
+    weight_decay: float
+    lr_schedule: Literal["constant", "linear", "cosine", "inverse-sqrt"]
+    warmup: int | float
+    lr_scaling: Literal["none", "linear", "sqrt"]
+    base_batch_size: int | None
+    seed: int
+    deterministic: bool
+    drop_last: bool | None
+    data_dir: str | os.PathLike[str] | None
+    eval_every: int
+    limit_val_batches: int | float | None
+    max_time: int | float | str | None
+    early_stopping: str | None
+    patience: int
+    min_delta: float
+    mixed_precision: Literal[False, True, "fp16", "bf16"]
+    scaler_init_scale: float
+    scaler_growth_interval: int
+    gradient_accumulation_steps: int
+    gradient_clipping: float | None
+    compile: bool
+    activation_checkpointing: bool | str
+    activation_offload: bool
+    ema_decay: float | None
+    on_nonfinite: Literal["stop", "skip"]
+    loss_weighting: Literal["samples", "tokens"]
+    lora_rank: int | None
+    lora_alpha: float | None
+    lora_dropout: float
+    lora_targets: str | None
+    communication_backend: Literal["nccl", "gloo", "mpi", "phalanx"] | None
+    find_unused_parameters: bool
+    bucket_cap_mb: float
+    nccl_env: Literal["gcp", "aws-efa", "infiniband", "ethernet"] | None
+    timeout: float
+    start_timeout: float | None
+    fixed_order: bool
+    compression_ratio: float
+    powersgd_rank: int
+    compression_warmup: int
+    sync_every: int
+    outer_learning_rate: float
+    outer_momentum: float
+    num_servers: int
+    server_mode: Literal["auto", "sync", "async", "bounded"]
+    staleness: int | None
+    address: str | None
+    min_workers: int | None
+    cpus_per_worker: float
+    resources_per_worker: str | None
+    placement: Literal["pack", "spread", "strict-pack", "strict-spread"]
+    hosts: str | None
+    host_discovery_script: str | None
+    adasum: bool
+    horovod_timeline: str | None
+    checkpoint_dir: str | os.PathLike[str] | None
+    checkpoint_frequency: int | str | None
+    keep_last: int | None
+    keep_best: bool | str | None
+    resume_from_checkpoint: bool | str | os.PathLike[str]
+    run_dir: str | os.PathLike[str] | None
+    name: str | None
+    tensorboard: bool
+    tensorboard_dir: str | os.PathLike[str] | None
+    tensorboard_histograms: int
+    mlflow_tracking: bool
+    mlflow_experiment: str | None
+    wandb: bool | str
+    sinks: str | None
+    reference_throughput: float | None
+    log_every_n_steps: int
+    progress: bool
+    verbosity: Literal["quiet", "normal", "verbose"]
+    console_ranks: Literal["0", "all"]
+    max_restarts: int
+    stop_grace: float
+
+
+class TrainerSettings(CommonSettings, total=False):
+    """The settings of a trainer, which takes `optimizer` as an argument of its own."""
+
+    compression: Literal["none", "fp16", "bf16", "int8", "sign", "topk", "randomk", "powersgd"]
+
+
+class AllSettings(TrainerSettings, total=False):
+    """Every setting."""
+
+    optimizer: Literal["adamw", "adam", "sgd", "rmsprop", "adagrad"]
+
+
+class TaskArguments(TypedDict, total=False):
+    """What a trainer for torch models takes besides settings."""
+
+    loss_fn: Any
+    optimizer: Any
+    scheduler: Any
+    scheduler_interval: str
+    metrics: Mapping[str, Any] | None
+    callbacks: list[Any] | None
+    hooks: list[Any] | None
+
+
+class TorchArguments(TrainerSettings, TaskArguments, total=False):
+    """The keyword arguments of a trainer for torch models."""
+
+
+class HorovodArguments(CommonSettings, TaskArguments, total=False):
+    """The keyword arguments of HorovodTrainer, whose `compression` may be a class of Horovod."""

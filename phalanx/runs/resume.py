@@ -1,0 +1,55 @@
+"""Continue a run in its folder, and refuse a folder that holds another one."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from phalanx.config import DistributedConfig
+from phalanx.errors import UsageError
+from phalanx.runs.record import RUNS, StoredRun, is_run, list_runs
+
+
+def last_run_of(name: str) -> StoredRun:
+    """Return the newest run in ./runs that was started under a name."""
+    runs = [run for run in list_runs() if re.fullmatch(rf"{re.escape(name)}-\d+-\d+(-\d+)?", run.path.name)]
+    if not runs:
+        raise UsageError(f"--resume: there is no run of '{name}' in {RUNS.resolve()}", hint="Leave --resume out.")
+    return runs[0]
+
+
+def resume_settings(run: StoredRun) -> dict[str, Any]:
+    """Return the settings with which a run continues from its last checkpoint."""
+    if run.status == "running":
+        raise UsageError(f"{run.name} is still running", hint="Stop it first, with Ctrl-C or SIGTERM.")
+    if not run.checkpoints:
+        raise UsageError(
+            f"{run.name} has no checkpoint in {run.checkpoint_dir}, so it cannot be resumed",
+            hint="Start it again, with checkpoints: --checkpoint-frequency 1, or '500 steps'.",
+        )
+    return {"run_dir": str(run.path), "resume_from_checkpoint": str(run.checkpoint_dir)}
+
+
+def check_run_dir(config: DistributedConfig, *, overwrite: bool) -> None:
+    """Refuse a folder that holds a run which is not to be continued; with `overwrite`, remove that run's files."""
+    if config.run_dir is None or config.resume_from_checkpoint or not is_run(Path(config.run_dir)):
+        return
+    run = StoredRun(Path(config.run_dir))
+    if run.status == "running":
+        raise UsageError(f"run_dir = '{config.run_dir}' is the folder of a run that is running")
+    if not overwrite:
+        steps, total = run.steps
+        raise UsageError(
+            f"run_dir = '{config.run_dir}' already holds a run ({run.status}, {steps} of {total or '?'} steps)",
+            hint=f"Continue it: phalanx resume {run.name}. Replace it: add --overwrite. Or give another --run-dir.",
+        )
+    run.clear()
+
+
+def how_to_resume(run: StoredRun) -> str:
+    """Return what is said after Ctrl-C: the command that continues the run, where it has a checkpoint."""
+    if run.checkpoints:
+        last = int(run.checkpoints[-1].name.rpartition("-")[2])
+        return f"interrupted; the last checkpoint is that of step {last}.\n  To resume: phalanx resume {run.name}"
+    return "interrupted; no checkpoint was saved yet." if is_run(run.path) else ""

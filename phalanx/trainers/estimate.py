@@ -1,0 +1,126 @@
+"""What a recipe's run would need: parameters, steps, and memory per rank, from a model without storage."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from phalanx.config import DistributedConfig
+from phalanx.loop.prepare import adapt
+from phalanx.recipes import Recipe
+from phalanx.trainers.recipe import recipe_parts, with_batch_size
+from phalanx.world.layout import Layout
+from phalanx.world.mesh import Mesh
+
+_STATES = {"adamw": 2, "adam": 2, "adagrad": 1}
+"""Tensors of the size of the parameters that an optimizer keeps; the others depend on momentum."""
+
+LEFT_OUT = "activations, buffers for communication, and blocks while they are gathered"
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes per rank, without activations."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.weights + self.gradients + self.optimizer
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What is known of a run before it starts; None: not known."""
+
+    model: str
+    parameters: int
+    trainable: int
+    samples: int | None
+    global_batch: int | None
+    steps_per_epoch: int | None
+    steps: int | None
+    memory: Memory
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data."""
+        return {**asdict(self), "memory": {**asdict(self.memory), "total": self.memory.total, "left_out": LEFT_OUT}}
+
+
+def estimate_recipe(recipe: Recipe, config: DistributedConfig, layout: Layout) -> Estimate:
+    """Build the model without storage and its data, and return what a run would need."""
+    model, train, _ = recipe_parts(recipe, config.data_dir, without_storage=True)
+    adapt(model, config)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    samples = len(train) if hasattr(train, "__len__") else None
+    config = with_batch_size(config, train)
+    batch = global_batch(config, layout)
+    per_epoch = steps = None
+    if samples is not None and batch is not None:
+        per_epoch = samples // batch if config.drop_last else -(-samples // batch)
+        epochs = config.epochs or (1 if config.max_steps is None else None)
+        steps = per_epoch * epochs if epochs is not None else None
+    if config.max_steps is not None:
+        steps = config.max_steps if steps is None else min(steps, config.max_steps)
+    return Estimate(
+        model=type(model).__name__,
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        trainable=sum(parameter.numel() for parameter in trained),
+        samples=samples,
+        global_batch=batch,
+        steps_per_epoch=per_epoch,
+        steps=steps,
+        memory=estimate_memory(model, config, layout.mesh),
+    )
+
+
+def global_batch(config: DistributedConfig, layout: Layout) -> int | None:
+    """Return the samples of one optimizer step over all ranks; None where the DataLoader says it."""
+    if config.batch_size is None:
+        return None
+    return config.batch_size * config.gradient_accumulation_steps * layout.mesh.dp_size
+
+
+def estimate_memory(model: nn.Module, config: DistributedConfig, mesh: Mesh) -> Memory:
+    """Return the bytes of weights, gradients and optimizer states on each rank, under the sharding."""
+    parameters = list(model.parameters())
+    whole = _bytes(parameters) / (mesh.tp * mesh.pp)
+    trained = _bytes([parameter for parameter in parameters if parameter.requires_grad]) / (mesh.tp * mesh.pp)
+    weights, gradients, states = _shards(config, mesh)
+    return Memory(
+        weights=round(whole / weights * (1 if config.ema_decay is None else 2)),
+        gradients=round(trained / gradients),
+        optimizer=round(trained * _states(config) / states),
+    )
+
+
+def _bytes(parameters: list[nn.Parameter] | list[torch.Tensor]) -> int:
+    return sum(parameter.numel() * parameter.element_size() for parameter in parameters)
+
+
+def _shards(config: DistributedConfig, mesh: Mesh) -> tuple[int, int, int]:
+    """Return over how many ranks weights, gradients and optimizer states are sharded."""
+    strategy, ranks = config.resolved_strategy, mesh.dp_size
+    if strategy == "deepspeed":
+        stage = config.zero_stage or 0
+        return ranks if stage >= 3 else 1, ranks if stage >= 2 else 1, ranks if stage >= 1 else 1
+    composed = max(mesh.pp, mesh.cp, mesh.tp, config.expert_parallel) > 1
+    if strategy != "fsdp" and not composed:
+        return 1, 1, 1
+    if mesh.pp > 1 and config.pipeline_schedule == "zero-bubble":  # whole stages on every data rank
+        return 1, 1, 1
+    shard = mesh.dp_shard * mesh.cp
+    return 1 if config.resolved_sharding.endswith("grad-op") else shard, shard, shard
+
+
+def _states(config: DistributedConfig) -> int:
+    if config.resolved_strategy == "parameter-server":
+        return 0  # the servers hold them
+    momentum = int(config.momentum > 0)
+    return _STATES.get(config.optimizer, momentum + int(config.optimizer == "rmsprop"))

@@ -1,0 +1,159 @@
+"""`--dry-run` shows what would run and starts nothing; `--json` prints one JSON value and nothing else."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from command import files_under, finish, phalanx, start, write_script
+from torch import nn
+
+from phalanx.config import DistributedConfig
+from phalanx.recipes import recipe_names
+from phalanx.trainers.estimate import estimate_memory
+from phalanx.world.mesh import Mesh
+
+
+@pytest.fixture(autouse=True)
+def _in_own_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def plan(*words: object) -> dict:
+    answer = phalanx("train", *words, "--dry-run", "--json")
+    assert answer.code == 0, answer.text
+    return json.loads(answer.out)
+
+
+def test_a_dry_run_says_what_would_run_and_writes_nothing(tmp_path):
+    answer = phalanx("train", "digits", "--device", "cpu", "--epochs", 2, "--dry-run")
+    assert answer.code == 0
+    assert "2 ranks on cpu" in answer.out
+    assert "64 samples (32 per rank x 2 data ranks)" in answer.out
+    assert "46 (23 per epoch of 1,437 samples)" in answer.out
+    assert "99,178 parameters" in answer.out
+    assert "without activations" in answer.out
+    assert "epochs                2              flag" in answer.out
+    assert files_under(tmp_path) == set()
+
+
+@pytest.mark.parametrize("name", sorted(set(recipe_names()) - {"mnist", "imagefolder"}))
+def test_every_recipe_has_a_plan(name):
+    estimate = plan(name, "--device", "cpu")["estimate"]
+    assert estimate["steps"] > 0
+    assert estimate["memory"]["weights"] == 4 * estimate["parameters"]
+
+
+def test_a_large_model_is_planned_without_its_memory():
+    big = plan("llama", "--preset", "70b", "--device", "cpu", "--num-workers", 8, "--strategy", "fsdp")
+    assert big["mesh"]["dp_shard"] == 8
+    assert big["estimate"]["parameters"] > 60e9
+    assert big["estimate"]["memory"]["total"] == pytest.approx(16 * big["estimate"]["parameters"] / 8, rel=1e-6)
+
+
+def test_a_plan_names_mistakes_and_what_a_script_does_not_say(tmp_path):
+    answer = phalanx("train", "digits", "--resume-from-checkpoint", "absent", "--dry-run")
+    assert answer.code == 2
+    write_script(tmp_path / "own.py", "raise SystemExit('it ran')")
+    answer = phalanx("train", "--script", "own.py", "--num-workers", 2, "--device", "cpu", "--dry-run")
+    assert "the script decides them when it runs" in answer.out
+    assert "it ran" not in answer.text
+    assert files_under(tmp_path) == {"own.py"}
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "rmsprop", "adagrad", "adam"])
+def test_the_memory_is_what_one_rank_holds(optimizer):
+    from phalanx.loop.optim import build_optimizer
+
+    model, config = nn.Linear(64, 32), DistributedConfig(optimizer=optimizer)
+    made = build_optimizer(config, model.parameters(), torch.device("cpu"))
+    model(torch.randn(2, 64)).sum().backward()
+    made.step()
+    held = [value for state in made.state.values() for value in state.values() if torch.is_tensor(value)]
+    memory = estimate_memory(model, config, Mesh())
+    assert memory.optimizer == sum(tensor.numel() * 4 for tensor in held if tensor.numel() > 1)
+    assert memory.weights == memory.gradients == sum(p.numel() * 4 for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("settings", "mesh", "shares"),
+    [
+        ({}, Mesh(dp_replicate=4), (1, 1, 1)),
+        ({"strategy": "fsdp"}, Mesh(dp_shard=4), (4, 4, 4)),
+        ({"zero_stage": 2}, Mesh(dp_shard=4), (1, 4, 4)),
+        ({"strategy": "fsdp", "sharding": "hybrid"}, Mesh(dp_replicate=2, dp_shard=2), (2, 2, 2)),
+        ({"tensor_parallel": 2}, Mesh(dp_shard=2, tp=2), (4, 4, 4)),
+    ],
+)
+def test_sharding_divides_the_memory(settings, mesh, shares):
+    model = nn.Linear(64, 64, bias=False)
+    whole, memory = 64 * 64 * 4, estimate_memory(model, DistributedConfig(num_workers=4, **settings), mesh)
+    weights, gradients, states = shares
+    found = (memory.weights, memory.gradients, memory.optimizer)
+    assert found == (whole // weights, whole // gradients, 2 * whole // states)
+
+
+def test_train_prints_its_summary_as_json_and_all_else_on_standard_error(tmp_path):
+    words = ("train", "digits", "--device", "cpu", "--num-workers", 2, "--epochs", 1, "--json")
+    answer = finish(start(*words, cwd=tmp_path), 100)
+    assert answer.code == 0, answer.text
+    summary = json.loads(answer.out)
+    assert summary["status"] == "finished"
+    assert summary["step"] == plan("digits", "--device", "cpu", "--epochs", 1)["estimate"]["steps"] == 23
+    assert 0 < summary["metrics"]["val/accuracy"] <= 1
+    assert summary["throughput"] > 0
+    assert (tmp_path / summary["run_dir"] / "events.jsonl").exists()
+    assert "starting 2 ranks" in answer.err
+
+
+def test_a_failed_run_says_so_as_json(tmp_path):
+    write_script(tmp_path / "own.py", "print('hello'); raise ValueError('broken')")
+    answer = finish(start("train", "--script", "own.py", "--device", "cpu", "--json", cwd=tmp_path), 60)
+    assert answer.code == 1
+    summary = json.loads(answer.out)
+    assert summary["status"] == "failed"
+    assert "broken" in summary["error"]
+    assert "hello" in answer.err
+
+
+def test_tune_prints_its_trials_as_json(tmp_path):
+    (tmp_path / "space.toml").write_text("learning_rate = { choice = [0.001, 0.01] }\n")
+    words = (
+        "tune",
+        "digits",
+        "--space",
+        "space.toml",
+        "--num-samples",
+        2,
+        "--max-steps",
+        2,
+        "--device",
+        "cpu",
+        "--json",
+    )
+    answer = finish(start(*words, cwd=tmp_path), 110)
+    assert answer.code == 0, answer.text
+    study = json.loads(answer.out)
+    assert len(study["trials"]) == 2
+    assert study["best"]["params"]["learning_rate"] in (0.001, 0.01)
+    assert study["metric"] == "val/loss"
+
+
+def test_strategies_and_settings_are_json_too():
+    rows = json.loads(phalanx("strategies", "--json").out)
+    assert {"ddp", "fsdp", "tensor"} <= {row["name"] for row in rows}
+    (row,) = json.loads(phalanx("strategies", "fsdp", "--json").out)
+    assert {"sharding", "shard_size", "wrap_class", "offload"} <= set(row["settings"])
+    values = json.loads(phalanx("config", "show", "digits", "--json").out)
+    assert values["epochs"] == {"value": 12, "origin": "recipe digits"}
+
+
+def test_one_strategy_is_shown_in_detail_and_an_unknown_one_refused():
+    out = phalanx("strategies", "fsdp").out
+    assert out.startswith("fsdp\n  how ")
+    assert "--shard-size" in out
+    assert "ring" not in out
+    answer = phalanx("strategies", "zero2")
+    assert answer.code == 2
+    assert "unknown strategy 'zero2'. Did you mean 'zero'?" in answer.err

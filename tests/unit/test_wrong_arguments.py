@@ -1,0 +1,145 @@
+"""Wrong arguments in Python: each message names what was given, what is allowed and what to write."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from phalanx import Callback, DistributedTuner, Formation, PyTorchDDPTrainer
+from phalanx.data.sets import load
+from phalanx.errors import ModelError, PhalanxError, UsageError
+from phalanx.loop.losses import LOSSES, find_loss
+
+
+def refused(call, kind: type[PhalanxError] = UsageError) -> str:
+    with pytest.raises(kind) as caught:
+        call()
+    return str(caught.value)
+
+
+def numbers(width: int = 4, *, labels: bool = True) -> DataLoader:
+    torch.manual_seed(0)
+    target = torch.arange(12) % 2 if labels else torch.randn(12, 2)
+    return DataLoader(TensorDataset(torch.randn(12, width), target), batch_size=4)
+
+
+def test_a_trainer_without_a_model_says_what_to_write():
+    assert "PyTorchDDPTrainer needs a model\n  Write: PyTorchDDPTrainer(model, num_workers=2)" in refused(
+        PyTorchDDPTrainer
+    )
+
+
+def test_the_class_of_a_model_is_not_a_model():
+    message = refused(lambda: PyTorchDDPTrainer(nn.Linear))
+    assert "model = Linear is the class, not a model" in message
+    assert "PyTorchDDPTrainer(Linear(...)" in message
+
+
+def test_an_optimizer_as_second_argument_is_taken_and_a_dict_is_refused():
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert PyTorchDDPTrainer(model, optimizer).optimizer is optimizer
+    assert "Name it: loss_fn=..., optimizer=..." in refused(lambda: PyTorchDDPTrainer(model, {"lr": 1}))
+
+
+@pytest.mark.parametrize(
+    ("name", "function"),
+    [("mse", F.mse_loss), ("MSELoss", F.mse_loss), ("mae", F.l1_loss), ("smooth-l1", F.smooth_l1_loss)],
+)
+def test_usual_losses_have_names(name, function):
+    assert find_loss(name) is function
+
+
+def test_every_named_loss_gives_one_number():
+    scores, labels = torch.randn(5, 3), torch.arange(5) % 3
+    for name, loss in LOSSES.items():
+        given = torch.rand(5, 3) if name == "bce" else scores
+        target = labels if name in ("cross_entropy", "nll") else torch.rand(5, 3)
+        assert loss(given, target).ndim == 0
+    assert LOSSES["cross_entropy"](torch.randn(2, 7, 3), torch.zeros(2, 7, dtype=torch.long)).ndim == 0
+
+
+def test_a_named_loss_trains_and_others_are_refused_before_the_start(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    trainer = PyTorchDDPTrainer(nn.Linear(4, 2), loss_fn="mse", device="cpu", progress=False)
+    assert trainer.fit(numbers(labels=False)).status == "finished"
+    message = refused(lambda: PyTorchDDPTrainer(nn.Linear(4, 2), loss_fn="msee"))
+    assert "unknown loss 'msee'. Did you mean 'mse'?" in message
+    assert "Write: loss_fn=MSELoss()" in refused(lambda: PyTorchDDPTrainer(nn.Linear(4, 2), loss_fn=nn.MSELoss))
+    assert "loss_fn = 3 is a int" in refused(lambda: PyTorchDDPTrainer(nn.Linear(4, 2), loss_fn=3))
+
+
+def test_the_class_of_a_callback_is_refused_before_the_start(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    trainer = PyTorchDDPTrainer(nn.Linear(4, 2), callbacks=[Callback], device="cpu")
+    assert "Callback is the class, not a callback\n  Write: callbacks=[Callback()]" in refused(
+        lambda: trainer.fit(numbers())
+    )
+    assert "expected a list" in refused(lambda: PyTorchDDPTrainer(nn.Linear(4, 2), callbacks=Callback()))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("method", ["predict", "evaluate"])
+def test_a_number_is_not_data(method):
+    trainer = PyTorchDDPTrainer(nn.Linear(4, 2), num_workers=2, device="cpu")
+    message = refused(lambda: getattr(trainer, method)(3))
+    assert f"{method}(3): data is a int" in message
+    assert "Give a torch DataLoader" in message
+
+
+def test_prepare_names_what_it_got():
+    with Formation(device="cpu") as formation:
+        message = refused(lambda: formation.prepare(3))
+        assert "prepare() got 3, a int" in message
+        assert "formation.prepare(model, optimizer, loader)" in message
+        assert "prepare() got the class Linear" in refused(lambda: formation.prepare(nn.Linear))
+
+
+def test_a_batch_of_the_wrong_shape_is_named_with_the_layer(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+    trainer = PyTorchDDPTrainer(model, loss_fn="cross_entropy", device="cpu", progress=False)
+    for call in (trainer.fit, trainer.evaluate, trainer.predict):
+        with pytest.raises(ModelError) as caught:
+            call(numbers(width=5))
+        message = str(caught.value)
+        assert "a batch of list of (float32 [4, 5], int64 [4]) does not fit" in message
+        assert "the layer '0' Linear(in_features=4, out_features=8, bias=True) got float32 [4, 5]" in message
+        assert "mat1 and mat2" in message
+        assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+def test_outputs_and_targets_that_do_not_fit_are_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    data = DataLoader(TensorDataset(torch.randn(8, 4), torch.randn(8, 3)), batch_size=4)
+    trainer = PyTorchDDPTrainer(nn.Linear(4, 2), loss_fn=nn.L1Loss(), device="cpu", progress=False)
+    with pytest.warns(UserWarning, match="target size"):
+        message = refused(lambda: trainer.fit(data), ModelError)
+    assert "the loss got an output float32 [4, 2] and a target float32 [4, 3]" in message
+
+
+def test_other_errors_of_a_model_stay_as_they_are(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    class Broken(nn.Linear):
+        def forward(self, x):
+            raise RuntimeError("the user's own")
+
+    with pytest.raises(RuntimeError, match="the user's own"):
+        PyTorchDDPTrainer(Broken(4, 2), device="cpu", progress=False).fit(numbers())
+
+
+def test_a_data_set_without_options_says_so():
+    assert "data set 'digits' takes no options; got 'size'" in refused(lambda: load("digits", size=3))
+
+
+def test_a_tuple_in_a_search_space_is_answered_in_python():
+    message = refused(lambda: DistributedTuner(lambda c: 0.0, search_space={"lr": (1, 2)}))
+    assert "lr: a tuple does not say how to draw from it" in message
+    assert "phalanx.tune.uniform(1, 2) for a range, or phalanx.tune.choice([1, 2])" in message
+    assert "{ choice" not in message
+    message = refused(lambda: DistributedTuner(lambda c: 0.0, search_space={"opt": ["sgd", "adam"]}))
+    assert "write phalanx.tune.choice(['sgd', 'adam'])" in message
