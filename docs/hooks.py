@@ -1,6 +1,7 @@
-"""Tables that are read from the package when the site is built, so that they cannot go stale.
+"""What MkDocs calls while it builds the site.
 
-A page holds a marker, such as `<!-- table: settings -->`; MkDocs calls `on_page_markdown` before it renders the page.
+Tables are read from the package, so that they cannot go stale: a page holds a marker, such as `<!-- table: settings -->`.
+Every picture becomes a link to itself at full size. The repository link is the origin of the clone.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import runpy
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,8 @@ from phalanx.config.option import kinds
 from phalanx.observe.events import KINDS, Event
 from phalanx.recipes import load_recipe, recipe_names
 
+_PICTURE = re.compile(r'<img\b[^>]*\bsrc="([^"]+)"[^>]*>')
+_REMOTE = re.compile(r"(?:(?:https?|ssh|git)://(?:[^@/]+@)?|git@)([\w.-]+)(?::\d+/|[:/])(.+?)(?:\.git)?/?$")
 _MARKER = re.compile(r"<!-- table: (\w+) -->")
 _WORDS = {"None": "unset", "bool": "true/false", "int": "whole number", "float": "number", "str": "text"}
 
@@ -23,6 +27,27 @@ _WORDS = {"None": "unset", "bool": "true/false", "int": "whole number", "float":
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Replace every marker of a page by its table."""
     return _MARKER.sub(lambda match: _TABLES[match[1]](), markdown)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Make every picture a link to itself, so that a click enlarges it."""
+    return _PICTURE.sub(r'<a class="picture" href="\1" title="Enlarge">\g<0></a>', html)
+
+
+def on_config(config: Any) -> Any:
+    """Link the repository that the site is built from, where mkdocs.yml names none and the clone has an origin."""
+    if not config.repo_url:
+        git = ["git", "-C", str(Path(__file__).parent), "remote", "get-url", "origin"]
+        remote = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+        config.repo_url = web_address(remote)
+        config.repo_name = "Source"
+    return config
+
+
+def web_address(remote: str) -> str | None:
+    """Return the page of a remote repository, without user and password; None for a folder."""
+    match = _REMOTE.match(remote)
+    return f"https://{match[1]}/{match[2]}" if match else None
 
 
 def settings_table() -> str:

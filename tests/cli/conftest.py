@@ -11,7 +11,7 @@ import pytest
 from command import ROOT, clean_environment
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The site, built as `make docs` does but elsewhere."""
     if shutil.which("mkdocs", path=str(Path(sys.executable).parent)) is None:

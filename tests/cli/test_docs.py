@@ -19,7 +19,15 @@ DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 _BLOCK = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
 _OWN_FLAGS = {"--script", "--module", "--config", "--toml", "--help", "--preset", "--resume", "--reshard", "--json"}
-_UNDER_LAUNCHER = {"raw_ddp.py", "own_loop.py", "gan.py", "pipeline_loop.py", "plain_ddp.py", "shared.py"}
+_UNDER_LAUNCHER = {
+    "raw_ddp.py",
+    "own_loop.py",
+    "resumable_loop.py",
+    "gan.py",
+    "pipeline_loop.py",
+    "plain_ddp.py",
+    "shared.py",
+}
 """Scripts that are ranks themselves; the others start their ranks."""
 _NEEDS = {"with_horovod.py": ("horovod.torch", "Horovod is not built: run make horovod")}
 """What a script imports that is not always installed, and why it is skipped then."""
