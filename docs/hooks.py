@@ -10,6 +10,7 @@ import dataclasses
 import re
 import runpy
 import subprocess
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,38 @@ def recipes_table() -> str:
     return "\n".join([*rows, *(f"| `{name}` | {_cell(load_recipe(name).summary)} |" for name in recipe_names())])
 
 
+_EXTRAS = {
+    "deepspeed": "the [DeepSpeed](strategies.md#deepspeed) engine",
+    "horovod": "the [Horovod](horovod.md) engine; compiles, so use the command below instead",
+    "mlflow": "logging to [MLflow](monitoring.md#mlflow)",
+    "wandb": "logging to [Weights & Biases](monitoring.md#weights-biases)",
+    "ray": "the [Ray](ray.md) engine, and searches on a Ray cluster",
+    "serve": "the example that serves a checkpoint with Ray Serve",
+    "tensorflow": "[Keras models](tensorflow.md), on GPUs",
+    "tensorflow-cpu": "[Keras models](tensorflow.md) without CUDA; then `pip install --no-deps tf-keras`",
+    "tune": "[hyperparameter search](tuning.md) on this machine",
+    "pandas": "`history.to_dataframe()` and tables of trials",
+    "data": "[data files](recipes.md#files): csv, jsonl, parquet, tar shards, images",
+    "onnx": "[export](runs.md#use-what-was-trained) to ONNX",
+    "bench": "the libraries that the benchmarks and [this page](coming-from.md) compare with",
+    "docs": "building this site",
+    "engines": "`ray`, `serve`, `mlflow`, `wandb` and `tune` together",
+    "test": "running the tests",
+    "lint": "ruff, mypy, codespell, pre-commit",
+    "dev": "`test`, `docs` and `lint` together",
+}
+
+
+def extras_table() -> str:
+    """Return every extra of the package, what it is for and what it installs."""
+    project = tomllib.loads((Path(__file__).resolve().parents[1] / "pyproject.toml").read_text())["project"]
+    rows = ["| extra | for | installs |", "|---|---|---|"]
+    for name, packages in project["optional-dependencies"].items():
+        names = ", ".join(dict.fromkeys(re.split(r"[<>=;]", package)[0].strip() for package in packages))
+        rows.append(f"| `{name}` | {_EXTRAS[name]} | {names} |")
+    return "\n".join(rows)
+
+
 def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("<", "&lt;")
 
@@ -104,4 +137,10 @@ def lines_table() -> str:
     return str(runpy.run_path(str(Path(__file__).resolve().parents[1] / "tools" / "lines.py"))["table"]())
 
 
-_TABLES = {"settings": settings_table, "events": events_table, "recipes": recipes_table, "lines": lines_table}
+_TABLES = {
+    "settings": settings_table,
+    "events": events_table,
+    "recipes": recipes_table,
+    "extras": extras_table,
+    "lines": lines_table,
+}
