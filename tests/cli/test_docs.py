@@ -8,7 +8,7 @@ import shlex
 from pathlib import Path
 
 import pytest
-from command import ROOT, phalanx
+from command import ROOT, finish, phalanx, start
 
 from phalanx.cli.parsers import PARSERS
 from phalanx.config import FIELDS
@@ -133,3 +133,19 @@ def test_every_flag_that_the_docs_use_exists():
                 ours = command.partition(" -- ")[0]
                 unknown = set(re.findall(r"(?<!\S)--[a-z][a-z-]*", ours)) - known
                 assert not unknown, f"{page.name}: phalanx {command}"
+    inline = set(re.findall(r"(?<=[` ])--[a-z][a-z-]+", (DOCS / "how-to.md").read_text()))
+    assert inline - known == {"--some-name"}
+
+
+def test_a_loop_of_ones_own_saves_on_sigterm_and_resumes(folder):
+    (folder / "loop.py").write_text(titled_scripts()["resumable_loop.py"])
+    words = ("train", "--script", "loop.py", "--num-workers", 2, "--")
+    process = start(*words, 1000, cwd=folder, PHALANX_DEVICE="cpu")
+    assert process.stdout is not None
+    while "1 of 1000" not in process.stdout.readline():
+        assert process.poll() is None
+    process.terminate()
+    assert finish(process).code == 75
+    answer = finish(start(*words, 1, cwd=folder, PHALANX_DEVICE="cpu"))
+    assert answer.code == 0
+    assert int(answer.out.rsplit("step ")[-1]) > 20
