@@ -46,7 +46,7 @@ def build(name: str, **options: Any) -> nn.Module:
     """
     if is_import_path(name):
         return _checked(call_with(load_import(name, "model"), options, f"model '{name}'"), name)
-    if Path(name).is_absolute():
+    if _is_path(name):
         from phalanx.models.hf.folder import from_folder
 
         return from_folder(Path(name), **options)
@@ -58,7 +58,7 @@ def build(name: str, **options: Any) -> nn.Module:
 
 def build_options(name: str) -> list[str]:
     """Return the names of a model's options; empty for the folder of a Hugging Face model."""
-    if Path(name).is_absolute():
+    if _is_path(name):
         return []
     if is_import_path(name):
         return list(inspect.signature(load_import(name, "model")).parameters)
@@ -74,6 +74,10 @@ def _checked(made: Any, name: str) -> nn.Module:
     if isinstance(made, nn.Module):
         return made
     raise UsageError(f"model = '{name}' gives a {type(made).__name__}, not a torch.nn.Module")
+
+
+def _is_path(name: str) -> bool:
+    return Path(name).is_absolute() or (name not in _MODELS and Path(name).exists())
 
 
 def _find(name: str) -> tuple[str, str]:

@@ -78,6 +78,13 @@ def test_texts_become_windows_that_do_not_overlap_between_splits(tmp_path):
     assert torch.equal(inputs[1:], targets[:-1])
 
 
+def test_a_folder_is_found_by_its_name_alone(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "corpus" / "a.txt").write_text("x" * 1000)
+    assert len(load("corpus", block_size=16, val_fraction=0).tokens) == 1000
+
+
 def test_images_in_class_folders_and_tar_shards(tmp_path):
     pillow = pytest.importorskip("PIL.Image")
     pytest.importorskip("datasets")

@@ -40,10 +40,10 @@ def load(name: str, split: str = "train", **options: Any) -> Any:
         raise UsageError(unknown_name("split", split, _SPLITS))
     if is_import_path(name):
         return load_splits(name, **options)[_SPLITS.index(split)]
-    if Path(name).is_absolute():
-        make, options, what = _function("files"), {"root": name, **options}, f"data '{name}'"
-    elif name in _DATASETS:
+    if name in _DATASETS:
         make, what = _function(name), f"data set '{name}'"
+    elif Path(name).is_absolute() or Path(name).exists():
+        make, options, what = _function("files"), {"root": name, **options}, f"data '{name}'"
     else:
         raise UsageError(
             unknown_name("data set", name, _DATASETS),
