@@ -109,7 +109,7 @@ _EXTRAS = {
     "pandas": "`history.to_dataframe()` and tables of trials",
     "data": "[data files](recipes.md#files): csv, jsonl, parquet, tar shards, images",
     "onnx": "[export](runs.md#use-what-was-trained) to ONNX",
-    "bench": "the libraries that the benchmarks and [this page](coming-from.md) compare with",
+    "bench": "the libraries of the [benchmarks](benchmarks.md) and of [Coming from another library](coming-from.md)",
     "docs": "building this site",
     "engines": "`ray`, `serve`, `mlflow`, `wandb` and `tune` together",
     "test": "running the tests",
