@@ -1,6 +1,7 @@
-"""Tables that are read from the package when the site is built, so that they cannot go stale.
+"""What MkDocs calls while it builds the site.
 
-A page holds a marker, such as `<!-- table: settings -->`; MkDocs calls `on_page_markdown` before it renders the page.
+Tables are read from the package, so that they cannot go stale: a page holds a marker, such as `<!-- table: settings -->`.
+Every picture becomes a link to itself at full size. The repository link is the origin of the clone.
 """
 
 from __future__ import annotations
@@ -8,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 import re
 import runpy
+import subprocess
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,8 @@ from phalanx.config.option import kinds
 from phalanx.observe.events import KINDS, Event
 from phalanx.recipes import load_recipe, recipe_names
 
+_PICTURE = re.compile(r'<img\b[^>]*\bsrc="([^"]+)"[^>]*>')
+_REMOTE = re.compile(r"(?:(?:https?|ssh|git)://(?:[^@/]+@)?|git@)([\w.-]+)(?::\d+/|[:/])(.+?)(?:\.git)?/?$")
 _MARKER = re.compile(r"<!-- table: (\w+) -->")
 _WORDS = {"None": "unset", "bool": "true/false", "int": "whole number", "float": "number", "str": "text"}
 
@@ -23,6 +28,27 @@ _WORDS = {"None": "unset", "bool": "true/false", "int": "whole number", "float":
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Replace every marker of a page by its table."""
     return _MARKER.sub(lambda match: _TABLES[match[1]](), markdown)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Make every picture a link to itself, so that a click enlarges it."""
+    return _PICTURE.sub(r'<a class="picture" href="\1" title="Enlarge">\g<0></a>', html)
+
+
+def on_config(config: Any) -> Any:
+    """Link the repository that the site is built from, where mkdocs.yml names none and the clone has an origin."""
+    if not config.repo_url:
+        git = ["git", "-C", str(Path(__file__).parent), "remote", "get-url", "origin"]
+        remote = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+        config.repo_url = web_address(remote)
+        config.repo_name = "Source"
+    return config
+
+
+def web_address(remote: str) -> str | None:
+    """Return the page of a remote repository, without user and password; None for a folder."""
+    match = _REMOTE.match(remote)
+    return f"https://{match[1]}/{match[2]}" if match else None
 
 
 def settings_table() -> str:
@@ -70,6 +96,38 @@ def recipes_table() -> str:
     return "\n".join([*rows, *(f"| `{name}` | {_cell(load_recipe(name).summary)} |" for name in recipe_names())])
 
 
+_EXTRAS = {
+    "deepspeed": "the [DeepSpeed](strategies.md#deepspeed) engine",
+    "horovod": "the [Horovod](horovod.md) engine; compiles, so use the command below instead",
+    "mlflow": "logging to [MLflow](monitoring.md#mlflow)",
+    "wandb": "logging to [Weights & Biases](monitoring.md#weights-biases)",
+    "ray": "the [Ray](ray.md) engine, and searches on a Ray cluster",
+    "serve": "the example that serves a checkpoint with Ray Serve",
+    "tensorflow": "[Keras models](tensorflow.md), on GPUs",
+    "tensorflow-cpu": "[Keras models](tensorflow.md) without CUDA; then `pip install --no-deps tf-keras`",
+    "tune": "[hyperparameter search](tuning.md) on this machine",
+    "pandas": "`history.to_dataframe()` and tables of trials",
+    "data": "[data files](recipes.md#files): csv, jsonl, parquet, tar shards, images",
+    "onnx": "[export](runs.md#use-what-was-trained) to ONNX",
+    "bench": "the libraries of the [benchmarks](benchmarks.md) and of [Coming from another library](coming-from.md)",
+    "docs": "building this site",
+    "engines": "`ray`, `serve`, `mlflow`, `wandb` and `tune` together",
+    "test": "running the tests",
+    "lint": "ruff, mypy, codespell, pre-commit",
+    "dev": "`test`, `docs` and `lint` together",
+}
+
+
+def extras_table() -> str:
+    """Return every extra of the package, what it is for and what it installs."""
+    project = tomllib.loads((Path(__file__).resolve().parents[1] / "pyproject.toml").read_text())["project"]
+    rows = ["| extra | for | installs |", "|---|---|---|"]
+    for name, packages in project["optional-dependencies"].items():
+        names = ", ".join(dict.fromkeys(re.split(r"[<>=;]", package)[0].strip() for package in packages))
+        rows.append(f"| `{name}` | {_EXTRAS[name]} | {names} |")
+    return "\n".join(rows)
+
+
 def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("<", "&lt;")
 
@@ -79,4 +137,10 @@ def lines_table() -> str:
     return str(runpy.run_path(str(Path(__file__).resolve().parents[1] / "tools" / "lines.py"))["table"]())
 
 
-_TABLES = {"settings": settings_table, "events": events_table, "recipes": recipes_table, "lines": lines_table}
+_TABLES = {
+    "settings": settings_table,
+    "events": events_table,
+    "recipes": recipes_table,
+    "extras": extras_table,
+    "lines": lines_table,
+}

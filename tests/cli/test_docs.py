@@ -5,13 +5,10 @@ from __future__ import annotations
 import re
 import runpy
 import shlex
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from command import ROOT, clean_environment, phalanx
+from command import ROOT, finish, phalanx, start
 
 from phalanx.cli.parsers import PARSERS
 from phalanx.config import FIELDS
@@ -22,7 +19,15 @@ DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 _BLOCK = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
 _OWN_FLAGS = {"--script", "--module", "--config", "--toml", "--help", "--preset", "--resume", "--reshard", "--json"}
-_UNDER_LAUNCHER = {"raw_ddp.py", "own_loop.py", "gan.py", "pipeline_loop.py", "plain_ddp.py", "shared.py"}
+_UNDER_LAUNCHER = {
+    "raw_ddp.py",
+    "own_loop.py",
+    "resumable_loop.py",
+    "gan.py",
+    "pipeline_loop.py",
+    "plain_ddp.py",
+    "shared.py",
+}
 """Scripts that are ranks themselves; the others start their ranks."""
 _NEEDS = {"with_horovod.py": ("horovod.torch", "Horovod is not built: run make horovod")}
 """What a script imports that is not always installed, and why it is skipped then."""
@@ -57,20 +62,6 @@ def folder(tmp_path, monkeypatch, fork_server):
     return tmp_path
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory):
-    """The site, built as `make docs` does but elsewhere."""
-    if shutil.which("mkdocs", path=str(Path(sys.executable).parent)) is None:
-        pytest.skip("mkdocs is not installed: pip install 'phalanx[docs]'")
-    directory = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(directory)]
-    done = subprocess.run(
-        command, cwd=ROOT, env=clean_environment(), capture_output=True, text=True, timeout=100, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return directory
-
-
 def rendered(site: Path, page: str) -> str:
     return (site / page / "index.html").read_text()
 
@@ -96,7 +87,7 @@ def test_the_site_loads_nothing_from_other_hosts(site):
         assert hosts <= {"www.w3.org"}, f"{picture}: {hosts}"
 
 
-@pytest.mark.parametrize("name", sorted(titled_scripts().keys() - {"quickstart.py"}))
+@pytest.mark.parametrize("name", sorted(titled_scripts().keys() - {"quickstart.py", "parts.py"}))
 def test_the_script_runs(name, folder, capfd):
     if name in _NEEDS:
         package, reason = _NEEDS[name]
@@ -142,3 +133,19 @@ def test_every_flag_that_the_docs_use_exists():
                 ours = command.partition(" -- ")[0]
                 unknown = set(re.findall(r"(?<!\S)--[a-z][a-z-]*", ours)) - known
                 assert not unknown, f"{page.name}: phalanx {command}"
+    inline = set(re.findall(r"(?<=[` ])--[a-z][a-z-]+", (DOCS / "how-to.md").read_text()))
+    assert inline - known == {"--some-name"}
+
+
+def test_a_loop_of_ones_own_saves_on_sigterm_and_resumes(folder):
+    (folder / "loop.py").write_text(titled_scripts()["resumable_loop.py"])
+    words = ("train", "--script", "loop.py", "--num-workers", 2, "--")
+    process = start(*words, 1000, cwd=folder, PHALANX_DEVICE="cpu")
+    assert process.stdout is not None
+    while "1 of 1000" not in process.stdout.readline():
+        assert process.poll() is None
+    process.terminate()
+    assert finish(process).code == 75
+    answer = finish(start(*words, 1, cwd=folder, PHALANX_DEVICE="cpu"))
+    assert answer.code == 0
+    assert int(answer.out.rsplit("step ")[-1]) > 20

@@ -1,0 +1,45 @@
+"""The built site: every public name is in its reference, pictures can be enlarged, and it links its repository."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from importlib import import_module
+
+import pytest
+from command import ROOT
+
+from phalanx.observe.events import KINDS
+
+PUBLIC = ("phalanx", "phalanx.data", "phalanx.models", "phalanx.tune", "phalanx.checkpoint")
+
+
+def test_every_public_name_is_in_the_reference(site):
+    pages = "".join(page.read_text() for page in (site / "reference").rglob("*.html"))
+    public = [
+        f"{module}.{name}" for module in PUBLIC for name in import_module(module).__all__ if name != "__version__"
+    ]
+    public += [f"phalanx.observe.events.{event.__name__}" for event in KINDS.values()]
+    missing = [name for name in public if f'id="{name}"' not in pages]
+    assert not missing
+
+
+def test_every_picture_can_be_enlarged(site):
+    pages = [page.read_text() for page in site.rglob("*.html")]
+    pictures = [match for page in pages for match in re.findall(r'(<a [^>]*>)?<img[^>]*src="([^"]+)"', page)]
+    assert len(pictures) > 5
+    assert not [source for link, source in pictures if f'href="{source}"' not in link and "/favicon" not in source]
+
+
+@pytest.mark.parametrize(
+    ("remote", "page"),
+    [
+        ("https://user:secret@example.org/team/phalanx.git", "https://example.org/team/phalanx"),
+        ("git@example.org:team/phalanx.git", "https://example.org/team/phalanx"),
+        ("ssh://git@example.org:2222/team/phalanx", "https://example.org/team/phalanx"),
+        ("/srv/repositories/phalanx.git", None),
+        ("", None),
+    ],
+)
+def test_the_repository_link_is_the_origin_without_its_password(remote, page):
+    assert runpy.run_path(str(ROOT / "docs" / "hooks.py"))["web_address"](remote) == page
