@@ -48,6 +48,7 @@ optional = { $(2) || echo "going on without $(1): its tests are skipped"; }
 $(VENV)/.engines: $(VENV)/.phalanx
 	@$(call optional,Ray,$(UV) --editable '.[ray]')
 	@$(call optional,MLflow,$(UV) --editable '.[mlflow]')
+	@$(call optional,Weights & Biases,$(UV) --editable '.[wandb]')
 	@$(call optional,Optuna,$(UV) --editable '.[tune]')
 	@# tf-keras would bring TensorFlow with CUDA beside the one that is here.
 	@$(call optional,TensorFlow,$(UV) --editable '.[tensorflow-cpu]' && $(UV) --no-deps tf-keras)
