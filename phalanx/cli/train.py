@@ -25,7 +25,7 @@ from phalanx.observe.guard import say_to_user
 from phalanx.recipes import Recipe, find_recipe, recipe_names
 from phalanx.runs.folder import discard_unused, make_run_dir
 from phalanx.runs.preflight import check_before_start, check_packages, check_script_starter
-from phalanx.runs.record import RUNS, RunRecord, StoredRun, find_run
+from phalanx.runs.record import EVENTS, RUNS, RunRecord, StoredRun, find_run
 from phalanx.runs.resume import check_run_dir, how_to_resume, last_run_of, resume_settings
 from phalanx.runs.spec import given_settings, launch_spec, recipe_target, settings_environment
 from phalanx.runs.start import run_on_ranks
@@ -176,8 +176,10 @@ def _launch(
         check_before_start(config)
     run_dir = make_run_dir(config, target_name(recipe, script))
     record = _record(resolved, recipe, script)
-    (record.continuing(run_dir) if config.resume_from_checkpoint else record).write(run_dir)
-    with scratch_folder("run") as folder, json_at_end(lambda: run_summary(run_dir), wanted=as_json):
+    record.begin(run_dir, resumes=bool(config.resume_from_checkpoint))
+    events = run_dir / EVENTS
+    before = events.stat().st_size if events.exists() else 0
+    with scratch_folder("run") as folder, json_at_end(lambda: run_summary(run_dir, before), wanted=as_json):
         target: Target | None = script if recipe is None else recipe_target(recipe, config, run_dir, folder)
         assert target is not None, "either a recipe or a script was named"
         spec = launch_spec(config, layout, target, run_dir / "logs", env=_rank_environment(resolved, config, run_dir))
