@@ -154,10 +154,10 @@ def _named_recipe(namespace: argparse.Namespace) -> Recipe:
                     f"--{'data' if part == 'model' else 'model'} was given, but no --{part}",
                     hint="Write: phalanx train --model my_package.nets:Net --data my_package.data:load",
                 )
-        options = {} if namespace.preset is None else {"preset": namespace.preset}
         name = re.sub(r"\W+", "-", Path(namespace.model).name.rpartition(":")[2]).lower()
-        recipe = Recipe(name, "", {}, options).with_parts(None, namespace.data)
-        recipe = replace(recipe, model={**recipe.with_parts(namespace.model, None).model, **options})
+        recipe = Recipe(name, "", {}, {}).with_parts(namespace.model, namespace.data)
+        if namespace.preset is not None:
+            recipe = replace(recipe, model={**recipe.model, "preset": namespace.preset})
     recipe = recipe.with_values(read_changes(namespace.changes, FIELDS.__contains__)[1])
     recipe.check()
     return recipe

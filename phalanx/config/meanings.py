@@ -123,3 +123,10 @@ def like_value(setting: str, value: str, allowed: Collection[str]) -> str | None
     """Return the allowed value of a setting that a word means or is closest to."""
     meant = _VALUES.get(setting, {}).get(value.lower())
     return meant if meant is not None else nearest(value, allowed)
+
+
+def unknown_value(setting: str, what: str, value: str, allowed: Collection[str]) -> str:
+    """Return the message for an unknown value of a setting: the one that was meant, and all that are allowed."""
+    close = like_value(setting, value, allowed)
+    guess = f" Did you mean '{close}'?" if close else ""
+    return f"unknown {what} '{value}'.{guess} Allowed: {', '.join(sorted(allowed))}."
