@@ -52,11 +52,10 @@ def _started(run: StoredRun) -> tuple[Recipe | None, ScriptTarget | ModuleTarget
     if recipe is not None:
         recipe.check()
         return recipe, None
-    if record is not None and (record.script or record.module):
-        arguments = tuple(record.arguments)
-        return None, ScriptTarget(record.script, arguments) if record.script else ModuleTarget(
-            record.module or "", arguments
-        )
+    if record is not None and record.script:
+        return None, ScriptTarget(record.script, tuple(record.arguments))
+    if record is not None and record.module:
+        return None, ModuleTarget(record.module, tuple(record.arguments))
     raise UsageError(
         f"{run.path} was not started by phalanx train, so the command cannot be repeated",
         hint=f"Run your program again with resume_from_checkpoint='{run.checkpoint_dir}'.",

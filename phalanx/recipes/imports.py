@@ -122,10 +122,8 @@ def call_with(make: Callable[..., Any], options: Mapping[str, Any], what: str, *
     except (TypeError, ValueError):  # a function in C has no signature
         return make(**fixed, **options)
     takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
-    by_name = {
-        name for name, each in parameters.items() if each.kind in (each.KEYWORD_ONLY, each.POSITIONAL_OR_KEYWORD)
-    }
-    named = [name for name in parameters if name in by_name - fixed.keys()]
+    by_name = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    named = [name for name, each in parameters.items() if each.kind in by_name and name not in fixed]
     for option in options:
         if option not in named and not takes_any:
             if not named:

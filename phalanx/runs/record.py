@@ -284,7 +284,11 @@ def list_runs(folder: Path = RUNS) -> list[StoredRun]:
     """Return the runs in a folder, the newest first."""
     if not folder.is_dir():
         return []
-    found = [StoredRun(path) for path in folder.iterdir() if path.is_dir() and is_run(path)]
+    found = []
+    for path in folder.iterdir():
+        with suppress(PermissionError):  # the folder of another user's run is closed
+            if path.is_dir() and is_run(path):
+                found.append(StoredRun(path))
     return sorted(found, key=lambda run: (run.started, run.path.name), reverse=True)
 
 

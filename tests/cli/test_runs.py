@@ -160,6 +160,20 @@ def test_a_run_whose_files_vanish_is_listed(inside, monkeypatch):
     assert only_run().size > 0
 
 
+def test_a_run_of_another_user_does_not_hide_one_s_own(inside, monkeypatch):
+    closed = Path("runs/closed")
+    closed.mkdir()
+    is_file = Path.is_file
+
+    def refuse(path):
+        if path.parent == closed:
+            raise PermissionError(13, "Permission denied", str(path))
+        return is_file(path)
+
+    monkeypatch.setattr(Path, "is_file", refuse)
+    assert len(list_runs()) == 1
+
+
 def test_rm_asks_and_removes(inside):
     asked = phalanx("runs", "rm", "last")
     assert asked.code == 2
