@@ -8,6 +8,7 @@ import shutil
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ _ACTIONS = {
     "show": "show one run: how it was started, how it went, its checkpoints",
     "diff": "compare two runs: settings, model, data and results",
     "tag": "give a run a name of your own, which every command takes",
-    "rm": "remove runs with all their files",
+    "rm": "remove runs with their files",
 }
 
 
@@ -206,5 +207,13 @@ def _remove(namespace: argparse.Namespace) -> None:
             print("nothing was removed")
             return
     for run in runs:
-        shutil.rmtree(run.path)
+        if run.path.parent.resolve() == Path(namespace.runs_dir).resolve():
+            shutil.rmtree(run.path)
+            continue
+        run.clear()  # a run_dir of the user's choice may be the folder of a project
+        with suppress(OSError):
+            run.path.rmdir()
     print(f"removed {names} ({total})")
+    for run in runs:
+        if run.path.exists():
+            print(f"other files in {run.path} stay")

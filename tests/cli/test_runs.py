@@ -183,6 +183,13 @@ def test_rm_asks_and_removes(inside):
     assert "no runs" in ran("runs").out
 
 
+def test_rm_leaves_other_files_of_a_run_dir_that_the_user_chose(inside):
+    shutil.move(only_run().path, "own")
+    Path("own/notes.txt").write_text("mine")
+    assert "other files in own stay" in ran("runs", "rm", "own", "--yes").out
+    assert [path.name for path in Path("own").iterdir()] == ["notes.txt"]
+
+
 def test_evaluate_gives_what_training_measured(inside):
     run = px.load_run("last")
     measured = {epoch.step: epoch.val for epoch in run.history.epochs}
