@@ -14,6 +14,7 @@ from typing import Any
 from phalanx.cli.flags import FlagParser, read_target, resolve_flags, split_own
 from phalanx.cli.json_output import json_at_end, run_summary
 from phalanx.cli.parsers import train_parser
+from phalanx.cli.resume import resume_run
 from phalanx.config import DistributedConfig, Resolved
 from phalanx.engines.tensorflow.tf_config import check_against, read_task
 from phalanx.errors import PhalanxError, PreemptedError, UsageError
@@ -42,6 +43,8 @@ def run(arguments: Sequence[str]) -> int:
     _check_own_arguments(parser, words, own)
     namespace = parser.parse_all(words)
     _settle_resume(namespace)
+    if namespace.resume and not _names_target(namespace):
+        return resume_run(namespace.resume, namespace)
     named = read_target(namespace, own, "train", _HINT)
     recipe, target = (named, None) if isinstance(named, Recipe) else (None, named)
     resolved = resolve_flags(namespace, recipe, _resume_settings(namespace, recipe, target))
@@ -95,16 +98,18 @@ def _show_plan(
     return show_plan(recipe, resolved, layout, target_name(recipe, target), as_json=as_json)
 
 
+def _names_target(namespace: argparse.Namespace) -> bool:
+    return bool(namespace.recipe or namespace.script or namespace.module or namespace.model)
+
+
 def _settle_resume(namespace: argparse.Namespace) -> None:
     """Let `train --resume digits` mean the last run of that recipe, where no run has that name."""
-    if namespace.resume is None or namespace.recipe or namespace.script or namespace.module or namespace.model:
+    if namespace.resume is None or _names_target(namespace):
         return
     if namespace.resume == "":
         raise UsageError("--resume needs to know which run", hint="Write: phalanx resume RUN; see phalanx runs")
     if find_recipe(namespace.resume) is not None and not (RUNS / namespace.resume).is_dir():
         namespace.recipe, namespace.resume = namespace.resume, ""
-        return
-    raise UsageError("--resume continues a run of what is named too", hint=f"Write: phalanx resume {namespace.resume}")
 
 
 def _resume_settings(

@@ -97,6 +97,8 @@ def test_resume_continues_in_the_same_folder_with_the_same_settings(inside):
 def test_train_resume_takes_the_last_run_of_the_recipe(inside):
     ran("train", "recipe.toml", "--resume", "--epochs", 3, *FAST)
     assert only_run().steps == (48, 48)
+    ran("train", "--resume", only_run().name, "--epochs", 4)
+    assert only_run().steps == (64, 64)
     assert "there is no run of 'digits'" in phalanx("train", "digits", "--resume").text
 
 
