@@ -14,15 +14,13 @@ Writing is `save`; resuming is `choose`, then `compare_model`, then `load`. A ch
 
 from __future__ import annotations
 
-from phalanx.checkpoint.best import Best, find_best, is_marked, mark_best
-from phalanx.checkpoint.find import Checkpoint, Choice, choose, list_checkpoints, verify
+from phalanx.checkpoint.find import Checkpoint, Choice, choose, find_best, list_checkpoints, verify
 from phalanx.checkpoint.lock import RunLock
 from phalanx.checkpoint.manifest import Manifest, SavedCheckpoint, Snapshot, TensorInfo, read_manifest
 from phalanx.checkpoint.read import Loaded, compare_model, entries, load, read_rank_state, read_state_of, read_tensors
 from phalanx.checkpoint.write import check_writable, save
 
 __all__ = [
-    "Best",
     "Checkpoint",
     "Choice",
     "Loaded",
@@ -36,10 +34,8 @@ __all__ = [
     "compare_model",
     "entries",
     "find_best",
-    "is_marked",
     "list_checkpoints",
     "load",
-    "mark_best",
     "read_manifest",
     "read_rank_state",
     "read_state_of",

@@ -12,6 +12,7 @@ from phalanx.checkpoint.files import FileRecord, hash_file
 from phalanx.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from phalanx.checkpoint.publish import is_published
 from phalanx.errors import CheckpointError
+from phalanx.observe.best import Best, latest_mark
 
 
 def verify(path: Path | str, files: Iterable[str] | None = None, *, manifest: Manifest | None = None) -> list[str]:
@@ -107,6 +108,16 @@ class Choice:
 def list_checkpoints(directory: Path | str) -> list[Checkpoint]:
     """Return the checkpoints whose manifest can be read, the newest first."""
     return _survey(Path(directory))[0]
+
+
+def find_best(directory: Path | str) -> Best | None:
+    """Return the best checkpoint in a directory, of the run that saved last and those it continues."""
+    found = list_checkpoints(directory)
+    if not found:
+        return None
+    newest = found[0].manifest
+    through = {run["run_id"]: run["step"] for run in newest.lineage} | {newest.run_id: newest.step}
+    return latest_mark(one.path for one in found if one.step <= through.get(one.manifest.run_id, -1))
 
 
 def choose(path: Path | str, *, required: bool = False, run_id: str | None = None) -> Choice:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from phalanx.cli.json_output import print_json
 from phalanx.config import Resolved
+from phalanx.observe.format import size, table
 from phalanx.runs.spec import given_settings
 
 if TYPE_CHECKING:
@@ -16,83 +17,56 @@ if TYPE_CHECKING:
 
 def show_plan(recipe: Recipe | None, resolved: Resolved, layout: Layout, what: str, *, as_json: bool) -> int:
     """Print the plan of a run: its layout, and for a recipe also steps, parameters and memory."""
-    estimate = None
+    config, estimate = resolved.config, None
     if recipe is not None:
         from phalanx.trainers.estimate import estimate_recipe  # imports torch
 
-        estimate = estimate_recipe(recipe, resolved.config, layout)
+        estimate = estimate_recipe(recipe, config, layout)
+    settings = given_settings(resolved, config)
     if as_json:
-        print_json(_as_data(what, resolved, layout, estimate))
-    else:
-        print("\n".join(_lines(what, resolved, layout, estimate)))
-    return 0
-
-
-def _as_data(what: str, resolved: Resolved, layout: Layout, estimate: Estimate | None) -> dict[str, Any]:
-    return {
-        "run": what,
-        "ranks": layout.world_size,
-        "nodes": layout.num_nodes,
-        "device": layout.device,
-        "strategy": resolved.config.resolved_strategy,
-        "mesh": layout.mesh.sizes,
-        "estimate": None if estimate is None else estimate.to_dict(),
-        "settings": given_settings(resolved, resolved.config),
-    }
-
-
-def _lines(what: str, resolved: Resolved, layout: Layout, estimate: Estimate | None) -> list[str]:
-    rows = [
-        ("run", what),
-        ("layout", _layout_words(layout)),
-        ("strategy", f"{resolved.config.resolved_strategy} (backend {resolved.config.backend})"),
-    ]
+        ranks = {"ranks": layout.world_size, "nodes": layout.num_nodes, "device": layout.device}
+        plan = {"strategy": config.resolved_strategy, "mesh": layout.mesh.sizes}
+        needs = None if estimate is None else estimate.to_dict()
+        print_json({"run": what, **ranks, **plan, "estimate": needs, "settings": settings})
+        return 0
+    rows = [("run", what), ("layout", _layout_words(layout))]
+    rows.append(("strategy", f"{config.resolved_strategy} (backend {config.backend})"))
     if estimate is None:
         rows.append(("not known", "model, batch, steps and memory: the script decides them when it runs"))
     else:
         rows += _estimate_rows(resolved, layout, estimate)
-    lines = [f"{label:<11} {text}" for label, text in rows]
-    given = [(name, value) for name, value in given_settings(resolved, resolved.config).items()]
-    width = max((len(name) for name, _ in given), default=0)
-    lines += ["settings", *(f"  {name:<{width}}  {value!s:<14} {resolved.origins[name]}" for name, value in given)]
-    return [line.rstrip() for line in lines] + ["Nothing was started: this was a dry run."]
+    print(table(rows))
+    print("settings")
+    if settings:
+        print(table([(name, str(value), resolved.origins[name]) for name, value in settings.items()], "  "))
+    print("Nothing was started: this was a dry run.")
+    return 0
 
 
 def _layout_words(layout: Layout) -> str:
-    axes = " x ".join(f"{axis} {size}" for axis, size in layout.mesh.sizes.items() if size > 1)
+    axes = " x ".join(f"{axis} {count}" for axis, count in layout.mesh.sizes.items() if count > 1)
     nodes = f"{layout.num_nodes} machines, " if layout.num_nodes > 1 else ""
-    ranks = f"{layout.world_size} rank{'s' * (layout.world_size > 1)}"
-    return f"{nodes}{ranks} on {layout.device}{f' (mesh: {axes})' if axes else ''}"
+    return f"{nodes}{layout.ranks} on {layout.device}{f' (mesh: {axes})' if axes else ''}"
 
 
 def _estimate_rows(resolved: Resolved, layout: Layout, estimate: Estimate) -> list[tuple[str, str]]:
-    from phalanx.trainers.estimate import LEFT_OUT
-
-    config, memory = resolved.config, estimate.memory
-    size, accumulation = config.batch_size, config.gradient_accumulation_steps
-    parts = f"{size} per rank x {layout.mesh.dp_size} data ranks{f' x {accumulation} accumulated' * (accumulation > 1)}"
-    batch = (
-        "not known: set batch_size" if estimate.global_batch is None else f"{estimate.global_batch} samples ({parts})"
-    )
-    steps = "not known" if estimate.steps is None else f"{estimate.steps:,}"
+    config, batch, steps = resolved.config, "not known: set batch_size", "not known"
+    if estimate.global_batch is not None:
+        accumulation, ranks = config.gradient_accumulation_steps, layout.mesh.dp_size
+        each = estimate.global_batch // (accumulation * ranks)  # known also where no setting says it
+        more = f" x {accumulation} accumulated" * (accumulation > 1)
+        batch = f"{estimate.global_batch} samples ({each} per rank x {ranks} data ranks{more})"
+    if estimate.steps is not None:
+        steps = f"{estimate.steps:,}"
     if estimate.steps_per_epoch is not None:
         steps += f" ({estimate.steps_per_epoch:,} per epoch of {estimate.samples:,} samples)"
     trained = "" if estimate.trainable == estimate.parameters else f", {estimate.trainable:,} of them trained"
-    split = [("weights", memory.weights), ("gradients", memory.gradients), ("optimizer", memory.optimizer)]
     where = " (in CPU memory or on disk: offload)" if config.offload != "none" else ""
+    parts = ", ".join(f"{name} {size(count)}" for name, count in estimate.memory._asdict().items())
     return [
         ("model", f"{estimate.model}, {estimate.parameters:,} parameters{trained}"),
         ("batch", batch),
         ("steps", steps),
-        ("memory", f"about {_bytes(memory.total)} per rank{where}: "
-                   + ", ".join(f"{name} {_bytes(value)}" for name, value in split)),
-        ("", f"without {LEFT_OUT}"),
-    ]  # fmt: skip
-
-
-def _bytes(count: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"
+        ("memory", f"about {size(sum(estimate.memory))} per rank{where}: {parts}"),
+        ("", f"without {estimate.left_out}"),
+    ]

@@ -10,7 +10,8 @@ from phalanx.cli.flags import FlagParser
 from phalanx.errors import UsageError, unknown_name
 from phalanx.observe.format import size
 
-FORMATS = ("safetensors", "hf", "onnx", "torchscript")
+FORMATS = {"safetensors": ".safetensors", "hf": "", "onnx": ".onnx", "torchscript": ".ts"}
+"""What can be written, and the ending of its file; a Hugging Face model is a folder."""
 
 
 def parser() -> FlagParser:
@@ -31,17 +32,17 @@ def run(arguments: Sequence[str]) -> int:
     namespace = parser().parse_all(arguments)
     if namespace.format is not None and namespace.format not in FORMATS:
         raise UsageError(unknown_name("format", namespace.format, FORMATS))
-    from phalanx.trainers.export import ENDINGS, export_model
+    from phalanx.trainers.export import export_model
     from phalanx.trainers.saved_run import load_run, open_run
 
     ending = Path(namespace.output or "").suffix
-    kind = namespace.format or next((name for name, end in ENDINGS.items() if end and end == ending), "safetensors")
+    kind = namespace.format or next((name for name, end in FORMATS.items() if end and end == ending), "safetensors")
     needs_example = kind in ("onnx", "torchscript")
     if needs_example or namespace.model:
         found, data = open_run(namespace.run, namespace.checkpoint, namespace.model, namespace.data)
     else:
         found, data = load_run(namespace.run, checkpoint=namespace.checkpoint), None
-    path = Path(namespace.output or f"{found.path.name}{ENDINGS[kind]}")
+    path = Path(namespace.output or f"{found.path.name}{FORMATS[kind]}")
     if path.exists() and (kind == "hf" or namespace.output is None):
         raise UsageError(f"{path} exists already", hint="Give another one: -o PATH")
     export_model(found.model, path, kind, data)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from phalanx.cli.help import HelpAction, HelpAllAction, HelpFormatter, ValueAction, format_parts
+from phalanx.cli.help import HelpAction, HelpFormatter, ValueAction, format_parts
 from phalanx.config import FIELDS, GROUPS, Resolved, parse_text, resolve
 from phalanx.config.meanings import like_flag
 from phalanx.config.option import kinds
@@ -154,10 +154,10 @@ def _named_recipe(namespace: argparse.Namespace) -> Recipe:
                     f"--{'data' if part == 'model' else 'model'} was given, but no --{part}",
                     hint="Write: phalanx train --model my_package.nets:Net --data my_package.data:load",
                 )
-        options = {} if namespace.preset is None else {"preset": namespace.preset}
         name = re.sub(r"\W+", "-", Path(namespace.model).name.rpartition(":")[2]).lower()
-        recipe = Recipe(name, "", {}, options).with_parts(None, namespace.data)
-        recipe = replace(recipe, model={**recipe.with_parts(namespace.model, None).model, **options})
+        recipe = Recipe(name, "", {}, {}).with_parts(namespace.model, namespace.data)
+        if namespace.preset is not None:
+            recipe = replace(recipe, model={**recipe.model, "preset": namespace.preset})
     recipe = recipe.with_values(read_changes(namespace.changes, FIELDS.__contains__)[1])
     recipe.check()
     return recipe
@@ -173,7 +173,7 @@ def add_config_flags(parser: FlagParser) -> None:
         help="a TOML or YAML file with settings, which flags win over; of several files a later one wins",
     )
     parser.add_argument(
-        "--help-all", action=HelpAllAction, nargs=0, default=argparse.SUPPRESS, help="show every setting, by group"
+        "--help-all", action=HelpAction, nargs=0, default=argparse.SUPPRESS, help="show every setting, by group"
     )
     for group in GROUPS:
         section = parser.add_argument_group(group.__name__.lower(), (group.__doc__ or "").rstrip("."))

@@ -52,22 +52,13 @@ class ValueAction(argparse.Action):
 
 
 class HelpAction(argparse.Action):
-    """`--help [GROUP]`: the short help, or one group of settings."""
+    """`--help [GROUP]`: the short help, or one group of settings; `--help-all`: every setting, by group."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> NoReturn:
         """Print, and end the program."""
         if values and values not in (*_GROUPS, "all"):
             raise UsageError(unknown_name("group of settings", values, _GROUPS), hint=f"See {parser.prog} --help")
-        print(parser.format_help(values or ""), end="")
-        raise SystemExit(0)
-
-
-class HelpAllAction(argparse.Action):
-    """`--help-all`: every setting, by group."""
-
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> NoReturn:
-        """Print, and end the program."""
-        print(parser.format_help("all"), end="")
+        print(parser.format_help("all" if option_string == "--help-all" else values or ""), end="")
         raise SystemExit(0)
 
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
-from phalanx.errors import PhalanxError, UsageError
+from phalanx.errors import UsageError
 
 
 def add_json_flag(parser: argparse.ArgumentParser, what: str) -> None:
@@ -60,28 +60,22 @@ def json_at_end(summary: Callable[[], dict[str, Any]], *, wanted: bool = True) -
     try:
         with redirect_stdout(sys.stderr):
             yield
-    except PhalanxError as error:
-        failure = {"status": "failed", "error": str(error)}
-        raise
-    except KeyboardInterrupt:
-        failure = {"status": "interrupted"}
+    except BaseException as error:
+        was_stopped = isinstance(error, KeyboardInterrupt)
+        failure = {"status": "interrupted"} if was_stopped else {"status": "failed", "error": str(error)}
         raise
     finally:
-        found = summary()
-        print_json({**failure, **found, "status": found.get("status") or failure.get("status", "finished")})
+        print_json({"status": "finished", **failure, **summary()})
 
 
-def run_summary(run_dir: Path) -> dict[str, Any]:
-    """Return what the events of a run say about its end: status, steps, speed, the last metrics, the checkpoint."""
-    path = run_dir / "events.jsonl"
+def run_summary(run_dir: Path, start: int = 0) -> dict[str, Any]:
+    """Return how a run ended, and its last metrics, by its events after so many bytes: those of this command."""
+    from phalanx.runs.record import StoredRun  # behind --help, which does not need it
+
     ended: dict[str, Any] = {}
     measured: dict[str, Any] = {}
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
-        try:
-            event = json.loads(line)
-        except ValueError:  # the last line of a run that was killed
-            continue
-        if event["event"] == "run_started":  # of a resumed run the last part counts
+    for event in StoredRun(run_dir).events(start):
+        if event["event"] == "run_started":  # of a restarted run the last part counts
             ended, measured = {}, {}
         elif event["event"] == "run_ended":
             ended = event

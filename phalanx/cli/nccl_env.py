@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 
 from phalanx.cli.flags import FlagParser
-from phalanx.config.meanings import like_value
+from phalanx.config.meanings import unknown_value
 from phalanx.errors import UsageError
 from phalanx.launch.nccl import CLUSTERS, Variable, nccl_variables
 
@@ -34,14 +34,11 @@ def run(arguments: Sequence[str]) -> int:
     if options.kind and options.cluster and options.kind != options.cluster:
         raise UsageError(f"two clusters: {options.kind} and --cluster {options.cluster}", hint="Give one of them.")
     cluster = options.kind or options.cluster
+    hint = f"Write: phalanx nccl-env {' | '.join(CLUSTERS)}"
     if not cluster:
-        raise UsageError("nccl-env needs a kind of cluster", hint=f"Write: phalanx nccl-env {' | '.join(CLUSTERS)}")
+        raise UsageError("nccl-env needs a kind of cluster", hint=hint)
     if cluster not in CLUSTERS:
-        close = like_value("nccl_env", cluster, CLUSTERS)
-        guess = f" Did you mean '{close}'?" if close else ""
-        raise UsageError(
-            f"unknown kind of cluster '{cluster}'.{guess}", hint=f"Write: phalanx nccl-env {' | '.join(CLUSTERS)}"
-        )
+        raise UsageError(unknown_value("nccl_env", "kind of cluster", cluster, CLUSTERS), hint=hint)
     variables = nccl_variables(cluster, options.interface)
     if options.json:
         print(json.dumps([{**v._asdict(), "set": os.environ.get(v.name)} for v in variables], indent=2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import os
 from collections.abc import Sequence
@@ -29,11 +30,15 @@ def parser() -> FlagParser:
 
 def run(arguments: Sequence[str]) -> int:
     """Run the verb."""
+    namespace = parser().parse_all(arguments)
+    return resume_run(namespace.run, namespace)
+
+
+def resume_run(name: str, namespace: argparse.Namespace) -> int:
+    """Continue a run with the flags of a command; return the exit code."""
     from phalanx.cli.train import start_run
 
-    namespace = parser().parse_all(arguments)
-    stored = find_run(namespace.run)
-    stored = StoredRun(stored.path.resolve())
+    stored = StoredRun(find_run(name).path.resolve())
     recipe, target = _started(stored)
     assert stored.record is not None, "checked with the target"
     if Path(stored.record.directory).is_dir():
@@ -52,11 +57,10 @@ def _started(run: StoredRun) -> tuple[Recipe | None, ScriptTarget | ModuleTarget
     if recipe is not None:
         recipe.check()
         return recipe, None
-    if record is not None and (record.script or record.module):
-        arguments = tuple(record.arguments)
-        return None, ScriptTarget(record.script, arguments) if record.script else ModuleTarget(
-            record.module or "", arguments
-        )
+    if record is not None and record.script:
+        return None, ScriptTarget(record.script, tuple(record.arguments))
+    if record is not None and record.module:
+        return None, ModuleTarget(record.module, tuple(record.arguments))
     raise UsageError(
         f"{run.path} was not started by phalanx train, so the command cannot be repeated",
         hint=f"Run your program again with resume_from_checkpoint='{run.checkpoint_dir}'.",

@@ -8,22 +8,23 @@ import shutil
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from phalanx.cli.flags import FlagParser
-from phalanx.cli.json_output import print_json
+from phalanx.cli.json_output import add_json_flag, print_json
 from phalanx.config.sources import read_settings
 from phalanx.errors import UsageError, unknown_name
-from phalanx.observe.format import duration, of_total, size
-from phalanx.runs.record import RUNS, StoredRun, command_line, find_run, list_runs
+from phalanx.observe.format import duration, of_total, size, table
+from phalanx.runs.record import RUNS, StoredRun, find_run, list_runs
 
 _ACTIONS = {
     "list": "list the runs, the newest first",
     "show": "show one run: how it was started, how it went, its checkpoints",
     "diff": "compare two runs: settings, model, data and results",
     "tag": "give a run a name of your own, which every command takes",
-    "rm": "remove runs with all their files",
+    "rm": "remove runs with their files",
 }
 
 
@@ -60,9 +61,7 @@ def _parser(action: str) -> FlagParser:
     if action == "rm":
         parser.add_argument("-y", "--yes", action="store_true", help="do not ask")
     if action in ("list", "show", "diff"):
-        parser.add_argument(
-            "--json", nargs="?", const="-", metavar="FILE", help="write JSON (default: to the terminal)"
-        )
+        add_json_flag(parser, "it")
     parser.add_argument("--runs-dir", default=str(RUNS), metavar="DIR", help="the folder that holds the runs [runs]")
     return parser
 
@@ -81,7 +80,7 @@ def summary(run: StoredRun) -> dict[str, Any]:
         "total_steps": total,
         "best_metric": best[0] if best else None,
         "best_value": best[1] if best else None,
-        "best_checkpoint": run.ended.get("best_checkpoint"),
+        "best_checkpoint": run.best_checkpoint,
         "checkpoints": [str(path) for path in run.checkpoints],
         "bytes": run.size,
         "tags": run.tags,
@@ -102,9 +101,7 @@ def _list(namespace: argparse.Namespace) -> None:
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(each["started"]))
         steps = of_total(each["steps"], each["total_steps"])
         rows.append((each["name"], when, each["status"], steps, best, size(each["bytes"]), " ".join(each["tags"])))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        print("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
+    print(table(rows))
 
 
 def _show(namespace: argparse.Namespace) -> None:
@@ -113,36 +110,32 @@ def _show(namespace: argparse.Namespace) -> None:
     if namespace.json:
         print_json({**found, "record": dataclasses.asdict(record) if record else None})
         return
-    ended, begun = run.ended, run.begun
     rows = [
         ("folder", str(run.path)),
-        ("command", command_line(run)),
-        ("in", record.directory if record else ""),
+        ("command", run.command),
         ("started", time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(run.started))),
-        ("status", f"{found['status']}{f' ({found_reason})' if (found_reason := found['reason']) else ''}"),
-        ("time", duration(ended["total_time"]) if ended else ""),
+        ("status", f"{found['status']} ({found['reason']})" if found["reason"] else found["status"]),
         ("steps", of_total(found["steps"], found["total_steps"])),
-        (
-            "layout",
-            f"{begun['strategy']}, {begun['world_size']} x {begun['device']}, {begun['precision']}" if begun else "",
-        ),
-        ("parameters", f"{begun['parameters']:,}" if begun else ""),
         ("best", f"{found['best_metric']} {found['best_value']:.6g}" if found["best_metric"] else ""),
-        ("best checkpoint", found["best_checkpoint"] or ""),
+        ("best checkpoint", str(found["best_checkpoint"] or "")),
         ("checkpoints", ", ".join(path.name for path in run.checkpoints)),
         ("size", size(found["bytes"])),
         ("tags", ", ".join(run.tags)),
-        ("git commit", (record.commit or "") if record else ""),
-        ("versions", f"phalanx {record.phalanx}, Python {record.python}" if record else ""),
     ]
-    for name, text in rows:
-        if text:
-            print(f"{name:<16} {text}")
-    print("next:")
-    if found["status"] not in ("finished", "running") and run.checkpoints:
-        print(f"  phalanx resume {run.name}")
-    for verb in ("evaluate", "export") if run.checkpoints else ():
-        print(f"  phalanx {verb} {run.name}")
+    if run.ended:
+        rows.append(("time", duration(run.ended["total_time"])))
+    if begun := run.begun:
+        layout = begun.get("layout") or begun["strategy"]
+        rows.append(("layout", f"{layout}, {begun['world_size']} x {begun['device']}, {begun['precision']}"))
+        rows.append(("parameters", f"{begun['parameters']:,}"))
+    if record is not None:
+        rows.append(("in", record.directory))
+        rows.append(("git commit", record.commit or ""))
+        rows.append(("versions", f"phalanx {record.phalanx}, Python {record.python}"))
+    print(table([row for row in rows if row[1]]))
+    verbs = ["resume"] if found["status"] not in ("finished", "running") else []
+    if run.checkpoints:
+        print("next:\n" + "\n".join(f"  phalanx {verb} {run.name}" for verb in (*verbs, "evaluate", "export")))
 
 
 def _flat(table: Any, prefix: str) -> dict[str, Any]:
@@ -180,27 +173,24 @@ def _diff(namespace: argparse.Namespace) -> None:
     rows: list[tuple[str, ...]] = [("", both[0].name, both[1].name)]
     for name, pair in differs.items():
         rows.append((name, *("-" if v is None else f"{v:.6g}" if isinstance(v, float) else str(v) for v in pair)))
-    widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    for row in rows:
-        print("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
+    print(table(rows))
 
 
 def _tag(namespace: argparse.Namespace) -> None:
     run = find_run(namespace.run, Path(namespace.runs_dir))
     if run.record is None:
         raise UsageError(f"{run.path} has no run.json, so it cannot have tags")
-    tag = namespace.tag
+    tag, tags = namespace.tag, run.tags
     if namespace.remove:
-        if tag not in run.tags:
-            raise UsageError(f"{run.name} has no tag '{tag}'; its tags: {', '.join(run.tags) or '(none)'}")
-        tags = [each for each in run.tags if each != tag]
-    else:
-        other = next((r for r in list_runs(run.path.parent) if tag in r.tags and r.path.name != run.path.name), None)
+        if tag not in tags:
+            raise UsageError(f"{run.name} has no tag '{tag}'; its tags: {', '.join(tags) or '(none)'}")
+        tags = [each for each in tags if each != tag]
+    elif tag not in tags:
+        other = next((each.name for each in list_runs(run.path.parent) if tag in each.tags), None)
         if tag == "last" or "/" in tag or other is not None:
-            why = f"{other.name} has it" if other is not None else "it would mean something else"
-            raise UsageError(f"'{tag}' cannot be a tag: {why}")
-        tags = [*dict.fromkeys([*run.tags, tag])]
-    run.record.write(run.path, tags=tags)
+            raise UsageError(f"'{tag}' cannot be a tag: {f'{other} has it' if other else 'it means something else'}")
+        tags = [*tags, tag]
+    dataclasses.replace(run.record, tags=tags).write(run.path)
 
 
 def _remove(namespace: argparse.Namespace) -> None:
@@ -217,5 +207,13 @@ def _remove(namespace: argparse.Namespace) -> None:
             print("nothing was removed")
             return
     for run in runs:
-        shutil.rmtree(run.path)
+        if run.path.parent.resolve() == Path(namespace.runs_dir).resolve():
+            shutil.rmtree(run.path)
+            continue
+        run.clear()  # a run_dir of the user's choice may be the folder of a project
+        with suppress(OSError):
+            run.path.rmdir()
     print(f"removed {names} ({total})")
+    for run in runs:
+        if run.path.exists():
+            print(f"other files in {run.path} stay")

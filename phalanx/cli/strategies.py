@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from phalanx.cli.flags import FlagParser
 from phalanx.cli.json_output import add_json_flag, print_json
 from phalanx.config import FIELDS
+from phalanx.config.meanings import unknown_value
 from phalanx.errors import UsageError
 from phalanx.strategies.registry import TABLE, Row, installed_strategies
 
@@ -33,7 +34,7 @@ def run(arguments: Sequence[str]) -> int:
     rows = _rows()
     if namespace.strategy is not None:
         if namespace.strategy not in rows:
-            raise UsageError(_unknown(namespace.strategy, rows))
+            raise UsageError(unknown_value("strategy", "strategy", namespace.strategy, rows))
         rows = {namespace.strategy: rows[namespace.strategy]}
     if namespace.json:
         print_json([{**dataclasses.asdict(row), "settings": settings_of(row)} for row in rows.values()])
@@ -54,14 +55,6 @@ def _rows() -> dict[str, Row]:
     """Return the strategies by name, with those of installed packages."""
     others = [Row(entry.name, f"--strategy {entry.name}", entry.value, "", "") for entry in installed_strategies()]
     return {row.name: row for row in (*TABLE, *others)}
-
-
-def _unknown(name: str, rows: dict[str, Row]) -> str:
-    from phalanx.config.meanings import like_value
-
-    close = like_value("strategy", name, rows)
-    guess = f" Did you mean '{close}'?" if close else ""
-    return f"unknown strategy '{name}'.{guess} Allowed: {', '.join(sorted(rows))}."
 
 
 def settings_of(row: Row) -> list[str]:

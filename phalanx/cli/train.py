@@ -14,6 +14,7 @@ from typing import Any
 from phalanx.cli.flags import FlagParser, read_target, resolve_flags, split_own
 from phalanx.cli.json_output import json_at_end, run_summary
 from phalanx.cli.parsers import train_parser
+from phalanx.cli.resume import resume_run
 from phalanx.config import DistributedConfig, Resolved
 from phalanx.engines.tensorflow.tf_config import check_against, read_task
 from phalanx.errors import PhalanxError, PreemptedError, UsageError
@@ -25,7 +26,7 @@ from phalanx.observe.guard import say_to_user
 from phalanx.recipes import Recipe, find_recipe, recipe_names
 from phalanx.runs.folder import discard_unused, make_run_dir
 from phalanx.runs.preflight import check_before_start, check_packages, check_script_starter
-from phalanx.runs.record import RUNS, RunRecord, StoredRun, find_run
+from phalanx.runs.record import EVENTS, RUNS, RunRecord, StoredRun, find_run
 from phalanx.runs.resume import check_run_dir, how_to_resume, last_run_of, resume_settings
 from phalanx.runs.spec import given_settings, launch_spec, recipe_target, settings_environment
 from phalanx.runs.start import run_on_ranks
@@ -42,6 +43,8 @@ def run(arguments: Sequence[str]) -> int:
     _check_own_arguments(parser, words, own)
     namespace = parser.parse_all(words)
     _settle_resume(namespace)
+    if namespace.resume and not _names_target(namespace):
+        return resume_run(namespace.resume, namespace)
     named = read_target(namespace, own, "train", _HINT)
     recipe, target = (named, None) if isinstance(named, Recipe) else (None, named)
     resolved = resolve_flags(namespace, recipe, _resume_settings(namespace, recipe, target))
@@ -95,16 +98,18 @@ def _show_plan(
     return show_plan(recipe, resolved, layout, target_name(recipe, target), as_json=as_json)
 
 
+def _names_target(namespace: argparse.Namespace) -> bool:
+    return bool(namespace.recipe or namespace.script or namespace.module or namespace.model)
+
+
 def _settle_resume(namespace: argparse.Namespace) -> None:
     """Let `train --resume digits` mean the last run of that recipe, where no run has that name."""
-    if namespace.resume is None or namespace.recipe or namespace.script or namespace.module or namespace.model:
+    if namespace.resume is None or _names_target(namespace):
         return
     if namespace.resume == "":
         raise UsageError("--resume needs to know which run", hint="Write: phalanx resume RUN; see phalanx runs")
     if find_recipe(namespace.resume) is not None and not (RUNS / namespace.resume).is_dir():
         namespace.recipe, namespace.resume = namespace.resume, ""
-        return
-    raise UsageError("--resume continues a run of what is named too", hint=f"Write: phalanx resume {namespace.resume}")
 
 
 def _resume_settings(
@@ -176,8 +181,10 @@ def _launch(
         check_before_start(config)
     run_dir = make_run_dir(config, target_name(recipe, script))
     record = _record(resolved, recipe, script)
-    (record.continuing(run_dir) if config.resume_from_checkpoint else record).write(run_dir)
-    with scratch_folder("run") as folder, json_at_end(lambda: run_summary(run_dir), wanted=as_json):
+    record.begin(run_dir, resumes=bool(config.resume_from_checkpoint))
+    events = run_dir / EVENTS
+    before = events.stat().st_size if events.exists() else 0
+    with scratch_folder("run") as folder, json_at_end(lambda: run_summary(run_dir, before), wanted=as_json):
         target: Target | None = script if recipe is None else recipe_target(recipe, config, run_dir, folder)
         assert target is not None, "either a recipe or a script was named"
         spec = launch_spec(config, layout, target, run_dir / "logs", env=_rank_environment(resolved, config, run_dir))

@@ -71,37 +71,17 @@ for _target, _names in _SETTINGS.items():
         _BY_NAME.setdefault(_name, []).append(_target)
 
 _VALUES = {
-    "device": {"gpu": "cuda", "cuda:0": "cuda", "nvidia": "cuda", "host": "cpu"},
-    "strategy": {
-        "zero": "fsdp",
-        "fsdp2": "fsdp",
-        "dp": "ddp",
-        "ddp_spawn": "ddp",
-        "data": "ddp",
-        "localsgd": "local-sgd",
-    },
-    "backend": {"ddp": "pytorch-ddp", "torch": "pytorch-ddp", "pytorch": "pytorch-ddp", "fsdp": "pytorch-fsdp"},
-    "mixed_precision": {
-        "float16": "fp16",
-        "16": "fp16",
-        "half": "fp16",
-        "bfloat16": "bf16",
-        "no": "false",
-        "amp": "true",
-    },
-    "lr_schedule": {"cos": "cosine", "none": "constant", "cosineannealing": "cosine", "noam": "inverse-sqrt"},
-    "optimizer": {"momentum": "sgd", "adamwhf": "adamw"},
-    "communication_backend": {"cpu": "gloo", "cuda": "nccl", "gpu": "nccl", "shm": "phalanx"},
-    "pipeline_schedule": {"zb": "zero-bubble", "zbh1": "zero-bubble", "interleaved1f1b": "interleaved"},
-    "nccl_env": {
-        "ib": "infiniband",
-        "gce": "gcp",
-        "google": "gcp",
-        "aws": "aws-efa",
-        "efa": "aws-efa",
-        "tcp": "ethernet",
-    },
+    "device": {"cuda": "gpu cuda:0 nvidia", "cpu": "host"},
+    "strategy": {"fsdp": "zero fsdp2", "ddp": "dp ddp_spawn data", "local-sgd": "localsgd"},
+    "backend": {"pytorch-ddp": "ddp torch pytorch", "pytorch-fsdp": "fsdp"},
+    "mixed_precision": {"fp16": "float16 16 half", "bf16": "bfloat16", "false": "no", "true": "amp"},
+    "lr_schedule": {"cosine": "cos cosineannealing", "constant": "none", "inverse-sqrt": "noam"},
+    "optimizer": {"sgd": "momentum", "adamw": "adamwhf"},
+    "communication_backend": {"gloo": "cpu", "nccl": "cuda gpu", "phalanx": "shm"},
+    "pipeline_schedule": {"zero-bubble": "zb zbh1", "interleaved": "interleaved1f1b"},
+    "nccl_env": {"infiniband": "ib", "gcp": "gce google", "aws-efa": "aws efa", "ethernet": "tcp"},
 }
+"""For a setting: values, and the words that others write for them."""
 
 
 def like(name: str, allowed: Collection[str]) -> str | None:
@@ -121,5 +101,12 @@ def like_flag(name: str, flags: Collection[str]) -> str | None:
 
 def like_value(setting: str, value: str, allowed: Collection[str]) -> str | None:
     """Return the allowed value of a setting that a word means or is closest to."""
-    meant = _VALUES.get(setting, {}).get(value.lower())
-    return meant if meant is not None else nearest(value, allowed)
+    words = _VALUES.get(setting, {}).items()
+    return next((meant for meant, names in words if value.lower() in names.split()), None) or nearest(value, allowed)
+
+
+def unknown_value(setting: str, what: str, value: str, allowed: Collection[str]) -> str:
+    """Return the message for an unknown value of a setting: the one that was meant, and all that are allowed."""
+    close = like_value(setting, value, allowed)
+    guess = f" Did you mean '{close}'?" if close else ""
+    return f"unknown {what} '{value}'.{guess} Allowed: {', '.join(sorted(allowed))}."

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from phalanx import checkpoint
 from phalanx.checkpoint import group
 from phalanx.config import DistributedConfig
 from phalanx.config.settings import Watched, parse_metric
 from phalanx.errors import UsageError, unknown_name
+from phalanx.observe.best import Best, mark_best, read_mark
 from phalanx.observe.history import History
 
 
@@ -103,8 +103,8 @@ class BestCheckpoint:
             return False
         self.path = path
         watched = self._watch.watched
-        best = checkpoint.Best(path, step, watched.name, watched.mode, self._watch.value)
-        group.from_rank_zero(lambda: checkpoint.mark_best(best, self._marked))
+        best = Best(path, step, watched.name, watched.mode, self._watch.value)
+        group.from_rank_zero(lambda: mark_best(best, self._marked))
         self._marked = path
         return True
 
@@ -129,7 +129,7 @@ class BestCheckpoint:
         assert state is not None
         path = Path(state["path"] or resumed_from)
         if group.from_rank_zero(path.is_dir) and (state["path"] or self._watch.step == step):
-            if not group.from_rank_zero(lambda: checkpoint.is_marked(path)):
+            if group.from_rank_zero(lambda: read_mark(path) is None):
                 self.saved(path, step)  # the run ended after it was saved, before it was marked
             self.path = path
             return ""

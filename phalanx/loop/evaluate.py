@@ -14,7 +14,7 @@ from phalanx.errors import UsageError
 from phalanx.loop.forward import count_labels, decide_forward, positional_parameters
 from phalanx.loop.losses import LossFn
 from phalanx.loop.metrics import Metric, MetricSums
-from phalanx.loop.shapes import named_shapes
+from phalanx.loop.shapes import raise_explained
 
 if TYPE_CHECKING:
     from phalanx.loop.formation import Formation
@@ -85,8 +85,11 @@ def predict(formation: Formation, model: nn.Module, loader: PreparedLoader) -> l
     outputs: list[tuple[int, Any]] = []
     try:
         for batch in loader:
-            with formation.autocast(), named_shapes(bare, batch):
-                output = model_output(bare, batch)
+            with formation.autocast():
+                try:
+                    output = model_output(bare, batch)
+                except RuntimeError as error:
+                    raise_explained(error, bare, batch)
             samples = loader.current.samples
             if samples:
                 outputs.append((loader.current.offset, _first(output, samples)))

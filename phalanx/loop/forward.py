@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from phalanx.config.fields import IGNORED_LABEL
 from phalanx.errors import ModelError
 from phalanx.loop.losses import LossFn, cross_entropy
-from phalanx.loop.shapes import named_shapes, shape_text
+from phalanx.loop.shapes import raise_explained, shape_text
 from phalanx.models.contract import LossFromOutput, implements
 
 _TARGET_NAMES = {"label", "labels", "target", "targets", "y"}
@@ -41,8 +41,10 @@ class Forward:
 
     def call(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor | None, Any]:
         """Return loss and output of a batch; a batch of the wrong shape is named with what it does not fit."""
-        with named_shapes(model, batch):
+        try:  # not the context manager, which costs more: this is called in every step
             return self.run(model, batch)
+        except RuntimeError as error:
+            raise_explained(error, model, batch)
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
         """Return the batch's mean loss."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 import sys
@@ -247,34 +248,16 @@ class Reporter:
             if event is not None:
                 self._events.emit(event)
         folder = tensorboard_dir(self._facts.config, self._facts.run_dir)
+        commands = [f"{_command('tensorboard')} --logdir {folder}"] if folder else []
         best = {"accuracy": self.history.best_accuracy, "loss": self.history.best_loss}
-        self._events.emit(
-            RunEnded(
-                status=status,
-                step=step,
-                total_time=self.history.total_time,
-                throughput=self.history.throughput,
-                best={name: value for name, value in best.items() if value is not None},
-                checkpoint=checkpoint,
-                next_commands=[
-                    *([f"{_command('tensorboard')} --logdir {folder}"] if folder else []),
-                    *self._events.next_commands,
-                ],
-                tokens_per_second=self.history.tokens_per_second,
-                mfu=self.history.mfu,
-                speedup=self.history.speedup,
-                sent_bytes=self.history.sent_bytes,
-                plain_bytes=self.history.plain_bytes,
-                exchange_hidden=self.history.exchange_hidden,
-                exchange_waited=self.history.exchange_waited,
-                first_steps_seconds=self.history.first_steps_seconds,
-                reason=reason,
-                best_checkpoint=self.history.best_checkpoint,
-                best_metric=self.history.best_metric,
-                best_value=self.history.best_value,
-                best_step=self.history.best_step,
-            )
-        )
+        same = {each.name for each in dataclasses.fields(RunEnded)} & vars(self.history).keys()
+        own = {
+            "step": step,
+            "best": {name: value for name, value in best.items() if value is not None},
+            "checkpoint": checkpoint,
+            "next_commands": [*commands, *self._events.next_commands],
+        }
+        self._events.emit(RunEnded(**{**{name: getattr(self.history, name) for name in same}, **own}))
 
     def _update_totals(self) -> None:
         history = self.history

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -33,28 +32,16 @@ def shape_text(value: Any) -> str:
     return "None" if value is None else type(value).__name__
 
 
-@contextmanager
-def named_shapes(model: nn.Module, batch: Any) -> Iterator[None]:
+def raise_explained(error: RuntimeError, model: nn.Module, batch: Any) -> NoReturn:
     """Raise an error of torch about shapes as one that names the batch and the layer; others as they are."""
-    try:
-        yield
-    except RuntimeError as error:
-        explained = explain_shapes(error, model, batch)
-        if explained is None:
-            raise
-        raise explained from error
-
-
-def explain_shapes(error: RuntimeError, model: nn.Module, batch: Any) -> ModelError | None:
-    """Return an error that names the batch and the layer or loss it does not fit; None for an error of another kind."""
     if not _ABOUT_SHAPES.search(str(error)):
-        return None
+        raise error
     place = _place(error.__traceback__, model)
     first = str(error).splitlines()[0]
-    return ModelError(
+    raise ModelError(
         f"a batch of {shape_text(batch)} does not fit{' the model' if not place else ''}: {place or first}",
         hint=f"Change the data or the layer so that they agree. torch: {first}" if place else "",
-    )
+    ) from error
 
 
 def _place(trace: TracebackType | None, model: nn.Module) -> str:

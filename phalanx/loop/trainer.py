@@ -178,6 +178,9 @@ class TrainLoop:
                 yield info
                 return
             self._checkpoint_or_stop(step)
+            if self._stop_early:  # by max_time: measure and report what was trained of this epoch
+                batches.close()
+                self._end_epoch(epoch)
             yield info
         if self.epoch != epoch:  # a stream, whose end is known only when it is reached
             self._end_epoch(epoch)

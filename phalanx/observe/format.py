@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from phalanx.observe.events import (
     CheckpointSaved,
     EpochDone,
@@ -152,6 +154,13 @@ def summary_sentence(end: RunEnded, run: RunStarted | None) -> str:
     best = [f"best {name} {value:.4f}" for name, value in end.best.items()]
     parts = [f"{end.step:,} steps in {duration(end.total_time)}", *best, *([run.run_dir] if run else [])]
     return f"{summary_title(end)}: {', '.join(parts)}"
+
+
+def table(rows: Sequence[Sequence[str]], indent: str = "") -> str:
+    """Return rows of equal length as aligned columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(f"{indent}{line}".rstrip() for line in lines)
 
 
 def sent_words(sent: int, plain: int | None) -> str:

@@ -116,15 +116,13 @@ class History:
                     begun = event.get("first_step", 0)
                     history.steps = [step for step in history.steps if step["step"] <= begun]
                     history.epochs = [epoch for epoch in history.epochs if epoch.step <= begun]
-                    history.status = "running"
+                    history.status, history.reason = "running", ""
                 case "step":
                     history.steps.append({k: v for k, v in event.items() if k not in ("event", "time", "rank")})
                 case "epoch":
                     rate = history.steps[-1]["learning_rate"] if history.steps else 0.0
-                    known = {
-                        k: event[k] for k in ("epoch", "step", "train_loss", "val", "seconds", "samples_per_second")
-                    }
-                    history.epochs.append(EpochRecord(**known, learning_rate=rate))
+                    known = ("epoch", "step", "train_loss", "val", "seconds", "samples_per_second")
+                    history.epochs.append(EpochRecord(**{k: event[k] for k in known}, learning_rate=rate))
                 case "run_ended":
                     names = {item.name for item in dataclasses.fields(cls)} - {"epochs", "steps"}
                     for name in names & event.keys():

@@ -71,8 +71,7 @@ class PlainView:
 
     def summary(self, title: str, rows: list[tuple[str, str]], commands: list[str]) -> None:
         """Write the summary as aligned columns, and the commands to paste."""
-        width = max((len(label) for label, _ in rows), default=0)
-        lines = [title, *(f"  {label.ljust(width)}  {value}" for label, value in rows)]
+        lines = [title, *([format.table(rows, "  ")] if rows else [])]
         if commands:
             lines += ["next:", *(f"  {command}" for command in commands)]
         self._write(self._out, "\n".join(lines) + "\n")

@@ -110,16 +110,20 @@ def import_path_of(value: Any, what: str) -> str:
     return f"{module}:{name}"
 
 
-def call_with(make: Callable[..., Any], options: Mapping[str, Any], what: str) -> Any:
-    """Call a function with options by keyword; unknown and missing ones are reported with the nearest name."""
+def call_with(make: Callable[..., Any], options: Mapping[str, Any], what: str, **fixed: Any) -> Any:
+    """Call a function with options by keyword; unknown and missing ones are reported with the nearest name.
+
+    `fixed`: arguments that are not options of the user.
+    """
     import inspect
 
     try:
         parameters = inspect.signature(make).parameters
     except (TypeError, ValueError):  # a function in C has no signature
-        return make(**options)
+        return make(**fixed, **options)
     takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
-    named = [name for name, each in parameters.items() if each.kind in (each.KEYWORD_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    by_name = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    named = [name for name, each in parameters.items() if each.kind in by_name and name not in fixed]
     for option in options:
         if option not in named and not takes_any:
             if not named:
@@ -128,4 +132,4 @@ def call_with(make: Callable[..., Any], options: Mapping[str, Any], what: str) -
     missing = [name for name in named if parameters[name].default is inspect.Parameter.empty and name not in options]
     if missing:
         raise UsageError(f"{what} needs the option{'s' * (len(missing) > 1)} {', '.join(missing)}")
-    return make(**options)
+    return make(**fixed, **options)

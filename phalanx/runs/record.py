@@ -7,11 +7,13 @@ import json
 import os
 import platform
 import shlex
+import shutil
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -19,6 +21,7 @@ from typing import Any
 
 from phalanx.errors import UsageError, unknown_name
 from phalanx.host.files import replace_file
+from phalanx.observe.best import latest_mark
 from phalanx.recipes import Recipe
 from phalanx.version import __version__
 
@@ -70,16 +73,17 @@ class RunRecord:
             **target,
         )
 
-    def continuing(self, run_dir: Path) -> RunRecord:
-        """Return this with the start of the run that is continued in a folder, if there is one."""
+    def begin(self, run_dir: Path, *, resumes: bool) -> None:
+        """Write it for a run that begins; a resumed one keeps command and time of its start, and its tags."""
         old = StoredRun(run_dir).record
-        return self if old is None else dataclasses.replace(self, command=old.command, started=old.started)
+        kept: dict[str, Any] = {} if old is None else {"tags": old.tags}
+        if old is not None and resumes:
+            kept |= {"command": old.command, "started": old.started}
+        dataclasses.replace(self, **kept).write(run_dir)
 
-    def write(self, run_dir: Path, *, tags: list[str] | None = None) -> None:
-        """Write it, with these tags; without any, those of an earlier record of the same folder stay."""
-        kept = StoredRun(run_dir).tags if tags is None else tags
-        document = {**dataclasses.asdict(self), "tags": kept}
-        replace_file(run_dir / FILE, json.dumps(document, indent=1, default=str) + "\n")
+    def write(self, run_dir: Path) -> None:
+        """Write it as a whole."""
+        replace_file(run_dir / FILE, json.dumps(dataclasses.asdict(self), indent=1, default=str) + "\n")
 
 
 def _commit() -> str | None:
@@ -123,6 +127,11 @@ class StoredRun:
             raise UsageError(f"{self.path / FILE} cannot be read: {error}") from None
 
     @property
+    def command(self) -> str:
+        """The command that started it, as it can be pasted."""
+        return shlex.join(self.record.command) if self.record is not None else "(not recorded)"
+
+    @property
     def recipe(self) -> Recipe | None:
         """The recipe that it trained, with all changes; None for a script or a trainer in Python."""
         if self.record is None or self.record.recipe is None:
@@ -147,15 +156,25 @@ class StoredRun:
             rest = rest[1:]  # the first of them is a part of a line
         return [event for line in (first, *rest) if (event := _parsed(line)) is not None]
 
-    def _last(self, kind: str) -> dict[str, Any]:
-        return next((event for event in reversed(self._ends) if event["event"] == kind), {})
+    def _last(self, *kinds: str) -> dict[str, Any]:
+        return next((event for event in reversed(self._ends) if event["event"] in kinds), {})
+
+    @property
+    def begun(self) -> dict[str, Any]:
+        """The last event `run_started`, or the first of a long run."""
+        return self._last("run_started")
+
+    @property
+    def ended(self) -> dict[str, Any]:
+        """The event `run_ended`; empty while it runs, also after a resumption."""
+        last = self._last("run_started", "run_ended")
+        return last if last.get("event") == "run_ended" else {}
 
     @property
     def status(self) -> str:
         """In one word: running, finished, stopped, preempted, failed, or killed where nothing was reported."""
-        last = next((e["event"] for e in reversed(self._ends) if e["event"] in ("run_started", "run_ended")), None)
-        if last == "run_ended":
-            return str(self._last("run_ended")["status"])
+        if self.ended:
+            return str(self.ended["status"])
         record = self.record
         if record is None or record.host != socket.gethostname():
             return "unknown"
@@ -173,31 +192,22 @@ class StoredRun:
     def steps(self) -> tuple[int, int | None]:
         """Steps taken, and the steps of the whole run where they are known."""
         taken = max((int(e["step"]) for e in self._ends if isinstance(e.get("step"), int)), default=0)
-        return taken, self._last("run_started").get("total_steps")
-
-    @property
-    def ended(self) -> dict[str, Any]:
-        """The last event `run_ended`; empty while it runs."""
-        return self._last("run_ended")
-
-    @property
-    def begun(self) -> dict[str, Any]:
-        """The last event `run_started`, or the first of a long run."""
-        return self._last("run_started")
+        return taken, self.begun.get("total_steps")
 
     @property
     def best(self) -> tuple[str, float] | None:
-        """The metric that the run is judged by, and its best value so far."""
-        ended = self.ended
-        if ended.get("best_metric") and ended.get("best_value") is not None:
+        """The metric that the run is judged by, and its best value so far; else what was measured last."""
+        ended, marked = self.ended, latest_mark(self.checkpoints)
+        if ended.get("best_value") is not None:
             return str(ended["best_metric"]), float(ended["best_value"])
+        if marked is not None:
+            return marked.metric, marked.value
         for name, value in ended.get("best", {}).items():
             return f"best {name}", float(value)
-        measured: list[dict[str, float]] = [
-            event["values"] for event in self._ends if event["event"] == "metrics" and event["split"] == "val"
-        ]
-        values = measured[-1] if measured else {}
-        return next(((f"val/{name}", float(value)) for name, value in values.items()), None)
+        last: dict[str, Any] = next(
+            (e for e in reversed(self._ends) if e["event"] == "metrics" and e["split"] == "val"), {}
+        )
+        return next(((f"val/{name}", float(value)) for name, value in last.get("values", {}).items()), None)
 
     @property
     def checkpoint_dir(self) -> Path:
@@ -216,32 +226,37 @@ class StoredRun:
 
     @property
     def best_checkpoint(self) -> Path | None:
-        """The checkpoint with the best value of the run's metric, where it still exists."""
-        named = self.ended.get("best_checkpoint")
-        path = self.checkpoint_dir / Path(str(named)).name if named else None
-        return path if path is not None and path.is_dir() else None
+        """The checkpoint with the best value of the run's metric; None where none is marked."""
+        marked = latest_mark(self.checkpoints)
+        return None if marked is None else marked.path
 
     @property
     def size(self) -> int:
         """Bytes of all its files."""
-        return sum(file.stat().st_size for file in self.path.rglob("*") if file.is_file() and not file.is_symlink())
+        total = 0
+        for folder, _, names in os.walk(self.path):
+            for name in names:
+                with suppress(FileNotFoundError):  # a run that goes on removes old checkpoints
+                    total += os.lstat(os.path.join(folder, name)).st_size
+        return total
 
     @property
     def tags(self) -> list[str]:
         """Names that the user gave it."""
         return self.record.tags if self.record is not None else []
 
-    def events(self) -> Iterator[dict[str, Any]]:
-        """Yield all events, the oldest first."""
+    def events(self, start: int = 0) -> Iterator[dict[str, Any]]:
+        """Yield all events, or those after so many bytes of the file, the oldest first."""
+        if not (self.path / EVENTS).exists():
+            return
         with (self.path / EVENTS).open("rb") as file:
+            file.seek(start)
             for line in file:
                 if (event := _parsed(line)) is not None:
                     yield event
 
     def clear(self) -> None:
         """Remove the run's own files; other files in its folder stay."""
-        import shutil
-
         found = [self.path / name for name in _OWN_FILES]
         for path in [*found, *(path for pattern in _OWN_PATTERNS for path in self.path.glob(pattern))]:
             if path.is_dir() and not path.is_symlink():
@@ -269,7 +284,11 @@ def list_runs(folder: Path = RUNS) -> list[StoredRun]:
     """Return the runs in a folder, the newest first."""
     if not folder.is_dir():
         return []
-    found = [StoredRun(path) for path in folder.iterdir() if path.is_dir() and is_run(path)]
+    found = []
+    for path in folder.iterdir():
+        with suppress(PermissionError):  # the folder of another user's run is closed
+            if path.is_dir() and is_run(path):
+                found.append(StoredRun(path))
     return sorted(found, key=lambda run: (run.started, run.path.name), reverse=True)
 
 
@@ -296,8 +315,3 @@ def find_run(name: str | Path, folder: Path = RUNS) -> StoredRun:
     raise UsageError(
         unknown_name("run", str(name), names[:10]).replace("Allowed", "The latest"), hint="See: phalanx runs"
     )
-
-
-def command_line(run: StoredRun) -> str:
-    """Return the command that started a run, as it can be pasted."""
-    return shlex.join(run.record.command) if run.record is not None else "(not recorded)"

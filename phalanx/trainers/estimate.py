@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 
 from phalanx.config import DistributedConfig
@@ -18,21 +17,13 @@ from phalanx.world.mesh import Mesh
 _STATES = {"adamw": 2, "adam": 2, "adagrad": 1}
 """Tensors of the size of the parameters that an optimizer keeps; the others depend on momentum."""
 
-LEFT_OUT = "activations, buffers for communication, and blocks while they are gathered"
 
-
-@dataclass(frozen=True)
-class Memory:
+class Memory(NamedTuple):
     """Bytes per rank, without activations."""
 
     weights: int
     gradients: int
     optimizer: int
-
-    @property
-    def total(self) -> int:
-        """All of them."""
-        return self.weights + self.gradients + self.optimizer
 
 
 @dataclass(frozen=True)
@@ -47,10 +38,14 @@ class Estimate:
     steps_per_epoch: int | None
     steps: int | None
     memory: Memory
+    left_out: str = "activations, buffers for communication, and blocks while they are gathered"
+    """What `memory` does not count."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data."""
-        return {**asdict(self), "memory": {**asdict(self.memory), "total": self.memory.total, "left_out": LEFT_OUT}}
+        found = dict(vars(self))
+        memory = {**self.memory._asdict(), "total": sum(self.memory), "left_out": found.pop("left_out")}
+        return {**found, "memory": memory}
 
 
 def estimate_recipe(recipe: Recipe, config: DistributedConfig, layout: Layout) -> Estimate:
@@ -60,7 +55,9 @@ def estimate_recipe(recipe: Recipe, config: DistributedConfig, layout: Layout) -
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     samples = len(train) if hasattr(train, "__len__") else None
     config = with_batch_size(config, train)
-    batch = global_batch(config, layout)
+    batch = None  # a DataLoader of the user has it
+    if config.batch_size is not None:
+        batch = config.batch_size * config.gradient_accumulation_steps * layout.mesh.dp_size
     per_epoch = steps = None
     if samples is not None and batch is not None:
         per_epoch = samples // batch if config.drop_last else -(-samples // batch)
@@ -80,28 +77,17 @@ def estimate_recipe(recipe: Recipe, config: DistributedConfig, layout: Layout) -
     )
 
 
-def global_batch(config: DistributedConfig, layout: Layout) -> int | None:
-    """Return the samples of one optimizer step over all ranks; None where the DataLoader says it."""
-    if config.batch_size is None:
-        return None
-    return config.batch_size * config.gradient_accumulation_steps * layout.mesh.dp_size
-
-
 def estimate_memory(model: nn.Module, config: DistributedConfig, mesh: Mesh) -> Memory:
     """Return the bytes of weights, gradients and optimizer states on each rank, under the sharding."""
-    parameters = list(model.parameters())
-    whole = _bytes(parameters) / (mesh.tp * mesh.pp)
-    trained = _bytes([parameter for parameter in parameters if parameter.requires_grad]) / (mesh.tp * mesh.pp)
+    held = [(parameter.numel() * parameter.element_size(), parameter.requires_grad) for parameter in model.parameters()]
+    whole = sum(size for size, _ in held) / (mesh.tp * mesh.pp)
+    trained = sum(size for size, is_trained in held if is_trained) / (mesh.tp * mesh.pp)
     weights, gradients, states = _shards(config, mesh)
     return Memory(
         weights=round(whole / weights * (1 if config.ema_decay is None else 2)),
         gradients=round(trained / gradients),
         optimizer=round(trained * _states(config) / states),
     )
-
-
-def _bytes(parameters: list[nn.Parameter] | list[torch.Tensor]) -> int:
-    return sum(parameter.numel() * parameter.element_size() for parameter in parameters)
 
 
 def _shards(config: DistributedConfig, mesh: Mesh) -> tuple[int, int, int]:

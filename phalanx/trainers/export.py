@@ -17,14 +17,6 @@ from phalanx.loop.evaluate import model_output
 from phalanx.models.hf import save_pretrained
 from phalanx.trainers.weights import save_weights
 
-FORMATS = {
-    "safetensors": "the weights alone, in one file",
-    "hf": "a Hugging Face folder: config.json and safetensors (GPT-2, Llama, and models of transformers)",
-    "onnx": "the model's operations and weights, for onnxruntime and others",
-    "torchscript": "the traced model, for torch without Python",
-}
-ENDINGS = {"safetensors": ".safetensors", "hf": "", "onnx": ".onnx", "torchscript": ".ts"}
-
 
 class _Outputs(nn.Module):
     """Calls a model with inputs alone and returns its outputs alone."""

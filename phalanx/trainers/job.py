@@ -107,8 +107,10 @@ def _fit(formation: Formation, job: Job, survivor: ElasticRun | None) -> JobResu
     run_dir = agree_run_dir(formation.world, lambda: make_run_dir(placed, job.task.name), resumes=before is not None)
     if formation.is_main:
         save_config(job.config, run_dir)
-        if not (run_dir / RECORD).exists():  # else the process that started the ranks has written it
-            RunRecord.of_this_process(job.config.given()).write(run_dir)
+        # Our launcher's process has written it, but not for a second fit, which has a folder of its own.
+        if not (formation.world.env.supervised and (run_dir / RECORD).exists()):
+            record = RunRecord.of_this_process(job.config.given())
+            record.begin(run_dir, resumes=bool(job.config.resume_from_checkpoint))
     events = open_events(job.config, formation.world, run_dir)
     try:
         loop = TrainLoop(formation, job.task, events, run_dir)

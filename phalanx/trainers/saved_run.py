@@ -23,33 +23,15 @@ from phalanx.trainers.weights import load_weights
 _OF_THE_RUN = ("run_dir", "checkpoint_dir", "resume_from_checkpoint", "tensorboard_dir", "name")
 
 
-class SavedRun:
+class SavedRun(StoredRun):
     """A run on disk. `model` has the weights of the best checkpoint, or of the one that was asked for."""
 
-    def __init__(self, stored: StoredRun, checkpoint: Path | None, model: nn.Module | None = None) -> None:
-        self._stored = stored
-        self._checkpoint = checkpoint
-        self._given = model
+    _checkpoint: Path | None
+    _given: nn.Module | None
 
-    @property
-    def name(self) -> str:
-        """Its name, as commands take it."""
-        return self._stored.name
-
-    @property
-    def path(self) -> Path:
-        """Its folder."""
-        return self._stored.path
-
-    @property
-    def status(self) -> str:
-        """In one word: running, finished, stopped, preempted, failed or killed."""
-        return self._stored.status
-
-    @property
-    def recipe(self) -> Recipe | None:
-        """The recipe that it trained; None for a script or a trainer in Python."""
-        return self._stored.recipe
+    def __init__(self, path: Path, checkpoint: Path | None = None, model: nn.Module | None = None) -> None:
+        super().__init__(path)
+        self.__dict__.update(_checkpoint=checkpoint, _given=model)
 
     @cached_property
     def config(self) -> DistributedConfig:
@@ -61,21 +43,19 @@ class SavedRun:
     @cached_property
     def history(self) -> History:
         """The record of the run: epochs, logged steps, the best values."""
-        return History.from_events(self._stored.events())
+        return History.from_events(self.events())
 
     @property
     def checkpoint(self) -> Path:
         """The checkpoint of `model`: the best one, or the last where no best one is known."""
         if self._checkpoint is not None:
             return self._checkpoint
-        found = self._stored.checkpoints
-        best = self._stored.best_checkpoint
-        if best is None and not found:
+        if not self.checkpoints:
             raise CheckpointError(
-                f"{self.name} has no checkpoint in {self._stored.checkpoint_dir}",
+                f"{self.name} has no checkpoint in {self.checkpoint_dir}",
                 hint="Train with checkpoints: --checkpoint-frequency 1, or '500 steps'.",
             )
-        return best or found[-1]
+        return self.best_checkpoint or self.checkpoints[-1]
 
     @cached_property
     def model(self) -> nn.Module:
@@ -118,7 +98,7 @@ class SavedRun:
         return self.trainer(**settings).predict(data)
 
     def __repr__(self) -> str:
-        steps, total = self._stored.steps
+        steps, total = self.steps
         return f"SavedRun({self.name}, {self.status}, {steps} of {total or '?'} steps)"
 
 
@@ -137,9 +117,9 @@ def load_run(name: str | Path, *, checkpoint: str | Path = "best", model: nn.Mod
     path = Path(name)
     if (path / MANIFEST).is_file():  # a checkpoint: its run is two folders above, or unknown
         owner = path.absolute().parent.parent
-        return SavedRun(StoredRun(owner if is_run(owner) else path), path, model)
+        return SavedRun(owner if is_run(owner) else path, path, model)
     stored = find_run(name)
-    return SavedRun(stored, _chosen(stored, checkpoint), model)
+    return SavedRun(stored.path, _chosen(stored, checkpoint), model)
 
 
 def _chosen(stored: StoredRun, wanted: str | Path) -> Path | None:
@@ -147,11 +127,10 @@ def _chosen(stored: StoredRun, wanted: str | Path) -> Path | None:
     if str(wanted) == "best":
         return None
     if str(wanted) == "last" and found:
-        return list(found.values())[-1]
-    names = (str(wanted), f"step-{int(str(wanted)):08d}") if str(wanted).isdecimal() else (str(wanted),)
-    for each in names:
-        if each in found:
-            return found[each]
+        return stored.checkpoints[-1]
+    name = f"step-{int(str(wanted)):08d}" if str(wanted).isdecimal() else str(wanted)
+    if name in found:
+        return found[name]
     if (Path(wanted) / MANIFEST).is_file():
         return Path(wanted)
     raise UsageError(

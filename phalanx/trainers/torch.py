@@ -212,7 +212,7 @@ class TorchTrainer:
             return run_job(Job(action, task, config_here, checked=True), in_place=True)
         run_dir = make_run_dir(config, task.name) if action == "fit" else None
         if run_dir is not None:
-            RunRecord.of_this_process(config.given()).write(run_dir)
+            RunRecord.of_this_process(config.given()).begin(run_dir, resumes=bool(config.resume_from_checkpoint))
         try:
             result: JobResult = send_job(
                 Job(action, task, config_here, run_dir, checked=True),

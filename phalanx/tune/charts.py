@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ from phalanx.tune.space import SearchSpace
 from phalanx.tune.table import brief
 from phalanx.tune.trial import State, Trial
 
-_TICKS = 5
 _BELOW = -0.08
 _UNUSED = object()
 """Stands for the value of a hyperparameter that does not apply."""
@@ -25,7 +24,7 @@ _WORST, _BEST = (203, 213, 225), (13, 90, 120)
 
 @dataclass(frozen=True)
 class Axis:
-    """A vertical axis: positions of values between 0 and 1, and their labels."""
+    """One direction of a chart: positions of values between 0 and 1, and round values as labels."""
 
     name: str
     low: float = 0.0
@@ -35,6 +34,16 @@ class Axis:
     """Choices, in order; empty for numbers."""
     optional: bool = False
     """Whether some trials do not have it: they pass below the axis."""
+    whole: bool = False
+    """Whether only whole numbers have a meaning."""
+
+    @classmethod
+    def of(cls, name: str, values: Iterable[float]) -> Axis:
+        """Return the axis of these numbers, with a margin."""
+        known = list(values)
+        low, high = min(known, default=0.0), max(known, default=1.0)
+        margin = (high - low) * 0.05 or abs(high) * 0.05 or 0.5
+        return cls(name, low - margin, high + margin, whole=all(isinstance(value, int) for value in known))
 
     def position(self, value: Any) -> float:
         """Return the position of a value."""
@@ -47,15 +56,25 @@ class Axis:
 
     def ticks(self) -> list[tuple[float, str]]:
         """Return positions and their labels."""
-        if self.names:
-            values = [((n + 0.5) / len(self.names), brief(name)) for n, name in enumerate(self.names)]
-        elif self.low == self.high:
-            values = [(0.5, brief(self.low))]
-        else:
-            shares = [n / (_TICKS - 1) for n in range(_TICKS)]
-            ratio, span = self.high / self.low if self.log else 1.0, self.high - self.low
-            values = [(s, brief(float(self.low * ratio**s if self.log else self.low + span * s))) for s in shares]
-        return values + ([(_BELOW, "unused")] if self.optional else [])
+        values = self.names or [float(value) for value in self._round() if self.low <= value <= self.high]
+        found = [(self.position(value), brief(value)) for value in values]
+        return found + ([(_BELOW, "unused")] if self.optional else [])
+
+    def _round(self) -> list[float]:
+        """Return about five round values."""
+        if self.low == self.high:
+            return [self.low]
+        if self.log:
+            powers = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
+            found = [10.0**power for power in powers]
+            if sum(self.low <= value <= self.high for value in found) < 2:
+                return [self.low, math.sqrt(self.low * self.high), self.high]
+            return found
+        rough = (self.high - self.low) / 5
+        power = 10.0 ** math.floor(math.log10(rough))
+        step = next(n * power for n in (1, 2, 5, 10) if n * power >= rough)
+        step = max(1.0, step) if self.whole else step
+        return [step * n for n in range(math.ceil(self.low / step), math.floor(self.high / step) + 1)]
 
 
 @dataclass(frozen=True)
@@ -63,6 +82,8 @@ class Line:
     """A trial in the charts."""
 
     trial: Trial
+    value: float
+    """Of the metric."""
     positions: tuple[float, ...]
     curve: tuple[tuple[int, float], ...]
     goodness: float
@@ -77,29 +98,26 @@ class Line:
 
 def axes_and_lines(trials: Sequence[Trial], space: SearchSpace, objective: Objective) -> tuple[list[Axis], list[Line]]:
     """Return the axes (hyperparameters, then the metric) and the trials that have a result, worst first."""
-    shown = [
-        trial
-        for trial in trials
-        if trial.state in (State.FINISHED, State.STOPPED) and math.isfinite(trial.value(objective) or math.nan)
-    ]
-    numbers = [value for trial in shown if (value := trial.value(objective)) is not None]
+    ended = [trial for trial in trials if trial.state in (State.FINISHED, State.STOPPED)]
+    measured = [(trial.value(objective), trial) for trial in ended]
+    known = [(value, trial) for value, trial in measured if value is not None and math.isfinite(value)]
+    numbers = [value for value, _ in known]
     axes = [_axis(name, domain) for name, domain in space.domains.items()]
     axes.append(Axis(objective.metric, min(numbers, default=0.0), max(numbers, default=1.0)))
-    ordered = sorted(shown, key=lambda trial: (objective.goodness(trial.value(objective)), -trial.number))
-    most = max(1, len(ordered) - 1)
-    return axes, [_line(trial, axes, objective, rank / most) for rank, trial in enumerate(ordered)]
+    known.sort(key=lambda each: (objective.goodness(each[0]), -each[1].number))
+    most = max(1, len(known) - 1)
+    lines = []
+    for rank, (value, trial) in enumerate(known):
+        given = [trial.params.get(axis.name, _UNUSED) for axis in axes[:-1]]
+        positions = tuple(axis.position(one) for axis, one in zip(axes, [*given, value], strict=True))
+        lines.append(Line(trial, value, positions, tuple(trial.curve(objective)), rank / most))
+    return axes, lines
 
 
 def _axis(name: str, domain: Domain) -> Axis:
     if domain.kind == "choice":
         return Axis(name, names=tuple(dict.fromkeys(domain.arguments)), optional=bool(domain.when))
     return Axis(name, float(domain.low), float(domain.high), log=domain.meaning.log, optional=bool(domain.when))
-
-
-def _line(trial: Trial, axes: list[Axis], objective: Objective, goodness: float) -> Line:
-    positions = [axis.position(trial.params.get(axis.name, _UNUSED)) for axis in axes[:-1]]
-    positions.append(axes[-1].position(trial.value(objective)))
-    return Line(trial, tuple(positions), tuple(trial.curve(objective)), goodness)
 
 
 def draw_pictures(axes: Sequence[Axis], lines: Sequence[Line], folder: Path) -> list[Path]:

@@ -6,14 +6,15 @@ import math
 import os
 import shlex
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from html import escape
 from pathlib import Path
 from typing import Any
 
 from phalanx.errors import UsageError
 from phalanx.tune.charts import Axis, Line
+from phalanx.tune.objective import Objective
 from phalanx.tune.results import Results
 from phalanx.tune.space import SearchSpace
 from phalanx.tune.suggest import distribution, import_optuna, stored
@@ -60,54 +61,10 @@ for (const th of document.querySelectorAll("th")) th.onclick = () => {
 """
 
 
-@dataclass(frozen=True)
-class Scale:
-    """Positions of numbers (or of names) along one direction of a plot, with ticks."""
-
-    low: float
-    high: float
-    log: bool = False
-    names: tuple[str, ...] = ()
-    whole: bool = False
-    """Whether only whole numbers have a meaning."""
-
-    @classmethod
-    def of(cls, values: Iterable[float]) -> Scale:
-        """Return the scale of these numbers, with a margin."""
-        known = list(values)
-        whole = all(isinstance(value, int) for value in known)
-        low, high = min(known, default=0.0), max(known, default=1.0)
-        margin = (high - low) * 0.05 or abs(high) * 0.05 or 0.5
-        return cls(low - margin, high + margin, whole=whole)
-
-    def share(self, value: float) -> float:
-        """Return the position from 0 to 1."""
-        low, high, here = (math.log(n) if self.log else n for n in (self.low, self.high, value))
-        return 0.5 if high == low else (here - low) / (high - low)
-
-    def ticks(self) -> list[tuple[float, str]]:
-        """Return about five round values, by position."""
-        if self.names:
-            return [(self.share(n), name) for n, name in enumerate(self.names)]
-        if self.log:
-            powers = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
-            found = [10.0**power for power in powers]
-            if sum(self.low <= value <= self.high for value in found) < 2:
-                found = [self.low, math.sqrt(self.low * self.high), self.high]
-        else:
-            rough = (self.high - self.low) / 5 or 1.0
-            power = 10.0 ** math.floor(math.log10(rough))
-            step = next(n * power for n in (1, 2, 5, 10) if n * power >= rough)
-            step = max(1.0, step) if self.whole else step
-            first = math.ceil(self.low / step)
-            found = [step * n for n in range(first, math.floor(self.high / step) + 1)]
-        return [(self.share(value), f"{value:.4g}") for value in found if self.low <= value <= self.high]
-
-
 class Plot:
     """An SVG plot with axes, grid and labels; what is drawn in it is added as marks and lines."""
 
-    def __init__(self, x: Scale, y: Scale, labels: tuple[str, str], size: tuple[int, int] = (560, 300)) -> None:
+    def __init__(self, x: Axis, y: Axis, size: tuple[int, int]) -> None:
         self._x, self._y, self._width, self._height = x, y, *size
         self._parts = [f'<svg viewBox="0 0 {size[0]} {size[1]}" width="{size[0]}" height="{size[1]}" role="img">']
         bottom, right = self._height - _BOTTOM, self._width - _RIGHT
@@ -122,9 +79,9 @@ class Plot:
         self._parts.append(f'<path class="axis line" d="M{_LEFT} {_TOP}V{bottom}H{right}"/>')
         middle = (_LEFT + right) / 2
         self._parts.append(
-            f'<text class="name" x="{middle}" y="{self._height - 6}" text-anchor="middle">{escape(labels[0])}</text>'
+            f'<text class="name" x="{middle}" y="{self._height - 6}" text-anchor="middle">{escape(x.name)}</text>'
             f'<text class="name" transform="translate(13 {(_TOP + bottom) / 2}) rotate(-90)" text-anchor="middle">'
-            f"{escape(labels[1])}</text>"
+            f"{escape(y.name)}</text>"
         )
 
     def _across(self, share: float) -> float:
@@ -133,10 +90,10 @@ class Plot:
     def _down(self, share: float) -> float:
         return _TOP + (1 - share) * (self._height - _TOP - _BOTTOM)
 
-    def _at(self, point: tuple[float, float]) -> tuple[float, float]:
-        return self._across(self._x.share(point[0])), self._down(self._y.share(point[1]))
+    def _at(self, point: tuple[Any, float]) -> tuple[float, float]:
+        return self._across(self._x.position(point[0])), self._down(self._y.position(point[1]))
 
-    def mark(self, point: tuple[float, float], color: str, title: str, sign: str = "o") -> None:
+    def mark(self, point: tuple[Any, float], color: str, title: str, sign: str = "o") -> None:
         """Add a dot, or a cross."""
         x, y = self._at(point)
         shape = f'<circle class="mark" cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{color}">'
@@ -183,7 +140,7 @@ def page(
         f"{escape(results.objective.metric)} <b>{brief(results.best_value)}</b> with "
         f"{escape(point_words(best.params))}.</p>",
         f'<dl class="facts">{listed}</dl>',
-        *_section("History", "Each dot is a trial; the line is the best so far.", _history(results, lines)),
+        *_section("History", "Each dot is a trial; the line is the best so far.", _history(results.objective, lines)),
         *_section("Importance", "How much each hyperparameter explains of the metric.", _importance(results, space)),
         *_section("Each hyperparameter", "The metric over one hyperparameter at a time.", _slices(axes, lines)),
         *_section(
@@ -205,27 +162,21 @@ def _words(line: Line) -> str:
     return f"trial {line.trial.number}: {point_words(line.trial.params)}"
 
 
-def _values(results: Results, lines: Sequence[Line]) -> list[tuple[Line, float]]:
-    found = [(line, line.trial.value(results.objective)) for line in sorted(lines, key=lambda each: each.trial.number)]
-    return [(line, value) for line, value in found if value is not None]
-
-
-def _history(results: Results, lines: Sequence[Line]) -> str:
-    known = _values(results, lines)
-    if not known:
+def _history(objective: Objective, lines: Sequence[Line]) -> str:
+    if not lines:
         return ""
-    numbers = Scale.of(line.trial.number for line, _ in known)
-    plot = Plot(numbers, Scale.of(v for _, v in known), ("trial", results.objective.metric), (720, 300))
-    better = max if results.objective.mode == "max" else min
-    course, so_far = [], known[0][1]
-    for line, value in known:
-        course += [(float(line.trial.number), so_far)]
-        so_far = better(so_far, value)
-        course += [(float(line.trial.number), so_far)]
+    ordered = sorted(lines, key=lambda each: each.trial.number)
+    numbers = Axis.of("trial", (line.trial.number for line in ordered))
+    plot = Plot(numbers, Axis.of(objective.metric, (line.value for line in ordered)), (720, 300))
+    course, so_far = [], ordered[0].value
+    for line in ordered:
+        better = max(so_far, line.value) if objective.mode == "max" else min(so_far, line.value)
+        course += [(line.trial.number, so_far), (line.trial.number, better)]
+        so_far = better
     plot.line(course, "#d9480f", "best so far", 2)
-    for line, value in known:
+    for line in ordered:
         sign = "x" if line.trial.state is State.STOPPED else "o"
-        plot.mark((float(line.trial.number), value), line.color, f"{_words(line)}: {brief(value)}", sign)
+        plot.mark((line.trial.number, line.value), line.color, f"{_words(line)}: {brief(line.value)}", sign)
     return plot.svg()
 
 
@@ -271,33 +222,16 @@ def importances(results: Results, space: SearchSpace) -> dict[str, float]:
 
 
 def _slices(axes: Sequence[Axis], lines: Sequence[Line]) -> str:
-    if not lines:
-        return ""
-    metric = axes[-1]
     plots = []
     for axis in axes[:-1]:
         have = [line for line in lines if axis.name in line.trial.params]
-        if not have:
-            continue
-        x = Scale(-0.5, len(axis.names) - 0.5, names=tuple(brief(name) for name in axis.names))
-        if not axis.names:
-            x = Scale(axis.low, axis.high, log=axis.log)
-        plot = Plot(x, Scale(*_widened(metric)), (axis.name, metric.name), (360, 260))
-        for line in have:
-            value = line.trial.params[axis.name]
-            at = float(axis.names.index(value) if axis.names and value in axis.names else 0 if axis.names else value)
-            plot.mark((at, _metric(metric, line)), line.color, _words(line))
-        plots.append(plot.svg())
-    return f'<div class="row">{"".join(plots)}</div>'
-
-
-def _widened(axis: Axis) -> tuple[float, float]:
-    margin = (axis.high - axis.low) * 0.05 or abs(axis.high) * 0.05 or 0.5
-    return axis.low - margin, axis.high + margin
-
-
-def _metric(axis: Axis, line: Line) -> float:
-    return axis.low + line.positions[-1] * (axis.high - axis.low)
+        if have:
+            metric = Axis.of(axes[-1].name, (line.value for line in lines))
+            plot = Plot(replace(axis, optional=False), metric, (360, 260))
+            for line in have:
+                plot.mark((line.trial.params[axis.name], line.value), line.color, _words(line))
+            plots.append(plot.svg())
+    return f'<div class="row">{"".join(plots)}</div>' if plots else ""
 
 
 def _parallel(axes: Sequence[Axis], lines: Sequence[Line]) -> str:
@@ -331,13 +265,12 @@ def _curves(metric: str, lines: Sequence[Line]) -> str:
     if not curves:
         return "<p>No trial reported the metric while it ran.</p>"
     points = [point for line in curves for point in line.curve]
-    x = Scale.of(iteration for iteration, _ in points)
-    plot = Plot(x, Scale.of(value for _, value in points), ("iteration", metric), (720, 320))
+    x = Axis.of("iteration", (iteration for iteration, _ in points))
+    plot = Plot(x, Axis.of(metric, (value for _, value in points)), (720, 320))
     for line in curves:
-        course = [(float(iteration), value) for iteration, value in line.curve]
-        plot.line(course, line.color, _words(line), 3 if line.goodness == 1 else 1.5)
-        if line.trial.state is State.STOPPED or len(course) == 1:
-            plot.mark(course[-1], line.color, _words(line), "x" if line.trial.state is State.STOPPED else "o")
+        plot.line(line.curve, line.color, _words(line), 3 if line.goodness == 1 else 1.5)
+        if line.trial.state is State.STOPPED or len(line.curve) == 1:
+            plot.mark(line.curve[-1], line.color, _words(line), "x" if line.trial.state is State.STOPPED else "o")
     return plot.svg()
 
 

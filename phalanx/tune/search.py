@@ -16,6 +16,7 @@ from phalanx.engine import find_engine
 from phalanx.errors import UsageError, unknown_name
 from phalanx.host.files import make_private
 from phalanx.launch import prestart
+from phalanx.runs.record import StoredRun
 from phalanx.runs.spec import engine_environment
 from phalanx.tune.charts import PAGE_FILE, axes_and_lines, draw_pictures
 from phalanx.tune.engine import IndependentTrials, SearchEngine, SearchPlan
@@ -191,9 +192,9 @@ def conclude(
         table.notice(f"{count} trial{'s' * (count > 1)} failed, the first with: {results.failed[0].cause}")
     for path in _draw(results, space, subject, table):
         table.notice(f"picture: {_short(path)}")
-    checkpoints = sorted(results.best.checkpoints.glob("step-*"))
-    if checkpoints:
-        table.notice(f"best checkpoint: {_short(checkpoints[-1])}")
+    stored = StoredRun(results.best.folder)
+    if (checkpoint := stored.best_checkpoint or next(reversed(stored.checkpoints), None)) is not None:
+        table.notice(f"best checkpoint: {_short(checkpoint)}")
     table.notice(f"next:\n  {next_command(subject, results, _short(best))}")
     return results
 

@@ -55,13 +55,6 @@ def ranked(trials: Sequence[Trial], objective: Objective) -> list[Trial]:
     return sorted(trials, key=lambda t: (order.get(t.state, 2), -objective.goodness(t.value(objective)), t.number))
 
 
-def plain_table(head: list[str], rows: list[list[str]]) -> str:
-    """Return aligned columns."""
-    widths = [max(len(cell) for cell in column) for column in zip(head, *rows, strict=True)]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-                     for line in [head, *rows])  # fmt: skip
-
-
 class SearchProgress:
     """How far a search is: trials done of all, the time that is left, and the best so far."""
 
@@ -126,7 +119,7 @@ class PlainTable:
         """Write the whole table, the best first."""
         if trials:
             head, rows = columns(ranked(trials, self._objective), self._objective)
-            self.notice("\n" + plain_table(head, rows))
+            self.notice("\n" + format.table([head, *rows]))
 
 
 class LiveTable:

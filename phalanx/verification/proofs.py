@@ -187,8 +187,7 @@ class Proof:
         write_payload(VerifyRequest(self.subject, placed), payload)
         target = CallTarget("phalanx.verification.rank:run_request", str(payload))
         self._launches += 1
-        ranks = f"{layout.world_size} rank{'s' * (layout.world_size > 1)}"
-        what = f"part {self._launches} of {_PARTS}: {', '.join(run.name for run in runs)} on {ranks}"
+        what = f"part {self._launches} of {_PARTS}: {', '.join(run.name for run in runs)} on {layout.ranks}"
         with log_folder(None) as logs, _shown(what, enabled=self._progress):
             try:
                 run_on_ranks(launch_spec(config, layout, target, logs), config)

@@ -32,9 +32,14 @@ class Layout:
         return self.names or tuple(self.mesh.label(rank) for rank in range(self.world_size))
 
     @property
+    def ranks(self) -> str:
+        """How many ranks there are, in words."""
+        return f"{self.world_size} rank{'s' * (self.world_size > 1)}"
+
+    @property
     def starting(self) -> str:
         """What the console shows while the ranks start."""
-        return f"starting {self.world_size} rank{'s' * (self.world_size > 1)} on {self.device}"
+        return f"starting {self.ranks} on {self.device}"
 
 
 def plan_layout(config: DistributedConfig, gpus_here: int) -> Layout:

@@ -66,7 +66,7 @@ def test_the_table_names_settings_and_allowed_values_only():
         assert name in FIELDS.keys() | OF_A_VERB
         assert not value or problem(FIELDS[name], value) is None
     for name, words in _VALUES.items():
-        for value in words.values():
+        for value in words:
             assert value in {"true", "false"} or problem(FIELDS[name], value) is None
 
 

@@ -34,8 +34,15 @@ def test_a_dry_run_says_what_would_run_and_writes_nothing(tmp_path):
     assert "46 (23 per epoch of 1,437 samples)" in answer.out
     assert "99,178 parameters" in answer.out
     assert "without activations" in answer.out
-    assert "epochs                2              flag" in answer.out
+    assert ["epochs", "2", "flag"] in [line.split() for line in answer.out.splitlines()]
     assert files_under(tmp_path) == set()
+
+
+def test_a_plan_of_own_data_without_a_batch_size_has_the_size_that_the_run_would_take(tmp_path):
+    body = "return torch.utils.data.TensorDataset(torch.zeros(70, 1))"
+    write_script(tmp_path / "mine.py", f"import torch\n\ndef load():\n    {body}\n")
+    answer = phalanx("train", "--model", "convnet", "--data", "mine:load", "--device", "cpu", "--dry-run")
+    assert "32 samples (32 per rank x 1 data ranks)" in answer.out, answer.text
 
 
 @pytest.mark.parametrize("name", sorted(set(recipe_names()) - {"mnist", "imagefolder"}))

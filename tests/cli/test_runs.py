@@ -97,6 +97,8 @@ def test_resume_continues_in_the_same_folder_with_the_same_settings(inside):
 def test_train_resume_takes_the_last_run_of_the_recipe(inside):
     ran("train", "recipe.toml", "--resume", "--epochs", 3, *FAST)
     assert only_run().steps == (48, 48)
+    ran("train", "--resume", only_run().name, "--epochs", 4)
+    assert only_run().steps == (64, 64)
     assert "there is no run of 'digits'" in phalanx("train", "digits", "--resume").text
 
 
@@ -122,6 +124,58 @@ def test_diff_names_what_differs_alone(inside):
     assert "batch_size" not in differs
 
 
+def test_a_resumed_run_is_not_described_by_how_it_ended_before(inside):
+    run = only_run()
+    events = run.path / "events.jsonl"
+    begun = next(line for line in events.read_text().splitlines() if '"run_started"' in line)
+    with events.open("a") as file:
+        file.write(begun + "\n")
+    again = only_run()
+    assert (again.status, again.ended) == ("running", {})  # by this process, which started it
+    # What the best checkpoint says does not need the end of the run.
+    assert again.best_checkpoint == run.best_checkpoint is not None
+    assert again.best == run.best
+
+
+def test_a_resumption_that_fails_at_once_does_not_report_the_end_before(inside):
+    (inside / "model.py").write_text("def Net(**options):\n    raise ValueError('broken')\n")
+    answer = phalanx("resume", "last", "--epochs", 4, "--json")
+    assert answer.code != 0
+    found = json.loads(answer.out)
+    assert found["status"] == "failed"
+    assert found["metrics"] == {}
+
+
+def test_json_of_one_run_takes_no_file(inside):
+    assert json.loads(ran("runs", "show", "--json", "last").out)["name"] == only_run().name
+
+
+def test_a_run_whose_files_vanish_is_listed(inside, monkeypatch):
+    lstat = os.lstat
+
+    def lost(path, **options):
+        if str(path).endswith(".distcp"):
+            raise FileNotFoundError(path)
+        return lstat(path, **options)
+
+    monkeypatch.setattr(os, "lstat", lost)
+    assert only_run().size > 0
+
+
+def test_a_run_of_another_user_does_not_hide_one_s_own(inside, monkeypatch):
+    closed = Path("runs/closed")
+    closed.mkdir()
+    is_file = Path.is_file
+
+    def refuse(path):
+        if path.parent == closed:
+            raise PermissionError(13, "Permission denied", str(path))
+        return is_file(path)
+
+    monkeypatch.setattr(Path, "is_file", refuse)
+    assert len(list_runs()) == 1
+
+
 def test_rm_asks_and_removes(inside):
     asked = phalanx("runs", "rm", "last")
     assert asked.code == 2
@@ -129,6 +183,13 @@ def test_rm_asks_and_removes(inside):
     ran("runs", "rm", "last", "--yes")
     assert list_runs() == []
     assert "no runs" in ran("runs").out
+
+
+def test_rm_leaves_other_files_of_a_run_dir_that_the_user_chose(inside):
+    shutil.move(only_run().path, "own")
+    Path("own/notes.txt").write_text("mine")
+    assert "other files in own stay" in ran("runs", "rm", "own", "--yes").out
+    assert [path.name for path in Path("own").iterdir()] == ["notes.txt"]
 
 
 def test_evaluate_gives_what_training_measured(inside):
@@ -203,6 +264,25 @@ def test_runs_that_python_started_are_listed_and_say_what_they_need(inside):
         _ = px.load_run("last").model
     assert "was not started by phalanx train" in phalanx("resume", "last").text
     assert "--model is needed" in phalanx("evaluate", "last").text
+
+
+def test_a_run_that_python_continues_belongs_to_the_process_that_trains(tmp_path):
+    run_dir = tmp_path / "run"
+    data = torch.utils.data.TensorDataset(torch.randn(8, 2), torch.randint(0, 2, (8,)))
+    settings = {"batch_size": 8, "device": "cpu", "run_dir": str(run_dir), "checkpoint_frequency": 1}
+    px.PyTorchDDPTrainer(torch.nn.Linear(2, 2), epochs=1, **settings).fit(data)
+    record = json.loads((run_dir / "run.json").read_text())
+    (run_dir / "run.json").write_text(json.dumps({**record, "pid": 1, "started": 7.0, "tags": ["mine"]}))
+
+    class Look(px.Callback):
+        def on_step_end(self, trainer, info):
+            seen.append(StoredRun(run_dir).status)
+
+    seen: list[str] = []
+    again = {**settings, "epochs": 2, "resume_from_checkpoint": str(run_dir / "checkpoints")}
+    px.PyTorchDDPTrainer(torch.nn.Linear(2, 2), callbacks=[Look()], **again).fit(data)
+    assert seen == ["running"]
+    assert (StoredRun(run_dir).started, StoredRun(run_dir).tags) == (7.0, ["mine"])
 
 
 def test_ctrl_c_prints_the_command_that_resumes(inside):

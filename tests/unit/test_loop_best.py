@@ -208,6 +208,17 @@ def test_training_ends_when_its_time_is_over_and_is_saved(tmp_path):
     assert (again.reason, len(again.epochs)) == ("", len(history.epochs) + 1)
 
 
+def test_a_run_that_ends_by_time_within_an_epoch_is_measured_and_saved_as_the_best(tmp_path):
+    class Slow(Callback):
+        def on_step_end(self, trainer, info):
+            time.sleep(0.02)
+
+    train = TensorDataset(torch.ones(4000, 1), torch.zeros(4000, 1))
+    history = fit(tmp_path, [1.0], (Slow(),), train=train, max_time=0.2, checkpoint_dir=str(tmp_path / "kept"))
+    assert [record.val["loss"] for record in history.epochs] == pytest.approx([1.0])
+    assert find_best(tmp_path / "kept").step == history.best_step == history.epochs[0].step < 1000
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

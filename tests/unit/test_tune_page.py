@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from phalanx.tune import choice, loguniform, uniform
-from phalanx.tune.charts import axes_and_lines
+from phalanx.tune.charts import Axis, axes_and_lines
 from phalanx.tune.objective import Objective
-from phalanx.tune.page import Scale, importances, page
+from phalanx.tune.page import importances, page
 from phalanx.tune.results import Results
 from phalanx.tune.space import SearchSpace
 from phalanx.tune.table import PlainTable, SearchProgress, brief, columns
@@ -57,6 +57,7 @@ def test_the_page_holds_every_part_and_is_escaped(tmp_path):
     for trial in made:
         trial.params["x"] = max(trial.params["x"], 0.01)
     axes, lines = axes_and_lines(made, space, results.objective)
+    assert len(lines) == len(made)  # a loss of 0 is a result too
     text = page(results, space, axes, lines, "Tuning it", {"command": "phalanx tune it --seed 3", "seed": "3"})
     assert "phalanx tune it --seed 3" in text
     assert "<b></td>" not in text
@@ -65,17 +66,17 @@ def test_the_page_holds_every_part_and_is_escaped(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("scale", "labels"),
+    ("axis", "labels"),
     [
-        (Scale(0, 1), ["0", "0.2", "0.4", "0.6", "0.8", "1"]),
-        (Scale(1e-4, 1e-1, log=True), ["0.0001", "0.001", "0.01", "0.1"]),
-        (Scale(-0.5, 1.5, names=("a", "b")), ["a", "b"]),
-        (Scale.of([1, 2, 3]), ["1", "2", "3"]),
-        (Scale.of([2.0]), ["1.9", "1.95", "2", "2.05", "2.1"]),
+        (Axis("", 0, 1), ["0", "0.2", "0.4", "0.6", "0.8", "1"]),
+        (Axis("", 1e-4, 1e-1, log=True), ["0.0001", "0.001", "0.01", "0.1"]),
+        (Axis("", names=("a", "b")), ["a", "b"]),
+        (Axis.of("", [1, 2, 3]), ["1", "2", "3"]),
+        (Axis.of("", [2.0]), ["1.9", "1.95", "2", "2.05", "2.1"]),
     ],
 )
-def test_ticks_are_round(scale, labels):
-    assert [label for _, label in scale.ticks()] == labels
+def test_ticks_are_round(axis, labels):
+    assert [label for _, label in axis.ticks()] == labels
 
 
 def test_progress_says_how_many_of_how_many_and_the_best_so_far(tmp_path, capsys):

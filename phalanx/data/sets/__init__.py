@@ -49,8 +49,7 @@ def load(name: str, split: str = "train", **options: Any) -> Any:
             unknown_name("data set", name, _DATASETS),
             hint="Data of your own is written as package.module:function, or as the path of its files: ./my-data",
         )
-    _check_options(make, options, what)
-    return make(split=split, **options)
+    return call_with(make, options, what, split=split)
 
 
 def load_splits(name: str, **options: Any) -> tuple[Any, Any]:
@@ -62,7 +61,7 @@ def load_splits(name: str, **options: Any) -> tuple[Any, Any]:
         return load(name, "train", **options), load(name, "val", **options)
     make, what = load_import(name, "data"), f"data '{name}'"
     if "split" in inspect.signature(make).parameters:
-        return call_with(make, {**options, "split": "train"}, what), call_with(make, {**options, "split": "val"}, what)
+        return call_with(make, options, what, split="train"), call_with(make, options, what, split="val")
     found = call_with(make, options, what)
     if isinstance(found, Mapping) and "train" in found:
         return found["train"], next((found[key] for key in _VALIDATION_NAMES if key in found), None)
@@ -76,12 +75,3 @@ def load_splits(name: str, **options: Any) -> tuple[Any, Any]:
 def _function(name: str) -> Any:
     module, function = _DATASETS[name]
     return getattr(importlib.import_module(module), function)
-
-
-def _check_options(make: Any, options: Mapping[str, Any], what: str) -> None:
-    allowed = [option for option in inspect.signature(make).parameters if option != "split"]
-    for option in options:
-        if option not in allowed and not allowed:
-            raise UsageError(f"{what} takes no options; got '{option}'")
-        if option not in allowed:
-            raise UsageError(unknown_name(f"option of {what}", option, allowed))
