@@ -264,6 +264,7 @@ class Reporter:
         history.total_time = self._time_before + time.monotonic() - self._began
         history.throughput = rate = self._speed.steady
         history.first_steps_seconds = self._speed.warm_up_seconds
+        history.slow_seconds = self._speed.slow_seconds
         history.tokens_per_second = self._token_rate.tokens(rate)
         history.mfu = self._token_rate.mfu(rate)
         history.speedup = self._speedup(rate)

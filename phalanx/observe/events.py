@@ -221,6 +221,8 @@ class RunEnded(Event):
     """Seconds in which rank 0 waited for gradients to travel."""
     first_steps_seconds: float | None = None
     """Seconds of the first steps (start-up, compilation): throughput, tokens per second and MFU leave them out."""
+    slow_seconds: float = 0.0
+    """Seconds of steps that took more than twice the usual time, which throughput leaves out as well."""
     reason: str = ""
     """Why the run ended, in words; empty where it took all its steps."""
     best_checkpoint: str | None = None

@@ -130,6 +130,8 @@ def summary_rows(end: RunEnded, run: RunStarted | None) -> list[tuple[str, str]]
         rows.append(("MFU", f"{end.mfu:.1%}"))
     if end.first_steps_seconds is not None and end.first_steps_seconds >= _MIN_SHOWN_SECONDS:
         rows.append(("first steps", f"{duration(end.first_steps_seconds)}, not in the throughput"))
+    if end.slow_seconds >= _MIN_SHOWN_SECONDS:
+        rows.append(("slow steps", f"{duration(end.slow_seconds)}, not in the throughput"))
     if run is not None:
         rows += [("layout", ", ".join(_layout(run))), ("parameters", _parameters(run).removesuffix(" parameters"))]
     if end.sent_bytes is not None:

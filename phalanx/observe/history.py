@@ -34,9 +34,11 @@ class History:
     total_time: float = 0.0
     """Seconds of the whole run, evaluation and checkpoints included."""
     throughput: float = 0.0
-    """Samples per second of training time, over all ranks, without the first steps."""
+    """Samples per second of training time, over all ranks, without the first steps and those of `slow_seconds`."""
     first_steps_seconds: float = 0.0
     """What the first steps took: processes start, code is compiled. The first one; with `compile` the first three."""
+    slow_seconds: float = 0.0
+    """Seconds of steps that took more than twice the usual time (recompilation, waiting for data)."""
     tokens_per_second: float | None = None
     """The same in tokens, for language models that know their operations per token."""
     mfu: float | None = None

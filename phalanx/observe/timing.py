@@ -76,9 +76,20 @@ class Throughput:
         """
         if len(self._laps) < 3:
             return self.average
+        slow = self._slow_laps()
+        samples = sum(lap[1] for lap in self._laps) - sum(lap[1] for lap in slow)
+        return _ratio(samples, sum(lap[0] for lap in self._laps) - sum(lap[0] for lap in slow))
+
+    @property
+    def slow_seconds(self) -> float:
+        """The time of the laps that `steady` leaves out."""
+        return sum(lap[0] for lap in self._slow_laps())
+
+    def _slow_laps(self) -> list[tuple[float, int, int]]:
+        if len(self._laps) < 3:
+            return []
         usual = statistics.median(seconds / steps for seconds, _, steps in self._laps)
-        kept = [lap for lap in self._laps if lap[0] / lap[2] <= 2 * usual]
-        return _ratio(sum(lap[1] for lap in kept), sum(lap[0] for lap in kept))
+        return [lap for lap in self._laps if lap[0] / lap[2] > 2 * usual]
 
     def lap(self) -> tuple[float, float]:
         """Return samples per second and seconds per step since the last lap, and begin a new one."""
