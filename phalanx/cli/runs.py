@@ -17,6 +17,7 @@ from phalanx.config.sources import read_settings
 from phalanx.errors import UsageError, unknown_name
 from phalanx.observe.format import duration, of_total, size
 from phalanx.runs.record import RUNS, StoredRun, command_line, find_run, list_runs
+from phalanx.runs.resume import refuse_whole_project
 
 _ACTIONS = {
     "list": "list the runs, the newest first",
@@ -120,6 +121,7 @@ def _show(namespace: argparse.Namespace) -> None:
         ("in", record.directory if record else ""),
         ("started", time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(run.started))),
         ("status", f"{found['status']}{f' ({found_reason})' if (found_reason := found['reason']) else ''}"),
+        ("damage", run.damage),
         ("time", duration(ended["total_time"]) if ended else ""),
         ("steps", of_total(found["steps"], found["total_steps"])),
         (
@@ -188,7 +190,7 @@ def _diff(namespace: argparse.Namespace) -> None:
 def _tag(namespace: argparse.Namespace) -> None:
     run = find_run(namespace.run, Path(namespace.runs_dir))
     if run.record is None:
-        raise UsageError(f"{run.path} has no run.json, so it cannot have tags")
+        raise UsageError(run.damage or f"{run.path} has no run.json, so it cannot have tags")
     tag = namespace.tag
     if namespace.remove:
         if tag not in run.tags:
@@ -206,8 +208,10 @@ def _tag(namespace: argparse.Namespace) -> None:
 def _remove(namespace: argparse.Namespace) -> None:
     runs = list({run.path: run for run in (find_run(n, Path(namespace.runs_dir)) for n in namespace.runs)}.values())
     for run in runs:
-        if run.status == "running":
-            raise UsageError(f"{run.name} is running; nothing was removed", hint="Stop it first, with Ctrl-C.")
+        refuse_whole_project(run)
+        if why := run.in_use:
+            hint = "Stop it first, with Ctrl-C." if run.status == "running" else f"If it has ended: rm -r {run.path}"
+            raise UsageError(f"{run.name} {why}; nothing was removed", hint=hint)
     total = size(sum(run.size for run in runs))
     names = ", ".join(run.name for run in runs)
     if not namespace.yes:
@@ -217,5 +221,17 @@ def _remove(namespace: argparse.Namespace) -> None:
             print("nothing was removed")
             return
     for run in runs:
-        shutil.rmtree(run.path)
+        _remove_run(run, Path(namespace.runs_dir))
     print(f"removed {names} ({total})")
+
+
+def _remove_run(run: StoredRun, folder: Path) -> None:
+    """Remove a run's folder; of one elsewhere (`--run-dir`), which may hold other files too, the run's files alone."""
+    if run.path.parent.resolve() == folder.resolve() and not run.path.is_symlink():
+        shutil.rmtree(run.path)
+        return
+    run.clear()
+    try:
+        run.path.rmdir()
+    except OSError:
+        print(f"other files stay in {run.path}")

@@ -175,8 +175,9 @@ def _launch(
     else:
         check_before_start(config)
     run_dir = make_run_dir(config, target_name(recipe, script))
-    record = _record(resolved, recipe, script)
-    (record.continuing(run_dir) if config.resume_from_checkpoint else record).write(run_dir)
+    if not config.node_rank:  # of several machines, the first one
+        record = _record(resolved, recipe, script)
+        (record.continuing(run_dir) if config.resume_from_checkpoint else record).write(run_dir)
     with scratch_folder("run") as folder, json_at_end(lambda: run_summary(run_dir), wanted=as_json):
         target: Target | None = script if recipe is None else recipe_target(recipe, config, run_dir, folder)
         assert target is not None, "either a recipe or a script was named"

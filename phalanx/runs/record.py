@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import json
 import os
 import platform
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -19,6 +21,7 @@ from typing import Any
 
 from phalanx.errors import UsageError, unknown_name
 from phalanx.host.files import replace_file
+from phalanx.observe.format import duration
 from phalanx.recipes import Recipe
 from phalanx.version import __version__
 
@@ -26,8 +29,12 @@ FILE = "run.json"
 EVENTS = "events.jsonl"
 RUNS = Path("runs")
 _TAIL_BYTES = 1 << 17
-_OWN_FILES = (FILE, EVENTS, "config.toml", "tracking.json", "checkpoints", "logs", "tensorboard", "wandb")
-_OWN_PATTERNS = ("events.out.tfevents.*", "fit-*")
+_FRESH_SECONDS = 3600.0
+_OWN_PATTERNS = (
+    *(FILE, EVENTS, "config.toml", "tracking.json", "tensorboard", "wandb", "events.out.tfevents.*", "fit-[0-9]*"),
+    *("checkpoints/step-*", "checkpoints/.writing-*", "checkpoints/.run-*.lock", "logs/rank-*", "logs/heartbeats"),
+)
+"""The files of a run. A folder that the user had before may hold others, also in `checkpoints` and `logs`."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +58,8 @@ class RunRecord:
     commit: str | None = None
     """The git commit of the folder in which the command ran."""
     tags: list[str] = field(default_factory=list)
+    continued: float = 0.0
+    """When the run was last resumed in its folder."""
 
     @classmethod
     def of_this_process(cls, settings: Mapping[str, Any], **target: Any) -> RunRecord:
@@ -73,7 +82,9 @@ class RunRecord:
     def continuing(self, run_dir: Path) -> RunRecord:
         """Return this with the start of the run that is continued in a folder, if there is one."""
         old = StoredRun(run_dir).record
-        return self if old is None else dataclasses.replace(self, command=old.command, started=old.started)
+        if old is None:
+            return self
+        return dataclasses.replace(self, command=old.command, started=old.started, continued=time.time())
 
     def write(self, run_dir: Path, *, tags: list[str] | None = None) -> None:
         """Write it, with these tags; without any, those of an earlier record of the same folder stay."""
@@ -99,6 +110,17 @@ def _started_at(pid: int) -> int | None:
         return None
 
 
+def _is_alive(record: RunRecord) -> bool:
+    """Whether the process that started a run on this host still exists."""
+    if record.pid_started:
+        return _started_at(record.pid) == record.pid_started
+    try:  # not Linux: its number alone is known
+        os.kill(record.pid, 0)
+    except OSError:
+        return False
+    return record.pid > 0
+
+
 @dataclass(frozen=True)
 class StoredRun:
     """A run's folder, and what its files say. Everything is read when it is first asked for."""
@@ -111,16 +133,29 @@ class StoredRun:
         return self.path.name if self.path.parent.resolve() == RUNS.resolve() else str(self.path)
 
     @cached_property
-    def record(self) -> RunRecord | None:
-        """What started it; None for a run of an older version."""
+    def _read(self) -> RunRecord | str | None:
+        """The content of run.json, or why it cannot be read; None without that file."""
         try:
             document = json.loads((self.path / FILE).read_text(encoding="utf-8"))
             known = {each.name for each in dataclasses.fields(RunRecord)}
-            return RunRecord(**{name: value for name, value in document.items() if name in known})
+            record = RunRecord(**{name: value for name, value in document.items() if name in known})
         except FileNotFoundError:
             return None
         except (OSError, ValueError, TypeError, AttributeError) as error:
-            raise UsageError(f"{self.path / FILE} cannot be read: {error}") from None
+            return f"{self.path / FILE} cannot be read: {error}"
+        kinds = {"command": list, "directory": str, "settings": dict, "recipe": dict | None, "tags": list, "pid": int}
+        wrong = [name for name, kind in kinds.items() if not isinstance(getattr(record, name), kind)]
+        return f"{self.path / FILE} is damaged: wrong value of {', '.join(wrong)}" if wrong else record
+
+    @property
+    def record(self) -> RunRecord | None:
+        """What started it; None for a run of an older version, and where `damage` says what is wrong."""
+        return self._read if isinstance(self._read, RunRecord) else None
+
+    @property
+    def damage(self) -> str:
+        """Why run.json cannot be used; empty where it can, or where there is none."""
+        return self._read if isinstance(self._read, str) else ""
 
     @property
     def recipe(self) -> Recipe | None:
@@ -153,14 +188,48 @@ class StoredRun:
     @property
     def status(self) -> str:
         """In one word: running, finished, stopped, preempted, failed, or killed where nothing was reported."""
-        last = next((e["event"] for e in reversed(self._ends) if e["event"] in ("run_started", "run_ended")), None)
-        if last == "run_ended":
-            return str(self._last("run_ended")["status"])
+        last: dict[str, Any] = next((e for e in reversed(self._ends) if e["event"] in ("run_started", "run_ended")), {})
         record = self.record
-        if record is None or record.host != socket.gethostname():
-            return "unknown"
-        alive = record.pid_started and _started_at(record.pid) == record.pid_started
-        return "running" if alive else "killed"
+        here = record is not None and record.host == socket.gethostname()
+        alive = here and record is not None and _is_alive(record)
+        if last.get("event") == "run_ended":
+            # A run that is resumed reports its start only when its ranks have started.
+            begins = alive and record is not None and max(record.started, record.continued) > float(last["time"])
+            return "running" if begins else str(last["status"])
+        if alive or self._is_locked:
+            return "running"
+        return "damaged" if self.damage else "killed" if here else "unknown"
+
+    @property
+    def _is_locked(self) -> bool:
+        """Whether a rank on any host holds the lock of a run in the folder's own checkpoints."""
+        for path in (self.path / "checkpoints").glob(".run-*.lock"):
+            with suppress(FileNotFoundError), path.open("rb") as file:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    return True
+                except OSError:  # a file system without locks
+                    continue
+        return False
+
+    @property
+    def in_use(self) -> str:
+        """Why the run may still be running, as the end of a sentence; empty where it is not."""
+        status = self.status
+        if status == "running":
+            return "is running"
+        if status not in ("unknown", "damaged"):
+            return ""
+        ages = [
+            time.time() - file.stat().st_mtime
+            for file in (self.path / EVENTS, self.path / "logs" / "heartbeats")
+            if file.is_file()
+        ]
+        if not ages or min(ages) > _FRESH_SECONDS:
+            return ""
+        host = f" on {self.record.host}" if self.record is not None else ""
+        return f"may be running{host}: it has not reported its end, and its files changed {duration(min(ages))} ago"
 
     @property
     def started(self) -> float:
@@ -242,12 +311,14 @@ class StoredRun:
         """Remove the run's own files; other files in its folder stay."""
         import shutil
 
-        found = [self.path / name for name in _OWN_FILES]
-        for path in [*found, *(path for pattern in _OWN_PATTERNS for path in self.path.glob(pattern))]:
+        for path in [path for pattern in _OWN_PATTERNS for path in self.path.glob(pattern)]:
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
             else:
                 path.unlink(missing_ok=True)
+        for name in ("checkpoints", "logs"):
+            with suppress(OSError):  # it is not there, or holds other files
+                (self.path / name).rmdir()
 
 
 def _parsed(line: bytes) -> dict[str, Any] | None:
@@ -275,6 +346,8 @@ def list_runs(folder: Path = RUNS) -> list[StoredRun]:
 
 def find_run(name: str | Path, folder: Path = RUNS) -> StoredRun:
     """Return a run by its folder, its name in ./runs, the beginning of it, a tag, or "last"."""
+    if not isinstance(name, str | Path) or not str(name).strip():
+        raise UsageError(f"{name!r} does not name a run", hint="Write its name, a tag, its folder, or last.")
     path = Path(name)
     for candidate in (path, folder / path):
         if candidate.is_dir() and is_run(candidate):

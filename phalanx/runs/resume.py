@@ -33,18 +33,32 @@ def resume_settings(run: StoredRun) -> dict[str, Any]:
 
 def check_run_dir(config: DistributedConfig, *, overwrite: bool) -> None:
     """Refuse a folder that holds a run which is not to be continued; with `overwrite`, remove that run's files."""
-    if config.run_dir is None or config.resume_from_checkpoint or not is_run(Path(config.run_dir)):
-        return
+    if config.run_dir is None or config.node_rank or not is_run(Path(config.run_dir)):
+        return  # the first machine checks the folder that all of them share
     run = StoredRun(Path(config.run_dir))
     if run.status == "running":
         raise UsageError(f"run_dir = '{config.run_dir}' is the folder of a run that is running")
+    if config.resume_from_checkpoint:
+        return
     if not overwrite:
         steps, total = run.steps
         raise UsageError(
             f"run_dir = '{config.run_dir}' already holds a run ({run.status}, {steps} of {total or '?'} steps)",
             hint=f"Continue it: phalanx resume {run.name}. Replace it: add --overwrite. Or give another --run-dir.",
         )
+    if run.in_use:
+        raise UsageError(f"--overwrite: the run in '{config.run_dir}' {run.in_use}", hint="Give another --run-dir.")
+    refuse_whole_project(run)
     run.clear()
+
+
+def refuse_whole_project(run: StoredRun) -> None:
+    """Refuse to remove the files of a run whose folder is the current one or contains it."""
+    if Path.cwd().is_relative_to(run.path.resolve()):
+        raise UsageError(
+            f"{run.path} contains the current folder, so not only the run's files may be in it; nothing was removed",
+            hint="Remove what you do not need yourself.",
+        )
 
 
 def how_to_resume(run: StoredRun) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch.distributed as dist
 
 from phalanx.config import DistributedConfig
 from phalanx.engine import engines_here
+from phalanx.errors import PhalanxError
 from phalanx.loop.evaluate import evaluate, predict
 from phalanx.loop.formation import Formation
 from phalanx.loop.optimizer_binding import OwnSchedule, scheduler_state
@@ -19,7 +21,7 @@ from phalanx.loop.task import TrainTask
 from phalanx.loop.trainer import TrainLoop
 from phalanx.observe.history import History
 from phalanx.observe.tensorboard import TensorBoardSink
-from phalanx.runs.folder import make_run_dir
+from phalanx.runs.folder import discard_unused, make_run_dir
 from phalanx.runs.record import FILE as RECORD
 from phalanx.runs.record import RunRecord
 from phalanx.trainers.histograms import HistogramCallback
@@ -107,8 +109,9 @@ def _fit(formation: Formation, job: Job, survivor: ElasticRun | None) -> JobResu
     run_dir = agree_run_dir(formation.world, lambda: make_run_dir(placed, job.task.name), resumes=before is not None)
     if formation.is_main:
         save_config(job.config, run_dir)
-        if not (run_dir / RECORD).exists():  # else the process that started the ranks has written it
-            RunRecord.of_this_process(job.config.given()).write(run_dir)
+        if not (_is_given(job) and (run_dir / RECORD).exists()):  # else the process that started the ranks wrote it
+            record = RunRecord.of_this_process(job.config.given())
+            (record.continuing(run_dir) if job.config.resume_from_checkpoint else record).write(run_dir)
     events = open_events(job.config, formation.world, run_dir)
     try:
         loop = TrainLoop(formation, job.task, events, run_dir)
@@ -118,10 +121,19 @@ def _fit(formation: Formation, job: Job, survivor: ElasticRun | None) -> JobResu
             for callback in engine.callbacks():
                 loop.hooks.add(callback)
         history = loop.run() if survivor is None else survivor.run(loop, run_dir)
+    except PhalanxError:
+        if formation.is_main and not _is_given(job):
+            discard_unused(job.config, run_dir)
+        raise
     finally:
         events.close()
     own = loop.schedule.scheduler if isinstance(loop.schedule, OwnSchedule) else None
     return JobResult(history=history, scheduler_state=None if own is None else scheduler_state(own))
+
+
+def _is_given(job: Job) -> bool:
+    """Whether the process that started the ranks has made the run's folder."""
+    return job.run_dir is not None or "PHALANX_RUN_DIR" in os.environ
 
 
 def _evaluate(formation: Formation, job: Job) -> JobResult:
