@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from phalanx.checkpoint.best import is_marked
 from phalanx.checkpoint.find import Checkpoint, list_checkpoints, sizes_match
 from phalanx.checkpoint.lock import is_under_way, remove_stale_locks
 from phalanx.checkpoint.publish import is_abandoned, owner_of, remove
@@ -24,7 +25,8 @@ def keep_newest(published: Checkpoint, keep_last: int | None, best: Path | None 
     """Remove the run's checkpoints beyond the newest `keep_last` complete ones; return what could not be removed.
 
     Checkpoints of the runs that it continues are included, those of other runs are never touched. A damaged one does
-    not count as kept, so a complete one always remains. `best` is kept too, and not counted where it is older.
+    not count as kept, so a complete one always remains. `best` is kept too, and not counted where it is older;
+    without one, what a run that it continues marked as its best.
     """
     notes: list[str] = []
     if keep_last is None:
@@ -38,7 +40,8 @@ def keep_newest(published: Checkpoint, keep_last: int | None, best: Path | None 
         if complete < keep_last:
             complete += sizes_match(checkpoint)
             continue
-        if best is not None and checkpoint.path.resolve() == best.resolve():
+        earlier = checkpoint.manifest.run_id != published.manifest.run_id
+        if (earlier and is_marked(checkpoint.path)) if best is None else checkpoint.path.resolve() == best.resolve():
             continue
         try:
             remove(checkpoint.path)

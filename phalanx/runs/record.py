@@ -280,15 +280,26 @@ class StoredRun:
 
     @property
     def checkpoints(self) -> list[Path]:
-        """Published checkpoints, the oldest first."""
-        return sorted(path for path in self.checkpoint_dir.glob("step-*") if (path / "manifest.json").is_file())
+        """Published checkpoints of this run, the oldest first."""
+        found = sorted(path for path in self.checkpoint_dir.glob("step-*") if (path / "manifest.json").is_file())
+        if self.owns_checkpoint_dir:
+            return found
+        own = {Path(event["path"]).name for event in self.events() if event["event"] == "checkpoint"}
+        return [path for path in found if path.name in own]
+
+    @property
+    def owns_checkpoint_dir(self) -> bool:
+        """Whether its checkpoints are in its own folder; a `checkpoint_dir` elsewhere may be shared with other runs."""
+        return self.checkpoint_dir.resolve().is_relative_to(self.path.resolve())
 
     @property
     def best_checkpoint(self) -> Path | None:
         """The checkpoint with the best value of the run's metric, where it still exists."""
-        named = self.ended.get("best_checkpoint")
-        path = self.checkpoint_dir / Path(str(named)).name if named else None
-        return path if path is not None and path.is_dir() else None
+        if named := self.ended.get("best_checkpoint"):
+            path = self.checkpoint_dir / Path(str(named)).name
+            return path if path.is_dir() else None
+        marked = [path / "best.json" for path in self.checkpoints if (path / "best.json").is_file()]
+        return max(marked, key=lambda path: path.stat().st_mtime).parent if marked else None
 
     @property
     def size(self) -> int:
@@ -302,6 +313,8 @@ class StoredRun:
 
     def events(self) -> Iterator[dict[str, Any]]:
         """Yield all events, the oldest first."""
+        if not (self.path / EVENTS).is_file():
+            return
         with (self.path / EVENTS).open("rb") as file:
             for line in file:
                 if (event := _parsed(line)) is not None:

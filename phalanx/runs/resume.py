@@ -28,7 +28,9 @@ def resume_settings(run: StoredRun) -> dict[str, Any]:
             f"{run.name} has no checkpoint in {run.checkpoint_dir}, so it cannot be resumed",
             hint="Start it again, with checkpoints: --checkpoint-frequency 1, or '500 steps'.",
         )
-    return {"run_dir": str(run.path), "resume_from_checkpoint": str(run.checkpoint_dir)}
+    # In a folder that runs share, the newest checkpoint may be that of another run.
+    newest = run.checkpoint_dir if run.owns_checkpoint_dir else run.checkpoints[-1]
+    return {"run_dir": str(run.path), "resume_from_checkpoint": str(newest)}
 
 
 def check_run_dir(config: DistributedConfig, *, overwrite: bool) -> None:
@@ -64,6 +66,6 @@ def refuse_whole_project(run: StoredRun) -> None:
 def how_to_resume(run: StoredRun) -> str:
     """Return what is said after Ctrl-C: the command that continues the run, where it has a checkpoint."""
     if run.checkpoints:
-        last = int(run.checkpoints[-1].name.rpartition("-")[2])
+        last = int(run.checkpoints[-1].name.split("-")[1])  # step-00000100, with the run's id where a name was taken
         return f"interrupted; the last checkpoint is that of step {last}.\n  To resume: phalanx resume {run.name}"
     return "interrupted; no checkpoint was saved yet." if is_run(run.path) else ""

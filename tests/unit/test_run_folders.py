@@ -16,7 +16,7 @@ import phalanx as px
 from phalanx.config import DistributedConfig
 from phalanx.errors import UsageError
 from phalanx.runs.record import RunRecord, StoredRun, find_run, list_runs
-from phalanx.runs.resume import check_run_dir
+from phalanx.runs.resume import check_run_dir, how_to_resume, resume_settings
 
 
 def make_run(path: Path, *events: dict, host: str | None = None, pid: int | None = None) -> StoredRun:
@@ -164,3 +164,30 @@ def test_a_fit_that_is_refused_leaves_no_folder():
     with pytest.raises(UsageError, match="batch_size is not known"):
         fit(epochs=1)
     assert not Path("runs").exists()
+
+
+def saved(path: Path) -> dict:
+    return {"event": "checkpoint", "time": time.time(), "step": 10, "path": str(path)}
+
+
+def test_checkpoints_of_other_runs_in_a_shared_folder_are_not_this_run_s():
+    for name in ("step-00000010", "step-00000010-b", "step-00000090"):
+        Path("kept", name).mkdir(parents=True)
+        Path("kept", name, "manifest.json").write_text("{}")
+    run = make_run(Path("runs/one"), started(), saved(Path("kept/step-00000010-b")), pid=1)
+    record = run.record
+    assert record is not None
+    record.settings["checkpoint_dir"] = "kept"
+    assert [path.name for path in run.checkpoints] == ["step-00000010-b"]
+    assert resume_settings(run)["resume_from_checkpoint"].endswith("kept/step-00000010-b")
+    assert "that of step 10." in how_to_resume(run)
+
+
+def test_the_best_checkpoint_of_a_killed_run_is_found_by_its_mark():
+    run = make_run(Path("runs/killed"), started(), pid=1)
+    assert run.best_checkpoint is None
+    later = run.path / "checkpoints" / "step-00000020"
+    later.mkdir()
+    (later / "manifest.json").write_text("{}")
+    (run.path / "checkpoints" / "step-00000010" / "best.json").write_text("{}")
+    assert run.best_checkpoint == run.path / "checkpoints" / "step-00000010"
