@@ -45,6 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except OSError as error:
+        if error.filename is not None:  # a path that cannot be read, written or removed
+            say_to_user(f"{error.filename}: {error.strerror}")
+            return EXIT_USAGE
         if not _is_about_output(error):
             raise
         discard_output(sys.stdout)

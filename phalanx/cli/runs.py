@@ -122,6 +122,10 @@ def _show(namespace: argparse.Namespace) -> None:
         ("started", time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(run.started))),
         ("status", f"{found['status']}{f' ({found_reason})' if (found_reason := found['reason']) else ''}"),
         ("damage", run.damage),
+        (
+            "error",
+            f"{run.failure['type']}: {run.failure['message']}" if found["status"] == "failed" and run.failure else "",
+        ),
         ("time", duration(ended["total_time"]) if ended else ""),
         ("steps", of_total(found["steps"], found["total_steps"])),
         (
@@ -140,11 +144,9 @@ def _show(namespace: argparse.Namespace) -> None:
     for name, text in rows:
         if text:
             print(f"{name:<16} {text}")
-    print("next:")
-    if found["status"] not in ("finished", "running") and run.checkpoints:
-        print(f"  phalanx resume {run.name}")
-    for verb in ("evaluate", "export") if run.checkpoints else ():
-        print(f"  phalanx {verb} {run.name}")
+    if run.checkpoints:
+        resumes = () if found["status"] in ("finished", "running") else ("resume",)
+        print("next:", *(f"  phalanx {verb} {run.name}" for verb in (*resumes, "evaluate", "export")), sep="\n")
 
 
 def _flat(table: Any, prefix: str) -> dict[str, Any]:

@@ -196,9 +196,18 @@ class StoredRun:
             # A run that is resumed reports its start only when its ranks have started.
             begins = alive and record is not None and max(record.started, record.continued) > float(last["time"])
             return "running" if begins else str(last["status"])
+        restarts = alive and record is not None and record.settings.get("max_restarts")
+        if self.failure and float(self.failure["time"]) > float(last.get("time", 0.0)) and not restarts:
+            return "failed"
         if alive or self._is_locked:
             return "running"
         return "damaged" if self.damage else "killed" if here else "unknown"
+
+    @cached_property
+    def failure(self) -> dict[str, Any]:
+        """What the last rank that raised has written: its `time`, `type` and `message`; empty without one."""
+        found = [_parsed(file.read_bytes(), "message") for file in self.path.glob("logs/rank-*.error.json")]
+        return max((each for each in found if each is not None), key=lambda each: float(each["time"]), default={})
 
     @property
     def _is_locked(self) -> bool:
@@ -334,13 +343,13 @@ class StoredRun:
                 (self.path / name).rmdir()
 
 
-def _parsed(line: bytes) -> dict[str, Any] | None:
-    """Return an event; None for an empty line, and for one that a killed process did not finish."""
+def _parsed(line: bytes, key: str = "event") -> dict[str, Any] | None:
+    """Return an event, or an object with this key; None for an empty line, and for one that was not finished."""
     try:
         event = json.loads(line)
     except ValueError:
         return None
-    return event if isinstance(event, dict) and "event" in event else None
+    return event if isinstance(event, dict) and key in event and "time" in event else None
 
 
 def is_run(path: Path) -> bool:

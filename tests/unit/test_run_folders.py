@@ -191,3 +191,15 @@ def test_the_best_checkpoint_of_a_killed_run_is_found_by_its_mark():
     (later / "manifest.json").write_text("{}")
     (run.path / "checkpoints" / "step-00000010" / "best.json").write_text("{}")
     assert run.best_checkpoint == run.path / "checkpoints" / "step-00000010"
+
+
+def test_a_run_whose_rank_raised_is_failed_and_shown_with_its_error():
+    run = make_run(Path("runs/raised"), started())
+    assert run.status == "running"
+    error = {"rank": 0, "time": time.time() + 1, "type": "KeyError", "message": "'x'"}
+    (run.path / "logs" / "rank-0.error.json").write_text(json.dumps(error))
+    assert StoredRun(run.path).status == "failed"
+    assert "KeyError: 'x'" in phalanx("runs", "show", "raised").text
+    with (run.path / "events.jsonl").open("a") as file:  # it was started again
+        file.write(json.dumps({**started(), "time": time.time() + 2}) + "\n")
+    assert StoredRun(run.path).status == "running"
