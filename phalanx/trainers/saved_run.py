@@ -12,6 +12,7 @@ from phalanx.checkpoint.manifest import MANIFEST
 from phalanx.config import DistributedConfig, resolve
 from phalanx.config.sources import read_settings
 from phalanx.errors import CheckpointError, UsageError
+from phalanx.loop.prepare import adapt
 from phalanx.observe.history import History
 from phalanx.recipes import Recipe
 from phalanx.recipes.imports import extend_path
@@ -81,6 +82,7 @@ class SavedRun:
     def model(self) -> nn.Module:
         """The trained model, on the CPU and in eval mode."""
         model = self._given if self._given is not None else self._parts()[0]
+        adapt(model, self.config)
         load_weights(model, self.checkpoint)
         return model.eval()
 
