@@ -58,6 +58,8 @@ def _continued(model: Any, namespace: Any) -> str:
 
     if not hasattr(model, "generate"):
         raise UsageError(f"a {type(model).__name__} does not continue texts", hint="Leave --prompt out.")
+    if not namespace.prompt or namespace.max_tokens < 1:
+        raise UsageError("--prompt needs at least one letter to continue, and --max-tokens at least 1")
     prompt = torch.tensor([list(namespace.prompt.encode())])
     return as_text(model.generate(prompt, namespace.max_tokens, temperature=namespace.temperature)[0].tolist())
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +16,8 @@ import torch.distributed as dist
 from phalanx.config import DistributedConfig
 from phalanx.engine import engines_here
 from phalanx.errors import PhalanxError
+from phalanx.host.files import replace_file
+from phalanx.launch.error_file import record_path
 from phalanx.loop.evaluate import evaluate, predict
 from phalanx.loop.formation import Formation
 from phalanx.loop.optimizer_binding import OwnSchedule, scheduler_state
@@ -121,14 +125,24 @@ def _fit(formation: Formation, job: Job, survivor: ElasticRun | None) -> JobResu
             for callback in engine.callbacks():
                 loop.hooks.add(callback)
         history = loop.run() if survivor is None else survivor.run(loop, run_dir)
-    except PhalanxError:
+    except Exception as error:
         if formation.is_main and not _is_given(job):
-            discard_unused(job.config, run_dir)
+            _note_failure(job, run_dir, error)
         raise
     finally:
         events.close()
     own = loop.schedule.scheduler if isinstance(loop.schedule, OwnSchedule) else None
     return JobResult(history=history, scheduler_state=None if own is None else scheduler_state(own))
+
+
+def _note_failure(job: Job, run_dir: Path, error: Exception) -> None:
+    """Write why a run failed that no launcher watches, as a launcher does; a run that was refused leaves no folder."""
+    if isinstance(error, PhalanxError):
+        discard_unused(job.config, run_dir)
+    if run_dir.is_dir():
+        (run_dir / "logs").mkdir(exist_ok=True)
+        record = {"rank": 0, "time": time.time(), "type": type(error).__qualname__, "message": str(error)}
+        replace_file(record_path(run_dir / "logs", 0), json.dumps(record) + "\n")
 
 
 def _is_given(job: Job) -> bool:

@@ -130,13 +130,13 @@ def _without_engine(config: DistributedConfig) -> DistributedConfig:
     return resolve({name: getattr(config, name) for name in kept}, environ={}).config
 
 
-def load_run(name: str | Path, *, checkpoint: str | Path = "best", model: nn.Module | None = None) -> SavedRun:
+def load_run(name: str | Path, *, checkpoint: str | int | Path = "best", model: nn.Module | None = None) -> SavedRun:
     """Return a past run by its name in ./runs (or the beginning of it, a tag, "last"), its folder or a checkpoint.
 
     `checkpoint` is "best", "last", a step or a path. `model`: the model to load the weights into, for a run that was
     not trained from a recipe.
     """
-    path = Path(name)
+    path = Path(str(name))
     if (path / MANIFEST).is_file():  # a checkpoint: its run is two folders above, or unknown
         owner = path.absolute().parent.parent
         return SavedRun(StoredRun(owner if is_run(owner) else path), path, model)
@@ -144,7 +144,7 @@ def load_run(name: str | Path, *, checkpoint: str | Path = "best", model: nn.Mod
     return SavedRun(stored, _chosen(stored, checkpoint), model)
 
 
-def _chosen(stored: StoredRun, wanted: str | Path) -> Path | None:
+def _chosen(stored: StoredRun, wanted: str | int | Path) -> Path | None:
     found = {path.name: path for path in stored.checkpoints}
     if str(wanted) == "best":
         return None
@@ -154,8 +154,8 @@ def _chosen(stored: StoredRun, wanted: str | Path) -> Path | None:
     for each in names:
         if each in found:
             return found[each]
-    if (Path(wanted) / MANIFEST).is_file():
-        return Path(wanted)
+    if (Path(str(wanted)) / MANIFEST).is_file():
+        return Path(str(wanted))
     raise UsageError(
         f"{stored.name} has no checkpoint '{wanted}'; it has: {', '.join(found) or '(none)'}",
         hint="Write best, last, a step such as 200, or the path of a checkpoint.",

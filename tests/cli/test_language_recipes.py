@@ -70,6 +70,7 @@ def test_own_texts_fit_the_model_and_a_lora_run_is_evaluated_and_exported_merged
     trained = phalanx(*words, *more)
     assert trained.code == 0, trained.text
     assert phalanx("evaluate", "last", "--limit-val-batches", 1).code == 0
+    assert phalanx("predict", "last", "--prompt", "").code == 2
     exported = phalanx("export", "last", "-o", "merged.safetensors")
     assert exported.code == 0, exported.text
     adapted, plain = load_run("last").model, build("gpt", preset="debug")

@@ -203,3 +203,16 @@ def test_a_run_whose_rank_raised_is_failed_and_shown_with_its_error():
     with (run.path / "events.jsonl").open("a") as file:  # it was started again
         file.write(json.dumps({**started(), "time": time.time() + 2}) + "\n")
     assert StoredRun(run.path).status == "running"
+
+
+def test_a_fit_that_raises_in_this_process_is_failed_although_the_process_lives():
+    def broken(output, target):
+        raise ValueError("not today")
+
+    with pytest.raises(ValueError, match="not today"):
+        fit(batch_size=4, epochs=1, loss_fn=broken)
+    (run,) = list_runs()
+    assert run.status == "failed"
+    assert run.failure["message"] == "not today"
+    with pytest.raises(UsageError, match="has no checkpoint '7'"):
+        px.load_run("last", checkpoint=7)
