@@ -114,7 +114,7 @@ def _show(namespace: argparse.Namespace) -> None:
     if namespace.json:
         print_json({**found, "record": dataclasses.asdict(record) if record else None})
         return
-    ended, begun = run.ended, run.begun
+    ended, begun = run.ended, run.begun if "strategy" in run.begun else {}
     rows = [
         ("folder", str(run.path)),
         ("command", command_line(run)),
@@ -126,7 +126,7 @@ def _show(namespace: argparse.Namespace) -> None:
             "error",
             f"{run.failure['type']}: {run.failure['message']}" if found["status"] == "failed" and run.failure else "",
         ),
-        ("time", duration(ended["total_time"]) if ended else ""),
+        ("time", duration(ended["total_time"]) if "total_time" in ended else ""),
         ("steps", of_total(found["steps"], found["total_steps"])),
         (
             "layout",
@@ -200,8 +200,14 @@ def _tag(namespace: argparse.Namespace) -> None:
         tags = [each for each in run.tags if each != tag]
     else:
         other = next((r for r in list_runs(run.path.parent) if tag in r.tags and r.path.name != run.path.name), None)
-        if tag == "last" or "/" in tag or other is not None:
-            why = f"{other.name} has it" if other is not None else "it would mean something else"
+        if tag == "last" or "/" in tag or not tag.strip() or other is not None:
+            why = (
+                f"{other.name} has it"
+                if other is not None
+                else "it would mean something else"
+                if tag.strip()
+                else "it is empty"
+            )
             raise UsageError(f"'{tag}' cannot be a tag: {why}")
         tags = [*dict.fromkeys([*run.tags, tag])]
     run.record.write(run.path, tags=tags)

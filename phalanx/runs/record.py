@@ -195,7 +195,7 @@ class StoredRun:
         if last.get("event") == "run_ended":
             # A run that is resumed reports its start only when its ranks have started.
             begins = alive and record is not None and max(record.started, record.continued) > float(last["time"])
-            return "running" if begins else str(last["status"])
+            return "running" if begins else str(last.get("status", "unknown"))
         restarts = alive and record is not None and record.settings.get("max_restarts")
         if self.failure and float(self.failure["time"]) > float(last.get("time", 0.0)) and not restarts:
             return "failed"

@@ -216,3 +216,9 @@ def test_a_fit_that_raises_in_this_process_is_failed_although_the_process_lives(
     assert run.failure["message"] == "not today"
     with pytest.raises(UsageError, match="has no checkpoint '7'"):
         px.load_run("last", checkpoint=7)
+
+
+def test_events_without_the_usual_fields_and_an_empty_tag():
+    make_run(Path("runs/odd"), {"event": "run_ended", "time": 1.0}, {"event": "run_started", "time": 2.0})
+    assert phalanx("runs", "show", "odd").code == 0
+    assert phalanx("runs", "tag", "odd", " ").code == 2
