@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import shlex
 import shutil
 import sys
 import time
@@ -146,7 +147,11 @@ def _show(namespace: argparse.Namespace) -> None:
             print(f"{name:<16} {text}")
     if run.checkpoints:
         resumes = () if found["status"] in ("finished", "running") else ("resume",)
-        print("next:", *(f"  phalanx {verb} {run.name}" for verb in (*resumes, "evaluate", "export")), sep="\n")
+        print(
+            "next:",
+            *(f"  phalanx {verb} {shlex.quote(run.name)}" for verb in (*resumes, "evaluate", "export")),
+            sep="\n",
+        )
 
 
 def _flat(table: Any, prefix: str) -> dict[str, Any]:
@@ -218,7 +223,11 @@ def _remove(namespace: argparse.Namespace) -> None:
     for run in runs:
         refuse_whole_project(run)
         if why := run.in_use:
-            hint = "Stop it first, with Ctrl-C." if run.status == "running" else f"If it has ended: rm -r {run.path}"
+            hint = (
+                "Stop it first, with Ctrl-C."
+                if run.status == "running"
+                else f"If it has ended: rm -r {shlex.quote(str(run.path))}"
+            )
             raise UsageError(f"{run.name} {why}; nothing was removed", hint=hint)
     total = size(sum(run.size for run in runs))
     names = ", ".join(run.name for run in runs)

@@ -186,7 +186,7 @@ def _launch(
             run_on_ranks(spec, config, waiting="" if recipe is None else layout.starting)
         except PhalanxError as error:
             if isinstance(error, PreemptedError) and StoredRun(run_dir).checkpoints:
-                error.hint = f"To resume: phalanx resume {StoredRun(run_dir).name}"
+                error.hint = f"To resume: phalanx resume {shlex.quote(StoredRun(run_dir).name)}"
             if recipe is not None:  # a script may have written files
                 discard_unused(config, run_dir)
             raise

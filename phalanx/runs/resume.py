@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ def check_run_dir(config: DistributedConfig, *, overwrite: bool) -> None:
         steps, total = run.steps
         raise UsageError(
             f"run_dir = '{config.run_dir}' already holds a run ({run.status}, {steps} of {total or '?'} steps)",
-            hint=f"Continue it: phalanx resume {run.name}. Replace it: add --overwrite. Or give another --run-dir.",
+            hint=f"Continue it: {_command(run)}. Replace it: add --overwrite. Or give another --run-dir.",
         )
     if run.in_use:
         raise UsageError(f"--overwrite: the run in '{config.run_dir}' {run.in_use}", hint="Give another --run-dir.")
@@ -67,5 +68,9 @@ def how_to_resume(run: StoredRun) -> str:
     """Return what is said after Ctrl-C: the command that continues the run, where it has a checkpoint."""
     if run.checkpoints:
         last = int(run.checkpoints[-1].name.split("-")[1])  # step-00000100, with the run's id where a name was taken
-        return f"interrupted; the last checkpoint is that of step {last}.\n  To resume: phalanx resume {run.name}"
+        return f"interrupted; the last checkpoint is that of step {last}.\n  To resume: {_command(run)}"
     return "interrupted; no checkpoint was saved yet." if is_run(run.path) else ""
+
+
+def _command(run: StoredRun) -> str:
+    return f"phalanx resume {shlex.quote(run.name)}"

@@ -222,3 +222,9 @@ def test_events_without_the_usual_fields_and_an_empty_tag():
     make_run(Path("runs/odd"), {"event": "run_ended", "time": 1.0}, {"event": "run_started", "time": 2.0})
     assert phalanx("runs", "show", "odd").code == 0
     assert phalanx("runs", "tag", "odd", " ").code == 2
+
+
+def test_commands_that_are_shown_can_be_pasted():
+    run = make_run(Path("a b"), ended(), pid=1)
+    assert "phalanx resume 'a b'" in how_to_resume(run)
+    assert "phalanx evaluate 'a b'" in phalanx("runs", "show", "a b").text
