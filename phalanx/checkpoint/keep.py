@@ -9,6 +9,7 @@ from phalanx.checkpoint.find import Checkpoint, list_checkpoints, sizes_match
 from phalanx.checkpoint.lock import is_under_way, remove_stale_locks
 from phalanx.checkpoint.publish import is_abandoned, owner_of, remove
 from phalanx.errors import CheckpointError
+from phalanx.observe.best import MARK
 
 
 def check_keep_last(keep_last: int | None) -> None:
@@ -24,7 +25,8 @@ def keep_newest(published: Checkpoint, keep_last: int | None, best: Path | None 
     """Remove the run's checkpoints beyond the newest `keep_last` complete ones; return what could not be removed.
 
     Checkpoints of the runs that it continues are included, those of other runs are never touched. A damaged one does
-    not count as kept, so a complete one always remains. `best` is kept too, and not counted where it is older.
+    not count as kept, so a complete one always remains. `best` is kept too, and not counted where it is older;
+    without one, what a run that it continues marked as its best.
     """
     notes: list[str] = []
     if keep_last is None:
@@ -38,7 +40,12 @@ def keep_newest(published: Checkpoint, keep_last: int | None, best: Path | None 
         if complete < keep_last:
             complete += sizes_match(checkpoint)
             continue
-        if best is not None and checkpoint.path.resolve() == best.resolve():
+        earlier = checkpoint.manifest.run_id != published.manifest.run_id
+        if (
+            (earlier and (checkpoint.path / MARK).exists())
+            if best is None
+            else checkpoint.path.resolve() == best.resolve()
+        ):
             continue
         try:
             remove(checkpoint.path)

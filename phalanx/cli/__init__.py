@@ -30,6 +30,9 @@ VERBS = {
     "completion": "print the script that completes commands in bash, zsh or fish",
 }
 
+_RUN_USERS_CODE = ("evaluate", "predict", "export")
+"""Verbs that run the model and data of the user in this process: what these raise is shown without our frames."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb and return the exit code; errors of users are printed without a traceback."""
@@ -45,12 +48,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except OSError as error:
+        if error.filename is not None:  # a path that cannot be read, written or removed
+            say_to_user(f"{error.filename}: {error.strerror}")
+            return EXIT_USAGE
         if not _is_about_output(error):
             raise
         discard_output(sys.stdout)
         if isinstance(error, BrokenPipeError):  # head or less has ended; a training run continues
             return 0
         say_to_user(f"standard output failed ({error.strerror}).")
+        return 1
+    except Exception as error:
+        if words[0] not in _RUN_USERS_CODE:
+            raise
+        from phalanx.launch.error_file import users_traceback
+
+        say_to_user("\n".join([f"{type(error).__name__}: {error}", *users_traceback(error)]))
         return 1
     return code
 

@@ -32,6 +32,7 @@ def run(arguments: Sequence[str]) -> int:
     namespace = parser().parse_all(arguments)
     if namespace.format is not None and namespace.format not in FORMATS:
         raise UsageError(unknown_name("format", namespace.format, FORMATS))
+    from phalanx.models.lora import merge_lora, remove_lora
     from phalanx.trainers.export import export_model
     from phalanx.trainers.saved_run import load_run, open_run
 
@@ -45,7 +46,7 @@ def run(arguments: Sequence[str]) -> int:
     path = Path(namespace.output or f"{found.path.name}{FORMATS[kind]}")
     if path.exists() and (kind == "hf" or namespace.output is None):
         raise UsageError(f"{path} exists already", hint="Give another one: -o PATH")
-    export_model(found.model, path, kind, data)
+    export_model(remove_lora(merge_lora(found.model)), path, kind, data)  # other programs know no adapters
     written = sum(file.stat().st_size for file in path.rglob("*")) if path.is_dir() else path.stat().st_size
     print(f"wrote {path} ({kind}, {size(written)}) from {found.checkpoint}")
     return 0

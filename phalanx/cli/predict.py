@@ -37,6 +37,8 @@ def run(arguments: Sequence[str]) -> int:
     if namespace.output and Path(namespace.output).suffix not in _ENDINGS:
         ending = Path(namespace.output).suffix or "(none)"
         raise UsageError(f"--output {namespace.output}: {unknown_name('ending', ending, _ENDINGS)}")
+    if namespace.output and not Path(namespace.output).parent.is_dir():
+        raise UsageError(f"--output {namespace.output}: there is no folder {Path(namespace.output).parent}")
     from phalanx.trainers.saved_run import load_run, open_run
 
     if namespace.prompt is not None:
@@ -56,6 +58,8 @@ def _continued(model: Any, namespace: Any) -> str:
 
     if not hasattr(model, "generate"):
         raise UsageError(f"a {type(model).__name__} does not continue texts", hint="Leave --prompt out.")
+    if not namespace.prompt or namespace.max_tokens < 1:
+        raise UsageError("--prompt needs at least one letter to continue, and --max-tokens at least 1")
     prompt = torch.tensor([list(namespace.prompt.encode())])
     return as_text(model.generate(prompt, namespace.max_tokens, temperature=namespace.temperature)[0].tolist())
 
@@ -73,7 +77,7 @@ def _write(outputs: Any, output: str | None) -> None:
     if output is not None and output.endswith(".npy"):
         import numpy as np
 
-        np.save(output, outputs.numpy())
+        np.save(output, (outputs.float() if outputs.dtype == torch.bfloat16 else outputs).numpy())
         return
     with open(output, "w", encoding="utf-8") if output else _standard_output() as file:
         file.writelines(json.dumps(row) + "\n" for row in outputs.tolist())

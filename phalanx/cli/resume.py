@@ -61,6 +61,8 @@ def _started(run: StoredRun) -> tuple[Recipe | None, ScriptTarget | ModuleTarget
         return None, ScriptTarget(record.script, tuple(record.arguments))
     if record is not None and record.module:
         return None, ModuleTarget(record.module, tuple(record.arguments))
+    if run.damage:
+        raise UsageError(run.damage, hint=f"Start it again with resume_from_checkpoint='{run.checkpoint_dir}'.")
     raise UsageError(
         f"{run.path} was not started by phalanx train, so the command cannot be repeated",
         hint=f"Run your program again with resume_from_checkpoint='{run.checkpoint_dir}'.",

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import shlex
 import shutil
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from phalanx.config.sources import read_settings
 from phalanx.errors import UsageError, unknown_name
 from phalanx.observe.format import duration, of_total, size, table
 from phalanx.runs.record import RUNS, StoredRun, find_run, list_runs
+from phalanx.runs.resume import refuse_whole_project
 
 _ACTIONS = {
     "list": "list the runs, the newest first",
@@ -110,11 +111,14 @@ def _show(namespace: argparse.Namespace) -> None:
     if namespace.json:
         print_json({**found, "record": dataclasses.asdict(record) if record else None})
         return
+    error = run.failure if found["status"] == "failed" else {}
     rows = [
         ("folder", str(run.path)),
         ("command", run.command),
         ("started", time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(run.started))),
         ("status", f"{found['status']} ({found['reason']})" if found["reason"] else found["status"]),
+        ("damage", run.damage),
+        ("error", f"{error['type']}: {error['message']}" if error else ""),
         ("steps", of_total(found["steps"], found["total_steps"])),
         ("best", f"{found['best_metric']} {found['best_value']:.6g}" if found["best_metric"] else ""),
         ("best checkpoint", str(found["best_checkpoint"] or "")),
@@ -122,9 +126,9 @@ def _show(namespace: argparse.Namespace) -> None:
         ("size", size(found["bytes"])),
         ("tags", ", ".join(run.tags)),
     ]
-    if run.ended:
+    if "total_time" in run.ended:
         rows.append(("time", duration(run.ended["total_time"])))
-    if begun := run.begun:
+    if "strategy" in (begun := run.begun):
         layout = begun.get("layout") or begun["strategy"]
         rows.append(("layout", f"{layout}, {begun['world_size']} x {begun['device']}, {begun['precision']}"))
         rows.append(("parameters", f"{begun['parameters']:,}"))
@@ -135,7 +139,8 @@ def _show(namespace: argparse.Namespace) -> None:
     print(table([row for row in rows if row[1]]))
     verbs = ["resume"] if found["status"] not in ("finished", "running") else []
     if run.checkpoints:
-        print("next:\n" + "\n".join(f"  phalanx {verb} {run.name}" for verb in (*verbs, "evaluate", "export")))
+        lines = [f"  phalanx {verb} {shlex.quote(run.name)}" for verb in (*verbs, "evaluate", "export")]
+        print("next:", *lines, sep="\n")
 
 
 def _flat(table: Any, prefix: str) -> dict[str, Any]:
@@ -179,7 +184,7 @@ def _diff(namespace: argparse.Namespace) -> None:
 def _tag(namespace: argparse.Namespace) -> None:
     run = find_run(namespace.run, Path(namespace.runs_dir))
     if run.record is None:
-        raise UsageError(f"{run.path} has no run.json, so it cannot have tags")
+        raise UsageError(run.damage or f"{run.path} has no run.json, so it cannot have tags")
     tag, tags = namespace.tag, run.tags
     if namespace.remove:
         if tag not in tags:
@@ -187,8 +192,9 @@ def _tag(namespace: argparse.Namespace) -> None:
         tags = [each for each in tags if each != tag]
     elif tag not in tags:
         other = next((each.name for each in list_runs(run.path.parent) if tag in each.tags), None)
-        if tag == "last" or "/" in tag or other is not None:
-            raise UsageError(f"'{tag}' cannot be a tag: {f'{other} has it' if other else 'it means something else'}")
+        if tag == "last" or "/" in tag or not tag.strip() or other is not None:
+            why = f"{other} has it" if other else "it means something else" if tag.strip() else "it is empty"
+            raise UsageError(f"'{tag}' cannot be a tag: {why}")
         tags = [*tags, tag]
     dataclasses.replace(run.record, tags=tags).write(run.path)
 
@@ -196,8 +202,14 @@ def _tag(namespace: argparse.Namespace) -> None:
 def _remove(namespace: argparse.Namespace) -> None:
     runs = list({run.path: run for run in (find_run(n, Path(namespace.runs_dir)) for n in namespace.runs)}.values())
     for run in runs:
-        if run.status == "running":
-            raise UsageError(f"{run.name} is running; nothing was removed", hint="Stop it first, with Ctrl-C.")
+        refuse_whole_project(run)
+        if why := run.in_use:
+            hint = (
+                "Stop it first, with Ctrl-C."
+                if run.status == "running"
+                else f"If it has ended: rm -r {shlex.quote(str(run.path))}"
+            )
+            raise UsageError(f"{run.name} {why}; nothing was removed", hint=hint)
     total = size(sum(run.size for run in runs))
     names = ", ".join(run.name for run in runs)
     if not namespace.yes:
@@ -207,13 +219,17 @@ def _remove(namespace: argparse.Namespace) -> None:
             print("nothing was removed")
             return
     for run in runs:
-        if run.path.parent.resolve() == Path(namespace.runs_dir).resolve():
-            shutil.rmtree(run.path)
-            continue
-        run.clear()  # a run_dir of the user's choice may be the folder of a project
-        with suppress(OSError):
-            run.path.rmdir()
+        _remove_run(run, Path(namespace.runs_dir))
     print(f"removed {names} ({total})")
-    for run in runs:
-        if run.path.exists():
-            print(f"other files in {run.path} stay")
+
+
+def _remove_run(run: StoredRun, folder: Path) -> None:
+    """Remove a run's folder; of one elsewhere (`--run-dir`), which may hold other files too, the run's files alone."""
+    if run.path.parent.resolve() == folder.resolve() and not run.path.is_symlink():
+        shutil.rmtree(run.path)
+        return
+    run.clear()
+    try:
+        run.path.rmdir()
+    except OSError:
+        print(f"other files stay in {run.path}")

@@ -180,8 +180,8 @@ def _launch(
     else:
         check_before_start(config)
     run_dir = make_run_dir(config, target_name(recipe, script))
-    record = _record(resolved, recipe, script)
-    record.begin(run_dir, resumes=bool(config.resume_from_checkpoint))
+    if not config.node_rank:  # of several machines, the first one
+        _record(resolved, recipe, script).begin(run_dir, resumes=bool(config.resume_from_checkpoint))
     events = run_dir / EVENTS
     before = events.stat().st_size if events.exists() else 0
     with scratch_folder("run") as folder, json_at_end(lambda: run_summary(run_dir, before), wanted=as_json):
@@ -192,7 +192,7 @@ def _launch(
             run_on_ranks(spec, config, waiting="" if recipe is None else layout.starting)
         except PhalanxError as error:
             if isinstance(error, PreemptedError) and StoredRun(run_dir).checkpoints:
-                error.hint = f"To resume: phalanx resume {StoredRun(run_dir).name}"
+                error.hint = f"To resume: phalanx resume {shlex.quote(StoredRun(run_dir).name)}"
             if recipe is not None:  # a script may have written files
                 discard_unused(config, run_dir)
             raise

@@ -69,6 +69,9 @@ def check_task(task: TrainTask, config: DistributedConfig) -> None:
     if isinstance(task.optimizer, torch.optim.Optimizer):
         check_owns(task.model, task.optimizer)
     check_scheduler(task.scheduler, task.optimizer, task.scheduler_interval, config)
+    for name, metric in task.metrics.items() if isinstance(task.metrics, Mapping) else ():
+        if not callable(metric):
+            raise UsageError(f"metrics['{name}'] is a {type(metric).__name__}", hint="Give a function(output, target).")
     if task.metrics is not None and not isinstance(task.metrics, Mapping):
         raise UsageError(
             f"metrics is a {type(task.metrics).__name__}",

@@ -86,7 +86,10 @@ class Decoder(nn.Module):
     def check_length(self, time: int) -> None:
         """Raise for sequences that are too long; a caller that gives `positions` of slices checks the whole length."""
         if time > self.config.block_size:
-            raise ModelError(f"a sequence of {time} tokens is longer than block_size={self.config.block_size}.")
+            raise ModelError(
+                f"a sequence of {time} tokens is longer than block_size={self.config.block_size}.",
+                hint=f"Shorten them, or build the model with block_size={time} (--set model.block_size={time}).",
+            )
 
     def finish(self, hidden: Tensor, targets: Tensor | None) -> Tensor | LMOutput:
         """Turn the last hidden states into logits, and with targets into a loss, as far as this stage has the parts."""

@@ -74,7 +74,10 @@ def _installed() -> list[str]:
 
 def as_recipe(found: Any, name: str) -> Recipe:
     """Return the recipe that a module of the user holds: a Recipe, a dict, a path, or a function that returns one."""
-    made = found() if callable(found) else found
+    try:
+        made = found() if callable(found) else found
+    except Exception as error:  # it is code of the user
+        raise UsageError(f"the recipe '{name}' raised {type(error).__name__}: {error}") from error
     if isinstance(made, Recipe):
         return made
     if isinstance(made, (str, Path)):

@@ -33,8 +33,8 @@ def _make(path: Path, *, exist_ok: bool) -> Path:
     try:
         make_private(path, exist_ok=exist_ok)
     except OSError as error:
-        if isinstance(error, FileExistsError) and not exist_ok:
-            raise
+        if path.is_dir() and not exist_ok:
+            raise  # another run has that name; where a parent is a file, no other name would help
         raise UsageError(
             f"the run's folder {path} cannot be made: {error.strerror}",
             hint="Set run_dir to a folder you can write to.",

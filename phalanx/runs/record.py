@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import json
 import os
 import platform
@@ -22,6 +23,7 @@ from typing import Any
 from phalanx.errors import UsageError, unknown_name
 from phalanx.host.files import replace_file
 from phalanx.observe.best import latest_mark
+from phalanx.observe.format import duration
 from phalanx.recipes import Recipe
 from phalanx.version import __version__
 
@@ -29,8 +31,12 @@ FILE = "run.json"
 EVENTS = "events.jsonl"
 RUNS = Path("runs")
 _TAIL_BYTES = 1 << 17
-_OWN_FILES = (FILE, EVENTS, "config.toml", "tracking.json", "checkpoints", "logs", "tensorboard", "wandb")
-_OWN_PATTERNS = ("events.out.tfevents.*", "fit-*")
+_FRESH_SECONDS = 3600.0
+_OWN_PATTERNS = (
+    *(FILE, EVENTS, "config.toml", "tracking.json", "tensorboard", "wandb", "events.out.tfevents.*", "fit-[0-9]*"),
+    *("checkpoints/step-*", "checkpoints/.writing-*", "checkpoints/.run-*.lock", "logs/rank-*", "logs/heartbeats"),
+)
+"""The files of a run. A folder that the user had before may hold others, also in `checkpoints` and `logs`."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +60,8 @@ class RunRecord:
     commit: str | None = None
     """The git commit of the folder in which the command ran."""
     tags: list[str] = field(default_factory=list)
+    continued: float = 0.0
+    """When the run was last resumed in its folder."""
 
     @classmethod
     def of_this_process(cls, settings: Mapping[str, Any], **target: Any) -> RunRecord:
@@ -78,7 +86,7 @@ class RunRecord:
         old = StoredRun(run_dir).record
         kept: dict[str, Any] = {} if old is None else {"tags": old.tags}
         if old is not None and resumes:
-            kept |= {"command": old.command, "started": old.started}
+            kept |= {"command": old.command, "started": old.started, "continued": time.time()}
         dataclasses.replace(self, **kept).write(run_dir)
 
     def write(self, run_dir: Path) -> None:
@@ -103,6 +111,17 @@ def _started_at(pid: int) -> int | None:
         return None
 
 
+def _is_alive(record: RunRecord) -> bool:
+    """Whether the process that started a run on this host still exists."""
+    if record.pid_started:
+        return _started_at(record.pid) == record.pid_started
+    try:  # not Linux: its number alone is known
+        os.kill(record.pid, 0)
+    except OSError:
+        return False
+    return record.pid > 0
+
+
 @dataclass(frozen=True)
 class StoredRun:
     """A run's folder, and what its files say. Everything is read when it is first asked for."""
@@ -115,16 +134,29 @@ class StoredRun:
         return self.path.name if self.path.parent.resolve() == RUNS.resolve() else str(self.path)
 
     @cached_property
-    def record(self) -> RunRecord | None:
-        """What started it; None for a run of an older version."""
+    def _read(self) -> RunRecord | str | None:
+        """The content of run.json, or why it cannot be read; None without that file."""
         try:
             document = json.loads((self.path / FILE).read_text(encoding="utf-8"))
             known = {each.name for each in dataclasses.fields(RunRecord)}
-            return RunRecord(**{name: value for name, value in document.items() if name in known})
+            record = RunRecord(**{name: value for name, value in document.items() if name in known})
         except FileNotFoundError:
             return None
         except (OSError, ValueError, TypeError, AttributeError) as error:
-            raise UsageError(f"{self.path / FILE} cannot be read: {error}") from None
+            return f"{self.path / FILE} cannot be read: {error}"
+        kinds = {"command": list, "directory": str, "settings": dict, "recipe": dict | None, "tags": list, "pid": int}
+        wrong = [name for name, kind in kinds.items() if not isinstance(getattr(record, name), kind)]
+        return f"{self.path / FILE} is damaged: wrong value of {', '.join(wrong)}" if wrong else record
+
+    @property
+    def record(self) -> RunRecord | None:
+        """What started it; None for a run of an older version, and where `damage` says what is wrong."""
+        return self._read if isinstance(self._read, RunRecord) else None
+
+    @property
+    def damage(self) -> str:
+        """Why run.json cannot be used; empty where it can, or where there is none."""
+        return self._read if isinstance(self._read, str) else ""
 
     @property
     def command(self) -> str:
@@ -173,13 +205,57 @@ class StoredRun:
     @property
     def status(self) -> str:
         """In one word: running, finished, stopped, preempted, failed, or killed where nothing was reported."""
-        if self.ended:
-            return str(self.ended["status"])
+        last: dict[str, Any] = next((e for e in reversed(self._ends) if e["event"] in ("run_started", "run_ended")), {})
         record = self.record
-        if record is None or record.host != socket.gethostname():
-            return "unknown"
-        alive = record.pid_started and _started_at(record.pid) == record.pid_started
-        return "running" if alive else "killed"
+        here = record is not None and record.host == socket.gethostname()
+        alive = here and record is not None and _is_alive(record)
+        if last.get("event") == "run_ended":
+            # A run that is resumed reports its start only when its ranks have started.
+            begins = alive and record is not None and max(record.started, record.continued) > float(last["time"])
+            return "running" if begins else str(last.get("status", "unknown"))
+        restarts = alive and record is not None and record.settings.get("max_restarts")
+        if self.failure and float(self.failure["time"]) > float(last.get("time", 0.0)) and not restarts:
+            return "failed"
+        if alive or self._is_locked:
+            return "running"
+        return "damaged" if self.damage else "killed" if here else "unknown"
+
+    @cached_property
+    def failure(self) -> dict[str, Any]:
+        """What the last rank that raised has written: its `time`, `type` and `message`; empty without one."""
+        found = [_parsed(file.read_bytes(), "message") for file in self.path.glob("logs/rank-*.error.json")]
+        return max((each for each in found if each is not None), key=lambda each: float(each["time"]), default={})
+
+    @property
+    def _is_locked(self) -> bool:
+        """Whether a rank on any host holds the lock of a run in the folder's own checkpoints."""
+        for path in (self.path / "checkpoints").glob(".run-*.lock"):
+            with suppress(FileNotFoundError), path.open("rb") as file:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    return True
+                except OSError:  # a file system without locks
+                    continue
+        return False
+
+    @property
+    def in_use(self) -> str:
+        """Why the run may still be running, as the end of a sentence; empty where it is not."""
+        status = self.status
+        if status == "running":
+            return "is running"
+        if status not in ("unknown", "damaged"):
+            return ""
+        ages = [
+            time.time() - file.stat().st_mtime
+            for file in (self.path / EVENTS, self.path / "logs" / "heartbeats")
+            if file.is_file()
+        ]
+        if not ages or min(ages) > _FRESH_SECONDS:
+            return ""
+        host = f" on {self.record.host}" if self.record is not None else ""
+        return f"may be running{host}: it has not reported its end, and its files changed {duration(min(ages))} ago"
 
     @property
     def started(self) -> float:
@@ -221,8 +297,17 @@ class StoredRun:
 
     @property
     def checkpoints(self) -> list[Path]:
-        """Published checkpoints, the oldest first."""
-        return sorted(path for path in self.checkpoint_dir.glob("step-*") if (path / "manifest.json").is_file())
+        """Published checkpoints of this run, the oldest first."""
+        found = sorted(path for path in self.checkpoint_dir.glob("step-*") if (path / "manifest.json").is_file())
+        if self.owns_checkpoint_dir:
+            return found
+        own = {Path(event["path"]).name for event in self.events() if event["event"] == "checkpoint"}
+        return [path for path in found if path.name in own]
+
+    @property
+    def owns_checkpoint_dir(self) -> bool:
+        """Whether its checkpoints are in its own folder; a `checkpoint_dir` elsewhere may be shared with other runs."""
+        return self.checkpoint_dir.resolve().is_relative_to(self.path.resolve())
 
     @property
     def best_checkpoint(self) -> Path | None:
@@ -247,7 +332,7 @@ class StoredRun:
 
     def events(self, start: int = 0) -> Iterator[dict[str, Any]]:
         """Yield all events, or those after so many bytes of the file, the oldest first."""
-        if not (self.path / EVENTS).exists():
+        if not (self.path / EVENTS).is_file():
             return
         with (self.path / EVENTS).open("rb") as file:
             file.seek(start)
@@ -257,21 +342,23 @@ class StoredRun:
 
     def clear(self) -> None:
         """Remove the run's own files; other files in its folder stay."""
-        found = [self.path / name for name in _OWN_FILES]
-        for path in [*found, *(path for pattern in _OWN_PATTERNS for path in self.path.glob(pattern))]:
+        for path in [path for pattern in _OWN_PATTERNS for path in self.path.glob(pattern)]:
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
             else:
                 path.unlink(missing_ok=True)
+        for name in ("checkpoints", "logs"):
+            with suppress(OSError):  # it is not there, or holds other files
+                (self.path / name).rmdir()
 
 
-def _parsed(line: bytes) -> dict[str, Any] | None:
-    """Return an event; None for an empty line, and for one that a killed process did not finish."""
+def _parsed(line: bytes, key: str = "event") -> dict[str, Any] | None:
+    """Return an event, or an object with this key; None for an empty line, and for one that was not finished."""
     try:
         event = json.loads(line)
     except ValueError:
         return None
-    return event if isinstance(event, dict) and "event" in event else None
+    return event if isinstance(event, dict) and key in event and "time" in event else None
 
 
 def is_run(path: Path) -> bool:
@@ -294,6 +381,8 @@ def list_runs(folder: Path = RUNS) -> list[StoredRun]:
 
 def find_run(name: str | Path, folder: Path = RUNS) -> StoredRun:
     """Return a run by its folder, its name in ./runs, the beginning of it, a tag, or "last"."""
+    if not isinstance(name, str | Path) or not str(name).strip():
+        raise UsageError(f"{name!r} does not name a run", hint="Write its name, a tag, its folder, or last.")
     path = Path(name)
     for candidate in (path, folder / path):
         if candidate.is_dir() and is_run(candidate):

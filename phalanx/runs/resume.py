@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -28,28 +29,48 @@ def resume_settings(run: StoredRun) -> dict[str, Any]:
             f"{run.name} has no checkpoint in {run.checkpoint_dir}, so it cannot be resumed",
             hint="Start it again, with checkpoints: --checkpoint-frequency 1, or '500 steps'.",
         )
-    return {"run_dir": str(run.path), "resume_from_checkpoint": str(run.checkpoint_dir)}
+    # In a folder that runs share, the newest checkpoint may be that of another run.
+    newest = run.checkpoint_dir if run.owns_checkpoint_dir else run.checkpoints[-1]
+    return {"run_dir": str(run.path), "resume_from_checkpoint": str(newest)}
 
 
 def check_run_dir(config: DistributedConfig, *, overwrite: bool) -> None:
     """Refuse a folder that holds a run which is not to be continued; with `overwrite`, remove that run's files."""
-    if config.run_dir is None or config.resume_from_checkpoint or not is_run(Path(config.run_dir)):
-        return
+    if config.run_dir is None or config.node_rank or not is_run(Path(config.run_dir)):
+        return  # the first machine checks the folder that all of them share
     run = StoredRun(Path(config.run_dir))
     if run.status == "running":
         raise UsageError(f"run_dir = '{config.run_dir}' is the folder of a run that is running")
+    if config.resume_from_checkpoint:
+        return
     if not overwrite:
         steps, total = run.steps
         raise UsageError(
             f"run_dir = '{config.run_dir}' already holds a run ({run.status}, {steps} of {total or '?'} steps)",
-            hint=f"Continue it: phalanx resume {run.name}. Replace it: add --overwrite. Or give another --run-dir.",
+            hint=f"Continue it: {_command(run)}. Replace it: add --overwrite. Or give another --run-dir.",
         )
+    if run.in_use:
+        raise UsageError(f"--overwrite: the run in '{config.run_dir}' {run.in_use}", hint="Give another --run-dir.")
+    refuse_whole_project(run)
     run.clear()
+
+
+def refuse_whole_project(run: StoredRun) -> None:
+    """Refuse to remove the files of a run whose folder is the current one or contains it."""
+    if Path.cwd().is_relative_to(run.path.resolve()):
+        raise UsageError(
+            f"{run.path} contains the current folder, so not only the run's files may be in it; nothing was removed",
+            hint="Remove what you do not need yourself.",
+        )
 
 
 def how_to_resume(run: StoredRun) -> str:
     """Return what is said after Ctrl-C: the command that continues the run, where it has a checkpoint."""
     if run.checkpoints:
-        last = int(run.checkpoints[-1].name.rpartition("-")[2])
-        return f"interrupted; the last checkpoint is that of step {last}.\n  To resume: phalanx resume {run.name}"
+        last = int(run.checkpoints[-1].name.split("-")[1])  # step-00000100, with the run's id where a name was taken
+        return f"interrupted; the last checkpoint is that of step {last}.\n  To resume: {_command(run)}"
     return "interrupted; no checkpoint was saved yet." if is_run(run.path) else ""
+
+
+def _command(run: StoredRun) -> str:
+    return f"phalanx resume {shlex.quote(run.name)}"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +15,9 @@ import torch.distributed as dist
 
 from phalanx.config import DistributedConfig
 from phalanx.engine import engines_here
+from phalanx.errors import PhalanxError
+from phalanx.host.files import replace_file
+from phalanx.launch.error_file import record_path
 from phalanx.loop.evaluate import evaluate, predict
 from phalanx.loop.formation import Formation
 from phalanx.loop.optimizer_binding import OwnSchedule, scheduler_state
@@ -19,7 +25,7 @@ from phalanx.loop.task import TrainTask
 from phalanx.loop.trainer import TrainLoop
 from phalanx.observe.history import History
 from phalanx.observe.tensorboard import TensorBoardSink
-from phalanx.runs.folder import make_run_dir
+from phalanx.runs.folder import discard_unused, make_run_dir
 from phalanx.runs.record import FILE as RECORD
 from phalanx.runs.record import RunRecord
 from phalanx.trainers.histograms import HistogramCallback
@@ -107,8 +113,7 @@ def _fit(formation: Formation, job: Job, survivor: ElasticRun | None) -> JobResu
     run_dir = agree_run_dir(formation.world, lambda: make_run_dir(placed, job.task.name), resumes=before is not None)
     if formation.is_main:
         save_config(job.config, run_dir)
-        # Our launcher's process has written it, but not for a second fit, which has a folder of its own.
-        if not (formation.world.env.supervised and (run_dir / RECORD).exists()):
+        if not (_is_given(job) and (run_dir / RECORD).exists()):  # else the process that started the ranks wrote it
             record = RunRecord.of_this_process(job.config.given())
             record.begin(run_dir, resumes=bool(job.config.resume_from_checkpoint))
     events = open_events(job.config, formation.world, run_dir)
@@ -120,10 +125,29 @@ def _fit(formation: Formation, job: Job, survivor: ElasticRun | None) -> JobResu
             for callback in engine.callbacks():
                 loop.hooks.add(callback)
         history = loop.run() if survivor is None else survivor.run(loop, run_dir)
+    except Exception as error:
+        if formation.is_main and not _is_given(job):
+            _note_failure(job, run_dir, error)
+        raise
     finally:
         events.close()
     own = loop.schedule.scheduler if isinstance(loop.schedule, OwnSchedule) else None
     return JobResult(history=history, scheduler_state=None if own is None else scheduler_state(own))
+
+
+def _note_failure(job: Job, run_dir: Path, error: Exception) -> None:
+    """Write why a run failed that no launcher watches, as a launcher does; a run that was refused leaves no folder."""
+    if isinstance(error, PhalanxError):
+        discard_unused(job.config, run_dir)
+    if run_dir.is_dir():
+        (run_dir / "logs").mkdir(exist_ok=True)
+        record = {"rank": 0, "time": time.time(), "type": type(error).__qualname__, "message": str(error)}
+        replace_file(record_path(run_dir / "logs", 0), json.dumps(record) + "\n")
+
+
+def _is_given(job: Job) -> bool:
+    """Whether the process that started the ranks has made the run's folder."""
+    return job.run_dir is not None or "PHALANX_RUN_DIR" in os.environ
 
 
 def _evaluate(formation: Formation, job: Job) -> JobResult:

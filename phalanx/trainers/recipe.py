@@ -128,6 +128,8 @@ def recipe_parts(recipe: Recipe, data_dir: str | None, *, without_storage: bool 
     data = {**recipe.data, **({"root": data_dir} if data_dir is not None else {})}
     model = dict(recipe.model)
     name = model.pop("name")
+    if Path(str(data["name"])).is_absolute() and "block_size" in build_options(name):  # the user's files
+        data.setdefault("block_size", "model")
     if data.get("block_size") == "model":
         with place:
             built: Any = build(name, **model)

@@ -12,6 +12,7 @@ from phalanx.checkpoint.manifest import MANIFEST
 from phalanx.config import DistributedConfig, resolve
 from phalanx.config.sources import read_settings
 from phalanx.errors import CheckpointError, UsageError
+from phalanx.loop.prepare import adapt
 from phalanx.observe.history import History
 from phalanx.recipes import Recipe
 from phalanx.recipes.imports import extend_path
@@ -61,6 +62,7 @@ class SavedRun(StoredRun):
     def model(self) -> nn.Module:
         """The trained model, on the CPU and in eval mode."""
         model = self._given if self._given is not None else self._parts()[0]
+        adapt(model, self.config)
         load_weights(model, self.checkpoint)
         return model.eval()
 
@@ -108,13 +110,13 @@ def _without_engine(config: DistributedConfig) -> DistributedConfig:
     return resolve({name: getattr(config, name) for name in kept}, environ={}).config
 
 
-def load_run(name: str | Path, *, checkpoint: str | Path = "best", model: nn.Module | None = None) -> SavedRun:
+def load_run(name: str | Path, *, checkpoint: str | int | Path = "best", model: nn.Module | None = None) -> SavedRun:
     """Return a past run by its name in ./runs (or the beginning of it, a tag, "last"), its folder or a checkpoint.
 
     `checkpoint` is "best", "last", a step or a path. `model`: the model to load the weights into, for a run that was
     not trained from a recipe.
     """
-    path = Path(name)
+    path = Path(str(name))
     if (path / MANIFEST).is_file():  # a checkpoint: its run is two folders above, or unknown
         owner = path.absolute().parent.parent
         return SavedRun(owner if is_run(owner) else path, path, model)
@@ -122,7 +124,7 @@ def load_run(name: str | Path, *, checkpoint: str | Path = "best", model: nn.Mod
     return SavedRun(stored.path, _chosen(stored, checkpoint), model)
 
 
-def _chosen(stored: StoredRun, wanted: str | Path) -> Path | None:
+def _chosen(stored: StoredRun, wanted: str | int | Path) -> Path | None:
     found = {path.name: path for path in stored.checkpoints}
     if str(wanted) == "best":
         return None
@@ -131,8 +133,8 @@ def _chosen(stored: StoredRun, wanted: str | Path) -> Path | None:
     name = f"step-{int(str(wanted)):08d}" if str(wanted).isdecimal() else str(wanted)
     if name in found:
         return found[name]
-    if (Path(wanted) / MANIFEST).is_file():
-        return Path(wanted)
+    if (Path(str(wanted)) / MANIFEST).is_file():
+        return Path(str(wanted))
     raise UsageError(
         f"{stored.name} has no checkpoint '{wanted}'; it has: {', '.join(found) or '(none)'}",
         hint="Write best, last, a step such as 200, or the path of a checkpoint.",

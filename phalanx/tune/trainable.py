@@ -19,6 +19,7 @@ from phalanx.launch.spec import Target
 from phalanx.observe.events import MetricsReported
 from phalanx.observe.sinks import JsonlSink
 from phalanx.recipes import Recipe, load_recipe
+from phalanx.runs.record import RunRecord
 from phalanx.runs.spec import given_settings, recipe_target, settings_environment
 from phalanx.tune.reporting import as_number
 from phalanx.tune.trial import REPORTED, Trial
@@ -121,6 +122,9 @@ class RecipeTrainable(Trainable):
         """Return what to launch for a trial."""
         config = trial_config(self.resolved, trial, trial.params)
         recipe = self.recipe.with_values({n: v for n, v in trial.params.items() if n not in FIELDS})
+        settings = {n: v for n, v in _changed(self.resolved, config).items() if n not in OF_THE_TRIAL}
+        trial.folder.mkdir(parents=True, exist_ok=True)
+        RunRecord.of_this_process(settings, recipe=dataclasses.asdict(recipe)).write(trial.folder)
         return TrainableParts(config, recipe_target(recipe, config, trial.folder, trial.folder), {})
 
     def command(self, best: str, own: Mapping[str, Any]) -> list[str] | None:

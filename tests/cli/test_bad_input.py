@@ -490,3 +490,10 @@ def test_another_models_checkpoint_names_the_first_parameter_that_differs(tmp_pa
     message = refused("train", "--script", script, "--num-workers", 2, "--device", "cpu", code=1)
     assert "the checkpoint belongs to another model: weight is in the model and not in the checkpoint" in message
     assert files_under(tmp_path / "ckpt") == before
+
+
+def test_a_path_that_cannot_be_used_is_named(tmp_path):
+    (tmp_path / "runs").write_text("a file")
+    assert "runs" in refused("train", "digits", "--device", "cpu", "--epochs", 1)
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    assert "loop" in refused("config", "show", "digits", "--config", "loop")

@@ -6,10 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from command import phalanx
 
-from phalanx.models import presets
+from phalanx import load_run
+from phalanx.models import build, presets
 from phalanx.recipes import load_recipe
+from phalanx.trainers.weights import load_weights
 
 SHORT = ("--preset", "debug", "--device", "cpu", "--max-steps", 2, "--batch-size", 64, "--run-dir", "run")
 
@@ -57,3 +60,21 @@ def test_presets_that_do_not_exist_are_refused_before_anything_starts(words, mes
     assert answer.code == 2
     assert message in answer.text
     assert not list(Path().iterdir())
+
+
+def test_own_texts_fit_the_model_and_a_lora_run_is_evaluated_and_exported_merged(tmp_path):
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("a text of my own. " * 400)
+    words = ("train", "gpt", "--data", "./texts", "--lora-rank", 2, "--learning-rate", 0.5, "--warmup", 0)
+    more = ("--max-steps", 2, "--checkpoint-frequency", 1, "--num-workers", 1, "--device", "cpu", "--no-progress")
+    trained = phalanx(*words, *more)
+    assert trained.code == 0, trained.text
+    assert phalanx("evaluate", "last", "--limit-val-batches", 1).code == 0
+    assert phalanx("predict", "last", "--prompt", "").code == 2
+    exported = phalanx("export", "last", "-o", "merged.safetensors")
+    assert exported.code == 0, exported.text
+    adapted, plain = load_run("last").model, build("gpt", preset="debug")
+    load_weights(plain, tmp_path / "merged.safetensors")
+    tokens = torch.arange(32)[None]
+    torch.testing.assert_close(plain.eval()(tokens), adapted(tokens), rtol=1e-4, atol=1e-4)
+    assert not torch.equal(plain.layers[0].attention.qkv.weight, adapted.layers[0].attention.qkv.weight)

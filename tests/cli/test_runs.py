@@ -321,3 +321,12 @@ def test_mistakes_are_named_and_exit_with_2(inside, words, says):
     answer = phalanx(*words)
     assert answer.code == 2, answer.text
     assert says in answer.text
+
+
+def test_what_the_users_code_raises_is_shown_without_our_frames(inside):
+    inside.joinpath("faulty.py").write_text("def load(split):\n    raise KeyError('x')\n")
+    answer = phalanx("evaluate", "last", "--data", "faulty:load")
+    assert answer.code == 1
+    assert "phalanx: KeyError: 'x'" in answer.err
+    assert "faulty.py" in answer.err
+    assert "imports.py" not in answer.err

@@ -188,7 +188,9 @@ def test_the_best_values_of_a_recipe_are_a_recipe_and_the_next_command_trains_it
     table = answer.out[answer.out.index("trial  state") :]
     assert "batch_size" not in table.splitlines()[0], "fixed values have no column"
     assert "2 of 2 done" in answer.out
-    assert "best checkpoint: study/trials/" in answer.out
+    best = answer.out.partition("best checkpoint: ")[2].split()[0]
+    assert best.startswith("study/trials/")
+    assert phalanx("evaluate", best).code == 0, "its model and data are known"
     again = phalanx(*answer.out.rpartition("next:\n")[2].split()[1:])
     assert again.code == 0, again.text
 

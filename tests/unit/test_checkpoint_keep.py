@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from phalanx.checkpoint import Snapshot, choose, list_checkpoints, load, publish, save
+from phalanx.checkpoint import Best, Snapshot, choose, list_checkpoints, load, mark_best, publish, save
 from phalanx.checkpoint import publish as names
 from phalanx.errors import CheckpointError
 
@@ -115,3 +115,12 @@ def test_a_clock_that_was_set_back_does_not_remove_the_newest(tmp_path, monkeypa
     monkeypatch.setattr("phalanx.checkpoint.write.time.time", lambda: 0.0)
     save(tmp_path, snapshot(2), run_id="mine", keep_last=1)
     assert names_in(tmp_path) == ["step-00000002"]
+
+
+def test_a_run_without_a_best_one_leaves_what_the_run_it_continues_marked(tmp_path):
+    best = save(tmp_path, snapshot(10), run_id="mine").path
+    mark_best(Best(best, 10, "val/loss", "min", 0.1))
+    save(tmp_path, snapshot(20), run_id="mine")
+    for step in (30, 40):
+        save(tmp_path, snapshot(step), run_id="next", lineage=[{"run_id": "mine", "step": 20}], keep_last=1)
+    assert names_in(tmp_path) == ["step-00000010", "step-00000040"]

@@ -24,6 +24,8 @@ def _project(tmp_path, monkeypatch):
             def load(split): ...
             def tiny():
                 return {"model": {"name": Net, "width": 8}, "data": load, "settings": {"epochs": 2}}
+            def broken():
+                raise KeyError("no such thing")
             wrong = 3
             """
         )
@@ -73,6 +75,11 @@ def test_a_function_of_a_module_gives_a_recipe_with_classes_as_import_paths():
     assert recipe.model == {"name": "own_parts:Net", "width": 8}
     assert recipe.data == {"name": "own_parts:load"}
     assert recipe.name == "tiny"
+
+
+def test_a_function_that_raises_is_named():
+    with pytest.raises(UsageError, match="the recipe 'own_parts:broken' raised KeyError"):
+        load_recipe("own_parts:broken")
 
 
 def test_an_installed_package_brings_recipes(tmp_path):

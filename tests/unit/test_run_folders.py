@@ -1,0 +1,230 @@
+"""Folders of runs: what removes files, which runs count as running, and folders that are damaged."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from command import phalanx
+
+import phalanx as px
+from phalanx.config import DistributedConfig
+from phalanx.errors import UsageError
+from phalanx.runs.record import RunRecord, StoredRun, find_run, list_runs
+from phalanx.runs.resume import check_run_dir, how_to_resume, resume_settings
+
+
+def make_run(path: Path, *events: dict, host: str | None = None, pid: int | None = None) -> StoredRun:
+    """Write the folder of a run, with a checkpoint, as a process of this or another host would leave it."""
+    checkpoint = path / "checkpoints" / "step-00000010"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "manifest.json").write_text("{}")
+    (path / "logs").mkdir()
+    (path / "logs" / "rank-0.log").write_text("hello")
+    record = RunRecord.of_this_process({"epochs": 1})
+    document = {**record.__dict__, "host": host or record.host}
+    if pid is not None:
+        document |= {"pid": pid, "pid_started": 1}
+    (path / "run.json").write_text(json.dumps(document))
+    (path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    return StoredRun(path)
+
+
+def started() -> dict:
+    layout = {"strategy": "ddp", "world_size": 1, "device": "cpu", "precision": "fp32", "parameters": 6}
+    return {"event": "run_started", "time": time.time(), "total_steps": 10, **layout}
+
+
+def ended() -> dict:
+    return {"event": "run_ended", "time": time.time() + 1, "status": "finished", "total_time": 1.0, "best": {}}
+
+
+@pytest.fixture(autouse=True)
+def inside(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_one_damaged_record_does_not_hide_the_other_runs():
+    make_run(Path("runs/whole"), ended())
+    for name, text in {
+        "a": '{"command": [',
+        "b": "[]",
+        "c": "{}",
+        "d": '{"command": "x", "directory": 3, "settings": []}',
+    }.items():
+        make_run(Path("runs") / name, started()).path.joinpath("run.json").write_text(text)
+    assert {run.path.name: run.status for run in list_runs()}["whole"] == "finished"
+    assert phalanx("runs").code == 0
+    for name in "abcd":
+        assert StoredRun(Path("runs") / name).status == "damaged"
+        assert phalanx("runs", "show", name).code == 0
+        for words in (("resume", name), ("runs", "tag", name, "x")):
+            answer = phalanx(*words)
+            assert answer.code == 2
+            assert "run.json" in answer.text
+
+
+def test_an_empty_name_is_not_the_beginning_of_the_only_run():
+    make_run(Path("runs/only"), ended())
+    answer = phalanx("runs", "rm", "", "--yes")
+    assert answer.code == 2
+    assert Path("runs/only").is_dir()
+    with pytest.raises(UsageError, match="does not name a run"):
+        find_run(3)  # type: ignore[arg-type]
+
+
+def test_rm_of_a_folder_that_is_not_in_runs_leaves_other_files():
+    run = make_run(Path("project"), ended())
+    for name in ("train.py", "checkpoints/mine.pt", "logs/mine.txt", "fit-notes.md"):
+        (run.path / name).write_text("mine")
+    answer = phalanx("runs", "rm", "project", "--yes")
+    assert answer.code == 0
+    assert "other files stay in project" in answer.text
+    left = sorted(str(path.relative_to(run.path)) for path in run.path.rglob("*") if path.is_file())
+    assert left == ["checkpoints/mine.pt", "fit-notes.md", "logs/mine.txt", "train.py"]
+
+
+def test_the_current_folder_is_neither_removed_nor_overwritten(monkeypatch):
+    run = make_run(Path("project"), ended())
+    (run.path / "wandb").mkdir()
+    monkeypatch.chdir("project")
+    refused = phalanx("runs", "rm", ".", "--yes")
+    assert refused.code == 2
+    assert "contains the current folder" in refused.text
+    with pytest.raises(UsageError, match="contains the current folder"):
+        check_run_dir(DistributedConfig(run_dir="."), overwrite=True)
+    assert Path("wandb").is_dir()
+
+
+def test_a_run_on_another_host_that_wrote_lately_is_not_removed():
+    run = make_run(Path("runs/far"), started(), host="another")
+    assert run.status == "unknown"
+    refused = phalanx("runs", "rm", "far", "--yes")
+    assert refused.code == 2
+    assert "may be running on another" in refused.text
+    with pytest.raises(UsageError, match="may be running on another"):
+        check_run_dir(DistributedConfig(run_dir="runs/far"), overwrite=True)
+    long_ago = time.time() - 7200
+    os.utime(run.path / "events.jsonl", (long_ago, long_ago))
+    assert phalanx("runs", "rm", "far", "--yes").code == 0
+
+
+def test_a_held_checkpoint_lock_means_running_whatever_the_process_id_says():
+    run = make_run(Path("runs/locked"), started(), pid=1)
+    assert run.status == "killed"
+    with (run.path / "checkpoints" / ".run-1.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert StoredRun(run.path).status == "running"
+    assert StoredRun(run.path).status == "killed"
+
+
+def test_a_resumed_run_is_running_before_its_ranks_report():
+    run = make_run(Path("runs/again"), started(), {**ended(), "time": time.time() - 60})
+    record = run.record
+    assert record is not None
+    record.continuing(run.path).write(run.path)
+    assert StoredRun(run.path).status == "running"
+
+
+def test_a_running_run_is_refused_also_when_it_is_resumed_from_a_checkpoint():
+    make_run(Path("runs/busy"), started())
+    with pytest.raises(UsageError, match="is running"):
+        check_run_dir(DistributedConfig(run_dir="runs/busy", resume_from_checkpoint=True), overwrite=False)
+
+
+def test_only_the_first_of_several_machines_checks_the_folder_they_share():
+    make_run(Path("shared"), started())
+    several = {"run_dir": "shared", "num_nodes": 2, "num_workers": 2, "rdzv_endpoint": "127.0.0.1:1"}
+    with pytest.raises(UsageError, match="is running"):
+        check_run_dir(DistributedConfig(**several, node_rank=0), overwrite=True)
+    check_run_dir(DistributedConfig(**several, node_rank=1), overwrite=True)
+    assert Path("shared/run.json").is_file()
+
+
+def fit(**settings: object) -> None:
+    data = torch.utils.data.TensorDataset(torch.randn(8, 2), torch.randn(8, 2))
+    px.PyTorchDDPTrainer(torch.nn.Linear(2, 2), device="cpu", num_workers=1, progress=False, **settings).fit(data)
+
+
+def test_a_second_fit_of_another_process_in_a_folder_is_recorded_as_its_own():
+    run = make_run(Path("mine"), started(), ended(), pid=1)
+    fit(run_dir="mine", batch_size=4, epochs=1)
+    record = StoredRun(run.path).record
+    assert record is not None
+    assert record.pid == os.getpid()
+
+
+def test_a_fit_that_is_refused_leaves_no_folder():
+    with pytest.raises(UsageError, match="batch_size is not known"):
+        fit(epochs=1)
+    assert not Path("runs").exists()
+
+
+def saved(path: Path) -> dict:
+    return {"event": "checkpoint", "time": time.time(), "step": 10, "path": str(path)}
+
+
+def test_checkpoints_of_other_runs_in_a_shared_folder_are_not_this_run_s():
+    for name in ("step-00000010", "step-00000010-b", "step-00000090"):
+        Path("kept", name).mkdir(parents=True)
+        Path("kept", name, "manifest.json").write_text("{}")
+    run = make_run(Path("runs/one"), started(), saved(Path("kept/step-00000010-b")), pid=1)
+    record = run.record
+    assert record is not None
+    record.settings["checkpoint_dir"] = "kept"
+    assert [path.name for path in run.checkpoints] == ["step-00000010-b"]
+    assert resume_settings(run)["resume_from_checkpoint"].endswith("kept/step-00000010-b")
+    assert "that of step 10." in how_to_resume(run)
+
+
+def test_the_best_checkpoint_of_a_killed_run_is_found_by_its_mark():
+    run = make_run(Path("runs/killed"), started(), pid=1)
+    assert run.best_checkpoint is None
+    later = run.path / "checkpoints" / "step-00000020"
+    later.mkdir()
+    (later / "manifest.json").write_text("{}")
+    (run.path / "checkpoints" / "step-00000010" / "best.json").write_text("{}")
+    assert run.best_checkpoint == run.path / "checkpoints" / "step-00000010"
+
+
+def test_a_run_whose_rank_raised_is_failed_and_shown_with_its_error():
+    run = make_run(Path("runs/raised"), started())
+    assert run.status == "running"
+    error = {"rank": 0, "time": time.time() + 1, "type": "KeyError", "message": "'x'"}
+    (run.path / "logs" / "rank-0.error.json").write_text(json.dumps(error))
+    assert StoredRun(run.path).status == "failed"
+    assert "KeyError: 'x'" in phalanx("runs", "show", "raised").text
+    with (run.path / "events.jsonl").open("a") as file:  # it was started again
+        file.write(json.dumps({**started(), "time": time.time() + 2}) + "\n")
+    assert StoredRun(run.path).status == "running"
+
+
+def test_a_fit_that_raises_in_this_process_is_failed_although_the_process_lives():
+    def broken(output, target):
+        raise ValueError("not today")
+
+    with pytest.raises(ValueError, match="not today"):
+        fit(batch_size=4, epochs=1, loss_fn=broken)
+    (run,) = list_runs()
+    assert run.status == "failed"
+    assert run.failure["message"] == "not today"
+    with pytest.raises(UsageError, match="has no checkpoint '7'"):
+        px.load_run("last", checkpoint=7)
+
+
+def test_events_without_the_usual_fields_and_an_empty_tag():
+    make_run(Path("runs/odd"), {"event": "run_ended", "time": 1.0}, {"event": "run_started", "time": 2.0})
+    assert phalanx("runs", "show", "odd").code == 0
+    assert phalanx("runs", "tag", "odd", " ").code == 2
+
+
+def test_commands_that_are_shown_can_be_pasted():
+    run = make_run(Path("a b"), ended(), pid=1)
+    assert "phalanx resume 'a b'" in how_to_resume(run)
+    assert "phalanx evaluate 'a b'" in phalanx("runs", "show", "a b").text
