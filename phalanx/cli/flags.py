@@ -155,7 +155,8 @@ def _named_recipe(namespace: argparse.Namespace) -> Recipe:
                     hint="Write: phalanx train --model my_package.nets:Net --data my_package.data:load",
                 )
         name = re.sub(r"\W+", "-", Path(namespace.model).name.rpartition(":")[2]).lower()
-        recipe = Recipe(name, "", {}, {}).with_parts(namespace.model, namespace.data)
+        # Checkpoints, so that the result can be evaluated and exported.
+        recipe = Recipe(name, "", {}, {}, {"checkpoint_frequency": 1}).with_parts(namespace.model, namespace.data)
         if namespace.preset is not None:
             recipe = replace(recipe, model={**recipe.model, "preset": namespace.preset})
     recipe = recipe.with_values(read_changes(namespace.changes, FIELDS.__contains__)[1])

@@ -13,8 +13,8 @@ from phalanx.cli.json_output import add_json_flag
 from phalanx.errors import UsageError
 from phalanx.launch import ModuleTarget, ScriptTarget
 from phalanx.recipes import Recipe
-from phalanx.runs.record import StoredRun, find_run
 from phalanx.runs.resume import resume_settings
+from phalanx.runs.stored import StoredRun, find_run
 
 _HELP = "Continue a run from its last checkpoint, in its folder and with its settings; flags change them."
 

@@ -17,8 +17,8 @@ from phalanx.cli.json_output import add_json_flag, print_json
 from phalanx.config.sources import read_settings
 from phalanx.errors import UsageError, unknown_name
 from phalanx.observe.format import duration, of_total, size, table
-from phalanx.runs.record import RUNS, StoredRun, find_run, list_runs
 from phalanx.runs.resume import refuse_whole_project
+from phalanx.runs.stored import RUNS, StoredRun, find_run, list_runs
 
 _ACTIONS = {
     "list": "list the runs, the newest first",

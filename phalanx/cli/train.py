@@ -26,10 +26,11 @@ from phalanx.observe.guard import say_to_user
 from phalanx.recipes import Recipe, find_recipe, recipe_names
 from phalanx.runs.folder import discard_unused, make_run_dir
 from phalanx.runs.preflight import check_before_start, check_packages, check_script_starter
-from phalanx.runs.record import EVENTS, RUNS, RunRecord, StoredRun, find_run
+from phalanx.runs.record import RunRecord, end_record
 from phalanx.runs.resume import check_run_dir, how_to_resume, last_run_of, resume_settings
 from phalanx.runs.spec import given_settings, launch_spec, recipe_target, settings_environment
 from phalanx.runs.start import run_on_ranks
+from phalanx.runs.stored import EVENTS, RUNS, StoredRun, find_run
 from phalanx.world.env import RankEnv, export_rank_env, read_rank_env
 from phalanx.world.layout import Layout, plan_layout
 
@@ -188,18 +189,25 @@ def _launch(
         target: Target | None = script if recipe is None else recipe_target(recipe, config, run_dir, folder)
         assert target is not None, "either a recipe or a script was named"
         spec = launch_spec(config, layout, target, run_dir / "logs", env=_rank_environment(resolved, config, run_dir))
+        outcome = "failed"
         try:  # the console of a script shows its output only
             run_on_ranks(spec, config, waiting="" if recipe is None else layout.starting)
+            outcome = "finished"
         except PhalanxError as error:
+            outcome = "preempted" if isinstance(error, PreemptedError) else outcome
             if isinstance(error, PreemptedError) and StoredRun(run_dir).checkpoints:
                 error.hint = f"To resume: phalanx resume {shlex.quote(StoredRun(run_dir).name)}"
             if recipe is not None:  # a script may have written files
                 discard_unused(config, run_dir)
             raise
         except KeyboardInterrupt:
+            outcome = "interrupted"
             if hint := how_to_resume(StoredRun(run_dir)):
                 say_to_user(hint)
             raise
+        finally:
+            if not config.node_rank:
+                end_record(run_dir, outcome)
     return 0
 
 

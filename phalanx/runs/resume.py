@@ -9,7 +9,7 @@ from typing import Any
 
 from phalanx.config import DistributedConfig
 from phalanx.errors import UsageError
-from phalanx.runs.record import RUNS, StoredRun, is_run, list_runs
+from phalanx.runs.stored import RUNS, StoredRun, is_run, list_runs
 
 
 def last_run_of(name: str) -> StoredRun:

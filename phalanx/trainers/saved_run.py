@@ -16,7 +16,7 @@ from phalanx.loop.prepare import adapt
 from phalanx.observe.history import History
 from phalanx.recipes import Recipe
 from phalanx.recipes.imports import extend_path
-from phalanx.runs.record import StoredRun, find_run, is_run
+from phalanx.runs.stored import StoredRun, find_run, is_run
 from phalanx.trainers.recipe import recipe_loss, recipe_metrics, recipe_parts
 from phalanx.trainers.torch import PyTorchDDPTrainer
 from phalanx.trainers.weights import load_weights

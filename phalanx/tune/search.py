@@ -16,8 +16,8 @@ from phalanx.engine import find_engine
 from phalanx.errors import UsageError, unknown_name
 from phalanx.host.files import make_private
 from phalanx.launch import prestart
-from phalanx.runs.record import StoredRun
 from phalanx.runs.spec import engine_environment
+from phalanx.runs.stored import StoredRun
 from phalanx.tune.charts import PAGE_FILE, axes_and_lines, draw_pictures
 from phalanx.tune.engine import IndependentTrials, SearchEngine, SearchPlan
 from phalanx.tune.objective import Objective

@@ -15,7 +15,7 @@ from command import Answer, phalanx, start
 
 import phalanx as px
 from phalanx.errors import UsageError
-from phalanx.runs.record import StoredRun, find_run, list_runs
+from phalanx.runs.stored import StoredRun, find_run, list_runs
 
 FAST = ("--device", "cpu", "--num-workers", 2, "--no-tensorboard", "--no-progress")
 
@@ -188,7 +188,7 @@ def test_rm_asks_and_removes(inside):
 def test_rm_leaves_other_files_of_a_run_dir_that_the_user_chose(inside):
     shutil.move(only_run().path, "own")
     Path("own/notes.txt").write_text("mine")
-    assert "other files in own stay" in ran("runs", "rm", "own", "--yes").out
+    assert "other files stay in own" in ran("runs", "rm", "own", "--yes").out
     assert [path.name for path in Path("own").iterdir()] == ["notes.txt"]
 
 

@@ -9,9 +9,10 @@ import sys
 import pytest
 import torch
 
-from phalanx.checkpoint import Best, Snapshot, choose, list_checkpoints, load, mark_best, publish, save
+from phalanx.checkpoint import Snapshot, choose, list_checkpoints, load, publish, save
 from phalanx.checkpoint import publish as names
 from phalanx.errors import CheckpointError
+from phalanx.observe.best import Best, mark_best
 
 
 def snapshot(step: int, value: float = 0.0) -> Snapshot:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 import json
 import os
@@ -15,8 +16,10 @@ from command import phalanx
 import phalanx as px
 from phalanx.config import DistributedConfig
 from phalanx.errors import UsageError
-from phalanx.runs.record import RunRecord, StoredRun, find_run, list_runs
+from phalanx.observe.best import Best, mark_best
+from phalanx.runs.record import RunRecord, end_record
 from phalanx.runs.resume import check_run_dir, how_to_resume, resume_settings
+from phalanx.runs.stored import StoredRun, find_run, list_runs
 
 
 def make_run(path: Path, *events: dict, host: str | None = None, pid: int | None = None) -> StoredRun:
@@ -128,7 +131,7 @@ def test_a_resumed_run_is_running_before_its_ranks_report():
     run = make_run(Path("runs/again"), started(), {**ended(), "time": time.time() - 60})
     record = run.record
     assert record is not None
-    record.continuing(run.path).write(run.path)
+    record.begin(run.path, resumes=True)
     assert StoredRun(run.path).status == "running"
 
 
@@ -189,7 +192,7 @@ def test_the_best_checkpoint_of_a_killed_run_is_found_by_its_mark():
     later = run.path / "checkpoints" / "step-00000020"
     later.mkdir()
     (later / "manifest.json").write_text("{}")
-    (run.path / "checkpoints" / "step-00000010" / "best.json").write_text("{}")
+    mark_best(Best(run.path / "checkpoints" / "step-00000010", 10, "val/loss", "min", 0.5))
     assert run.best_checkpoint == run.path / "checkpoints" / "step-00000010"
 
 
@@ -228,3 +231,23 @@ def test_commands_that_are_shown_can_be_pasted():
     run = make_run(Path("a b"), ended(), pid=1)
     assert "phalanx resume 'a b'" in how_to_resume(run)
     assert "phalanx evaluate 'a b'" in phalanx("runs", "show", "a b").text
+
+
+def test_a_script_that_wrote_no_events_has_the_status_of_its_command():
+    run = make_run(Path("runs/script"), pid=1)
+    assert run.status == "killed"
+    end_record(run.path, "finished")
+    assert StoredRun(run.path).status == "finished"
+
+
+def test_a_recipe_of_another_user_is_not_imported(monkeypatch):
+    run = make_run(Path("runs/other"), started())
+    record = dataclasses.replace(run.record, recipe={"name": "x", "summary": "", "data": {}, "model": {"name": "m:f"}})
+    record.write(run.path)
+    assert StoredRun(run.path).recipe is not None
+    if os.geteuid() != 0:
+        pytest.skip("only root can give a file away")
+    os.chown(run.path / "run.json", 12345, -1)
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(UsageError, match="belongs to another user"):
+        _ = StoredRun(run.path).recipe

@@ -1,0 +1,315 @@
+"""Runs on disk: how they stand, their checkpoints and files, and how a name finds one."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shlex
+import shutil
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from phalanx.errors import UsageError, unknown_name
+from phalanx.observe.best import latest_mark
+from phalanx.observe.format import duration
+from phalanx.recipes import Recipe
+from phalanx.runs.record import FILE, RunRecord, is_own_file, read_record
+
+EVENTS = "events.jsonl"
+RUNS = Path("runs")
+_TAIL_BYTES = 1 << 17
+_FRESH_SECONDS = 3600.0
+_OWN_PATTERNS = (
+    *(FILE, EVENTS, "config.toml", "tracking.json", "tensorboard", "wandb", "events.out.tfevents.*", "fit-[0-9]*"),
+    *("checkpoints/step-*", "checkpoints/.writing-*", "checkpoints/.run-*.lock", "logs/rank-*", "logs/heartbeats"),
+)
+"""The files of a run. A folder that the user had before may hold others, also in `checkpoints` and `logs`."""
+
+
+@dataclass(frozen=True)
+class StoredRun:
+    """A run's folder, and what its files say. Everything is read when it is first asked for."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        """The name that other commands take: that of the folder in ./runs, else its path."""
+        return self.path.name if self.path.parent.resolve() == RUNS.resolve() else str(self.path)
+
+    @cached_property
+    def _read(self) -> RunRecord | str | None:
+        return read_record(self.path)
+
+    @property
+    def record(self) -> RunRecord | None:
+        """What started it; None for a run of an older version, and where `damage` says what is wrong."""
+        return self._read if isinstance(self._read, RunRecord) else None
+
+    @property
+    def damage(self) -> str:
+        """Why run.json cannot be used; empty where it can, or where there is none."""
+        return self._read if isinstance(self._read, str) else ""
+
+    @property
+    def command(self) -> str:
+        """The command that started it, as it can be pasted."""
+        return shlex.join(self.record.command) if self.record is not None else "(not recorded)"
+
+    @property
+    def recipe(self) -> Recipe | None:
+        """The recipe that it trained, with all changes; None for a script or a trainer in Python."""
+        if self.record is None or self.record.recipe is None:
+            return None
+        if not is_own_file(self.path):
+            raise UsageError(
+                f"{self.path / FILE} belongs to another user, and names modules that would be imported",
+                hint="Copy the run's folder, or give --model and --data yourself.",
+            )
+        document = dict(self.record.recipe)
+        for name in ("presets", "callbacks", "paths"):
+            document[name] = tuple(document.get(name, ()))
+        return Recipe(**document)
+
+    @cached_property
+    def _ends(self) -> list[dict[str, Any]]:
+        """The first event and the latest ones."""
+        try:
+            with (self.path / EVENTS).open("rb") as file:
+                first = file.readline()
+                begin = max(len(first), os.fstat(file.fileno()).st_size - _TAIL_BYTES)
+                file.seek(begin)
+                rest = file.read().split(b"\n")
+        except OSError:
+            return []
+        if begin > len(first):
+            rest = rest[1:]  # the first of them is a part of a line
+        return [event for line in (first, *rest) if (event := _parsed(line)) is not None]
+
+    def _last(self, *kinds: str) -> dict[str, Any]:
+        return next((event for event in reversed(self._ends) if event["event"] in kinds), {})
+
+    @property
+    def begun(self) -> dict[str, Any]:
+        """The last event `run_started`, or the first of a long run."""
+        return self._last("run_started")
+
+    @property
+    def ended(self) -> dict[str, Any]:
+        """The event `run_ended`; empty while it runs, also after a resumption."""
+        last = self._last("run_started", "run_ended")
+        return last if last.get("event") == "run_ended" else {}
+
+    @property
+    def status(self) -> str:
+        """In one word: running, finished, stopped, preempted, failed, or killed where nothing was reported."""
+        last, record = self._last("run_started", "run_ended"), self.record
+        here = record is not None and record.host == socket.gethostname()
+        alive = record is not None and record.is_alive
+        if last.get("event") == "run_ended":
+            # A run that is resumed reports its start only when its ranks have started.
+            begins = alive and record is not None and max(record.started, record.continued) > float(last["time"])
+            return "running" if begins else str(last.get("status", "unknown"))
+        restarts = alive and record is not None and record.settings.get("max_restarts")
+        if self.failure and float(self.failure["time"]) > float(last.get("time", 0.0)) and not restarts:
+            return "failed"
+        if (not alive or not last) and record is not None and record.outcome:
+            return record.outcome
+        if alive or self._is_locked:
+            return "running"
+        return "damaged" if self.damage else "killed" if here else "unknown"
+
+    @cached_property
+    def failure(self) -> dict[str, Any]:
+        """What the last rank that raised has written: its `time`, `type` and `message`; empty without one."""
+        found = [_parsed(file.read_bytes(), "message") for file in self.path.glob("logs/rank-*.error.json")]
+        return max((each for each in found if each is not None), key=lambda each: float(each["time"]), default={})
+
+    @property
+    def _is_locked(self) -> bool:
+        """Whether a rank on any host holds the lock of a run in the folder's own checkpoints."""
+        for path in (self.path / "checkpoints").glob(".run-*.lock"):
+            with suppress(FileNotFoundError), path.open("rb") as file:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    return True
+                except OSError:  # a file system without locks
+                    continue
+        return False
+
+    @property
+    def in_use(self) -> str:
+        """Why the run may still be running, as the end of a sentence; empty where it is not."""
+        status = self.status
+        if status == "running":
+            return "is running"
+        if status not in ("unknown", "damaged"):
+            return ""
+        ages = [
+            time.time() - file.stat().st_mtime
+            for file in (self.path / EVENTS, self.path / "logs" / "heartbeats")
+            if file.is_file()
+        ]
+        if not ages or min(ages) > _FRESH_SECONDS:
+            return ""
+        host = f" on {self.record.host}" if self.record is not None else ""
+        return f"may be running{host}: it has not reported its end, and its files changed {duration(min(ages))} ago"
+
+    @property
+    def started(self) -> float:
+        """When it started, in seconds since the epoch."""
+        if self.record is not None:
+            return self.record.started
+        return float(self._ends[0]["time"]) if self._ends else self.path.stat().st_mtime
+
+    @property
+    def steps(self) -> tuple[int, int | None]:
+        """Steps taken, and the steps of the whole run where they are known."""
+        taken = max((int(e["step"]) for e in self._ends if isinstance(e.get("step"), int)), default=0)
+        return taken, self.begun.get("total_steps")
+
+    @property
+    def best(self) -> tuple[str, float] | None:
+        """The metric that the run is judged by, and its best value so far; else what was measured last."""
+        ended, marked = self.ended, latest_mark(self.checkpoints)
+        if ended.get("best_value") is not None:
+            return str(ended["best_metric"]), float(ended["best_value"])
+        if marked is not None:
+            return marked.metric, marked.value
+        for name, value in ended.get("best", {}).items():
+            return f"best {name}", float(value)
+        last: dict[str, Any] = next(
+            (e for e in reversed(self._ends) if e["event"] == "metrics" and e["split"] == "val"), {}
+        )
+        return next(((f"val/{name}", float(value)) for name, value in last.get("values", {}).items()), None)
+
+    @property
+    def checkpoint_dir(self) -> Path:
+        """Where its checkpoints are."""
+        settings = self.record.settings if self.record is not None else {}
+        given = settings.get("checkpoint_dir")
+        if given is None:
+            return self.path / "checkpoints"
+        directory = self.record.directory if self.record is not None else "."
+        return Path(directory) / str(given)
+
+    @property
+    def checkpoints(self) -> list[Path]:
+        """Published checkpoints of this run, the oldest first."""
+        found = sorted(path for path in self.checkpoint_dir.glob("step-*") if (path / "manifest.json").is_file())
+        if self.owns_checkpoint_dir:
+            return found
+        own = {Path(event["path"]).name for event in self.events() if event["event"] == "checkpoint"}
+        return [path for path in found if path.name in own]
+
+    @property
+    def owns_checkpoint_dir(self) -> bool:
+        """Whether its checkpoints are in its own folder; a `checkpoint_dir` elsewhere may be shared with other runs."""
+        return self.checkpoint_dir.resolve().is_relative_to(self.path.resolve())
+
+    @property
+    def best_checkpoint(self) -> Path | None:
+        """The checkpoint with the best value of the run's metric; None where none is marked."""
+        marked = latest_mark(self.checkpoints)
+        return None if marked is None else marked.path
+
+    @property
+    def size(self) -> int:
+        """Bytes of all its files."""
+        total = 0
+        for folder, _, names in os.walk(self.path):
+            for name in names:
+                with suppress(FileNotFoundError):  # a run that goes on removes old checkpoints
+                    total += os.lstat(os.path.join(folder, name)).st_size
+        return total
+
+    @property
+    def tags(self) -> list[str]:
+        """Names that the user gave it."""
+        return self.record.tags if self.record is not None else []
+
+    def events(self, start: int = 0) -> Iterator[dict[str, Any]]:
+        """Yield all events, or those after so many bytes of the file, the oldest first."""
+        if not (self.path / EVENTS).is_file():
+            return
+        with (self.path / EVENTS).open("rb") as file:
+            file.seek(start)
+            for line in file:
+                if (event := _parsed(line)) is not None:
+                    yield event
+
+    def clear(self) -> None:
+        """Remove the run's own files; other files in its folder stay."""
+        for path in [path for pattern in _OWN_PATTERNS for path in self.path.glob(pattern)]:
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+        for name in ("checkpoints", "logs"):
+            with suppress(OSError):  # it is not there, or holds other files
+                (self.path / name).rmdir()
+
+
+def _parsed(line: bytes, key: str = "event") -> dict[str, Any] | None:
+    """Return an event, or an object with this key; None for an empty line, and for one that was not finished."""
+    try:
+        event = json.loads(line)
+    except ValueError:
+        return None
+    return event if isinstance(event, dict) and key in event and "time" in event else None
+
+
+def is_run(path: Path) -> bool:
+    """Whether a folder holds a run that has begun."""
+    events = path / EVENTS
+    return (path / FILE).is_file() or (events.is_file() and events.stat().st_size > 0)
+
+
+def list_runs(folder: Path = RUNS) -> list[StoredRun]:
+    """Return the runs in a folder, the newest first."""
+    if not folder.is_dir():
+        return []
+    found = []
+    for path in folder.iterdir():
+        with suppress(PermissionError):  # the folder of another user's run is closed
+            if path.is_dir() and is_run(path):
+                found.append(StoredRun(path))
+    return sorted(found, key=lambda run: (run.started, run.path.name), reverse=True)
+
+
+def find_run(name: str | Path, folder: Path = RUNS) -> StoredRun:
+    """Return a run by its folder, its name in ./runs, the beginning of it, a tag, or "last"."""
+    if not isinstance(name, str | Path) or not str(name).strip():
+        raise UsageError(f"{name!r} does not name a run", hint="Write its name, a tag, its folder, or last.")
+    path = Path(name)
+    for candidate in (path, folder / path):
+        if candidate.is_dir() and is_run(candidate):
+            return StoredRun(candidate)
+    runs = list_runs(folder)
+    if str(name) == "last" and runs:
+        return runs[0]
+    matches = [run for run in runs if str(name) in run.tags]
+    # "gp" begins gpt-..., and "g" means g-... where there is one.
+    for beginning in (f"{name}-", str(name)):
+        matches = matches or [run for run in runs if run.path.name.startswith(beginning)]
+    if len(matches) == 1:
+        return matches[0]
+    if matches:
+        shown = ", ".join(run.path.name for run in matches[:5])
+        raise UsageError(f"'{name}' is the beginning of {len(matches)} runs: {shown}", hint="Write more of the name.")
+    if path.exists():
+        raise UsageError(f"{path} is not the folder of a run: it has neither {FILE} nor {EVENTS}")
+    if not runs:
+        raise UsageError(f"there is no run '{name}': {folder.resolve()} holds no runs")
+    names = [run.path.name for run in runs]
+    raise UsageError(
+        unknown_name("run", str(name), names[:10]).replace("Allowed", "The latest"), hint="See: phalanx runs"
+    )
