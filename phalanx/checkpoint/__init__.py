@@ -19,8 +19,10 @@ from phalanx.checkpoint.lock import RunLock
 from phalanx.checkpoint.manifest import Manifest, SavedCheckpoint, Snapshot, TensorInfo, read_manifest
 from phalanx.checkpoint.read import Loaded, compare_model, entries, load, read_rank_state, read_state_of, read_tensors
 from phalanx.checkpoint.write import check_writable, save
+from phalanx.observe.best import Best, mark_best
 
 __all__ = [
+    "Best",
     "Checkpoint",
     "Choice",
     "Loaded",
@@ -36,6 +38,7 @@ __all__ = [
     "find_best",
     "list_checkpoints",
     "load",
+    "mark_best",
     "read_manifest",
     "read_rank_state",
     "read_state_of",
