@@ -175,3 +175,26 @@ def test_a_hugging_face_config_builds_our_model_or_that_of_transformers(tmp_path
         build(str(tmp_path / "bert"), num_labels=3)
     with pytest.raises(UsageError, match="nothing at that path"):
         build(str(tmp_path / "nope"))
+
+
+def test_a_tokenizer_makes_tokens_of_texts_and_dicts_of_rows(tmp_path):
+    pytest.importorskip("datasets")
+    tokenizers = pytest.importorskip("tokenizers")
+    transformers = pytest.importorskip("transformers")
+    words = {"[UNK]": 0, "[PAD]": 1, "good": 2, "bad": 3, "film": 4}
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="[UNK]", pad_token="[PAD]")
+    made.save_pretrained(tmp_path / "tokenizer")
+    folder = str(tmp_path / "tokenizer")
+    (tmp_path / "a.txt").write_text("good film bad film " * 50)
+    windows = load(str(tmp_path / "a.txt"), tokenizer=folder, block_size=4, val_fraction=0)
+    assert windows.vocab_size == len(words)
+    assert windows[0][0].tolist() == [2, 4, 3, 4]
+    (tmp_path / "rows.csv").write_text("text,label\ngood film,1\nbad,0\n")
+    rows = load(str(tmp_path / "rows.csv"), tokenizer=folder, block_size=4, val_fraction=0)
+    assert rows[0]["input_ids"].tolist() == [2, 4, 1, 1]
+    assert rows[0]["attention_mask"].tolist() == [1, 1, 0, 0]
+    assert int(rows[1]["labels"]) == 0
+    with pytest.raises(UsageError, match="cannot be read"):
+        load(str(tmp_path / "a.txt"), tokenizer=str(tmp_path / "nope"))

@@ -183,12 +183,16 @@ def _check_columns(table: Any, names: Sequence[str], path: Path) -> None:
             raise UsageError(unknown_name(f"column of {path}", name, table.column_names))
 
 
+def _is_text(feature: Any) -> bool:
+    return getattr(feature, "dtype", "") in ("string", "large_string")
+
+
 def _classes(kind: str, training: list[Path], table: Any, target: str) -> list[str]:
     """Return the names of labels that are texts, as the training files have them; empty for numbers."""
     feature = table.features.get(target)
     if hasattr(feature, "names"):
         return list(feature.names)
-    if getattr(feature, "dtype", "") not in ("string", "large_string"):
+    if not _is_text(feature):
         return []
     return sorted(set(_read_table(kind, training)[target]))
 
@@ -231,8 +235,8 @@ class TableDataset(Dataset[Any]):
     def _default_inputs(self) -> list[str]:
         features = {name: kind for name, kind in self._table.features.items() if name != self._target}
         if self._tokenizer is not None:
-            return [name for name, kind in features.items() if getattr(kind, "dtype", "") == "string"][:1]
-        return [name for name, kind in features.items() if getattr(kind, "dtype", "") != "string"]
+            return [name for name, kind in features.items() if _is_text(kind)][:1]
+        return [name for name, kind in features.items() if not _is_text(kind)]
 
     def __len__(self) -> int:
         return len(self._table)
