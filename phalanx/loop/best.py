@@ -131,7 +131,7 @@ class BestCheckpoint:
         if group.from_rank_zero(path.is_dir) and (state["path"] or self._watch.step == step):
             if group.from_rank_zero(lambda: read_mark(path) is None):
                 self.saved(path, step)  # the run ended after it was saved, before it was marked
-            self.path = path
+            self.path = self._marked = path  # the next best one takes the mark over
             return ""
         self._watch.value = self._watch.step = None
         return f"the best checkpoint, {path}, does not exist any more: the next evaluation is the best so far"

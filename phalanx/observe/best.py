@@ -29,11 +29,11 @@ class Best:
 
 
 def mark_best(best: Best, previous: Path | None = None) -> None:
-    """Write the mark into a published checkpoint, then remove that of the previous best one."""
+    """Write the mark into a published checkpoint, then remove that of the previous best one in its directory."""
     body = {name: value for name, value in asdict(best).items() if name != "path"}
     try:
         replace_file(best.path / MARK, json.dumps(body) + "\n")
-        if previous is not None and previous != best.path:
+        if previous is not None and previous != best.path and previous.parent == best.path.parent:
             (previous / MARK).unlink(missing_ok=True)
     except OSError as error:
         raise CheckpointError(f"{best.path} cannot be marked as the best checkpoint: {error}") from error

@@ -18,8 +18,8 @@ ROWS = 50
 
 
 @pytest.fixture(autouse=True)
-def _cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+def _cache(tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("HF_HOME", str(tmp_path_factory.getbasetemp() / "datasets-cache"))  # read once, at the import
 
 
 def frame():
@@ -41,6 +41,7 @@ def test_rows_of_tables_become_inputs_and_labels(tmp_path, ending):
     pytest.importorskip("datasets")
     table = frame()
     write_as(table, tmp_path / f"rows{ending}")
+    (tmp_path / "about.json").write_text('{"license": "mine"}')
     train, val = load_splits(str(tmp_path))
     assert (len(train), len(val)) == (45, 5)
     inputs, label = train[0]

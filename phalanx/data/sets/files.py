@@ -92,9 +92,12 @@ def _survey(path: Path) -> tuple[list[Path], str]:
             hint=f"Known endings: {', '.join(sorted({*_KINDS, *_IMAGES}))}. Others: write a function, "
             "--data my_package.data:load",
         )
-    best = max(known, key=lambda ending: endings[ending])
+    # A README.md or a .json file next to one file of data describes it.
+    best = max(known, key=lambda ending: endings[ending] / (2 if ending in (".json", ".md") else 1))
     kind = "images" if best in _IMAGES else _KINDS[best]
-    return [file for file in every if _KINDS.get(file.suffix.lower()) == kind], kind
+    # Next to rows in .jsonl files, a .json file describes them.
+    endings_read = {best} if kind == "json" else {ending for ending, each in _KINDS.items() if each == kind}
+    return [file for file in every if file.suffix.lower() in endings_read], kind
 
 
 def _of_split(path: Path, found: list[Path], split: str) -> tuple[list[Path], str | None]:
