@@ -92,3 +92,15 @@ def write_script(path: Path, source: str) -> Path:
 def files_under(directory: Path) -> set[str]:
     """Every file below a directory."""
     return {str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file()}
+
+
+def install_package(site: Path, modules: dict[str, str], entry_points: str) -> dict[str, str]:
+    """Install a package of these modules into a separate folder; return the environment in which Python finds it."""
+    info = site / "outside-1.0.dist-info"
+    info.mkdir(parents=True)
+    for name, text in modules.items():
+        (site / f"{name}.py").write_text(text)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: outside\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(entry_points)
+    path = os.pathsep.join(part for part in (str(site), os.environ.get("PYTHONPATH")) if part)
+    return {**clean_environment(), "PYTHONPATH": path}

@@ -91,7 +91,7 @@ class LocalBoard:
         return self._beat
 
     def close(self) -> None:
-        """Do nothing: there is no file."""
+        """Do nothing: this board has no file to close."""
 
 
 Board = HeartbeatBoard | LocalBoard

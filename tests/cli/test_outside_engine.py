@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 from pathlib import Path
 
 import pytest
-from command import COMMAND, clean_environment
+from command import COMMAND, install_package
 
 ENGINE = '''
 import json
@@ -98,19 +97,12 @@ class Average(Strategy):
 
 @pytest.fixture
 def installed(tmp_path: Path) -> dict[str, str]:
-    """Install the package into a separate folder; return the environment in which Python finds it."""
-    site = tmp_path / "site"
-    info = site / "toy-1.0.dist-info"
-    info.mkdir(parents=True)
-    (site / "toy_engine.py").write_text(ENGINE)
-    (site / "toy_strategy.py").write_text(STRATEGY)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: toy\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(
+    """Return the environment in which Python finds the package."""
+    entry_points = (
         "[phalanx.engines]\ntoy = toy_engine:ENGINE\nbroken = toy_engine:MISSING\nwrong = toy_engine:RANK\n"
         "[phalanx.strategies]\ntoy-average = toy_strategy:Average\n"
     )
-    path = os.pathsep.join(part for part in (str(site), os.environ.get("PYTHONPATH")) if part)
-    return {**clean_environment(), "PYTHONPATH": path}
+    return install_package(tmp_path / "site", {"toy_engine": ENGINE, "toy_strategy": STRATEGY}, entry_points)
 
 
 def train(folder: Path, environment: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from command import COMMAND, clean_environment
+from command import COMMAND, install_package
 
 from phalanx import PyTorchDDPTrainer
 
@@ -42,17 +41,9 @@ def nothing(config, run_dir):
 
 @pytest.fixture
 def installed(tmp_path: Path) -> dict[str, str]:
-    """A package in a folder of its own, and the environment in which Python finds it."""
-    site = tmp_path / "site"
-    info = site / "outside-1.0.dist-info"
-    info.mkdir(parents=True)
-    (site / "outside.py").write_text(OUTSIDE)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: outside\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(
-        "[phalanx.sinks]\ncounter = outside:counter\nbroken = outside:missing\nnothing = outside:nothing\n"
-    )
-    path = os.pathsep.join(part for part in (str(site), os.environ.get("PYTHONPATH")) if part)
-    return {**clean_environment(), "PYTHONPATH": path}
+    """Return the environment in which Python finds the package."""
+    entry_points = "[phalanx.sinks]\ncounter = outside:counter\nbroken = outside:missing\nnothing = outside:nothing\n"
+    return install_package(tmp_path / "site", {"outside": OUTSIDE}, entry_points)
 
 
 def train(folder: Path, environment: dict[str, str], sinks: str) -> subprocess.CompletedProcess[str]:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 from typing import TYPE_CHECKING
 
 import pytest
-from command import COMMAND, clean_environment
+from command import COMMAND, install_package
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -43,17 +42,9 @@ class ByHand(Strategy):
 
 @pytest.fixture
 def installed(tmp_path: Path) -> dict[str, str]:
-    """A package in a folder of its own, and the environment in which Python finds it."""
-    site = tmp_path / "site"
-    info = site / "outside-1.0.dist-info"
-    info.mkdir(parents=True)
-    (site / "outside.py").write_text(OUTSIDE)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: outside\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(
-        "[phalanx.strategies]\nby-hand = outside:ByHand\nbroken = outside:Missing\nnot-one = outside:torch\n"
-    )
-    path = os.pathsep.join(part for part in (str(site), os.environ.get("PYTHONPATH")) if part)
-    return {**clean_environment(), "PYTHONPATH": path}
+    """Return the environment in which Python finds the package."""
+    entry_points = "[phalanx.strategies]\nby-hand = outside:ByHand\nbroken = outside:Missing\nnot-one = outside:torch\n"
+    return install_package(tmp_path / "site", {"outside": OUTSIDE}, entry_points)
 
 
 def train(folder: Path, environment: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
