@@ -7,6 +7,7 @@ group's `_allgather_base`) stay in their classes and are listed here.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
@@ -30,6 +31,8 @@ PRIVATE = {
     "torch.distributed.distributed_c10d:_get_default_group": "the start of every run with several ranks",
     "torch.distributed.distributed_c10d:_get_default_store": "joining a process group of the user's",
     "torch.distributed.distributed_c10d:_world.pg_map": "a second fit() in one process",
+    "torch.distributed.distributed_c10d:_new_process_group_helper": "recovery in place",
+    "torch.distributed.distributed_c10d:_abort_process_group": "recovery in place with nccl",
     "torch._C._distributed_c10d:_create_work_from_future": 'the backend "phalanx"',
     "torch._C._distributed_c10d:AllgatherOptions": 'the backend "phalanx"',
     "torch._C._distributed_c10d:ProcessGroup._register_backend": 'the backend "phalanx"',
@@ -126,6 +129,29 @@ def default_store() -> dist.Store:
 def is_alive(group: dist.ProcessGroup) -> bool:
     """Whether torch still knows a group: a script may have destroyed it and initialised another."""
     return group in dist.distributed_c10d._world.pg_map
+
+
+def all_groups() -> list[Any]:
+    """Return every process group of this process."""
+    return list(dist.distributed_c10d._world.pg_map)
+
+
+def around_new_groups(context: Callable[[], Any]) -> None:
+    """Enter a context whenever torch makes a process group, of init_process_group and new_group alike."""
+    original = dist.distributed_c10d._new_process_group_helper
+
+    @functools.wraps(original)
+    def make(*args: Any, **kwargs: Any) -> Any:
+        with context():
+            return original(*args, **kwargs)
+
+    dist.distributed_c10d._new_process_group_helper = make
+
+
+def abort_nccl() -> None:
+    """Abort the collectives of nccl's groups, where there are any."""
+    if dist.is_initialized() and "nccl" in str(dist.get_backend()):
+        dist.distributed_c10d._abort_process_group()
 
 
 def attach_gloo(group: Any, gloo: Any) -> None:

@@ -119,6 +119,8 @@ class CommonSettings(TypedDict, total=False):
     verbosity: Literal["quiet", "normal", "verbose"]
     console_ranks: Literal["0", "all"]
     max_restarts: int
+    spares: int
+    heartbeat_timeout: float
     stop_grace: float
 
 

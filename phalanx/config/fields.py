@@ -367,6 +367,13 @@ class Elasticity:
     """What happens when ranks fail or have to stop."""
 
     max_restarts: int = option(
-        0, "restart all ranks this many times after a failure, from the newest checkpoint", minimum=0
+        0,
+        "survive so many failures: replace a lost rank while the others wait (ddp, ring, local-sgd, diloco), else "
+        "restart all ranks from the newest checkpoint",
+        minimum=0,
+    )
+    spares: int = option(0, "ranks that are started in advance and wait to replace a lost one", minimum=0)
+    heartbeat_timeout: float = option(
+        10.0, "seconds after which a rank that is stopped, or a machine that is silent, counts as lost", above=0
     )
     stop_grace: float = option(4.5, "seconds between asking ranks to stop and killing them", above=0)

@@ -231,14 +231,15 @@ def shard_loader(
     drop_last: bool | None = None,
     group: dist.ProcessGroup | None = None,
     whole_blocks: bool = False,
+    blocks_per_step: int = 0,
     in_order: bool = False,
 ) -> ShardedLoader:
     """Build the loader of one data-parallel rank from a DataLoader, a Dataset or any re-iterable of batches.
 
     `batch_size` is per rank and overrides the DataLoader's. A plain Dataset is shuffled when training. Evaluation
     (`training=False`) shuffles nothing, drops nothing and counts every sample once. `group`: a CPU (gloo) group of the
-    data-parallel ranks, for the sample counts of iterable data. `whole_blocks`: see `BatchSplit`. `in_order`: offsets
-    are the order of the samples over all ranks, so a stream does not shard itself.
+    data-parallel ranks, for the sample counts of iterable data. `whole_blocks`, `blocks_per_step`: see `BatchSplit`.
+    `in_order`: offsets are the order of the samples over all ranks, so a stream does not shard itself.
     """
     if isinstance(source, ShardedLoader):
         raise UsageError("this loader is sharded already.", hint="Give its DataLoader or data set.")
@@ -246,7 +247,8 @@ def shard_loader(
     device = torch.device(device)
     read = read_source(source, pin_memory=device.type == "cuda", notes=notes)
     size = settle_batch_size(read, batch_size, notes)
-    layout = checked(BatchSplit(size, dp_rank, dp_size, accumulation if training else 1, whole_blocks))
+    parts = (accumulation, whole_blocks, blocks_per_step) if training else (1, whole_blocks)
+    layout = checked(BatchSplit(size, dp_rank, dp_size, *parts))
     drop = training and (read.drop_last if drop_last is None else drop_last)
     batches = open_source(
         read, layout, seed=seed, training=training, drop_last=drop, group=group, notes=notes, in_order=in_order

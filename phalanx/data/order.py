@@ -57,6 +57,8 @@ class BatchSplit:
     whole_blocks: bool = False
     """Cut the end of an epoch in blocks of `batch_size` too, the same at any number of ranks, so that some ranks may
     get none; otherwise it is distributed evenly."""
+    blocks_per_step: int = 0
+    """Blocks of an optimizer step, where the ranks' micro-batches are more: those beyond are placeholders."""
 
     @property
     def micro_step(self) -> int:
@@ -64,9 +66,14 @@ class BatchSplit:
         return self.batch_size * self.dp_size
 
     @property
+    def blocks(self) -> int:
+        """Blocks of one optimizer step."""
+        return self.blocks_per_step or self.dp_size * self.accumulation
+
+    @property
     def global_batch(self) -> int:
         """Samples of one optimizer step."""
-        return self.micro_step * self.accumulation
+        return self.batch_size * self.blocks
 
     def info(self, samples: int, global_samples: int, *, boundary: bool, offset: int) -> MicroInfo:
         """Return the `MicroInfo` of a micro-batch of `samples` in its optimizer step."""
@@ -101,10 +108,14 @@ class SamplePlan:
         layout, order = self._layout, self._order
         size, step, last = layout.batch_size, layout.global_batch, layout.accumulation - 1
         ragged_at = start + max(len(order) - start, 0) // step * step
-        for first in range(start + layout.dp_rank * size, ragged_at, step):
-            for micro in range(layout.accumulation):
-                at = first + micro * layout.micro_step
-                yield Cut(order[at : at + size], layout.info(size, step, boundary=micro == last, offset=at))
+        shares = [micro * layout.dp_size + layout.dp_rank for micro in range(layout.accumulation)]
+        for first in range(start, ragged_at, step):
+            for micro, block in enumerate(shares):
+                at = first + block * size
+                if block < layout.blocks:
+                    yield Cut(order[at : at + size], layout.info(size, step, boundary=micro == last, offset=at))
+                else:
+                    yield Cut(order[first : first + 1], layout.info(0, step, boundary=micro == last, offset=first))
         if not self._drop_last:
             yield from self._ragged(ragged_at)
 
@@ -135,7 +146,7 @@ class BatchPlan:
 
     def __init__(self, batches: Sequence[Any], layout: BatchSplit, *, drop_last: bool) -> None:
         self._layout = layout
-        self._blocks_per_step = layout.dp_size * layout.accumulation
+        self._blocks_per_step = layout.blocks
         whole = len(batches) - len(batches) % self._blocks_per_step if drop_last else len(batches)
         self.length = sum(len(batch) for batch in batches)
         self._batches = batches[:whole]

@@ -18,6 +18,7 @@ from phalanx.launch.failure import YIELD_SECONDS, FailureReport
 from phalanx.launch.follower import SUCCESS_CODES, Follower, Outcome, ended_well, stopped
 from phalanx.launch.forkserver.client import Session
 from phalanx.launch.group import RankGroup, RankState
+from phalanx.launch.membership import Membership
 from phalanx.launch.output import RankConsole
 from phalanx.launch.rendezvous import Rendezvous
 from phalanx.launch.spec import LaunchSpec
@@ -42,13 +43,19 @@ class Attempt(Follower):
         inbox: SignalInbox,
         number: int,
         scratch: Path,
+        failures: int = 0,
     ) -> None:
-        """`scratch`: a folder for what ranks would leave in the temporary folder when they are killed."""
+        """`scratch`: a folder for what ranks would leave in the temporary folder when they are killed.
+
+        `failures`: how many were survived before, of at most `max_restarts`.
+        """
         super().__init__(spec, console, inbox)
         self._session = session
         self._rendezvous = rendezvous
         self._number = number
         self._scratch = scratch
+        self._failures_before = failures
+        self._members: Membership | None = None
         self._group: RankGroup | None = None
         self._watch: StartWatch | None = None
         self._notices = StartupNotices(spec, time.monotonic(), serving=session.server.is_serving)
@@ -97,6 +104,16 @@ class Attempt(Follower):
         self._watch = StartWatch(self._spec, ranks, node.world_size)
         self._group.on_event = self._take_event
         self._group.start(self._number, self._shared_env, self._selector, self._scratch)
+        if self._spec.elastic is not None:
+            self._members = Membership(
+                self._spec.elastic,
+                self._group,
+                failures=self._failures_before,
+                max_restarts=self._spec.max_restarts,
+                selector=self._selector,
+                later=self._later,
+                report=self._console.handle,
+            )
 
     @property
     def has_started(self) -> bool:
@@ -118,10 +135,10 @@ class Attempt(Follower):
         if self.has_started:
             self._notices.end()
         if ended is not None:
-            self._watch.take_exit(ended.rank, now)
+            self._watch.take_exit(ended.slot, now)
             self._assess(ended)
         elif (started := self._group.ranks.get(message.get("started", ""))) is not None:
-            self._watch.take_start(started.rank, now)
+            self._watch.take_start(started.slot, now)
 
     def _take_event(self, event: dict[str, Any]) -> None:
         assert self._watch is not None
@@ -165,6 +182,8 @@ class Attempt(Follower):
         if ended.code in SUCCESS_CODES or self._is_stopping:
             return
         assert self._evidence is not None
+        if self._members is not None and self._members.take_loss(ended, self._evidence.describe(ended)):
+            return
         if not self._evidence.of(ended).lost_peer:
             self._blame()
         elif not self._blaming:
@@ -204,6 +223,8 @@ class Attempt(Follower):
         self._failure = failure
         if publish:
             self._rendezvous.publish_failure(failure)
+        if self._members is not None:
+            self._members.end()
         self._stop_ranks(signal.SIGTERM, _FAILURE_GRACE)
 
     def _stop_ranks(self, number: signal.Signals, grace: float) -> None:
@@ -231,7 +252,11 @@ class Attempt(Follower):
     def _deadlines(self) -> list[float]:
         if self._diagnosing or self._is_stopping:
             return []
-        starting = (self._notices.next_deadline, self._watch.next_deadline() if self._watch else None)
+        starting = (
+            self._notices.next_deadline,
+            self._watch.next_deadline() if self._watch else None,
+            self._members.next_deadline if self._members else None,
+        )
         return [deadline for deadline in starting if deadline is not None]
 
     def _check(self) -> None:
@@ -244,6 +269,8 @@ class Attempt(Follower):
         watch, group, evidence = self._watch, self._group, self._evidence
         if watch is None or group is None or evidence is None:
             return
+        if self._members is not None and (silent := self._members.find_silent()):
+            group.signal(signal.SIGKILL, silent)
         hang = watch.find_hang(now)
         if hang is not None:
             self._diagnosing = True
@@ -266,6 +293,8 @@ class Attempt(Follower):
             return self._is_stopping
         if self._requested is not None and not self.has_started:
             return True
+        if self._members is not None and self._members.spares_only:
+            self._members.end()
         if self._group.alive:
             return False
         if not self._rendezvous.has_other_nodes and not ended_well(
@@ -283,8 +312,10 @@ class Attempt(Follower):
 
     def _outcome(self) -> Outcome:
         codes = [state.code for state in self._group.ranks.values()] if self._group else []
+        survived = self._members.failures if self._members is not None else self._failures_before
         if self._failure is not None:
-            return Outcome(self._failure.exit_code, self._failure, interrupted=self._requested is not None)
+            interrupted = self._requested is not None
+            return Outcome(self._failure.exit_code, self._failure, interrupted=interrupted, failures=survived)
         if self._requested is None:
             return Outcome(EXIT_PREEMPTED if EXIT_PREEMPTED in codes else 0)
         outcome = stopped(self._requested, codes, "" if self.has_started else self._notices.activity)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from phalanx.errors import EXIT_PREEMPTED
-from phalanx.host.processes import is_stopped
+from phalanx.host.processes import how_it_ended, is_stopped
 from phalanx.host.reminders import duration_text
 from phalanx.launch.environment import NodeInfo
 from phalanx.launch.error_file import read_record, record_path
@@ -58,7 +58,9 @@ class Evidence:
     def __init__(self, spec: LaunchSpec, node: NodeInfo) -> None:
         self._spec = spec
         self._world_size = node.world_size
-        self._board = HeartbeatBoard.create(board_path(spec.log_dir, node.node_rank), node.world_size)
+        self._board = HeartbeatBoard.create(
+            board_path(spec.log_dir, node.node_rank), node.world_size + _extra_slots(spec)
+        )
         self._oom_kills = oom_kills()
 
     def clear(self, ranks: Sequence[int], attempt: int) -> None:
@@ -75,12 +77,19 @@ class Evidence:
     def of(self, state: RankState) -> RankExit:
         """Collect what is known of a rank's end (or, while it still runs, of its exception)."""
         return RankExit(
-            rank=state.rank,
+            rank=state.slot,
             code=state.code if state.code is not None else 1,
             time=state.ended or time.time(),
-            record=read_record(self._spec.log_dir, state.rank),
-            log_tail=log_tail(self._spec.log_dir, state.rank),
+            record=read_record(self._spec.log_dir, state.slot),
+            log_tail=log_tail(self._spec.log_dir, state.slot),
         )
+
+    def describe(self, state: RankState) -> str:
+        """Return how a rank ended, as the end of a sentence that begins with its name."""
+        found = self.of(state)
+        if found.record:
+            return f"raised {found.record['type']}: {found.record['message'].splitlines()[0][:200]}"
+        return how_it_ended(found.code)
 
     def find_failure(self, states: Sequence[RankState]) -> FailureReport:
         """Explain the failure of the guilty rank among those that failed or are about to."""
@@ -109,7 +118,7 @@ class Evidence:
         """Name the rank that did not answer the others: one that is not waiting itself, and the furthest behind."""
         found = self.find_failure(states)
         positions = {state.rank: self._position(state) for state in silent}
-        guilty = [state for state in silent if not is_waiting(stack_path(self._spec.log_dir, state.rank))]
+        guilty = [state for state in silent if not is_waiting(stack_path(self._spec.log_dir, state.slot))]
         if not guilty:  # they wait for each other: show where
             waits = (f"rank {rank} waits too: it is {where}" for rank, where in positions.items())
             return dataclasses.replace(found, details=(*found.details, *waits))
@@ -145,7 +154,7 @@ class Evidence:
     def _position(self, state: RankState) -> str:
         if state.pid is not None and is_stopped(state.pid):
             return "stopped (SIGSTOP or a debugger)"
-        return whereabouts(stack_path(self._spec.log_dir, state.rank))
+        return whereabouts(stack_path(self._spec.log_dir, state.slot))
 
     def explain_hang(self, hang: Hang, states: Sequence[RankState]) -> FailureReport:
         """Name the ranks that never joined, and where they are."""
@@ -169,7 +178,7 @@ class Evidence:
 
     def describe_slow_start(self, state: RankState, waited: float) -> str:
         """Describe where a rank is while no rank has joined."""
-        where = whereabouts(stack_path(self._spec.log_dir, state.rank))
+        where = whereabouts(stack_path(self._spec.log_dir, state.slot))
         limit = "" if self._spec.start_timeout else "; --start-timeout SECONDS limits the wait"
         return f"no rank has joined the group after {duration_text(waited)}: rank {state.rank} is {where}{limit}"
 
@@ -177,12 +186,12 @@ class Evidence:
         if not state.alive:
             return f"rank {state.rank} never joined: it ended with code {state.code} while others waited for it"
         waited = "nothing happened for" if hang.none_came else "waited"
-        where = whereabouts(stack_path(self._spec.log_dir, state.rank))
+        where = whereabouts(stack_path(self._spec.log_dir, state.slot))
         return f"rank {state.rank} never joined: {waited} {hang.waited:g} s; it is {where}"
 
     def _is_suspect(self, state: RankState) -> bool:
         if state.alive:
-            return record_path(self._spec.log_dir, state.rank).exists()
+            return record_path(self._spec.log_dir, state.slot).exists()
         return state.code not in (0, EXIT_PREEMPTED)
 
     def _step(self, rank: int) -> int | None:
@@ -196,6 +205,11 @@ class Evidence:
     def close(self) -> None:
         """Close the heartbeat board."""
         self._board.close()
+
+
+def _extra_slots(spec: LaunchSpec) -> int:
+    """Return how many processes there may be besides the planned ranks: spare ones, and those that take over."""
+    return 0 if spec.elastic is None else spec.elastic.spares + spec.ranks_per_node
 
 
 def _first_line(cause: str) -> str:

@@ -67,5 +67,7 @@ def rank_environment(
         "TORCHELASTIC_ERROR_FILE": str(log_dir / f"rank-{rank}.torch-error.json"),
         "OMP_NUM_THREADS": str(threads_per_rank(spec, shared)),
         "PHALANX_LOG_DIR": str(log_dir),
+        "PHALANX_SLOT": rank,
+        "PHALANX_PLANNED_RANKS": world_size,
         "PHALANX_RUN_ID": node.run_id or spec.run_id,
     }

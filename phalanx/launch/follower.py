@@ -28,6 +28,8 @@ class Outcome:
     """Stopped on request: Ctrl-C, SIGTERM or the like."""
     before_start: bool = False
     """Stopped before any rank was started."""
+    failures: int = 0
+    """How many failures the run has had so far, those included that it survived in place."""
 
 
 def ended_well(codes: Sequence[int | None]) -> bool:
@@ -49,11 +51,11 @@ def stopped(requested: signal.Signals, codes: Sequence[int | None], activity: st
     return Outcome(code, failure, interrupted=True, before_start=True)
 
 
-def may_restart(outcome: Outcome, *, attempt: int, max_restarts: int) -> bool:
-    """Whether to start the whole group again: after a failure that may not happen again, while attempts are left."""
+def may_restart(outcome: Outcome, *, failures: int, max_restarts: int) -> bool:
+    """Whether to start the whole group again: after a failure that may not happen again, while restarts are left."""
     failed = outcome.failure is not None and not outcome.interrupted
     # Preempted ranks have saved a checkpoint; a usage error would be the same again.
-    return failed and outcome.exit_code not in (EXIT_PREEMPTED, EXIT_USAGE) and attempt < max_restarts
+    return failed and outcome.exit_code not in (EXIT_PREEMPTED, EXIT_USAGE) and failures < max_restarts
 
 
 class Follower:
@@ -140,13 +142,15 @@ class Follower:
 
 
 def run_attempts(
-    spec: LaunchSpec, console: RankConsole, attempt: Callable[[int], Outcome]
+    spec: LaunchSpec, console: RankConsole, attempt: Callable[[int, int], Outcome]
 ) -> tuple[Outcome, LaunchResult]:
-    """Run attempts, given their numbers, until one succeeds or none is left."""
-    number = 0
+    """Run attempts, given their numbers and the failures before, until one succeeds or no restart is left."""
+    number = failures = 0
     while True:
-        outcome = attempt(number)
-        if not may_restart(outcome, attempt=number, max_restarts=spec.max_restarts):
+        outcome = attempt(number, failures)
+        failures = max(failures, outcome.failures)
+        if not may_restart(outcome, failures=failures, max_restarts=spec.max_restarts):
             return outcome, LaunchResult(outcome.exit_code, number + 1, outcome.failure)
         number += 1
-        console.notice(f"{outcome.failure}\nrestart {number} of {spec.max_restarts}")
+        failures += 1
+        console.notice(f"{outcome.failure}\nrestart {failures} of {spec.max_restarts}")

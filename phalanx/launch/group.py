@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import selectors
 import signal
+import socket
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from phalanx.host.processes import kill_group
 from phalanx.launch.environment import NodeInfo, rank_environment, threads_per_rank
+from phalanx.launch.error_file import record_path
 from phalanx.launch.forkserver import messages
 from phalanx.launch.forkserver.client import Session
 from phalanx.launch.output import OutputPump, RankConsole, RankLog, log_path
@@ -24,6 +28,7 @@ from phalanx.launch.target import to_message
 
 _EVENT_BYTES = 1 << 18
 _STOPPED_BEFORE_START = -9
+_ADDED = itertools.count(1)
 
 
 def stack_path(log_dir: Path, rank: int) -> Path:
@@ -51,10 +56,15 @@ class RankState:
 
     rank: int
     label: str
+    key: str
+    """The name of the process in messages to the fork server."""
+    slot: int
+    """The number in the names of its files; its rank may change while it runs."""
     pid: int | None = None
     code: int | None = None
     """None while it runs; then as `subprocess` has it."""
     ended: float = 0.0
+    stopped_since: float | None = None
 
     @property
     def alive(self) -> bool:
@@ -76,9 +86,11 @@ class RankGroup:
         self._events.setblocking(False)
         self.on_event: Callable[[dict[str, Any]], None] = console.handle
         self.ranks = {
-            f"r{rank}": RankState(rank, spec.label(rank))
+            f"r{rank}": RankState(rank, spec.label(rank), f"r{rank}", rank)
             for rank in range(node.first_rank, node.first_rank + spec.ranks_per_node)
         }
+        self.controls: dict[str, socket.socket] = {}
+        """The control sockets of ranks that may get another position while they run, by key."""
 
     @property
     def alive(self) -> list[RankState]:
@@ -93,25 +105,47 @@ class RankGroup:
     def start(self, attempt: int, shared_env: dict[str, str], selector: selectors.BaseSelector, scratch: Path) -> None:
         """Fork every rank and listen to them; each has a folder for its sockets in `scratch`."""
         selector.register(self._events, selectors.EVENT_READ, self._take_events)
+        self._selector, self._attempt, self._shared_env, self._scratch = selector, attempt, shared_env, scratch
+        for state in self.ranks.values():
+            self._start_rank(state)
+        if self._spec.elastic is None:
+            self._events_far.close()
+
+    def add(self, generation: int) -> RankState:
+        """Fork one more rank, which waits until it gets a position; it takes the lowest free number for its files."""
+        used = {state.slot for state in self.ranks.values()}
+        first = self._node.first_rank
+        slot = next(number for number in itertools.count(first) if number not in used)
+        state = RankState(slot, self._spec.label(slot), f"r{slot}g{generation}-{next(_ADDED)}", slot)
+        self.ranks[state.key] = state
+        record_path(self._spec.log_dir, slot).unlink(missing_ok=True)
+        self._start_rank(state, {"PHALANX_JOINS_LATE": "1"})
+        return state
+
+    def retire(self, state: RankState) -> None:
+        """Forget a rank that has ended and whose place another one takes."""
+        self.ranks.pop(state.key, None)
+
+    def _start_rank(self, state: RankState, more: Mapping[str, str] = MappingProxyType({})) -> None:
         common = {
             "do": "rank",
             "target": to_message(self._spec.target),
             "prelude": self._spec.prelude,
             "cwd": os.getcwd(),
             "path": sys.path,
-            "threads": threads_per_rank(self._spec, shared_env),
+            "threads": threads_per_rank(self._spec, self._shared_env),
             "log_dir": str(self._spec.log_dir.absolute()),
         }
-        for local_rank, (key, state) in enumerate(self.ranks.items()):
-            env = rank_environment(self._spec, self._node, local_rank, attempt, shared_env)
-            own = {"key": key, "rank": state.rank, "env": env, "scratch": str(scratch / f"{attempt}-{state.rank}")}
-            self._fork({**common, **own}, state, selector)
-        self._events_far.close()
+        local_rank = state.slot - self._node.first_rank
+        env = rank_environment(self._spec, self._node, local_rank, self._attempt, self._shared_env)
+        scratch = str(self._scratch / f"{self._attempt}-{state.key}")
+        own = {"key": state.key, "rank": state.slot, "env": {**env, **more}, "scratch": scratch}
+        self._fork({**common, **own}, state, self._selector)
 
     def _fork(self, request: messages.Message, state: RankState, selector: selectors.BaseSelector) -> None:
-        log = RankLog(self._spec.log_dir, state.rank, self._console.notice)
+        log = RankLog(self._spec.log_dir, state.slot, self._console.notice)
         self._logs.append(log)
-        stack = open_stack(self._spec.log_dir, state.rank)
+        stack = open_stack(self._spec.log_dir, state.slot)
         stdin = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         with contextlib.suppress(OSError):  # this process's stdin may be closed
             if not os.isatty(0):  # a terminal may be read by its own session only
@@ -119,9 +153,16 @@ class RankGroup:
         pumps = self._make_pumps(state, log, selector)
         out, err = (pumps[0].write_end, pumps[-1].write_end) if pumps else (log.descriptor, log.descriptor)
         request["writes_log"] = not pumps
+        descriptors = [stdin, out, err, log.descriptor, stack, self._events_far.fileno()]
+        far_end: socket.socket | None = None
+        if self._spec.elastic is not None:
+            self.controls[state.key], far_end = messages.socket_pair()
+            descriptors.append(far_end.fileno())
         try:
-            self._session.fork(request, [stdin, out, err, log.descriptor, stack, self._events_far.fileno()])
+            self._session.fork(request, descriptors)
         finally:
+            if far_end is not None:
+                far_end.close()
             os.close(stdin)
             os.close(stack)
             for pump in pumps:
@@ -133,7 +174,7 @@ class RankGroup:
         Where one rank of a user's program is shown on a terminal, that rank writes to a terminal too.
         """
         alone = self._spec.console_ranks == "0"
-        if alone and state.rank != 0:
+        if alone and state.slot != 0:
             return []
         streams = self._console.streams
         terminals = [streams.out_terminal] if streams.same else [streams.out_terminal, streams.err_terminal]
@@ -141,7 +182,7 @@ class RankGroup:
             terminals = [None] * len(terminals)
         return [
             self._listen(
-                OutputPump(state.rank, state.label, log, self._console, err=number > 0, terminal=terminal), selector
+                OutputPump(state.slot, state.label, log, self._console, err=number > 0, terminal=terminal), selector
             )
             for number, terminal in enumerate(terminals)
         ]
@@ -177,7 +218,7 @@ class RankGroup:
     def signal(self, number: int, states: list[RankState] | None = None) -> None:
         """Send a signal to the given ranks, or to all that are alive; SIGKILL also goes to what they started."""
         for state in self.alive if states is None else states:
-            self._session.signal(f"r{state.rank}", number)
+            self._session.signal(state.key, number)
 
     def kill_directly(self) -> None:
         """Kill the ranks with what they started, without the fork server; it has not reaped them, so pids hold."""
@@ -203,4 +244,8 @@ class RankGroup:
             pump.close()
         for log in self._logs:
             log.close()
-        remove_empty(self._spec.log_dir, [state.rank for state in self.ranks.values()], logs=not failed)
+        for control in self.controls.values():
+            if control in selector.get_map():
+                selector.unregister(control)
+            control.close()
+        remove_empty(self._spec.log_dir, [state.slot for state in self.ranks.values()], logs=not failed)

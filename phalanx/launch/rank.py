@@ -32,13 +32,14 @@ _EVENTS_DESCRIPTOR_FLOOR = 200
 
 def run(request: messages.Message, descriptors: list[int]) -> NoReturn:
     """Run as rank `request["rank"]` until the target ends, then exit without tearing torch down."""
-    *stdio, log, stack, events = descriptors
+    *stdio, log, stack, events = descriptors[:6]
+    control = descriptors[6] if len(descriptors) > 6 else None
     for number, descriptor in enumerate(stdio):
         os.dup2(descriptor, number)
         os.close(descriptor)
 
     def program() -> None:
-        _set_up(request, log, stack, events)
+        _set_up(request, log, stack, events, control)
         if request["prelude"]:
             call(request["prelude"])
         run_target(from_message(request["target"]), request["path"])
@@ -68,10 +69,12 @@ def record_to_log(error: BaseException, request: messages.Message, log: int | No
     record_exception(error, request)
 
 
-def _set_up(request: messages.Message, log: int, stack: int, events: int) -> None:
+def _set_up(request: messages.Message, log: int, stack: int, events: int, control: int | None) -> None:
     os.environ.clear()
     os.environ.update(request["env"])
     os.environ["PHALANX_EVENTS_FD"] = str(lift(events))
+    if control is not None:
+        os.environ["PHALANX_CONTROL_FD"] = str(lift(control))
     os.chdir(request["cwd"])
     buffer_lines()
     write_stacks(log, stack)

@@ -112,6 +112,18 @@ class Starter(Protocol):
         """Run the target on the ranks and return when all of them have ended."""
 
 
+@dataclass(frozen=True)
+class Elastic:
+    """How ranks that are lost are replaced in place, while the others keep their processes."""
+
+    sizes: tuple[int, ...]
+    """Numbers of ranks that the run may have, the largest first."""
+    spares: int = 0
+    """Ranks that are started in advance, and wait until one is lost."""
+    silence_seconds: float = 10.0
+    """A rank that is stopped for so long is killed and replaced."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class LaunchSpec:
     """Everything the launcher needs to know; nothing in it needs torch."""
@@ -152,6 +164,8 @@ class LaunchSpec:
     """Data sets that the starter itself shards over the ranks (Ray Data), by name."""
     prelude: str = ""
     """A function, `package.module:name`, that each rank calls before the target."""
+    elastic: Elastic | None = None
+    """Whether the target's ranks can go on after others were lost; None: all are started again."""
     starter: Starter | None = None
     """Another system that starts the ranks (horovodrun, Ray); None: this launcher's own processes."""
 

@@ -71,16 +71,17 @@ class _Launching:
 
     def run(self, signals: SignalInbox) -> LaunchResult:
         with signals as inbox:
-            outcome, result = run_attempts(self._spec, self._console, lambda number: self._attempt(inbox, number))
+            outcome, result = run_attempts(self._spec, self._console, lambda *which: self._attempt(inbox, *which))
             if self._rendezvous.is_complete or not outcome.before_start:
                 self._rendezvous.leave()
             if outcome.before_start:
                 self._session.abort()
             return result
 
-    def _attempt(self, inbox: SignalInbox, number: int) -> Outcome:
+    def _attempt(self, inbox: SignalInbox, number: int, failures: int) -> Outcome:
         def new_attempt() -> Attempt:
-            return Attempt(self._spec, self._console, self._session, self._rendezvous, inbox, number, self._scratch)
+            parts = (self._session, self._rendezvous, inbox)
+            return Attempt(self._spec, self._console, *parts, number, self._scratch, failures)
 
         attempt = new_attempt()
         try:
@@ -93,4 +94,4 @@ class _Launching:
             if not attempt.has_started:  # it was dying already
                 return new_attempt().run(self._rank_env)
             failure = FailureReport(cause=death.message, hint=death.hint, exit_code=death.exit_code)
-            return Outcome(failure.exit_code, failure)
+            return Outcome(failure.exit_code, failure, failures=failures)

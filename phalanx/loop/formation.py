@@ -32,6 +32,7 @@ from phalanx.comm.register import register as register_backend
 from phalanx.config import DistributedConfig, resolve
 from phalanx.config.option import local_path
 from phalanx.data.loader import shard_loader
+from phalanx.data.rng import derive_seed
 from phalanx.errors import UsageError
 from phalanx.loop.activation import spare_activations
 from phalanx.loop.forward import decide_forward
@@ -148,13 +149,14 @@ class Formation(Prepared):
             batch_size=self.config.batch_size,
             dp_rank=self.world.dp_rank,
             dp_size=self.world.mesh.dp_size,
-            accumulation=self.config.gradient_accumulation_steps if training else 1,
+            accumulation=self.world.accumulation(self.config.gradient_accumulation_steps) if training else 1,
             seed=self.config.seed,
             device=self.device,
             training=training,
             drop_last=self.config.drop_last if training else None,
             group=self._cpu_group(),
             whole_blocks=self.config.fixed_order,
+            blocks_per_step=self.world.blocks(self.config.gradient_accumulation_steps),
             in_order=in_order,
         )
         self.notes += [note for note in sharded.notes if note not in self.notes]
@@ -220,6 +222,14 @@ class Formation(Prepared):
         if self.world_size > 1:
             dist.all_reduce(tensor, op=operations[op])
         return tensor / self.world_size if op == "mean" else tensor
+
+    def reseed(self, step: int, offset: int) -> None:
+        """Seed the device's random numbers for the forward pass of the samples at a position of the epoch."""
+        seed = derive_seed(self.config.seed, step, offset)
+        if self.device.type == "cuda":
+            torch.cuda.default_generators[self.device.index or 0].manual_seed(seed)
+        else:
+            torch.default_generator.manual_seed(seed)
 
     def print(self, *values: Any, **options: Any) -> None:
         """Print on the main rank only."""

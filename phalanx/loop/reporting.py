@@ -27,6 +27,7 @@ from phalanx.observe.events import (
     Message,
     MetricsReported,
     Phase,
+    Recovered,
     RunEnded,
     RunStarted,
     StepDone,
@@ -91,15 +92,26 @@ class Reporter:
         self._loss_sum, self._loss_count = so_far["loss_sum"], so_far["loss_count"]
         self._resumed_from = state["path"]
 
-    def started(self, step: int, total_steps: int | None, parameters: tuple[int, int], notes: list[str]) -> None:
+    def started(
+        self,
+        step: int,
+        total_steps: int | None,
+        parameters: tuple[int, int],
+        notes: list[str],
+        *,
+        announce: bool = True,
+    ) -> None:
         """Report the run's start: what runs where, and how large a step is.
 
-        `step`: how many were taken before. `parameters`: all, and those that are trained.
+        `step`: how many were taken before. `parameters`: all, and those that are trained. `announce`: False where the
+        group of ranks has changed in a run that was reported already.
         """
         facts, config, world = self._facts, self._facts.config, self._facts.world
         self._first_step, self._total_steps = step, total_steps
         self._speed = Throughput()
         self._began = self._epoch_began = time.monotonic()
+        if not announce:
+            return
         self._events.emit(
             RunStarted(
                 name=facts.name,
@@ -131,6 +143,10 @@ class Reporter:
         if total_steps is not None and step >= total_steps:
             left = f"the checkpoint is at step {step}, and the run ends at step {total_steps}"
             self.say(f"nothing is left to train: {left}. Raise epochs or max_steps to go on.", "warning")
+
+    def recovered(self, event: Recovered) -> None:
+        """Report that the group of ranks changed in place."""
+        self._events.emit(event)
 
     def first_batch(self, model: nn.Module, batch: Any) -> None:
         """Find from the first batch how many tokens a sample has."""

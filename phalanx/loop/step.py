@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -74,13 +74,19 @@ def train_step(
     by_tokens: bool = False,
     clip: float | None = None,
     measure_norm: bool = False,
+    reseed: Callable[[int, int], None] | None = None,
 ) -> StepOutcome | None:
-    """Pull micro-batches up to the next step boundary and take the step; None when the epoch has none left."""
+    """Pull micro-batches up to the next step boundary and take the step; None when the epoch has none left.
+
+    `reseed`: called with the step and the position of each micro-batch's samples before its forward pass.
+    """
     step = gradients.steps + 1
     for batch in batches:
         share: float | torch.Tensor = gradients.current.scale
         if by_tokens:
             share = count_labels(forward.target(batch)) if gradients.current.samples else 0.0
+        if reseed is not None:
+            reseed(step, gradients.current.offset)
         passes = BatchPasses(gradients, precision, forward, share if by_tokens else None)
         loss = strategy.train_batch(model, batch, passes)
         ledger.add(step, loss, share)

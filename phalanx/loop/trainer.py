@@ -41,7 +41,7 @@ class TrainLoop:
         self.train_loader = formation.prepare_loader(task.train)
         self.val_loader = None if task.val is None else formation.prepare_loader(task.val, training=False)
         layout = self.train_loader.sharded.layout
-        self.global_batch = layout.batch_size * layout.accumulation * layout.dp_size
+        self.global_batch = layout.global_batch
         self.total_steps = self._total_steps()
         scale = rate_scale(self.config, self.global_batch, layout.batch_size)
         self.schedule: LRSchedule | OwnSchedule
@@ -81,6 +81,10 @@ class TrainLoop:
         """Restores an earlier state, if any; an elastic run replaces it by one that restores from memory."""
         self.before_stop: Callable[[], None] | None = None
         """Called when all ranks have agreed to stop, before saving; it may raise instead."""
+        self.reseed = formation.reseed if self.config.fixed_order else None
+        """Makes dropout a function of the step and the samples, so that it is equal on any rank and when done again."""
+        self.continues = False
+        """Whether other ranks of this run have reported its start: the group of ranks changed."""
         self._forward: Forward | None = None
         self._stop_early = False
         self._status, self._reason = "finished", ""
@@ -123,7 +127,7 @@ class TrainLoop:
         self._resume()
         count = self.formation.strategy.count_parameters
         parameters = count(self.model), count(self.model, trained=True)
-        self.report.started(self.step, self.total_steps, parameters, self.formation.notes)
+        self.report.started(self.step, self.total_steps, parameters, self.formation.notes, announce=not self.continues)
         if self._finished():
             self._reason = "nothing was left to train"
         self._time_limit.begin()
@@ -156,6 +160,7 @@ class TrainLoop:
                 by_tokens=config.loss_weighting == "tokens",
                 clip=config.gradient_clipping,
                 measure_norm=due,
+                reseed=self.reseed,
             )
             if outcome is None:
                 break

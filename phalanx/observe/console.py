@@ -87,8 +87,10 @@ class Console:
             self._end(event)
         elif isinstance(event, events.Message):
             self._show_message(event)
-        elif isinstance(event, events.Membership):
-            self._view.line(format.membership_line(event), kind="warning")
+        elif isinstance(event, events.RankLost):
+            self._view.line(format.lost_line(event), kind="warning")
+        elif isinstance(event, events.Recovered):
+            self._view.line(format.recovered_line(event), kind="warning")
         elif self._progress and not self._is_quiet:
             self._show_progress(event)
 

@@ -187,13 +187,32 @@ class Failure(Event):
 
 
 @dataclass(frozen=True)
-class Membership(Event):
-    """The group of ranks changed, or was started again."""
+class RankLost(Event):
+    """A rank ended with an error, and the others keep their processes; `action` is "replace" or "shrink"."""
 
-    kind: ClassVar[str] = "membership"
-    world_size: int
-    attempt: int
+    kind: ClassVar[str] = "rank_lost"
+    lost: int
+    how: str
+    action: str
+    size: int
+    """With how many ranks the run goes on."""
+    why: str
+
+
+@dataclass(frozen=True)
+class Recovered(Event):
+    """The group of ranks changed in place, and the first step with it is complete."""
+
+    kind: ClassVar[str] = "recovered"
+    step: int
+    """The last complete step before the change."""
+    lost_steps: int
+    """Steps that are done again."""
+    seconds: float
+    """From when the change began until the next step was complete."""
     reason: str
+    world_size: int
+    lost: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from phalanx.observe.events import (
     CheckpointSaved,
     EpochDone,
-    Membership,
+    RankLost,
+    Recovered,
     MetricsReported,
     RunEnded,
     RunStarted,
@@ -86,10 +87,20 @@ def checkpoint_line(event: CheckpointSaved) -> str:
     return f"{'best ' * event.best}checkpoint {event.path} ({size(event.bytes)} in {event.seconds:.2f} s)"
 
 
-def membership_line(event: Membership) -> str:
-    """Return why the ranks were started again."""
-    ranks = "1 rank" if event.world_size == 1 else f"{event.world_size} ranks"
-    return f"attempt {event.attempt} with {ranks}: {event.reason}"
+def lost_line(event: RankLost) -> str:
+    """Return which rank was lost, and what is done about it."""
+    action = "a new rank takes its place" if event.action == "replace" else f"going on with {_ranks(event.size)}"
+    return f"rank {event.lost} {event.how}; {action} ({event.why})"
+
+
+def recovered_line(event: Recovered) -> str:
+    """Return how long the ranks needed to go on, and from where."""
+    again = f", {event.lost_steps} step{'s' * (event.lost_steps > 1)} done again" if event.lost_steps else ""
+    return f"{_ranks(event.world_size)} go on after step {event.step} ({event.seconds:.2f} s{again}): {event.reason}"
+
+
+def _ranks(count: int) -> str:
+    return "1 rank" if count == 1 else f"{count} ranks"
 
 
 def servers_lines(event: ServersReported) -> list[str]:

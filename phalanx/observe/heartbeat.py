@@ -109,4 +109,6 @@ def current() -> Board:
     log_dir = os.environ.get("PHALANX_LOG_DIR", "")
     if not log_dir:
         return _LOCAL
-    return _open(log_dir, os.environ.get("GROUP_RANK", "0"), os.environ.get("RANK", "0"))
+    # The number of the process: its rank may change while it runs.
+    slot = os.environ.get("PHALANX_SLOT") or os.environ.get("RANK", "0")
+    return _open(log_dir, os.environ.get("GROUP_RANK", "0"), slot)

@@ -15,8 +15,9 @@ from phalanx.engine import VARIABLE, engine_name, engine_of
 from phalanx.launch import CallTarget, LaunchSpec
 from phalanx.launch.forkserver.preload import PRELOAD
 from phalanx.launch.nccl import nccl_environment
-from phalanx.launch.spec import Target
+from phalanx.launch.spec import Elastic, Target
 from phalanx.recipes import Recipe
+from phalanx.strategies.registry import recovery_of
 from phalanx.world.layout import Layout
 
 
@@ -39,6 +40,7 @@ def launch_spec(
     start_timeout = config.start_timeout
     if start_timeout is None and isinstance(target, CallTarget):
         start_timeout = config.timeout
+    starter = engine_of(config).starter(config, layout)
     return LaunchSpec(
         target=target,
         ranks_per_node=layout.ranks_per_node,
@@ -60,8 +62,27 @@ def launch_spec(
         threads_per_rank=config.threads_per_rank,
         data=data or {},
         prelude=engine_of(config).prelude,
-        starter=engine_of(config).starter(config, layout),
+        elastic=plan_elastic(config, layout, target) if starter is None else None,
+        starter=starter,
     )
+
+
+_IN_PLACE = ("phalanx.worker:run_job_file", "phalanx.worker:run_recipe_file")
+
+
+def plan_elastic(config: DistributedConfig, layout: Layout, target: Target) -> Elastic | None:
+    """Return how lost ranks are replaced in place; None where all are started again, or the run ends."""
+    wanted = config.max_restarts > 0 or config.min_workers is not None
+    trains = isinstance(target, CallTarget) and target.function in _IN_PLACE
+    recovery = recovery_of(config)
+    if not wanted or not trains or layout.num_nodes > 1 or engine_name(config) or recovery == "restart":
+        return None
+    most = layout.world_size
+    least = config.min_workers or most
+    allowed = [size for size in range(most, least - 1, -1) if size == most or recovery == "resize"]
+    if config.fixed_order:
+        allowed = [size for size in allowed if size.bit_count() == 1]
+    return Elastic(tuple(allowed), config.spares, silence_seconds=config.heartbeat_timeout)
 
 
 def engine_environment(config: DistributedConfig, device: str) -> dict[str, str]:

@@ -63,8 +63,13 @@ def part_like(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return part
 
 
-def share_weights(model: nn.Module) -> None:
-    """Broadcast rank 0's weights and buffers: ranks that initialised their own would hold different models."""
+def share_weights(model: nn.Module, world: World) -> None:
+    """Broadcast rank 0's weights and buffers: ranks that initialised their own would hold different models.
+
+    Not after ranks were replaced: rank 0 may be new, and the others hold the state of the run.
+    """
+    if world.env.generation > 0:
+        return
     tensors = [tensor.detach() for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta]
     if tensors:
         torch_compat.broadcast_coalesced(tensors)

@@ -32,6 +32,7 @@ class DDP(CompressesGradients):
             "bucket_cap_mb": self.config.bucket_cap_mb,
             "find_unused_parameters": self.config.find_unused_parameters,
             "gradient_as_bucket_view": True,  # gradients are in the buckets: nothing is copied
+            "init_sync": self.world.env.generation == 0,  # after that rank 0 may be a new rank, without the state
         }
         if self.config.compression == "none" and not is_emulated():
             return DistributedDataParallel(model, **options)

@@ -42,7 +42,7 @@ class RingDDP(CompressesGradients):
         if not named or (alone and not self.config.fixed_order):
             return model
         if not alone:
-            share_weights(model)
+            share_weights(model, self.world)
         exchange, memory = self._open_exchange(bytes_for(parameter for _, parameter in named))
         settings: dict[str, Any] = {
             "compressor": self.compressor_for(model),
@@ -51,7 +51,7 @@ class RingDDP(CompressesGradients):
             "allow_unused": self.config.find_unused_parameters,
         }
         if self.config.fixed_order:
-            settings["micro_batches"] = self.config.gradient_accumulation_steps
+            settings["micro_batches"] = self.world.accumulation(self.config.gradient_accumulation_steps)
         kind = FixedOrderReducer if self.config.fixed_order else GradientReducer
         reducer = self._reducers[id(model)] = kind(named, exchange, **settings)
         self.lanes.append(Lane(settings["compressor"], exchange, reducer.comm_thread))

@@ -21,6 +21,7 @@ from phalanx.launch.error_file import record_path
 from phalanx.loop.evaluate import evaluate, predict
 from phalanx.loop.formation import Formation
 from phalanx.loop.optimizer_binding import OwnSchedule, scheduler_state
+from phalanx.loop.recover import run_recovering
 from phalanx.loop.task import TrainTask
 from phalanx.loop.trainer import TrainLoop
 from phalanx.observe.history import History
@@ -31,6 +32,7 @@ from phalanx.runs.record import RunRecord
 from phalanx.trainers.histograms import HistogramCallback
 from phalanx.trainers.session import agree_run_dir, check_per_host, open_events, save_config
 from phalanx.trainers.weights import whole_state, whole_weights
+from phalanx.world.membership import Member
 
 
 class ElasticRun(Protocol):
@@ -78,7 +80,11 @@ def run_job(job: Job, *, in_place: bool) -> JobResult:
     def run(survivor: ElasticRun | None = None) -> JobResult:
         return _run_once(job, in_place, survivor)
 
-    for engine in engines_here() if job.action == "fit" else ():
+    if job.action != "fit":
+        return run()
+    if (member := Member.from_environment()) is not None:
+        return run_recovering(member, run)
+    for engine in engines_here():
         run = engine.wrap_run(run)
     return run()
 

@@ -46,6 +46,10 @@ class RankEnv:
     """Whether Phalanx's launcher started the rank and reads its events and error record."""
     launch_id: str = ""
     """An id that the attempts of one launch share; empty where the starter restarts nothing."""
+    generation: int = 0
+    """How often the group has changed while this process ran or waited (`membership`)."""
+    planned: int = 0
+    """Ranks that the run was started with; 0: as many as now."""
     knows_local_size: bool = True
     """Whether the starter has set how many ranks are on this machine; else `local_world_size` is a guess."""
 
@@ -157,6 +161,8 @@ def _attempt(env: Mapping[str, str]) -> dict[str, Any]:
         "max_restarts": _integer(env, "TORCHELASTIC_MAX_RESTARTS", 0),
         "supervised": _SUPERVISED in env,
         "launch_id": _launch_id(env),
+        "generation": _integer(env, "PHALANX_GENERATION", 0),
+        "planned": _integer(env, "PHALANX_PLANNED_RANKS", 0),
     }
 
 

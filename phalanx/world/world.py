@@ -6,6 +6,7 @@ import functools
 import gc
 import itertools
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -25,8 +26,9 @@ from phalanx.world.mesh import Mesh, plan_mesh
 
 _ALONE = RankEnv(0, 0, 1, 1, 0, "127.0.0.1", 0, started_by="python")
 _LOOPBACK_STORES: dict[int, dist.Store] = {}
-_JOINS = itertools.count()
-"""A rank may join several times (fit, evaluate, fit): values of an earlier group must not be read from the store."""
+_JOINS: dict[int, Iterator[int]] = {}
+"""Counts by generation. A rank may join several times (fit, evaluate, fit): values of an earlier group must not be read
+from the store, and a rank that came later has not counted them."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,18 @@ class World:
         """Whether this rank reports for those that see the same samples."""
         return self.mesh.leads_samples(self.rank)
 
+    def blocks(self, accumulation: int) -> int:
+        """Return the micro-batches of all ranks in one optimizer step: as many as when the run was started.
+
+        With other numbers of ranks, each takes more or fewer of them, so that the global batch stays the same.
+        """
+        planned = self.env.planned or self.world_size
+        return accumulation * self.mesh.dp_size * planned // self.world_size
+
+    def accumulation(self, accumulation: int) -> int:
+        """Return the micro-batches of each rank in one step, from the number that was set."""
+        return -(-self.blocks(accumulation) // self.mesh.dp_size)
+
     @property
     def label(self) -> str:
         """This rank's name in logs."""
@@ -87,7 +101,7 @@ def join_world(config: DistributedConfig) -> World:
     for engine in engines_here():
         engine.check_rank(env)
     backend = _comm_backend(config, device, env)
-    name = f"phalanx/{next(_JOINS)}"
+    name = f"phalanx/{env.generation}/{next(_JOINS.setdefault(env.generation, itertools.count()))}"
     if dist.is_initialized():  # by the user's script, which also leaves it
         store = torch_compat.default_store()
         return World(env, device, mesh, dist.get_backend(), dist.PrefixStore(name, store), owns_group=False)

@@ -97,7 +97,7 @@ def test_the_earliest_real_cause_is_guilty():
     ],
 )
 def test_policy(outcome, attempt, restarts):
-    assert may_restart(outcome, attempt=attempt, max_restarts=2) is restarts
+    assert may_restart(outcome, failures=attempt, max_restarts=2) is restarts
 
 
 def test_memory_is_blamed_only_on_evidence(tmp_path):

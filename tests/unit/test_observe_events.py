@@ -25,7 +25,8 @@ ALL = [
     events.CheckpointSaved(3, "ckpt/step-00000003", 0.1, 99),
     events.Message("warning", "nan"),
     events.Failure(1, "host", 3, "ValueError", "bad"),
-    events.Membership(2, 1, "rank 1 died"),
+    events.RankLost(1, "was killed", "replace", 2, "failure 1 of at most 3"),
+    events.Recovered(7, 0, 0.4, "rank 1 was killed", 2, [1]),
     events.ServersReported("bounded", 8, 40.0, 0.5, 2, 1, 0, 1.5, 0.5, [{"bytes_in": 9, "busy": 0.1}]),
     events.RunEnded("finished", 3, 1.5, 64.0, {"loss": -math.inf}, None, ["phalanx eval runs/1"]),
 ]

@@ -10,6 +10,7 @@ import zlib
 from phalanx.comm.shm import futex
 from phalanx.comm.shm.memory import SharedPages
 from phalanx.errors import CommunicationError
+from phalanx.world.abort import abortable
 
 SLOT = 256
 """Bytes of each rank's slot: a counter, and two signatures in turn. Whole cache lines, which ranks do not share."""
@@ -31,11 +32,15 @@ class ShmBarrier:
         self._words = self._bytes.cast("I")
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(pages.memory))
         self._others = [rank for rank in range(self._size) if rank != self._rank]
+        self._aborted = ""
+        abortable(self)
         # Spinning occupies a core: only for a moment, and only where every rank has a core.
         self._spin_s = _SPIN_S if self._size <= len(os.sched_getaffinity(0)) else 0.0
 
     def wait(self, signature: bytes = b"") -> None:
         """Wait until all ranks have called this, and check that their signatures are equal."""
+        if self._aborted:
+            raise self._abort_error()
         self.count = (self.count + 1) % _WRAP
         own = self._signature_at(self._rank)
         self._bytes[own : own + SIGNATURE] = signature = _fitted(signature)
@@ -46,6 +51,15 @@ class ShmBarrier:
             at = self._signature_at(rank)
             if self._bytes[at : at + SIGNATURE] != signature:
                 raise self._mismatch()
+
+    def abort(self, why: str) -> None:
+        """Let this rank's waiting call raise, and every later one; called by another thread."""
+        self._aborted = why
+        for rank in self._others:
+            futex.wake(self._address + rank * SLOT)
+
+    def _abort_error(self) -> CommunicationError:
+        return CommunicationError(f"rank {self._rank} waited for others in shared memory: {self._aborted}")
 
     def _signature_at(self, rank: int) -> int:
         """Return the offset of a signature; two take turns, so that a rank in the next barrier overwrites none."""
@@ -65,6 +79,8 @@ class ShmBarrier:
             if (seen - count) % _WRAP < _WRAP // 2:
                 return
             futex.wait(self._address + rank * SLOT, seen, _CHECK_S)
+            if self._aborted:
+                raise self._abort_error()
             if words[word] == seen:
                 self._check_peer(rank, time.perf_counter() - begin)
 

@@ -13,7 +13,7 @@ import platform
 import sys
 
 _NUMBERS = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "ppc64le": 221, "s390x": 238}
-_WAIT, _WAKE_OP = 0, 5
+_WAIT, _WAKE, _WAKE_OP = 0, 1, 5
 _ALL_WAITERS = 2**31 - 1
 _ADD_ONE = 1 << 28 | 1 << 12
 """FUTEX_OP_ADD with the operand 1."""
@@ -39,6 +39,11 @@ def wait(address: int, seen: int, seconds: float) -> None:
         reason = ctypes.get_errno()
         if reason not in (errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT):
             raise OSError(reason, f"futex wait: {os.strerror(reason)}")
+
+
+def wake(address: int) -> None:
+    """Wake all processes that wait for the word at `address`, which stays as it is."""
+    _syscall(_NUMBER, ctypes.c_void_p(address), _WAKE, _ALL_WAITERS, None, None, 0)  # type: ignore[misc]
 
 
 def count_and_wake(address: int) -> None:

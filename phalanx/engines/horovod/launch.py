@@ -53,7 +53,7 @@ class HorovodRun:
             hosts = parse_hosts(self.hosts) if self.hosts is not None else (Host("localhost", self.ranks),)
         with SignalInbox() as inbox:
 
-            def run_once(number: int) -> Outcome:
+            def run_once(number: int, failures: int) -> Outcome:
                 attempt = HorovodAttempt(spec, console, inbox, number, ranks=self.ranks, elastic=self.elastic)
                 return attempt.run(self.command(spec, hosts, attempt.name), self._environment(spec, hosts, number))
 

@@ -1,0 +1,70 @@
+"""What follows from a lost rank, as data: go on with another one in its place, with fewer ranks, or start again.
+
+`decide` reads plain facts and returns a `Decision`; `membership` executes it, and reports why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from phalanx.errors import EXIT_USAGE
+
+_FIRST_PAUSE = 0.5
+_LONGEST_PAUSE = 30.0
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What to do about lost ranks. `size`: with how many ranks the run goes on; `pause`: seconds to wait before."""
+
+    kind: Literal["replace", "shrink", "give_up"]
+    size: int
+    why: str
+    pause: float = 0.0
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a decision depends on."""
+
+    lost: Sequence[int]
+    """The exit codes of the lost ranks."""
+    present: int
+    """Ranks that can go on, spare ones included."""
+    size: int
+    """Ranks of the group before the loss."""
+    sizes: Sequence[int]
+    """Numbers of ranks that the strategy can train with, the largest first."""
+    ended: int
+    """Ranks that have finished: they cannot take part again."""
+    failures: int
+    """Losses so far, this one included."""
+    max_restarts: int
+    without_progress: int = 0
+    """Losses one after another without a step between them."""
+
+
+def decide(facts: Facts) -> Decision:
+    """Return what to do: replace lost ranks while restarts are left, then go on with fewer, else give up."""
+    if EXIT_USAGE in facts.lost:
+        return Decision("give_up", 0, "the error would be the same again")
+    if facts.ended:
+        return Decision("give_up", 0, "other ranks have finished already")
+    if facts.present == 0:
+        return Decision("give_up", 0, "no rank is left that holds the state")
+    if facts.failures <= facts.max_restarts:
+        used = f"failure {facts.failures} of at most {facts.max_restarts}"
+        return Decision("replace", facts.size, used, pause(facts.without_progress))
+    smaller = next((size for size in facts.sizes if size <= facts.present), 0)
+    if smaller:
+        return Decision("shrink", smaller, f"{facts.present} ranks are left, and max_restarts is used up")
+    return Decision("give_up", 0, f"max_restarts = {facts.max_restarts} is used up")
+
+
+def pause(without_progress: int) -> float:
+    """Return how long to wait before the next try: nothing at first, then twice as long after each loss."""
+    if without_progress < 2:
+        return 0.0
+    return min(_LONGEST_PAUSE, _FIRST_PAUSE * float(2 ** (without_progress - 2)))

@@ -1,0 +1,127 @@
+"""A rank's connection to the launcher, which decides which processes are ranks while they run.
+
+The launcher's end, with the states of the group, is `phalanx.launch.membership`. A thread reads the control socket, so
+that an abort reaches a rank that waits in a collective.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from phalanx.errors import RankFailedError
+from phalanx.launch.failure import reports_lost_peer
+from phalanx.launch.forkserver import messages
+from phalanx.world.abort import abort_collectives, leave_groups, watch_groups
+
+_VARIABLE = "PHALANX_CONTROL_FD"
+
+
+class Regroup(Exception):  # noqa: N818 - not an error: ranks leave the loop at a step's boundary
+    """The ranks go on with others."""
+
+
+@dataclass(frozen=True)
+class Position:
+    """A rank's place in the next group, and why there is one."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    generation: int
+    began: float
+    """When the change began, by the launcher's clock."""
+    reason: str
+    lost: list[int] = field(default_factory=list)
+
+    def export(self) -> None:
+        """Set the environment variables of the new place."""
+        os.environ.update(
+            RANK=str(self.rank),
+            LOCAL_RANK=str(self.local_rank),
+            WORLD_SIZE=str(self.world_size),
+            LOCAL_WORLD_SIZE=str(self.local_world_size),
+            ROLE_RANK=str(self.rank),
+            ROLE_WORLD_SIZE=str(self.world_size),
+            PHALANX_GENERATION=str(self.generation),
+        )
+
+
+class Member:
+    """This process among those that form the group."""
+
+    def __init__(self, control: int) -> None:
+        self._control = socket.socket(fileno=control)
+        self._positions: queue.SimpleQueue[Position | None] = queue.SimpleQueue()
+        self._why: str | None = None
+        self._generation = int(os.environ.get("PHALANX_GENERATION", "0"))
+        self.on_regroup: Callable[[str], None] | None = None
+        """Called by the thread when all ranks have to leave at a step's boundary."""
+        self.joins_late = os.environ.get("PHALANX_JOINS_LATE") == "1"
+        watch_groups()
+        threading.Thread(target=self._listen, name="phalanx-member", daemon=True).start()
+
+    @classmethod
+    def from_environment(cls) -> Member | None:
+        """Return this rank's member; None where lost ranks are not replaced. Once per process."""
+        descriptor = os.environ.pop(_VARIABLE, "")
+        return cls(int(descriptor)) if descriptor.isdecimal() else None
+
+    def _listen(self) -> None:
+        while (received := messages.receive(self._control)) is not None:
+            message, _ = received
+            if "abort" in message:
+                self._why = message["abort"]
+                abort_collectives(self._why)
+            elif "regroup" in message and self.on_regroup is not None:
+                self.on_regroup(message["regroup"])
+            elif "form" in message:
+                self._positions.put(Position(**message["form"]))
+            elif "end" in message:
+                self._positions.put(None)
+
+    def may_go_on(self, error: BaseException) -> bool:
+        """Whether an error only says that other ranks were lost, or that the group changes."""
+        return isinstance(error, Regroup) or self._why is not None or lost_peers(error)
+
+    def await_position(self, step: int, why: str) -> Position:
+        """Leave the group, report the last complete step, and wait for a place in the next one."""
+        leave_groups()
+        self._why = None
+        messages.send(self._control, {"ready": why, "step": step})
+        position = self._positions.get()
+        if position is None:
+            raise RankFailedError(f"a rank was lost, and the run does not go on: {why}")
+        position.export()
+        self._generation = position.generation
+        return position
+
+    def joined(self) -> None:
+        """Report that this rank is in the group and has the state."""
+        messages.send(self._control, {"joined": self._generation})
+
+
+def lost_peers(error: BaseException) -> bool:
+    """Whether an error, or an error that led to it, says that other ranks were lost."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if reports_lost_peer(str(seen)):
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return False
+
+
+def without_frames(error: BaseException) -> str:
+    """Return an error's text, and release what its frames hold: models, and through them process groups."""
+    text = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+    seen: Any = error
+    while seen is not None:
+        seen.__traceback__ = None
+        seen = seen.__cause__ or seen.__context__
+    return text
