@@ -105,9 +105,6 @@ class Membership:
         if self._state == "starting":
             return False
         self.failures += 1
-        step = max(self._steps.values(), default=-1)
-        self._stuck = self._stuck + 1 if step <= self._last_step else 1
-        self._last_step = max(step, self._last_step)
         ready = [member for member in self._members if member is not ended and member.code is None]
         facts = Facts(
             lost=[ended.code or 0],
@@ -204,6 +201,9 @@ class Membership:
             return
         if missing > len(able):
             return
+        step = max(self._steps[member.key] for member in self._members) if self._members else -1
+        self._stuck = self._stuck + 1 if step <= self._last_step else 0
+        self._last_step = max(step, self._last_step)
         chosen = (self._members + able)[: self._size]
         # A rank keeps its number where that is possible: its logs and its device stay the same.
         numbers = {state.rank: state for state in self._members if state in chosen and state.rank < self._size}

@@ -258,11 +258,15 @@ class Formation(Prepared):
 
     def close(self) -> None:
         """Release everything and leave the process group, in an order that cannot deadlock."""
-        for wrapped in self.models:
-            self.strategy.return_weights(wrapped)
+        self._return_weights()
         self.release()
         if not self.strategy.shards:  # a sharded model needs the group, and the user may save or train it again
             leave_world(self.world)
+
+    def _return_weights(self) -> None:
+        # In a function of its own: a variable of `close` would hold the last DDP module while the group is destroyed.
+        for wrapped in self.models:
+            self.strategy.return_weights(wrapped)
 
     def release(self) -> None:
         """Restore the user's objects without communication; after an error other ranks may have failed."""

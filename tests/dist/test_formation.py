@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
+import weakref
 
 import pytest
 import torch
@@ -284,6 +286,22 @@ def test_two_models_with_two_optimizers_train_and_resume(ranks, tmp_path):
     ranks(lambda: adversaries(folder, resume=False), world_size=2)
     for result in ranks(lambda: adversaries(folder, resume=True), world_size=2):
         torch.testing.assert_close(result, plain(), rtol=0, atol=1e-12)
+
+
+def left_with_a_live_model() -> bool:
+    """Whether DDP's module still lives when the process group is destroyed: freeing the group after it may deadlock."""
+    from phalanx.loop import formation as module
+
+    formation = make_formation(strategy="ddp", communication_backend="gloo")
+    wrapped = weakref.ref(formation.prepare(make_model()))
+    seen = []
+    module.leave_world = lambda world: seen.append(gc.collect() >= 0 and wrapped() is not None)
+    formation.close()
+    return seen[0]
+
+
+def test_ddp_is_gone_before_the_group_is_destroyed(ranks):
+    assert ranks(left_with_a_live_model, world_size=2) == [False, False]
 
 
 def test_leaving_restores_what_was_prepared():
