@@ -16,6 +16,7 @@ from phalanx.version import __version__
 VERBS = {
     "train": "train a recipe, a script or a module on N ranks",
     "resume": "continue a run from its last checkpoint",
+    "scale": "change the number of ranks of a run in progress",
     "runs": "list, show, compare, tag and remove past runs",
     "evaluate": "measure a trained model on data",
     "predict": "write a trained model's outputs for data, or continue a text",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numbers
 import os
+import re
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -96,12 +97,18 @@ def check(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[tuple[str, str
     return complete, mistakes + wrong
 
 
+_RANGE = re.compile(r"\d+:\d+")
+
+
 def translate(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings with Ray's pair of workers (least, most) and torch's names of sharding translated."""
+    """Return the settings with a pair of workers (least, most) and torch's names of sharding translated."""
     values = dict(values)
-    pair = values.get("num_workers")
-    if isinstance(pair, (tuple, list)) and len(pair) == 2:  # another length stays, and is refused
-        values |= {"min_workers": pair[0], "num_workers": pair[1]}
+    for name in ("num_workers", "num_gpus"):
+        pair = values.get(name)
+        if isinstance(pair, str) and _RANGE.fullmatch(pair):
+            pair = [int(part) for part in pair.split(":")]
+        if isinstance(pair, (tuple, list)) and len(pair) == 2:  # another length stays, and is refused
+            values |= {"min_workers": pair[0], name: pair[1]}
     given = values.get("sharding")
     name = str(getattr(given, "name", given)).lstrip("_")  # torch's _HYBRID_SHARD_ZERO2
     if name == "NO_SHARD" and values.get("strategy", "auto") in ("auto", "fsdp", "ddp"):

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from phalanx.config.fields import TENSORFLOW_STRATEGIES
 from phalanx.config.rules import RANKS, Mistakes, rule
-from phalanx.config.settings import FIELDS, Settings, parse_hosts
+from phalanx.config.settings import FIELDS, RECOVERY, Settings, parse_hosts
 
 
 class Package(NamedTuple):
@@ -35,7 +35,6 @@ _USED_BY = {
     "cpus_per_worker": ("ray",),
     "resources_per_worker": ("ray",),
     "placement": ("ray",),
-    "min_workers": ("ray", "horovod"),
     "hosts": ("horovod",),
     "host_discovery_script": ("horovod",),
     "adasum": ("horovod",),
@@ -184,6 +183,13 @@ def min_workers(settings: Settings) -> Mistakes:
         yield "min_workers", f"min_workers = {least} without num_workers: set the largest number of ranks, too."
     elif least > most:
         yield "min_workers", f"min_workers = {least} is more than num_workers = {most}."
+    elif settings.backend not in ("ray", "horovod") and least < most and settings.recovery != "resize":
+        yield settings.mistake(
+            "min_workers",
+            f" with strategy = {settings.resolved_strategy!r}: it cannot go on with fewer ranks. Strategies that can: "
+            f"{', '.join(name for name, kind in RECOVERY.items() if kind == 'resize')}. With max_restarts a lost rank "
+            "is replaced, or all ranks start again from the last checkpoint.",
+        )
 
 
 @rule("backend", "strategy")

@@ -60,7 +60,9 @@ class Resources:
     """How many ranks run, and where."""
 
     num_workers: int | None = option(
-        None, "ranks in the whole job, on any device (default: every GPU, or 1 on CPU)", minimum=1
+        None,
+        "ranks in the whole job, on any device (default: every GPU, or 1 on CPU); 2:8 is elastic: from 2 to 8",
+        minimum=1,
     )
     num_gpus: int | None = option(None, "the same as num_workers, for CUDA", minimum=1)
     num_nodes: int = option(1, "machines in the job", minimum=1)
@@ -289,7 +291,7 @@ class Engines:
         None, "ray: the cluster to run on: ray://head:10001, head:6379 or auto (default: a local one, for this run)"
     )
     min_workers: int | None = option(
-        None, "ray, horovod: elastic: continue with as few ranks as this when others are lost", minimum=1
+        None, "elastic: continue with as few ranks as this when others are lost (num_workers = 2:8)", minimum=1
     )
     cpus_per_worker: float = option(1.0, "ray: CPU cores that each rank reserves", above=0)
     resources_per_worker: str | None = option(

@@ -61,6 +61,11 @@ class Host(NamedTuple):
     slots: int
 
 
+RECOVERY = {"ddp": "resize", "ring": "resize", "local-sgd": "resize", "diloco": "resize"}
+"""What strategies do in place after a lost rank: replace it, or go on with another number of ranks too ("resize")."""
+_NATIVE = ("pytorch-ddp", "pytorch-fsdp")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Settings(
     Resources,
@@ -120,6 +125,14 @@ class Settings(
         if default == "ddp" and self.deepspeed_config is not None:
             return "deepspeed"
         return "fsdp" if default == "ddp" and self.zero_stage is not None else default
+
+    @property
+    def recovery(self) -> str:
+        """How a run goes on after a lost rank (`RECOVERY`); "restart": all ranks start again from a checkpoint."""
+        axes = (self.pipeline_parallel, self.context_parallel, self.tensor_parallel, self.expert_parallel)
+        if max(axes) > 1 or self.backend not in _NATIVE:
+            return "restart"
+        return RECOVERY.get(self.resolved_strategy, "restart")
 
     @property
     def resolved_server_mode(self) -> Literal["sync", "async", "bounded"]:

@@ -21,6 +21,7 @@ from phalanx.launch.group import RankGroup, RankState
 from phalanx.launch.membership import Membership
 from phalanx.launch.output import RankConsole
 from phalanx.launch.rendezvous import Rendezvous
+from phalanx.launch.resize import answer_requests
 from phalanx.launch.spec import LaunchSpec
 from phalanx.launch.startup_watch import StartupNotices, StartWatch
 
@@ -269,8 +270,11 @@ class Attempt(Follower):
         watch, group, evidence = self._watch, self._group, self._evidence
         if watch is None or group is None or evidence is None:
             return
-        if self._members is not None and (silent := self._members.find_silent()):
-            group.signal(signal.SIGKILL, silent)
+        if self._members is not None:
+            if silent := self._members.find_silent():
+                group.signal(signal.SIGKILL, silent)
+            if self._members.is_settled:
+                answer_requests(self._spec.log_dir, self._members.resize)
         hang = watch.find_hang(now)
         if hang is not None:
             self._diagnosing = True

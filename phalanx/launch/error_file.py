@@ -16,7 +16,7 @@ from typing import Any
 
 from phalanx.errors import PhalanxError
 from phalanx.host.files import replace_file
-from phalanx.launch.forkserver.messages import Message
+from phalanx.host.messages import Message
 from phalanx.observe import heartbeat
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from phalanx.host.lost_peers import reports_lost_peer
 from phalanx.launch.stacks import main_stack
 
 
@@ -182,24 +183,6 @@ def _killed(ended: RankExit, killed_for_memory: bool) -> tuple[str, tuple[str, .
 YIELD_SECONDS = 0.5
 """How long a rank that lost its connection waits for another rank's real cause to come in."""
 
-# What gloo, NCCL, the TCP store and plain sockets report when the peer was lost.
-_LOST_PEER = re.compile(
-    r"connection (was )?(closed|reset|aborted|refused)( by peer)?|broken pipe|closed by remote"
-    r"|remote process (exited|has)|ncclRemoteError|NCCL communicator was aborted"
-    r"|failed to recv, got 0 bytes|recvValue failed|sendBytes failed"
-    r"|Horovod has been shut down|gloo.{0,40}connect"
-    r"|socket (error|timeout|closed)|timed out waiting .{0,40}(recv|send|operation)|watchdog caught collective"
-    # Phalanx's own collectives and parameter servers.
-    r"|waited \d+ s in shared memory for|in shared memory$|exchange with rank \d+ broke off"
-    r"|parameter server at \S+ has (not answered|been out of reach)|a rank was lost before the ranks could share",
-    re.IGNORECASE,
-)
-
-
-def reports_lost_peer(text: str) -> bool:
-    """Whether an error's message says only that another rank was lost."""
-    return _LOST_PEER.search(text) is not None
-
 
 @dataclass(frozen=True)
 class RankExit:
@@ -223,9 +206,9 @@ class RankExit:
     def lost_peer(self) -> bool:
         """Whether it reports only that another rank was lost."""
         if self.record:
-            return bool(_LOST_PEER.search(self.record["message"]))
+            return bool(reports_lost_peer(self.record["message"]))
         # A watchdog thread aborts the process without an exception of Python's.
-        return self.code == -6 and any(_LOST_PEER.search(line) for line in self.log_tail)
+        return self.code == -6 and any(reports_lost_peer(line) for line in self.log_tail)
 
 
 def find_first_cause(exits: Sequence[RankExit]) -> RankExit:

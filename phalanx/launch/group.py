@@ -17,10 +17,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from phalanx.host import messages
 from phalanx.host.processes import kill_group
 from phalanx.launch.environment import NodeInfo, rank_environment, threads_per_rank
 from phalanx.launch.error_file import record_path
-from phalanx.launch.forkserver import messages
 from phalanx.launch.forkserver.client import Session
 from phalanx.launch.output import OutputPump, RankConsole, RankLog, log_path
 from phalanx.launch.spec import CallTarget, LaunchSpec

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from phalanx.host import messages
 from phalanx.host.processes import is_stopped
-from phalanx.launch.forkserver import messages
 from phalanx.launch.group import RankGroup, RankState
 from phalanx.launch.policy import Decision, Facts, decide, pause
 from phalanx.launch.spec import Elastic
@@ -60,6 +60,8 @@ class Membership:
         self._steps: dict[str, int] = {}
         """The last step of each process that is ready for the next generation."""
         self._joined: set[str] = set()
+        self._holders: set[str] = set()
+        """Processes that have been in a group, and so hold the state of the run."""
         self._size = len(self._members)
         self._generation = 0
         self._change: _Change | None = None
@@ -83,6 +85,7 @@ class Membership:
         message, _ = received
         if "joined" in message and message["joined"] == self._generation:
             self._joined.add(state.key)
+            self._holders.add(state.key)
             if all(member.key in self._joined for member in self._members):
                 self._enter("running")
                 self._keep_spares()
@@ -105,10 +108,10 @@ class Membership:
         if self._state == "starting":
             return False
         self.failures += 1
-        ready = [member for member in self._members if member is not ended and member.code is None]
+        others = [state for state in (*self._members, *self._spares) if state is not ended and state.code is None]
         facts = Facts(
             lost=[ended.code or 0],
-            present=len(ready) + len(self._spares),
+            present=sum(state.key in self._holders for state in others),
             size=self._size,
             sizes=self._elastic.sizes,
             ended=sum(member.code is not None and member is not ended for member in self._members),
@@ -168,13 +171,16 @@ class Membership:
             if member.key not in self._steps:
                 self._send(member, {"abort": why})
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether the ranks train, and none is being added."""
+        return self._state == "running" and self._change is None
+
     def resize(self, size: int, why: str) -> str | None:
         """Change the number of ranks at a step's boundary; return why that is not possible, if so."""
         if size not in self._elastic.sizes:
             allowed = ", ".join(str(each) for each in sorted(self._elastic.sizes))
             return f"{size} ranks are not possible here. Possible: {allowed}."
-        if self._state != "running":
-            return "the group of ranks is changing already; try again in a moment."
         self._size = size
         self._change = _Change(time.time(), [why])
         if size > len(self._members) + len(self._spares):

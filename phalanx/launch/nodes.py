@@ -15,8 +15,8 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from phalanx.errors import PhalanxError, UsageError
+from phalanx.host.messages import Message
 from phalanx.host.signed_store import VARIABLE, sign_store
-from phalanx.launch.forkserver.messages import Message
 from phalanx.launch.spec import split_endpoint
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from phalanx.host import messages
 from phalanx.launch.error_file import exit_code_of, record_exception
-from phalanx.launch.forkserver import messages
 from phalanx.launch.forkserver.preload import set_compute_threads
 from phalanx.launch.target import call, from_message, run_target
 from phalanx.observe.events import Message

@@ -9,11 +9,11 @@ import socket
 import time
 
 from phalanx.errors import ForkServerDiedError
+from phalanx.host import messages
 from phalanx.host.addresses import LOOPBACK
 from phalanx.host.signed_store import VARIABLE
 from phalanx.launch.environment import NodeInfo
 from phalanx.launch.failure import FailureReport
-from phalanx.launch.forkserver import messages
 from phalanx.launch.forkserver.client import Session
 from phalanx.launch.spec import LaunchSpec
 

@@ -12,7 +12,7 @@ import socket
 from typing import NoReturn
 
 from phalanx.errors import PhalanxError, UsageError
-from phalanx.launch.forkserver import messages
+from phalanx.host import messages
 from phalanx.launch.nodes import NodeGroup
 
 _POLL_SECONDS = 0.2

@@ -30,6 +30,9 @@ from phalanx.torch_compat import foreach_copy_, pytree
 from phalanx.world import membership
 from phalanx.world.env import read_rank_env, stop_signals
 
+_AVERAGE = "average"
+"""The entry for the averaged weights (ema_decay)."""
+
 
 @dataclass(frozen=True)
 class MemoryState:
@@ -41,6 +44,8 @@ class MemoryState:
     world_size: int
     tensors: dict[str, Any]
     shared: dict[str, Any]
+    rank_state: dict[str, Any]
+    """What only this rank has, such as the residuals of a compressor."""
 
 
 class Committed(Callback):
@@ -89,17 +94,18 @@ def capture(loop: TrainLoop, committed: Committed) -> MemoryState | None:
     if formation.step == committed.step:  # else the step was taken, and only its report failed
         shared["loaders"] = committed.loaders
         committed.put_buffers_back()
-    tensors = tensors_of(formation)
+    tensors = tensors_of(formation, alone=True)
+    if formation.average is not None:
+        tensors[_AVERAGE] = formation.average.other
+    rank_state = formation.strategy.rank_state() if formation.strategy.keeps_rank_state else {}
     for model in formation.models:  # gradients of the interrupted step are not part of the next one
         model.zero_grad(set_to_none=True)
-    return MemoryState(formation.step, formation.run_id, formation.lineage, formation.world_size, tensors, shared)
+    identity = (formation.step, formation.run_id, formation.lineage, formation.world_size)
+    return MemoryState(*identity, tensors, shared, rank_state)
 
 
 def restore(formation: Formation, captured: MemoryState | None) -> dict[str, Any] | None:
-    """Give all ranks the state of the furthest one; return what is not part of a `Prepared`, None where none has one.
-
-    "lost_steps" is how many steps of some rank that was furthest before are done again.
-    """
+    """Give all ranks the state of the furthest one; return what is not part of a `Prepared`; None without one."""
     steps = [-1 if captured is None else captured.step]
     if formation.world_size > 1:
         gathered = [torch.zeros(1, dtype=torch.int64, device=formation.device) for _ in range(formation.world_size)]
@@ -111,10 +117,24 @@ def restore(formation: Formation, captured: MemoryState | None) -> dict[str, Any
     identity = None if captured is None else (captured.step, captured.run_id, captured.lineage, captured.world_size)
     step, formation.run_id, formation.lineage, before = _broadcast(formation, identity, source)
     tensors = _share_tensors(formation, None if captured is None else captured.tensors, source)
-    shared = _broadcast(formation, None if captured is None else captured.shared, source)
+    shared, of_source = _broadcast(
+        formation, None if captured is None else (captured.shared, captured.rank_state), source
+    )
+    _load_average(formation, tensors.pop(_AVERAGE, None))
+    if of_source:  # a new rank has nothing of its own: it gets what all ranks know, such as the number of steps
+        own = captured.rank_state if captured is not None else None
+        factor = formation.world_size / before if own is not None else 0.0
+        formation.strategy.load_rank_state([own if own is not None else of_source], factor)
     if before != formation.world_size:
         formation.notes.append(f"the ranks were {before} and are {formation.world_size}: continuing after step {step}")
     return {**put_back(formation, tensors, step, dict(shared)), "path": f"the memory of rank {source} (step {step})"}
+
+
+def _load_average(formation: Formation, saved: dict[str, torch.Tensor] | None) -> None:
+    if formation.average is not None and saved is not None:
+        with torch.no_grad():
+            for name, held in formation.average.other.items():
+                held.copy_(saved[name])
 
 
 @dataclass(frozen=True)

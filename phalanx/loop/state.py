@@ -140,13 +140,17 @@ def _described(prepared: Prepared) -> dict[str, tuple[torch.Size, torch.dtype]]:
     return {name: info for part in parts for name, info in part.items()}
 
 
-def tensors_of(prepared: Prepared) -> dict[str, Any]:
-    """Return the nested state dict of all models and their optimizers, under canonical names."""
+def tensors_of(prepared: Prepared, *, alone: bool = False) -> dict[str, Any]:
+    """Return the nested state dict of all models and their optimizers, under canonical names.
+
+    `alone`: without communication, because other ranks may be lost.
+    """
+    state_of = prepared.strategy.own_state if alone else prepared.strategy.state
     with prepared.gradients.direct():  # torch takes an empty step to give a fresh optimizer its state
         state: dict[str, Any] = {}
         trained = _optimizers_of_models(prepared)
         for number, wrapped in enumerate(prepared.models):
-            for key, value in prepared.strategy.state(wrapped, trained[number]).items():
+            for key, value in state_of(wrapped, trained[number]).items():
                 state[f"{key}{number or ''}" if key == "model" else f"{key}@{number}" if number else key] = value
         return state
 

@@ -197,7 +197,8 @@ class TrainLoop:
         if self._forward is None:
             for first in batches:
                 self._forward = decide_forward(self.task.model, self.task.loss_fn, first)
-                self.report.say(self._forward.note)
+                if not self.continues:
+                    self.report.say(self._forward.note)
                 self.report.first_batch(self.task.model, first)
                 return _chained(first, batches)
         return batches

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from phalanx.observe.events import (
     CheckpointSaved,
     EpochDone,
+    MetricsReported,
     RankLost,
     Recovered,
-    MetricsReported,
     RunEnded,
     RunStarted,
     ServersReported,
@@ -96,7 +96,9 @@ def lost_line(event: RankLost) -> str:
 def recovered_line(event: Recovered) -> str:
     """Return how long the ranks needed to go on, and from where."""
     again = f", {event.lost_steps} step{'s' * (event.lost_steps > 1)} done again" if event.lost_steps else ""
-    return f"{_ranks(event.world_size)} go on after step {event.step} ({event.seconds:.2f} s{again}): {event.reason}"
+    goes = "goes" if event.world_size == 1 else "go"
+    took = f"{event.seconds:.2f} s{again}"
+    return f"{_ranks(event.world_size)} {goes} on after step {event.step} ({took}): {event.reason}"
 
 
 def _ranks(count: int) -> str:

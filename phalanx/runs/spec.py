@@ -17,7 +17,6 @@ from phalanx.launch.forkserver.preload import PRELOAD
 from phalanx.launch.nccl import nccl_environment
 from phalanx.launch.spec import Elastic, Target
 from phalanx.recipes import Recipe
-from phalanx.strategies.registry import recovery_of
 from phalanx.world.layout import Layout
 
 
@@ -74,12 +73,11 @@ def plan_elastic(config: DistributedConfig, layout: Layout, target: Target) -> E
     """Return how lost ranks are replaced in place; None where all are started again, or the run ends."""
     wanted = config.max_restarts > 0 or config.min_workers is not None
     trains = isinstance(target, CallTarget) and target.function in _IN_PLACE
-    recovery = recovery_of(config)
-    if not wanted or not trains or layout.num_nodes > 1 or engine_name(config) or recovery == "restart":
+    if not wanted or not trains or layout.num_nodes > 1 or engine_name(config) or config.recovery == "restart":
         return None
     most = layout.world_size
     least = config.min_workers or most
-    allowed = [size for size in range(most, least - 1, -1) if size == most or recovery == "resize"]
+    allowed = [size for size in range(most, least - 1, -1) if size == most or config.recovery == "resize"]
     if config.fixed_order:
         allowed = [size for size in allowed if size.bit_count() == 1]
     return Elastic(tuple(allowed), config.spares, silence_seconds=config.heartbeat_timeout)

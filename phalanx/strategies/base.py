@@ -253,6 +253,10 @@ class Strategy:
             state[f"optimizer{number or ''}"] = optimizer_state(model, optimizer)
         return state
 
+    def own_state(self, wrapped: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
+        """Return the state that this rank holds without communication: other ranks may be lost."""
+        return self.state(wrapped, optimizers)
+
     def load_state(
         self, wrapped: nn.Module, optimizers: Sequence[torch.optim.Optimizer], state: dict[str, Any]
     ) -> None:

@@ -72,7 +72,11 @@ class LocalSGD(Strategy):
         """Return what `ddp` returns; moments are averaged first, since a checkpoint holds them once."""
         for each in self._rounds:
             each.average_moments(optimizers)
-        return super().state(wrapped, optimizers)
+        return self.own_state(wrapped, optimizers)
+
+    def own_state(self, wrapped: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
+        """Return what this rank has trained."""
+        return Strategy.state(self, wrapped, optimizers)
 
     def comm_stats(self) -> CommStats | None:
         """Return what was sent, and what averaging every step's gradients would have sent."""
@@ -169,9 +173,9 @@ class DiLoCo(LocalSGD):
             )
         return wrapped
 
-    def state(self, wrapped: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
-        """Return what `ddp` returns, and the outer momentum."""
-        state = super().state(wrapped, optimizers)
+    def own_state(self, wrapped: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
+        """Return what this rank has trained, and the outer momentum."""
+        state = super().own_state(wrapped, optimizers)
         own = {id(parameter) for parameter in wrapped.parameters()}
         for each in self._rounds:
             if isinstance(each, OuterRound) and any(id(p) in own for p in each.parameters.values()):
@@ -181,10 +185,11 @@ class DiLoCo(LocalSGD):
     def load_state(
         self, wrapped: nn.Module, optimizers: Sequence[torch.optim.Optimizer], state: dict[str, Any]
     ) -> None:
-        """Load what `state` returned; the outer momentum has been loaded in place."""
+        """Load what `state` returned, the outer momentum too, and start a round."""
         super().load_state(wrapped, optimizers, state)
         for each in self._rounds:
             if isinstance(each, OuterRound):
+                each.load_momentum(state.get(OUTER, {}))
                 each.restart()
 
 
@@ -200,6 +205,12 @@ class OuterRound(Round):
     def restart(self) -> None:
         """Start a round at the current parameters."""
         torch_compat.foreach_copy_(self._start, [parameter.detach() for parameter in self.parameters.values()])
+
+    def load_momentum(self, saved: dict[str, torch.Tensor]) -> None:
+        """Load the momentum by parameter name."""
+        for name, held in self.momentum_by_name().items():
+            if name in saved:
+                held.copy_(saved[name])
 
     def momentum_by_name(self) -> dict[str, torch.Tensor]:
         """Return the momentum, not copied, by parameter name."""

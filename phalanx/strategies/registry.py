@@ -31,9 +31,6 @@ class Row:
     combines: str
     home: str | None = None
     """`module:Class`; None for an axis, or for a strategy under another name or of another framework."""
-    recovery: str = "restart"
-    """After a lost rank: "replace" and "resize" in place (the latter: also with other numbers of ranks), or "restart"
-    of all ranks from the last checkpoint."""
 
 
 TABLE = (
@@ -44,7 +41,6 @@ TABLE = (
         "the model, its gradients and optimizer states fit on one device",
         "everything below except fsdp and zero; with another axis the data axis is sharded",
         "phalanx.strategies.ddp:DDP",
-        "resize",
     ),
     Row(
         "ring",
@@ -53,7 +49,6 @@ TABLE = (
         "the ranks are CPUs of one machine (faster than ddp), or a run must give equal bits at 1, 2, 4 and 8 ranks",
         "accumulation, clipping, compression, compile; no other axis",
         "phalanx.strategies.ring_ddp:RingDDP",
-        "resize",
     ),
     Row(
         "local-sgd",
@@ -62,7 +57,6 @@ TABLE = (
         "the link between ranks is too slow even for compressed gradients at every step",
         "accumulation, clipping, precision; no other axis",
         "phalanx.strategies.local_sgd:LocalSGD",
-        "resize",
     ),
     Row(
         "diloco",
@@ -71,7 +65,6 @@ TABLE = (
         "as local-sgd, with rounds of tens or hundreds of steps",
         "as local-sgd",
         "phalanx.strategies.local_sgd:DiLoCo",
-        "resize",
     ),
     Row(
         "fsdp",
@@ -153,14 +146,6 @@ TABLE = (
 STRATEGIES = {row.name: row.home for row in TABLE if row.home is not None}
 _COMPOSED = "phalanx.strategies.compose:Composed"
 _AUTO = "phalanx.strategies.auto:Auto"
-
-
-def recovery_of(config: DistributedConfig) -> str:
-    """Return how a run with these settings goes on after a rank was lost (`Row.recovery`)."""
-    axes = (config.pipeline_parallel, config.context_parallel, config.tensor_parallel, config.expert_parallel)
-    if max(axes) > 1:
-        return "restart"
-    return next((row.recovery for row in TABLE if row.name == config.resolved_strategy), "restart")
 
 
 def installed_strategies() -> EntryPoints:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from phalanx.launch.error_file import record_path
 from phalanx.loop.evaluate import evaluate, predict
 from phalanx.loop.formation import Formation
 from phalanx.loop.optimizer_binding import OwnSchedule, scheduler_state
-from phalanx.loop.recover import run_recovering
+from phalanx.loop.recover import Survivor, run_recovering
 from phalanx.loop.task import TrainTask
 from phalanx.loop.trainer import TrainLoop
 from phalanx.observe.history import History
@@ -33,17 +33,6 @@ from phalanx.trainers.histograms import HistogramCallback
 from phalanx.trainers.session import agree_run_dir, check_per_host, open_events, save_config
 from phalanx.trainers.weights import whole_state, whole_weights
 from phalanx.world.membership import Member
-
-
-class ElasticRun(Protocol):
-    """A rank of an elastic engine that continues a run in memory after others were lost or added."""
-
-    @property
-    def run_dir(self) -> Path | None:
-        """The folder of the run; None at its first start."""
-
-    def run(self, loop: TrainLoop, run_dir: Path | None) -> History:
-        """Run the loop from the state in memory, if there is one."""
 
 
 @dataclass
@@ -77,7 +66,7 @@ class JobResult:
 def run_job(job: Job, *, in_place: bool) -> JobResult:
     """Run a job on this rank. `in_place`: the caller holds the model itself, so no weights are returned."""
 
-    def run(survivor: ElasticRun | None = None) -> JobResult:
+    def run(survivor: Survivor | None = None) -> JobResult:
         return _run_once(job, in_place, survivor)
 
     if job.action != "fit":
@@ -89,7 +78,7 @@ def run_job(job: Job, *, in_place: bool) -> JobResult:
     return run()
 
 
-def _run_once(job: Job, in_place: bool, survivor: ElasticRun | None = None) -> JobResult:
+def _run_once(job: Job, in_place: bool, survivor: Survivor | None = None) -> JobResult:
     with Formation(job.config) as formation:
         if job.action == "fit":
             result = _fit(formation, job, survivor)
@@ -110,7 +99,7 @@ def _run_once(job: Job, in_place: bool, survivor: ElasticRun | None = None) -> J
     return result
 
 
-def _fit(formation: Formation, job: Job, survivor: ElasticRun | None) -> JobResult:
+def _fit(formation: Formation, job: Job, survivor: Survivor | None) -> JobResult:
     if not job.checked:
         check_per_host(formation.world, job.config)
     before = None if survivor is None else survivor.run_dir

@@ -90,7 +90,7 @@ def _shut_down(descriptor: int, inode: int) -> None:
 
 
 def leave_groups() -> None:
-    """Leave all process groups without communication: other ranks may be lost. Models that use them are gone."""
+    """Leave all process groups without communication: other ranks may be lost. No model may use them any more."""
     now = time.monotonic()
     while _left and now - _left[0][0] > _QUIET_SECONDS:
         _left.pop(0)

@@ -14,15 +14,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from phalanx.errors import RankFailedError
-from phalanx.launch.failure import reports_lost_peer
-from phalanx.launch.forkserver import messages
+from phalanx.host import messages
+from phalanx.host.lost_peers import lost_peers
 from phalanx.world.abort import abort_collectives, leave_groups, watch_groups
 
 _VARIABLE = "PHALANX_CONTROL_FD"
 
 
-class Regroup(Exception):  # noqa: N818 - not an error: ranks leave the loop at a step's boundary
+class Regroup(Exception):
     """The ranks go on with others."""
 
 
@@ -96,8 +95,8 @@ class Member:
         self._why = None
         messages.send(self._control, {"ready": why, "step": step})
         position = self._positions.get()
-        if position is None:
-            raise RankFailedError(f"a rank was lost, and the run does not go on: {why}")
+        if position is None:  # the run is over, and this rank was not needed, or it has failed for another reason
+            raise SystemExit(0)
         position.export()
         self._generation = position.generation
         return position
@@ -105,16 +104,6 @@ class Member:
     def joined(self) -> None:
         """Report that this rank is in the group and has the state."""
         messages.send(self._control, {"joined": self._generation})
-
-
-def lost_peers(error: BaseException) -> bool:
-    """Whether an error, or an error that led to it, says that other ranks were lost."""
-    seen: BaseException | None = error
-    while seen is not None:
-        if reports_lost_peer(str(seen)):
-            return True
-        seen = seen.__cause__ or seen.__context__
-    return False
 
 
 def without_frames(error: BaseException) -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import re
 import warnings
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -54,6 +56,28 @@ def test_hooks_know_the_backward_pass_and_its_end():
     assert torch_compat.backward_pass_id() == -1
     assert seen[0] >= 0
     assert seen[1] == "end"
+
+
+def test_new_groups_are_noticed_and_all_are_listed():
+    entered: list[str] = []
+
+    @contextlib.contextmanager
+    def noting() -> Iterator[None]:
+        entered.append("begin")
+        yield
+        entered.append("end")
+
+    helper = dist.distributed_c10d._new_process_group_helper
+    torch_compat.around_new_groups(noting)
+    try:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        assert entered == ["begin", "end"]
+        assert len(torch_compat.all_groups()) == 1
+        torch_compat.abort_nccl()  # gloo's group stays usable
+        dist.all_reduce(torch.ones(1))
+    finally:
+        dist.distributed_c10d._new_process_group_helper = helper
+        dist.destroy_process_group()
 
 
 def test_versions_and_bases_of_tensors():

@@ -108,7 +108,7 @@ class HorovodAttempt(Follower):
         self._number = number
         self._elastic = elastic
         self._evidence = Evidence(spec, NodeInfo(0, 1, 0, ranks, "", 0))
-        self._states = {rank: RankState(rank, spec.label(rank)) for rank in range(ranks)}
+        self._states = {rank: RankState(rank, spec.label(rank), f"r{rank}", rank) for rank in range(ranks)}
         self._lost: set[int] = set()
         """Ranks without which an elastic run continues."""
         self._pidfds: dict[int, int] = {}

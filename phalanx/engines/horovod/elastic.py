@@ -8,10 +8,10 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from phalanx.engines.horovod.rendezvous import horovod, note_new_rank
+from phalanx.host.lost_peers import lost_peers
 from phalanx.loop.recover import Survivor
 from phalanx.loop.trainer import TrainLoop
 from phalanx.world.env import read_rank_env
-from phalanx.world.membership import lost_peers
 
 Result = TypeVar("Result")
 

@@ -30,8 +30,8 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.engines.ray import fork_client
+from phalanx.host import messages
 from phalanx.host.processes import die_with, is_same_user, own_python, set_name
-from phalanx.launch.forkserver import messages
 from phalanx.launch.forkserver.client import import_settings
 from phalanx.launch.forkserver.preload import SINGLE_THREADED, import_one_by_one
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from phalanx.launch.forkserver import messages
+from phalanx.host import messages
 from phalanx.observe import control
 from phalanx.observe.heartbeat import HeartbeatBoard
 

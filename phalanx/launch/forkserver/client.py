@@ -12,8 +12,8 @@ import threading
 from collections.abc import Mapping, Sequence
 
 from phalanx.errors import ForkServerDiedError
+from phalanx.host import messages
 from phalanx.host.processes import how_it_ended, own_python
-from phalanx.launch.forkserver import messages
 from phalanx.launch.forkserver.preload import PRELOAD, SINGLE_THREADED
 
 # Read by the interpreter, by torch or by its libraries at import: ranks forked from a process that imported under other

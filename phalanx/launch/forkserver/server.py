@@ -18,8 +18,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NoReturn
 
+from phalanx.host import messages
 from phalanx.host.processes import die_with, kill_group, outlive_parent, send_signal, set_name
-from phalanx.launch.forkserver import messages
 from phalanx.launch.forkserver.preload import preload, preload_for
 
 Job = Callable[[], NoReturn]

@@ -1,0 +1,33 @@
+"""Errors that say only that another rank was lost: what torch, NCCL, Horovod and Phalanx report then."""
+
+from __future__ import annotations
+
+import re
+
+# What gloo, NCCL, the TCP store and plain sockets report when the peer was lost.
+_LOST_PEER = re.compile(
+    r"connection (was )?(closed|reset|aborted|refused)( by peer)?|broken pipe|closed by remote"
+    r"|remote process (exited|has)|ncclRemoteError|NCCL communicator was aborted"
+    r"|failed to recv, got 0 bytes|recvValue failed|sendBytes failed"
+    r"|Horovod has been shut down|gloo.{0,40}connect"
+    r"|socket (error|timeout|closed)|timed out waiting .{0,40}(recv|send|operation)|watchdog caught collective"
+    # Phalanx's own collectives and parameter servers.
+    r"|waited \d+ s in shared memory for|in shared memory$|exchange with rank \d+ broke off"
+    r"|parameter server at \S+ has (not answered|been out of reach)|a rank was lost before the ranks could share",
+    re.IGNORECASE,
+)
+
+
+def reports_lost_peer(text: str) -> bool:
+    """Whether an error's message says only that another rank was lost."""
+    return _LOST_PEER.search(text) is not None
+
+
+def lost_peers(error: BaseException) -> bool:
+    """Whether an error, or an error that led to it, says that other ranks were lost."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if reports_lost_peer(str(seen)):
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return False

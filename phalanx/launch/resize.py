@@ -1,0 +1,50 @@
+"""Requests to change the number of ranks of a run that is in progress, as small files in its log folder.
+
+`request_ranks` is for another process (`phalanx scale`); the launcher calls `answer_requests`.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from phalanx.errors import UsageError
+from phalanx.host.files import replace_file
+
+_REQUEST, _ANSWER = "ranks.request", "ranks.answer"
+_POLL_SECONDS = 0.05
+_ANSWER_SECONDS = 20.0
+
+
+def request_ranks(log_dir: Path, ranks: int) -> None:
+    """Ask the launcher of a run for another number of ranks; UsageError where it refuses, or does not answer."""
+    answer = log_dir / _ANSWER
+    answer.unlink(missing_ok=True)
+    replace_file(log_dir / _REQUEST, json.dumps({"ranks": ranks}))
+    deadline = time.monotonic() + _ANSWER_SECONDS
+    while not answer.exists():
+        if time.monotonic() > deadline:
+            (log_dir / _REQUEST).unlink(missing_ok=True)
+            raise UsageError(
+                f"the launcher of {log_dir.parent} did not answer within {_ANSWER_SECONDS:g} s.",
+                hint="Only a run that was started elastic can be resized: --num-workers 2:8, or --max-restarts N.",
+            )
+        time.sleep(_POLL_SECONDS)
+    refused = json.loads(answer.read_text())["refused"]
+    answer.unlink(missing_ok=True)
+    if refused:
+        raise UsageError(refused)
+
+
+def answer_requests(log_dir: Path, resize: Callable[[int, str], str | None]) -> None:
+    """Carry out a request, if there is one."""
+    request = log_dir / _REQUEST
+    try:
+        wanted = json.loads(request.read_text())["ranks"]
+    except FileNotFoundError:
+        return
+    request.unlink(missing_ok=True)
+    refused = resize(wanted, f"a request for {wanted} rank{'s' * (wanted != 1)}")
+    replace_file(log_dir / _ANSWER, json.dumps({"refused": refused}))

@@ -1,0 +1,196 @@
+"""Lost ranks are replaced in place: the others keep their processes, and the weights are those of a quiet run."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+import phalanx
+from phalanx.errors import RankFailedError
+from phalanx.launch.resize import request_ranks
+
+STEPS = 40
+FIXED = {"strategy": "ring", "fixed_order": True}
+
+
+class Rows(Dataset):
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.x = torch.randn(512, 8, generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int):
+        return self.x[index], (self.x[index].sum() > 0).long()
+
+
+class Faults(phalanx.Callback):
+    """Sends signals to ranks after steps, each once: `(rank, step, signal)`; or raises, where the signal is None."""
+
+    def __init__(self, folder: Path, faults, pause: float = 0.0) -> None:
+        self.folder, self.faults, self.pause = folder, list(faults), pause
+
+    def on_step_end(self, trainer, info) -> None:
+        time.sleep(self.pause)
+        for number, (rank, step, what) in enumerate(self.faults):
+            mark = self.folder / f"fault-{number}"
+            if (trainer.formation.rank, info.step) == (rank, step) and not mark.exists():
+                mark.write_text(str(os.getpid()))
+                if what is None:
+                    raise ValueError("a fault of this test")
+                os.kill(os.getpid(), what)
+
+
+def make_model(*, buffers: bool = False) -> nn.Module:
+    torch.manual_seed(3)
+    norm = [nn.BatchNorm1d(16)] if buffers else []
+    return nn.Sequential(nn.Linear(8, 16), *norm, nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 2))
+
+
+def train(tmp_path, name, faults=(), *, ranks=4, pause=0.0, buffers=False, **settings):
+    """Train, and return the weights and the events."""
+    folder = tmp_path / name
+    folder.mkdir()
+    model = make_model(buffers=buffers)
+    chosen = {"max_restarts": 20, "heartbeat_timeout": 1.0, "max_steps": STEPS, "learning_rate": 0.02, **settings}
+    trainer = phalanx.PyTorchDDPTrainer(
+        model=model,
+        num_workers=ranks,
+        device="cpu",
+        batch_size=4,
+        progress=False,
+        run_dir=str(folder / "run"),
+        callbacks=[Faults(folder, faults, pause)],
+        **chosen,
+    )
+    trainer.fit(Rows())
+    events = [json.loads(line) for line in (folder / "run" / "events.jsonl").read_text().splitlines()]
+    assert all((folder / f"fault-{number}").exists() for number in range(len(faults))), "every fault happened"
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}, events
+
+
+def assert_equal(one, other) -> None:
+    for name, tensor in one.items():
+        assert torch.equal(tensor, other[name]), name
+
+
+def recoveries(events):
+    return [event for event in events if event["event"] == "recovered"]
+
+
+KILL, STOP = signal.SIGKILL, signal.SIGSTOP
+
+
+@pytest.mark.parametrize("settings", [{}, FIXED, {"compression": "topk"}, {"ema_decay": 0.9}], ids=str)
+def test_killed_ranks_are_replaced_and_the_weights_are_those_of_a_quiet_run(tmp_path, settings, fork_server):
+    quiet, _ = train(tmp_path, "quiet", **settings)
+    hit, events = train(tmp_path, "hit", [(2, 10, KILL), (0, 20, KILL), (3, 21, KILL)], **settings)
+    assert [event["lost"] for event in recoveries(events)] == [[2], [0], [3]]
+    assert all(event["lost_steps"] == 0 and event["seconds"] < 5 for event in recoveries(events))
+    assert sum(event["event"] == "run_started" for event in events) == 1
+    if "compression" in settings:  # what a lost rank kept back is lost with it
+        assert all(torch.isfinite(tensor).all() for tensor in hit.values())
+    else:
+        assert_equal(quiet, hit)
+
+
+def test_several_at_once_a_stopped_one_and_an_exception(tmp_path, fork_server):
+    quiet, _ = train(tmp_path, "quiet", **FIXED)
+    faults = [(1, 8, KILL), (2, 8, KILL), (3, 8, KILL), (1, 16, STOP), (2, 24, None)]
+    hit, events = train(tmp_path, "hit", faults, **FIXED)
+    reasons = " ".join(event["reason"] for event in recoveries(events))
+    assert "SIGKILL" in reasons
+    assert "ValueError: a fault of this test" in reasons
+    assert_equal(quiet, hit)
+
+
+def test_buffers_are_those_of_the_last_step(tmp_path, fork_server):
+    quiet, _ = train(tmp_path, "quiet", buffers=True, ranks=2, strategy="ddp")
+    hit, _ = train(tmp_path, "hit", [(1, 10, KILL)], buffers=True, ranks=2, strategy="ddp")
+    assert_equal(quiet, hit)
+
+
+def test_where_all_ranks_are_lost_they_start_again_from_a_checkpoint(tmp_path, fork_server):
+    quiet, _ = train(tmp_path, "quiet", **FIXED)
+    everyone = [(rank, 20, KILL) for rank in range(4)]
+    hit, events = train(tmp_path, "hit", everyone, checkpoint_frequency="5 steps", **FIXED)
+    assert sum(event["event"] == "run_started" for event in events) == 2
+    assert_equal(quiet, hit)
+
+
+def test_without_restarts_left_the_run_goes_on_with_fewer_ranks(tmp_path, fork_server):
+    quiet, _ = train(tmp_path, "quiet", **FIXED)
+    hit, events = train(tmp_path, "hit", [(1, 10, KILL)], ranks=(1, 4), max_restarts=0, **FIXED)
+    assert [event["world_size"] for event in recoveries(events)] == [2], "the largest power of two below 3"
+    assert_equal(quiet, hit)
+
+
+def test_without_restarts_and_without_a_range_the_run_fails(tmp_path, fork_server):
+    with pytest.raises(RankFailedError, match="SIGKILL"):
+        train(tmp_path, "hit", [(1, 10, KILL)], max_restarts=0)
+
+
+def test_too_many_failures_end_the_run(tmp_path, fork_server):
+    faults = [(1, 10, KILL), (2, 15, KILL), (1, 20, KILL)]
+    with pytest.raises(RankFailedError, match="SIGKILL"):
+        train(tmp_path, "hit", faults, max_restarts=2)
+
+
+@pytest.mark.parametrize("settings", [FIXED, {}], ids=["fixed order", "auto"])
+def test_the_number_of_ranks_changes_at_a_step_and_the_global_batch_does_not(tmp_path, settings, fork_server):
+    quiet, _ = train(tmp_path, "quiet", max_steps=150, **settings)
+    wanted = (2, 4) if "fixed_order" in settings else (3, 4)
+
+    def ask() -> None:
+        logs = tmp_path / "hit" / "run" / "logs"
+        wait_for(lambda: count(tmp_path / "hit" / "run", "step") > 0)
+        for number, ranks in enumerate(wanted):
+            request_ranks(logs, ranks)
+            wait_for(lambda expected=number + 1: count(tmp_path / "hit" / "run", "recovered") == expected)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    hit, events = train(tmp_path, "hit", ranks=(1, 4), pause=0.03, max_steps=150, **settings)
+    asking.join()
+    assert [event["world_size"] for event in recoveries(events)] == list(wanted)
+    if "fixed_order" in settings:
+        assert_equal(quiet, hit)
+    else:
+        for name, tensor in quiet.items():
+            torch.testing.assert_close(tensor, hit[name], rtol=1e-4, atol=1e-5)
+
+
+def count(run: Path, kind: str) -> int:
+    path = run / "events.jsonl"
+    return sum(json.loads(line)["event"] == kind for line in path.read_text().splitlines()) if path.exists() else 0
+
+
+def wait_for(condition, seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("strategy", ["local-sgd", "diloco"])
+def test_ranks_that_average_now_and_then_go_on(tmp_path, strategy, fork_server):
+    hit, events = train(tmp_path, "hit", [(2, 10, KILL), (0, 23, KILL)], strategy=strategy, sync_every=4)
+    assert len(recoveries(events)) == 2
+    assert all(torch.isfinite(tensor).all() for tensor in hit.values())
+
+
+def test_spare_ranks_take_over(tmp_path, fork_server):
+    quiet, _ = train(tmp_path, "quiet", **FIXED)
+    hit, events = train(tmp_path, "hit", [(1, 20, KILL)], spares=1, **FIXED)
+    assert len(recoveries(events)) == 1
+    assert_equal(quiet, hit)
