@@ -18,10 +18,10 @@ from phalanx.launch.failure import YIELD_SECONDS, FailureReport
 from phalanx.launch.follower import SUCCESS_CODES, Follower, Outcome, ended_well, stopped
 from phalanx.launch.forkserver.client import Session
 from phalanx.launch.group import RankGroup, RankState
-from phalanx.launch.membership import Membership
 from phalanx.launch.output import RankConsole
 from phalanx.launch.rendezvous import Rendezvous
 from phalanx.launch.resize import answer_requests
+from phalanx.launch.roles import Following, Hands, Leading, TakingOver
 from phalanx.launch.spec import LaunchSpec
 from phalanx.launch.startup_watch import StartupNotices, StartWatch
 
@@ -56,7 +56,9 @@ class Attempt(Follower):
         self._number = number
         self._scratch = scratch
         self._failures_before = failures
-        self._members: Membership | None = None
+        self._role: Leading | Following | None = None
+        self._takeover: TakingOver | None = None
+        self._waiting_mail: list[dict[str, Any]] = []
         self._group: RankGroup | None = None
         self._watch: StartWatch | None = None
         self._notices = StartupNotices(spec, time.monotonic(), serving=session.server.is_serving)
@@ -106,15 +108,25 @@ class Attempt(Follower):
         self._group.on_event = self._take_event
         self._group.start(self._number, self._shared_env, self._selector, self._scratch)
         if self._spec.elastic is not None:
-            self._members = Membership(
-                self._spec.elastic,
-                self._group,
-                failures=self._failures_before,
-                max_restarts=self._spec.max_restarts,
-                selector=self._selector,
-                later=self._later,
-                report=self._console.handle,
-            )
+            self._take_role(node)
+
+    def _take_role(self, node: NodeInfo) -> None:
+        """Decide about lost ranks, or follow the launcher that does."""
+        assert self._group is not None, "started before"
+        self._hands = Hands(
+            self._spec,
+            self._group,
+            node,
+            self._selector,
+            self._later,
+            self._console.handle,
+            self._rendezvous.post,
+            self._fail,
+        )
+        if node.own == node.leader:
+            self._role = Leading(self._hands, failures=self._failures_before)
+        else:
+            self._role = Following(self._hands, node.leader)
 
     @property
     def has_started(self) -> bool:
@@ -163,6 +175,12 @@ class Attempt(Follower):
             if self._failure.rank is None:  # the cause may be here: keep where the ranks are
                 self._signal_ranks(signal.SIGQUIT)
             self._stop_ranks(signal.SIGTERM, _FAILURE_GRACE)
+        elif "mail" in message:
+            self._take_mail(message["mail"])
+        elif "lost_nodes" in message and isinstance(self._role, Leading):
+            self._role.take_lost_nodes(message["lost_nodes"])
+        elif "leader" in message and isinstance(self._role, Following):
+            self._take_leader(message)
         elif "silent_nodes" in message:
             self._silent_nodes = message["silent_nodes"]
         elif "all_ended" in message:
@@ -170,6 +188,36 @@ class Attempt(Follower):
         elif "error" in message:
             code = EXIT_USAGE if message["usage"] else 1
             self._fail(FailureReport(cause=message["error"], hint=message["hint"], exit_code=code), publish=False)
+
+    def _take_mail(self, mail: dict[str, Any]) -> None:
+        if self._takeover is not None and "hello" in mail:
+            self._takeover.take_hello(mail)
+        elif self._takeover is not None or "hello" in mail:  # before this launcher knows that it takes over
+            self._waiting_mail.append(mail)
+        elif self._role is not None and self._role.take_mail(mail):
+            self._all_ended = True
+
+    def _take_leader(self, message: dict[str, Any]) -> None:
+        """Follow another launcher, or take over, after the machine that decided was lost."""
+        assert isinstance(self._role, Following)
+        names = ", ".join(message["lost"].values())
+        self._console.notice(f"the machine {names}, which decided about the ranks, was lost")
+        if "address" not in message:
+            self._role.follow(message["leader"])
+            return
+        self._takeover = TakingOver(self._hands, self._role, message["lost"], message["others"])
+        self._address = message["address"]
+        waiting, self._waiting_mail = self._waiting_mail, []
+        for mail in waiting:
+            self._take_mail(mail)
+
+    def _lead(self) -> None:
+        takeover, self._takeover = self._takeover, None
+        assert takeover is not None, "called while taking over"
+        self._role = takeover.lead(self._failures_before, self._address)
+        waiting, self._waiting_mail = self._waiting_mail, []
+        for mail in waiting:
+            self._take_mail(mail)
 
     def _take_signals(self) -> None:
         super()._take_signals()
@@ -180,10 +228,12 @@ class Attempt(Follower):
 
     def _assess(self, ended: RankState) -> None:
         """Look for the cause: at once after a real error, a little later after a rank that only lost its peers."""
+        if ended.code in SUCCESS_CODES and self._role is not None:
+            self._role.take_end(ended)
         if ended.code in SUCCESS_CODES or self._is_stopping:
             return
         assert self._evidence is not None
-        if self._members is not None and self._members.take_loss(ended, self._evidence.describe(ended)):
+        if self._role is not None and self._role.take_loss(ended, self._evidence.describe(ended)):
             return
         if not self._evidence.of(ended).lost_peer:
             self._blame()
@@ -224,8 +274,8 @@ class Attempt(Follower):
         self._failure = failure
         if publish:
             self._rendezvous.publish_failure(failure)
-        if self._members is not None:
-            self._members.end()
+        if self._role is not None:
+            self._role.end()
         self._stop_ranks(signal.SIGTERM, _FAILURE_GRACE)
 
     def _stop_ranks(self, number: signal.Signals, grace: float) -> None:
@@ -256,7 +306,7 @@ class Attempt(Follower):
         starting = (
             self._notices.next_deadline,
             self._watch.next_deadline() if self._watch else None,
-            self._members.next_deadline if self._members else None,
+            self._role.next_deadline if self._role else None,
         )
         return [deadline for deadline in starting if deadline is not None]
 
@@ -270,11 +320,13 @@ class Attempt(Follower):
         watch, group, evidence = self._watch, self._group, self._evidence
         if watch is None or group is None or evidence is None:
             return
-        if self._members is not None:
-            if silent := self._members.find_silent():
+        if self._role is not None:
+            if silent := self._role.find_silent():
                 group.signal(signal.SIGKILL, silent)
-            if self._members.is_settled:
-                answer_requests(self._spec.log_dir, self._members.resize)
+            if isinstance(self._role, Leading) and self._role.members.is_settled:
+                answer_requests(self._spec.log_dir, self._role.members.resize)
+            if self._takeover is not None and self._takeover.is_complete:
+                self._lead()
         hang = watch.find_hang(now)
         if hang is not None:
             self._diagnosing = True
@@ -297,10 +349,10 @@ class Attempt(Follower):
             return self._is_stopping
         if self._requested is not None and not self.has_started:
             return True
-        if self._members is not None and self._members.spares_only:
-            self._members.end()
         if self._group.alive:
             return False
+        if self._role is not None and self._rendezvous.has_other_nodes:
+            return self._is_stopping or self._all_ended or self._role.all_ended()
         if not self._rendezvous.has_other_nodes and not ended_well(
             [state.code for state in self._group.ranks.values()]
         ):
@@ -316,7 +368,7 @@ class Attempt(Follower):
 
     def _outcome(self) -> Outcome:
         codes = [state.code for state in self._group.ranks.values()] if self._group else []
-        survived = self._members.failures if self._members is not None else self._failures_before
+        survived = max(self._failures_before, self._role.failures if self._role is not None else 0)
         if self._failure is not None:
             interrupted = self._requested is not None
             return Outcome(self._failure.exit_code, self._failure, interrupted=interrupted, failures=survived)

@@ -59,7 +59,8 @@ class Evidence:
         self._spec = spec
         self._world_size = node.world_size
         self._board = HeartbeatBoard.create(
-            board_path(spec.log_dir, node.node_rank), node.world_size + _extra_slots(spec)
+            board_path(spec.log_dir, node.node_rank),
+            max(node.world_size, node.first_rank + spec.ranks_per_node) + _extra_slots(spec),
         )
         self._oom_kills = oom_kills()
 

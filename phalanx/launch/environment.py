@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from phalanx.host.addresses import loopback_environment, network_environment
 from phalanx.launch.spec import LaunchSpec
@@ -22,6 +24,18 @@ class NodeInfo:
     master_port: int
     run_id: str = ""
     """The name that the nodes agreed on for this launch; empty: this node's own, `LaunchSpec.run_id`."""
+    own: str = ""
+    """This machine's name among several whose number may change (`elastic_nodes`)."""
+    leader: str = ""
+    """The machine whose launcher decides about the ranks."""
+    machines: Sequence[Sequence[Any]] = ()
+    """Name, host and ranks of each machine."""
+    late: bool = False
+    """Whether this machine came when the others had begun."""
+
+    def without(self, names: set[str]) -> NodeInfo:
+        """Return this with some machines left out."""
+        return dataclasses.replace(self, machines=[each for each in self.machines if each[0] not in names])
 
 
 def threads_per_rank(spec: LaunchSpec, environ: Mapping[str, str]) -> int:
@@ -68,6 +82,7 @@ def rank_environment(
         "OMP_NUM_THREADS": str(threads_per_rank(spec, shared)),
         "PHALANX_LOG_DIR": str(log_dir),
         "PHALANX_SLOT": rank,
-        "PHALANX_PLANNED_RANKS": world_size,
+        "PHALANX_PLANNED_RANKS": world_size if spec.elastic is None else str(spec.elastic.sizes[0]),
+        **({"PHALANX_JOINS_LATE": "1"} if node.late else {}),
         "PHALANX_RUN_ID": node.run_id or spec.run_id,
     }

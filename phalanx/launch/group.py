@@ -60,6 +60,9 @@ class RankState:
     """The name of the process in messages to the fork server."""
     slot: int
     """The number in the names of its files; its rank may change while it runs."""
+    node: str = ""
+    """The machine, where there are several."""
+    local_rank: int = 0
     pid: int | None = None
     code: int | None = None
     """None while it runs; then as `subprocess` has it."""

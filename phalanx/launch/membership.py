@@ -1,30 +1,42 @@
-"""The ranks of one attempt that change in place: lost ones are replaced while the others keep their processes.
+"""Which processes are the ranks of a run while it runs: lost ones are replaced, and the others keep their processes.
 
     running --a rank is lost, or one is added--> leaving --all are ready--> forming --all have joined--> running
 
 *leaving*: ranks abort the collective that they wait in, or stop at a step's boundary, and report their last step.
 *forming*: each rank got its new position and joins the group of the next generation. A loss in either state begins
-*leaving* again. Each rank has a control socket (`phalanx.world.membership` is the other end).
+*leaving* again. `phalanx.world.membership` is the ranks' side. With several machines one launcher decides for all.
 """
 
 from __future__ import annotations
 
-import selectors
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
-from phalanx.host import messages
-from phalanx.host.processes import is_stopped
-from phalanx.launch.group import RankGroup, RankState
+from phalanx.launch.group import RankState
 from phalanx.launch.policy import Decision, Facts, decide, pause
 from phalanx.launch.spec import Elastic
 from phalanx.observe.events import Message, RankLost
 
-_CHECK_SECONDS = 0.5
 _PATIENCE = 6.0
 """So many times longer than a stopped process is waited for one that may be in a long step."""
+
+
+class Processes(Protocol):
+    """The processes of all machines, as `Membership` uses them."""
+
+    def send(self, state: RankState, message: dict[str, Any]) -> None:
+        """Send a message to a rank; one that has ended is reported as lost by another way."""
+
+    def start(self, count: int, generation: int) -> int:
+        """Start processes that will report that they are ready; return how many could be started."""
+
+    def retire(self, state: RankState) -> None:
+        """Forget a process that has ended."""
+
+    def address(self) -> dict[str, Any]:
+        """Return where the ranks' store is, as fields of a position."""
 
 
 @dataclass
@@ -42,96 +54,111 @@ class Membership:
     def __init__(
         self,
         elastic: Elastic,
-        group: RankGroup,
+        members: Iterable[RankState],
+        processes: Processes,
         *,
         failures: int,
         max_restarts: int,
-        selector: selectors.BaseSelector,
         later: Callable[[float, Callable[[], None]], None],
         report: Callable[[dict[str, Any]], None],
+        generation: int = 0,
     ) -> None:
-        self._elastic, self._group = elastic, group
+        """`generation`: of a group that another launcher has formed; its members hold the state of the run."""
+        self._elastic, self._processes = elastic, processes
         self._max_restarts = max_restarts
         self.failures = failures
-        self._selector, self._later, self._report = selector, later, report
-        self._members = list(group.ranks.values())
+        self._later, self._report = later, report
+        self._members = list(members)
         self._spares: list[RankState] = []
-        self._state: Literal["starting", "running", "leaving", "forming"] = "starting"
+        self._state: Literal["starting", "running", "leaving", "forming"] = "running" if generation else "starting"
         self._steps: dict[str, int] = {}
         """The last step of each process that is ready for the next generation."""
         self._joined: set[str] = set()
-        self._holders: set[str] = set()
+        self._holders = {member.key for member in self._members} if generation else set()
         """Processes that have been in a group, and so hold the state of the run."""
         self._size = len(self._members)
-        self._generation = 0
+        self.generation = generation
+        self._starting = 0
         self._change: _Change | None = None
         self._since = time.monotonic()
         self._last_step = -1
         self._stuck = 0
-        for state in self._members:
-            self._listen(state)
+
+    @property
+    def members(self) -> list[RankState]:
+        """The ranks, in their order."""
+        return list(self._members)
 
     # --- what arrives -------------------------------------------------------------------------------------------
 
-    def _listen(self, state: RankState) -> None:
-        control = self._group.controls[state.key]
-        self._selector.register(control, selectors.EVENT_READ, lambda: self._take(state, control))
-
-    def _take(self, state: RankState, control: Any) -> None:
-        received = messages.receive(control)
-        if received is None:
-            self._selector.unregister(control)
-            return
-        message, _ = received
-        if "joined" in message and message["joined"] == self._generation:
+    def take(self, state: RankState, message: dict[str, Any]) -> None:
+        """Take a message of a rank: it has joined its group, or is ready for the next one."""
+        if "joined" in message and message["joined"] == self.generation:
             self._joined.add(state.key)
             self._holders.add(state.key)
             if all(member.key in self._joined for member in self._members):
                 self._enter("running")
                 self._keep_spares()
         elif "ready" in message:
+            if self._state == "running" and state in self._members:  # it noticed before the launcher
+                self._leave(f"rank {state.rank} was interrupted: {message['ready'][:200]}")
             self._steps[state.key] = message["step"]
             if state not in self._members and state not in self._spares:
                 self._spares.append(state)
-            if self._state == "running" and state in self._members:  # it noticed before the launcher
-                self._leave(message["ready"])
+                self._starting = max(0, self._starting - 1)
             self._form_if_all_ready()
 
-    def take_loss(self, ended: RankState, how: str) -> bool:
-        """Take a rank that has ended with an error; return whether the run goes on without a restart."""
-        self._steps.pop(ended.key, None)
-        if ended in self._spares:
-            self._group.retire(ended)
-            self._spares.remove(ended)
+    def take_loss(self, *ended: RankState, how: str, replaceable: bool = True) -> bool:
+        """Take ranks that were lost together; return whether the run goes on without a restart.
+
+        `how`: the end of a sentence that begins with "rank 3". `replaceable`: not where a machine was lost.
+        """
+        for state in ended:
+            self._steps.pop(state.key, None)
+            state.code = -1 if state.code is None else state.code
+        spares = [state for state in ended if state in self._spares]
+        lost = [state for state in ended if state in self._members]
+        for state in spares:
+            self._processes.retire(state)
+            self._spares.remove(state)
+        if not lost:
             self._later(pause(self._stuck), self._fill)
             return True
         if self._state == "starting":
             return False
         self.failures += 1
-        others = [state for state in (*self._members, *self._spares) if state is not ended and state.code is None]
-        facts = Facts(
-            lost=[ended.code or 0],
+        decision = decide(self._facts(lost, replaceable))
+        if decision.kind == "give_up":
+            self._say(f"rank {lost[0].rank} {how}; no recovery in place: {decision.why}")
+            return False
+        for state in lost:
+            self._processes.retire(state)
+        self._execute(decision, lost, how)
+        return True
+
+    def _facts(self, lost: list[RankState], replaceable: bool) -> Facts:
+        others = [state for state in (*self._members, *self._spares) if state not in lost and state.code is None]
+        return Facts(
+            lost=[state.code or 0 for state in lost],
             present=sum(state.key in self._holders for state in others),
+            spares=len(self._spares),
             size=self._size,
             sizes=self._elastic.sizes,
-            ended=sum(member.code is not None and member is not ended for member in self._members),
+            ended=sum(member.code is not None and member not in lost for member in self._members),
             failures=self.failures,
             max_restarts=self._max_restarts,
             without_progress=self._stuck,
+            missing=len(lost),
+            replaceable=replaceable,
         )
-        decision = decide(facts)
-        if decision.kind == "give_up":
-            self._say(f"rank {ended.rank} {how}; no recovery in place: {decision.why}")
-            return False
-        self._group.retire(ended)
-        self._execute(decision, ended, how)
-        return True
 
-    def _execute(self, decision: Decision, ended: RankState, how: str) -> None:
-        self._members.remove(ended)
+    def _execute(self, decision: Decision, lost: list[RankState], how: str) -> None:
+        for state in lost:
+            self._members.remove(state)
+            self._report(RankLost(state.rank, how, decision.kind, decision.size, decision.why).to_dict())
         self._size = decision.size
-        self._leave(f"rank {ended.rank} {how}", lost=ended.rank)
-        self._report(RankLost(ended.rank, how, decision.kind, decision.size, decision.why).to_dict())
+        ranks = ", ".join(f"rank {state.rank}" for state in lost)
+        self._leave(f"{ranks} {how}", [state.rank for state in lost])
         self._later(decision.pause, self._fill)
 
     def _say(self, text: str) -> None:
@@ -139,37 +166,38 @@ class Membership:
 
     def _fill(self) -> None:
         """Start what is missing; spare ranks, which have loaded everything already, come first."""
-        missing = self._size - len(self._members) - len(self._spares)
-        for _ in range(missing):
-            self._start_one()
+        missing = self._size - len(self._members) - len(self._spares) - self._starting
+        if missing > 0:
+            self._starting += self._processes.start(missing, self.generation + 1)
         self._form_if_all_ready()
 
-    def _start_one(self) -> None:
-        state = self._group.add(self._generation + 1)
-        self._listen(state)
-        self._spares.append(state)
-
     def _keep_spares(self) -> None:
-        for _ in range(self._elastic.spares - len(self._spares)):
-            self._start_one()
+        missing = self._elastic.spares - len(self._spares) - self._starting
+        if missing > 0:
+            self._starting += self._processes.start(missing, self.generation + 1)
 
     # --- transitions --------------------------------------------------------------------------------------------
 
     def _enter(self, state: Literal["running", "leaving", "forming"]) -> None:
         self._state, self._since = state, time.monotonic()
 
-    def _leave(self, why: str, lost: int | None = None) -> None:
+    def _leave(self, why: str, lost: Sequence[int] = ()) -> None:
         """Let all ranks leave what they wait in."""
         self._change = self._change or _Change(time.time())
+        if lost and not self._change.lost:
+            self._change.reasons.clear()  # what ranks noticed before the loss was known
         self._change.reasons.append(why)
-        if lost is not None:
-            self._change.lost.append(lost)
+        self._change.lost += lost
         if self._state != "leaving":
             self._enter("leaving")
-            self._steps = {key: step for key, step in self._steps.items() if key not in self._member_keys()}
+            self._forget_steps()
         for member in self._members:
             if member.key not in self._steps:
-                self._send(member, {"abort": why})
+                self._processes.send(member, {"abort": why})
+
+    def _forget_steps(self) -> None:
+        own = {member.key for member in self._members}
+        self._steps = {key: step for key, step in self._steps.items() if key not in own}
 
     @property
     def is_settled(self) -> bool:
@@ -181,20 +209,30 @@ class Membership:
         if size not in self._elastic.sizes:
             allowed = ", ".join(str(each) for each in sorted(self._elastic.sizes))
             return f"{size} ranks are not possible here. Possible: {allowed}."
+        if size == len(self._members):
+            return None
         self._size = size
         self._change = _Change(time.time(), [why])
-        if size > len(self._members) + len(self._spares):
+        if size > len(self._members):
             self._fill()  # new ranks get ready while the others train
         else:
             self._ask_to_leave()
         return None
 
+    def take_arrival(self, ranks: int, who: str) -> None:
+        """Take in ranks of a machine that has arrived, as many as the run can use."""
+        most = next((size for size in self._elastic.sizes if size <= len(self._members) + ranks), 0)
+        if most > len(self._members) and self.is_settled:
+            self._size = most
+            self._change = _Change(time.time(), [f"{who} arrived"])
+        self._starting += ranks
+
     def _ask_to_leave(self) -> None:
-        assert self._change is not None
+        assert self._change is not None, "a request is a change"
         self._enter("leaving")
-        self._steps = {key: step for key, step in self._steps.items() if key not in self._member_keys()}
+        self._forget_steps()
         for member in self._members:
-            self._send(member, {"regroup": self._change.reasons[-1]})
+            self._processes.send(member, {"regroup": self._change.reasons[-1]})
 
     def _form_if_all_ready(self) -> None:
         able = [state for state in self._spares if state.key in self._steps]
@@ -207,82 +245,60 @@ class Membership:
             return
         if missing > len(able):
             return
-        step = max(self._steps[member.key] for member in self._members) if self._members else -1
+        step = max((self._steps[member.key] for member in self._members), default=-1)
         self._stuck = self._stuck + 1 if step <= self._last_step else 0
         self._last_step = max(step, self._last_step)
         chosen = (self._members + able)[: self._size]
-        # A rank keeps its number where that is possible: its logs and its device stay the same.
-        numbers = {state.rank: state for state in self._members if state in chosen and state.rank < self._size}
-        free = iter(number for number in range(self._size) if number not in numbers)
-        for state in chosen:
-            if numbers.get(state.rank) is not state:
-                state.rank = next(free)
-        self._spares = [state for state in self._spares + self._members if state not in chosen]
-        self._members = sorted(chosen, key=lambda state: state.rank)
-        self._form()
+        self._spares = [state for state in self._members + self._spares if state not in chosen]
+        self._form(chosen)
 
-    def _form(self) -> None:
-        self._generation += 1
+    def _form(self, chosen: list[RankState]) -> None:
+        self.generation += 1
         self._joined.clear()
         self._enter("forming")
-        change = self._change or _Change(time.time())
-        for state in self._members:
+        change, self._change = self._change or _Change(time.time()), None
+        nodes = {node: _numbered([s for s in chosen if s.node == node]) for node in sorted({s.node for s in chosen})}
+        self._members = [state for states in nodes.values() for state in states]
+        for rank, state in enumerate(self._members):
             self._steps.pop(state.key, None)
+            state.rank, state.local_rank = rank, nodes[state.node].index(state)
             position = {
-                "rank": state.rank,
-                "local_rank": state.rank,
+                "rank": rank,
+                "local_rank": state.local_rank,
                 "world_size": self._size,
-                "local_world_size": self._size,
-                "generation": self._generation,
+                "local_world_size": len(nodes[state.node]),
+                "node_rank": list(nodes).index(state.node),
+                "generation": self.generation,
                 "began": change.began,
                 "reason": "; ".join(change.reasons),
                 "lost": change.lost,
+                **self._processes.address(),
             }
-            self._send(state, {"form": position})
-        self._change = None
-
-    def _member_keys(self) -> set[str]:
-        return {member.key for member in self._members}
-
-    def _send(self, state: RankState, message: dict[str, Any]) -> None:
-        try:
-            messages.send(self._group.controls[state.key], message)
-        except (BrokenPipeError, ConnectionResetError):
-            return  # it has ended: the fork server reports that
+            self._processes.send(state, {"form": position})
 
     # --- silence ------------------------------------------------------------------------------------------------
 
-    @property
-    def next_deadline(self) -> float:
-        """When `find_silent` may next have something to say."""
-        return time.monotonic() + _CHECK_SECONDS
-
-    def find_silent(self) -> list[RankState]:
-        """Return ranks to be killed: stopped ones, and those that do not leave or join for too long."""
-        if self._state == "starting":
+    def find_late(self) -> list[RankState]:
+        """Return ranks that do not leave or join for too long."""
+        late = time.monotonic() - self._since > _PATIENCE * self._elastic.silence_seconds
+        if self._state not in ("leaving", "forming") or not late:
             return []
-        limit = self._elastic.silence_seconds
-        now = time.monotonic()
-        silent = []
-        for state in self._members:
-            stopped = state.alive and state.pid is not None and is_stopped(state.pid)
-            if not stopped:
-                state.stopped_since = None
-            elif state.stopped_since is None:
-                state.stopped_since = now
-            if stopped and now - (state.stopped_since or now) >= limit:
-                silent.append(state)
-        if self._state in ("leaving", "forming") and now - self._since > _PATIENCE * limit:
-            done = self._steps.keys() if self._state == "leaving" else self._joined
-            silent += [member for member in self._members if member.key not in done and member not in silent]
-        return silent
+        done = self._steps.keys() if self._state == "leaving" else self._joined
+        return [member for member in self._members if member.key not in done]
 
     def end(self) -> None:
         """Let ranks that wait for the next generation end: there will be none."""
         for state in (*self._spares, *self._members):
-            self._send(state, {"end": True})
+            self._processes.send(state, {"end": True})
 
     @property
     def spares_only(self) -> bool:
         """Whether all members have ended, and only spare ranks are left."""
         return all(member.code is not None for member in self._members)
+
+
+def _numbered(states: list[RankState]) -> list[RankState]:
+    """Return a machine's ranks in their new order: each keeps its number where possible, for its device's sake."""
+    kept = {state.local_rank: state for state in states if state.local_rank < len(states)}
+    rest = iter([state for state in states if kept.get(state.local_rank) is not state])
+    return [kept[number] if number in kept else next(rest) for number in range(len(states))]

@@ -160,6 +160,9 @@ class NodeGroup:
             hint="Look at that node's own output: its supervisor has ended.",
         )
 
+    def post(self, to: str, message: Message) -> None:
+        """Do nothing: only machines whose number may change send each other messages."""
+
     def publish_failure(self, failure: dict[str, Any]) -> None:
         """Publish this node's failure, unless another node was first."""
         if self._board is not None:

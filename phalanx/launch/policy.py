@@ -32,7 +32,9 @@ class Facts:
     lost: Sequence[int]
     """The exit codes of the lost ranks."""
     present: int
-    """Ranks that can go on, spare ones included."""
+    """Ranks that hold the state of the run and can go on."""
+    spares: int
+    """Ranks that wait to take over, with or without a state."""
     size: int
     """Ranks of the group before the loss."""
     sizes: Sequence[int]
@@ -44,6 +46,10 @@ class Facts:
     max_restarts: int
     without_progress: int = 0
     """Losses one after another without a step between them."""
+    missing: int = 1
+    """Ranks that were lost."""
+    replaceable: bool = True
+    """Whether new ranks can be started where they were lost; not where a machine was lost."""
 
 
 def decide(facts: Facts) -> Decision:
@@ -54,12 +60,16 @@ def decide(facts: Facts) -> Decision:
         return Decision("give_up", 0, "other ranks have finished already")
     if facts.present == 0:
         return Decision("give_up", 0, "no rank is left that holds the state")
-    if facts.failures <= facts.max_restarts:
+    able = facts.replaceable or facts.spares >= facts.missing
+    if facts.failures <= facts.max_restarts and able:
         used = f"failure {facts.failures} of at most {facts.max_restarts}"
         return Decision("replace", facts.size, used, pause(facts.without_progress))
     smaller = next((size for size in facts.sizes if size <= facts.present), 0)
     if smaller:
-        return Decision("shrink", smaller, f"{facts.present} ranks are left, and max_restarts is used up")
+        left = f"{facts.present} rank{'s' * (facts.present > 1)} left"
+        return Decision("shrink", smaller, left if able is False else f"{left}, and max_restarts is used up")
+    if not able:
+        return Decision("give_up", 0, f"{facts.present} ranks are left: fewer than the run may have")
     return Decision("give_up", 0, f"max_restarts = {facts.max_restarts} is used up")
 
 

@@ -61,6 +61,8 @@ class Rendezvous:
                 "seconds": self._spec.join_timeout or _GATHER_SECONDS,
                 "secret": {**os.environ, **self._spec.env}.get(VARIABLE),
             }
+            if (elastic := self._spec.elastic) is not None:
+                request |= {"min_ranks": elastic.sizes[-1], "silence_seconds": elastic.silence_seconds}
             self._fork_agent("store", request, [])
         self._send({"gather": attempt})
         return None
@@ -75,7 +77,8 @@ class Rendezvous:
     def receive(self) -> messages.Message | None:
         """Return the agent's next message, None when it has ended.
 
-        It is one of "arrived", "node", "remote_failure", "silent_nodes", "all_ended" and "error".
+        It is one of "arrived", "node", "remote_failure", "silent_nodes", "all_ended" and "error"; where the number of
+        machines may change, also "mail", "lost_nodes" and "leader".
         """
         assert self.agent is not None
         received = messages.receive(self.agent)
@@ -92,6 +95,10 @@ class Rendezvous:
     def publish_end(self) -> None:
         """Publish to the other nodes that all ranks of this one have succeeded."""
         self._send({"finished": True})
+
+    def post(self, node: str, message: messages.Message) -> None:
+        """Send a message to the launcher of another machine."""
+        self._send({"post": message, "to": node})
 
     def _send(self, message: messages.Message) -> None:
         if self.agent is None:

@@ -13,6 +13,7 @@ from typing import NoReturn
 
 from phalanx.errors import PhalanxError, UsageError
 from phalanx.host import messages
+from phalanx.launch.elastic_nodes import ElasticNodes
 from phalanx.launch.nodes import NodeGroup
 
 _POLL_SECONDS = 0.2
@@ -51,7 +52,7 @@ def _serve_one_node(supervisor: socket.socket, listener: int) -> None:
 def _serve_nodes(supervisor: socket.socket, request: messages.Message) -> None:
     nodes = None
     try:
-        nodes = NodeGroup(request)
+        nodes = ElasticNodes(request) if "min_ranks" in request else NodeGroup(request)
         _follow(supervisor, nodes)
     except PhalanxError as error:
         usage = isinstance(error, UsageError)
@@ -64,7 +65,7 @@ def _serve_nodes(supervisor: socket.socket, request: messages.Message) -> None:
 
 def _follow(supervisor: socket.socket, nodes: NodeGroup) -> None:
     """Execute the supervisor's requests, and send it news of the other nodes, until it closes the socket."""
-    supervisor.settimeout(_POLL_SECONDS)
+    supervisor.settimeout(_POLL_SECONDS if type(nodes) is NodeGroup else _POLL_SECONDS / 10)
     while True:
         try:
             received = messages.receive(supervisor)
@@ -76,6 +77,8 @@ def _follow(supervisor: socket.socket, nodes: NodeGroup) -> None:
         if "gather" in request:
             node = nodes.gather(request["gather"], lambda message: messages.send(supervisor, message))
             messages.send(supervisor, {"node": node})
+        elif "post" in request:
+            nodes.post(request["to"], request["post"])
         elif "failed" in request:
             nodes.publish_failure(request["failed"])
         elif "finished" in request:

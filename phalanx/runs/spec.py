@@ -73,7 +73,7 @@ def plan_elastic(config: DistributedConfig, layout: Layout, target: Target) -> E
     """Return how lost ranks are replaced in place; None where all are started again, or the run ends."""
     wanted = config.max_restarts > 0 or config.min_workers is not None
     trains = isinstance(target, CallTarget) and target.function in _IN_PLACE
-    if not wanted or not trains or layout.num_nodes > 1 or engine_name(config) or config.recovery == "restart":
+    if not wanted or not trains or engine_name(config) or config.recovery == "restart":
         return None
     most = layout.world_size
     least = config.min_workers or most

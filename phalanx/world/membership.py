@@ -33,11 +33,15 @@ class Position:
     local_rank: int
     world_size: int
     local_world_size: int
+    node_rank: int
     generation: int
     began: float
     """When the change began, by the launcher's clock."""
     reason: str
     lost: list[int] = field(default_factory=list)
+    master_addr: str = ""
+    """Where the store is, if it has moved."""
+    master_port: int = 0
 
     def export(self) -> None:
         """Set the environment variables of the new place."""
@@ -48,8 +52,11 @@ class Position:
             LOCAL_WORLD_SIZE=str(self.local_world_size),
             ROLE_RANK=str(self.rank),
             ROLE_WORLD_SIZE=str(self.world_size),
+            GROUP_RANK=str(self.node_rank),
             PHALANX_GENERATION=str(self.generation),
         )
+        if self.master_addr:
+            os.environ.update(MASTER_ADDR=self.master_addr, MASTER_PORT=str(self.master_port))
 
 
 class Member:
@@ -92,9 +99,9 @@ class Member:
     def await_position(self, step: int, why: str) -> Position:
         """Leave the group, report the last complete step, and wait for a place in the next one."""
         leave_groups()
-        self._why = None
         messages.send(self._control, {"ready": why, "step": step})
         position = self._positions.get()
+        self._why = None
         if position is None:  # the run is over, and this rank was not needed, or it has failed for another reason
             raise SystemExit(0)
         position.export()

@@ -1,0 +1,462 @@
+"""A launcher that decides about the ranks of all machines (`Leading`), or carries out what another one decides.
+
+With one machine its launcher leads. Ranks have a control socket to their own launcher, launchers a mailbox
+(`elastic_nodes`).
+"""
+
+from __future__ import annotations
+
+import selectors
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from phalanx.host import messages
+from phalanx.host.processes import is_stopped
+from phalanx.launch.environment import NodeInfo
+from phalanx.launch.failure import FailureReport
+from phalanx.launch.group import RankGroup, RankState
+from phalanx.launch.membership import Membership
+from phalanx.launch.spec import LaunchSpec
+
+_CHECK_SECONDS = 0.5
+_HELLO_SECONDS = 3.0
+
+Post = Callable[[str, dict[str, Any]], None]
+
+
+@dataclass
+class Hands:
+    """What a role uses of the launcher."""
+
+    spec: LaunchSpec
+    group: RankGroup
+    node: NodeInfo
+    selector: selectors.BaseSelector
+    later: Callable[[float, Callable[[], None]], None]
+    report: Callable[[dict[str, Any]], None]
+    post: Post
+    fail: Callable[[FailureReport], None]
+
+
+class Role(Protocol):
+    """What an attempt asks of its role."""
+
+    failures: int
+
+    def take_loss(self, ended: RankState, how: str) -> bool:
+        """Take a rank of this machine that has ended with an error; return whether the run goes on."""
+
+    def take_end(self, ended: RankState) -> None:
+        """Take a rank of this machine that has finished."""
+
+    def take_mail(self, mail: dict[str, Any]) -> bool:
+        """Take a message of another launcher; return whether it says that all ranks of all machines have ended."""
+
+    def end(self) -> None:
+        """Let ranks that wait for a position end."""
+
+
+class _Local:
+    """The ranks of this machine: their control sockets, and which of them are stopped."""
+
+    def __init__(self, hands: Hands) -> None:
+        self._hands = hands
+        self.failures = 0
+        for state in hands.group.ranks.values():
+            state.node = hands.node.own
+            state.local_rank = state.slot - hands.node.first_rank
+
+    def _listen_to_all(self) -> None:
+        for state in self._hands.group.ranks.values():
+            self._listen(state)
+
+    def _listen(self, state: RankState) -> None:
+        control = self._hands.group.controls[state.key]
+
+        def take() -> None:
+            received = messages.receive(control)
+            if received is None:
+                self._hands.selector.unregister(control)
+            else:
+                self._take_local(state, received[0])
+
+        if control in self._hands.selector.get_map():
+            self._hands.selector.unregister(control)
+        self._hands.selector.register(control, selectors.EVENT_READ, take)
+
+    def _take_local(self, state: RankState, message: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+    def _start_here(self, count: int, generation: int) -> None:
+        for _ in range(count):
+            state = self._hands.group.add(generation)
+            state.node = self._hands.node.own
+            state.local_rank = state.slot - self._hands.node.first_rank
+            self._listen(state)
+
+    def _send_here(self, key: str, message: dict[str, Any]) -> None:
+        control = self._hands.group.controls.get(key)
+        if control is None:
+            return
+        try:
+            messages.send(control, message)
+        except (BrokenPipeError, ConnectionResetError):
+            return  # it has ended: the fork server reports that
+
+    def find_silent(self) -> list[RankState]:
+        """Return the ranks of this machine that are stopped for too long, which are killed and replaced."""
+        assert self._hands.spec.elastic is not None, "only then there is a role"
+        now, limit, found = time.monotonic(), self._hands.spec.elastic.silence_seconds, []
+        for state in self._hands.group.alive:
+            if state.pid is None or not is_stopped(state.pid):
+                state.stopped_since = None
+            elif state.stopped_since is None:
+                state.stopped_since = now
+            elif now - state.stopped_since >= limit:
+                found.append(state)
+        return found
+
+    @property
+    def next_deadline(self) -> float:
+        """When `find_silent` may next have something to say."""
+        return time.monotonic() + _CHECK_SECONDS
+
+
+class Leading(_Local):
+    """Decides for all machines."""
+
+    def __init__(
+        self, hands: Hands, *, failures: int, inherited: list[RankState] | None = None, generation: int = 0
+    ) -> None:
+        """`inherited`: the members of a group that another launcher has formed, those of lost machines included."""
+        super().__init__(hands)
+        elastic = hands.spec.elastic
+        assert elastic is not None, "only then there is a role"
+        self._remote: dict[str, RankState] = {}
+        self._machines = {node: (host, ranks) for node, host, ranks in hands.node.machines}
+        self._ended: set[str] = set()
+        self._address: dict[str, Any] = {}
+        own = list(hands.group.ranks.values())
+        members = inherited if inherited is not None else self._first_members(own)
+        for state in members:
+            if state.node != hands.node.own:
+                self._remote[state.key] = state
+        self.members = Membership(
+            elastic,
+            members,
+            self,
+            failures=failures,
+            max_restarts=hands.spec.max_restarts,
+            later=hands.later,
+            report=hands.report,
+            generation=generation,
+        )
+        self._listen_to_all()
+
+    def _first_members(self, own: list[RankState]) -> list[RankState]:
+        """Return the ranks of all machines that begin, in their order."""
+        if not self._hands.node.machines:
+            return own
+        members: list[RankState] = []
+        for node, (_, ranks) in self._machines.items():
+            for local_rank in range(ranks):
+                slot = len(members)
+                if node == self._hands.node.own:
+                    members.append(own[local_rank])
+                else:
+                    label = self._hands.spec.label(slot)
+                    members.append(RankState(slot, label, f"r{slot}", slot, node, local_rank))
+        return members
+
+    @property
+    def failures(self) -> int:
+        """How many failures the run has had."""
+        return self.members.failures
+
+    @failures.setter
+    def failures(self, count: int) -> None:
+        """Do nothing: the membership counts."""
+
+    # What `Membership` asks.
+
+    def send(self, state: RankState, message: dict[str, Any]) -> None:
+        """Send a message to a rank of any machine."""
+        if state.node == self._hands.node.own:
+            self._send_here(state.key, message)
+        elif state.node in self._machines:
+            self._hands.post(state.node, {"to": state.key, "message": message})
+
+    def start(self, count: int, generation: int) -> int:
+        """Start ranks where there is room: on machines that have lost some, else here."""
+        if not self._machines:
+            self._start_here(count, generation)
+            return count
+        started = 0
+        living = [state for state in (*self._hands.group.ranks.values(), *self._remote.values()) if state.code is None]
+        for node, (_, ranks) in self._machines.items():
+            free = min(count - started, ranks - sum(state.node == node for state in living))
+            if free > 0 and node == self._hands.node.own:
+                self._start_here(free, generation)
+            elif free > 0:
+                self._hands.post(node, {"start": free, "generation": generation})
+            started += max(free, 0)
+        return started
+
+    def retire(self, state: RankState) -> None:
+        """Forget a process that has ended."""
+        self._remote.pop(state.key, None)
+        if state.node == self._hands.node.own:
+            self._hands.group.retire(state)
+
+    def address(self) -> dict[str, Any]:
+        """Return where the ranks' store is, if it has moved."""
+        return self._address
+
+    def move_to(self, address: str, port: int) -> None:
+        """Use another store for the ranks from the next generation on."""
+        self._address = {"master_addr": address, "master_port": port}
+
+    # What the attempt and other launchers tell.
+
+    def _take_local(self, state: RankState, message: dict[str, Any]) -> None:
+        self.members.take(state, message)
+
+    def take_loss(self, ended: RankState, how: str) -> bool:
+        """Take a rank of this machine that has ended with an error; return whether the run goes on."""
+        return self.members.take_loss(ended, how=how)
+
+    def take_end(self, ended: RankState) -> None:
+        """Take a rank that has finished."""
+        if self.members.spares_only:
+            self.members.end()
+
+    def take_mail(self, mail: dict[str, Any]) -> bool:
+        """Take a message of another launcher."""
+        node = mail["sender"]
+        if "from" in mail:
+            state = self._remote.get(mail["from"])
+            if state is None:
+                slot = mail["slot"]
+                state = RankState(slot, self._hands.spec.label(slot), mail["from"], slot, node, mail["local_rank"])
+                self._remote[state.key] = state
+            self.members.take(state, mail["message"])
+        elif "lost" in mail:
+            self._take_remote_loss(mail)
+        elif "finished" in mail:
+            if (state := self._remote.get(mail["finished"])) is not None:
+                state.code = 0
+                self.take_end(state)
+        elif "ended" in mail:
+            self._ended.add(node)
+        elif "arrival" in mail:
+            self._take_arrival(mail["arrival"], mail["node"])
+        return False
+
+    def _take_remote_loss(self, mail: dict[str, Any]) -> None:
+        state = self._remote.get(mail["lost"])
+        if state is None:
+            return
+        state.code = mail["code"]
+        if not self.members.take_loss(state, how=mail["how"]):
+            self._hands.fail(FailureReport.from_message(mail["failure"]))
+
+    def take_lost_nodes(self, hosts: dict[str, str]) -> None:
+        """Take machines that were lost, with all their ranks."""
+        for node, host in hosts.items():
+            self._machines.pop(node, None)
+            self._ended.discard(node)
+            lost = [state for state in self.members.members if state.node == node]
+            how = f"was lost with its machine {host}"
+            if lost and not self.members.take_loss(*lost, how=how, replaceable=False):
+                cause = f"the machine {host} was lost with rank{'s' * (len(lost) > 1)} "
+                cause += ", ".join(str(state.rank) for state in lost)
+                self._hands.fail(FailureReport(cause=cause, exit_code=1))
+                return
+
+    def _take_arrival(self, node: str, described: dict[str, Any]) -> None:
+        """Take in a machine: its ranks get ready while the others train."""
+        slots = [state.slot for state in (*self._hands.group.ranks.values(), *self._remote.values())]
+        first = max([*slots, *(state.slot for state in self.members.members)], default=-1) + 1
+        self._machines[node] = (described["host"], described["ranks"])
+        self.members.take_arrival(described["ranks"], f"the machine {described['host']}")
+        own = self._hands.node
+        info = {
+            "node_rank": len(self._machines) - 1,
+            "num_nodes": len(self._machines),
+            "first_rank": first,
+            "world_size": own.world_size,
+            "master_addr": self._address.get("master_addr", own.master_addr),
+            "master_port": self._address.get("master_port", own.master_port),
+            "machines": [[each, *facts] for each, facts in self._machines.items()],
+            "late": True,
+        }
+        self._hands.post(node, {"accept": info})
+
+    def all_ended(self) -> bool:
+        """Whether all machines have ended; called when this one has. Tell the others."""
+        if any(node not in self._ended for node in self._machines if node != self._hands.node.own):
+            return False
+        for node in self._machines:
+            if node != self._hands.node.own:
+                self._hands.post(node, {"all_ended": True})
+        return True
+
+    def find_silent(self) -> list[RankState]:
+        """Return ranks to be killed: stopped ones, and those that do not leave or join for too long."""
+        late = self.members.find_late()
+        for state in late:
+            if state.node != self._hands.node.own:
+                self._hands.post(state.node, {"kill": state.key})
+        return [*super().find_silent(), *(state for state in late if state.node == self._hands.node.own)]
+
+    def end(self) -> None:
+        """Let ranks that wait for a position end."""
+        self.members.end()
+
+
+class Following(_Local):
+    """Carries out what the launcher of another machine decides."""
+
+    def __init__(self, hands: Hands, leader: str) -> None:
+        super().__init__(hands)
+        self.leader = leader
+        self._ready: dict[str, dict[str, Any]] = {}
+        self._generation = 0
+        self._told_end = False
+        self.size = hands.node.world_size
+        self._formed = set() if hands.node.late else set(hands.group.ranks)
+        self._listen_to_all()
+
+    def _take_local(self, state: RankState, message: dict[str, Any]) -> None:
+        if "ready" in message:
+            self._ready[state.key] = message
+        self._pass_on(state, message)
+
+    def _pass_on(self, state: RankState, message: dict[str, Any]) -> None:
+        about = {"from": state.key, "slot": state.slot, "local_rank": state.local_rank}
+        self._hands.post(self.leader, {**about, "message": message})
+
+    def take_loss(self, ended: RankState, how: str) -> bool:
+        """Report a rank of this machine that has ended with an error."""
+        self._ready.pop(ended.key, None)
+        self._hands.group.retire(ended)
+        cause = FailureReport(cause=how, exit_code=1, rank=ended.rank, label=ended.label)
+        facts = {"lost": ended.key, "how": how, "code": ended.code, "failure": cause.to_message()}
+        self._hands.post(self.leader, facts)
+        return True
+
+    def take_end(self, ended: RankState) -> None:
+        """Report a rank that has finished."""
+        self._hands.post(self.leader, {"finished": ended.key})
+
+    def take_mail(self, mail: dict[str, Any]) -> bool:
+        """Carry out an order."""
+        if "to" in mail:
+            message = mail["message"]
+            state = self._hands.group.ranks.get(mail["to"])
+            if "form" in message and state is not None:
+                self._ready.pop(state.key, None)
+                self._formed.add(state.key)
+                form = message["form"]
+                state.rank, state.local_rank = form["rank"], form["local_rank"]
+                self._generation, self.size = form["generation"], form["world_size"]
+            self._send_here(mail["to"], message)
+        elif "start" in mail:
+            self._start_here(mail["start"], mail["generation"])
+        elif "kill" in mail and (state := self._hands.group.ranks.get(mail["kill"])) is not None:
+            self._hands.group.signal(9, [state])
+        return "all_ended" in mail
+
+    def follow(self, leader: str) -> None:
+        """Report the ranks of this machine to the launcher that decides from now on."""
+        self.leader = leader
+        self._hands.post(leader, {"hello": self.ranks(), "generation": self._generation})
+
+    def ranks(self) -> list[dict[str, Any]]:
+        """Return the ranks of this machine: their positions, and what those have reported that wait for one."""
+        return [
+            {
+                "key": state.key,
+                "slot": state.slot,
+                "rank": state.rank,
+                "local_rank": state.local_rank,
+                "code": state.code,
+                "is_member": state.key in self._formed,
+                "ready": self._ready.get(state.key),
+            }
+            for state in self._hands.group.ranks.values()
+        ]
+
+    @property
+    def generation(self) -> int:
+        """The generation of the group that this machine's ranks were in last."""
+        return self._generation
+
+    def all_ended(self) -> bool:
+        """Report, once, that this machine has ended; False: the launcher that decides says when all have."""
+        if not self._told_end:
+            self._told_end = True
+            self._hands.post(self.leader, {"ended": True})
+        return False
+
+    def end(self) -> None:
+        """Let ranks of this machine that wait for a position end."""
+        for key in self._ready:
+            self._send_here(key, {"end": True})
+
+
+class TakingOver:
+    """Collects the ranks of the machines that are left, and then leads them."""
+
+    def __init__(self, hands: Hands, before: Following, lost: dict[str, str], others: list[str]) -> None:
+        self._hands, self._before = hands, before
+        self.lost = lost
+        self._missing = set(others)
+        self._reports = {hands.node.own: before.ranks()}
+        self._generation = before.generation
+        self.deadline = time.monotonic() + _HELLO_SECONDS
+
+    def take_hello(self, mail: dict[str, Any]) -> None:
+        """Take the report of a machine."""
+        self._reports[mail["sender"]] = mail["hello"]
+        self._generation = max(self._generation, mail["generation"])
+        self._missing.discard(mail["sender"])
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all machines have reported, or were waited for long enough."""
+        return not self._missing or time.monotonic() > self.deadline
+
+    def lead(self, failures: int, address: tuple[str, int]) -> Leading:
+        """Return the role that decides from now on; the ranks of the lost machine are replaced, or left out."""
+        members, ready = [], []
+        self._reports[self._hands.node.own] = self._before.ranks()  # as it is now
+        own = {state.key: state for state in self._hands.group.ranks.values()}
+        for node, ranks in self._reports.items():
+            for each in ranks:
+                state = own.get(each["key"]) or RankState(
+                    each["rank"], self._hands.spec.label(each["slot"]), each["key"], each["slot"], node
+                )
+                state.node, state.code = node, each["code"]
+                state.rank, state.local_rank = each["rank"], each["local_rank"]
+                if each["is_member"]:
+                    members.append(state)
+                if each["ready"] is not None:
+                    ready.append((state, each["ready"]))
+        known = {state.rank for state in members}
+        machine = next(iter(self.lost))
+        gone = [
+            RankState(rank, f"r{rank}", f"lost-{rank}", rank, machine)
+            for rank in range(self._before.size)
+            if rank not in known
+        ]
+        members = sorted([*members, *gone], key=lambda state: state.rank)
+        self._hands.node = self._hands.node.without(set(self.lost) | self._missing)
+        role = Leading(self._hands, failures=failures, inherited=members, generation=max(1, self._generation))
+        role.move_to(*address)
+        role.take_lost_nodes({machine: self.lost[machine]})
+        for state, message in ready:
+            role.members.take(state, message)
+        return role
