@@ -69,6 +69,7 @@ class Attempt(Follower):
         self._diagnosing = False
         self._published_end = False
         self._all_ended = False
+        self._final = False
 
     def run(self, shared_env: dict[str, str]) -> Outcome:
         """Follow the attempt to its end."""
@@ -186,6 +187,7 @@ class Attempt(Follower):
         elif "all_ended" in message:
             self._all_ended = True
         elif "error" in message:
+            self._final = True  # the agent has ended, and with it this machine's connection to the others
             code = EXIT_USAGE if message["usage"] else 1
             self._fail(FailureReport(cause=message["error"], hint=message["hint"], exit_code=code), publish=False)
 
@@ -371,7 +373,13 @@ class Attempt(Follower):
         survived = max(self._failures_before, self._role.failures if self._role is not None else 0)
         if self._failure is not None:
             interrupted = self._requested is not None
-            return Outcome(self._failure.exit_code, self._failure, interrupted=interrupted, failures=survived)
+            return Outcome(
+                self._failure.exit_code,
+                self._failure,
+                interrupted=interrupted,
+                final=self._final,
+                failures=survived,
+            )
         if self._requested is None:
             return Outcome(EXIT_PREEMPTED if EXIT_PREEMPTED in codes else 0)
         outcome = stopped(self._requested, codes, "" if self.has_started else self._notices.activity)

@@ -28,6 +28,8 @@ class Outcome:
     """Stopped on request: Ctrl-C, SIGTERM or the like."""
     before_start: bool = False
     """Stopped before any rank was started."""
+    final: bool = False
+    """Whether starting again could not help: this machine has lost the others."""
     failures: int = 0
     """How many failures the run has had so far, those included that it survived in place."""
 
@@ -53,7 +55,7 @@ def stopped(requested: signal.Signals, codes: Sequence[int | None], activity: st
 
 def may_restart(outcome: Outcome, *, failures: int, max_restarts: int) -> bool:
     """Whether to start the whole group again: after a failure that may not happen again, while restarts are left."""
-    failed = outcome.failure is not None and not outcome.interrupted
+    failed = outcome.failure is not None and not outcome.interrupted and not outcome.final
     # Preempted ranks have saved a checkpoint; a usage error would be the same again.
     return failed and outcome.exit_code not in (EXIT_PREEMPTED, EXIT_USAGE) and failures < max_restarts
 

@@ -1,0 +1,210 @@
+"""Machines that are lost, cut off, slowed or added while a run goes on; each is a network namespace."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from command import ROOT, clean_environment
+from network_hosts import Host, network
+
+SCRIPT = """
+import os, sys, time
+import torch, phalanx
+from torch import nn
+
+class Rows(torch.utils.data.Dataset):
+    def __init__(self):
+        self.x = torch.randn(512, 8, generator=torch.Generator().manual_seed(0))
+    def __len__(self):
+        return len(self.x)
+    def __getitem__(self, i):
+        return self.x[i], (self.x[i].sum() > 0).long()
+
+class Pause(phalanx.Callback):
+    def on_step_end(self, trainer, info):
+        time.sleep(PAUSE)
+        die = os.path.join(FOLDER, f"die-{trainer.formation.rank}")
+        if info.step == 10 and os.path.exists(die):
+            os.remove(die)
+            os.kill(os.getpid(), 9)
+
+PAUSE, FOLDER = float(os.environ["PAUSE"]), sys.argv[1]
+torch.manual_seed(3)
+model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 2))
+least, most, nodes, node = (int(word) for word in sys.argv[2:6])
+trainer = phalanx.PyTorchDDPTrainer(
+    model=model, num_workers=(least, most), num_nodes=nodes, node_rank=node, rdzv_endpoint=sys.argv[6],
+    strategy="ring", fixed_order=True, device="cpu", batch_size=4, learning_rate=0.02,
+    max_steps=int(os.environ["STEPS"]), max_restarts=3, heartbeat_timeout=2.0, timeout=60.0, progress=False, callbacks=[Pause()],
+    run_dir=os.path.join(FOLDER, f"run{node}"), checkpoint_dir=os.path.join(FOLDER, "checkpoints"),
+)
+trainer.fit(Rows())
+torch.save(model.state_dict(), os.path.join(FOLDER, f"weights-{node}.pt"))
+"""
+
+STEPS = 120
+
+
+class Cluster:
+    """One launcher per host, and what they leave in a folder."""
+
+    def __init__(self, hosts: list[Host], folder: Path, *, ranks: tuple[int, int], pause: float = 0.04) -> None:
+        self.hosts, self.folder, self.ranks = hosts, folder, ranks
+        (folder / "train.py").write_text(SCRIPT)
+        self.env = {**clean_environment(), "PYTHONPATH": str(ROOT), "PAUSE": str(pause), "STEPS": str(STEPS)}
+        self.launchers: dict[int, subprocess.Popen[str]] = {}
+
+    def start(self, *numbers: int) -> None:
+        for number in numbers:
+            endpoint = f"{self.hosts[0].address}:29415"
+            numbered = [*self.ranks, len(self.hosts), number]
+            words = [sys.executable, "train.py", str(self.folder), *map(str, numbered), endpoint]
+            output = (self.folder / f"out{number}").open("a")
+            own = self.folder / f"tmp{number}"  # what a killed launcher leaves is not looked for
+            own.mkdir(exist_ok=True)
+            self.launchers[number] = subprocess.Popen(
+                self.hosts[number].command(*words),
+                cwd=self.folder,
+                env={**self.env, "TMPDIR": str(own)},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
+            )
+
+    def wait_for_step(self, step: int) -> None:
+        """Wait until rank 0 has logged so many steps."""
+        deadline = time.monotonic() + 90
+        while max([event["step"] for event in self.events("step")], default=0) < step:
+            assert time.monotonic() < deadline, self.outputs()
+            assert all(one.poll() in (None, -9) for one in self.launchers.values()), self.outputs()
+            time.sleep(0.05)
+
+    def end(self, *expected: int) -> None:
+        """Wait until these launchers have succeeded."""
+        for number in expected:
+            assert self.launchers[number].wait(timeout=90) == 0, self.outputs()
+
+    def kill(self, number: int) -> None:
+        """End everything on a host at once, as when the machine loses its power, but with the network up."""
+        listed = subprocess.run(["ip", "netns", "pids", self.hosts[number].namespace], capture_output=True, text=True)
+        for pid in listed.stdout.split():
+            os.kill(int(pid), signal.SIGKILL)
+
+    def events(self, kind: str) -> list[dict]:
+        found = []
+        for path in self.folder.glob("run*/events.jsonl"):
+            found += [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+        return [event for event in sorted(found, key=lambda event: event["time"]) if event["event"] == kind]
+
+    def weights(self, number: int) -> dict[str, torch.Tensor]:
+        return torch.load(self.folder / f"weights-{number}.pt")
+
+    def outputs(self) -> str:
+        return "\n".join(f"--- {path.name}\n{path.read_text()}" for path in sorted(self.folder.glob("out*")))
+
+    def close(self) -> None:
+        for number, launcher in self.launchers.items():
+            if launcher.poll() is None:
+                self.kill(number)
+            launcher.wait(timeout=20)
+
+
+@pytest.fixture
+def cluster(tmp_path):
+    opened = []
+
+    def open_cluster(count: int, **options) -> Cluster:
+        folder = tmp_path / f"cluster{len(opened)}"
+        folder.mkdir()
+        context = network(count)
+        opened.append((context, Cluster(context.__enter__(), folder, **options)))
+        return opened[-1][1]
+
+    yield open_cluster
+    for context, one in reversed(opened):
+        one.close()
+        context.__exit__(None, None, None)
+
+
+@pytest.fixture(scope="module")
+def quiet(tmp_path_factory):
+    """The weights of a run on four ranks of one machine that nothing disturbs."""
+    folder = tmp_path_factory.mktemp("quiet")
+    (folder / "train.py").write_text(SCRIPT)
+    env = {**clean_environment(), "PYTHONPATH": str(ROOT), "PAUSE": "0", "STEPS": str(STEPS)}
+    words = [sys.executable, "train.py", str(folder), "4", "4", "1", "0", "127.0.0.1:29400"]
+    subprocess.run(words, cwd=folder, env=env, check=True, capture_output=True, timeout=90)
+    return torch.load(folder / "weights-0.pt")
+
+
+def assert_equal(one, other) -> None:
+    for name, tensor in one.items():
+        assert torch.equal(tensor, other[name]), name
+
+
+def test_a_killed_rank_is_replaced_on_its_machine(cluster, quiet):
+    two = cluster(2, ranks=(4, 4))
+    (two.folder / "die-3").write_text("")
+    two.start(0, 1)
+    two.end(0, 1)
+    (recovered,) = two.events("recovered")
+    assert (recovered["lost"], recovered["lost_steps"]) == ([3], 0)
+    assert recovered["seconds"] < 5
+    assert_equal(quiet, two.weights(0))
+
+
+@pytest.mark.parametrize("lost", [1, 0], ids=["another machine", "the machine with the store"])
+def test_the_others_go_on_when_a_machine_is_killed(cluster, quiet, lost):
+    two = cluster(2, ranks=(2, 4))
+    two.start(0, 1)
+    two.wait_for_step(1)
+    two.kill(lost)
+    two.end(1 - lost)
+    assert [event["world_size"] for event in two.events("recovered")] == [2], two.outputs()
+    assert_equal(quiet, two.weights(1 - lost))
+
+
+def test_a_machine_that_is_cut_off_is_left_out_and_ends_itself(cluster, quiet):
+    """Nothing answers on the cut cable, so that only heartbeats show it; the run must not go on in two parts."""
+    two = cluster(2, ranks=(2, 4))
+    two.start(0, 1)
+    two.wait_for_step(1)
+    two.hosts[1].cut()
+    two.end(0)
+    assert two.launchers[1].wait(timeout=60) == 1
+    assert "no longer sees" in (two.folder / "out1").read_text()
+    assert [event["world_size"] for event in two.events("recovered")] == [2]
+    assert_equal(quiet, two.weights(0))
+
+
+def test_a_machine_that_comes_later_is_taken_in(cluster, quiet):
+    two = cluster(2, ranks=(2, 4), pause=0.1)
+    two.start(0, 1)
+    two.wait_for_step(1)
+    two.kill(1)
+    while not two.events("recovered"):
+        time.sleep(0.1)
+    two.start(1)
+    two.end(0, 1)
+    sizes = [event["world_size"] for event in two.events("recovered")]
+    assert sizes == [2, 4], two.outputs()
+    assert max(event["seconds"] for event in two.events("recovered")[1:]) < 3
+    assert_equal(quiet, two.weights(0))
+
+
+def test_a_slow_link_is_not_a_lost_machine(cluster, quiet):
+    two = cluster(2, ranks=(2, 4), pause=0.0)
+    two.hosts[1].slow("5mbit")
+    two.start(0, 1)
+    two.end(0, 1)
+    assert not two.events("recovered")
+    assert_equal(quiet, two.weights(0))
