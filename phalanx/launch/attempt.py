@@ -21,9 +21,10 @@ from phalanx.launch.group import RankGroup, RankState
 from phalanx.launch.output import RankConsole
 from phalanx.launch.rendezvous import Rendezvous
 from phalanx.launch.resize import answer_requests
-from phalanx.launch.roles import Following, Hands, Leading, TakingOver
+from phalanx.launch.roles import Following, Hands, Leading
 from phalanx.launch.spec import LaunchSpec
 from phalanx.launch.startup_watch import StartupNotices, StartWatch
+from phalanx.launch.takeover import TakingOver
 
 _FAILURE_GRACE = 1.0
 _STACK_SECONDS = 0.3

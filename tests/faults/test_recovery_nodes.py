@@ -43,7 +43,8 @@ least, most, nodes, node = (int(word) for word in sys.argv[2:6])
 trainer = phalanx.PyTorchDDPTrainer(
     model=model, num_workers=(least, most), num_nodes=nodes, node_rank=node, rdzv_endpoint=sys.argv[6],
     strategy="ring", fixed_order=True, device="cpu", batch_size=4, learning_rate=0.02,
-    max_steps=int(os.environ["STEPS"]), max_restarts=3, heartbeat_timeout=2.0, timeout=60.0, progress=False, callbacks=[Pause()],
+    max_steps=int(os.environ["STEPS"]), max_restarts=3, heartbeat_timeout=2.0, timeout=60.0,
+    progress=False, callbacks=[Pause()],
     run_dir=os.path.join(FOLDER, f"run{node}"), checkpoint_dir=os.path.join(FOLDER, "checkpoints"),
 )
 trainer.fit(Rows())

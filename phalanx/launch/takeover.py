@@ -1,0 +1,66 @@
+"""Take over the decisions about the ranks when the machine that decided is lost: collect what is left, then lead."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from phalanx.launch.group import RankState
+from phalanx.launch.roles import Following, Hands, Leading
+
+_HELLO_SECONDS = 3.0
+
+
+class TakingOver:
+    """Collects the ranks of the machines that are left, and then leads them."""
+
+    def __init__(self, hands: Hands, before: Following, lost: dict[str, str], others: list[str]) -> None:
+        self._hands, self._before = hands, before
+        self.lost = lost
+        self._missing = set(others)
+        self._reports = {hands.node.own: before.ranks()}
+        self._generation = before.generation
+        self.deadline = time.monotonic() + _HELLO_SECONDS
+
+    def take_hello(self, mail: dict[str, Any]) -> None:
+        """Take the report of a machine."""
+        self._reports[mail["sender"]] = mail["hello"]
+        self._generation = max(self._generation, mail["generation"])
+        self._missing.discard(mail["sender"])
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all machines have reported, or were waited for long enough."""
+        return not self._missing or time.monotonic() > self.deadline
+
+    def lead(self, failures: int, address: tuple[str, int]) -> Leading:
+        """Return the role that decides from now on; the ranks of the lost machine are replaced, or left out."""
+        members, ready = [], []
+        self._reports[self._hands.node.own] = self._before.ranks()  # as it is now
+        own = {state.key: state for state in self._hands.group.ranks.values()}
+        for node, ranks in self._reports.items():
+            for each in ranks:
+                state = own.get(each["key"]) or RankState(
+                    each["rank"], self._hands.spec.label(each["slot"]), each["key"], each["slot"], node
+                )
+                state.node, state.code = node, each["code"]
+                state.rank, state.local_rank = each["rank"], each["local_rank"]
+                if each["is_member"]:
+                    members.append(state)
+                if each["ready"] is not None:
+                    ready.append((state, each["ready"]))
+        known = {state.rank for state in members}
+        machine = next(iter(self.lost))
+        gone = [
+            RankState(rank, f"r{rank}", f"lost-{rank}", rank, machine)
+            for rank in range(self._before.size)
+            if rank not in known
+        ]
+        members = sorted([*members, *gone], key=lambda state: state.rank)
+        self._hands.node = self._hands.node.without(set(self.lost) | self._missing)
+        role = Leading(self._hands, failures=failures, inherited=members, generation=max(1, self._generation))
+        role.move_to(*address)
+        role.take_lost_nodes({machine: self.lost[machine]})
+        for state, message in ready:
+            role.members.take(state, message)
+        return role
