@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from phalanx.host.addresses import loopback_environment, network_environment
 from phalanx.launch.spec import LaunchSpec
+from phalanx.observe.goodput import LAUNCHED_AT
 
 
 @dataclass(frozen=True)
@@ -68,4 +69,5 @@ def rank_environment(
         "OMP_NUM_THREADS": str(threads_per_rank(spec, shared)),
         "PHALANX_LOG_DIR": str(log_dir),
         "PHALANX_RUN_ID": node.run_id or spec.run_id,
+        LAUNCHED_AT: str(spec.launched),
     }

@@ -75,6 +75,7 @@ class TrainLoop:
             precision=formation.precision.name,
             batch_size=layout.batch_size,
             global_batch=self.global_batch,
+            data_wait=lambda: self.train_loader.waited_s,
         )
         self.report = Reporter(facts, events)
         self.restore: Callable[[], dict[str, Any] | None] = self.saving.restore
@@ -234,7 +235,11 @@ class TrainLoop:
         self._judge("train", {"loss": self.report.epoch_loss})
         self.report.epoch_done(self.step, epoch, self.schedule.rate, metrics)
         self.hooks.fire("on_epoch_end", self, epoch, metrics)
-        if not last and not self.control.should_continue(epoch + 1):
+        if last or not self.control.is_active:
+            return
+        with self.report.ledger.phase("idle"):
+            goes_on = self.control.should_continue(epoch + 1)
+        if not goes_on:
             self.request_stop("stopped by the tuner")
             self._status = "stopped"
 

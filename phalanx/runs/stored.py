@@ -19,16 +19,16 @@ from typing import Any
 from phalanx.errors import UsageError, unknown_name
 from phalanx.observe.best import latest_mark
 from phalanx.observe.format import duration
+from phalanx.observe.goodput import EVENTS
 from phalanx.recipes import Recipe
 from phalanx.runs.record import FILE, RunRecord, is_own_file, read_record
 
-EVENTS = "events.jsonl"
 RUNS = Path("runs")
 _TAIL_BYTES = 1 << 17
 _FRESH_SECONDS = 3600.0
 _OWN_PATTERNS = (
     *(FILE, EVENTS, "config.toml", "tracking.json", "tensorboard", "wandb", "events.out.tfevents.*", "fit-[0-9]*"),
-    *("checkpoints/step-*", "checkpoints/.writing-*", "checkpoints/.run-*.lock", "logs/rank-*", "logs/heartbeats"),
+    *("checkpoints/step-*", "checkpoints/.writing-*", "checkpoints/.run-*.lock", "logs/rank-*", "logs/heartbeats*"),
 )
 """The files of a run. A folder that the user had before may hold others, also in `checkpoints` and `logs`."""
 
