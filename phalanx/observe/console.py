@@ -87,6 +87,8 @@ class Console:
             self._end(event)
         elif isinstance(event, events.Message):
             self._show_message(event)
+        elif isinstance(event, events.RankSuspected):
+            self._view.line(f"warning: step {event.step}: {event.why}", kind="warning")
         elif isinstance(event, events.Membership):
             self._view.line(format.membership_line(event), kind="warning")
         elif self._progress and not self._is_quiet:

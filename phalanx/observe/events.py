@@ -299,6 +299,19 @@ class Goodput(Event):
     """Step and time of the last heartbeat of the attempt before this one, where that failed."""
 
 
+@dataclass(frozen=True)
+class RankSuspected(Event):
+    """A check found ranks whose weights differ ("corruption") or that are much slower than the others ("straggler")."""
+
+    kind: ClassVar[str] = "rank_suspected"
+    step: int
+    what: str
+    ranks: list[int]
+    why: str
+    action: str
+    """What follows: "stop" or "warn"."""
+
+
 def from_dict(data: Mapping[str, Any]) -> Event:
     """Rebuild an event; ValueError for an unknown kind. Fields of a newer writer are left out."""
     kind = KINDS.get(data.get("event", ""))

@@ -103,6 +103,11 @@ class Ledger:
             self._before["recovery"] = recovery
 
     @property
+    def stalled(self) -> float:
+        """Seconds that checkpoints have stalled training so far."""
+        return self._spent["checkpoint"]
+
+    @property
     def is_due(self) -> bool:
         """Whether it is time for a report."""
         return self._clock() >= self._report_at
