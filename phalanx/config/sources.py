@@ -19,19 +19,8 @@ from phalanx.errors import ConfigError, UsageError
 ENV_PREFIX = "PHALANX_"
 RANK_COUNTS = {"num_workers", "num_gpus", "gpus_per_node"}
 NOT_SETTINGS = {
-    *(
-        "ALL_TESTS",
-        "ENGINE",
-        "EVENTS_FD",
-        "GATE",
-        "JOB_SECRET",
-        "LAUNCHED_AT",
-        "LOG_DIR",
-        "PRELOAD",
-        "RAY_FORK_SERVER",
-        "RUN_ID",
-    ),
-    *("SWITCH", "TF_ROLES", "TRIAL", "TRIAL_RESUMES_AFTER", "UNDER_RAY"),
+    *("ALL_TESTS", "ENGINE", "EVENTS_FD", "GATE", "JOB_SECRET", "LOG_DIR", "PRELOAD", "RAY_FORK_SERVER", "RUN_ID"),
+    *("LAUNCHED_AT", "SWITCH", "TF_ROLES", "TRIAL", "TRIAL_RESUMES_AFTER", "UNDER_RAY"),
 }
 """The variables that launchers and engines set for their ranks, without the prefix."""
 _OF_KUBERNETES = re.compile(r"(^|_)(SERVICE_(HOST|PORT)|PORT$|PORT_\d+_)")
