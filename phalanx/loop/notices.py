@@ -59,12 +59,14 @@ class StopNotices:
             self._thread.join(_POLL_SECONDS)
 
     def _run(self, before: int | None) -> None:
-        stop_at = None
+        stop_at, margin = None, self._margin
         if self._watches_limit and (ends := job_end(self._environ)) is not None:
-            stop_at = ends - self._margin
+            left = max(0.0, ends - time.time())
+            margin = margin if margin < left else left / 2  # a job of a minute trains, too
+            stop_at = ends - margin
         while not self._ended.wait(_POLL_SECONDS):
             if stop_at is not None and time.time() >= stop_at:
-                self._ask(f"the time limit of the Slurm job, {duration(self._margin)} before its end")
+                self._ask(f"the time limit of the Slurm job, {duration(margin)} before its end")
                 return
             if self._file is not None and _changed(self._file) not in (None, before):
                 self._ask(f"the preemption notice {self._file}")
