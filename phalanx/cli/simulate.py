@@ -10,7 +10,7 @@ from phalanx.cli.flags import FlagParser
 from phalanx.cli.json_output import add_json_flag, print_json
 from phalanx.config.settings import parse_duration
 from phalanx.errors import UsageError, unknown_name
-from phalanx.observe.format import duration, table
+from phalanx.observe.format import span, table
 from phalanx.reliability.effective import Process, best_interval
 from phalanx.reliability.rates import DAY, HOUR, PRESETS, FailureRate
 
@@ -63,7 +63,7 @@ def run(arguments: Sequence[str]) -> int:
         print_json({"failure_rate": rate.source, "assumed_seconds": named, "predictions": rows})
         return 0
     print(f"failures: {rate.source}")
-    print("assumed:  " + ", ".join(f"{name.replace('-', ' ')} {_words(value)}" for name, value in assumed.items()))
+    print("assumed:  " + ", ".join(f"{name.replace('-', ' ')} {span(value)}" for name, value in assumed.items()))
     print(f"\n{table(_table(rows))}\n")
     runs = f"{namespace.trials} simulated runs, seed {namespace.seed}"
     print(f"effective: in closed form; simulated: mean of {runs}, and where 90% of them are")
@@ -76,7 +76,7 @@ def _predict(namespace: argparse.Namespace, gpus: int, mtbf: float) -> dict[str,
     for name, seconds in (("a checkpoint", cost), ("a restart", restart)):
         if seconds >= mtbf:
             raise UsageError(
-                f"a job on {gpus:,} GPUs fails every {_words(mtbf)}, and {name} takes {_words(seconds)}: it would "
+                f"a job on {gpus:,} GPUs fails every {span(mtbf)}, and {name} takes {span(seconds)}: it would "
                 "hardly ever train",
                 hint=f"Use fewer GPUs, or make {name} cheaper.",
             )
@@ -98,7 +98,7 @@ def _table(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
     for row in rows:
         for way, found in row["ways"].items():
             shares, runs = found["shares"], found["simulated"]
-            begin = (f"{row['gpus']:,}", _words(row["mtbf_hours"] * HOUR), _words(row["interval_seconds"]), way)
+            begin = (f"{row['gpus']:,}", span(row["mtbf_hours"] * HOUR), span(row["interval_seconds"]), way)
             simulated = f"{runs['mean']:.1%} ({runs['p5']:.1%} to {runs['p95']:.1%})"
             rest = tuple(f"{shares[name]:.2%}" for name in ("checkpoint", "lost", "recovery"))
             lines.append((*begin, f"{shares['productive']:.1%}", simulated, *rest))
@@ -126,7 +126,7 @@ def _rate(namespace: argparse.Namespace, sizes: list[int]) -> FailureRate:
             rate = DAY / mtbf / sizes[0]
             hint = f"If it is that of {sizes[0]:,}: --failure-rate {rate:.3g} (failures per GPU and day)."
             raise UsageError("--mtbf is that of one job, and several numbers of GPUs are given", hint=hint)
-        return FailureRate(((sizes[0], mtbf),), f"every {_words(mtbf)} on {sizes[0]:,} GPUs, as given")
+        return FailureRate(((sizes[0], mtbf),), f"every {span(mtbf)} on {sizes[0]:,} GPUs, as given")
     if namespace.failure_rate is not None:
         return _named_rate(namespace.failure_rate)
     if len(sizes) > 1 and namespace.observed_gpus is None:
@@ -163,9 +163,3 @@ def _seconds(namespace: argparse.Namespace, flag: str) -> float:
         raise UsageError(
             f"--{flag} {text}: expected a duration above 0, such as 30s, 5m, 3h, 2d, or seconds (90)."
         ) from None
-
-
-def _words(seconds: float) -> str:
-    if seconds >= 2 * DAY:
-        return f"{seconds / DAY:.1f} days"
-    return f"{seconds / HOUR:.1f} h" if seconds >= HOUR else duration(seconds)

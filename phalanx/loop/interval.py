@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from phalanx.observe.format import duration
+from phalanx.observe.format import duration, span
 from phalanx.observe.goodput import LAUNCHED_AT
 from phalanx.reliability.effective import best_interval
-from phalanx.reliability.rates import DAY, HOUR, PRESETS
+from phalanx.reliability.rates import PRESETS
 
 if TYPE_CHECKING:
     from phalanx.loop.formation import Formation
@@ -85,17 +85,11 @@ class AutoInterval:
 
     def _mtbf(self) -> tuple[float, str]:
         if self._given is not None:
-            return self._given, f"{_words(self._given)} (mtbf)"
+            return self._given, f"{span(self._given)} (mtbf)"
         if self.failures:
             ran = max(1.0, time.time() - float(os.environ.get(LAUNCHED_AT) or time.time()))
             times = f"{self.failures} failure{'s' * (self.failures > 1)}"
-            return ran / self.failures, f"{_words(ran / self.failures)} ({times} in {_words(ran)})"
+            return ran / self.failures, f"{span(ran / self.failures)} ({times} in {span(ran)})"
         ranks = self._formation.world_size
         mtbf = _PUBLISHED.mtbf(ranks)
-        return mtbf, f"{_words(mtbf)} (as on a published cluster; set mtbf to what yours has)"
-
-
-def _words(seconds: float) -> str:
-    if seconds >= 2 * DAY:
-        return f"{seconds / DAY:.0f} days"
-    return f"{seconds / HOUR:.1f} h" if seconds >= HOUR else duration(seconds)
+        return mtbf, f"{span(mtbf)} (as on a published cluster; set mtbf to what yours has)"

@@ -212,6 +212,13 @@ def duration(seconds: float) -> str:
     return f"{seconds:.1f} s" if seconds < 60 else clock(seconds)
 
 
+def span(seconds: float) -> str:
+    """Write a duration that may be long in one unit: `47.7 days`, `7.9 h`, `5:53`, `0.4 s`."""
+    if seconds >= 2 * 86400:
+        return f"{seconds / 86400:.1f} days"
+    return f"{seconds / 3600:.1f} h" if seconds >= 3600 else duration(seconds)
+
+
 def clock(seconds: float) -> str:
     """Write a duration as minutes and seconds, from an hour on with hours."""
     minutes, rest = divmod(int(seconds), 60)

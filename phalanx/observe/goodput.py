@@ -241,11 +241,12 @@ class Account:
         return "communication" in self.seconds
 
 
-def read_events(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the events in a run's events.jsonl, the oldest first; none where there is no such file."""
+def read_events(path: Path, start: int = 0) -> Iterator[dict[str, Any]]:
+    """Yield the events in a run's events.jsonl after so many bytes, the oldest first; none where there is no file."""
     if not path.is_file():
         return
     with path.open("rb") as file:
+        file.seek(start)
         for line in file:
             with suppress(ValueError):  # a writer that was killed has left a part of a line
                 event = json.loads(line)
