@@ -87,6 +87,10 @@ class NonFiniteLossError(PhalanxError):
     """The loss became NaN or infinite."""
 
 
+class CorruptionError(PhalanxError):
+    """Replicas whose weights must be equal are not."""
+
+
 class RankFailedError(PhalanxError):
     """A rank crashed; the message begins with the guilty rank's cause."""
 

@@ -6,10 +6,12 @@ import errno
 import re
 import select
 import sys
+import time
 from collections.abc import Sequence
 from importlib import import_module
 
 from phalanx.errors import EXIT_INTERRUPTED, EXIT_USAGE, PhalanxError, unknown_name
+from phalanx.host.processes import process_began
 from phalanx.observe.guard import discard_output, say_to_user
 from phalanx.version import __version__
 
@@ -18,6 +20,7 @@ VERBS = {
     "resume": "continue a run from its last checkpoint",
     "scale": "change the number of ranks of a run in progress",
     "runs": "list, show, compare, tag and remove past runs",
+    "report": "show where the time of a run went: productive, waiting, stalled, lost",
     "evaluate": "measure a trained model on data",
     "predict": "write a trained model's outputs for data, or continue a text",
     "export": "write a trained model as safetensors, Hugging Face folder, ONNX or TorchScript",
@@ -26,6 +29,7 @@ VERBS = {
     "config": "show every setting, its value and where it comes from",
     "verify": "prove that a layout gives the same result as one process",
     "bench": "measure collectives, links, and training under gradient compression",
+    "simulate": "predict the effective training time of a cluster from its failure rate",
     "nccl-env": "print the NCCL variables for a kind of cluster, with reasons",
     "strategies": "list how ranks can share the work, and when to use each way",
     "completion": "print the script that completes commands in bash, zsh or fish",
@@ -35,8 +39,18 @@ _RUN_USERS_CODE = ("evaluate", "predict", "export")
 """Verbs that run the model and data of the user in this process: what these raise is shown without our frames."""
 
 
+_began: float | None = None
+
+
+def command_began() -> float:
+    """Return when this command began, in seconds since the epoch: with its process, where it is a program."""
+    return time.time() if _began is None else _began
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb and return the exit code; errors of users are printed without a traceback."""
+    global _began
+    _began = process_began() if arguments is None else None
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words and re.fullmatch(r"--local[-_]rank=\d+", words[0]):  # DeepSpeed's launcher puts it first
         words = words[1:]

@@ -58,7 +58,7 @@ SUBCOMMANDS = {
     "completion": tuple(SHELLS),
 }
 """The words that follow a verb."""
-RUN_VERBS = ("runs", "resume", "evaluate", "predict", "export")
+RUN_VERBS = ("runs", "report", "resume", "evaluate", "predict", "export")
 """Verbs whose arguments are names of runs, also where a verb has no function `parser`."""
 
 

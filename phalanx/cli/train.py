@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from phalanx.cli import command_began
 from phalanx.cli.flags import FlagParser, read_target, resolve_flags, split_own
 from phalanx.cli.json_output import json_at_end, run_summary
 from phalanx.cli.parsers import train_parser
@@ -22,6 +23,7 @@ from phalanx.launch import ModuleTarget, ScriptTarget, count_gpus
 from phalanx.launch.nccl import nccl_environment
 from phalanx.launch.scratch import scratch_folder
 from phalanx.launch.spec import Target
+from phalanx.observe.goodput import EVENTS
 from phalanx.observe.guard import say_to_user
 from phalanx.recipes import Recipe, find_recipe, recipe_names
 from phalanx.runs.folder import discard_unused, make_run_dir
@@ -30,7 +32,7 @@ from phalanx.runs.record import RunRecord, end_record
 from phalanx.runs.resume import check_run_dir, how_to_resume, last_run_of, resume_settings
 from phalanx.runs.spec import given_settings, launch_spec, recipe_target, settings_environment
 from phalanx.runs.start import run_on_ranks
-from phalanx.runs.stored import EVENTS, RUNS, StoredRun, find_run
+from phalanx.runs.stored import RUNS, StoredRun, find_run
 from phalanx.world.env import RankEnv, export_rank_env, read_rank_env
 from phalanx.world.layout import Layout, plan_layout
 
@@ -188,7 +190,8 @@ def _launch(
     with scratch_folder("run") as folder, json_at_end(lambda: run_summary(run_dir, before), wanted=as_json):
         target: Target | None = script if recipe is None else recipe_target(recipe, config, run_dir, folder)
         assert target is not None, "either a recipe or a script was named"
-        spec = launch_spec(config, layout, target, run_dir / "logs", env=_rank_environment(resolved, config, run_dir))
+        env = _rank_environment(resolved, config, run_dir)
+        spec = launch_spec(config, layout, target, run_dir / "logs", env=env, launched=command_began())
         outcome = "failed"
         try:  # the console of a script shows its output only
             run_on_ranks(spec, config, waiting="" if recipe is None else layout.starting)

@@ -101,6 +101,7 @@ class CommonSettings(TypedDict, total=False):
     horovod_timeline: str | None
     checkpoint_dir: str | os.PathLike[str] | None
     checkpoint_frequency: int | str | None
+    mtbf: int | float | str | None
     keep_last: int | None
     keep_best: bool | str | None
     resume_from_checkpoint: bool | str | os.PathLike[str]
@@ -122,6 +123,11 @@ class CommonSettings(TypedDict, total=False):
     spares: int
     heartbeat_timeout: float
     stop_grace: float
+    preemption_file: str | None
+    preemption_margin: float
+    check_replicas_every: int | None
+    on_corruption: Literal["stop", "warn"]
+    straggler_factor: float | None
 
 
 class TrainerSettings(CommonSettings, total=False):

@@ -320,7 +320,16 @@ class Checkpointing:
     checkpoint_dir: str | None = option(
         None, "where checkpoints go (default: <run_dir>/checkpoints when checkpoint_frequency or max_restarts is set)"
     )
-    checkpoint_frequency: int | str | None = option(None, "every n epochs (10), or every n steps ('500 steps')")
+    checkpoint_frequency: int | str | None = option(
+        None,
+        "every n epochs (10), every n steps ('500 steps'), or auto: by what a save costs and how often the job fails",
+    )
+    mtbf: int | float | str | None = option(
+        None,
+        "checkpoint_frequency=auto: mean time between failures of the whole job, such as '12h' (default: as seen in "
+        "this run, else as on a published cluster of as many GPUs)",
+        above=0,
+    )
     keep_last: int | None = option(3, "how many checkpoints of this run to keep (none: all)", minimum=1)
     keep_best: bool | str | None = option(
         True,
@@ -379,3 +388,20 @@ class Elasticity:
         10.0, "seconds after which a rank that is stopped, or a machine that is silent, counts as lost", above=0
     )
     stop_grace: float = option(4.5, "seconds between asking ranks to stop and killing them", above=0)
+    preemption_file: str | None = option(
+        None, "save and leave with exit code 75 when this file appears on a machine (a notice of the cloud provider)"
+    )
+    preemption_margin: float = option(
+        60.0, "save and leave with exit code 75 this many seconds before a Slurm job's time limit (0: never)", minimum=0
+    )
+    check_replicas_every: int | None = option(
+        None,
+        "ddp, ring, horovod: compare a hash of the ranks' weights every n steps and before saves",
+        minimum=1,
+    )
+    on_corruption: str = option(
+        "stop", "check_replicas_every: end the run where replicas differ, or only report it", choices=("stop", "warn")
+    )
+    straggler_factor: float | None = option(
+        None, "ddp, ring, horovod: report a rank that is this many times slower than the others (2)", above=1
+    )

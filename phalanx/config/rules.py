@@ -266,7 +266,7 @@ def checkpoint_frequency(settings: Settings) -> Mistakes:
     try:
         _ = settings.checkpoint_every
     except ValueError:
-        yield settings.mistake("checkpoint_frequency", ": expected a number of epochs (10), or '500 steps'.")
+        yield settings.mistake("checkpoint_frequency", ": expected a number of epochs (10), '500 steps', or 'auto'.")
 
 
 @rule("activation_checkpointing")

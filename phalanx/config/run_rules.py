@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from phalanx.config.rules import STRATEGY, Mistakes, rule
+from phalanx.config.rules import AXES, STRATEGY, Mistakes, rule
 from phalanx.config.settings import Settings
 
 _AVERAGES = ("ddp", "ring", "fsdp", "horovod")
@@ -52,6 +52,34 @@ def max_time(settings: Settings) -> Mistakes:
         )
 
 
+@rule("mtbf", "checkpoint_frequency")
+def mtbf(settings: Settings) -> Mistakes:
+    """Check the text, and that something uses it."""
+    try:
+        _ = settings.mtbf_seconds
+    except ValueError:
+        yield settings.mistake("mtbf", ": expected a duration above 0, such as '12h', '3d', or seconds (90).")
+        return
+    if settings.mtbf is not None and settings.checkpoint_frequency != "auto":
+        yield settings.mistake("mtbf", " without checkpoint_frequency = 'auto', which alone uses it.")
+
+
+@rule("check_replicas_every", "on_corruption", "straggler_factor", *STRATEGY, *AXES)
+def rank_checks(settings: Settings) -> Mistakes:
+    """Report checks of replicas where ranks hold none, or do not step together."""
+    axis = next((axis for axis in AXES if getattr(settings, axis) > 1), None)
+    strategy = settings.resolved_strategy
+    for name in settings.changed("check_replicas_every", "straggler_factor"):
+        if axis is not None:
+            yield settings.mistake(name, f" with {axis} = {getattr(settings, axis)}: ranks hold different parts.")
+        elif strategy not in ("ddp", "ring", "horovod"):
+            yield settings.mistake(
+                name, f" compares ranks that take each step with equal weights (ddp, ring, horovod), not {strategy!r}."
+            )
+    if settings.changed("on_corruption") and settings.check_replicas_every is None:
+        yield settings.mistake("on_corruption", " without check_replicas_every: set it, such as 100.")
+
+
 @rule("ema_decay", *STRATEGY, "pipeline_parallel", "min_workers")
 def ema_decay(settings: Settings) -> Mistakes:
     """Check the upper limit, and that this rank's weights are those of the run after every step."""
@@ -75,4 +103,4 @@ def ema_decay(settings: Settings) -> Mistakes:
         )
 
 
-RUN_RULES = (watched_metrics, patience, limit_val_batches, max_time, ema_decay)
+RUN_RULES = (watched_metrics, patience, limit_val_batches, max_time, mtbf, rank_checks, ema_decay)

@@ -151,9 +151,11 @@ class Settings(
 
     @property
     def checkpoint_every(self) -> tuple[int, str] | None:
-        """Return (n, "epochs" | "steps"), or None without periodic checkpoints; ValueError for another text."""
+        """Return (n, "epochs" | "steps" | "auto"), or None without periodic saves; ValueError for another text."""
         if self.checkpoint_frequency is None:
             return None
+        if self.checkpoint_frequency == "auto":
+            return 1, "auto"
         match = _FREQUENCY.match(str(self.checkpoint_frequency))
         if match is None or int(match[1]) == 0:
             raise ValueError(self.checkpoint_frequency)
@@ -163,6 +165,11 @@ class Settings(
     def max_seconds(self) -> float | None:
         """`max_time` in seconds; ValueError for a text that is not a duration."""
         return None if self.max_time is None else parse_duration(self.max_time)
+
+    @property
+    def mtbf_seconds(self) -> float | None:
+        """`mtbf` in seconds; ValueError for a text that is not a duration."""
+        return None if self.mtbf is None else parse_duration(self.mtbf)
 
     @property
     def best_metric(self) -> Watched | None:

@@ -8,6 +8,7 @@ import signal
 import socket
 import struct
 import sys
+import time
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
@@ -39,6 +40,15 @@ def own_python(code: str, *arguments: object) -> list[str]:
     old copies of standard modules.
     """
     return [sys.executable, "-c", f"{_START}; {code}", *map(str, arguments)]
+
+
+def process_began() -> float:
+    """Return when this process was started or forked, in seconds since the epoch; now where the system does not say."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()[19])
+    except OSError:  # not Linux
+        return time.time()
+    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
 
 
 def die_with(parent: int) -> None:

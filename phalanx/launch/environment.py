@@ -10,6 +10,7 @@ from typing import Any
 
 from phalanx.host.addresses import loopback_environment, network_environment
 from phalanx.launch.spec import LaunchSpec
+from phalanx.observe.goodput import LAUNCHED_AT
 
 
 @dataclass(frozen=True)
@@ -85,4 +86,5 @@ def rank_environment(
         "PHALANX_PLANNED_RANKS": world_size if spec.elastic is None else str(spec.elastic.sizes[0]),
         **({"PHALANX_JOINS_LATE": "1"} if node.late else {}),
         "PHALANX_RUN_ID": node.run_id or spec.run_id,
+        LAUNCHED_AT: str(spec.launched),
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import time
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -142,6 +143,8 @@ class LaunchSpec:
     """host:port of the rendezvous; only with several nodes."""
     run_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     """Unique id of this launch; the same in all of its attempts."""
+    launched: float = field(default_factory=time.time)
+    """When the command began that launches, in seconds since the epoch."""
     rdzv_id: str = "phalanx"
     """Separates groups that use the same endpoint."""
     env: Mapping[str, str] = field(default_factory=lambda: _EMPTY)

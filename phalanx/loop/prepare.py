@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -76,6 +77,17 @@ class Prepared:
         return self.gradients.steps
 
 
+_END = object()
+
+
+def _work_left(device: torch.device) -> Callable[[], bool]:
+    """Return whether the device still computes, without waiting for it: then nothing has waited for the host."""
+    if device.type != "cuda":
+        return lambda: False
+    stream = torch.cuda.current_stream(device)
+    return lambda: not stream.query()
+
+
 class PreparedLoader:
     """This rank's share of a loader; one pass is one epoch.
 
@@ -85,6 +97,8 @@ class PreparedLoader:
     def __init__(self, sharded: ShardedLoader, gradients: Gradients | None = None) -> None:
         self.sharded = sharded
         self._gradients = gradients
+        self.waited_s = 0.0
+        """Seconds that training has waited for batches; on CUDA only those in which the device ran out of work."""
 
     def __iter__(self) -> Iterator[Any]:
         if self._gradients is None:
@@ -94,8 +108,15 @@ class PreparedLoader:
                 yield batch
             return
         sharded, begin = self.sharded, self._gradients.begin
+        batches, device_has_work = iter(sharded), _work_left(sharded.device)
         try:
-            for batch in sharded:
+            while True:
+                began = perf_counter()
+                batch = next(batches, _END)
+                if not device_has_work():
+                    self.waited_s += perf_counter() - began
+                if batch is _END:
+                    break
                 begin(sharded.current)
                 yield batch
         except GeneratorExit:

@@ -210,6 +210,7 @@ class Survivor:
         except BaseException:
             self.stop_requested = loop.stop.from_outside or self.stop_requested
             self._captured = capture(loop, committed) or self._captured
+            loop.report.interrupted()
             raise
         finally:
             self._loop = None

@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +24,7 @@ from phalanx.loop.speed import PeakMemory, TokenRate, token_rate
 from phalanx.observe.events import (
     CheckpointSaved,
     EpochDone,
+    Goodput,
     Message,
     MetricsReported,
     Phase,
@@ -32,6 +33,7 @@ from phalanx.observe.events import (
     RunStarted,
     StepDone,
 )
+from phalanx.observe.goodput import EVENTS, Ledger, account, read_events
 from phalanx.observe.history import EpochRecord, History
 from phalanx.observe.sinks import EventStream
 from phalanx.observe.timing import Throughput
@@ -55,12 +57,20 @@ class RunFacts:
     precision: str
     batch_size: int
     global_batch: int
+    data_wait: Callable[[], float] = lambda: 0.0
+    """Seconds that this rank has waited for training data."""
 
 
 class Reporter:
     """Turns what happens in the loop into events and history."""
 
     def __init__(self, facts: RunFacts, events: EventStream) -> None:
+        self.ledger = Ledger(
+            attempt=facts.world.env.attempt + facts.world.env.generation,
+            launched=facts.world.is_launched,
+            data_wait=facts.data_wait,
+            communication=self._communication,
+        )
         self._facts = facts
         self._events = events
         self._every = facts.config.log_every_n_steps
@@ -71,7 +81,7 @@ class Reporter:
         self._time_before = 0.0
         self._first_step = 0
         self._total_steps: int | None = None
-        self.samples = 0
+        self.samples = self._first_samples = 0
         self._epoch_began = time.monotonic()
         self._epoch_samples = 0
         self._loss_sum = 0.0
@@ -108,7 +118,9 @@ class Reporter:
         """
         facts, config, world = self._facts, self._facts.config, self._facts.world
         self._first_step, self._total_steps = step, total_steps
+        self._first_samples = self.samples
         self._speed = Throughput()
+        self.ledger.begin()
         self._began = self._epoch_began = time.monotonic()
         if not announce:
             return
@@ -135,6 +147,7 @@ class Reporter:
                 layout=layout_words(facts.strategy.name, config, world.mesh.sizes),
             )
         )
+        self._report_goodput()
         self.say(config.unused_note, "warning")
         for note in notes:
             self.say(note)
@@ -147,6 +160,12 @@ class Reporter:
     def recovered(self, event: Recovered) -> None:
         """Report that the group of ranks changed in place."""
         self._events.emit(event)
+        self._report_goodput()
+
+    def interrupted(self) -> None:
+        """Report where the time went until the group of ranks changed."""
+        if self.samples:
+            self._report_goodput()
 
     def first_batch(self, model: nn.Module, batch: Any) -> None:
         """Find from the first batch how many tokens a sample has."""
@@ -172,14 +191,18 @@ class Reporter:
     def count(self, samples: int) -> None:
         """Count a step's samples."""
         self._speed.add(samples)
+        self.ledger.step_done()
         if self._speed.steps == self._first_steps:
             if self._facts.world.device.type == "cuda":  # else the first steps' work would count in the next one
                 torch.cuda.synchronize(self._facts.world.device)
             self._speed.warmed_up()
+            self.ledger.first_steps_done(self._speed.warm_up_seconds)
             if self._facts.config.compile:
                 self._events.emit(Phase("compile", "end", self._speed.warm_up_seconds))
         self.samples += samples
         self._epoch_samples += samples
+        if self.ledger.is_due:
+            self._report_goodput()
 
     def losses(self, losses: dict[int, float]) -> float | None:
         """Add losses to the epoch's mean; return their own mean."""
@@ -251,7 +274,7 @@ class Reporter:
         began = time.monotonic()
         self._events.emit(Phase(name, "begin", total=total))
         self._update_totals()
-        with self._speed.paused():
+        with self._speed.paused(), self.ledger.phase(name):
             yield
         self._events.emit(Phase(name, "end", time.monotonic() - began))
 
@@ -259,6 +282,7 @@ class Reporter:
         """Close the run's record and show what can be done next."""
         self.history.status, self.history.reason = status, reason
         self._update_totals()
+        self._close_goodput()
         if status in ("finished", "stopped"):
             event = self._facts.strategy.closing_event() if self._facts.world.is_main else None
             if event is not None:
@@ -289,6 +313,28 @@ class Reporter:
         history.plain_bytes = sent.plain_bytes if sent else None
         history.exchange_hidden = sent.hidden_s if sent else None
         history.exchange_waited = sent.waited_s if sent else None
+
+    def _communication(self) -> float | None:
+        sent = self._facts.strategy.comm_stats()
+        return sent.waited_s if sent else None
+
+    def _report_goodput(self) -> Goodput:
+        rate = self._speed.steady
+        step = self._first_step + self._speed.steps
+        samples = (self._first_samples, self.samples)
+        event = self.ledger.event(step, self._first_step, samples, rate, self._token_rate.mfu(rate))
+        self._events.emit(event)
+        return event
+
+    def _close_goodput(self) -> None:
+        """Report the attempt, and note the whole run: this attempt and the earlier ones in the run's events."""
+        last = self._report_goodput()
+        found = (
+            account([*read_events(self._facts.run_dir / EVENTS), last.to_dict()]) if self._facts.world.is_main else None
+        )
+        if found is not None:
+            history = self.history
+            history.goodput, history.whole_throughput, history.whole_mfu = found.seconds, found.throughput, found.mfu
 
     def _speedup(self, rate: float) -> float | None:
         reference = self._facts.config.reference_throughput

@@ -9,6 +9,7 @@ import torch
 
 from phalanx import checkpoint
 from phalanx.loop.formation import Formation
+from phalanx.loop.interval import AutoInterval
 from phalanx.loop.state import restore_snapshot
 
 
@@ -26,6 +27,7 @@ class CheckpointPolicy:
         self.directory = Path(config.checkpoint_dir or run_dir / "checkpoints") if wanted else None
         if self.directory is not None and self.every is None:
             self.every = (1, "epochs")
+        self.auto = AutoInterval(formation) if self.every is not None and self.every[1] == "auto" else None
         self.last_step: int | None = None
         self.last_path: str | None = None
 
@@ -53,6 +55,8 @@ class CheckpointPolicy:
 
     def due_after_step(self, step: int) -> bool:
         """Whether a checkpoint is due after this many steps."""
+        if self.auto is not None:
+            return self.auto.is_due(step)
         return self.every is not None and self.every[1] == "steps" and step % self.every[0] == 0
 
     def due_after_epoch(self, epochs: int) -> bool:

@@ -19,6 +19,7 @@ from phalanx.world.env import read_rank_env, stop_signals
 if TYPE_CHECKING:
     import torch.distributed as dist
 
+    from phalanx.loop.notices import StopNotices
     from phalanx.world.world import World
 
 
@@ -43,15 +44,24 @@ class StopRequest:
         self._started = 0.0
         self._seen = 0
         self.reason: str | None = None
+        self._notices: StopNotices | None = None
 
-    def listen(self) -> None:
-        """Install the handlers; outside the main thread Python allows none, and only `control` stops the run."""
+    def listen(self, notices: StopNotices | None = None) -> None:
+        """Install the handlers, and watch for notices that the run has to end soon.
+
+        Outside the main thread Python allows no handlers, and only `control` and notices stop the run.
+        """
+        self._notices = notices
+        if notices is not None:
+            notices.watch()
         if threading.current_thread() is threading.main_thread():
             for number in stop_signals(self._world.env):
                 self._previous[number] = signal.signal(number, self._handle)
 
     def silence(self) -> None:
-        """Restore the previous handlers."""
+        """Restore the previous handlers, and watch no longer."""
+        if self._notices is not None:
+            self._notices.close()
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         self._previous.clear()

@@ -9,12 +9,14 @@ from typing import Any
 
 from phalanx.errors import NonFiniteLossError
 from phalanx.loop.best import BestCheckpoint, MetricWatch
+from phalanx.loop.checks import RankChecks
 from phalanx.loop.ema import WeightAverage
 from phalanx.loop.evaluate import batches_to_measure, evaluate
 from phalanx.loop.formation import Formation
 from phalanx.loop.forward import Forward, decide_forward
 from phalanx.loop.hooks import Hooks, StepInfo
 from phalanx.loop.loss_log import LossLog
+from phalanx.loop.notices import StopNotices
 from phalanx.loop.optim import LRSchedule, OptimizerSettings, rate_factor, rate_scale
 from phalanx.loop.optimizer_binding import OwnSchedule, make_scheduler
 from phalanx.loop.reporting import Reporter, RunFacts
@@ -75,8 +77,10 @@ class TrainLoop:
             precision=formation.precision.name,
             batch_size=layout.batch_size,
             global_batch=self.global_batch,
+            data_wait=lambda: self.train_loader.waited_s,
         )
         self.report = Reporter(facts, events)
+        self.checks = RankChecks(formation, self.model, events.emit)
         self.restore: Callable[[], dict[str, Any] | None] = self.saving.restore
         """Restores an earlier state, if any; an elastic run replaces it by one that restores from memory."""
         self.before_stop: Callable[[], None] | None = None
@@ -131,13 +135,14 @@ class TrainLoop:
         if self._finished():
             self._reason = "nothing was left to train"
         self._time_limit.begin()
-        self.stop.listen()
+        self.stop.listen(StopNotices(self.config, self.formation.world, self.stop.ask, self.report.say))
         try:
             self.hooks.fire("on_fit_start", self)
             while not self._finished():
                 yield from self._epoch()
             self._end()
         finally:
+            self.checks.close()
             self.stop.silence()
 
     def _epoch(self) -> Iterator[StepInfo]:
@@ -165,6 +170,8 @@ class TrainLoop:
             if outcome is None:
                 break
             heartbeat.beat(step)
+            if self.checks.is_on:
+                self.checks.after_step(step)
             if average is not None:
                 average.update(step)
             samples = self.formation.gradients.current.global_samples
@@ -240,7 +247,11 @@ class TrainLoop:
         self._judge("train", {"loss": self.report.epoch_loss})
         self.report.epoch_done(self.step, epoch, self.schedule.rate, metrics)
         self.hooks.fire("on_epoch_end", self, epoch, metrics)
-        if not last and not self.control.should_continue(epoch + 1):
+        if last or not self.control.is_active:
+            return
+        with self.report.ledger.phase("idle"):
+            goes_on = self.control.should_continue(epoch + 1)
+        if not goes_on:
             self.request_stop("stopped by the tuner")
             self._status = "stopped"
 
@@ -303,6 +314,7 @@ class TrainLoop:
             self._note_best()
             return
         self._losses_checked()
+        self.checks.compare_weights(self.step)
         self.formation.strategy.consolidate(self.model)
         if not self.formation.weights_are_finite():  # the last step made them so, after its loss was computed
             raise self._failed(f"step {self.step} left weights that are not finite, so they were not saved")
@@ -310,6 +322,8 @@ class TrainLoop:
         with self.report.phase("checkpoint"):
             saved = self.saving.save(**self.to_keep())
         self.report.checkpointed(saved, best=self._note_best())
+        if self.saving.auto is not None:
+            self.report.say(self.saving.auto.saved(self.step, self.report.ledger.stalled))
         self.hooks.fire("on_checkpoint", self, str(saved.path))
 
     def _note_best(self) -> bool:

@@ -91,6 +91,8 @@ class Console:
             self._view.line(format.lost_line(event), kind="warning")
         elif isinstance(event, events.Recovered):
             self._view.line(format.recovered_line(event), kind="warning")
+        elif isinstance(event, events.RankSuspected):
+            self._view.line(f"warning: step {event.step}: {event.why}", kind="warning")
         elif self._progress and not self._is_quiet:
             self._show_progress(event)
 

@@ -249,6 +249,11 @@ class RunEnded(Event):
     """The metric of `keep_best`, such as val/loss; empty where it was not measured."""
     best_value: float | None = None
     best_step: int | None = None
+    goodput: dict[str, float] = field(default_factory=dict)
+    """Seconds of wall time by category (`phalanx.observe.goodput.CATEGORIES`), over all attempts of the run."""
+    whole_throughput: float | None = None
+    """Samples per second of that wall time."""
+    whole_mfu: float | None = None
 
 
 @dataclass(frozen=True)
@@ -286,6 +291,44 @@ class ServersReported(Event):
             waited_seconds=waited_seconds,
             shards=shards,
         )
+
+
+@dataclass(frozen=True)
+class Goodput(Event):
+    """Where the time of an attempt went so far; the last one of an attempt counts."""
+
+    kind: ClassVar[str] = "goodput"
+    step: int
+    first_step: int
+    """The step that the attempt began after."""
+    seconds: dict[str, float]
+    """By category; the sum is the wall time since `began`."""
+    began: float
+    """When the attempt began, in seconds since the epoch: the command, or after a failure the new process."""
+    attempt: int = 0
+    first_samples: int = 0
+    samples: int = 0
+    """Samples that the run had seen over all ranks when the attempt began, and now."""
+    throughput: float = 0.0
+    """Samples per second in the steady state."""
+    mfu: float | None = None
+    redone_steps: int = 0
+    """Steps that this attempt took again after ranks were lost."""
+    before: list[float] | None = None
+    """Step and time of the last heartbeat of the attempt before this one, where that failed."""
+
+
+@dataclass(frozen=True)
+class RankSuspected(Event):
+    """A check found ranks whose weights differ ("corruption") or that are much slower than the others ("straggler")."""
+
+    kind: ClassVar[str] = "rank_suspected"
+    step: int
+    what: str
+    ranks: list[int]
+    why: str
+    action: str
+    """What follows: "stop" or "warn"."""
 
 
 def from_dict(data: Mapping[str, Any]) -> Event:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from phalanx.observe.events import (
     CheckpointSaved,
@@ -15,6 +15,7 @@ from phalanx.observe.events import (
     ServersReported,
     StepDone,
 )
+from phalanx.observe.goodput import CATEGORIES
 
 _TITLES = {
     "finished": "Training finished",
@@ -122,6 +123,7 @@ def servers_lines(event: ServersReported) -> list[str]:
 
 
 _MIN_SHOWN_SECONDS = 0.5
+_MIN_SHOWN_SHARE = 0.005
 
 
 def summary_title(end: RunEnded) -> str:
@@ -138,9 +140,14 @@ def summary_rows(end: RunEnded, run: RunStarted | None) -> list[tuple[str, str]]
         speed += f", {rate(end.tokens_per_second)} tokens/s"
     if end.speedup is not None:
         speed += f", {end.speedup:.2f}x the reference"
+    if end.whole_throughput is not None:
+        speed += f" ({rate(end.whole_throughput)} samples/s over the whole run)"
     rows = [("time", duration(end.total_time)), ("steps", steps), ("throughput", speed)]
     if end.mfu is not None:
-        rows.append(("MFU", f"{end.mfu:.1%}"))
+        whole = "" if end.whole_mfu is None else f" ({end.whole_mfu:.1%} over the whole run)"
+        rows.append(("MFU", f"{end.mfu:.1%}{whole}"))
+    if end.goodput:
+        rows.append(("goodput", goodput_words(end.goodput)))
     if end.first_steps_seconds is not None and end.first_steps_seconds >= _MIN_SHOWN_SECONDS:
         rows.append(("first steps", f"{duration(end.first_steps_seconds)}, not in the throughput"))
     if end.slow_seconds >= _MIN_SHOWN_SECONDS:
@@ -162,6 +169,15 @@ def summary_rows(end: RunEnded, run: RunStarted | None) -> list[tuple[str, str]]
         ("logs", (run.log_dir or run.run_dir) if run else None),
     ]
     return rows + [(label, place) for label, place in places if place]
+
+
+def goodput_words(seconds: Mapping[str, float]) -> str:
+    """Return what the wall time was spent on: `91.2% productive, 5.1% start-up: import, 1.0% data wait`."""
+    total = sum(seconds.values()) or 1.0
+    shares = {CATEGORIES.get(name, name): spent / total for name, spent in seconds.items()}
+    first = f"{seconds.get('productive', 0.0) / total:.1%} productive"
+    rest = sorted(((share, name) for name, share in shares.items() if name != "productive"), reverse=True)
+    return ", ".join([first, *(f"{share:.1%} {name}" for share, name in rest if share >= _MIN_SHOWN_SHARE)])
 
 
 def summary_sentence(end: RunEnded, run: RunStarted | None) -> str:
@@ -207,6 +223,13 @@ def size(count: float) -> str:
 def duration(seconds: float) -> str:
     """Write a duration: `4.2 s`, `3:07`, `2:03:07`."""
     return f"{seconds:.1f} s" if seconds < 60 else clock(seconds)
+
+
+def span(seconds: float) -> str:
+    """Write a duration that may be long in one unit: `47.7 days`, `7.9 h`, `5:53`, `0.4 s`."""
+    if seconds >= 2 * 86400:
+        return f"{seconds / 86400:.1f} days"
+    return f"{seconds / 3600:.1f} h" if seconds >= 3600 else duration(seconds)
 
 
 def clock(seconds: float) -> str:

@@ -11,6 +11,7 @@ import mmap
 import os
 import struct
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,6 +33,10 @@ class Beat:
     """How many batches of the evaluation under way are done."""
 
 
+def _previous(path: Path) -> Path:
+    return path.with_name(f"{path.name}.previous")
+
+
 def board_path(log_dir: Path, node_rank: int = 0) -> Path:
     """Return the path of a node's heartbeats: one file per node, because nodes may share the log directory."""
     return log_dir / ("heartbeats" if node_rank == 0 else f"heartbeats-{node_rank}")
@@ -49,7 +54,12 @@ class HeartbeatBoard:
 
     @classmethod
     def create(cls, path: Path, world_size: int) -> HeartbeatBoard:
-        """Make an empty board for `world_size` ranks; processes that have an old one open keep it."""
+        """Make an empty board for `world_size` ranks; processes that have an old one open keep it.
+
+        The next attempt reads from the old one how far this attempt came.
+        """
+        with suppress(FileNotFoundError):
+            os.replace(path, _previous(path))
         replace_file(path, _ENTRY.pack(_NEVER, 0.0, 0) * world_size)
         return cls(path)
 
@@ -102,6 +112,19 @@ _LOCAL = LocalBoard()
 def _open(log_dir: str, node_rank: str, rank: str) -> Board:
     path = board_path(Path(log_dir), int(node_rank))
     return HeartbeatBoard(path, int(rank)) if path.exists() else _LOCAL
+
+
+def previous_beat() -> Beat | None:
+    """Return the last beat of the main rank in the attempt before this one, where this node's launcher has kept it."""
+    log_dir = os.environ.get("PHALANX_LOG_DIR", "")
+    path = _previous(board_path(Path(log_dir), int(os.environ.get("GROUP_RANK", "0"))))
+    if not log_dir or not path.is_file():
+        return None
+    board = HeartbeatBoard(path)
+    try:
+        return board.read(0)
+    finally:
+        board.close()
 
 
 def current() -> Board:

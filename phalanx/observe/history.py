@@ -63,6 +63,12 @@ class History:
     """Seconds in which gradients travelled while rank 0 computed."""
     exchange_waited: float | None = None
     """Seconds in which rank 0 waited for gradients to travel."""
+    goodput: dict[str, float] = field(default_factory=dict)
+    """Seconds of wall time by category, such as productive, data_wait or lost, over all attempts of the run."""
+    whole_throughput: float | None = None
+    """Samples per second of that wall time, start-up and interruptions included."""
+    whole_mfu: float | None = None
+    """MFU over that wall time."""
 
     @property
     def best_accuracy(self) -> float | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -28,10 +29,12 @@ def launch_spec(
     *,
     env: Mapping[str, str] | None = None,
     data: Mapping[str, Any] | None = None,
+    launched: float | None = None,
 ) -> LaunchSpec:
     """Return the launch that the config describes.
 
-    Phalanx's own targets join within `timeout` of their start; a user's script may prepare for hours before it does.
+    `launched`: when the command began, if not now. Phalanx's own targets join within `timeout` of their start; a user's
+    script may prepare for hours before it does.
     """
     # Ranks of scripts are labelled r0, r1, ... unless flags set more than a count.
     mesh = layout.mesh
@@ -52,6 +55,7 @@ def launch_spec(
             **(env or {}),
         },
         log_dir=log_dir,
+        launched=time.time() if launched is None else launched,
         labels=layout.labels if isinstance(target, CallTarget) or layout.names or is_set else (),
         console_ranks="all" if config.console_ranks == "all" else "0",
         max_restarts=config.max_restarts,

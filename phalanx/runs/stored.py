@@ -19,16 +19,16 @@ from typing import Any
 from phalanx.errors import UsageError, unknown_name
 from phalanx.observe.best import latest_mark
 from phalanx.observe.format import duration
+from phalanx.observe.goodput import EVENTS, read_events
 from phalanx.recipes import Recipe
 from phalanx.runs.record import FILE, RunRecord, is_own_file, read_record
 
-EVENTS = "events.jsonl"
 RUNS = Path("runs")
 _TAIL_BYTES = 1 << 17
 _FRESH_SECONDS = 3600.0
 _OWN_PATTERNS = (
     *(FILE, EVENTS, "config.toml", "tracking.json", "tensorboard", "wandb", "events.out.tfevents.*", "fit-[0-9]*"),
-    *("checkpoints/step-*", "checkpoints/.writing-*", "checkpoints/.run-*.lock", "logs/rank-*", "logs/heartbeats"),
+    *("checkpoints/step-*", "checkpoints/.writing-*", "checkpoints/.run-*.lock", "logs/rank-*", "logs/heartbeats*"),
 )
 """The files of a run. A folder that the user had before may hold others, also in `checkpoints` and `logs`."""
 
@@ -237,14 +237,8 @@ class StoredRun:
         return self.record.tags if self.record is not None else []
 
     def events(self, start: int = 0) -> Iterator[dict[str, Any]]:
-        """Yield all events, or those after so many bytes of the file, the oldest first."""
-        if not (self.path / EVENTS).is_file():
-            return
-        with (self.path / EVENTS).open("rb") as file:
-            file.seek(start)
-            for line in file:
-                if (event := _parsed(line)) is not None:
-                    yield event
+        """Return all events, or those after so many bytes of the file, the oldest first."""
+        return read_events(self.path / EVENTS, start)
 
     def clear(self) -> None:
         """Remove the run's own files; other files in its folder stay."""

@@ -73,7 +73,7 @@ def open_events(config: DistributedConfig, world: World, run_dir: Path) -> Event
 def open_sinks(config: DistributedConfig, run_dir: Path) -> list[Sink]:
     """Return the sinks that the config asks for; those of services continue their run where this one is resumed."""
     env = read_rank_env()
-    resumes = bool(config.resume_from_checkpoint) or (env is not None and env.attempt > 0)
+    resumes = bool(config.resume_from_checkpoint) or (env is not None and env.attempt + env.generation > 0)
     sinks: list[Sink] = [JsonlSink(run_dir / "events.jsonl")]
     to_launcher = FdSink.from_environment()
     if to_launcher is not None:

@@ -20,6 +20,7 @@ LAYERS = {
     "host": 1,
     "observe": 1,
     "recipes": 1,
+    "reliability": 1,
     "launch": 1,
     "world": 2,
     "comm": 3,

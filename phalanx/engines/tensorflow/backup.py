@@ -43,7 +43,7 @@ def backup_dir(config: DistributedConfig, run_dir: Path, attempt: int) -> Path |
 
 def _root(config: DistributedConfig, run_dir: Path) -> Path | None:
     every = config.checkpoint_every
-    if every is not None and every[1] == "steps":
+    if every is not None and every[1] != "epochs":
         raise UsageError(
             f"checkpoint_frequency = {config.checkpoint_frequency!r}: Keras' backups are made after epochs",
             hint="Write a number of epochs: checkpoint_frequency = 1.",

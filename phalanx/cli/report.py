@@ -1,0 +1,104 @@
+"""`phalanx report RUN`: where the wall time of a run went, by category, over all its attempts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from phalanx.cli.flags import FlagParser
+from phalanx.cli.json_output import add_json_flag, print_json
+from phalanx.errors import UsageError
+from phalanx.observe.format import duration, rate, table
+from phalanx.observe.goodput import CATEGORIES, Account, account
+from phalanx.observe.heartbeat import HeartbeatBoard, board_path
+from phalanx.runs.stored import RUNS, StoredRun, find_run
+
+_HELP = "Show where the wall time of a run went: one that runs, has ended, failed, or was restarted."
+_BAR = 40
+
+
+def parser() -> FlagParser:
+    """Return the parser of the verb."""
+    parser = FlagParser(prog="phalanx report", usage="phalanx report RUN [--json]", description=_HELP)
+    parser.add_argument("run", metavar="RUN", help="a name, the beginning of one, a tag, a folder, or last")
+    add_json_flag(parser, "the report")
+    parser.add_argument("--runs-dir", default=str(RUNS), metavar="DIR", help="the folder that holds the runs [runs]")
+    return parser
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run the verb."""
+    namespace = parser().parse_all(arguments)
+    stored = find_run(namespace.run, Path(namespace.runs_dir))
+    found = account(_events(stored))
+    if found is None:
+        raise UsageError(
+            f"the events of {stored.name} do not say where its time went",
+            hint="It has not begun to train yet, or was trained by an older version, by TensorFlow or by a loop of "
+            "your own.",
+        )
+    if namespace.json:
+        print_json(_document(stored, found))
+    else:
+        print("\n".join(_lines(stored, found)))
+    return 0
+
+
+def _events(stored: StoredRun) -> Iterator[dict[str, Any]]:
+    """Yield the run's events, and for one that runs or was killed the main rank's last heartbeat."""
+    yield from stored.events()
+    if stored.ended:
+        return
+    with suppress(FileNotFoundError, IndexError, ValueError):  # no launcher has made the file
+        beat = HeartbeatBoard(board_path(stored.path / "logs")).read(0)
+        if beat is not None:
+            yield {"event": "heartbeat", "time": beat.time, "step": beat.step}
+
+
+def _document(stored: StoredRun, found: Account) -> dict[str, Any]:
+    return {
+        "run": stored.name,
+        "status": stored.status,
+        "steps": found.steps,
+        "attempts": found.attempts,
+        "redone_steps": found.redone_steps,
+        "total_seconds": found.total,
+        "seconds": found.seconds,
+        "shares": found.shares,
+        "throughput": {"steady": found.steady_throughput, "whole": found.throughput},
+        "mfu": {"steady": found.steady_mfu, "whole": found.mfu},
+        "communication_is_counted": found.communication_is_counted,
+        "until": found.until,
+    }
+
+
+def _lines(stored: StoredRun, found: Account) -> list[str]:
+    again = f", {found.redone_steps:,} steps done again" if found.redone_steps else ""
+    tries = f"{found.attempts} attempts" if found.attempts > 1 else "1 attempt"
+    shares = found.shares
+    largest = max(shares.values(), default=1.0) or 1.0
+    rows = [("", "time", "share", "")]
+    for name, seconds in found.seconds.items():
+        bar = "#" * round(_BAR * shares[name] / largest)
+        rows.append((CATEGORIES[name], _time(seconds), f"{shares[name]:6.1%}", bar))
+    rows.append(("total", _time(found.total), f"{1:6.1%}", ""))
+    speeds = [("", "steady state", "whole run")]
+    speeds.append(("samples/s", rate(found.steady_throughput), rate(found.throughput)))
+    if found.steady_mfu is not None and found.mfu is not None:
+        speeds.append(("MFU", f"{found.steady_mfu:.1%}", f"{found.mfu:.1%}"))
+    lines = [
+        f"{stored.name}: {stored.status}, {found.steps:,} steps, {tries}{again}",
+        "",
+        table(rows),
+        "",
+        table(speeds),
+    ]
+    if not found.communication_is_counted:
+        lines += ["", "Exposed communication is part of productive: this strategy does not count it."]
+    return lines
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds < 10 else duration(seconds)

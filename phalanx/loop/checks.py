@@ -1,0 +1,149 @@
+"""Optional checks of ranks that hold replicas: equal weights (`check_replicas_every`), and ranks that are slow."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from phalanx.errors import CorruptionError
+from phalanx.loop.formation import Formation
+from phalanx.observe.events import RankSuspected
+from phalanx.reliability.findings import Finding, odd_replicas, slow_ranks
+
+_CHUNK = 1 << 22
+_PACE_STEPS = 50
+"""How many steps lie between two comparisons of the ranks' own times."""
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def hash_of(tensors: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Return a hash of the tensors' bits as an int64 on the device, without waiting for it; positions count."""
+    weights = torch.arange(1, 2 * _CHUNK, 2, device=device)
+    total = torch.zeros((), dtype=torch.int64, device=device)
+    for tensor in tensors:
+        plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        bits = plain.detach().contiguous().view(_BITS[plain.element_size()]).flatten()
+        for chunk in torch.split(bits, _CHUNK):
+            total = total * 31 + (chunk.long() * weights[: len(chunk)]).sum()  # int64 wraps around, as hashes do
+    return total
+
+
+class RankChecks:
+    """Runs the checks that the config asks for; all ranks call its methods at the same steps."""
+
+    def __init__(self, formation: Formation, model: nn.Module, emit: Callable[[RankSuspected], None]) -> None:
+        config = formation.config
+        self._formation = formation
+        self._model = model
+        self._emit = emit
+        self._every = config.check_replicas_every
+        self._stops = config.on_corruption == "stop"
+        self._factor = config.straggler_factor
+        several = formation.world_size > 1
+        self.is_on = several and (self._every is not None or self._factor is not None)
+        self._checked = -1
+        self._handles: list[Any] = []
+        self._pace = OwnTime(formation.device) if several and self._factor is not None else None
+        if self._pace is not None:
+            self._handles = [
+                model.register_forward_pre_hook(self._pace.forward_begins),
+                model.register_forward_hook(self._pace.forward_ends),
+            ]
+
+    def close(self) -> None:
+        """Remove the hooks from the user's model."""
+        for handle in self._handles:
+            handle.remove()
+
+    def after_step(self, step: int) -> None:
+        """Run what is due after a step."""
+        if self._pace is not None:
+            self._pace.step_ends()
+            if step % _PACE_STEPS == 0:
+                self._compare_times(step, self._pace)
+        if self._every is not None and step % self._every == 0:
+            self.compare_weights(step)
+
+    def compare_weights(self, step: int) -> None:
+        """Compare the replicas' weights, once per step; also before a save, so that no checkpoint has wrong ones."""
+        if self._every is None or not self.is_on or self._checked == step:
+            return
+        self._checked = step
+        own = hash_of(self._model.parameters(), self._formation.device)
+        finding = odd_replicas([int(each) for each in self._gather(own)])
+        if finding is not None:
+            self._report(step, finding, "stop" if self._stops else "warn")
+            if self._stops:
+                raise CorruptionError(
+                    f"silent corruption at step {step}: {finding.why}",
+                    hint="The last checkpoint was written before. Check the memory of that machine or GPU; with "
+                    "max_restarts the run goes on from the checkpoint, and on_corruption='warn' only reports.",
+                )
+
+    def _compare_times(self, step: int, pace: OwnTime) -> None:
+        assert self._factor is not None
+        times = [float(each) for each in self._gather(torch.tensor(pace.take(), device=self._formation.device))]
+        finding = slow_ranks(times, self._factor)
+        if finding is not None:
+            self._report(step, finding, "warn")
+
+    def _gather(self, value: torch.Tensor) -> list[Any]:
+        """Return each rank's value: a sum of vectors in which every rank has set its own place."""
+        places = torch.zeros(self._formation.world_size, dtype=value.dtype, device=value.device)
+        places[self._formation.rank] = value
+        return self._formation.reduce(places, "sum").tolist()
+
+    def _report(self, step: int, finding: Finding, action: str) -> None:
+        self._emit(RankSuspected(step, finding.kind, list(finding.ranks), finding.why, action))
+
+
+class OwnTime:
+    """A rank's own time per step: from the end of a step to the end of the next forward pass, without collectives.
+
+    What follows, the backward pass, waits for the slowest rank and is equally long on all of them. On CUDA the forward
+    pass of one step is timed by events, which cost nothing until they are read.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_cuda = device.type == "cuda"
+        self._ended: float | None = None
+        self._times: list[float] = []
+        self._events: list[Any] = []
+
+    def forward_begins(self, *_: Any) -> None:
+        """Note the begin of a forward pass."""
+        if self._on_cuda and not self._events:
+            self._events = [_recorded()]
+
+    def forward_ends(self, *_: Any) -> None:
+        """Note its end, and the time since the last step, once per step."""
+        if self._ended is not None:
+            self._times.append(time.perf_counter() - self._ended)
+            self._ended = None
+        if len(self._events) == 1:
+            self._events.append(_recorded())
+
+    def step_ends(self) -> None:
+        """Note the end of a step."""
+        self._ended = time.perf_counter()
+
+    def take(self) -> float:
+        """Return the usual seconds of the steps since the last call; waits for the device."""
+        usual = statistics.median(self._times) if self._times else 0.0
+        if len(self._events) == 2:
+            self._events[1].synchronize()
+            usual += self._events[0].elapsed_time(self._events[1]) / 1000
+        self._times.clear()
+        self._events.clear()
+        return usual
+
+
+def _recorded() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event

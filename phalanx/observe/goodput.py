@@ -1,0 +1,308 @@
+"""Goodput: which part of a run's wall time was productive, and what the rest was spent on.
+
+The main rank keeps a `Ledger` of its attempt and reports it as `Goodput` events. `account` adds up the attempts of a
+run from its events; what happened between attempts, and to steps that were done again, follows from their times and
+step numbers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from phalanx.host.processes import process_began
+from phalanx.observe.events import Goodput
+from phalanx.observe.heartbeat import previous_beat
+
+CATEGORIES = {
+    "productive": "productive",
+    "import": "start-up: import",
+    "startup": "start-up: model and data",
+    "compile": "start-up: first steps",
+    "data_wait": "data wait",
+    "communication": "exposed communication",
+    "evaluation": "evaluation",
+    "checkpoint": "checkpoint stall",
+    "lost": "lost and redone",
+    "recovery": "recovery",
+    "idle": "idle",
+}
+"""What a second of wall time may be spent on, and how reports call it."""
+
+EVENTS = "events.jsonl"
+"""The file of a run's events, in its folder."""
+
+LAUNCHED_AT = "PHALANX_LAUNCHED_AT"
+"""The environment variable in which the launcher says when its command began, in seconds since the epoch."""
+
+_REPORT_SECONDS = 10.0
+"""The longest time between two reports, beyond one step: what an attempt that is killed leaves unreported."""
+_PHASES = {"evaluate": "evaluation", "checkpoint": "checkpoint"}
+_process_is_counted = False
+
+
+class Ledger:
+    """The seconds of one attempt on this rank, by category; they add up to its wall time."""
+
+    def __init__(
+        self,
+        *,
+        attempt: int = 0,
+        launched: bool = False,
+        data_wait: Callable[[], float] = lambda: 0.0,
+        communication: Callable[[], float | None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`launched`: this process was started to train; `data_wait`, `communication`: the seconds waited so far."""
+        global _process_is_counted
+        self._attempt = attempt
+        self._clock = clock
+        self._offset = time.time() - clock()  # durations do not jump when the time of day is set
+        self._before: defaultdict[str, float] = defaultdict(float)
+        self.began = self._now()
+        if launched and not _process_is_counted:
+            self._count_start()
+        _process_is_counted = True  # a second fit in this process begins here
+        self._loop_began = self._now()
+        self._data_wait = data_wait
+        self._communication = communication
+        self._spent: defaultdict[str, float] = defaultdict(float)
+        self._steps = 0
+        self._first_steps = (0, 0.0)
+        self._redone = 0
+        self._report_at = 0.0
+        beat = previous_beat() if attempt else None
+        self._before_beat = None if beat is None else [beat.step, beat.time]
+
+    def _now(self) -> float:
+        return self._offset + self._clock()
+
+    def _count_start(self) -> None:
+        """Begin with the command that started the ranks; a later attempt begins with this process."""
+        began = process_began()
+        commanded = float(os.environ.get(LAUNCHED_AT) or began)
+        if self._attempt == 0 and commanded < began:
+            self._before["import"] = began - commanded
+            began = commanded
+        self.began = min(began, self.began)
+
+    def begin(self) -> None:
+        """Training begins: the time before was start-up, or recovery where an earlier attempt failed."""
+        self._loop_began = self._now()
+        self._before["startup"] = self._loop_began - self.began - self._before["import"]
+        if self._attempt > 0:
+            recovery = self._loop_began - self.began
+            self._before.clear()
+            self._before["recovery"] = recovery
+
+    @property
+    def stalled(self) -> float:
+        """Seconds that checkpoints have stalled training so far."""
+        return self._spent["checkpoint"]
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it is time for a report."""
+        return self._clock() >= self._report_at
+
+    def step_done(self) -> None:
+        """Count a step."""
+        self._steps += 1
+
+    def first_steps_done(self, seconds: float) -> None:
+        """The steps so far took this time, code was compiled; what they took more than others is start-up."""
+        self._first_steps = (self._steps, max(0.0, seconds - self._data_wait()))
+
+    def spend(self, category: str, seconds: float) -> None:
+        """Count seconds of the loop that were not training steps."""
+        self._spent[category] += seconds
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Count what happens inside: evaluate, checkpoint, or a category; report soon if it took long."""
+        began = self._clock()
+        try:
+            yield
+        finally:
+            seconds = self._clock() - began
+            self.spend(_PHASES.get(name, name), seconds)
+            if seconds >= 1.0:
+                self._report_at = 0.0
+
+    def recovery(self, seconds: float) -> None:
+        """Count the time from the loss of a rank to the next step, within this attempt."""
+        self.spend("recovery", seconds)
+        self._report_at = 0.0
+
+    def redone(self, steps: int) -> None:
+        """Count steps that were lost and are taken again, within this attempt."""
+        self._redone += steps
+        self._steps += steps  # they took time too
+
+    def seconds(self) -> dict[str, float]:
+        """Return the time so far by category; the loop's time that nothing else explains was productive."""
+        spent = {**self._spent, "data_wait": self._data_wait()}
+        waited = self._communication()
+        work = max(0.0, self._now() - self._loop_began - sum(spent.values()) - (waited or 0.0))
+        first, took = self._first_steps
+        if 0 < first < self._steps:
+            usual = max(0.0, work - took) / (self._steps - first)
+            spent["compile"] = min(work, max(0.0, took - first * usual))
+            work -= spent["compile"]
+        if self._redone:
+            spent["lost"] = work * self._redone / self._steps
+        if waited is not None:
+            spent["communication"] = waited
+        parts = {"productive": work - spent.get("lost", 0.0), **spent}
+        for name, seconds in self._before.items():
+            parts[name] = parts.get(name, 0.0) + seconds
+        return {name: parts[name] for name in CATEGORIES if name in parts}
+
+    def event(self, step: int, first_step: int, samples: tuple[int, int], rate: float, mfu: float | None) -> Goodput:
+        """Return the report of the attempt so far. `samples`: of the run before this attempt, and so far."""
+        self._report_at = self._clock() + _REPORT_SECONDS
+        return Goodput(
+            step=step,
+            first_step=first_step,
+            seconds=self.seconds(),
+            began=self.began,
+            attempt=self._attempt,
+            first_samples=samples[0],
+            samples=samples[1],
+            throughput=rate,
+            mfu=mfu,
+            redone_steps=self._redone,
+            before=self._before_beat,
+            time=self._now(),
+        )
+
+
+@dataclass
+class _Attempt:
+    """What the events say of one attempt."""
+
+    last: Mapping[str, Any]
+    step: int
+    end: float
+
+    @property
+    def tail(self) -> float:
+        """Seconds after the last report, in which only steps were taken."""
+        return max(0.0, self.end - float(self.last["time"]))
+
+    def extend(self, step: int, when: float) -> None:
+        """Note that it was at a step at a time."""
+        self.step, self.end = max(self.step, step), max(self.end, when)
+
+
+@dataclass(frozen=True)
+class Account:
+    """Where the wall time of a whole run went, over its attempts and resumptions."""
+
+    seconds: dict[str, float]
+    attempts: int
+    steps: int
+    redone_steps: int
+    steady_throughput: float
+    """Samples per second without start-up and slow steps, in the last attempt."""
+    steady_mfu: float | None
+    throughput: float
+    """Samples per second of wall time; samples of steps that were lost do not count."""
+    until: float = field(repr=False, default=0.0)
+    """The time of the last event."""
+
+    @property
+    def total(self) -> float:
+        """All seconds."""
+        return sum(self.seconds.values())
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """The seconds as shares of all."""
+        return {name: seconds / self.total if self.total else 0.0 for name, seconds in self.seconds.items()}
+
+    @property
+    def mfu(self) -> float | None:
+        """MFU over the whole wall time; None where the peak is not known."""
+        if self.steady_mfu is None or not self.steady_throughput:
+            return None
+        return self.steady_mfu * self.throughput / self.steady_throughput
+
+    @property
+    def communication_is_counted(self) -> bool:
+        """Whether the strategy counts how long the rank waited; else that time is part of `productive`."""
+        return "communication" in self.seconds
+
+
+def read_events(path: Path, start: int = 0) -> Iterator[dict[str, Any]]:
+    """Yield the events in a run's events.jsonl after so many bytes, the oldest first; none where there is no file."""
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        file.seek(start)
+        for line in file:
+            with suppress(ValueError):  # a writer that was killed has left a part of a line
+                event = json.loads(line)
+                if isinstance(event, dict) and "event" in event and "time" in event:
+                    yield event
+
+
+def account(events: Iterable[Mapping[str, Any]]) -> Account | None:
+    """Add up a run from its events, the oldest first; None where none of them is about goodput."""
+    attempts = _attempts(events)
+    if not attempts:
+        return None
+    total: defaultdict[str, float] = defaultdict(float)
+    redone = 0
+    for number, attempt in enumerate(attempts):
+        first = attempt.last["first_step"]
+        resumed = min((each.last["first_step"] for each in attempts[number + 1 :]), default=attempt.step)
+        lost = max(0, attempt.step - max(first, resumed))
+        redone += lost + attempt.last["redone_steps"]
+        for name, seconds in attempt.last["seconds"].items():
+            total[name] += seconds
+        total["productive"] += attempt.tail
+        if lost:
+            wasted = (attempt.last["seconds"]["productive"] + attempt.tail) * lost / (attempt.step - first)
+            total["lost"] += wasted
+            total["productive"] -= wasted
+        if number:
+            gap = max(0.0, attempt.last["began"] - attempts[number - 1].end)
+            total["recovery" if attempt.last["attempt"] else "idle"] += gap
+    last, wall = attempts[-1], sum(total.values())
+    useful = last.last["samples"] - attempts[0].last["first_samples"]
+    return Account(
+        seconds={name: total[name] for name in CATEGORIES if name in total},
+        attempts=len(attempts),
+        steps=last.step,
+        redone_steps=redone,
+        steady_throughput=last.last["throughput"],
+        steady_mfu=last.last["mfu"],
+        throughput=useful / wall if wall else 0.0,
+        until=last.end,
+    )
+
+
+def _attempts(events: Iterable[Mapping[str, Any]]) -> list[_Attempt]:
+    found: dict[float, _Attempt] = {}
+    current: _Attempt | None = None
+    for event in events:
+        kind, when = event["event"], float(event["time"])
+        if kind == "run_started":
+            current = None
+        elif kind == "goodput":
+            if event["began"] not in found and found and event.get("before") is not None:
+                next(reversed(found.values())).extend(*event["before"])
+            current = found.setdefault(event["began"], _Attempt(event, event["step"], when))
+            current.last = event
+        if current is not None:
+            step = event.get("step")
+            current.extend(step if isinstance(step, int) else 0, when)
+    return list(found.values())

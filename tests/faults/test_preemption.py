@@ -1,0 +1,119 @@
+"""Notices that a run has to end: each becomes a checkpoint at the next step and exit code 75, and the run resumes."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from command import phalanx, write_script
+
+from phalanx.config import DistributedConfig
+from phalanx.errors import EXIT_PREEMPTED
+from phalanx.loop import notices
+from phalanx.loop.notices import StopNotices, job_end
+
+SCRIPT = """
+import time
+import torch
+from torch.utils.data import TensorDataset
+from phalanx import PyTorchDDPTrainer
+
+data = TensorDataset(torch.randn(100, 4), torch.randn(100, 1))
+PyTorchDDPTrainer(
+    torch.nn.Linear(4, 1), loss_fn=torch.nn.functional.mse_loss, batch_size=2, device="cpu",
+    callbacks=[lambda info: time.sleep(0.05)], checkpoint_dir="kept", resume_from_checkpoint=True,
+).fit(data)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _in_own_folder(tmp_path, monkeypatch, fork_server):
+    monkeypatch.chdir(tmp_path)
+
+
+def train(*words: object, max_steps: int = 2000) -> Any:
+    path = write_script(Path("train.py"), SCRIPT)
+    return phalanx("train", "--script", path, "--num-workers", 2, "--max-steps", max_steps, *words)
+
+
+def saved_steps() -> list[int]:
+    return sorted(int(path.name.removeprefix("step-")) for path in Path("kept").glob("step-*"))
+
+
+def test_a_notice_file_ends_the_run_with_a_checkpoint_from_which_it_resumes():
+    def write_when_it_trains() -> None:
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline and not Path("kept").is_dir():
+            time.sleep(0.05)
+        time.sleep(0.5)
+        Path("notice").touch()
+
+    agent = threading.Thread(target=write_when_it_trains)
+    agent.start()
+    answer = train("--preemption-file", "notice")
+    agent.join()
+    assert answer.code == EXIT_PREEMPTED, answer.text
+    assert "stopped by the preemption notice notice after step" in answer.text
+    (step,) = saved_steps()
+    assert step > 0
+    again = train("--preemption-file", "notice", max_steps=step + 3)
+    assert again.code == 0, again.text
+    assert "existed before this run" in again.text
+    assert saved_steps()[-1] == step + 3
+
+
+def test_a_slurm_time_limit_ends_the_run_with_a_checkpoint(monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 60))
+    answer = train("--preemption-margin", 54)
+    assert answer.code == EXIT_PREEMPTED, answer.text
+    assert "stopped by the time limit of the Slurm job, " in answer.text
+    assert saved_steps()
+
+
+@pytest.mark.parametrize(
+    ("left", "seconds"),
+    [("59:30", 3570), ("1:00:00", 3600), ("2-03:04:05", 2 * 86400 + 3 * 3600 + 245), ("UNLIMITED", None), ("", None)],
+)
+def test_the_time_left_is_asked_of_slurm(tmp_path, monkeypatch, left, seconds):
+    squeue = tmp_path / "bin" / "squeue"
+    squeue.parent.mkdir()
+    squeue.write_text(f'#!/bin/sh\\n[ "$2" = --jobs=7 ] && echo "{left}"\\n'.replace("\\n", "\n"))
+    squeue.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{squeue.parent}:{os.environ['PATH']}")
+    found = job_end({"SLURM_JOB_ID": "7"})
+    assert found is None if seconds is None else found == pytest.approx(time.time() + seconds, abs=5)
+
+
+def test_without_squeue_there_is_no_limit(monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert job_end({"SLURM_JOB_ID": "7"}) is None
+    assert job_end({"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "1700000000"}) == 1_700_000_000.0
+
+
+def watched(config: DistributedConfig, environ: dict[str, str], **rank: Any) -> list[str]:
+    """Return what a watcher asked for within a second."""
+    env = SimpleNamespace(local_rank=rank.get("local_rank", 0))
+    world: Any = SimpleNamespace(env=env, is_main=rank.get("is_main", True))
+    asked: list[str] = []
+    watcher = StopNotices(config, world, asked.append, lambda text, level: None, environ)
+    watcher.watch()
+    time.sleep(rank.get("seconds", 0.3))
+    watcher.close()
+    return asked
+
+
+def test_which_rank_watches_what(monkeypatch):
+    monkeypatch.setattr(notices, "_POLL_SECONDS", 0.05)
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": str(int(time.time()) + 30)}
+    assert len(watched(DistributedConfig(preemption_margin=28.9), job, seconds=1.5)) == 1
+    assert watched(DistributedConfig(preemption_margin=60.0), job) == []  # half of the time is left for training
+    assert watched(DistributedConfig(preemption_margin=10.0), job) == []
+    assert watched(DistributedConfig(preemption_margin=0.0), job) == []
+    assert watched(DistributedConfig(), job, is_main=False) == []
+    assert watched(DistributedConfig(), {}) == []
