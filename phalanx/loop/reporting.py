@@ -173,6 +173,7 @@ class Reporter:
 
     def to_keep(self) -> dict[str, Any]:
         """Return the checkpoint's part of this: the history with the latest steps (events.jsonl has all of them)."""
+        self._update_totals()
         history = self.history.to_dict()
         history["steps"] = history["steps"][-_STEPS_IN_CHECKPOINT:]
         so_far = {"loss_sum": self._loss_sum, "loss_count": self._loss_count}
