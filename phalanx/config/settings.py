@@ -61,7 +61,7 @@ class Host(NamedTuple):
     slots: int
 
 
-RECOVERY = {"ddp": "resize", "ring": "resize", "local-sgd": "resize", "diloco": "resize"}
+RECOVERY = dict.fromkeys(("ddp", "ring", "local-sgd", "diloco", "parameter-server"), "resize")
 """What strategies do in place after a lost rank: replace it, or go on with another number of ranks too ("resize")."""
 _NATIVE = ("pytorch-ddp", "pytorch-fsdp")
 

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from phalanx.errors import CommunicationError
 from phalanx.loop.formation import Formation
 from phalanx.loop.hooks import Callback, StepInfo
 from phalanx.loop.state import put_back, shared_state, tensors_of
@@ -209,11 +210,19 @@ class Survivor:
             return loop.run()
         except BaseException:
             self.stop_requested = loop.stop.from_outside or self.stop_requested
-            self._captured = capture(loop, committed) or self._captured
+            self._captured = self._capture(loop, committed)
             loop.report.interrupted()
             raise
         finally:
             self._loop = None
+
+    def _capture(self, loop: TrainLoop, committed: Committed) -> MemoryState | None:
+        """Return the state of the last complete step; None where it was lost with other ranks."""
+        try:
+            return capture(loop, committed) or self._captured
+        except (CommunicationError, OSError, EOFError) as error:
+            loop.report.say(f"the state is not in memory any more: {error}", "warning")
+            return None
 
     def prepare(self, loop: TrainLoop) -> None:
         """Set how the loop restores its state, and what it does where all ranks stop."""
@@ -255,10 +264,17 @@ class Recovering(Survivor):
         self._change: membership.Position | None = None
         self._step_before = -1
         member.on_regroup = self._take_regroup
+        member.on_abort = self._interrupt
 
     def _take_regroup(self, why: str) -> None:
         self._regroup = why
         self.ask(why)
+
+    def _interrupt(self, why: str) -> None:
+        """Let the loop leave at the end of its step, where no collective tells it before."""
+        loop = self._loop
+        if loop is not None:
+            loop.stop.interrupt(why)
 
     def move(self, why: str) -> None:
         """Wait for a place in the next group."""

@@ -81,7 +81,8 @@ class CheckpointPolicy:
         """
         resume = self._formation.config.resume_from_checkpoint
         state = None
-        if restarted := self._formation.world.env.attempt > 0 and self.directory is not None:
+        env = self._formation.world.env
+        if restarted := env.attempt + env.generation > 0 and self.directory is not None:
             assert self.directory is not None
             state = restore_snapshot(self._formation, self.directory, required=False, this_run=True)
         if state is None and isinstance(resume, str):

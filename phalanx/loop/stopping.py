@@ -10,7 +10,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from phalanx.errors import PreemptedError
+from phalanx.errors import CommunicationError, PreemptedError
 from phalanx.observe import control
 from phalanx.observe.control import TrialControl
 from phalanx.observe.format import duration
@@ -37,6 +37,7 @@ class StopRequest:
         self._key = f"stop_request/{world.env.attempt}"
         self._signal: str | None = None
         self._asked: str | None = None
+        self._interrupted = ""
         self._sent = False
         self._previous: dict[signal.Signals, Any] = {}
         self._ranks_synced = ranks_synced
@@ -84,8 +85,14 @@ class StopRequest:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self._signal = signal.Signals(number).name
 
+    def interrupt(self, why: str) -> None:
+        """Let the next `agreed` raise: other ranks were lost; from any thread."""
+        self._interrupted = why
+
     def agreed(self, step: int) -> bool:
         """Whether all ranks stop after this step; every rank calls this after every step."""
+        if self._interrupted:
+            raise CommunicationError(self._interrupted)
         reason = self.from_outside or self._asked
         if self._store is None:
             self.reason = reason

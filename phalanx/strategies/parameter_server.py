@@ -23,7 +23,7 @@ from phalanx.config.settings import precision_name
 from phalanx.errors import UsageError
 from phalanx.observe.events import ServersReported
 from phalanx.strategies.base import Strategy, share_weights
-from phalanx.strategies.server_group import ServerGroup
+from phalanx.strategies.server_group import LAST_SECONDS, ServerGroup
 from phalanx.strategies.tensors import is_meta, materialise
 from phalanx.world.world import World
 
@@ -209,6 +209,12 @@ class ParameterServer(Strategy):
         state = super().state(wrapped, optimizers)
         optimizer.state.clear()  # the shards hold it: no need to keep a copy
         return state
+
+    def own_state(self, wrapped: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
+        """Return the state of the shards, where they still answer: those of a lost rank have ended with it."""
+        if self._group is not None:
+            self._group.client.hurry(LAST_SECONDS)
+        return self.state(wrapped, optimizers)
 
     def _fetch_state(self, client: ParameterClient, optimizer: torch.optim.Optimizer) -> None:
         """Put the states that the shards hold into this rank's optimizer."""

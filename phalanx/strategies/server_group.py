@@ -11,11 +11,16 @@ import torch.distributed as dist
 from phalanx.comm.ps import ParameterClient, Placement, Rules, ShardProcess, ShardSpec, StateSlots
 from phalanx.config import DistributedConfig
 from phalanx.host.addresses import own_address
+from phalanx.world.abort import abortable
 from phalanx.world.world import World
 
 _PREFIX = "parameter-server"
 _PATIENCE_SECONDS = 10.0
 """How long a rank retries a shard that does not answer; a restarted one is back in a fraction of it."""
+
+
+LAST_SECONDS = 0.5
+"""The same after ranks were lost."""
 
 
 class ServerGroup:
@@ -36,6 +41,7 @@ class ServerGroup:
                     spec = ShardSpec(number, placement, optimizer, rules, token, StateSlots())
                     self.shards[number] = ShardProcess(spec, host)
             addresses = [self._address(number) for number in range(config.num_servers)]
+            abortable(self)
             self._client = ParameterClient(
                 addresses, token, placement, world.rank, patience=_PATIENCE_SECONDS, timeout=config.timeout
             )
@@ -63,6 +69,11 @@ class ServerGroup:
         if value is not None:
             store.set(f"{_PREFIX}/{name}", value)
         return str(store.get(f"{_PREFIX}/{name}").decode())
+
+    def abort(self, why: str) -> None:
+        """Wait only a moment for shards: those of a lost rank do not come back."""
+        if self._client is not None:
+            self._client.hurry(LAST_SECONDS)
 
     def close(self) -> None:
         """Disconnect, and end the shards that this rank started."""

@@ -69,6 +69,8 @@ class Member:
         self._generation = int(os.environ.get("PHALANX_GENERATION", "0"))
         self.on_regroup: Callable[[str], None] | None = None
         """Called by the thread when all ranks have to leave at a step's boundary."""
+        self.on_abort: Callable[[str], None] | None = None
+        """Called by the thread when ranks were lost."""
         self.joins_late = os.environ.get("PHALANX_JOINS_LATE") == "1"
         watch_groups()
         threading.Thread(target=self._listen, name="phalanx-member", daemon=True).start()
@@ -85,6 +87,8 @@ class Member:
             if "abort" in message:
                 self._why = message["abort"]
                 abort_collectives(self._why)
+                if self.on_abort is not None:
+                    self.on_abort(self._why)
             elif "regroup" in message and self.on_regroup is not None:
                 self.on_regroup(message["regroup"])
             elif "form" in message:

@@ -189,6 +189,17 @@ def test_ranks_that_average_now_and_then_go_on(tmp_path, strategy, fork_server):
     assert all(torch.isfinite(tensor).all() for tensor in hit.values())
 
 
+@pytest.mark.parametrize(("lost", "mode"), [(1, "sync"), (2, "async"), (0, "sync")])
+def test_workers_of_parameter_servers_are_replaced(tmp_path, lost, mode, fork_server):
+    """Rank 0 runs the shard: with it the state is lost, and the ranks go on from the last checkpoint, in place."""
+    settings = {"strategy": "parameter-server", "server_mode": mode, "checkpoint_frequency": "5 steps"}
+    hit, events = train(tmp_path, "hit", [(lost, 13, KILL)], **settings)
+    assert [event["lost"] for event in recoveries(events)] == [[lost]]
+    assert sum(event["event"] == "run_started" for event in events) == 1
+    assert recoveries(events)[0]["step"] >= (10 if lost == 0 else 12)
+    assert all(torch.isfinite(tensor).all() for tensor in hit.values())
+
+
 def test_spare_ranks_take_over(tmp_path, fork_server):
     quiet, _ = train(tmp_path, "quiet", **FIXED)
     hit, events = train(tmp_path, "hit", [(1, 20, KILL)], spares=1, **FIXED)

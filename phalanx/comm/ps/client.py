@@ -144,6 +144,11 @@ class ParameterClient:
         self._arriving = True
         self.comm_thread.submit(lambda: self._exchange(FrameKind.COMMIT, seq, meta))
 
+    def hurry(self, seconds: float) -> None:
+        """Retry a shard that does not answer only so long from now on."""
+        for link in self._connections:
+            link.patience = min(link.patience, seconds)
+
     def pull(self) -> None:
         """Write the current values of all parameters into the bound tensors."""
         self._arriving = True

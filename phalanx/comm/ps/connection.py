@@ -38,7 +38,7 @@ class ServerConnection:
         self._token = token
         self.hello: dict[str, Any] = {"worker": worker, "placement": placement, "passed": None}
         """What is sent after each connect; `placement` is the digest that the shard must have."""
-        self._patience = patience
+        self.patience = patience
         self._timeout = timeout
         self._abandoned = False
         self._pushed: list[tuple[int, dict[str, Any], Sequence[memoryview], Any]] = []
@@ -121,7 +121,7 @@ class ServerConnection:
 
     def reconnect(self, cause: Exception | None) -> None:
         """Connect, with retries for `patience` seconds; `cause` is the error that ended the last connection."""
-        deadline = time.monotonic() + self._patience
+        began = time.monotonic()
         while True:
             self.close()
             if self._abandoned:
@@ -129,9 +129,9 @@ class ServerConnection:
             try:
                 self._connect()
             except (OSError, EOFError) as error:
-                if time.monotonic() > deadline:
+                if time.monotonic() - began > self.patience:
                     raise ServerError(
-                        f"the parameter server at {self._where} has been out of reach for {self._patience:.0f} s: "
+                        f"the parameter server at {self._where} has been out of reach for {self.patience:.0f} s: "
                         f"{cause or error}",
                         hint="See the output of the process that started it.",
                     ) from error
