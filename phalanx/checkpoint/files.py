@@ -10,16 +10,14 @@ import shutil
 import stat
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
 from phalanx.errors import CheckpointError
 
 LEAF_BYTES = 4 << 20
 _THREADED_BYTES = 64 << 10
-_LEAF_DIGEST_BYTES = 64
-_DIGEST_BYTES = 32
 
 
 def hashing_threads() -> ThreadPoolExecutor:
@@ -52,9 +50,10 @@ class TreeHash:
             self._room -= part.nbytes
         return pending
 
-    def hexdigest(self) -> str:
-        """Return the hash of everything so far."""
-        return _root([leaf.digest() for leaf in self._leaves])
+    def record(self, size: int) -> FileRecord:
+        """Return the record of a file with everything so far."""
+        digests = [leaf.digest() for leaf in self._leaves]
+        return FileRecord(size, _root(digests), tuple(digest.hex() for digest in digests))
 
 
 def hash_file(path: Path) -> str:
@@ -75,15 +74,30 @@ def _hash_leaf(descriptor: int, offset: int) -> bytes:
     return leaf.digest()
 
 
-def _new_leaf() -> hashlib.blake2b:
-    return hashlib.blake2b(digest_size=_LEAF_DIGEST_BYTES)
+def _new_leaf() -> hashlib._Hash:
+    return hashlib.sha256()  # processors have instructions for it: 2.6 times as fast as blake2b
 
 
 def _root(digests: list[bytes]) -> str:
-    return hashlib.blake2b(b"".join(digests), digest_size=_DIGEST_BYTES, person=b"phalanx-tree-v1").hexdigest()
+    return hashlib.sha256(b"phalanx-tree-v2" + b"".join(digests)).hexdigest()
+
+
+def hash_bytes(data: bytes) -> str:
+    """Return the hash of a file with this content."""
+    view = memoryview(data)
+    offsets = range(0, max(1, len(data)), LEAF_BYTES)
+    return _root([hashlib.sha256(view[at : at + LEAF_BYTES]).digest() for at in offsets])
 
 
 _BUFFER_BYTES = 1 << 20
+
+
+class Leaf(NamedTuple):
+    """A range of a data file with its hash."""
+
+    start: int
+    size: int
+    hash: str
 
 
 @dataclass(frozen=True)
@@ -92,6 +106,16 @@ class FileRecord:
 
     size: int
     hash: str
+    leaves: tuple[str, ...] = field(default=(), compare=False)
+    """The hashes of its leaves of `LEAF_BYTES` each, which only the index stores."""
+
+    def cut(self) -> list[Leaf]:
+        """Return its leaves with their places."""
+        starts = range(0, max(1, self.size), LEAF_BYTES)
+        return [
+            Leaf(start, min(LEAF_BYTES, self.size - start), digest)
+            for start, digest in zip(starts, self.leaves, strict=True)
+        ]
 
 
 class HashedFile:
@@ -136,7 +160,7 @@ class HashedFile:
         self.flush()
         self._file.flush()
         os.fsync(self._file.fileno())
-        return FileRecord(self.size, self._hash.hexdigest())
+        return self._hash.record(self.size)
 
     def close(self) -> None:
         """Do nothing: torch closes its streams before `finish`."""

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from phalanx.checkpoint.files import FileRecord, HashedFile, hashed_file, open_regular, sync_directory
 from phalanx.checkpoint.manifest import MANIFEST, Manifest, dump_manifest
-from phalanx.checkpoint.publish import publish, remove, writing_name
+from phalanx.checkpoint.publish import clear_leftovers, publish, remove, writing_name
 from phalanx.host.files import make_private, replacing
 
 
@@ -193,8 +193,6 @@ class LocalPlace:
 
     def begin(self, step: int) -> LocalWriting:
         """Create the directory to write into, after removing what failed saves left."""
-        from phalanx.checkpoint.keep import clear_leftovers
-
         writing = LocalWriting(self.directory, writing_name(step))
         make_private(self.directory)
         clear_leftovers(self.directory, older_than=time.time())

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from phalanx.checkpoint.files import sync_directory
-from phalanx.checkpoint.lock import safe_name
+from phalanx.checkpoint.lock import remove_stale_locks, safe_name
 from phalanx.checkpoint.manifest import read_manifest
 from phalanx.errors import CheckpointError
 
@@ -167,3 +167,21 @@ def _exchange(one: Path, other: Path) -> bool:
     if code in _NOT_SUPPORTED:
         return False
     raise OSError(code, os.strerror(code), str(other))
+
+
+def clear_leftovers(directory: Path, *, older_than: float) -> list[str]:
+    """Remove unfinished directories of processes that have ended; return what could not be removed and why."""
+    notes: list[str] = []
+    remove_stale_locks(directory)
+    for path in directory.glob(".*"):
+        owner = owner_of(path.name)
+        if owner is None or not path.is_dir() or not is_abandoned(path, owner):
+            continue
+        try:
+            if path.stat().st_mtime <= older_than:
+                shutil.rmtree(path)
+        except FileNotFoundError:
+            continue  # another run that shares the directory has removed it
+        except OSError as error:
+            notes.append(f"{path} is left over from an unfinished save and cannot be removed: {error.strerror}")
+    return notes

@@ -163,6 +163,10 @@ class CheckpointSaved(Event):
     bytes: int
     best: bool = False
     """Whether it is the best one so far, by the metric of `keep_best`."""
+    stall: float = 0.0
+    """The part of `seconds` in which training waited; the rest was written in the background."""
+    written: int | None = None
+    """The bytes that were written: fewer than `bytes` for an incremental checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -230,6 +234,8 @@ class RunEnded(Event):
     """The metric of `keep_best`, such as val/loss; empty where it was not measured."""
     best_value: float | None = None
     best_step: int | None = None
+    checkpoint_stall: float = 0.0
+    """Seconds in which training waited for checkpoints."""
 
 
 @dataclass(frozen=True)
