@@ -15,9 +15,12 @@ Writing is `save`; resuming is `choose`, then `compare_model`, then `load`. A ch
 
 from __future__ import annotations
 
+from phalanx.checkpoint.compare import StateDifference, compare
+from phalanx.checkpoint.copy import copy_checkpoint
 from phalanx.checkpoint.find import Checkpoint, Choice, choose, find_best, list_checkpoints, read_index, verify
 from phalanx.checkpoint.lock import RunLock
 from phalanx.checkpoint.manifest import Manifest, SavedCheckpoint, Snapshot, TensorInfo, read_manifest
+from phalanx.checkpoint.place import check_writable
 from phalanx.checkpoint.read import (
     Loaded,
     compare_model,
@@ -27,8 +30,9 @@ from phalanx.checkpoint.read import (
     read_rank_state,
     read_state_of,
     read_tensors,
+    stored_tensors,
 )
-from phalanx.checkpoint.write import Request, Saver, check_writable, save
+from phalanx.checkpoint.write import Request, Saver, save
 from phalanx.observe.best import Best, mark_best
 
 __all__ = [
@@ -42,10 +46,13 @@ __all__ = [
     "SavedCheckpoint",
     "Saver",
     "Snapshot",
+    "StateDifference",
     "TensorInfo",
     "check_writable",
     "choose",
+    "compare",
     "compare_model",
+    "copy_checkpoint",
     "entries",
     "find_best",
     "list_checkpoints",
@@ -58,5 +65,6 @@ __all__ = [
     "read_state_of",
     "read_tensors",
     "save",
+    "stored_tensors",
     "verify",
 ]

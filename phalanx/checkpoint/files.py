@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import io
 import os
 import shutil
 import stat
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 from phalanx.errors import CheckpointError
+from phalanx.host.remote import RemotePath
 
 LEAF_BYTES = 4 << 20
 _THREADED_BYTES = 64 << 10
@@ -58,6 +60,10 @@ class TreeHash:
 
 def hash_file(path: Path) -> str:
     """Return the hash of a file's content, several leaves at a time."""
+    if isinstance(path, RemotePath):
+        remote, offsets = path, range(0, max(1, path.stat().st_size), LEAF_BYTES)
+        with hashing_threads() as threads:
+            return _root(list(threads.map(lambda offset: _hash_remote_leaf(remote, offset), offsets)))
     with path.open("rb", buffering=0) as file, hashing_threads() as threads:
         descriptor = file.fileno()
         offsets = range(0, max(1, os.fstat(descriptor).st_size), LEAF_BYTES)
@@ -71,6 +77,12 @@ def _hash_leaf(descriptor: int, offset: int) -> bytes:
     while offset < end and (piece := os.pread(descriptor, end - offset, offset)):
         leaf.update(piece)
         offset += len(piece)
+    return leaf.digest()
+
+
+def _hash_remote_leaf(path: RemotePath, offset: int) -> bytes:
+    leaf = _new_leaf()
+    leaf.update(path.read_range(offset, offset + LEAF_BYTES))
     return leaf.digest()
 
 
@@ -186,6 +198,8 @@ def hashed_file(path: Path, records: dict[str, FileRecord]) -> Iterator[HashedFi
 
 def open_regular(path: Path) -> IO[bytes]:
     """Open a file for reading; OSError for a pipe or device, which could block for ever."""
+    if isinstance(path, RemotePath):
+        return io.BytesIO(path.read_bytes())
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
         return os.fdopen(descriptor, "rb")

@@ -16,6 +16,7 @@ from phalanx.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from phalanx.checkpoint.place import located, place_at
 from phalanx.checkpoint.publish import is_published
 from phalanx.errors import CheckpointError
+from phalanx.host.remote import RemotePath, as_path
 from phalanx.observe.best import Best, latest_mark
 
 
@@ -27,12 +28,12 @@ def verify(
     Without `deep` only sizes are compared. With a process group this is collective: every rank hashes its share of the
     files, and all return the same list.
     """
-    path = Path(path)
+    path = as_path(path)
     checkpoint = Checkpoint(path, manifest or read_manifest(path))
     known = checkpoint.manifest.files
     names = sorted(known if files is None else files, key=lambda name: (-known[name].size, name))
     mine = names[group.rank() :: group.world_size()]
-    check = _problem if deep else _size_problem
+    check = problem_of if deep else _size_problem
     found = {name: problem for name in mine if (problem := check(path / name, known[name]))}
     if files is None and not found:
         found = _chunk_problems(checkpoint, group.rank(), group.world_size(), deep=deep)
@@ -76,7 +77,8 @@ def sizes_match(checkpoint: Checkpoint) -> bool:
     return not _chunk_problems(checkpoint, 0, 1, deep=False)
 
 
-def _problem(file: Path, record: FileRecord) -> str | None:
+def problem_of(file: Path, record: FileRecord) -> str | None:
+    """Return what is wrong with a file (missing, of another size, changed), or None."""
     try:
         problem = _size_problem(file, record)
         if problem is None and hash_file(file) != record.hash:
@@ -149,7 +151,7 @@ class Choice:
 
 def list_checkpoints(directory: Path | str) -> list[Checkpoint]:
     """Return the checkpoints whose manifest can be read, the newest first."""
-    return _survey(Path(directory))[0]
+    return survey(as_path(directory))[0]
 
 
 def find_best(directory: Path | str) -> Best | None:
@@ -169,7 +171,7 @@ def choose(path: Path | str, *, required: bool = False, run_id: str | None = Non
     between a CheckpointError and None; a checkpoint of another library is always an error. With `run_id` (that of rank
     0) only the checkpoints of that run count. Without `deep` only sizes are compared; loading verifies the content.
     """
-    path = Path(path)
+    path = as_path(path)
     if group.from_rank_zero(lambda: (path / MANIFEST).is_file() or (is_published(path.name) and path.is_dir())):
         return Choice(_named(path, deep=deep))
     candidates, notes = group.from_rank_zero(lambda: _candidates(path, run_id))
@@ -209,7 +211,8 @@ def _manifest_of(path: Path) -> Manifest:
 def _candidates(directory: Path, run_id: str | None) -> tuple[list[Checkpoint], list[str]]:
     if not directory.exists():
         return [], []
-    found, notes = _survey(directory) if directory.is_dir() else ([], [])
+    found, unreadable = survey(directory)
+    notes = [f"passed over {path}: {error.message}" for path, error in unreadable]
     if not found and not notes:
         kind = looks_like(directory)
         if kind is not None:
@@ -217,21 +220,21 @@ def _candidates(directory: Path, run_id: str | None) -> tuple[list[Checkpoint], 
     return [each for each in found if run_id in (None, each.manifest.run_id)], notes
 
 
-def _survey(directory: Path) -> tuple[list[Checkpoint], list[str]]:
-    """Read every manifest; return a note for each that cannot be read."""
+def survey(directory: Path) -> tuple[list[Checkpoint], list[tuple[Path, CheckpointError]]]:
+    """Read every manifest of a directory; return the checkpoints, the newest first, and those that cannot be read."""
     found: list[Checkpoint] = []
-    notes: list[str] = []
-    if not directory.is_dir():
-        return found, notes
-    for path in sorted(directory.iterdir()):
+    unreadable: list[tuple[Path, CheckpointError]] = []
+    for path in sorted(directory.iterdir()) if directory.is_dir() else []:
         if not is_published(path.name) or not path.is_dir():
             continue
         try:
             found.append(Checkpoint(path, read_manifest(path)))
         except CheckpointError as error:
-            notes.append(f"passed over {path}: {error.message}")
+            # At a URL a checkpoint without a manifest is one that is being written.
+            if not isinstance(path, RemotePath) or (path / MANIFEST).exists():
+                unreadable.append((path, error))
     found.sort(key=lambda checkpoint: (checkpoint.manifest.published_at, checkpoint.step), reverse=True)
-    return found, notes
+    return found, unreadable
 
 
 def _summary(problems: list[str]) -> str:

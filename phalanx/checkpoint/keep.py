@@ -8,10 +8,15 @@ from pathlib import Path
 from phalanx.checkpoint import chunks
 from phalanx.checkpoint.find import Checkpoint, list_checkpoints, read_index, sizes_match
 from phalanx.checkpoint.lock import is_under_way
-from phalanx.checkpoint.place import place_at
-from phalanx.checkpoint.publish import remove
+from phalanx.checkpoint.place import located, place_at
 from phalanx.errors import CheckpointError
 from phalanx.observe.best import MARK
+
+
+def remove(path: Path) -> None:
+    """Remove a checkpoint in a folder or at a URL."""
+    place, name = located(path)
+    place.remove(name)
 
 
 def check_keep_last(keep_last: int | None) -> None:
@@ -79,6 +84,28 @@ def remove_unused_chunks(directory: Path, runs: Iterable[str]) -> list[str]:
     except (CheckpointError, OSError) as error:  # a chunk too many does no harm, one too few would
         return [f"unused chunks in {directory} were not removed: {error}"]
     return []
+
+
+def beyond(found: list[Checkpoint], keep_last: int, keep_every: int | None = None) -> list[Checkpoint]:
+    """Return the checkpoints that a pruning would remove, of each run with the runs that it continues.
+
+    The newest `keep_last` complete ones stay, those of steps that `keep_every` divides, and every one that is marked as
+    the best. A damaged one does not count as kept, so a complete one always remains. `found`: the newest first.
+    """
+    check_keep_last(keep_last)
+    removed: list[Checkpoint] = []
+    rest = list(found)
+    while rest:
+        newest = rest[0].manifest
+        family = {newest.run_id, *(run["run_id"] for run in newest.lineage)}
+        complete = 0
+        for checkpoint in [one for one in rest if one.manifest.run_id in family]:
+            if complete < keep_last:
+                complete += sizes_match(checkpoint)
+            elif not (keep_every and checkpoint.step % keep_every == 0) and not (checkpoint.path / MARK).exists():
+                removed.append(checkpoint)
+        rest = [one for one in rest if one.manifest.run_id not in family]
+    return removed
 
 
 def _continued(published: Checkpoint, found: list[Checkpoint]) -> set[str]:

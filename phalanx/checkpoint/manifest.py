@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.checkpoint.files import FileRecord, open_regular
-from phalanx.errors import CheckpointError
+from phalanx.errors import EXIT_USAGE, CheckpointError
 
 MANIFEST = "manifest.json"
 FORMAT = 3
@@ -92,10 +92,12 @@ def _parse(body: Any, file: Path) -> Manifest:
             hint=f"Read it with phalanx {body.get('phalanx_version', '(unknown)')}, which wrote it.",
         )
     if body["format"] > FORMAT:
-        raise CheckpointError(
+        newer = CheckpointError(
             f"{file} has format {body['format']}; this Phalanx reads up to {FORMAT}",
             hint=f"Upgrade: it was written by phalanx {body.get('phalanx_version', '(unknown)')}.",
         )
+        newer.exit_code = EXIT_USAGE  # it is not damaged
+        raise newer
     checksum = body.pop("checksum", None)
     if checksum != _checksum(body):
         raise CheckpointError(f"{file} does not match its checksum: it was changed after it was written")

@@ -7,6 +7,7 @@ own files, and rank 0 publishes it with the manifest, after which it counts as a
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import time
 from collections.abc import Sequence
@@ -14,10 +15,21 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
 
-from phalanx.checkpoint.files import FileRecord, HashedFile, hashed_file, open_regular, sync_directory
+from phalanx.checkpoint import group
+from phalanx.checkpoint.files import (
+    FileRecord,
+    HashedFile,
+    hashed_file,
+    open_regular,
+    sync_directory,
+    write_failed,
+)
 from phalanx.checkpoint.manifest import MANIFEST, Manifest, dump_manifest
 from phalanx.checkpoint.publish import clear_leftovers, publish, remove, writing_name
+from phalanx.checkpoint.remote import RemotePlace
+from phalanx.errors import CheckpointError
 from phalanx.host.files import make_private, replacing
+from phalanx.host.remote import RemotePath, as_path
 
 
 class Stream(Protocol):
@@ -250,11 +262,43 @@ class LocalPlace:
 
 
 def place_at(directory: Path | str) -> Place:
-    """Return the place that a user names."""
-    return LocalPlace(Path(directory))
+    """Return the place that a user names, in a folder or at a URL."""
+    path = as_path(directory)
+    return RemotePlace(path) if isinstance(path, RemotePath) else LocalPlace(path)
 
 
 def located(path: Path | str) -> tuple[Place, str]:
     """Return the place and the name of the checkpoint at `path`."""
-    path = Path(path)
+    path = as_path(path)
     return place_at(path.parent), path.name
+
+
+def check_writable(directory: Path | str) -> None:
+    """Check before training that checkpoints can be written: create the directory, and a file in it."""
+    directory = as_path(directory)
+    if isinstance(directory, RemotePath):
+        directory.check_writable()
+        return
+    probe = directory / f".probe-{os.getpid()}-{secrets.token_hex(3)}"
+    try:
+        make_private(directory)
+        try:
+            with probe.open("xb") as file:
+                file.write(b"phalanx")
+                file.flush()
+                os.fsync(file.fileno())
+        finally:
+            probe.unlink(missing_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise not_a_directory(directory) from None
+    except OSError as error:
+        raise write_failed(error, rank=group.rank(), path=directory, needed=0) from error
+
+
+def not_a_directory(directory: Path) -> CheckpointError:
+    """Return the error for a checkpoint_dir that is a file, or below one."""
+    culprit = next((path for path in (directory, *directory.parents) if path.exists()), directory)
+    return CheckpointError(
+        f"checkpoint_dir is {directory}, but {culprit} is a file",
+        hint="Set checkpoint_dir to a directory; it is created when it does not exist.",
+    )

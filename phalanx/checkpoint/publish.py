@@ -9,32 +9,20 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import functools
-import hashlib
 import os
 import re
 import secrets
 import shutil
-import socket
 import time
 from pathlib import Path
-from typing import NamedTuple
 
 from phalanx.checkpoint.files import sync_directory
-from phalanx.checkpoint.lock import remove_stale_locks, safe_name
+from phalanx.checkpoint.lock import Owner, has_ended, remove_stale_locks, safe_name, this_machine
 from phalanx.checkpoint.manifest import read_manifest
 from phalanx.errors import CheckpointError
 
 _PUBLISHED = re.compile(r"^step-(\d{8,})(-.+)?$")
 _UNFINISHED = re.compile(r"^\.(?:writing|removing)-.+-(?P<machine>[0-9a-f]{8})-(?P<pid>\d+)-[0-9a-f]{6}$")
-_SILENT_SECONDS = 24 * 3600.0
-
-
-class Owner(NamedTuple):
-    """The process that created an unfinished directory."""
-
-    machine: str
-    pid: int
 
 
 def step_name(step: int) -> str:
@@ -65,39 +53,15 @@ def owner_of(name: str) -> Owner | None:
 
 def is_abandoned(directory: Path, owner: Owner) -> bool:
     """Whether the process that wrote an unfinished directory has ended; on another machine: no change for a day."""
-    if owner.machine == this_machine():
-        return owner.pid == os.getpid() or not _is_alive(owner.pid)
     newest = 0.0
     for path in [directory, *directory.glob("*")]:
         with contextlib.suppress(FileNotFoundError):  # removed meanwhile
             newest = max(newest, path.stat().st_mtime)
-    return time.time() - newest > _SILENT_SECONDS
-
-
-@functools.cache
-def this_machine() -> str:
-    """Return eight hex digits for this host and its pid namespace: containers may share a host name."""
-    marks = [socket.gethostname()]
-    for source in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid"):
-        try:
-            marks.append(os.readlink(source) if source.startswith("/proc/self") else Path(source).read_text())
-        except OSError:
-            continue  # not Linux, or /proc is hidden: use the host name only
-    return hashlib.blake2b("\n".join(marks).encode(), digest_size=4).hexdigest()
+    return has_ended(owner, time.time() - newest)
 
 
 def _token() -> str:
     return f"{this_machine()}-{os.getpid()}-{secrets.token_hex(3)}"
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 _AT_FDCWD = -100
@@ -121,7 +85,7 @@ def publish(written: Path, *, step: int, run_id: str) -> Path:
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint; after a failure in the middle nothing that looks like a checkpoint remains."""
+    """Remove a checkpoint in a folder; after a failure in the middle nothing that looks like a checkpoint remains."""
     aside = path.with_name(f".removing-{path.name}-{_token()}")
     path.rename(aside)
     shutil.rmtree(aside)

@@ -14,9 +14,10 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.planner import LoadItemType
 
 from phalanx.checkpoint import chunks, group
-from phalanx.checkpoint.fetch import Box, DamagedError, read_boxes
+from phalanx.checkpoint.fetch import Box, DamagedError, Opener, read_boxes
 from phalanx.checkpoint.files import Leaf, hash_bytes
 from phalanx.checkpoint.find import Checkpoint, Choice, choose, read_index
+from phalanx.checkpoint.index import Index
 from phalanx.checkpoint.manifest import Manifest, TensorInfo
 from phalanx.checkpoint.place import Reader, located
 from phalanx.checkpoint.plain import from_plain, rank_file_name
@@ -92,7 +93,6 @@ def read_tensors(checkpoint: Checkpoint, template: dict[str, Any]) -> None:
 
 def _fill(checkpoint: Checkpoint, template: dict[str, Any]) -> None:
     index = read_index(checkpoint)
-    place, checkpoint_name = located(checkpoint.path)
     planner = _LoadPlanner()
     try:
         planner.set_up_planner(template, index.metadata(), is_coordinator=group.rank() == 0)
@@ -118,13 +118,20 @@ def _fill(checkpoint: Checkpoint, template: dict[str, Any]) -> None:
         dtype = index.tensors[name].torch_dtype
         boxes.append(Box(part, dtype, tuple(item.storage_offsets), tuple(item.lengths), target))
 
+    with torch.no_grad():
+        read_boxes(index, data_opener(checkpoint, index), boxes)
+
+
+def data_opener(checkpoint: Checkpoint, index: Index) -> Opener:
+    """Return what opens the data files of a checkpoint, or the chunks of an incremental one."""
+    place, name = located(checkpoint.path)
+
     def opener(file: str, leaf: Leaf | None) -> Reader:
         if leaf is not None and index.chunk_folder is not None:
             return place.open(*chunks.location(index.chunk_folder, leaf.hash))
-        return place.open(checkpoint_name, file)
+        return place.open(name, file)
 
-    with torch.no_grad():
-        read_boxes(index, opener, boxes)
+    return opener
 
 
 def entries(checkpoint: Checkpoint) -> set[str]:
@@ -132,6 +139,11 @@ def entries(checkpoint: Checkpoint) -> set[str]:
     index = read_index(checkpoint)
     parts = (name.split(".") for name in [*index.tensors, *index.objects])
     return {".".join(words[:count]) for words in parts for count in range(1, len(words) + 1)}
+
+
+def stored_tensors(checkpoint: Checkpoint) -> dict[str, TensorInfo]:
+    """Return the whole shape and the dtype of every tensor of a checkpoint, by its flat name: "model.head.weight"."""
+    return {name: TensorInfo(one.shape, one.dtype) for name, one in read_index(checkpoint).tensors.items()}
 
 
 def read_rank_state(checkpoint: Checkpoint) -> tuple[Any, list[str]]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import secrets
 import socket
 import threading
@@ -28,11 +27,11 @@ from phalanx.checkpoint.index import INDEX, Index
 from phalanx.checkpoint.keep import check_keep_last, keep_newest
 from phalanx.checkpoint.layout import FULL, StatePlan, model_tensors, shard_name
 from phalanx.checkpoint.manifest import MANIFEST, Manifest, SavedCheckpoint, Snapshot, TensorInfo
-from phalanx.checkpoint.place import Place, Writing, place_at
+from phalanx.checkpoint.place import Place, Writing, not_a_directory, place_at
 from phalanx.checkpoint.plain import rank_file_name, to_plain
 from phalanx.checkpoint.stage import Staging
 from phalanx.errors import CheckpointError, PhalanxError
-from phalanx.host.files import make_private
+from phalanx.host.remote import as_path
 from phalanx.version import __version__
 
 _MOMENT_SECONDS = 1e-3
@@ -64,7 +63,7 @@ def save(directory: Path | str, snapshot: Snapshot, **request: Any) -> SavedChec
     """
     saver = Saver()
     try:
-        saver.begin(snapshot, Request(directory=Path(directory), **request))
+        saver.begin(snapshot, Request(directory=as_path(directory), **request))
         saved = saver.finish()
     finally:
         saver.release()
@@ -225,7 +224,7 @@ class _Job(threading.Thread):
         try:
             return self._place.begin(self._snapshot.step)
         except (FileExistsError, NotADirectoryError):
-            raise _not_a_directory(directory) from None
+            raise not_a_directory(directory) from None
         except OSError as error:
             raise write_failed(error, rank=0, path=directory, needed=0) from error
 
@@ -257,7 +256,7 @@ class _Job(threading.Thread):
                 with writing.create(name) as stream:
                     stream.write(self._saver._staging.view())
         except OSError as error:
-            path = Path(error.filename) if error.filename else self._place.path(writing.token) / name
+            path = as_path(error.filename) if error.filename else self._place.path(writing.token) / name
             raise write_failed(error, rank=self._rank, path=path, needed=self._layout.size) from error
         records = {key: [record.size, record.hash, list(record.leaves)] for key, record in writing.records.items()}
         return {"records": records, "leaves": leaves, "written": written}
@@ -369,30 +368,3 @@ def _explained(error: Exception, rank: int) -> PhalanxError:
     if isinstance(error, PhalanxError):
         return error
     return CheckpointError(f"rank {rank} could not save: {type(error).__name__}: {error}")
-
-
-def check_writable(directory: Path | str) -> None:
-    """Check before training that checkpoints can be written: create the directory, and a file in it."""
-    directory = Path(directory)
-    probe = directory / f".probe-{os.getpid()}-{secrets.token_hex(3)}"
-    try:
-        make_private(directory)
-        try:
-            with probe.open("xb") as file:
-                file.write(b"phalanx")
-                file.flush()
-                os.fsync(file.fileno())
-        finally:
-            probe.unlink(missing_ok=True)
-    except (FileExistsError, NotADirectoryError):
-        raise _not_a_directory(directory) from None
-    except OSError as error:
-        raise write_failed(error, rank=group.rank(), path=directory, needed=0) from error
-
-
-def _not_a_directory(directory: Path) -> CheckpointError:
-    culprit = next((path for path in (directory, *directory.parents) if path.exists()), directory)
-    return CheckpointError(
-        f"checkpoint_dir is {directory}, but {culprit} is a file",
-        hint="Set checkpoint_dir to a directory; it is created when it does not exist.",
-    )

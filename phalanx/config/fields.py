@@ -316,7 +316,9 @@ class Checkpointing:
     """What is saved, how often, and from where a run resumes."""
 
     checkpoint_dir: str | None = option(
-        None, "where checkpoints go (default: <run_dir>/checkpoints when checkpoint_frequency or max_restarts is set)"
+        None,
+        "where checkpoints go: a folder or a URL, s3://bucket/kept (default: <run_dir>/checkpoints when "
+        "checkpoint_frequency or max_restarts is set)",
     )
     checkpoint_frequency: int | str | None = option(None, "every n epochs (10), or every n steps ('500 steps')")
     checkpoint_kind: str = option(

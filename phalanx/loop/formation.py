@@ -30,9 +30,9 @@ import phalanx.strategies.auto  # noqa: F401 - most runs need it: the fork serve
 from phalanx.checkpoint import RunLock, SavedCheckpoint, Saver
 from phalanx.comm.register import register as register_backend
 from phalanx.config import DistributedConfig, resolve
-from phalanx.config.option import local_path
 from phalanx.data.loader import shard_loader
 from phalanx.errors import UsageError
+from phalanx.host.remote import as_path
 from phalanx.loop.activation import spare_activations
 from phalanx.loop.forward import decide_forward
 from phalanx.loop.losses import LossFn
@@ -244,7 +244,7 @@ class Formation(Prepared):
         One save at a time: this waits for the one before.
         """
         self.finish_save()
-        begin_save(self, self.saver, Path(local_path(directory)), shared)
+        begin_save(self, self.saver, as_path(directory), shared)
 
     def finish_save(self) -> SavedCheckpoint | None:
         """Wait for the save in flight, if any, and return the published checkpoint; all ranks must call this.
@@ -265,7 +265,7 @@ class Formation(Prepared):
 
         Returns what was passed to `save`, or None where there is no checkpoint and none is required.
         """
-        return restore_snapshot(self, local_path(directory), required=required)
+        return restore_snapshot(self, as_path(directory), required=required)
 
     def close(self) -> None:
         """Release everything and leave the process group, in an order that cannot deadlock."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from phalanx import checkpoint
+from phalanx.host.remote import RemotePath, as_path
 from phalanx.loop.formation import Formation
 from phalanx.loop.state import restore_snapshot
 
@@ -31,7 +32,7 @@ class CheckpointPolicy:
         # Our launcher gives every attempt the same run folder, and a restart without checkpoints starts from nothing.
         self._for_restarts = not wanted and env.supervised and env.max_restarts > 0
         wanted = wanted or self._for_restarts
-        self.directory = Path(config.checkpoint_dir or run_dir / "checkpoints") if wanted else None
+        self.directory = as_path(config.checkpoint_dir or run_dir / "checkpoints") if wanted else None
         if self.directory is not None and self.every is None:
             self.every = (1, "epochs")
         self.last_step: int | None = None
@@ -45,7 +46,7 @@ class CheckpointPolicy:
         if self.directory is None:
             return
         formation = self._formation
-        if formation.is_main:
+        if formation.is_main or isinstance(self.directory, RemotePath):  # the ranks of other hosts need access too
             checkpoint.check_writable(self.directory)
         if not self._for_restarts:
             return
@@ -69,7 +70,9 @@ class CheckpointPolicy:
 
     def has_saved(self, step: int) -> bool:
         """Whether this step is in the directory already."""
-        return self.last_step == step and self.last_path is not None and Path(self.last_path).parent == self.directory
+        return (
+            self.last_step == step and self.last_path is not None and as_path(self.last_path).parent == self.directory
+        )
 
     def begin(self, **shared: Any) -> None:
         """Start saving a checkpoint."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.errors import NonFiniteLossError
+from phalanx.host.remote import as_path
 from phalanx.loop.best import BestCheckpoint, MetricWatch
 from phalanx.loop.ema import WeightAverage
 from phalanx.loop.evaluate import batches_to_measure, evaluate
@@ -329,7 +330,7 @@ class TrainLoop:
 
     def _note_best(self, step: int) -> bool:
         """Mark the last checkpoint, of this step, if its weights are the best so far; return whether they are."""
-        is_best = self.best.saved(Path(self.saving.last_path or ""), step)
+        is_best = self.best.saved(as_path(self.saving.last_path or ""), step)
         self.best.record(self.history)
         return is_best
 
