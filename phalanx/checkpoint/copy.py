@@ -12,7 +12,7 @@ from phalanx.checkpoint import chunks
 from phalanx.checkpoint.files import FileRecord, Leaf
 from phalanx.checkpoint.find import Checkpoint, problem_of, read_index, verify
 from phalanx.checkpoint.lock import safe_name
-from phalanx.checkpoint.manifest import Manifest, read_manifest
+from phalanx.checkpoint.manifest import manifest_at
 from phalanx.checkpoint.place import LocalPlace, LocalWriting, Place, Writing, located, place_at
 from phalanx.checkpoint.remote import RemotePlace, RemoteWriting
 from phalanx.errors import CheckpointError
@@ -39,14 +39,11 @@ def copy_checkpoint(source: Checkpoint, directory: Path, notify: Callable[[str],
     place, name = located(source.path)
     target = place_at(directory)
     wanted = source.manifest.files
-    present = _manifest_at(target.path(name))
+    present = manifest_at(target.path(name))
     if present == source.manifest and not verify(target.path(name), manifest=present):
         return Copied(target.path(name), 0, 0)
-    if present is not None and present.run_id != source.manifest.run_id:
-        suffix = f"-{safe_name(source.manifest.run_id)[:6]}"
-    else:
-        suffix = ""
-    writing = _writing(target, name + suffix)
+    is_taken = present is not None and present.run_id != source.manifest.run_id
+    writing = _writing(target, f"{name}-{safe_name(source.manifest.run_id)[:6]}" if is_taken else name)
 
     def transfer(file: str) -> int:
         if problem_of(writing.path / file, wanted[file]) is None:
@@ -81,13 +78,6 @@ def _copy_chunk(place: Place, target: Place, folder: str, leaf: Leaf) -> int:
     location = chunks.location(folder, leaf.hash)
     target.put(*location, place.read(*location))
     return leaf.size
-
-
-def _manifest_at(path: Path) -> Manifest | None:
-    try:
-        return read_manifest(path)
-    except CheckpointError:
-        return None
 
 
 def _writing(target: Place, name: str) -> LocalWriting | RemoteWriting:

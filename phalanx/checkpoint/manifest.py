@@ -83,6 +83,14 @@ def read_manifest(path: Path) -> Manifest:
         raise CheckpointError(f"{file} is not a Phalanx manifest: {type(error).__name__}: {error}") from error
 
 
+def manifest_at(path: Path) -> Manifest | None:
+    """Return the manifest of the checkpoint at `path`; None where there is none, or none that can be read."""
+    try:
+        return read_manifest(path)
+    except CheckpointError:
+        return None
+
+
 def _parse(body: Any, file: Path) -> Manifest:
     if not isinstance(body, dict) or not isinstance(body.get("format"), int):
         raise CheckpointError(f"{file} is not a Phalanx manifest: it has no format number")

@@ -18,8 +18,7 @@ from pathlib import Path
 
 from phalanx.checkpoint.files import sync_directory
 from phalanx.checkpoint.lock import Owner, has_ended, remove_stale_locks, safe_name, this_machine
-from phalanx.checkpoint.manifest import read_manifest
-from phalanx.errors import CheckpointError
+from phalanx.checkpoint.manifest import manifest_at
 
 _PUBLISHED = re.compile(r"^step-(\d{8,})(-.+)?$")
 _UNFINISHED = re.compile(r"^\.(?:writing|removing)-.+-(?P<machine>[0-9a-f]{8})-(?P<pid>\d+)-[0-9a-f]{6}$")
@@ -96,16 +95,10 @@ def _free_name(directory: Path, step: int, run_id: str) -> Path:
     plain = directory / step_name(step)
     longer = directory / f"{plain.name}-{(safe_name(run_id) or 'run')[:6]}"
     for path in (plain, longer):
-        if not path.exists() or _belongs_to(path, run_id):
+        present = manifest_at(path) if path.exists() else None  # damaged, or of another library: not replaced
+        if not path.exists() or (present is not None and present.run_id == run_id):
             return path
     return directory / f"{longer.name}-{time.time_ns():x}"
-
-
-def _belongs_to(path: Path, run_id: str) -> bool:
-    try:
-        return read_manifest(path).run_id == run_id
-    except CheckpointError:
-        return False  # damaged, or of another library: not replaced
 
 
 def _replace(written: Path, target: Path) -> None:

@@ -14,9 +14,8 @@ from collections.abc import Iterator, Sequence
 
 from phalanx.checkpoint.files import FileRecord, HashedFile
 from phalanx.checkpoint.lock import has_ended
-from phalanx.checkpoint.manifest import MANIFEST, Manifest, dump_manifest, read_manifest
+from phalanx.checkpoint.manifest import MANIFEST, Manifest, dump_manifest, manifest_at
 from phalanx.checkpoint.publish import is_published, owner_of, step_name, writing_name
-from phalanx.errors import CheckpointError
 from phalanx.host.remote import RemotePath
 
 _PIECE_BYTES = 16 << 20
@@ -107,9 +106,9 @@ class RemoteWriting:
         """Upload the manifest; then remove this run's earlier checkpoint of the same step."""
         (self.path / MANIFEST).write_bytes(dump_manifest(manifest).encode())
         self._marker.unlink(missing_ok=True)
-        for other in RemotePlace(self.path.parent).names():
-            path = self.path.parent / other
-            if other.startswith(step_name(manifest.step)) and path != self.path and _run_of(path) == manifest.run_id:
+        for path in self.path.parent.glob(f"{step_name(manifest.step)}*"):
+            other = None if path == self.path else manifest_at(path)
+            if other is not None and other.run_id == manifest.run_id:
                 remove_remote(path)
         return self._name
 
@@ -221,10 +220,3 @@ def _abort_uploads(files: object, key: str) -> None:
         for upload in files.list_multipart_uploads(bucket):
             if upload["Key"].startswith(f"{prefix}/"):
                 files.abort_mpu(bucket, upload["Key"], upload["UploadId"])  # type: ignore[attr-defined]
-
-
-def _run_of(path: RemotePath) -> str | None:
-    try:
-        return read_manifest(path).run_id
-    except CheckpointError:
-        return None

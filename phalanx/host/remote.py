@@ -142,14 +142,14 @@ class RemotePath(PosixPath):
         seconds = float(moment) if isinstance(moment, int | float) else 0.0
         return os.stat_result((mode, 0, 0, 1, 0, 0, info.get("size") or 0, seconds, seconds, seconds))
 
-    def iterdir(self) -> Iterator[Path]:  # type: ignore[override]
+    def iterdir(self) -> Iterator[RemotePath]:  # type: ignore[override]
         """Yield the entries of a folder."""
         for key in self.call(lambda files, key: files.ls(key, detail=False)):
             name = key.rstrip("/").rsplit("/", 1)[-1]
             if name and key.rstrip("/") != self._key:  # some stores list the folder itself
                 yield self / name
 
-    def glob(self, pattern: str, **options: Any) -> Iterator[Path]:  # type: ignore[override]
+    def glob(self, pattern: str, **options: Any) -> Iterator[RemotePath]:  # type: ignore[override]
         """Yield the entries of this folder whose name matches."""
         try:
             return iter([path for path in sorted(self.iterdir()) if path.match(pattern)])

@@ -68,7 +68,7 @@ def test_ls_shows_steps_sizes_the_best_and_damage(kept):
     assert re.search(r"^step-00000010 .* damaged$", out, re.MULTILINE)
     assert re.search(r"^step-00000030 .* damaged$", out, re.MULTILINE)
     assert "is truncated or not JSON" in out
-    rows = {row["name"]: row for row in read_json("ls", kept)}
+    rows = {row["path"].rsplit("/", 1)[1]: row for row in read_json("ls", kept)}
     assert rows["step-00000020"]["best"] == {"metric": "val/loss", "value": 0.25}
     assert rows["step-00000040"]["bytes"] > 0
 
@@ -105,7 +105,7 @@ def test_verify_reads_every_file_and_names_the_damaged_one(kept):
 
 def test_diff_says_by_how_much_tensors_differ_and_which_settings(kept):
     out = answered("diff", f"{kept}@10", f"{kept}@30")
-    assert "1 of 3 tensors differ" in out
+    assert "1 of 3 tensors differ:" in out
     assert re.search(r"^model.w +2 +0.083 +24 of 24$", out, re.MULTILINE)
     assert "setting learning_rate: 1.0 and 3.0" in out
     assert "equal: all 1 tensors are identical, bit for bit" in answered(
