@@ -92,6 +92,11 @@ class Saver:
         """Whether this rank's thread has ended, so that `finish` does not wait for it."""
         return self._job is not None and not self._job.is_alive()
 
+    def warm(self, size: int, *, pinned: bool) -> None:
+        """Get about the memory that this rank's saves will need, in the background; on any rank, at any time."""
+        if self._job is None:
+            self._staging.warm(size, pinned=pinned)
+
     def begin(self, snapshot: Snapshot, request: Request) -> None:
         """Copy the state aside and start writing it; collective with a process group."""
         assert self._job is None, "finish the save before"

@@ -11,7 +11,7 @@ import torch
 from phalanx import checkpoint
 from phalanx.host.remote import RemotePath, as_path
 from phalanx.loop.formation import Formation
-from phalanx.loop.state import restore_snapshot
+from phalanx.loop.state import expected_bytes, restore_snapshot
 
 _CHECK_EVERY = 8
 _AHEAD_STEPS = 32
@@ -26,6 +26,7 @@ class CheckpointPolicy:
         self._formation = formation
         self._ranks_synced = ranks_synced or (lambda step: step % _CHECK_EVERY == 0)
         self._collect_at: int | None = None
+        self._warm = False
         config, env = formation.config, formation.world.env
         self.every = config.checkpoint_every
         wanted = config.checkpoint_dir is not None or self.every is not None or isinstance(config.keep_best, str)
@@ -85,12 +86,15 @@ class CheckpointPolicy:
         """Whether a save was begun and `finish` was not called since; equal on all ranks."""
         return self._formation.saver.in_flight
 
-    def is_due_to_finish(self, step: int) -> bool:
-        """Whether all ranks call `finish` after this step, for rank 0 has published the save in flight.
+    def advance(self, step: int) -> bool:
+        """Note that a step was taken; return whether all ranks call `finish` now, for rank 0 has published the save.
 
         Rank 0 names a later step in the store: by then every rank has seen it, also one whose device is behind.
         """
         saver, store = self._formation.saver, self._formation.world.store
+        if not self._warm and self.directory is not None:  # after the first step optimizers have their state
+            self._warm = True
+            saver.warm(expected_bytes(self._formation), pinned=self._formation.device.type == "cuda")
         if not saver.in_flight or store is None:
             return saver.is_written
         key = f"checkpoint/{saver.token}"

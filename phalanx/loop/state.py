@@ -13,6 +13,7 @@ from torch import nn
 from phalanx import checkpoint
 from phalanx.loop.optimizer_binding import load_scheduler_state, scheduler_state
 from phalanx.loop.prepare import Prepared
+from phalanx.strategies.base import local
 from phalanx.strategies.optimizer_state import fill_state
 from phalanx.world.seed import rng_state, set_rng_state
 
@@ -48,6 +49,17 @@ def begin_save(prepared: Prepared, saver: checkpoint.Saver, directory: Path, sha
             config=prepared.config.to_dict(),
         )
         saver.begin(checkpoint.Snapshot(prepared.step, epoch, tensors, rank_state, state), request)
+
+
+def expected_bytes(prepared: Prepared) -> int:
+    """Return about the bytes of this rank's part of a checkpoint."""
+    tensors = [tensor for wrapped in prepared.models for tensor in wrapped.state_dict().values()]
+    for optimizer in prepared.optimizers:
+        tensors += [value for state in optimizer.state.values() for value in state.values()]
+    if prepared.average is not None:
+        tensors += prepared.average.other.values()
+    held = sum(local(tensor).nbytes for tensor in tensors if isinstance(tensor, torch.Tensor))
+    return held if prepared.strategy.shards else -(-held * 11 // (10 * prepared.world_size))
 
 
 def restore_snapshot(

@@ -217,7 +217,7 @@ class TrainLoop:
             return
         if stopping and self.before_stop is not None:
             self.before_stop()
-        if self.saving.is_due_to_finish(step):
+        if self.saving.advance(step):
             self._finish_save()
         due = self.saving.due_after_step(step) or self.best.is_unsaved(step)
         due = due or (epochs is not None and self.saving.due_after_epoch(epochs))
