@@ -7,7 +7,7 @@ import dataclasses
 import hashlib
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from typing import NamedTuple
@@ -16,8 +16,8 @@ import torch
 
 from phalanx.checkpoint.files import FileRecord, Leaf
 from phalanx.checkpoint.index import Index, Part, StoredTensor
-from phalanx.checkpoint.layout import FULL, full_layout
-from phalanx.checkpoint.place import Reader, Writing
+from phalanx.checkpoint.layout import FULL, Extent, FileLayout, full_layout
+from phalanx.checkpoint.place import Reader, Stream, Writing
 from phalanx.errors import CheckpointError
 
 _SCRATCH_BYTES = 512 << 20
@@ -178,11 +178,7 @@ def write_full(writing: Writing, index: Index, records: dict[str, FileRecord]) -
         return index  # one rank has written it as it is
     layout = full_layout(index)
     with writing.create(FULL) as stream:
-        stream.write(layout.header)
-        for piece in layout.pieces:
-            whole = torch.empty(piece.sizes, dtype=piece.dtype)
-            read_boxes(index, lambda name, leaf: writing.read(name), _boxes(index.tensors[piece.name], whole))
-            stream.write(memory_of(whole))
+        write_extents(stream, layout, index, lambda name, leaf: writing.read(name))
     for name in index.leaves:
         writing.drop(name)
         del records[name]
@@ -196,11 +192,27 @@ def write_full(writing: Writing, index: Index, records: dict[str, FileRecord]) -
     return dataclasses.replace(index, tensors=ordered, leaves={FULL: writing.records[FULL].cut()})
 
 
-def _boxes(stored: StoredTensor, whole: torch.Tensor) -> list[Box]:
-    found = []
+def write_extents(stream: Stream, layout: FileLayout, index: Index, opener: Opener) -> None:
+    """Write a data file of this layout from stored parts, with one tensor of it in memory at a time."""
+    stream.write(layout.header)
+    for piece in layout.pieces:
+        target = torch.empty(piece.sizes, dtype=piece.dtype)
+        read_boxes(index, opener, _boxes(index.tensors[piece.name], piece, target))
+        stream.write(memory_of(target))
+        stream.flush()
+
+
+def _boxes(stored: StoredTensor, piece: Extent, target: torch.Tensor) -> Iterator[Box]:
+    """Yield what the stored parts contribute to a piece."""
     for part in stored.parts:
-        target = whole
-        for axis, (offset, size) in enumerate(zip(part.offsets, part.sizes, strict=True)):
-            target = target.narrow(axis, offset, size)
-        found.append(Box(part, stored.torch_dtype, (0,) * len(part.sizes), part.sizes, target))
-    return found
+        box, into = [], target
+        for axis, (offset, size, first, length) in enumerate(
+            zip(part.offsets, part.sizes, piece.offsets, piece.sizes, strict=True)
+        ):
+            start, end = max(offset, first), min(offset + size, first + length)
+            if start >= end:
+                break
+            box.append((start - offset, end - start))
+            into = into.narrow(axis, start - first, end - start)
+        else:
+            yield Box(part, stored.torch_dtype, tuple(at for at, _ in box), tuple(count for _, count in box), into)

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from pathlib import Path
 
-import torch
-
-from phalanx.checkpoint.fetch import Box, memory_of, read_boxes
+from phalanx.checkpoint.fetch import write_extents
 from phalanx.checkpoint.files import FileRecord
 from phalanx.checkpoint.find import Checkpoint, read_index
 from phalanx.checkpoint.index import INDEX, Index, Part, StoredTensor
@@ -34,7 +31,8 @@ def reshard(source: Checkpoint, directory: Path, ranks: int) -> Path:
     try:
         for rank, layout in enumerate(layouts):
             if layout.pieces:
-                _write_shard(writing, shard_name(rank), layout, source, index)
+                with writing.create(shard_name(rank)) as stream:
+                    write_extents(stream, layout, index, data_opener(source, index))
         _copy_rank_files(source, writing)
         cut = _index_of(index, layouts, writing.records)
         with writing.create(INDEX) as stream:
@@ -65,34 +63,6 @@ def _split(index: Index, ranks: int) -> list[list[Extent]]:
                 offsets = (first, *(0 for _ in stored.shape[1:]))
                 pieces.append(Extent(name, offsets, (last - first, *stored.shape[1:]), stored.torch_dtype, ranks == 1))
     return files
-
-
-def _write_shard(writing: Writing, name: str, layout: FileLayout, source: Checkpoint, index: Index) -> None:
-    with writing.create(name) as stream:
-        stream.write(layout.header)
-        for piece in layout.pieces:
-            part = torch.empty(piece.sizes, dtype=piece.dtype)
-            read_boxes(index, data_opener(source, index), _boxes(index.tensors[piece.name], piece, part))
-            stream.write(memory_of(part))
-            stream.flush()
-
-
-def _boxes(stored: StoredTensor, piece: Extent, target: torch.Tensor) -> Iterator[Box]:
-    """Yield what the stored parts contribute to a piece."""
-    for part in stored.parts:
-        first = tuple(map(max, part.offsets, piece.offsets))
-        ends = [
-            (one + size, other + length)
-            for one, size, other, length in zip(part.offsets, part.sizes, piece.offsets, piece.sizes, strict=True)
-        ]
-        lengths = tuple(min(end) - start for end, start in zip(ends, first, strict=True))
-        if any(length <= 0 for length in lengths):
-            continue
-        into = target
-        for axis, (start, length) in enumerate(zip(first, lengths, strict=True)):
-            into = into.narrow(axis, start - piece.offsets[axis], length)
-        inside = tuple(start - offset for start, offset in zip(first, part.offsets, strict=True))
-        yield Box(part, stored.torch_dtype, inside, lengths, into)
 
 
 def _copy_rank_files(source: Checkpoint, writing: Writing) -> None:
