@@ -17,6 +17,7 @@ from phalanx.checkpoint import chunks, group
 from phalanx.checkpoint.fetch import Box, DamagedError, read_boxes
 from phalanx.checkpoint.files import Leaf, hash_bytes
 from phalanx.checkpoint.find import Checkpoint, Choice, choose, read_index
+from phalanx.checkpoint.index import Index
 from phalanx.checkpoint.manifest import Manifest, TensorInfo
 from phalanx.checkpoint.place import Reader, located
 from phalanx.checkpoint.plain import from_plain, rank_file_name
@@ -93,13 +94,27 @@ def read_tensors(checkpoint: Checkpoint, template: dict[str, Any]) -> None:
 def _fill(checkpoint: Checkpoint, template: dict[str, Any]) -> None:
     index = read_index(checkpoint)
     place, checkpoint_name = located(checkpoint.path)
+    boxes = plan_reads(index, template, lambda rank: _rank_file(checkpoint, rank)["objects"], str(checkpoint.path))
+
+    def opener(file: str, leaf: Leaf | None) -> Reader:
+        if leaf is not None and index.chunk_folder is not None:
+            return place.open(*chunks.location(index.chunk_folder, leaf.hash))
+        return place.open(checkpoint_name, file)
+
+    read_boxes(index, opener, boxes)
+
+
+def plan_reads(
+    index: Index, template: dict[str, Any], objects_of: Callable[[int], dict[str, Any]], where: str
+) -> list[Box]:
+    """Put the values that are not tensors into `template`, and return the boxes that its tensors need."""
     planner = _LoadPlanner()
     try:
         planner.set_up_planner(template, index.metadata(), is_coordinator=group.rank() == 0)
         items = planner.create_local_plan().items
     except (RuntimeError, ValueError, KeyError) as error:
         raise CheckpointError(
-            f"rank {group.rank()} could not read {checkpoint.path}: {type(error).__name__}: {error}",
+            f"rank {group.rank()} could not read {where}: {type(error).__name__}: {error}",
             hint="Resume with the model, optimizer and strategy that the checkpoint was saved with.",
         ) from error
     parts = {(name, part.offsets): part for name, one in index.tensors.items() for part in one.parts}
@@ -110,21 +125,14 @@ def _fill(checkpoint: Checkpoint, template: dict[str, Any]) -> None:
         if item.type == LoadItemType.BYTE_IO:
             rank = index.objects[name]
             if rank not in values:
-                values[rank] = _rank_file(checkpoint, rank)["objects"]
+                values[rank] = objects_of(rank)
             planner.put(item.dest_index.fqn, values[rank][name])
             continue
         part = parts[name, tuple(item.storage_index.offset or (0,) * len(item.lengths))]
         target = planner.resolve_tensor(item).detach()
         dtype = index.tensors[name].torch_dtype
         boxes.append(Box(part, dtype, tuple(item.storage_offsets), tuple(item.lengths), target))
-
-    def opener(file: str, leaf: Leaf | None) -> Reader:
-        if leaf is not None and index.chunk_folder is not None:
-            return place.open(*chunks.location(index.chunk_folder, leaf.hash))
-        return place.open(checkpoint_name, file)
-
-    with torch.no_grad():
-        read_boxes(index, opener, boxes)
+    return boxes
 
 
 def entries(checkpoint: Checkpoint) -> set[str]:
