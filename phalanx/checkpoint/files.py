@@ -157,15 +157,18 @@ class HashedFile:
         pending = [] if self._error is not None else self._hash.begin(view)
         try:
             for start in range(0, view.nbytes if self._error is None else 0, _PIECE_BYTES):
-                self._file.write(view[start : start + _PIECE_BYTES])
-                if view.nbytes >= _PIECE_BYTES:
-                    _start_flushing(self._file.fileno(), self.size + start)
+                self._append(view[start : start + _PIECE_BYTES], self.size + start)
         except OSError as error:
             self._error = error
         self.size += view.nbytes
         for part in pending:  # the buffer is valid only until this returns
             part.result()
         return view.nbytes
+
+    def _append(self, piece: memoryview, offset: int) -> None:
+        self._file.write(piece)
+        if piece.nbytes == _PIECE_BYTES:
+            _start_flushing(self._file.fileno(), offset)
 
     def tell(self) -> int:
         """Return the position, which is always the end."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import secrets
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -117,14 +118,24 @@ class StatePlan:
         self.index: Index | None = None
         """On rank 0: the index of all ranks' files, without the hashes."""
 
-    def take(self, tensors: dict[str, Any]) -> bool:
-        """Take a new state; return whether it needs a new plan, as far as this rank knows."""
+    def update(self, tensors: dict[str, Any]) -> str:
+        """Take a new state, plan where any rank's has changed, and return a name for the save, equal on all ranks.
+
+        Collective with a process group.
+        """
+        mine = secrets.token_hex(8), group.tried(lambda: self._take(tensors))
+        found = group.gather_to_all(mine)
+        changes = [group.unwrapped(changed) for _, changed in found]
+        if any(changes):
+            self._make()
+        return found[0][0]
+
+    def _take(self, tensors: dict[str, Any]) -> bool:
         self._planner.set_up_planner(tensors, None, is_coordinator=group.rank() == 0)
         self._taken = [_shape_of(name, value) for name, value in self._planner.state_dict.items()]
         return self._taken != self._signature
 
-    def make(self) -> None:
-        """Plan with all ranks; collective with a process group."""
+    def _make(self) -> None:
         self._signature = None
         plans = group.gather_to_zero(group.tried(self._planner.create_local_plan))
         mine: SavePlan = group.scatter_from_zero(lambda: self._planned([group.unwrapped(plan) for plan in plans]))

@@ -61,3 +61,21 @@ def _from_numpy(value: Any, where: str) -> Any:
 def rank_file_name(rank: int) -> str:
     """Return the name of the file with a rank's state."""
     return f"rank-{rank:05d}.pt"
+
+
+def rank_content(values: dict[str, Any], rank_state: Any) -> dict[str, Any]:
+    """Return what a rank's state file holds, copied: `values` by name, and the state of the rank itself."""
+    plain = {name: to_plain(value, name) for name, value in values.items()}
+    copied: dict[str, Any] = _copied({"objects": plain, "state": to_plain(rank_state)})
+    return copied
+
+
+def _copied(value: Any) -> Any:
+    """Copy every tensor of a plain value to the CPU."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        return {key: _copied(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_copied(item) for item in value)
+    return value

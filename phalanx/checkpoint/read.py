@@ -93,33 +93,8 @@ def read_tensors(checkpoint: Checkpoint, template: dict[str, Any]) -> None:
 
 def _fill(checkpoint: Checkpoint, template: dict[str, Any]) -> None:
     index = read_index(checkpoint)
-    planner = _LoadPlanner()
-    try:
-        planner.set_up_planner(template, index.metadata(), is_coordinator=group.rank() == 0)
-        items = planner.create_local_plan().items
-    except (RuntimeError, ValueError, KeyError) as error:
-        raise CheckpointError(
-            f"rank {group.rank()} could not read {checkpoint.path}: {type(error).__name__}: {error}",
-            hint="Resume with the model, optimizer and strategy that the checkpoint was saved with.",
-        ) from error
-    parts = {(name, part.offsets): part for name, one in index.tensors.items() for part in one.parts}
-    boxes: list[Box] = []
-    values: dict[int, dict[str, Any]] = {}
-    for item in items:
-        name = item.storage_index.fqn
-        if item.type == LoadItemType.BYTE_IO:
-            rank = index.objects[name]
-            if rank not in values:
-                values[rank] = _rank_file(checkpoint, rank)["objects"]
-            planner.put(item.dest_index.fqn, values[rank][name])
-            continue
-        part = parts[name, tuple(item.storage_index.offset or (0,) * len(item.lengths))]
-        target = planner.resolve_tensor(item).detach()
-        dtype = index.tensors[name].torch_dtype
-        boxes.append(Box(part, dtype, tuple(item.storage_offsets), tuple(item.lengths), target))
-
-    with torch.no_grad():
-        read_boxes(index, data_opener(checkpoint, index), boxes)
+    boxes = plan_reads(index, template, lambda rank: _rank_file(checkpoint, rank)["objects"], str(checkpoint.path))
+    read_boxes(index, data_opener(checkpoint, index), boxes)
 
 
 def data_opener(checkpoint: Checkpoint, index: Index) -> Opener:
@@ -132,6 +107,37 @@ def data_opener(checkpoint: Checkpoint, index: Index) -> Opener:
         return place.open(name, file)
 
     return opener
+
+
+def plan_reads(
+    index: Index, template: dict[str, Any], objects_of: Callable[[int], dict[str, Any]], where: str
+) -> list[Box]:
+    """Put the values that are not tensors into `template`, and return the boxes that its tensors need."""
+    planner = _LoadPlanner()
+    try:
+        planner.set_up_planner(template, index.metadata(), is_coordinator=group.rank() == 0)
+        items = planner.create_local_plan().items
+    except (RuntimeError, ValueError, KeyError) as error:
+        raise CheckpointError(
+            f"rank {group.rank()} could not read {where}: {type(error).__name__}: {error}",
+            hint="Resume with the model, optimizer and strategy that the checkpoint was saved with.",
+        ) from error
+    parts = {(name, part.offsets): part for name, one in index.tensors.items() for part in one.parts}
+    boxes: list[Box] = []
+    values: dict[int, dict[str, Any]] = {}
+    for item in items:
+        name = item.storage_index.fqn
+        if item.type == LoadItemType.BYTE_IO:
+            rank = index.objects[name]
+            if rank not in values:
+                values[rank] = objects_of(rank)
+            planner.put(item.dest_index.fqn, values[rank][name])
+            continue
+        part = parts[name, tuple(item.storage_index.offset or (0,) * len(item.lengths))]
+        target = planner.resolve_tensor(item).detach()
+        dtype = index.tensors[name].torch_dtype
+        boxes.append(Box(part, dtype, tuple(item.storage_offsets), tuple(item.lengths), target))
+    return boxes
 
 
 def entries(checkpoint: Checkpoint) -> set[str]:

@@ -51,12 +51,8 @@ class RemoteFile(HashedFile):
         path.prepare()
         super().__init__(path)
 
-    def write(self, data: bytes | bytearray | memoryview) -> int:
-        """Append bytes, by pieces: the store keeps what it is given until a part is full."""
-        view = memoryview(data).cast("B")
-        for start in range(0, view.nbytes, _PIECE_BYTES):
-            super().write(view[start : start + _PIECE_BYTES])
-        return view.nbytes
+    def _append(self, piece: memoryview, offset: int) -> None:
+        self._file.write(piece)
 
     def finish(self) -> FileRecord:
         """Complete the upload and return the record of the file."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import secrets
 import socket
 import threading
 import time
@@ -28,7 +27,7 @@ from phalanx.checkpoint.keep import check_keep_last, keep_newest
 from phalanx.checkpoint.layout import FULL, StatePlan, model_tensors, shard_name
 from phalanx.checkpoint.manifest import MANIFEST, Manifest, SavedCheckpoint, Snapshot, TensorInfo
 from phalanx.checkpoint.place import Place, Writing, not_a_directory, place_at
-from phalanx.checkpoint.plain import rank_file_name, to_plain
+from phalanx.checkpoint.plain import rank_content, rank_file_name
 from phalanx.checkpoint.stage import Staging
 from phalanx.errors import CheckpointError, PhalanxError
 from phalanx.host.remote import as_path
@@ -102,13 +101,8 @@ class Saver:
         assert self._job is None, "finish the save before"
         check_keep_last(request.keep_last)
         started = time.monotonic()
-        token, changed = secrets.token_hex(8), group.tried(lambda: self._plan.take(snapshot.tensors))
-        told = group.gather_to_all((token, changed))
-        changes = [group.unwrapped(each) for _, each in told]
-        if any(changes):
-            self._plan.make()
-        self.token = told[0][0]
-        job = _Job(self, snapshot, request, told[0][0])
+        self.token = self._plan.update(snapshot.tensors)
+        job = _Job(self, snapshot, request, self.token)
         try:
             job.stage()
         except Exception as error:  # noqa: BLE001 - raised again by `finish`, on all ranks
@@ -170,8 +164,7 @@ class _Job(threading.Thread):
         """Copy everything that training will change."""
         plan = self._saver._plan
         self._layout, self._index = plan.layout, plan.index
-        values = {name: to_plain(value, name) for name, value in plan.values().items()}
-        self._rank_file = _copied({"objects": values, "state": to_plain(self._snapshot.rank_state)})
+        self._rank_file = rank_content(plan.values(), self._snapshot.rank_state)
         self._saver._staging.fill(plan.layout, plan.tensors())
         self._snapshot = dataclasses.replace(self._snapshot, tensors={}, rank_state=None)
 
@@ -356,17 +349,6 @@ class _Job(threading.Thread):
         if self._rank == 0:
             self._store.delete_key(key)
         return message
-
-
-def _copied(value: Any) -> Any:
-    """Copy every tensor of a plain value to the CPU."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().to("cpu", copy=True)
-    if isinstance(value, dict):
-        return {key: _copied(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_copied(item) for item in value)
-    return value
 
 
 def _explained(error: Exception, rank: int) -> PhalanxError:
