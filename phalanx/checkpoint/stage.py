@@ -35,7 +35,8 @@ class Staging:
         if layout is not self._layout:
             self._prepare(layout, pinned=bool(devices))
         if tensors:
-            torch_compat.foreach_copy_(self._targets, tensors, non_blocking=True)
+            known = all(tensor.device.type in ("cpu", "cuda") for tensor in tensors)
+            torch_compat.foreach_copy_(self._targets, tensors, non_blocking=known)
         for device in devices:
             torch.cuda.synchronize(device)
 

@@ -363,6 +363,7 @@ class TrainLoop:
         return {step: loss for step, loss in losses.items() if math.isfinite(loss)}
 
     def _failed(self, what: str) -> NonFiniteLossError:
+        self._finish_save()  # losses are equal on all ranks, so all are here
         path = self.saving.last_path
         last = f"the last good checkpoint is {path}" if path else "there is no checkpoint before it"
         self._report_end("failed", what)

@@ -83,6 +83,24 @@ def test_shards_of_three_ranks_are_one_state(tmp_path, ranks, kind):
         assert len(files) == (3 if kind == "sharded" else 0)
 
 
+def load_by_columns(directory: str) -> dict:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    shapes = {"0.weight": (33, 6), "1.weight": (3, 33)}
+    template = {name: distribute_tensor(torch.zeros(shape), mesh, [Shard(1)]) for name, shape in shapes.items()}
+    load(choose(directory, required=True).checkpoint, {"model": template})
+    return {name: value.full_tensor() for name, value in template.items()}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_of_four_ranks_load_as_columns_of_two(tmp_path, ranks, kind):
+    whole, *_ = ranks(save_shards, str(tmp_path), kind, world_size=4)
+    for found in ranks(load_by_columns, str(tmp_path), world_size=2):
+        assert all(torch.equal(value, whole[name]) for name, value in found.items())
+
+
 def test_lora_on_a_frozen_base_writes_under_five_percent(tmp_path):
     class Net(nn.Module):
         def __init__(self) -> None:
