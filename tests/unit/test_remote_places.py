@@ -207,3 +207,16 @@ def test_a_url_is_a_path_that_keeps_its_slashes():
     assert not isinstance(as_path("file:///tmp/x"), RemotePath)
     with pytest.raises(UsageError, match=r"unknown protocol 's4'. Did you mean s3://\?"):
         as_path("s4://bucket/x")
+
+
+@pytest.mark.parametrize("kind", ["full", "incremental"])
+def test_every_kind_is_saved_pruned_and_copied_at_a_url(bucket, tmp_path, kind):
+    for step in (1, 2, 3):
+        save(f"{bucket}/kept", snapshot(step, float(step)), run_id="r", keep_last=2, kind=kind)
+    found = list_checkpoints(f"{bucket}/kept")
+    assert [one.step for one in found] == [3, 2]
+    copied = copy_checkpoint(found[1], tmp_path / "copy")
+    (one,) = list_checkpoints(tmp_path / "copy")
+    assert (copied.path, one.manifest.kind, verify(one.path)) == (one.path, kind, [])
+    assert compare(one, found[1]).same_tensors
+    assert compare(one, found[0]).differences[0].max_abs == 1.0
