@@ -117,9 +117,9 @@ class Saver:
         """Wait until the save in flight is published; return it, or raise its error, on all ranks."""
         if self._job is None:
             return None
-        job, self._job = self._job, None
-        waited = time.monotonic()
+        job, waited = self._job, time.monotonic()
         job.join()
+        self._job = None  # not before: after Ctrl-C the memory is still being written from
         try:
             saved: SavedCheckpoint = group.from_rank_zero(job.outcome)
         except BaseException:
