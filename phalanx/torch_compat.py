@@ -54,8 +54,6 @@ PRIVATE = {
     "torch.utils.data._utils.worker:_worker_info": "iterable data sets with worker processes",
     "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter._shutdown_workers": "stopping DataLoader workers",
     "torch.distributed.elastic.rendezvous.utils:_matches_machine_hostname": "several nodes",
-    "torch.distributed.checkpoint.filesystem:_StorageInfo": "reading checkpoints",
-    "torch.serialization:_get_layout": "reading checkpoints",
 }
 """`module:attribute` of each private API, and what does not work without it."""
 
@@ -315,12 +313,6 @@ def flash_cuda_backward(
 # checkpoints
 
 
-def index_types() -> dict[tuple[str, str], Any]:
-    """Return the private types that the index of a sharded checkpoint consists of, by module and name."""
-    from torch.distributed.checkpoint.filesystem import _StorageInfo
-    from torch.serialization import _get_layout
-
-    return {
-        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _StorageInfo,
-        ("torch.serialization", "_get_layout"): _get_layout,
-    }
+def cuda_runtime() -> Any:
+    """Return the CUDA runtime's functions, to page-lock memory that torch has not allocated."""
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import psutil
 import pytest
 from ranks import ScriptRun, run_on_ranks, run_script, warm_pid
+from s3_server import serve_s3
 
 from phalanx.launch.forkserver import client
 
@@ -34,8 +35,8 @@ _SET_BY_OTHERS = {
 }
 """pytest names the test, torch its caches and tools when its compiler is imported; DeepSpeed how it looks for GPUs;
 scikit-learn, which Optuna and datasets import, how its threads start."""
-_THREADS_OF_OTHERS = ("tqdm_monitor", "Dummy-", "Mlflow")
-"""A compiler's progress bar, threads of its C++ that called into Python, MLflow's pool for artifacts."""
+_THREADS_OF_OTHERS = ("tqdm_monitor", "Dummy-", "Mlflow", "fsspecIO", "asyncio_")
+"""A compiler's progress bar, threads of its C++ that called into Python, MLflow's pool, fsspec's event loop."""
 _CACHES = ("torchinductor_", "__pycache__")
 """torch makes its cache directory once, when its compiler is imported; TensorFlow imports code that it writes there."""
 _PATIENCE_SECONDS = 1.0
@@ -185,3 +186,25 @@ def _is_strangers(path: Path) -> bool:
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue
     return False
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[str]:
+    """The address of a real S3 server."""
+    for name in ("moto", "s3fs"):
+        pytest.importorskip(name, reason=f"{name} is not installed: pip install 'phalanx[test]'")
+    with serve_s3() as address:
+        yield address
+
+
+@pytest.fixture
+def bucket(s3_server: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The URL of a new bucket; address and credentials are in the environment."""
+    from phalanx.host.remote import as_path
+
+    settings = {"ENDPOINT_URL": s3_server, "ACCESS_KEY_ID": "key", "SECRET_ACCESS_KEY": "secret"}
+    for name, value in {**settings, "DEFAULT_REGION": "us-east-1"}.items():
+        monkeypatch.setenv(f"AWS_{name}", value)
+    name = f"b{time.time_ns():x}"
+    as_path(f"s3://{name}/x").file_system.mkdir(name)  # type: ignore[attr-defined]
+    return f"s3://{name}"

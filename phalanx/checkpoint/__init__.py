@@ -4,21 +4,35 @@ Writing is `save`; resuming is `choose`, then `compare_model`, then `load`. A ch
 
     step-00000100/          published: complete by construction
         manifest.json       what is in it, with the size and hash of every file
-        .metadata           torch's index of the shards
-        __0_0.distcp ...    the shards, one file per rank
+        index.json          where each part of each tensor is, with the hash of every 4 MiB
+        shard-00000.safetensors ...   the tensors, one file per rank; state.safetensors in a full checkpoint
         rank-00000.pt ...   the state of one rank, such as its random generators
         best.json           only in the best one: which metric, and its value (`find_best`)
     .run-....lock           held by a run in progress that saves here
+    .chunks-.../            the tensors of a run's incremental checkpoints
     .writing-...            a save in progress, or the rest of a failed one, which the next save removes
 """
 
 from __future__ import annotations
 
-from phalanx.checkpoint.find import Checkpoint, Choice, choose, find_best, list_checkpoints, verify
+from phalanx.checkpoint.compare import StateDifference, compare
+from phalanx.checkpoint.copy import copy_checkpoint
+from phalanx.checkpoint.find import Checkpoint, Choice, choose, find_best, list_checkpoints, read_index, verify
 from phalanx.checkpoint.lock import RunLock
 from phalanx.checkpoint.manifest import Manifest, SavedCheckpoint, Snapshot, TensorInfo, read_manifest
-from phalanx.checkpoint.read import Loaded, compare_model, entries, load, read_rank_state, read_state_of, read_tensors
-from phalanx.checkpoint.write import check_writable, save
+from phalanx.checkpoint.place import check_writable
+from phalanx.checkpoint.read import (
+    Loaded,
+    compare_model,
+    entries,
+    load,
+    load_newest,
+    read_rank_state,
+    read_state_of,
+    read_tensors,
+    stored_tensors,
+)
+from phalanx.checkpoint.write import Request, Saver, save
 from phalanx.observe.best import Best, mark_best
 
 __all__ = [
@@ -27,22 +41,30 @@ __all__ = [
     "Choice",
     "Loaded",
     "Manifest",
+    "Request",
     "RunLock",
     "SavedCheckpoint",
+    "Saver",
     "Snapshot",
+    "StateDifference",
     "TensorInfo",
     "check_writable",
     "choose",
+    "compare",
     "compare_model",
+    "copy_checkpoint",
     "entries",
     "find_best",
     "list_checkpoints",
     "load",
+    "load_newest",
     "mark_best",
+    "read_index",
     "read_manifest",
     "read_rank_state",
     "read_state_of",
     "read_tensors",
     "save",
+    "stored_tensors",
     "verify",
 ]

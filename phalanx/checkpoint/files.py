@@ -5,21 +5,21 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import io
 import os
 import shutil
 import stat
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
 from phalanx.errors import CheckpointError
+from phalanx.host.remote import RemotePath
 
 LEAF_BYTES = 4 << 20
 _THREADED_BYTES = 64 << 10
-_LEAF_DIGEST_BYTES = 64
-_DIGEST_BYTES = 32
 
 
 def hashing_threads() -> ThreadPoolExecutor:
@@ -52,13 +52,18 @@ class TreeHash:
             self._room -= part.nbytes
         return pending
 
-    def hexdigest(self) -> str:
-        """Return the hash of everything so far."""
-        return _root([leaf.digest() for leaf in self._leaves])
+    def record(self, size: int) -> FileRecord:
+        """Return the record of a file with everything so far."""
+        digests = [leaf.digest() for leaf in self._leaves]
+        return FileRecord(size, _root(digests), tuple(digest.hex() for digest in digests))
 
 
 def hash_file(path: Path) -> str:
     """Return the hash of a file's content, several leaves at a time."""
+    if isinstance(path, RemotePath):
+        remote, offsets = path, range(0, max(1, path.stat().st_size), LEAF_BYTES)
+        with hashing_threads() as threads:
+            return _root(list(threads.map(lambda offset: _hash_remote_leaf(remote, offset), offsets)))
     with path.open("rb", buffering=0) as file, hashing_threads() as threads:
         descriptor = file.fileno()
         offsets = range(0, max(1, os.fstat(descriptor).st_size), LEAF_BYTES)
@@ -75,15 +80,43 @@ def _hash_leaf(descriptor: int, offset: int) -> bytes:
     return leaf.digest()
 
 
-def _new_leaf() -> hashlib.blake2b:
-    return hashlib.blake2b(digest_size=_LEAF_DIGEST_BYTES)
+def _hash_remote_leaf(path: RemotePath, offset: int) -> bytes:
+    leaf = _new_leaf()
+    leaf.update(path.read_range(offset, offset + LEAF_BYTES))
+    return leaf.digest()
+
+
+def _new_leaf() -> hashlib._Hash:
+    return hashlib.sha256()  # processors have instructions for it: 2.6 times as fast as blake2b
 
 
 def _root(digests: list[bytes]) -> str:
-    return hashlib.blake2b(b"".join(digests), digest_size=_DIGEST_BYTES, person=b"phalanx-tree-v1").hexdigest()
+    return hashlib.sha256(b"phalanx-tree-v2" + b"".join(digests)).hexdigest()
+
+
+def hash_bytes(data: bytes) -> str:
+    """Return the hash of a file with this content."""
+    view = memoryview(data)
+    offsets = range(0, max(1, len(data)), LEAF_BYTES)
+    return _root([hashlib.sha256(view[at : at + LEAF_BYTES]).digest() for at in offsets])
 
 
 _BUFFER_BYTES = 1 << 20
+_PIECE_BYTES = 16 << 20
+
+
+def _start_flushing(descriptor: int, offset: int) -> None:
+    """Have the kernel write what is behind `offset` to the disk now: otherwise it waits for fsync."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(descriptor, offset, _PIECE_BYTES, os.POSIX_FADV_DONTNEED)
+
+
+class Leaf(NamedTuple):
+    """A range of a data file with its hash."""
+
+    start: int
+    size: int
+    hash: str
 
 
 @dataclass(frozen=True)
@@ -92,6 +125,16 @@ class FileRecord:
 
     size: int
     hash: str
+    leaves: tuple[str, ...] = field(default=(), compare=False)
+    """The hashes of its leaves of `LEAF_BYTES` each, which only the index stores."""
+
+    def cut(self) -> list[Leaf]:
+        """Return its leaves with their places."""
+        starts = range(0, max(1, self.size), LEAF_BYTES)
+        return [
+            Leaf(start, min(LEAF_BYTES, self.size - start), digest)
+            for start, digest in zip(starts, self.leaves, strict=True)
+        ]
 
 
 class HashedFile:
@@ -111,16 +154,21 @@ class HashedFile:
     def write(self, data: bytes | bytearray | memoryview) -> int:
         """Append bytes and hash them; both release the interpreter lock, so large pieces overlap."""
         view = memoryview(data).cast("B")
+        pending = [] if self._error is not None else self._hash.begin(view)
+        try:
+            for start in range(0, view.nbytes if self._error is None else 0, _PIECE_BYTES):
+                self._append(view[start : start + _PIECE_BYTES], self.size + start)
+        except OSError as error:
+            self._error = error
         self.size += view.nbytes
-        if self._error is None:
-            pending = self._hash.begin(view)
-            try:
-                self._file.write(view)
-            except OSError as error:
-                self._error = error
-            for part in pending:  # the buffer is valid only until this returns
-                part.result()
+        for part in pending:  # the buffer is valid only until this returns
+            part.result()
         return view.nbytes
+
+    def _append(self, piece: memoryview, offset: int) -> None:
+        self._file.write(piece)
+        if piece.nbytes == _PIECE_BYTES:
+            _start_flushing(self._file.fileno(), offset)
 
     def tell(self) -> int:
         """Return the position, which is always the end."""
@@ -136,7 +184,7 @@ class HashedFile:
         self.flush()
         self._file.flush()
         os.fsync(self._file.fileno())
-        return FileRecord(self.size, self._hash.hexdigest())
+        return self._hash.record(self.size)
 
     def close(self) -> None:
         """Do nothing: torch closes its streams before `finish`."""
@@ -162,6 +210,8 @@ def hashed_file(path: Path, records: dict[str, FileRecord]) -> Iterator[HashedFi
 
 def open_regular(path: Path) -> IO[bytes]:
     """Open a file for reading; OSError for a pipe or device, which could block for ever."""
+    if isinstance(path, RemotePath):
+        return io.BytesIO(path.read_bytes())
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
         return os.fdopen(descriptor, "rb")

@@ -8,33 +8,77 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from phalanx.checkpoint import group
-from phalanx.checkpoint.files import FileRecord, hash_file
+from phalanx.checkpoint.chunks import is_whole
+from phalanx.checkpoint.fetch import DamagedError
+from phalanx.checkpoint.files import FileRecord, hash_bytes, hash_file
+from phalanx.checkpoint.index import INDEX, Index, parse_index
 from phalanx.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from phalanx.checkpoint.place import located, place_at
 from phalanx.checkpoint.publish import is_published
 from phalanx.errors import CheckpointError
+from phalanx.host.remote import RemotePath, as_path
 from phalanx.observe.best import Best, latest_mark
 
 
-def verify(path: Path | str, files: Iterable[str] | None = None, *, manifest: Manifest | None = None) -> list[str]:
+def verify(
+    path: Path | str, files: Iterable[str] | None = None, *, manifest: Manifest | None = None, deep: bool = True
+) -> list[str]:
     """Return what is wrong with a checkpoint (missing files, wrong sizes or hashes), an empty list if it is intact.
 
-    With a process group this is collective: every rank hashes its share of the files, and all return the same list.
+    Without `deep` only sizes are compared. With a process group this is collective: every rank hashes its share of the
+    files, and all return the same list.
     """
-    path = Path(path)
-    known = (manifest or read_manifest(path)).files
+    path = as_path(path)
+    checkpoint = Checkpoint(path, manifest or read_manifest(path))
+    known = checkpoint.manifest.files
     names = sorted(known if files is None else files, key=lambda name: (-known[name].size, name))
     mine = names[group.rank() :: group.world_size()]
-    found = {name: problem for name in mine if (problem := _problem(path / name, known[name]))}
+    check = problem_of if deep else _size_problem
+    found = {name: problem for name in mine if (problem := check(path / name, known[name]))}
+    if files is None and not found:
+        found = _chunk_problems(checkpoint, group.rank(), group.world_size(), deep=deep)
     merged = {name: problem for part in group.gather_to_all(found) for name, problem in part.items()}
     return [merged[name] for name in sorted(merged)]
 
 
+def _chunk_problems(checkpoint: Checkpoint, share: int, of: int, *, deep: bool) -> dict[str, str]:
+    """Return what is wrong with a share of an incremental checkpoint's chunks."""
+    if checkpoint.manifest.kind != "incremental":
+        return {}
+    try:
+        index = read_index(checkpoint)
+    except CheckpointError as error:
+        return {INDEX: error.message}
+    place, folder = place_at(checkpoint.path.parent), index.chunk_folder or ""
+    leaves = sorted({(leaf.hash, leaf.size) for listed in index.leaves.values() for leaf in listed})[share::of]
+    bad = [hash for hash, size in leaves if not is_whole(place, folder, hash, size, deep=deep)]
+    return {hash: f"the chunk {folder}/{hash[:2]}/{hash} is missing or does not match its hash" for hash in bad}
+
+
+def read_index(checkpoint: Checkpoint) -> Index:
+    """Read the index of a checkpoint's tensors; a DamagedError where it is not what was written."""
+    place, name = located(checkpoint.path)
+    where = checkpoint.path / INDEX
+    try:
+        data = place.read(name, INDEX)
+    except OSError as error:
+        raise DamagedError(f"{where} cannot be read: {error.strerror or error}") from error
+    record = checkpoint.manifest.files.get(INDEX)
+    if record is None or hash_bytes(data) != record.hash:
+        raise DamagedError(f"{INDEX} does not match its hash: it was changed after it was written")
+    return parse_index(data, str(where))
+
+
 def sizes_match(checkpoint: Checkpoint) -> bool:
     """Whether every file exists with its size: a check without reading, in this process only."""
-    return not any(_size_problem(checkpoint.path / name, record) for name, record in checkpoint.manifest.files.items())
+    files = checkpoint.manifest.files.items()
+    if any(_size_problem(checkpoint.path / name, record) for name, record in files):
+        return False
+    return not _chunk_problems(checkpoint, 0, 1, deep=False)
 
 
-def _problem(file: Path, record: FileRecord) -> str | None:
+def problem_of(file: Path, record: FileRecord) -> str | None:
+    """Return what is wrong with a file (missing, of another size, changed), or None."""
     try:
         problem = _size_problem(file, record)
         if problem is None and hash_file(file) != record.hash:
@@ -107,7 +151,7 @@ class Choice:
 
 def list_checkpoints(directory: Path | str) -> list[Checkpoint]:
     """Return the checkpoints whose manifest can be read, the newest first."""
-    return _survey(Path(directory))[0]
+    return survey(as_path(directory))[0]
 
 
 def find_best(directory: Path | str) -> Best | None:
@@ -120,19 +164,19 @@ def find_best(directory: Path | str) -> Best | None:
     return latest_mark(one.path for one in found if one.step <= through.get(one.manifest.run_id, -1))
 
 
-def choose(path: Path | str, *, required: bool = False, run_id: str | None = None) -> Choice:
+def choose(path: Path | str, *, required: bool = False, run_id: str | None = None, deep: bool = True) -> Choice:
     """Choose the newest intact checkpoint of a directory, or the one at `path`; collective with a process group.
 
     Damaged ones are skipped with a note; a damaged one at `path` itself is an error. Without any, `required` decides
     between a CheckpointError and None; a checkpoint of another library is always an error. With `run_id` (that of rank
-    0) only the checkpoints of that run count.
+    0) only the checkpoints of that run count. Without `deep` only sizes are compared; loading verifies the content.
     """
-    path = Path(path)
+    path = as_path(path)
     if group.from_rank_zero(lambda: (path / MANIFEST).is_file() or (is_published(path.name) and path.is_dir())):
-        return Choice(_named(path))
+        return Choice(_named(path, deep=deep))
     candidates, notes = group.from_rank_zero(lambda: _candidates(path, run_id))
     for checkpoint in candidates:
-        problems = verify(checkpoint.path, manifest=checkpoint.manifest)
+        problems = verify(checkpoint.path, manifest=checkpoint.manifest, deep=deep)
         if not problems:
             return Choice(checkpoint, notes)
         notes.append(f"passed over {checkpoint.path}: {_summary(problems)}")
@@ -144,10 +188,10 @@ def choose(path: Path | str, *, required: bool = False, run_id: str | None = Non
     return Choice(None, notes)
 
 
-def _named(path: Path) -> Checkpoint:
+def _named(path: Path, *, deep: bool) -> Checkpoint:
     """Open the checkpoint that the user named, without a fallback."""
     manifest = group.from_rank_zero(lambda: _manifest_of(path))
-    problems = verify(path, manifest=manifest)
+    problems = verify(path, manifest=manifest, deep=deep)
     if problems:
         raise CheckpointError(
             f"checkpoint {path} is damaged: {_summary(problems)}",
@@ -167,7 +211,8 @@ def _manifest_of(path: Path) -> Manifest:
 def _candidates(directory: Path, run_id: str | None) -> tuple[list[Checkpoint], list[str]]:
     if not directory.exists():
         return [], []
-    found, notes = _survey(directory) if directory.is_dir() else ([], [])
+    found, unreadable = survey(directory)
+    notes = [f"passed over {path}: {error.message}" for path, error in unreadable]
     if not found and not notes:
         kind = looks_like(directory)
         if kind is not None:
@@ -175,21 +220,21 @@ def _candidates(directory: Path, run_id: str | None) -> tuple[list[Checkpoint], 
     return [each for each in found if run_id in (None, each.manifest.run_id)], notes
 
 
-def _survey(directory: Path) -> tuple[list[Checkpoint], list[str]]:
-    """Read every manifest; return a note for each that cannot be read."""
+def survey(directory: Path) -> tuple[list[Checkpoint], list[tuple[Path, CheckpointError]]]:
+    """Read every manifest of a directory; return the checkpoints, the newest first, and those that cannot be read."""
     found: list[Checkpoint] = []
-    notes: list[str] = []
-    if not directory.is_dir():
-        return found, notes
-    for path in sorted(directory.iterdir()):
+    unreadable: list[tuple[Path, CheckpointError]] = []
+    for path in sorted(directory.iterdir()) if directory.is_dir() else []:
         if not is_published(path.name) or not path.is_dir():
             continue
         try:
             found.append(Checkpoint(path, read_manifest(path)))
         except CheckpointError as error:
-            notes.append(f"passed over {path}: {error.message}")
+            # At a URL a checkpoint without a manifest is one that is being written.
+            if not isinstance(path, RemotePath) or (path / MANIFEST).exists():
+                unreadable.append((path, error))
     found.sort(key=lambda checkpoint: (checkpoint.manifest.published_at, checkpoint.step), reverse=True)
-    return found, notes
+    return found, unreadable
 
 
 def _summary(problems: list[str]) -> str:

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from phalanx import torch_compat
 from phalanx.errors import CheckpointError, PhalanxError
 
 T = TypeVar("T")
@@ -49,17 +50,49 @@ def from_rank_zero(action: Callable[[], T]) -> T:
     """Run `action` on rank 0, and return its result or raise its error on every rank."""
     if world_size() == 1:
         return action()
-    outcome: list[Any] = [None, None]
+    outcome: list[Any] = [None]
     if rank() == 0:
-        try:
-            outcome[0] = action()
-        except Exception as error:
-            # Exceptions of other libraries may not survive pickling.
-            known = isinstance(error, PhalanxError)
-            shown = error if known else CheckpointError(f"rank 0 failed: {type(error).__name__}: {error}")
-            dist.broadcast_object_list([None, shown], src=0)
-            raise shown from error
+        outcome = [tried(action)]
     dist.broadcast_object_list(outcome, src=0)
-    if outcome[1] is not None:
-        raise outcome[1]
-    return outcome[0]  # type: ignore[no-any-return]
+    return unwrapped(outcome[0])  # type: ignore[no-any-return]
+
+
+class Failed:
+    """An error of one rank, on its way to the others."""
+
+    def __init__(self, error: Exception) -> None:
+        known = isinstance(error, PhalanxError)  # exceptions of other libraries may not survive pickling
+        self.error = error if known else CheckpointError(f"rank {rank()} failed: {type(error).__name__}: {error}")
+
+
+def tried(action: Callable[[], T]) -> T | Failed:
+    """Run `action`; return its result, or its error for `unwrapped` on another rank."""
+    try:
+        return action()
+    except Exception as error:  # noqa: BLE001 - raised again by `unwrapped`
+        return Failed(error)
+
+
+def unwrapped(outcome: T | Failed) -> T:
+    """Return the result of `tried`, or raise its error."""
+    if isinstance(outcome, Failed):
+        raise outcome.error
+    return outcome
+
+
+def scatter_from_zero(action: Callable[[], list[T]]) -> T:
+    """Run `action` on rank 0, and return one item of its list, or raise its error, on every rank."""
+    if world_size() == 1:
+        return action()[0]
+    outcome: list[Any] | None = None
+    if rank() == 0:
+        made = tried(action)
+        outcome = [made] * world_size() if isinstance(made, Failed) else made
+    mine: list[Any] = [None]
+    dist.scatter_object_list(mine, outcome, src=0)
+    return unwrapped(mine[0])  # type: ignore[no-any-return]
+
+
+def store() -> dist.Store:
+    """Return the store of the process group; threads may use it while the group is in use."""
+    return torch_compat.default_store()

@@ -1,15 +1,22 @@
-"""Remove old checkpoints of the same run, and what failed saves left behind."""
+"""Remove old checkpoints of the same run, and chunks that none of them uses."""
 
 from __future__ import annotations
 
-import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
-from phalanx.checkpoint.find import Checkpoint, list_checkpoints, sizes_match
-from phalanx.checkpoint.lock import is_under_way, remove_stale_locks
-from phalanx.checkpoint.publish import is_abandoned, owner_of, remove
+from phalanx.checkpoint import chunks
+from phalanx.checkpoint.find import Checkpoint, list_checkpoints, read_index, sizes_match
+from phalanx.checkpoint.lock import is_under_way
+from phalanx.checkpoint.place import located, place_at
 from phalanx.errors import CheckpointError
 from phalanx.observe.best import MARK
+
+
+def remove(path: Path) -> None:
+    """Remove a checkpoint in a folder or at a URL."""
+    place, name = located(path)
+    place.remove(name)
 
 
 def check_keep_last(keep_last: int | None) -> None:
@@ -21,12 +28,14 @@ def check_keep_last(keep_last: int | None) -> None:
         )
 
 
-def keep_newest(published: Checkpoint, keep_last: int | None, best: Path | None = None) -> list[str]:
+def keep_newest(
+    published: Checkpoint, keep_last: int | None, best: Path | None = None, keep_every: int | None = None
+) -> list[str]:
     """Remove the run's checkpoints beyond the newest `keep_last` complete ones; return what could not be removed.
 
     Checkpoints of the runs that it continues are included, those of other runs are never touched. A damaged one does
     not count as kept, so a complete one always remains. `best` is kept too, and not counted where it is older;
-    without one, what a run that it continues marked as its best.
+    without one, what a run that it continues marked as its best. So are steps that are multiples of `keep_every`.
     """
     notes: list[str] = []
     if keep_last is None:
@@ -39,6 +48,8 @@ def keep_newest(published: Checkpoint, keep_last: int | None, best: Path | None 
             continue
         if complete < keep_last:
             complete += sizes_match(checkpoint)
+            continue
+        if keep_every is not None and checkpoint.step % keep_every == 0:
             continue
         earlier = checkpoint.manifest.run_id != published.manifest.run_id
         if (
@@ -53,7 +64,48 @@ def keep_newest(published: Checkpoint, keep_last: int | None, best: Path | None 
             continue  # another run that shares the directory has removed it
         except OSError as error:
             notes.append(f"{checkpoint.path} is beyond keep_last and cannot be removed: {error.strerror}")
+    if any(one.manifest.kind == "incremental" for one in found):
+        notes += remove_unused_chunks(published.path.parent, own)
     return notes
+
+
+def remove_unused_chunks(directory: Path, runs: Iterable[str]) -> list[str]:
+    """Remove the chunks of these runs that no checkpoint uses; return why where this was not possible."""
+    place = place_at(directory)
+    used: dict[str, set[str]] = {chunks.folder_of(run_id): set() for run_id in runs}
+    try:
+        for checkpoint in list_checkpoints(directory):
+            if checkpoint.manifest.kind == "incremental":
+                index = read_index(checkpoint)
+                if index.chunk_folder in used:
+                    used[index.chunk_folder] |= {leaf.hash for of in index.leaves.values() for leaf in of}
+        for folder, hashes in used.items():
+            chunks.prune(place, folder, hashes)
+    except (CheckpointError, OSError) as error:  # a chunk too many does no harm, one too few would
+        return [f"unused chunks in {directory} were not removed: {error}"]
+    return []
+
+
+def beyond(found: list[Checkpoint], keep_last: int, keep_every: int | None = None) -> list[Checkpoint]:
+    """Return the checkpoints that a pruning would remove, of each run with the runs that it continues.
+
+    The newest `keep_last` complete ones stay, those of steps that `keep_every` divides, and every one that is marked as
+    the best. A damaged one does not count as kept, so a complete one always remains. `found`: the newest first.
+    """
+    check_keep_last(keep_last)
+    removed: list[Checkpoint] = []
+    rest = list(found)
+    while rest:
+        newest = rest[0].manifest
+        family = {newest.run_id, *(run["run_id"] for run in newest.lineage)}
+        complete = 0
+        for checkpoint in [one for one in rest if one.manifest.run_id in family]:
+            if complete < keep_last:
+                complete += sizes_match(checkpoint)
+            elif not (keep_every and checkpoint.step % keep_every == 0) and not (checkpoint.path / MARK).exists():
+                removed.append(checkpoint)
+        rest = [one for one in rest if one.manifest.run_id not in family]
+    return removed
 
 
 def _continued(published: Checkpoint, found: list[Checkpoint]) -> set[str]:
@@ -68,21 +120,3 @@ def _continued(published: Checkpoint, found: list[Checkpoint]) -> set[str]:
         if not later and not is_under_way(published.path.parent, run_id):
             ended.add(run_id)
     return ended
-
-
-def clear_leftovers(directory: Path, *, older_than: float) -> list[str]:
-    """Remove unfinished directories of processes that have ended; return what could not be removed and why."""
-    notes: list[str] = []
-    remove_stale_locks(directory)
-    for path in directory.glob(".*"):
-        owner = owner_of(path.name)
-        if owner is None or not path.is_dir() or not is_abandoned(path, owner):
-            continue
-        try:
-            if path.stat().st_mtime <= older_than:
-                shutil.rmtree(path)
-        except FileNotFoundError:
-            continue  # another run that shares the directory has removed it
-        except OSError as error:
-            notes.append(f"{path} is left over from an unfinished save and cannot be removed: {error.strerror}")
-    return notes

@@ -1,15 +1,58 @@
-"""Locks in a checkpoint directory that show which runs are still in progress."""
+"""Which runs and processes that write into a checkpoint directory are still in progress: locks, and owners."""
 
 from __future__ import annotations
 
 import fcntl
+import functools
+import hashlib
 import os
+import socket
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
+
+from phalanx.host.remote import RemotePath
 
 _PREFIX, _SUFFIX = ".run-", ".lock"
+_SILENT_SECONDS = 24 * 3600.0
 _TRIES, _PAUSE_SECONDS = 5, 0.02
+
+
+class Owner(NamedTuple):
+    """The process that created an unfinished directory."""
+
+    machine: str
+    pid: int
+
+
+def has_ended(owner: Owner, silent_seconds: float) -> bool:
+    """Whether a process has ended; on another machine: whether it has changed nothing for a day."""
+    if owner.machine == this_machine():
+        return owner.pid == os.getpid() or not _is_alive(owner.pid)
+    return silent_seconds > _SILENT_SECONDS
+
+
+@functools.cache
+def this_machine() -> str:
+    """Return eight hex digits for this host and its pid namespace: containers may share a host name."""
+    marks = [socket.gethostname()]
+    for source in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid"):
+        try:
+            marks.append(os.readlink(source) if source.startswith("/proc/self") else Path(source).read_text())
+        except OSError:
+            continue  # not Linux, or /proc is hidden: use the host name only
+    return hashlib.blake2b("\n".join(marks).encode(), digest_size=4).hexdigest()
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
 
 
 class RunLock:
@@ -21,6 +64,9 @@ class RunLock:
     def __init__(self, directory: Path, run_id: str) -> None:
         self._path = _path(directory, run_id)
         self._file: int | None = None
+        if isinstance(self._path, RemotePath):
+            self._path.write_bytes(f"{this_machine()} {os.getpid()}".encode())
+            return
         for _ in range(_TRIES):  # a save of another run may be testing this file, or removing it
             if self._acquire():
                 return
@@ -63,6 +109,8 @@ def remove_stale_locks(directory: Path) -> None:
 
 
 def _is_held(path: Path, *, remove: bool = False) -> bool:
+    if isinstance(path, RemotePath):
+        return _is_held_remotely(path, remove=remove)
     try:
         file = os.open(path, os.O_RDWR)
     except FileNotFoundError:
@@ -78,6 +126,25 @@ def _is_held(path: Path, *, remove: bool = False) -> bool:
     finally:
         os.close(file)
     return False
+
+
+def _is_held_remotely(path: RemotePath, *, remove: bool) -> bool:
+    """Whether the process that wrote the file runs; on another machine: whether it began less than a day ago."""
+    try:
+        machine, pid = path.read_text().split()
+        age = time.time() - path.stat().st_mtime
+    except (FileNotFoundError, ValueError):
+        return False
+    held = _is_alive(int(pid)) if machine == this_machine() else age < _SILENT_SECONDS
+    if remove and not held:
+        path.unlink(missing_ok=True)
+    return held
+
+
+def runs_under_way(directory: Path) -> list[str]:
+    """Return the ids of the runs that hold a lock in a directory, as they are written in file names."""
+    locks = [path for path in directory.glob(f"{_PREFIX}*{_SUFFIX}") if _is_held(path)]
+    return [path.name.removeprefix(_PREFIX).removesuffix(_SUFFIX) for path in locks]
 
 
 def _path(directory: Path, run_id: str) -> Path:

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.checkpoint.files import FileRecord, open_regular
-from phalanx.errors import CheckpointError
+from phalanx.errors import EXIT_USAGE, CheckpointError
 
 MANIFEST = "manifest.json"
-FORMAT = 2
+FORMAT = 3
 """Increased when an older Phalanx can no longer read what is written."""
 
 
@@ -45,17 +45,17 @@ class Manifest:
     config: dict[str, Any] = field(default_factory=dict)
     lineage: list[dict[str, Any]] = field(default_factory=list)
     """The runs that this one continues, the oldest first: `{"run_id": ..., "step": ...}` that it resumed from."""
+    kind: str = "sharded"
+    """How the tensors are stored: checkpoint_kind."""
+    bytes: int = 0
+    """The size of the state: of all files together, and of an incremental one's chunks."""
     format: int = FORMAT
-
-    @property
-    def bytes(self) -> int:
-        """The size of all files together."""
-        return sum(record.size for record in self.files.values())
 
 
 def dump_manifest(manifest: Manifest) -> str:
     """Return a manifest as JSON with a checksum."""
-    body = dataclasses.asdict(manifest)
+    files = {name: {"size": record.size, "hash": record.hash} for name, record in manifest.files.items()}
+    body = {**dataclasses.asdict(dataclasses.replace(manifest, files={})), "files": files}
     for name in ("shared", "mesh", "config"):
         for key, value in body[name].items():
             try:
@@ -83,14 +83,29 @@ def read_manifest(path: Path) -> Manifest:
         raise CheckpointError(f"{file} is not a Phalanx manifest: {type(error).__name__}: {error}") from error
 
 
+def manifest_at(path: Path) -> Manifest | None:
+    """Return the manifest of the checkpoint at `path`; None where there is none, or none that can be read."""
+    try:
+        return read_manifest(path)
+    except CheckpointError:
+        return None
+
+
 def _parse(body: Any, file: Path) -> Manifest:
     if not isinstance(body, dict) or not isinstance(body.get("format"), int):
         raise CheckpointError(f"{file} is not a Phalanx manifest: it has no format number")
-    if body["format"] > FORMAT:
+    if body["format"] < FORMAT:
         raise CheckpointError(
+            f"{file} has format {body['format']}; this Phalanx reads format {FORMAT}",
+            hint=f"Read it with phalanx {body.get('phalanx_version', '(unknown)')}, which wrote it.",
+        )
+    if body["format"] > FORMAT:
+        newer = CheckpointError(
             f"{file} has format {body['format']}; this Phalanx reads up to {FORMAT}",
             hint=f"Upgrade: it was written by phalanx {body.get('phalanx_version', '(unknown)')}.",
         )
+        newer.exit_code = EXIT_USAGE  # it is not damaged
+        raise newer
     checksum = body.pop("checksum", None)
     if checksum != _checksum(body):
         raise CheckpointError(f"{file} does not match its checksum: it was changed after it was written")
@@ -127,6 +142,11 @@ class SavedCheckpoint:
     path: Path
     step: int
     seconds: float
+    """From the request to the publication, training included."""
     bytes: int
     notes: tuple[str, ...] = ()
     """Notes for the user, such as an old checkpoint that could not be removed."""
+    stall: float = 0.0
+    """The seconds of these in which training waited."""
+    written: int = 0
+    """The bytes that were written: of an incremental checkpoint only those of changed chunks."""

@@ -9,32 +9,19 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import functools
-import hashlib
 import os
 import re
 import secrets
 import shutil
-import socket
 import time
 from pathlib import Path
-from typing import NamedTuple
 
 from phalanx.checkpoint.files import sync_directory
-from phalanx.checkpoint.lock import safe_name
-from phalanx.checkpoint.manifest import read_manifest
-from phalanx.errors import CheckpointError
+from phalanx.checkpoint.lock import Owner, has_ended, remove_stale_locks, safe_name, this_machine
+from phalanx.checkpoint.manifest import manifest_at
 
 _PUBLISHED = re.compile(r"^step-(\d{8,})(-.+)?$")
 _UNFINISHED = re.compile(r"^\.(?:writing|removing)-.+-(?P<machine>[0-9a-f]{8})-(?P<pid>\d+)-[0-9a-f]{6}$")
-_SILENT_SECONDS = 24 * 3600.0
-
-
-class Owner(NamedTuple):
-    """The process that created an unfinished directory."""
-
-    machine: str
-    pid: int
 
 
 def step_name(step: int) -> str:
@@ -65,39 +52,15 @@ def owner_of(name: str) -> Owner | None:
 
 def is_abandoned(directory: Path, owner: Owner) -> bool:
     """Whether the process that wrote an unfinished directory has ended; on another machine: no change for a day."""
-    if owner.machine == this_machine():
-        return owner.pid == os.getpid() or not _is_alive(owner.pid)
     newest = 0.0
     for path in [directory, *directory.glob("*")]:
         with contextlib.suppress(FileNotFoundError):  # removed meanwhile
             newest = max(newest, path.stat().st_mtime)
-    return time.time() - newest > _SILENT_SECONDS
-
-
-@functools.cache
-def this_machine() -> str:
-    """Return eight hex digits for this host and its pid namespace: containers may share a host name."""
-    marks = [socket.gethostname()]
-    for source in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid"):
-        try:
-            marks.append(os.readlink(source) if source.startswith("/proc/self") else Path(source).read_text())
-        except OSError:
-            continue  # not Linux, or /proc is hidden: use the host name only
-    return hashlib.blake2b("\n".join(marks).encode(), digest_size=4).hexdigest()
+    return has_ended(owner, time.time() - newest)
 
 
 def _token() -> str:
     return f"{this_machine()}-{os.getpid()}-{secrets.token_hex(3)}"
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 _AT_FDCWD = -100
@@ -121,7 +84,7 @@ def publish(written: Path, *, step: int, run_id: str) -> Path:
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint; after a failure in the middle nothing that looks like a checkpoint remains."""
+    """Remove a checkpoint in a folder; after a failure in the middle nothing that looks like a checkpoint remains."""
     aside = path.with_name(f".removing-{path.name}-{_token()}")
     path.rename(aside)
     shutil.rmtree(aside)
@@ -132,16 +95,10 @@ def _free_name(directory: Path, step: int, run_id: str) -> Path:
     plain = directory / step_name(step)
     longer = directory / f"{plain.name}-{(safe_name(run_id) or 'run')[:6]}"
     for path in (plain, longer):
-        if not path.exists() or _belongs_to(path, run_id):
+        present = manifest_at(path) if path.exists() else None  # damaged, or of another library: not replaced
+        if not path.exists() or (present is not None and present.run_id == run_id):
             return path
     return directory / f"{longer.name}-{time.time_ns():x}"
-
-
-def _belongs_to(path: Path, run_id: str) -> bool:
-    try:
-        return read_manifest(path).run_id == run_id
-    except CheckpointError:
-        return False  # damaged, or of another library: not replaced
 
 
 def _replace(written: Path, target: Path) -> None:
@@ -167,3 +124,21 @@ def _exchange(one: Path, other: Path) -> bool:
     if code in _NOT_SUPPORTED:
         return False
     raise OSError(code, os.strerror(code), str(other))
+
+
+def clear_leftovers(directory: Path, *, older_than: float) -> list[str]:
+    """Remove unfinished directories of processes that have ended; return what could not be removed and why."""
+    notes: list[str] = []
+    remove_stale_locks(directory)
+    for path in directory.glob(".*"):
+        owner = owner_of(path.name)
+        if owner is None or not path.is_dir() or not is_abandoned(path, owner):
+            continue
+        try:
+            if path.stat().st_mtime <= older_than:
+                shutil.rmtree(path)
+        except FileNotFoundError:
+            continue  # another run that shares the directory has removed it
+        except OSError as error:
+            notes.append(f"{path} is left over from an unfinished save and cannot be removed: {error.strerror}")
+    return notes

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
+import io
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.planner import LoadItemType
 
-from phalanx.checkpoint import group
-from phalanx.checkpoint.find import Checkpoint
+from phalanx.checkpoint import chunks, group
+from phalanx.checkpoint.fetch import Box, DamagedError, Opener, read_boxes
+from phalanx.checkpoint.files import Leaf, hash_bytes
+from phalanx.checkpoint.find import Checkpoint, Choice, choose, read_index
+from phalanx.checkpoint.index import Index
 from phalanx.checkpoint.manifest import Manifest, TensorInfo
-from phalanx.checkpoint.storage import (
-    PlainLoadPlanner,
-    ShardReader,
-    first_cause,
-    from_plain,
-    quiet_without_group,
-    rank_file_name,
-)
+from phalanx.checkpoint.place import Reader, located
+from phalanx.checkpoint.plain import from_plain, rank_file_name
 from phalanx.errors import CheckpointError, nearest
 
 
@@ -48,29 +47,109 @@ def load(checkpoint: Checkpoint, template: dict[str, Any]) -> Loaded:
     return Loaded(manifest.step, manifest.epoch, manifest.shared, rank_state, notes)
 
 
-def read_tensors(checkpoint: Checkpoint, template: dict[str, Any]) -> None:
-    """Fill `template` from the shards of a checkpoint; collective with a process group."""
+def load_newest(
+    path: Path | str,
+    template_of: Callable[[Checkpoint], dict[str, Any]],
+    *,
+    required: bool = False,
+    run_id: str | None = None,
+) -> tuple[Choice, dict[str, Any], Loaded | None]:
+    """Choose as `choose` does and load into the template for it; what is read is verified while it is read.
+
+    Where that finds damage, all checkpoints are verified, and the newest intact one is loaded instead.
+    """
+    choice = choose(path, required=required, run_id=run_id, deep=False)
+    if choice.checkpoint is None:
+        return choice, {}, None
     try:
-        with quiet_without_group():
-            dcp.load(
-                template,
-                storage_reader=ShardReader(checkpoint.path),
-                planner=PlainLoadPlanner(),
-                no_dist=not group.has_peers(),
-            )
-    except CheckpointException as failure:
-        rank, cause = first_cause(failure)
+        template = template_of(choice.checkpoint)
+        return choice, template, load(choice.checkpoint, template)
+    except DamagedError:  # the state may be half loaded: only an intact checkpoint helps
+        choice = choose(path, required=True, run_id=run_id)
+        assert choice.checkpoint is not None, "required"
+        template = template_of(choice.checkpoint)
+        return choice, template, load(choice.checkpoint, template)
+
+
+class _LoadPlanner(dcp.DefaultLoadPlanner):
+    """torch's planner, which knows every kind of sharded tensor."""
+
+    def put(self, name: str, value: Any) -> None:
+        """Put a value that is not a tensor into the state dict."""
+        path = self.mappings[name]
+        holder: Any = self.original_state_dict
+        for key in path[:-1]:
+            holder = holder[key]
+        holder[path[-1]] = value
+
+
+def read_tensors(checkpoint: Checkpoint, template: dict[str, Any]) -> None:
+    """Fill `template` from a checkpoint; collective with a process group."""
+    outcome = group.tried(lambda: _fill(checkpoint, template))
+    failed = [each for each in group.gather_to_all(outcome) if isinstance(each, group.Failed)]
+    if failed:
+        raise failed[0].error
+
+
+def _fill(checkpoint: Checkpoint, template: dict[str, Any]) -> None:
+    index = read_index(checkpoint)
+    boxes = plan_reads(index, template, lambda rank: _rank_file(checkpoint, rank)["objects"], str(checkpoint.path))
+    read_boxes(index, data_opener(checkpoint, index), boxes)
+
+
+def data_opener(checkpoint: Checkpoint, index: Index) -> Opener:
+    """Return what opens the data files of a checkpoint, or the chunks of an incremental one."""
+    place, name = located(checkpoint.path)
+
+    def opener(file: str, leaf: Leaf | None) -> Reader:
+        if leaf is not None and index.chunk_folder is not None:
+            return place.open(*chunks.location(index.chunk_folder, leaf.hash))
+        return place.open(name, file)
+
+    return opener
+
+
+def plan_reads(
+    index: Index, template: dict[str, Any], objects_of: Callable[[int], dict[str, Any]], where: str
+) -> list[Box]:
+    """Put the values that are not tensors into `template`, and return the boxes that its tensors need."""
+    planner = _LoadPlanner()
+    try:
+        planner.set_up_planner(template, index.metadata(), is_coordinator=group.rank() == 0)
+        items = planner.create_local_plan().items
+    except (RuntimeError, ValueError, KeyError) as error:
         raise CheckpointError(
-            f"rank {rank} could not read {checkpoint.path}: {type(cause).__name__}: {cause}",
+            f"rank {group.rank()} could not read {where}: {type(error).__name__}: {error}",
             hint="Resume with the model, optimizer and strategy that the checkpoint was saved with.",
-        ) from failure
+        ) from error
+    parts = {(name, part.offsets): part for name, one in index.tensors.items() for part in one.parts}
+    boxes: list[Box] = []
+    values: dict[int, dict[str, Any]] = {}
+    for item in items:
+        name = item.storage_index.fqn
+        if item.type == LoadItemType.BYTE_IO:
+            rank = index.objects[name]
+            if rank not in values:
+                values[rank] = objects_of(rank)
+            planner.put(item.dest_index.fqn, values[rank][name])
+            continue
+        part = parts[name, tuple(item.storage_index.offset or (0,) * len(item.lengths))]
+        target = planner.resolve_tensor(item).detach()
+        dtype = index.tensors[name].torch_dtype
+        boxes.append(Box(part, dtype, tuple(item.storage_offsets), tuple(item.lengths), target))
+    return boxes
 
 
 def entries(checkpoint: Checkpoint) -> set[str]:
     """Return the entries of a checkpoint's state at all levels: "model", "optimizer.state", "model.head.weight", ..."""
-    saved = ShardReader(checkpoint.path).read_metadata().state_dict_metadata
-    parts = (name.split(".") for name in saved)
+    index = read_index(checkpoint)
+    parts = (name.split(".") for name in [*index.tensors, *index.objects])
     return {".".join(words[:count]) for words in parts for count in range(1, len(words) + 1)}
+
+
+def stored_tensors(checkpoint: Checkpoint) -> dict[str, TensorInfo]:
+    """Return the whole shape and the dtype of every tensor of a checkpoint, by its flat name: "model.head.weight"."""
+    return {name: TensorInfo(one.shape, one.dtype) for name, one in read_index(checkpoint).tensors.items()}
 
 
 def read_rank_state(checkpoint: Checkpoint) -> tuple[Any, list[str]]:
@@ -84,10 +163,20 @@ def read_rank_state(checkpoint: Checkpoint) -> tuple[Any, list[str]]:
 
 def read_state_of(checkpoint: Checkpoint, rank: int) -> Any:
     """Return the state of one of the ranks that saved a checkpoint."""
-    path = checkpoint.path / rank_file_name(rank)
+    return _rank_file(checkpoint, rank)["state"]
+
+
+def _rank_file(checkpoint: Checkpoint, rank: int) -> dict[str, Any]:
+    place, name = located(checkpoint.path)
+    file = rank_file_name(rank)
+    path, record = checkpoint.path / file, checkpoint.manifest.files.get(file)
     try:
-        return from_plain(torch.load(path, map_location="cpu", weights_only=True))
-    except (OSError, RuntimeError, pickle.UnpicklingError) as error:
+        data = place.read(name, file)
+        if record is None or hash_bytes(data) != record.hash:
+            raise DamagedError(f"{file} does not match its hash: it was changed after it was written")
+        found: dict[str, Any] = from_plain(torch.load(io.BytesIO(data), map_location="cpu", weights_only=True))
+        return {"objects": found["objects"], "state": found["state"]}
+    except (OSError, RuntimeError, KeyError, TypeError, pickle.UnpicklingError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
 
 

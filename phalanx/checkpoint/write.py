@@ -1,185 +1,357 @@
-"""Save a checkpoint: write and hash the files, publish them by one rename, then remove old checkpoints."""
+"""Save checkpoints: copy the state aside, write and hash it in the background, publish it, remove old ones.
+
+All ranks call `Saver.begin`, which returns as soon as the state may change, and later `Saver.finish`. In between a
+thread of each rank writes its files and posts their records in the ranks' store; that of rank 0 waits for them,
+writes index and manifest and publishes. These threads run no collectives.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import os
-import re
-import secrets
-import shutil
+import dataclasses
+import json
 import socket
+import threading
 import time
-from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from phalanx.checkpoint import group
-from phalanx.checkpoint.files import FileRecord, hashed_file, write_failed
-from phalanx.checkpoint.find import Checkpoint, list_checkpoints
-from phalanx.checkpoint.keep import check_keep_last, clear_leftovers, keep_newest
-from phalanx.checkpoint.manifest import MANIFEST, Manifest, SavedCheckpoint, Snapshot, TensorInfo, dump_manifest
-from phalanx.checkpoint.publish import publish, writing_name
-from phalanx.checkpoint.storage import PlainSavePlanner, ShardWriter, first_cause, quiet_without_group
-from phalanx.errors import CheckpointError
-from phalanx.host.files import make_private
+from phalanx.checkpoint import chunks, group
+from phalanx.checkpoint.fetch import write_full
+from phalanx.checkpoint.files import FileRecord, Leaf, write_failed
+from phalanx.checkpoint.find import Checkpoint, list_checkpoints, sizes_match
+from phalanx.checkpoint.index import INDEX, Index
+from phalanx.checkpoint.keep import check_keep_last, keep_newest
+from phalanx.checkpoint.layout import FULL, StatePlan, model_tensors, shard_name
+from phalanx.checkpoint.manifest import MANIFEST, Manifest, SavedCheckpoint, Snapshot, TensorInfo
+from phalanx.checkpoint.place import Place, Writing, not_a_directory, place_at
+from phalanx.checkpoint.plain import rank_content, rank_file_name
+from phalanx.checkpoint.stage import Staging
+from phalanx.errors import CheckpointError, PhalanxError
+from phalanx.host.remote import as_path
 from phalanx.version import __version__
 
 _MOMENT_SECONDS = 1e-3
-_OF_A_MODEL = re.compile(r"model\d*\.")
+_POLL_SECONDS = 0.005
+_WAIT_SECONDS = 3600.0
+_GRACE_SECONDS = 3.0
 
 
-def save(
-    directory: Path | str,
-    snapshot: Snapshot,
-    *,
-    run_id: str,
-    keep_last: int | None = None,
-    best: Path | None = None,
-    lineage: list[dict[str, Any]] | None = None,
-    mesh: dict[str, Any] | None = None,
-    config: dict[str, Any] | None = None,
-) -> SavedCheckpoint:
-    """Save a snapshot under `directory`; collective with a process group.
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """Where and how a snapshot is saved."""
 
-    An error on any rank is raised on all of them, and earlier checkpoints are unchanged. `best`: one that `keep_last`
-    does not remove.
+    directory: Path
+    run_id: str
+    kind: str = "sharded"
+    keep_last: int | None = None
+    keep_every: int | None = None
+    best: Path | None = None
+    """A checkpoint that `keep_last` does not remove."""
+    lineage: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    mesh: dict[str, Any] = dataclasses.field(default_factory=dict)
+    config: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def save(directory: Path | str, snapshot: Snapshot, **request: Any) -> SavedCheckpoint:
+    """Save a snapshot under `directory` (the rest is that of `Request`); collective with a process group.
+
+    An error on any rank is raised on all of them, and earlier checkpoints are unchanged.
     """
-    started = time.monotonic()
-    check_keep_last(keep_last)
-    directory = Path(directory)
-    written = group.from_rank_zero(lambda: _begin(directory, snapshot.step))
-    with _removed_on_failure(written):
-        metadata, files = _write_shards(written, snapshot)
+    saver = Saver()
+    try:
+        saver.begin(snapshot, Request(directory=as_path(directory), **request))
+        saved = saver.finish()
+    finally:
+        saver.release()
+    assert saved is not None
+    return saved
 
-        def complete() -> Checkpoint:
-            # Later than all present ones, also where this machine's clock is behind theirs.
-            present = list_checkpoints(directory)
-            published_at = max([time.time(), *(one.manifest.published_at + _MOMENT_SECONDS for one in present)])
+
+class Saver:
+    """Saves snapshots of one run, one at a time, with memory and plans that are reused."""
+
+    def __init__(self) -> None:
+        self._plan = StatePlan()
+        self._staging = Staging()
+        self._job: _Job | None = None
+        self._known_chunks: set[str] = set()
+        self.token = ""
+        """Names the save in flight, equal on all ranks."""
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a save was begun and not finished."""
+        return self._job is not None
+
+    @property
+    def is_written(self) -> bool:
+        """Whether this rank's thread has ended, so that `finish` does not wait for it."""
+        return self._job is not None and not self._job.is_alive()
+
+    def warm(self, size: int, *, pinned: bool) -> None:
+        """Get about the memory that this rank's saves will need, in the background; on any rank, at any time."""
+        if self._job is None:
+            self._staging.warm(size, pinned=pinned)
+
+    def begin(self, snapshot: Snapshot, request: Request) -> None:
+        """Copy the state aside and start writing it; collective with a process group."""
+        assert self._job is None, "finish the save before"
+        check_keep_last(request.keep_last)
+        started = time.monotonic()
+        self.token = self._plan.update(snapshot.tensors)
+        job = _Job(self, snapshot, request, self.token)
+        try:
+            job.stage()
+        except Exception as error:  # noqa: BLE001 - raised again by `finish`, on all ranks
+            job.failure = error
+        self._plan.forget()
+        job.stall = time.monotonic() - started
+        job.started = started
+        self._job = job
+        job.start()
+
+    def finish(self) -> SavedCheckpoint | None:
+        """Wait until the save in flight is published; return it, or raise its error, on all ranks."""
+        if self._job is None:
+            return None
+        job, waited = self._job, time.monotonic()
+        job.join()
+        self._job = None  # not before: after Ctrl-C the memory is still being written from
+        try:
+            saved: SavedCheckpoint = group.from_rank_zero(job.outcome)
+        except BaseException:
+            self._known_chunks.clear()
+            raise
+        return dataclasses.replace(saved, stall=job.stall + time.monotonic() - waited)
+
+    def release(self) -> None:
+        """Release the memory; a save in flight is completed, or given up where another rank does not answer."""
+        if self._job is not None:
+            self._job.join(_GRACE_SECONDS if group.world_size() > 1 else None)
+            self._job.abandoned.set()
+            self._job.join()
+            self._job = None
+        self._staging.release()
+
+
+class _Job(threading.Thread):
+    """One save on one rank."""
+
+    def __init__(self, saver: Saver, snapshot: Snapshot, request: Request, token: str) -> None:
+        super().__init__(name="phalanx-checkpoint", daemon=True)
+        self._saver, self._snapshot, self._request = saver, snapshot, request
+        self._prefix = f"phalanx/checkpoint/{token}"
+        self._rank, self._ranks = group.rank(), group.world_size()
+        self._store = group.store() if self._ranks > 1 else None
+        self._place: Place = place_at(request.directory)
+        self.abandoned = threading.Event()
+        self.failure: Exception | None = None
+        self.stall = self.started = 0.0
+        self._published: SavedCheckpoint | None = None
+        self._index: Index | None = None
+
+    def outcome(self) -> SavedCheckpoint:
+        """Return the published checkpoint, or raise the error; on rank 0."""
+        if self.failure is not None:
+            raise self.failure
+        assert self._published is not None
+        return self._published
+
+    def stage(self) -> None:
+        """Copy everything that training will change."""
+        plan = self._saver._plan
+        self._layout, self._index = plan.layout, plan.index
+        self._rank_file = rank_content(plan.values(), self._snapshot.rank_state)
+        self._saver._staging.fill(plan.layout, plan.tensors())
+        self._snapshot = dataclasses.replace(self._snapshot, tensors={}, rank_state=None)
+
+    def run(self) -> None:
+        """Write this rank's files; on rank 0 also publish."""
+        try:
+            if self._rank == 0:
+                self._lead()
+            else:
+                self._follow()
+        except Exception as error:  # noqa: BLE001 - raised again by `finish`, on all ranks
+            self.failure = error if isinstance(error, PhalanxError) else _explained(error, self._rank)
+
+    def _lead(self) -> None:
+        writing: Writing | None = None
+        try:
+            if self.failure is None:
+                writing = self._begun()
+                self._post("begun", {"token": writing.token})
+                mine = self._written(writing)
+        except Exception as error:  # noqa: BLE001 - raised again by `finish`, on all ranks
+            self.failure = _explained(error, 0)
+        try:
+            if writing is None:
+                self._post("begun", {"token": None})
+            # Also after an error: nothing is removed while another rank writes.
+            parts = [self._awaited(f"rank-{rank}") for rank in range(1, self._ranks)]
+            failed = next((part for part in parts if "error" in part), None)
+            if self.failure is not None:
+                raise self.failure
+            if failed is not None:
+                raise CheckpointError(failed["error"], hint=failed["hint"])
+            assert writing is not None
+            self._complete(writing, [mine, *parts])
+        except Exception:
+            if writing is not None:
+                writing.discard()
+            raise
+
+    def _follow(self) -> None:
+        try:
+            token = self._awaited("begun")["token"]
+            if token is None:
+                self._post(f"rank-{self._rank}", {})
+                return
+            if self.failure is not None:
+                raise self.failure
+            self._post(f"rank-{self._rank}", self._written(self._joined(token)))
+        except Exception as error:  # noqa: BLE001 - raised again by `finish`, on all ranks
+            shown = _explained(error, self._rank)
+            self._post(f"rank-{self._rank}", {"error": shown.message, "hint": shown.hint})
+
+    def _begun(self) -> Writing:
+        directory = self._request.directory
+        try:
+            return self._place.begin(self._snapshot.step)
+        except (FileExistsError, NotADirectoryError):
+            raise not_a_directory(directory) from None
+        except OSError as error:
+            raise write_failed(error, rank=0, path=directory, needed=0) from error
+
+    def _joined(self, token: str) -> Writing:
+        try:
+            return self._place.join(token)
+        except FileNotFoundError:
+            raise CheckpointError(
+                f"rank {self._rank} on {socket.gethostname()} does not see {self._place.path(token)}, "
+                "which rank 0 has just created",
+                hint="Set checkpoint_dir to a file system that all hosts share.",
+            ) from None
+
+    def _written(self, writing: Writing) -> dict[str, Any]:
+        """Write this rank's files; return their records."""
+        name = rank_file_name(self._rank)
+        leaves: list[Any] = []
+        written = 0
+        try:
+            with writing.create(name) as stream:
+                torch.save(self._rank_file, stream)  # type: ignore[arg-type]
+            if self._layout.pieces and self._request.kind == "incremental":
+                folder, view = chunks.folder_of(self._request.run_id), self._saver._staging.view()
+                leaves, written = chunks.write(
+                    self._place, folder, view, self._layout.cuts(), self._saver._known_chunks
+                )
+            elif self._layout.pieces:
+                name = self._data_name(self._rank)
+                with writing.create(name) as stream:
+                    stream.write(self._saver._staging.view())
+        except OSError as error:
+            path = as_path(error.filename) if error.filename else self._place.path(writing.token) / name
+            raise write_failed(error, rank=self._rank, path=path, needed=self._layout.size) from error
+        records = {key: [record.size, record.hash, list(record.leaves)] for key, record in writing.records.items()}
+        return {"records": records, "leaves": leaves, "written": written}
+
+    def _complete(self, writing: Writing, parts: list[dict[str, Any]]) -> None:
+        """Write index and manifest, publish, verify, and remove old checkpoints; on rank 0."""
+        request, snapshot = self._request, self._snapshot
+        records = {
+            name: FileRecord(size, digest, tuple(leaves))
+            for part in parts
+            for name, (size, digest, leaves) in part["records"].items()
+        }
+        assert self._index is not None
+        index = self._completed_index(parts, records)
+        try:
+            if request.kind == "full":
+                index = write_full(writing, index, records)
+            with writing.create(INDEX) as stream:
+                stream.write(index.dump())
+            records |= {name: record for name, record in writing.records.items() if name not in records}
+            stored = 0 if index.chunk_folder is None else sum(leaf.size for of in index.leaves.values() for leaf in of)
+            new = sum(record.size for record in records.values())
             manifest = Manifest(
                 step=snapshot.step,
                 epoch=snapshot.epoch,
                 shared=snapshot.shared,
-                tensors=_model_tensors(metadata),
-                world_size=group.world_size(),
+                tensors={n: TensorInfo(one.shape, one.dtype) for n, one in model_tensors(index).items()},
+                world_size=self._ranks,
                 torch_version=torch.__version__,
                 phalanx_version=__version__,
-                files=files,
-                run_id=run_id,
-                lineage=lineage or [],
-                published_at=published_at,
-                mesh=mesh or {},
-                config=config or {},
+                files=records,
+                run_id=request.run_id,
+                lineage=request.lineage,
+                published_at=self._publication_time(),
+                mesh=request.mesh,
+                config=request.config,
+                kind=request.kind,
+                bytes=new + stored,
             )
-            return Checkpoint(_publish(written, manifest), manifest)
-
-        published = group.from_rank_zero(complete)
-    notes = group.from_rank_zero(lambda: keep_newest(published, keep_last, best))
-    seconds = time.monotonic() - started
-    return SavedCheckpoint(published.path, snapshot.step, seconds, published.manifest.bytes, tuple(notes))
-
-
-def check_writable(directory: Path | str) -> None:
-    """Check before training that checkpoints can be written: create the directory, and a file in it."""
-    directory = Path(directory)
-    probe = directory / f".probe-{os.getpid()}-{secrets.token_hex(3)}"
-    try:
-        make_private(directory)
-        try:
-            with probe.open("xb") as file:
-                file.write(b"phalanx")
-                file.flush()
-                os.fsync(file.fileno())
-        finally:
-            probe.unlink(missing_ok=True)
-    except (FileExistsError, NotADirectoryError):
-        raise _not_a_directory(directory) from None
-    except OSError as error:
-        raise write_failed(error, rank=group.rank(), path=directory, needed=0) from error
-
-
-def _not_a_directory(directory: Path) -> CheckpointError:
-    culprit = next((path for path in (directory, *directory.parents) if path.exists()), directory)
-    return CheckpointError(
-        f"checkpoint_dir is {directory}, but {culprit} is a file",
-        hint="Set checkpoint_dir to a directory; it is created when it does not exist.",
-    )
-
-
-def _begin(directory: Path, step: int) -> Path:
-    """Create the directory to write into, after removing what failed saves left."""
-    written = directory / writing_name(step)
-    try:
-        make_private(directory)
-        clear_leftovers(directory, older_than=time.time())
-        written.mkdir()
-    except (FileExistsError, NotADirectoryError):
-        raise _not_a_directory(directory) from None
-    except OSError as error:
-        raise write_failed(error, rank=0, path=written, needed=0) from error
-    return written
-
-
-@contextlib.contextmanager
-def _removed_on_failure(written: Path) -> Iterator[None]:
-    """Remove the incomplete directory when the save fails: all ranks have stopped writing then."""
-    try:
-        yield
-    except BaseException:
-        if group.rank() == 0:
-            shutil.rmtree(written, ignore_errors=True)
-        raise
-
-
-def _write_shards(written: Path, snapshot: Snapshot) -> tuple[Metadata, dict[str, FileRecord]]:
-    """Write this rank's share; on rank 0 return the records of all ranks' files."""
-    writer = ShardWriter(written, rank=group.rank(), rank_state=snapshot.rank_state)
-    _require_shared(written)
-    try:
-        with quiet_without_group():
-            metadata = dcp.save(
-                snapshot.tensors, storage_writer=writer, planner=PlainSavePlanner(), no_dist=not group.has_peers()
+            name = writing.publish(manifest)
+        except OSError as error:
+            raise write_failed(error, rank=0, path=self._place.path(writing.token) / MANIFEST, needed=0) from error
+        published = Checkpoint(self._place.path(name), manifest)
+        if not sizes_match(published):
+            raise CheckpointError(
+                f"{published.path} was published, and its files do not have the sizes that were written",
+                hint="The file system loses data. Earlier checkpoints were not removed; use another checkpoint_dir.",
             )
-    except CheckpointException as failure:
-        rank, cause = first_cause(failure)
-        if isinstance(cause, CheckpointError):
-            raise CheckpointError(cause.message, hint=cause.hint) from failure
-        raise CheckpointError(f"rank {rank} could not save: {type(cause).__name__}: {cause}") from failure
-    parts = group.gather_to_zero(writer.files.records)
-    return metadata, {name: record for part in parts for name, record in part.items()}
-
-
-def _require_shared(written: Path) -> None:
-    """Raise for a directory that is not visible on every host."""
-    missing = None if written.is_dir() else f"rank {group.rank()} on {socket.gethostname()}"
-    blind = next((name for name in group.gather_to_all(missing) if name), None)
-    if blind:
-        raise CheckpointError(
-            f"{blind} does not see {written}, which rank 0 has just created",
-            hint="Set checkpoint_dir to a file system that all hosts share.",
+        notes = keep_newest(published, request.keep_last, request.best, request.keep_every)
+        written = new + sum(part["written"] for part in parts)
+        seconds = time.monotonic() - self.started
+        self._published = SavedCheckpoint(
+            published.path, snapshot.step, seconds, manifest.bytes, tuple(notes), written=written
         )
 
+    def _completed_index(self, parts: list[dict[str, Any]], records: dict[str, FileRecord]) -> Index:
+        assert self._index is not None
+        if self._request.kind == "incremental":
+            cut = {shard_name(rank): part["leaves"] for rank, part in enumerate(parts) if part["leaves"]}
+            leaves = {name: [Leaf(*leaf) for leaf in listed] for name, listed in cut.items()}
+            return dataclasses.replace(self._index, leaves=leaves, chunk_folder=chunks.folder_of(self._request.run_id))
+        written = {shard_name(rank): self._data_name(rank) for rank in range(self._ranks)}
+        leaves = {name: records[name].cut() for name in written.values() if name in records}
+        tensors = self._index.tensors
+        if FULL in leaves:
+            moved = {n: [part._replace(file=FULL) for part in one.parts] for n, one in tensors.items()}
+            tensors = {n: dataclasses.replace(one, parts=moved[n]) for n, one in tensors.items()}
+        return dataclasses.replace(self._index, tensors=tensors, leaves=leaves)
 
-def _model_tensors(metadata: Metadata) -> dict[str, TensorInfo]:
-    """Return the tensors of all ranks under "model" by canonical name; names of other models begin with "model1."."""
-    described: dict[str, TensorInfo] = {}
-    for flat_name, entry in metadata.state_dict_metadata.items():
-        if _OF_A_MODEL.match(flat_name) and isinstance(entry, TensorStorageMetadata):
-            dtype = str(entry.properties.dtype).removeprefix("torch.")
-            described[flat_name.removeprefix("model.")] = TensorInfo(tuple(entry.size), dtype)
-    return described
+    def _data_name(self, rank: int) -> str:
+        return FULL if self._request.kind == "full" and self._ranks == 1 else shard_name(rank)
+
+    def _publication_time(self) -> float:
+        """Return a time that is later than those of all present checkpoints, also where this clock is behind."""
+        present = list_checkpoints(self._request.directory)
+        return max([time.time(), *(one.manifest.published_at + _MOMENT_SECONDS for one in present)])
+
+    def _post(self, name: str, message: dict[str, Any]) -> None:
+        if self._store is not None:
+            self._store.set(f"{self._prefix}/{name}", json.dumps(message))
+
+    def _awaited(self, name: str) -> dict[str, Any]:
+        """Return another rank's message. Not by `get` alone, which would block the store for other threads."""
+        assert self._store is not None
+        key, until = f"{self._prefix}/{name}", time.monotonic() + _WAIT_SECONDS
+        while not self._store.check([key]):
+            if self.abandoned.wait(_POLL_SECONDS):
+                raise CheckpointError("the save was given up")
+            if time.monotonic() > until:
+                raise CheckpointError(f"{name} has not answered for {_WAIT_SECONDS:.0f} s: the save was given up")
+        message: dict[str, Any] = json.loads(self._store.get(key))
+        if self._rank == 0:
+            self._store.delete_key(key)
+        return message
 
 
-def _publish(written: Path, manifest: Manifest) -> Path:
-    """Write the manifest, the last file of a checkpoint, and publish it."""
-    text = dump_manifest(manifest).encode()
-    try:
-        with hashed_file(written / MANIFEST, {}) as file:
-            file.write(text)
-        return publish(written, step=manifest.step, run_id=manifest.run_id)
-    except OSError as error:
-        raise write_failed(error, rank=0, path=written / MANIFEST, needed=len(text)) from error
+def _explained(error: Exception, rank: int) -> PhalanxError:
+    if isinstance(error, PhalanxError):
+        return error
+    return CheckpointError(f"rank {rank} could not save: {type(error).__name__}: {error}")

@@ -24,6 +24,7 @@ VERBS = {
     "evaluate": "measure a trained model on data",
     "predict": "write a trained model's outputs for data, or continue a text",
     "export": "write a trained model as safetensors, Hugging Face folder, ONNX or TorchScript",
+    "ckpt": "list, inspect, verify, compare, reshard, prune and copy checkpoints, in folders and at URLs",
     "init": "write a small project (model, data, recipe, test) that trains at once",
     "tune": "search for the best hyperparameters, many trials at once",
     "config": "show every setting, its value and where it comes from",

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from phalanx.cli import VERBS
 from phalanx.cli.flags import FlagParser, split_own
-from phalanx.cli.parsers import PARSERS
+from phalanx.cli.parsers import CKPT_ACTIONS, PARSERS, ckpt_parser
 from phalanx.errors import UsageError, unknown_name
 from phalanx.recipes import load_recipe, recipe_names
 
@@ -54,11 +54,12 @@ INSTALL = """Print the script that completes commands, flags, values, recipes an
 SUBCOMMANDS = {
     "config": ("show",),
     "bench": ("comm", "compression"),
+    "ckpt": tuple(CKPT_ACTIONS),
     "runs": ("list", "show", "diff", "rm", "tag"),
     "completion": tuple(SHELLS),
 }
 """The words that follow a verb."""
-RUN_VERBS = ("runs", "report", "resume", "evaluate", "predict", "export")
+RUN_VERBS = ("runs", "ckpt", "report", "resume", "scale", "evaluate", "predict", "export")
 """Verbs whose arguments are names of runs, also where a verb has no function `parser`."""
 
 
@@ -103,7 +104,7 @@ def _candidates(typed: list[str], last: str) -> Iterator[tuple[str, str]]:
         return
     if not rest and not last.startswith("-"):
         yield from ((word, "") for word in SUBCOMMANDS.get(verb, ()))
-    known = parser_of(verb)
+    known = ckpt_parser(rest[0]) if verb == "ckpt" and rest and rest[0] in CKPT_ACTIONS else parser_of(verb)
     if known is None:
         yield from ((name, "") for name in run_names(rest) if verb in RUN_VERBS and (rest or verb != "runs"))
         return

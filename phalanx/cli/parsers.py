@@ -98,5 +98,57 @@ def verify_parser() -> FlagParser:
     return parser
 
 
+CKPT_ACTIONS = {
+    "ls": "list the checkpoints of a run or a directory, the newest first",
+    "inspect": "show one checkpoint: step, settings, layout, versions, tensors, files and hashes",
+    "verify": "read every file and compare its hash; exit code 1 where one is damaged",
+    "diff": "show which tensors and settings of two checkpoints differ, and by how much",
+    "reshard": "write a checkpoint again with its tensors in N parts, which N ranks read at once",
+    "export": "write the weights for other programs, as phalanx export does",
+    "prune": "remove old checkpoints; the newest complete ones and the best stay",
+    "cp": "copy a checkpoint to another directory or URL; run again, it continues",
+}
+_CKPT_PATHS = """PATH is a run (name, beginning of one, tag, folder, last), a directory of checkpoints, one checkpoint,
+or a URL such as s3://bucket/kept. PATH@200, PATH@best and PATH@last name one of several; else it is the newest."""
+_CKPT_USAGE = {
+    "diff": "PATH PATH",
+    "reshard": "PATH DIR --ranks N",
+    "prune": "PATH --keep-last N",
+    "cp": "PATH DIR|URL",
+}
+
+
+def ckpt_parser(action: str = "ls") -> FlagParser:
+    """Return the parser of one action of `phalanx ckpt`."""
+    parser = FlagParser(
+        prog=f"phalanx ckpt {action}",
+        usage=f"phalanx ckpt {action} {_CKPT_USAGE.get(action, 'PATH')} [options]",
+        description=f"{CKPT_ACTIONS[action]}.",
+        epilog="actions:\n" + "\n".join(f"  {n:<8} {text}" for n, text in CKPT_ACTIONS.items()) + f"\n\n{_CKPT_PATHS}",
+    )
+    add = parser.add_argument
+    add("run", metavar="PATH", help="see below")
+    if action in ("diff", "reshard", "cp"):
+        add(
+            "target",
+            metavar="PATH" if action == "diff" else "DIR",
+            help="the second one" if action == "diff" else "where to",
+        )
+    if action in ("inspect", "diff"):
+        add("--tensors", action="store_true", help="show every tensor")
+    if action == "diff":
+        add("--only", metavar="ENTRY", help="only tensors under this name: model, optimizer.state, ...")
+    if action == "reshard":
+        add("--ranks", type=int, required=True, metavar="N", help="how many parts")
+    if action == "prune":
+        add("--keep-last", type=int, required=True, metavar="N", help="how many complete ones of each run stay")
+        add("--keep-every", type=int, metavar="M", help="those of every M-th step stay as well")
+        add("--dry-run", action="store_true", help="show what would be removed, and remove nothing")
+    if action == "cp":
+        add("--all", action="store_true", help="copy all checkpoints, the oldest first")
+    add_json_flag(parser, "it")
+    return parser
+
+
 PARSERS: dict[str, Callable[[], FlagParser]] = {"train": train_parser, "tune": tune_parser, "verify": verify_parser}
 """By verb; the other verbs have a function `parser` in their own files."""

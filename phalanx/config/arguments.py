@@ -102,7 +102,10 @@ class CommonSettings(TypedDict, total=False):
     checkpoint_dir: str | os.PathLike[str] | None
     checkpoint_frequency: int | str | None
     mtbf: int | float | str | None
+    checkpoint_kind: Literal["sharded", "full", "incremental"]
+    async_checkpoint: Literal[False, True, "skip"]
     keep_last: int | None
+    keep_every: int | None
     keep_best: bool | str | None
     resume_from_checkpoint: bool | str | os.PathLike[str]
     run_dir: str | os.PathLike[str] | None

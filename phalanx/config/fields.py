@@ -318,7 +318,9 @@ class Checkpointing:
     """What is saved, how often, and from where a run resumes."""
 
     checkpoint_dir: str | None = option(
-        None, "where checkpoints go (default: <run_dir>/checkpoints when checkpoint_frequency or max_restarts is set)"
+        None,
+        "where checkpoints go: a folder or a URL, s3://bucket/kept (default: <run_dir>/checkpoints when "
+        "checkpoint_frequency or max_restarts is set)",
     )
     checkpoint_frequency: int | str | None = option(
         None,
@@ -330,7 +332,18 @@ class Checkpointing:
         "this run, else as on a published cluster of as many GPUs)",
         above=0,
     )
+    checkpoint_kind: str = option(
+        "sharded",
+        "sharded: one file per rank; full: one safetensors file; incremental: only what changed is written",
+        choices=("sharded", "full", "incremental"),
+    )
+    async_checkpoint: bool | str = option(
+        True,
+        "write while training goes on; skip: leave a checkpoint out while the one before is being written",
+        choices=(False, True, "skip"),
+    )
     keep_last: int | None = option(3, "how many checkpoints of this run to keep (none: all)", minimum=1)
+    keep_every: int | None = option(None, "keep every checkpoint whose step is a multiple of this, for ever", minimum=1)
     keep_best: bool | str | None = option(
         True,
         "keep the checkpoint with the best value of a metric, too: val/loss (true), train/loss, val/accuracy, "

@@ -308,10 +308,10 @@ def split_adapters(settings: Settings) -> Mistakes:
         )
 
 
-@rule()
+@rule("backend")
 def folders(settings: Settings) -> Mistakes:
-    """Report URLs where a path is expected."""
-    for name in _FOLDERS:
+    """Report URLs where a path is expected; checkpoints may be at URLs, except those of Keras."""
+    for name in _FOLDERS if settings.backend == "tensorflow" else _FOLDERS[2:]:
         wrong = url_problem(name, getattr(settings, name))
         if wrong is not None:
             yield name, wrong

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from phalanx.host.remote import RemotePath
+
 
 @contextlib.contextmanager
 def replacing(path: Path, *, flush: bool = False) -> Iterator[BinaryIO]:
@@ -35,7 +37,10 @@ def replacing(path: Path, *, flush: bool = False) -> Iterator[BinaryIO]:
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
-    """Write `path` as a whole."""
+    """Write `path` as a whole, also at a URL."""
+    if isinstance(path, RemotePath):
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+        return
     with replacing(path) as file:
         file.write(content.encode() if isinstance(content, str) else content)
 

@@ -73,7 +73,7 @@ def _signed_store_class() -> Any:
         add = _of_the_inner_store("add")
         check = _of_the_inner_store("check")
         wait = _of_the_inner_store("wait")
-        delete_key = _of_the_inner_store("delete_key")
+        delete_key = deleteKey = _of_the_inner_store("delete_key")
         num_keys = _of_the_inner_store("num_keys")
         set_timeout = _of_the_inner_store("set_timeout")
 

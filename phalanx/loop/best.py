@@ -11,6 +11,7 @@ from phalanx.checkpoint import group
 from phalanx.config import DistributedConfig
 from phalanx.config.settings import Watched, parse_metric
 from phalanx.errors import UsageError, unknown_name
+from phalanx.host.remote import as_path
 from phalanx.observe.best import Best, mark_best, read_mark
 from phalanx.observe.history import History
 
@@ -127,7 +128,7 @@ class BestCheckpoint:
         if self._watch is None or not self._watch.load_state_dict(state) or self._watch.step is None:
             return ""
         assert state is not None
-        path = Path(state["path"] or resumed_from)
+        path = as_path(state["path"] or resumed_from)
         if group.from_rank_zero(path.is_dir) and (state["path"] or self._watch.step == step):
             if group.from_rank_zero(lambda: read_mark(path) is None):
                 self.saved(path, step)  # the run ended after it was saved, before it was marked

@@ -27,13 +27,13 @@ import torch.distributed as dist
 from torch import nn
 
 import phalanx.strategies.auto  # noqa: F401 - most runs need it: the fork server imports it once for all ranks
-from phalanx.checkpoint import RunLock, SavedCheckpoint
+from phalanx.checkpoint import RunLock, SavedCheckpoint, Saver
 from phalanx.comm.register import register as register_backend
 from phalanx.config import DistributedConfig, resolve
-from phalanx.config.option import local_path
 from phalanx.data.loader import shard_loader
 from phalanx.data.rng import derive_seed
 from phalanx.errors import UsageError
+from phalanx.host.remote import as_path
 from phalanx.loop.activation import spare_activations
 from phalanx.loop.forward import decide_forward
 from phalanx.loop.losses import LossFn
@@ -46,7 +46,7 @@ from phalanx.loop.prepare import (
     compile_in_place,
     remember_process,
 )
-from phalanx.loop.state import restore_snapshot, save_snapshot
+from phalanx.loop.state import begin_save, restore_snapshot
 from phalanx.loop.step import BatchPasses
 from phalanx.strategies.base import claim_layout, local
 from phalanx.strategies.registry import build_strategy
@@ -82,6 +82,7 @@ class Formation(Prepared):
             torch.use_deterministic_algorithms(True)
         super().__init__(build_strategy(config, world), world, _run_id(world.env.launch_id))
         self._locks: dict[Path, RunLock] = {}
+        self.saver = Saver()
         if self.precision.warning and self.is_main:
             warnings.warn(self.precision.warning, stacklevel=2)
         self._replaced = ParameterRemap()
@@ -242,7 +243,27 @@ class Formation(Prepared):
 
     def save(self, directory: str | Path, **shared: Any) -> SavedCheckpoint:
         """Publish a checkpoint of everything prepared (weights, optimizers, schedulers, data position, RNG)."""
-        saved = save_snapshot(self, local_path(directory), shared)
+        self.save_async(directory, **shared)
+        saved = self.finish_save()
+        assert saved is not None, "just begun"
+        return saved
+
+    def save_async(self, directory: str | Path, **shared: Any) -> None:
+        """Start saving as `save` does, and return when the state has been copied; `finish_save` publishes it.
+
+        One save at a time: this waits for the one before.
+        """
+        self.finish_save()
+        begin_save(self, self.saver, as_path(directory), shared)
+
+    def finish_save(self) -> SavedCheckpoint | None:
+        """Wait for the save in flight, if any, and return the published checkpoint; all ranks must call this.
+
+        An error of writing it is raised here, on all ranks.
+        """
+        saved = self.saver.finish()
+        if saved is None:
+            return None
         directory = saved.path.parent
         if self.is_main and directory not in self._locks:  # until `close` other runs leave its checkpoints alone
             self._locks[directory] = lock = RunLock(directory, self.run_id)
@@ -254,10 +275,11 @@ class Formation(Prepared):
 
         Returns what was passed to `save`, or None where there is no checkpoint and none is required.
         """
-        return restore_snapshot(self, local_path(directory), required=required)
+        return restore_snapshot(self, as_path(directory), required=required)
 
     def close(self) -> None:
         """Release everything and leave the process group, in an order that cannot deadlock."""
+        self.finish_save()
         self._return_weights()
         self.release()
         if not self.strategy.shards:  # a sharded model needs the group, and the user may save or train it again
@@ -270,6 +292,7 @@ class Formation(Prepared):
 
     def release(self) -> None:
         """Restore the user's objects without communication; after an error other ranks may have failed."""
+        self.saver.release()
         for undo in reversed(self._undo):
             undo()
         self._undo.clear()

@@ -42,7 +42,7 @@ class Callback:
         """After every epoch and its evaluation."""
 
     def on_checkpoint(self, trainer: Any, path: str) -> None:
-        """After a checkpoint was published."""
+        """After a checkpoint was published: some steps after it was begun, for it is written while training goes on."""
 
     def on_fit_end(self, trainer: Any) -> None:
         """After the last step and evaluation."""

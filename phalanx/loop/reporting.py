@@ -265,7 +265,10 @@ class Reporter:
     def checkpointed(self, saved: SavedCheckpoint, *, best: bool) -> None:
         """Report a published checkpoint."""
         self.history.checkpoint = str(saved.path)
-        self._events.emit(CheckpointSaved(saved.step, str(saved.path), saved.seconds, saved.bytes, best))
+        self.history.checkpoint_stall += saved.stall
+        self._events.emit(
+            CheckpointSaved(saved.step, str(saved.path), saved.seconds, saved.bytes, best, saved.stall, saved.written)
+        )
         for note in saved.notes:
             self.say(note, "warning")
 

@@ -2,29 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from phalanx import checkpoint
+from phalanx.host.remote import RemotePath, as_path
 from phalanx.loop.formation import Formation
 from phalanx.loop.interval import AutoInterval
-from phalanx.loop.state import restore_snapshot
+from phalanx.loop.state import expected_bytes, restore_snapshot
+
+_CHECK_EVERY = 8
+_AHEAD_STEPS = 32
+"""More steps than the host of a rank can be ahead of another's."""
 
 
 class CheckpointPolicy:
     """The config's checkpoint settings, applied to one run."""
 
-    def __init__(self, formation: Formation, run_dir: Path) -> None:
+    def __init__(self, formation: Formation, run_dir: Path, ranks_synced: Callable[[int], bool] | None = None) -> None:
+        """`ranks_synced`: where ranks are not in lock-step, whether they have waited for each other in a step."""
         self._formation = formation
+        self._ranks_synced = ranks_synced or (lambda step: step % _CHECK_EVERY == 0)
+        self._collect_at: int | None = None
+        self._warm = False
         config, env = formation.config, formation.world.env
         self.every = config.checkpoint_every
         wanted = config.checkpoint_dir is not None or self.every is not None or isinstance(config.keep_best, str)
         # Our launcher gives every attempt the same run folder, and a restart without checkpoints starts from nothing.
         self._for_restarts = not wanted and env.supervised and env.max_restarts > 0
         wanted = wanted or self._for_restarts
-        self.directory = Path(config.checkpoint_dir or run_dir / "checkpoints") if wanted else None
+        self.directory = as_path(config.checkpoint_dir or run_dir / "checkpoints") if wanted else None
         if self.directory is not None and self.every is None:
             self.every = (1, "epochs")
         self.auto = AutoInterval(formation) if self.every is not None and self.every[1] == "auto" else None
@@ -39,7 +49,7 @@ class CheckpointPolicy:
         if self.directory is None:
             return
         formation = self._formation
-        if formation.is_main:
+        if formation.is_main or isinstance(self.directory, RemotePath):  # the ranks of other hosts need access too
             checkpoint.check_writable(self.directory)
         if not self._for_restarts:
             return
@@ -65,13 +75,45 @@ class CheckpointPolicy:
 
     def has_saved(self, step: int) -> bool:
         """Whether this step is in the directory already."""
-        return self.last_step == step and self.last_path is not None and Path(self.last_path).parent == self.directory
+        return (
+            self.last_step == step and self.last_path is not None and as_path(self.last_path).parent == self.directory
+        )
 
-    def save(self, **shared: Any) -> checkpoint.SavedCheckpoint:
-        """Publish a checkpoint now."""
+    def begin(self, **shared: Any) -> None:
+        """Start saving a checkpoint."""
         assert self.directory is not None, "the loop saves only where a directory is set"
-        saved = self._formation.save(self.directory, **shared)
-        self.last_step, self.last_path = saved.step, str(saved.path)
+        self._formation.save_async(self.directory, **shared)
+        self._collect_at = None
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a save was begun and `finish` was not called since; equal on all ranks."""
+        return self._formation.saver.in_flight
+
+    def advance(self, step: int) -> bool:
+        """Note that a step was taken; return whether all ranks call `finish` now, for rank 0 has published the save.
+
+        Rank 0 names a later step in the store: by then every rank has seen it, also one whose device is behind.
+        """
+        saver, store = self._formation.saver, self._formation.world.store
+        if not self._warm and self.directory is not None:  # after the first step optimizers have their state
+            self._warm = True
+            saver.warm(expected_bytes(self._formation), pinned=self._formation.device.type == "cuda")
+        if not saver.in_flight or store is None:
+            return saver.is_written
+        key = f"checkpoint/{saver.token}"
+        if self._formation.is_main and self._collect_at is None and saver.is_written:
+            self._collect_at = step + _AHEAD_STEPS
+            store.set(key, str(self._collect_at))
+        if not self._ranks_synced(step) or not store.check([key]):
+            return False
+        return step >= int(store.get(key))
+
+    def finish(self) -> checkpoint.SavedCheckpoint | None:
+        """Wait for the save in flight, if any, and return it."""
+        saved = self._formation.finish_save()
+        if saved is not None:
+            self.last_step, self.last_path = saved.step, str(saved.path)
         return saved
 
     def restore(self) -> dict[str, Any] | None:

@@ -13,6 +13,7 @@ from torch import nn
 from phalanx import checkpoint
 from phalanx.loop.optimizer_binding import load_scheduler_state, scheduler_state
 from phalanx.loop.prepare import Prepared
+from phalanx.strategies.base import local
 from phalanx.strategies.optimizer_state import fill_state
 from phalanx.world.seed import rng_state, set_rng_state
 
@@ -20,8 +21,11 @@ _TRAINED = "trained"
 """The entry for the weights that are trained where "model" is their average (ema_decay)."""
 
 
-def save_snapshot(prepared: Prepared, directory: str | Path, shared: dict[str, Any]) -> checkpoint.SavedCheckpoint:
-    """Publish a checkpoint of everything that was prepared; all ranks must call this."""
+def begin_save(prepared: Prepared, saver: checkpoint.Saver, directory: Path, shared: dict[str, Any]) -> None:
+    """Start saving a checkpoint of everything that was prepared; all ranks must call this.
+
+    When it returns the state may change: it has been copied.
+    """
     prepared.gradients.update_scale()
     for wrapped in prepared.models:
         prepared.strategy.consolidate(wrapped)
@@ -33,16 +37,29 @@ def save_snapshot(prepared: Prepared, directory: str | Path, shared: dict[str, A
         tensors = tensors_of(prepared)
         if prepared.average is not None:
             tensors[_TRAINED] = prepared.average.other
-        return checkpoint.save(
-            directory,
-            checkpoint.Snapshot(prepared.step, epoch, tensors, rank_state, state),
+        request = checkpoint.Request(
+            directory=directory,
             run_id=prepared.run_id,
+            kind=prepared.config.checkpoint_kind,
             keep_last=prepared.config.keep_last,
+            keep_every=prepared.config.keep_every,
             best=prepared.best_path,
             lineage=prepared.lineage,
             mesh=prepared.world.mesh.sizes,
             config=prepared.config.to_dict(),
         )
+        saver.begin(checkpoint.Snapshot(prepared.step, epoch, tensors, rank_state, state), request)
+
+
+def expected_bytes(prepared: Prepared) -> int:
+    """Return about the bytes of this rank's part of a checkpoint."""
+    tensors = [tensor for wrapped in prepared.models for tensor in wrapped.state_dict().values()]
+    for optimizer in prepared.optimizers:
+        tensors += [value for state in optimizer.state.values() for value in state.values()]
+    if prepared.average is not None:
+        tensors += prepared.average.other.values()
+    held = sum(local(tensor).nbytes for tensor in tensors if isinstance(tensor, torch.Tensor))
+    return held if prepared.strategy.shards else -(-held * 11 // (10 * prepared.world_size))
 
 
 def restore_snapshot(
@@ -52,13 +69,16 @@ def restore_snapshot(
 
     `this_run`: of those that this run has saved, in this attempt or an earlier one.
     """
-    choice = checkpoint.choose(directory, required=required, run_id=prepared.run_id if this_run else None)
+
+    def template_of(found: checkpoint.Checkpoint) -> dict[str, Any]:
+        checkpoint.compare_model(found.manifest, _described(prepared))
+        return _template(prepared, found)
+
+    run_id = prepared.run_id if this_run else None
+    choice, template, loaded = checkpoint.load_newest(directory, template_of, required=required, run_id=run_id)
     prepared.notes += choice.notes
-    if choice.checkpoint is None:
+    if choice.checkpoint is None or loaded is None:
         return None
-    checkpoint.compare_model(choice.checkpoint.manifest, _described(prepared))
-    template = _template(prepared, choice.checkpoint)
-    loaded = checkpoint.load(choice.checkpoint, template)
     saved_by = choice.checkpoint.manifest
     prepared.lineage = list(saved_by.lineage)
     if saved_by.run_id != prepared.run_id:  # two runs that resume one checkpoint stay two

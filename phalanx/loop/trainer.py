@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.errors import NonFiniteLossError
+from phalanx.host.remote import as_path
 from phalanx.loop.best import BestCheckpoint, MetricWatch
 from phalanx.loop.checks import RankChecks
 from phalanx.loop.ema import WeightAverage
@@ -62,7 +63,9 @@ class TrainLoop:
         self.stop = StopRequest(formation.world, None if formation.strategy.in_lockstep else self._ranks_synced)
         world = formation.world
         self.control = EpochControl(world.store, asks=world.is_main, given_up=lambda: self.stop.requested)
-        self.saving = CheckpointPolicy(formation, run_dir)
+        self.saving = CheckpointPolicy(
+            formation, run_dir, None if formation.strategy.in_lockstep else self._ranks_synced
+        )
         self.best = BestCheckpoint(self.config)
         watched = self.config.stopping_metric
         self._stopping = watched and MetricWatch("early_stopping", watched, min_delta=self.config.min_delta)
@@ -227,11 +230,14 @@ class TrainLoop:
             return
         if stopping and self.before_stop is not None:
             self.before_stop()
+        if self.saving.advance(step):
+            self._finish_save()
         due = self.saving.due_after_step(step) or self.best.is_unsaved(step)
         due = due or (epochs is not None and self.saving.due_after_epoch(epochs))
         if stopping or (due and not self._finished()):
-            self._save()
+            self._save(may_skip=not stopping)
         if stopping:
+            self._finish_save()
             by_user = self.stop.reason == "SIGINT"
             self._report_end(*_INTERRUPTED if by_user else ("preempted", f"stopped by {self.stop.reason}"))
             raise preempted_error(self.stop.reason, step, self.saving.last_path)
@@ -291,6 +297,7 @@ class TrainLoop:
         self.formation.strategy.consolidate(self.model)
         if self.saving.last_step != self.step or self.best.is_unsaved(self.step):
             self._save()
+        self._finish_save()
         if self.formation.average is not None:  # the result of the run
             self.formation.average.swap()
             self.formation.average = None
@@ -306,12 +313,17 @@ class TrainLoop:
         watched = {"best": self.best.state_dict(), "stopping": stopping}
         return {**self.report.to_keep(), "schedule": self.schedule.state_dict(), "watched": watched}
 
-    def _save(self) -> None:
-        """Publish a checkpoint, unless this step has one or the weights are not finite; mark it if it is the best."""
+    def _save(self, *, may_skip: bool = False) -> None:
+        """Start saving a checkpoint, unless this step has one or the weights are not finite."""
         if self.saving.directory is None:
             return
+        may_skip = may_skip and self.config.async_checkpoint == "skip" and not self.best.is_unsaved(self.step)
+        if may_skip and self.saving.in_flight:
+            self.report.say(f"no checkpoint of step {self.step}: the one before is still being written")
+            return
+        self._finish_save()
         if self.saving.has_saved(self.step):
-            self._note_best()
+            self._note_best(self.step)
             return
         self._losses_checked()
         self.checks.compare_weights(self.step)
@@ -320,15 +332,25 @@ class TrainLoop:
             raise self._failed(f"step {self.step} left weights that are not finite, so they were not saved")
         self.formation.best_path = self.best.path
         with self.report.phase("checkpoint"):
-            saved = self.saving.save(**self.to_keep())
-        self.report.checkpointed(saved, best=self._note_best())
+            self.saving.begin(**self.to_keep())
+        if not self.config.async_checkpoint:
+            self._finish_save()
         if self.saving.auto is not None:
             self.report.say(self.saving.auto.saved(self.step, self.report.ledger.stalled))
+
+    def _finish_save(self) -> None:
+        """Wait until the save in flight, if any, is published; mark it if it is the best, and report it."""
+        if not self.saving.in_flight:
+            return
+        with self.report.phase("checkpoint"):
+            saved = self.saving.finish()
+        assert saved is not None, "in flight"
+        self.report.checkpointed(saved, best=self._note_best(saved.step))
         self.hooks.fire("on_checkpoint", self, str(saved.path))
 
-    def _note_best(self) -> bool:
-        """Mark the last checkpoint if its weights are the best so far; return whether they are."""
-        is_best = self.best.saved(Path(self.saving.last_path or ""), self.step)
+    def _note_best(self, step: int) -> bool:
+        """Mark the last checkpoint, of this step, if its weights are the best so far; return whether they are."""
+        is_best = self.best.saved(as_path(self.saving.last_path or ""), step)
         self.best.record(self.history)
         return is_best
 
@@ -361,6 +383,7 @@ class TrainLoop:
         return {step: loss for step, loss in losses.items() if math.isfinite(loss)}
 
     def _failed(self, what: str) -> NonFiniteLossError:
+        self._finish_save()  # losses are equal on all ranks, so all are here
         path = self.saving.last_path
         last = f"the last good checkpoint is {path}" if path else "there is no checkpoint before it"
         self._report_end("failed", what)

@@ -163,6 +163,10 @@ class CheckpointSaved(Event):
     bytes: int
     best: bool = False
     """Whether it is the best one so far, by the metric of `keep_best`."""
+    stall: float = 0.0
+    """The part of `seconds` in which training waited; the rest was written in the background."""
+    written: int | None = None
+    """The bytes that were written: fewer than `bytes` for an incremental checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -254,6 +258,8 @@ class RunEnded(Event):
     whole_throughput: float | None = None
     """Samples per second of that wall time."""
     whole_mfu: float | None = None
+    checkpoint_stall: float = 0.0
+    """Seconds in which training waited for checkpoints."""
 
 
 @dataclass(frozen=True)

@@ -85,7 +85,11 @@ def epoch_line(event: EpochDone, run: RunStarted | None) -> str:
 
 def checkpoint_line(event: CheckpointSaved) -> str:
     """Return where a checkpoint is, its size and its time."""
-    return f"{'best ' * event.best}checkpoint {event.path} ({size(event.bytes)} in {event.seconds:.2f} s)"
+    written = f"{size(event.bytes)} in {event.seconds:.2f} s"
+    if event.written is not None and event.written < event.bytes / 2:
+        written = f"{size(event.written)} of {written}"
+    waited = f", waited {event.stall:.2f} s" if event.stall >= 0.01 else ""
+    return f"{'best ' * event.best}checkpoint {event.path} ({written}{waited})"
 
 
 def lost_line(event: RankLost) -> str:
@@ -152,6 +156,8 @@ def summary_rows(end: RunEnded, run: RunStarted | None) -> list[tuple[str, str]]
         rows.append(("first steps", f"{duration(end.first_steps_seconds)}, not in the throughput"))
     if end.slow_seconds >= _MIN_SHOWN_SECONDS:
         rows.append(("slow steps", f"{duration(end.slow_seconds)}, not in the throughput"))
+    if end.checkpoint_stall >= _MIN_SHOWN_SECONDS:
+        rows.append(("checkpoints", f"waited {duration(end.checkpoint_stall)} for them, not in the throughput"))
     if run is not None:
         rows += [("layout", ", ".join(_layout(run))), ("parameters", _parameters(run).removesuffix(" parameters"))]
     if end.sent_bytes is not None:

@@ -49,6 +49,8 @@ class History:
     """The path of the last checkpoint."""
     reason: str = ""
     """Why the run ended, in words; empty where it took all its steps."""
+    checkpoint_stall: float = 0.0
+    """Seconds in which training waited for checkpoints."""
     best_checkpoint: str | None = None
     """The path of the checkpoint with the best value of `best_metric`."""
     best_metric: str = ""

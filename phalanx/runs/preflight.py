@@ -10,6 +10,7 @@ from phalanx.config import DistributedConfig, deepspeed
 from phalanx.config.engine_rules import missing_package
 from phalanx.engine import ENGINES, engine_of, find_engine
 from phalanx.errors import EXIT_USAGE, CheckpointError, DataError, PhalanxError, UsageError
+from phalanx.host.remote import RemotePath, as_path
 from phalanx.launch import check_endpoint
 from phalanx.observe.outside import check_sinks
 
@@ -70,12 +71,12 @@ def _check_resume(config: DistributedConfig) -> None:
             "resume_from_checkpoint = true needs to know where the checkpoints are",
             hint="Add checkpoint_dir, or give the checkpoint itself: resume_from_checkpoint = '<path>'.",
         )
-    if isinstance(wanted, str) and not Path(wanted).exists():
+    if isinstance(wanted, str) and not as_path(wanted).exists():
         raise CheckpointError(
             f"resume_from_checkpoint = {wanted!r}: there is nothing at that path",
             hint="Give a checkpoint (.../step-00000100) or the checkpoint_dir of an earlier run.",
         )
-    if isinstance(wanted, str) and Path(wanted).is_dir() and not any(Path(wanted).iterdir()):
+    if isinstance(wanted, str) and as_path(wanted).is_dir() and not any(as_path(wanted).iterdir()):
         raise CheckpointError(
             f"resume_from_checkpoint = {wanted!r}: the folder is empty",
             hint="Give a checkpoint (.../step-00000100) or the checkpoint_dir of an earlier run.",
@@ -84,7 +85,10 @@ def _check_resume(config: DistributedConfig) -> None:
 
 def _check_folder(name: str, given: str) -> None:
     """Refuse a folder that is a file or cannot be created; the rank that writes reports other errors."""
-    path = Path(given)
+    path = as_path(given)
+    if isinstance(path, RemotePath):
+        path.check_writable()
+        return
     nearest = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
     if not nearest.is_dir():
         raise CheckpointError(f"{name} = {given!r}: {nearest} is a file, not a folder", hint=f"Set {name} to a folder.")

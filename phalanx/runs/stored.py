@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.errors import UsageError, unknown_name
+from phalanx.host.remote import RemotePath, as_path
 from phalanx.observe.best import latest_mark
 from phalanx.observe.format import duration
 from phalanx.observe.goodput import EVENTS, read_events
@@ -199,12 +200,19 @@ class StoredRun:
         if given is None:
             return self.path / "checkpoints"
         directory = self.record.directory if self.record is not None else "."
-        return Path(directory) / str(given)
+        path = as_path(str(given))
+        return path if isinstance(path, RemotePath) else Path(directory) / path
 
     @property
     def checkpoints(self) -> list[Path]:
         """Published checkpoints of this run, the oldest first."""
-        found = sorted(path for path in self.checkpoint_dir.glob("step-*") if (path / "manifest.json").is_file())
+        directory = self.checkpoint_dir
+        try:
+            found = sorted(path for path in directory.glob("step-*") if (path / "manifest.json").is_file())
+        except OSError:
+            if not isinstance(directory, RemotePath):
+                raise
+            return []  # runs can be listed without access to where their checkpoints are
         if self.owns_checkpoint_dir:
             return found
         own = {Path(event["path"]).name for event in self.events() if event["event"] == "checkpoint"}

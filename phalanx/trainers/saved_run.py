@@ -12,6 +12,7 @@ from phalanx.checkpoint.manifest import MANIFEST
 from phalanx.config import DistributedConfig, resolve
 from phalanx.config.sources import read_settings
 from phalanx.errors import CheckpointError, UsageError
+from phalanx.host.remote import as_path
 from phalanx.loop.prepare import adapt
 from phalanx.observe.history import History
 from phalanx.recipes import Recipe
@@ -116,7 +117,7 @@ def load_run(name: str | Path, *, checkpoint: str | int | Path = "best", model: 
     `checkpoint` is "best", "last", a step or a path. `model`: the model to load the weights into, for a run that was
     not trained from a recipe.
     """
-    path = Path(str(name))
+    path = as_path(str(name))
     if (path / MANIFEST).is_file():  # a checkpoint: its run is two folders above, or unknown
         owner = path.absolute().parent.parent
         return SavedRun(owner if is_run(owner) else path, path, model)
@@ -133,8 +134,8 @@ def _chosen(stored: StoredRun, wanted: str | int | Path) -> Path | None:
     name = f"step-{int(str(wanted)):08d}" if str(wanted).isdecimal() else str(wanted)
     if name in found:
         return found[name]
-    if (Path(str(wanted)) / MANIFEST).is_file():
-        return Path(str(wanted))
+    if (path := as_path(str(wanted)) / MANIFEST).is_file():
+        return path.parent
     raise UsageError(
         f"{stored.name} has no checkpoint '{wanted}'; it has: {', '.join(found) or '(none)'}",
         hint="Write best, last, a step such as 200, or the path of a checkpoint.",

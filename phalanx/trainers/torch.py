@@ -14,6 +14,7 @@ from phalanx.config import DistributedConfig, resolve
 from phalanx.config.option import local_path
 from phalanx.engine import engine_of
 from phalanx.errors import PhalanxError, PreemptedError, UsageError, unknown_name
+from phalanx.host.remote import as_path
 from phalanx.launch import count_gpus
 from phalanx.loop.losses import LossFn, find_loss
 from phalanx.loop.metrics import Metric
@@ -178,7 +179,7 @@ class TorchTrainer:
 
     def load(self, path: str | Path) -> None:
         """Read weights from a file that `save` wrote, or from a checkpoint directory of a run."""
-        load_weights(self.model, local_path(path))
+        load_weights(self.model, as_path(path))
 
     def _task(self, train: Any = None, val: Any = None) -> TrainTask:
         name = self.config.name or type(self.model).__name__.lower()

@@ -200,12 +200,14 @@ def _compare(path: Path, saved: Mapping[str, Any], here: Mapping[str, _Info | No
 
 
 def _load_from_checkpoint(model: nn.Module, path: Path) -> None:
-    choice = checkpoint.choose(path, required=True)
-    assert choice.checkpoint is not None, "required"
     state = get_model_state_dict(model)
     tensors = {name: info for name, info in _described(model, state).items() if info is not None}
-    checkpoint.compare_model(choice.checkpoint.manifest, tensors)
-    checkpoint.read_tensors(choice.checkpoint, {"model": state})
+
+    def template_of(found: checkpoint.Checkpoint) -> dict[str, Any]:
+        checkpoint.compare_model(found.manifest, tensors)
+        return {"model": state}
+
+    checkpoint.load_newest(path, template_of, required=True)
     set_model_state_dict(model, state)
 
 

@@ -449,7 +449,7 @@ def digits_checkpoint(folder: Path, steps: int = 1) -> Path:
 
 
 def truncate(checkpoint: Path) -> None:
-    shard = max(checkpoint.glob("*.distcp"), key=lambda path: path.stat().st_size)
+    shard = max(checkpoint.glob("*.safetensors"), key=lambda path: path.stat().st_size)
     os.truncate(shard, shard.stat().st_size // 2)
 
 

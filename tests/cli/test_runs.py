@@ -154,7 +154,7 @@ def test_a_run_whose_files_vanish_is_listed(inside, monkeypatch):
     lstat = os.lstat
 
     def lost(path, **options):
-        if str(path).endswith(".distcp"):
+        if str(path).endswith(".safetensors"):
             raise FileNotFoundError(path)
         return lstat(path, **options)
 

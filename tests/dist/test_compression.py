@@ -104,7 +104,7 @@ def test_the_average_residual_is_kept_at_other_numbers_of_ranks(ranks, tmp_path,
     place = str(tmp_path / "ckpt")
     ranks(lambda: train(tmp_path / "a", max_steps=3, compression="topk", checkpoint_dir=place), world_size=then)
     newest = max((tmp_path / "ckpt").glob("step-*"))
-    saved = [torch.load(newest / f"rank-{rank:05d}.pt")[RANK_STATE][0]["residuals"] for rank in range(then)]
+    saved = [torch.load(newest / f"rank-{rank:05d}.pt")["state"][RANK_STATE][0]["residuals"] for rank in range(then)]
     found = ranks(lambda: _residuals_after_resume(str(tmp_path / "b"), place), world_size=now)
     if now == 1:  # one rank averages nothing, and has no compressor
         assert found == [[]]

@@ -44,7 +44,7 @@ def stopped_while_writing(writer: subprocess.Popen, directory: Path) -> Path:
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         assert writer.poll() is None, "the writer ended by itself"
-        if not (directory / "step-00000001").exists() or not list(directory.glob(".writing-*/__0_0.distcp")):
+        if not (directory / "step-00000001").exists() or not list(directory.glob(".writing-*/shard-00000.safetensors")):
             continue
         writer.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, writer.pid, os.WSTOPPED | os.WNOWAIT)
@@ -93,7 +93,7 @@ def test_no_room_on_one_rank_is_the_same_error_on_all(tmp_path, ranks):
     message, hint = first
     assert message.startswith(f"rank 1 could not write {tmp_path}/.writing-step-00000002-")
     assert os.strerror(errno.EFBIG) in message
-    assert "400.0 kB needed by this rank" in message
+    assert "404.1 kB needed by this rank" in message
     assert " free, " in message
     assert "keep_last" in hint
     assert names_in(tmp_path) == ["step-00000001"]

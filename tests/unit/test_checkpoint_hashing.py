@@ -7,7 +7,7 @@ import random
 import pytest
 
 from phalanx.checkpoint import files
-from phalanx.checkpoint.files import TreeHash, hash_file, hashing_threads
+from phalanx.checkpoint.files import TreeHash, hash_bytes, hash_file, hashing_threads
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +25,7 @@ def hash_in_pieces(data: bytes, sizes: list[int]) -> str:
             for part in tree.begin(view[start : start + size]):
                 part.result()
             start += size
-        return tree.hexdigest()
+        return tree.record(len(data)).hash
 
 
 @pytest.mark.parametrize("length", [0, 1, 999, 1000, 1001, 2000, 5432])
@@ -33,6 +33,7 @@ def test_the_hash_does_not_depend_on_the_pieces(tmp_path, length):
     data = random.Random(length).randbytes(length)
     (tmp_path / "file").write_bytes(data)
     whole = hash_file(tmp_path / "file")
+    assert hash_bytes(data) == whole
     for sizes in ([], [1, 50, 1000, 3], [2500, 10], [999, 1, 1000]):
         assert hash_in_pieces(data, sizes) == whole
 

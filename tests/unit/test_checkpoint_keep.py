@@ -33,7 +33,7 @@ def test_keep_last_removes_the_oldest_of_the_same_run_only(tmp_path):
 def test_a_damaged_checkpoint_does_not_count_as_kept(tmp_path):
     save(tmp_path, snapshot(10), run_id="mine")
     damaged = save(tmp_path, snapshot(20), run_id="mine").path
-    (damaged / "__0_0.distcp").unlink()
+    (damaged / "shard-00000.safetensors").unlink()
     save(tmp_path, snapshot(30), run_id="mine", keep_last=2)
     assert names_in(tmp_path) == ["step-00000010", "step-00000020", "step-00000030"]
 

@@ -28,8 +28,12 @@ def flip_a_bit(path) -> None:
 
 
 DAMAGE = {
-    "truncated shard": ("__0_0.distcp", truncate, r"__0_0\.distcp is truncated: [\d,]+ bytes where the manifest says"),
-    "changed shard": ("__0_0.distcp", flip_a_bit, r"__0_0\.distcp does not match its hash"),
+    "truncated shard": (
+        "shard-00000.safetensors",
+        truncate,
+        r"shard-00000\.safetensors is truncated: [\d,]+ bytes where the manifest says",
+    ),
+    "changed shard": ("shard-00000.safetensors", flip_a_bit, r"shard-00000\.safetensors does not match its hash"),
     "missing rank file": ("rank-00000.pt", lambda path: path.unlink(), r"rank-00000\.pt is missing"),
     "truncated manifest": ("manifest.json", truncate, r"manifest\.json is truncated or not JSON"),
     "missing manifest": ("manifest.json", lambda path: path.unlink(), r"has no manifest\.json: it was not written"),
@@ -56,7 +60,7 @@ def test_a_damaged_checkpoint_that_was_named_is_an_error(tmp_path, name, damage,
 
 
 def test_when_none_is_usable_the_caller_decides(tmp_path):
-    truncate(saved(tmp_path, 1) / "__0_0.distcp")
+    truncate(saved(tmp_path, 1) / "shard-00000.safetensors")
     chosen = choose(tmp_path)
     assert chosen.checkpoint is None
     assert len(chosen.notes) == 1
@@ -80,10 +84,10 @@ def test_ranks_agree_although_each_hashes_a_share(tmp_path, ranks):
 
 def test_verify_names_every_problem_and_only_of_the_files_asked_for(tmp_path):
     path = saved(tmp_path, 1)
-    truncate(path / "__0_0.distcp")
+    truncate(path / "shard-00000.safetensors")
     (path / "rank-00000.pt").unlink()
-    assert [problem.split()[0] for problem in verify(path)] == ["__0_0.distcp", "rank-00000.pt"]
-    assert verify(path, [".metadata"]) == []
+    assert [problem.split()[0] for problem in verify(path)] == ["rank-00000.pt", "shard-00000.safetensors"]
+    assert verify(path, ["index.json"]) == []
 
 
 FOREIGN = {
@@ -127,7 +131,7 @@ def test_a_manifest_that_was_edited_or_is_newer_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match="does not match its checksum"):
         read_manifest(path)
     file.write_text(json.dumps({**body, "format": 99}))
-    with pytest.raises(CheckpointError, match="has format 99; this Phalanx reads up to 2"):
+    with pytest.raises(CheckpointError, match="has format 99; this Phalanx reads up to 3"):
         read_manifest(path)
 
 

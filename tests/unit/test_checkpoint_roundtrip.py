@@ -91,7 +91,7 @@ def save_on_ranks(directory: str) -> dict:
 
 def test_two_ranks_load_every_bit_and_one_rank_can_continue(tmp_path, ranks):
     results = ranks(save_on_ranks, str(tmp_path), world_size=2)
-    expected = [".metadata", "__0_0.distcp", "__1_0.distcp", "rank-00000.pt", "rank-00001.pt"]
+    expected = ["index.json", "rank-00000.pt", "rank-00001.pt", "shard-00000.safetensors", "shard-00001.safetensors"]
     assert [result["files"] for result in results] == [expected] * 2
 
     saved, template = results[0]["state"], state_of(*trained(seed=1))
@@ -109,7 +109,7 @@ def save_replicated(directory: str) -> None:
 def test_replicated_tensors_are_written_once_and_evenly(tmp_path, ranks):
     ranks(save_replicated, str(tmp_path), world_size=2)
     (checkpoint,) = list_checkpoints(tmp_path)
-    sizes = {name: record.size for name, record in checkpoint.manifest.files.items() if name.endswith(".distcp")}
+    sizes = {name: record.size for name, record in checkpoint.manifest.files.items() if name.startswith("shard-")}
     once = 8 * 64 * 1024 * 4
     assert once <= sum(sizes.values()) < 1.1 * once
     assert max(sizes.values()) < 0.6 * once
@@ -150,13 +150,3 @@ def test_state_that_would_need_code_to_load_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match=r"shared\['loader'\] cannot be stored as JSON: Object of type set"):
         save(tmp_path, Snapshot(1, 0, {}, None, {"loader": {1, 2}}), run_id="run")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_an_index_that_names_other_code_is_not_run(tmp_path):
-    import pickle
-
-    save(tmp_path, Snapshot(1, 0, {"model": {"w": torch.ones(2)}}), run_id="run")
-    checkpoint = choose(tmp_path).checkpoint
-    (checkpoint.path / ".metadata").write_bytes(pickle.dumps(random.getrandbits))
-    with pytest.raises(CheckpointError, match="is not part of an index"):
-        load(checkpoint, {"model": {"w": torch.zeros(2)}})

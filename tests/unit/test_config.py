@@ -195,8 +195,11 @@ def test_replace_checks_again():
 
 
 @pytest.mark.parametrize("place", ["s3://bucket/run", "gs://b", "hdfs://name/x", "file:///tmp/x"])
-@pytest.mark.parametrize("name", ["checkpoint_dir", "resume_from_checkpoint", "tensorboard_dir"])
+@pytest.mark.parametrize("name", ["run_dir", "tensorboard_dir"])
 def test_a_url_is_not_taken_for_a_folder(name, place):
     with pytest.raises(ConfigError, match=f"{name} = '{place}': files are written to folders"):
         DistributedConfig(**{name: place})
     assert getattr(DistributedConfig(**{name: "runs/s3:x"}), name) == "runs/s3:x"
+    assert DistributedConfig(checkpoint_dir=place).checkpoint_dir == place
+    with pytest.raises(ConfigError, match=f"checkpoint_dir = '{place}': files are written to folders"):
+        DistributedConfig(checkpoint_dir=place, backend="tensorflow")

@@ -221,6 +221,9 @@ def test_flash_attention_on_cpus():
         torch.testing.assert_close(gradient, tensor.grad)
 
 
-def test_types_of_checkpoints_and_homes_of_init_process_group():
-    for (module, name), kind in torch_compat.index_types().items():
-        assert (kind.__module__, kind.__name__) == (module, name)
+def test_the_cuda_runtime_is_there_where_cuda_is():
+    if torch.cuda.is_available():
+        assert torch_compat.cuda_runtime().cudaHostRegister
+    else:
+        with pytest.raises((AssertionError, RuntimeError)):
+            torch_compat.cuda_runtime()

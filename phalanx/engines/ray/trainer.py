@@ -91,10 +91,11 @@ class ReportToRay(Callback):
 
     def on_checkpoint(self, trainer: Any, path: str) -> None:
         """Report a checkpoint to Ray; one rank names it for all."""
+        step = trainer.saving.last_step  # not that of the loop, which has gone on while it was written
         if trainer.formation.is_main:
-            _report_checkpoint(Path(path).absolute(), trainer.step)
+            _report_checkpoint(Path(path).absolute(), step)
         else:
-            _report(trainer.step)
+            _report(step)
 
 
 def _report_checkpoint(path: Path, step: int) -> None:

@@ -1,0 +1,71 @@
+"""Incremental checkpoints: leaves as files named by their hash, so that only changed ones are written.
+
+Each run has its own folder of chunks: a run that shares the directory cannot remove what another is about to use.
+A chunk is on the disk before an index names it, and is removed only when no published checkpoint names it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+
+from phalanx.checkpoint.lock import safe_name
+from phalanx.checkpoint.place import Place
+
+_PREFIX = ".chunks-"
+
+
+def folder_of(run_id: str) -> str:
+    """Return the entry of the checkpoint directory with a run's chunks."""
+    return f"{_PREFIX}{safe_name(run_id)[:32]}"
+
+
+def location(folder: str, digest: str) -> tuple[str, str]:
+    """Return the entry and the file of a chunk."""
+    return f"{folder}/{digest[:2]}", digest
+
+
+def write(
+    place: Place, folder: str, data: memoryview, cuts: list[tuple[int, int]], known: set[str]
+) -> tuple[list[tuple[int, int, str]], int]:
+    """Write the leaves that are not there yet; return (start, size, hash) of all, and the bytes that were written.
+
+    `known`: the hashes of the last save, which are there; replaced by those of this one.
+    """
+
+    def one(cut: tuple[int, int]) -> tuple[str, int]:
+        start, size = cut
+        part = data[start : start + size]
+        digest = hashlib.sha256(part).hexdigest()
+        if digest in known or is_whole(place, folder, digest, size):
+            return digest, 0
+        place.put(*location(folder, digest), part)
+        return digest, size
+
+    with ThreadPoolExecutor(min(4, os.cpu_count() or 1), thread_name_prefix="phalanx-chunks") as threads:
+        done = list(threads.map(one, cuts))
+    known.clear()
+    known.update(digest for digest, _ in done)
+    leaves = [(start, size, digest) for (start, size), (digest, _) in zip(cuts, done, strict=True)]
+    return leaves, sum(size for _, size in done)
+
+
+def is_whole(place: Place, folder: str, digest: str, size: int, *, deep: bool = True) -> bool:
+    """Whether a chunk exists with its size and, with `deep`, its content."""
+    try:
+        if place.size(*location(folder, digest)) != size:
+            return False
+        return not deep or hashlib.sha256(place.read(*location(folder, digest))).hexdigest() == digest
+    except FileNotFoundError:
+        return False
+
+
+def prune(place: Place, folder: str, used: Iterable[str]) -> None:
+    """Remove the chunks of a folder that are not used, and the remains of interrupted writes."""
+    keep = set(used)
+    for first in place.list(folder):
+        for name in place.list(f"{folder}/{first}"):
+            if name not in keep:
+                place.delete(f"{folder}/{first}", name)

@@ -1,0 +1,138 @@
+"""The index of a checkpoint: where each part of each tensor is, and the hash of every leaf of the data files.
+
+A data file is raw tensors behind a safetensors header. It is hashed in leaves, so that a rank verifies what it reads
+and reads only what it needs. In an incremental checkpoint the leaves are files of their own, named by their hash.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from phalanx.checkpoint.files import LEAF_BYTES, Leaf
+from phalanx.errors import CheckpointError
+
+INDEX = "index.json"
+_HASH = re.compile(r"^[0-9a-f]{64}$")
+_NAME = re.compile(r"^[\w.-]+$")
+
+
+class Part(NamedTuple):
+    """A box of a tensor, contiguous in a data file."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    start: int
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Global shape and type of a tensor, and its parts."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    parts: list[Part]
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The type as torch names it."""
+        dtype = getattr(torch, self.dtype, None)
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(f"{self.dtype!r} is not a type of tensors")
+        return dtype
+
+    @property
+    def bytes(self) -> int:
+        """The size of the whole tensor."""
+        return math.prod(self.shape) * self.torch_dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Index:
+    """Everything that is needed to read a checkpoint's tensors in any layout."""
+
+    tensors: dict[str, StoredTensor]
+    objects: dict[str, int]
+    """Values that are not tensors, by name: the rank in whose state file they are."""
+    leaves: dict[str, list[Leaf]] = field(default_factory=dict)
+    """By data file."""
+    chunk_folder: str | None = None
+    """Of an incremental checkpoint: the entry of the checkpoint directory that has its leaves."""
+
+    def metadata(self) -> Metadata:
+        """Return the index as torch's planners read it."""
+        entries: dict[str, Any] = {name: BytesStorageMetadata() for name in self.objects}
+        for name, tensor in self.tensors.items():
+            chunks = [ChunkStorageMetadata(torch.Size(p.offsets), torch.Size(p.sizes)) for p in tensor.parts]
+            properties = TensorProperties(dtype=tensor.torch_dtype)
+            entries[name] = TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
+        return Metadata(entries)
+
+    def dump(self) -> bytes:
+        """Return the index as JSON."""
+        files = list(self.leaves)
+        number = {name: place for place, name in enumerate(files)}
+        body = {
+            "files": files,
+            "leaves": [[[leaf.size, leaf.hash] for leaf in self.leaves[name]] for name in files],
+            "chunk_folder": self.chunk_folder,
+            "objects": self.objects,
+            "tensors": {
+                name: [one.dtype, one.shape, [[p.offsets, p.sizes, number[p.file], p.start] for p in one.parts]]
+                for name, one in self.tensors.items()
+            },
+        }
+        return json.dumps(body, separators=(",", ":")).encode()
+
+
+def parse_index(data: bytes, where: str) -> Index:
+    """Read an index; a CheckpointError where it is not one, whatever its content."""
+    try:
+        return _parsed(json.loads(data))
+    except (AttributeError, IndexError, KeyError, RecursionError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{where} is not an index of tensors: {type(error).__name__}: {error}") from error
+
+
+def _parsed(body: Any) -> Index:
+    files = body["files"]
+    folder = body["chunk_folder"]
+    if not all(_NAME.match(name) for name in [*files, *filter(None, [folder])]):
+        raise ValueError("a file has a name with a path in it")
+    leaves = {name: _leaves(listed) for name, listed in zip(files, body["leaves"], strict=True)}
+    tensors = {}
+    for name, (dtype, shape, parts) in body["tensors"].items():
+        placed = [
+            Part(_sizes(offsets), _sizes(sizes), files[file], int(start)) for offsets, sizes, file, start in parts
+        ]
+        tensors[name] = StoredTensor(_sizes(shape), dtype, placed)
+        _ = tensors[name].torch_dtype
+    return Index(tensors, {name: int(rank) for name, rank in body["objects"].items()}, leaves, folder)
+
+
+def _leaves(listed: list[Any]) -> list[Leaf]:
+    found, start = [], 0
+    for size, digest in listed:
+        if not 0 <= size <= LEAF_BYTES or not _HASH.match(digest):
+            raise ValueError("a leaf has an impossible size or hash")
+        found.append(Leaf(start, size, digest))
+        start += size
+    return found
+
+
+def _sizes(numbers: list[Any]) -> tuple[int, ...]:
+    if not all(type(number) is int and number >= 0 for number in numbers):
+        raise ValueError("a shape is not a list of sizes")
+    return tuple(numbers)

@@ -1,0 +1,196 @@
+"""Which rank writes which part of the state, and where in its file; planned once, and again when the state changes.
+
+torch.distributed.checkpoint plans (it knows every kind of sharded tensor, and splits replicated ones between ranks).
+Each rank's file is laid out here: a safetensors header, then the raw tensors without gaps.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import secrets
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.tensor import DTensor
+
+from phalanx.checkpoint import group
+from phalanx.checkpoint.files import LEAF_BYTES
+from phalanx.checkpoint.index import Index, Part, StoredTensor
+
+FULL = "state.safetensors"
+_HEADER_ALIGN = 4096
+_SMALL_BYTES = 4096
+_SAFETENSORS = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.bool: "BOOL",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
+    torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+}  # fmt: skip
+
+
+def shard_name(rank: int) -> str:
+    """Return the name of a rank's data file."""
+    return f"shard-{rank:05d}.safetensors"
+
+
+class Extent(NamedTuple):
+    """A box of a tensor, and its place in the file."""
+
+    name: str
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    dtype: torch.dtype
+    whole: bool
+    start: int = 0
+    item: WriteItem | None = None
+
+    @property
+    def bytes(self) -> int:
+        """The size in bytes."""
+        return math.prod(self.sizes) * self.dtype.itemsize
+
+
+class FileLayout(NamedTuple):
+    """The content of a data file."""
+
+    header: bytes
+    pieces: list[Extent]
+    size: int
+
+    def cuts(self) -> list[tuple[int, int]]:
+        """Return (start, size) of leaves that begin with a tensor, so that an unchanged tensor has unchanged leaves."""
+        found: list[tuple[int, int]] = [(0, len(self.header))]
+        open_run = False
+        for piece in self.pieces:
+            small = piece.bytes < _SMALL_BYTES
+            if open_run and small and found[-1][1] + piece.bytes <= LEAF_BYTES:
+                found[-1] = (found[-1][0], found[-1][1] + piece.bytes)
+                continue
+            ends = piece.start + piece.bytes
+            found += [(at, min(LEAF_BYTES, ends - at)) for at in range(piece.start, ends, LEAF_BYTES)]
+            open_run = (small and piece.bytes > 0) or (open_run and piece.bytes == 0)
+        return found
+
+
+def lay_out(pieces: Iterable[Extent]) -> FileLayout:
+    """Order pieces so that each is aligned to its element size, and write the header."""
+    ordered = sorted(pieces, key=lambda piece: (-piece.dtype.itemsize, piece.bytes < _SMALL_BYTES))
+    entries: dict[str, Any] = {}
+    start = 0
+    for piece in ordered:
+        label = piece.name if piece.whole else f"{piece.name}@{','.join(map(str, piece.offsets))}"
+        known = _SAFETENSORS.get(piece.dtype)
+        shape = list(piece.sizes) if known else [piece.bytes]
+        entries[label] = {"dtype": known or "U8", "shape": shape, "data_offsets": [start, start + piece.bytes]}
+        start += piece.bytes
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    length = -(-(8 + len(text)) // _HEADER_ALIGN) * _HEADER_ALIGN
+    header = (length - 8).to_bytes(8, "little") + text.ljust(length - 8)
+    placed, at = [], length
+    for piece in ordered:
+        placed.append(piece._replace(start=at))
+        at += piece.bytes
+    return FileLayout(header, placed, at)
+
+
+def _pieces(plan: SavePlan) -> list[Extent]:
+    found = []
+    for item in plan.items:
+        if (data := item.tensor_data) is not None:
+            whole = data.chunk.sizes == data.size
+            box = tuple(data.chunk.offsets), tuple(data.chunk.sizes)
+            found.append(Extent(item.index.fqn, *box, data.properties.dtype, whole, item=item))
+    return found
+
+
+class StatePlan:
+    """The plan of all ranks for one shape of state."""
+
+    def __init__(self) -> None:
+        self._planner = dcp.DefaultSavePlanner()
+        self._signature: list[Any] | None = None
+        self.layout = FileLayout(b"", [], 0)
+        self.objects: list[WriteItem] = []
+        self.index: Index | None = None
+        """On rank 0: the index of all ranks' files, without the hashes."""
+
+    def update(self, tensors: dict[str, Any]) -> str:
+        """Take a new state, plan where any rank's has changed, and return a name for the save, equal on all ranks.
+
+        Collective with a process group.
+        """
+        mine = secrets.token_hex(8), group.tried(lambda: self._take(tensors))
+        found = group.gather_to_all(mine)
+        changes = [group.unwrapped(changed) for _, changed in found]
+        if any(changes):
+            self._make()
+        return found[0][0]
+
+    def _take(self, tensors: dict[str, Any]) -> bool:
+        self._planner.set_up_planner(tensors, None, is_coordinator=group.rank() == 0)
+        self._taken = [_shape_of(name, value) for name, value in self._planner.state_dict.items()]
+        return self._taken != self._signature
+
+    def _make(self) -> None:
+        self._signature = None
+        plans = group.gather_to_zero(group.tried(self._planner.create_local_plan))
+        mine: SavePlan = group.scatter_from_zero(lambda: self._planned([group.unwrapped(plan) for plan in plans]))
+        self._planner.finish_plan(mine)
+        self.layout = lay_out(_pieces(mine))
+        self.objects = [item for item in mine.items if item.tensor_data is None]
+        self._signature = self._taken
+
+    def _planned(self, plans: list[SavePlan]) -> list[SavePlan]:
+        plans, metadata = self._planner.create_global_plan(plans)
+        tensors: dict[str, StoredTensor] = {}
+        for rank, plan in enumerate(plans):
+            for piece in lay_out(_pieces(plan)).pieces:
+                shape = tuple(metadata.state_dict_metadata[piece.name].size)  # type: ignore[union-attr]
+                known = tensors.setdefault(piece.name, StoredTensor(shape, str(piece.dtype).removeprefix("torch."), []))
+                known.parts.append(Part(piece.offsets, piece.sizes, shard_name(rank), piece.start))
+        objects = {i.index.fqn: rank for rank, plan in enumerate(plans) for i in plan.items if i.tensor_data is None}
+        ordered = {name: tensors[name] for name in metadata.state_dict_metadata if name in tensors}
+        self.index = Index(ordered, objects)
+        return plans
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return the tensors of this rank's pieces, in the order of the layout."""
+        found = (
+            self._planner.lookup_object(piece.item.index) for piece in self.layout.pieces if piece.item is not None
+        )
+        return [tensor.detach() for tensor in found]
+
+    def values(self) -> dict[str, Any]:
+        """Return the values of this rank's part that are not tensors, by name."""
+        return {item.index.fqn: self._planner.lookup_object(item.index) for item in self.objects}
+
+    def forget(self) -> None:
+        """Drop the references to the state."""
+        self._planner.state_dict = {}
+
+
+def _shape_of(name: str, value: Any) -> Any:
+    if isinstance(value, DTensor):
+        return name, value.shape, value.dtype, value.placements, value.device_mesh
+    if isinstance(value, torch.Tensor):
+        return name, type(value), value.shape, value.dtype, value.device
+    return name
+
+
+def full_layout(index: Index) -> FileLayout:
+    """Return the layout of one file with every tensor whole."""
+    pieces = (
+        Extent(name, (0,) * len(one.shape), one.shape, one.torch_dtype, whole=True)
+        for name, one in index.tensors.items()
+    )
+    return lay_out(pieces)
+
+
+def model_tensors(index: Index) -> dict[str, StoredTensor]:
+    """Return the tensors under "model" by canonical name; names of other models begin with "model1."."""
+    of_models = {n: one for n, one in index.tensors.items() if n.partition(".")[0].rstrip("0123456789") == "model"}
+    return {name.removeprefix("model."): one for name, one in of_models.items() if "." in name}

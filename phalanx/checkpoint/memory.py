@@ -1,0 +1,226 @@
+"""Checkpoints in host memory: each rank keeps its own newest shard and that of another rank, on another host if any.
+
+After a loss the survivors, and ranks that replace lost ones, load the newest step of which every shard is left in some
+rank's memory: no disk is read. With `W` ranks, shard `r` is with ranks `r` and `r + shift`.
+"""
+
+from __future__ import annotations
+
+import math
+import socket
+import threading
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from phalanx.checkpoint import group
+from phalanx.checkpoint.fetch import read_boxes
+from phalanx.checkpoint.files import LEAF_BYTES, Leaf
+from phalanx.checkpoint.index import Index
+from phalanx.checkpoint.layout import StatePlan, shard_name
+from phalanx.checkpoint.manifest import Snapshot
+from phalanx.checkpoint.place import Reader
+from phalanx.checkpoint.plain import from_plain, rank_content
+from phalanx.checkpoint.read import Loaded, plan_reads
+from phalanx.checkpoint.stage import Staging
+
+
+class _Key(NamedTuple):
+    """A step that was kept; the token tells it from the same step after a recovery."""
+
+    step: int
+    token: str
+    world_size: int
+
+
+@dataclass
+class _Shard:
+    """One rank's part of a step."""
+
+    about: dict[str, Any]
+    data: torch.Tensor
+
+
+class NeighbourMemory:
+    """The shards that this rank keeps; two steps of them, so that an exchange that breaks off leaves the one before."""
+
+    def __init__(self, exchange: dist.ProcessGroup) -> None:
+        """`exchange`: a gloo group of all ranks that nothing else uses."""
+        self._plan = StatePlan()
+        self._stagings = [Staging(), Staging()]
+        self._held: dict[_Key, dict[int, _Shard]] = {}
+        self._used: dict[_Key, Staging] = {}
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+        self.rejoin(exchange)
+
+    def rejoin(self, exchange: dist.ProcessGroup) -> None:
+        """Use another group from now on, after the ranks have formed it; what is kept stays. Collective."""
+        self._group = exchange
+        self._plan = StatePlan()
+        hosts = self._gathered(socket.gethostname())
+        self._shift = _shift(hosts)
+
+    @property
+    def bytes(self) -> int:
+        """The host memory that the shards take."""
+        return sum(shard.data.nbytes for shards in self._held.values() for shard in shards.values())
+
+    def keep(self, snapshot: Snapshot, *, wait: bool = True) -> None:
+        """Keep a step; collective. Without `wait` shards travel in the background, until `finish`."""
+        self.finish()
+        token = self._plan.update(snapshot.tensors)
+        while len(self._held) > 1:
+            self._drop(next(iter(self._held)))
+        staging = next(one for one in self._stagings if one not in self._used.values())
+        index = group.from_rank_zero(lambda: self._plan.index)
+        staging.fill(self._plan.layout, self._plan.tensors())
+        about = {
+            **rank_content(self._plan.values(), snapshot.rank_state),
+            "index": index,
+            "epoch": snapshot.epoch,
+            "shared": snapshot.shared,
+        }
+        self._plan.forget()
+        own = _Shard(about, torch.frombuffer(staging.view(), dtype=torch.uint8))
+        key = _Key(snapshot.step, token, group.world_size())
+        self._used[key] = staging
+        self._thread = threading.Thread(target=self._exchange, args=(key, own), name="phalanx-memory", daemon=True)
+        self._thread.start()
+        if wait:
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait until the shards have arrived; raise the error of an exchange that failed."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def _exchange(self, key: _Key, own: _Shard) -> None:
+        """Send this rank's shard to the rank `shift` behind it, and receive one from the rank `shift` before it."""
+        try:
+            rank, size = dist.get_rank(self._group), dist.get_world_size(self._group)
+            shards = {rank: own}
+            if size > 1:
+                source = (rank - self._shift) % size
+                about = self._gathered((own.about, own.data.numel()))
+                received = torch.empty(about[source][1], dtype=torch.uint8)
+                sending = dist.isend(own.data, group=self._group, group_dst=(rank + self._shift) % size)
+                dist.recv(received, group=self._group, group_src=source)
+                assert sending is not None
+                sending.wait()
+                shards[source] = _Shard(about[source][0], received)
+            self._held[key] = shards
+        except Exception as error:  # noqa: BLE001 - raised again by `finish`
+            self._used.pop(key)
+            self._error = error
+
+    def _drop(self, key: _Key) -> None:
+        del self._held[key]
+        self._used.pop(key, None)
+
+    def newest(self) -> int | None:
+        """Return the newest step of which all shards are with the ranks of the group; collective."""
+        found = self._complete()
+        return None if found is None else found[0].step
+
+    def load(self, template: dict[str, Any]) -> Loaded | None:
+        """Fill `template` from the newest complete step, as `checkpoint.load` does; None without one. Collective."""
+        found = self._complete()
+        if found is None:
+            return None
+        key, holders = found
+        mine = self._held.get(key, {})
+        rank = dist.get_rank(self._group)
+        sent = {r: mine[r].about for r, holder in holders.items() if holder == rank}
+        about = {r: one for part in self._gathered(sent) for r, one in part.items()}
+        index: Index = _indexed(about[0]["index"])
+        boxes = plan_reads(index, template, lambda r: from_plain(about[r]["objects"]), f"step {key.step} in memory")
+        names = {shard_name(r): r for r in range(key.world_size)}
+        data = self._collected(mine, holders, {names[box.part.file] for box in boxes})
+        read_boxes(index, lambda file, leaf: _MemoryReader(data[names[file]]), boxes)
+        notes = []
+        same = key.world_size == dist.get_world_size(self._group)
+        if not same:
+            now = dist.get_world_size(self._group)
+            notes = [f"kept by {key.world_size} ranks and loaded by {now}: each rank's random state starts afresh"]
+        state = from_plain(about[rank]["state"]) if same else None
+        for other in [other for other in self._held if other != key]:
+            self._drop(other)
+        return Loaded(key.step, about[0]["epoch"], about[0]["shared"], state, notes)
+
+    def _complete(self) -> tuple[_Key, dict[int, int]] | None:
+        """Return the newest complete step, and for each of its shards a rank that holds it."""
+        held = self._gathered({key: sorted(shards) for key, shards in self._held.items()})
+        for key in sorted({key for part in held for key in part}, reverse=True):
+            holders = {r: rank for rank, part in reversed(list(enumerate(held))) for r in part.get(key, ())}
+            if holders.keys() >= set(range(key.world_size)):
+                return key, holders
+        return None
+
+    def _collected(self, mine: dict[int, _Shard], holders: dict[int, int], needed: set[int]) -> dict[int, torch.Tensor]:
+        """Return the shards that this rank needs; each that it does not hold is sent by its holder."""
+        rank = dist.get_rank(self._group)
+        data = {r: shard.data for r, shard in mine.items()}
+        wanted = self._gathered(sorted(needed - data.keys()))
+        sizes = {r: n for part in self._gathered({r: d.numel() for r, d in data.items()}) for r, n in part.items()}
+        sending = [
+            dist.isend(data[r], group=self._group, group_dst=receiver, tag=r)
+            for receiver, shards in enumerate(wanted)
+            for r in shards
+            if holders[r] == rank
+        ]
+        for r in wanted[rank]:
+            data[r] = torch.empty(sizes[r], dtype=torch.uint8)
+            dist.recv(data[r], group=self._group, group_src=holders[r], tag=r)
+        for work in sending:
+            assert work is not None
+            work.wait()
+        return data
+
+    def _gathered(self, item: Any) -> list[Any]:
+        found: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(found, item, group=self._group)
+        return found
+
+
+class _MemoryReader(Reader):
+    """A shard in memory."""
+
+    def __init__(self, data: torch.Tensor) -> None:
+        self.size = data.numel()
+        self._view = memoryview(data.numpy())  # type: ignore[arg-type]
+
+    def read_into(self, parts: Any, offset: int) -> None:
+        for part in parts:
+            part[:] = self._view[offset : offset + part.nbytes]
+            offset += part.nbytes
+
+    def close(self) -> None:
+        pass
+
+
+def _indexed(index: Index) -> Index:
+    """Return an index with leaves that have no hash."""
+    ends: dict[str, int] = {}
+    for one in index.tensors.values():
+        for part in one.parts:
+            end = part.start + math.prod(part.sizes) * one.torch_dtype.itemsize
+            ends[part.file] = max(ends.get(part.file, 0), end)
+    leaves = {
+        name: [Leaf(at, min(LEAF_BYTES, end - at), "") for at in range(0, end, LEAF_BYTES)]
+        for name, end in ends.items()
+    }
+    return Index(index.tensors, index.objects, leaves)
+
+
+def _shift(hosts: list[str]) -> int:
+    """Return the distance at which every rank's neighbour is on another host; 1 where there is none."""
+    size = len(hosts)
+    apart = (s for s in range(1, size) if all(hosts[r] != hosts[(r + s) % size] for r in range(size)))
+    return next(apart, 1)

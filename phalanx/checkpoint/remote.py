@@ -1,0 +1,218 @@
+"""Checkpoints at a URL: files are streamed in parts under their final name, and the manifest, the last one, publishes.
+
+A store has no atomic rename, so a checkpoint without a manifest does not count. While one is written, an object
+`.writing-...` names it and its writer, so that a later save can remove what a failed one left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+import time
+from collections.abc import Iterator, Sequence
+
+from phalanx.checkpoint.files import FileRecord, HashedFile
+from phalanx.checkpoint.lock import has_ended
+from phalanx.checkpoint.manifest import MANIFEST, Manifest, dump_manifest, manifest_at
+from phalanx.checkpoint.publish import is_published, owner_of, step_name, writing_name
+from phalanx.host.remote import RemotePath
+
+_PIECE_BYTES = 16 << 20
+"""What is handed to or read from the store at a time; it sends parts of its own size."""
+
+
+class RemoteReader:
+    """A file at a URL, read by ranges."""
+
+    def __init__(self, path: RemotePath) -> None:
+        self._path = path
+        self.size = path.stat().st_size
+
+    def read_into(self, parts: Sequence[memoryview], offset: int) -> None:
+        """Fill the parts, one after the other, from this position."""
+        for part in parts:
+            for start in range(0, part.nbytes, _PIECE_BYTES):
+                piece = part[start : start + _PIECE_BYTES]
+                data = self._path.read_range(offset, offset + piece.nbytes)
+                if len(data) != piece.nbytes:
+                    raise OSError(0, "the file ends too early", str(self._path))
+                piece[:] = data
+                offset += len(data)
+
+    def close(self) -> None:
+        """Do nothing: every read is a request of its own."""
+
+
+class RemoteFile(HashedFile):
+    """A new file at a URL, hashed while it is uploaded in parts; memory is bounded by the size of a part."""
+
+    def __init__(self, path: RemotePath) -> None:
+        path.prepare()
+        super().__init__(path)
+
+    def _append(self, piece: memoryview, offset: int) -> None:
+        self._file.write(piece)
+
+    def finish(self) -> FileRecord:
+        """Complete the upload and return the record of the file."""
+        self.flush()
+        self._file.close()
+        stored = self.path.stat().st_size
+        if stored != self.size:
+            raise OSError(0, f"the store has {stored:,} of {self.size:,} bytes", str(self.path))
+        return self._hash.record(self.size)
+
+    def release(self) -> None:
+        """Release the hashing threads; an upload that is not complete is aborted."""
+        self._threads.shutdown()
+        self._file.discard()  # type: ignore[attr-defined]
+
+
+class RemoteWriting:
+    """A checkpoint whose manifest is not there yet."""
+
+    def __init__(self, directory: RemotePath, token: str, name: str) -> None:
+        self.token = token
+        self.records: dict[str, FileRecord] = {}
+        self._marker = directory / token
+        self._name = name
+        self.path = directory / name
+
+    @contextlib.contextmanager
+    def create(self, name: str) -> Iterator[RemoteFile]:
+        """Return a new file."""
+        stream = RemoteFile(self.path / name)
+        try:
+            yield stream
+            self.records[name] = stream.finish()
+        finally:
+            stream.release()
+
+    def read(self, name: str) -> RemoteReader:
+        """Open a file that any rank has created."""
+        return RemoteReader(self.path / name)
+
+    def drop(self, name: str) -> None:
+        """Remove a file."""
+        (self.path / name).unlink()
+        self.records.pop(name, None)
+
+    def publish(self, manifest: Manifest) -> str:
+        """Upload the manifest; then remove this run's earlier checkpoint of the same step."""
+        (self.path / MANIFEST).write_bytes(dump_manifest(manifest).encode())
+        self._marker.unlink(missing_ok=True)
+        for path in self.path.parent.glob(f"{step_name(manifest.step)}*"):
+            other = None if path == self.path else manifest_at(path)
+            if other is not None and other.run_id == manifest.run_id:
+                remove_remote(path)
+        return self._name
+
+    def discard(self) -> None:
+        """Remove everything; what cannot be removed is left for a later save."""
+        with contextlib.suppress(OSError):
+            _sweep(self._marker, self.path)
+
+
+class RemotePlace:
+    """A directory of checkpoints at a URL."""
+
+    def __init__(self, directory: RemotePath) -> None:
+        self.directory = directory
+
+    def begin(self, step: int) -> RemoteWriting:
+        """Choose a free name and announce it, after removing what failed saves left."""
+        names = self.names()
+        for token in names:
+            if token.startswith(".writing-") and _is_abandoned(self.directory / token):
+                _sweep(self.directory / token)
+                names = self.names()
+        name = step_name(step)
+        if name in names:
+            name += f"-{secrets.token_hex(3)}"
+        writing = RemoteWriting(self.directory, writing_name(step), name)
+        (self.directory / writing.token).write_bytes(json.dumps({"name": name}).encode())
+        return writing
+
+    def join(self, token: str) -> RemoteWriting:
+        """Return the unfinished checkpoint that another rank has begun."""
+        return RemoteWriting(self.directory, token, _announced(self.directory / token))
+
+    def names(self) -> list[str]:
+        """Return the names of the entries."""
+        try:
+            return sorted(path.name for path in self.directory.iterdir())
+        except FileNotFoundError:
+            return []
+
+    def path(self, name: str) -> RemotePath:
+        """Return the URL of an entry."""
+        return self.directory / name
+
+    def read(self, name: str, file: str) -> bytes:
+        """Return the content of a small file."""
+        return (self.directory / name / file).read_bytes()
+
+    def open(self, name: str, file: str) -> RemoteReader:
+        """Open a file for reading."""
+        return RemoteReader(self.directory / name / file)
+
+    def size(self, name: str, file: str) -> int:
+        """Return the size of a file."""
+        return (self.directory / name / file).stat().st_size
+
+    def put(self, name: str, file: str, data: bytes | memoryview) -> None:
+        """Write a small file as a whole."""
+        (self.directory / name / file).write_bytes(data)
+
+    def list(self, name: str) -> list[str]:
+        """Return the files of an entry."""
+        return RemotePlace(self.directory / name).names()
+
+    def delete(self, name: str, file: str) -> None:
+        """Remove one file, if it exists."""
+        (self.directory / name / file).unlink(missing_ok=True)
+
+    def remove(self, name: str) -> None:
+        """Remove a checkpoint."""
+        remove_remote(self.directory / name)
+
+
+def remove_remote(path: RemotePath) -> None:
+    """Remove a checkpoint, the manifest first: what remains after a failure does not count as one."""
+    (path / MANIFEST).unlink(missing_ok=True)
+    with contextlib.suppress(FileNotFoundError):
+        path.remove_tree()
+
+
+def _announced(marker: RemotePath) -> str:
+    name = str(json.loads(marker.read_bytes())["name"])
+    if not is_published(name) or "/" in name:
+        raise OSError(0, f"{marker} does not name a checkpoint", str(marker))
+    return name
+
+
+def _is_abandoned(marker: RemotePath) -> bool:
+    owner = owner_of(marker.name)
+    return owner is not None and has_ended(owner, time.time() - marker.stat().st_mtime)
+
+
+def _sweep(marker: RemotePath, path: RemotePath | None = None) -> None:
+    """Remove what an unfinished save has uploaded, then its marker."""
+    path = path or marker.parent / _announced(marker)
+    if not (path / MANIFEST).exists():
+        path.call(_abort_uploads)
+        with contextlib.suppress(FileNotFoundError):
+            path.remove_tree()
+    marker.unlink(missing_ok=True)
+
+
+def _abort_uploads(files: object, key: str) -> None:
+    """Abort multipart uploads under a name in S3: their parts are charged for until then."""
+    if not hasattr(files, "list_multipart_uploads"):
+        return
+    bucket, _, prefix = key.partition("/")
+    with contextlib.suppress(PermissionError):  # it needs a permission that saving does not
+        for upload in files.list_multipart_uploads(bucket):
+            if upload["Key"].startswith(f"{prefix}/"):
+                files.abort_mpu(bucket, upload["Key"], upload["UploadId"])  # type: ignore[attr-defined]

@@ -1,0 +1,20 @@
+"""kill -9 at every system call of a save: what is chosen afterwards is complete, and the next save removes the rest."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[1] / "kill_points.py"
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("kind", ["sharded", "full", "incremental"])
+def test_a_kill_at_any_write_point_leaves_a_whole_checkpoint(tmp_path, kind):
+    done = subprocess.run([sys.executable, SCRIPT, tmp_path, kind], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    points = int(done.stdout.split()[0])
+    assert points >= 20, done.stdout
