@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.errors import NonFiniteLossError
-from phalanx.host.remote import as_path
 from phalanx.loop.best import BestCheckpoint, MetricWatch
 from phalanx.loop.checks import RankChecks
 from phalanx.loop.ema import WeightAverage
@@ -21,6 +20,7 @@ from phalanx.loop.notices import StopNotices
 from phalanx.loop.optim import LRSchedule, OptimizerSettings, rate_factor, rate_scale
 from phalanx.loop.optimizer_binding import OwnSchedule, make_scheduler
 from phalanx.loop.reporting import Reporter, RunFacts
+from phalanx.loop.saves import Saves
 from phalanx.loop.saving import CheckpointPolicy
 from phalanx.loop.step import train_step
 from phalanx.loop.stopping import EpochControl, StopRequest, TimeLimit, preempted_error
@@ -67,6 +67,7 @@ class TrainLoop:
             formation, run_dir, None if formation.strategy.in_lockstep else self._ranks_synced
         )
         self.best = BestCheckpoint(self.config)
+        self.saves = Saves(self)
         watched = self.config.stopping_metric
         self._stopping = watched and MetricWatch("early_stopping", watched, min_delta=self.config.min_delta)
         if self.config.ema_decay is not None:
@@ -200,7 +201,7 @@ class TrainLoop:
         if self.epoch != epoch:  # a stream, whose end is known only when it is reached
             self._end_epoch(epoch)
             if (self.saving.due_after_epoch(epoch + 1) or self.best.is_unsaved(self.step)) and not self._finished():
-                self._save()
+                self.saves.begin()
 
     def _first_batch_seen(self, batches: Iterator[Any]) -> Any:
         """Decide on the first batch how the model is called, then yield all batches."""
@@ -231,20 +232,20 @@ class TrainLoop:
         if stopping and self.before_stop is not None:
             self.before_stop()
         if self.saving.advance(step):
-            self._finish_save()
+            self.saves.finish()
         due = self.saving.due_after_step(step) or self.best.is_unsaved(step)
         due = due or (epochs is not None and self.saving.due_after_epoch(epochs))
         if stopping or (due and not self._finished()):
-            self._save(may_skip=not stopping)
+            self.saves.begin(may_skip=not stopping)
         if stopping:
-            self._finish_save()
+            self.saves.finish()
             by_user = self.stop.reason == "SIGINT"
             self._report_end(*_INTERRUPTED if by_user else ("preempted", f"stopped by {self.stop.reason}"))
             raise preempted_error(self.stop.reason, step, self.saving.last_path)
 
     def _end_epoch(self, epoch: int) -> None:
         """Evaluate and report after a whole epoch, or after the last step."""
-        self._losses_checked()
+        self.losses_checked()
         last = self._finished()
         metrics: dict[str, float] = {}
         every = self.config.eval_every
@@ -296,8 +297,8 @@ class TrainLoop:
     def _end(self) -> None:
         self.formation.strategy.consolidate(self.model)
         if self.saving.last_step != self.step or self.best.is_unsaved(self.step):
-            self._save()
-        self._finish_save()
+            self.saves.begin()
+        self.saves.finish()
         if self.formation.average is not None:  # the result of the run
             self.formation.average.swap()
             self.formation.average = None
@@ -312,47 +313,6 @@ class TrainLoop:
         stopping = None if self._stopping is None else self._stopping.state_dict()
         watched = {"best": self.best.state_dict(), "stopping": stopping}
         return {**self.report.to_keep(), "schedule": self.schedule.state_dict(), "watched": watched}
-
-    def _save(self, *, may_skip: bool = False) -> None:
-        """Start saving a checkpoint, unless this step has one or the weights are not finite."""
-        if self.saving.directory is None:
-            return
-        may_skip = may_skip and self.config.async_checkpoint == "skip" and not self.best.is_unsaved(self.step)
-        if may_skip and self.saving.in_flight:
-            self.report.say(f"no checkpoint of step {self.step}: the one before is still being written")
-            return
-        self._finish_save()
-        if self.saving.has_saved(self.step):
-            self._note_best(self.step)
-            return
-        self._losses_checked()
-        self.checks.compare_weights(self.step)
-        self.formation.strategy.consolidate(self.model)
-        if not self.formation.weights_are_finite():  # the last step made them so, after its loss was computed
-            raise self._failed(f"step {self.step} left weights that are not finite, so they were not saved")
-        self.formation.best_path = self.best.path
-        with self.report.phase("checkpoint"):
-            self.saving.begin(**self.to_keep())
-        if not self.config.async_checkpoint:
-            self._finish_save()
-        if self.saving.auto is not None:
-            self.report.say(self.saving.auto.saved(self.step, self.report.ledger.stalled))
-
-    def _finish_save(self) -> None:
-        """Wait until the save in flight, if any, is published; mark it if it is the best, and report it."""
-        if not self.saving.in_flight:
-            return
-        with self.report.phase("checkpoint"):
-            saved = self.saving.finish()
-        assert saved is not None, "in flight"
-        self.report.checkpointed(saved, best=self._note_best(saved.step))
-        self.hooks.fire("on_checkpoint", self, str(saved.path))
-
-    def _note_best(self, step: int) -> bool:
-        """Mark the last checkpoint, of this step, if its weights are the best so far; return whether they are."""
-        is_best = self.best.saved(as_path(self.saving.last_path or ""), step)
-        self.best.record(self.history)
-        return is_best
 
     def _resume(self) -> None:
         state = self.restore()
@@ -379,18 +339,20 @@ class TrainLoop:
         losses = self.ledger.read()
         bad = next((step for step, loss in losses.items() if not math.isfinite(loss)), None)
         if bad is not None and self.config.on_nonfinite == "stop":
-            raise self._failed(f"the loss is {losses[bad]} at step {bad}")
+            raise self.failed(f"the loss is {losses[bad]} at step {bad}")
         return {step: loss for step, loss in losses.items() if math.isfinite(loss)}
 
-    def _failed(self, what: str) -> NonFiniteLossError:
-        self._finish_save()  # losses are equal on all ranks, so all are here
+    def failed(self, what: str) -> NonFiniteLossError:
+        """Report that the run failed, and return the error to raise."""
+        self.saves.finish()  # losses are equal on all ranks, so all are here
         path = self.saving.last_path
         last = f"the last good checkpoint is {path}" if path else "there is no checkpoint before it"
         self._report_end("failed", what)
         hint = "Lower learning_rate, set gradient_clipping, or skip such steps with on_nonfinite='skip'."
         return NonFiniteLossError(f"{what}; {last}", hint=hint)
 
-    def _losses_checked(self) -> None:
+    def losses_checked(self) -> None:
+        """Read and report the losses so far; a NaN ends the run unless such steps are skipped."""
         self.report.losses(self._losses())
 
     def _finished(self, *, within_epoch: bool = False) -> bool:
