@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import pickle
 from pathlib import Path
+from typing import Any
 
 from phalanx.config import DistributedConfig
 from phalanx.recipes import Recipe
+from phalanx.trainers.job import Job
 from phalanx.trainers.recipe import run_recipe
 from phalanx.trainers.remote import write_result
 from phalanx.world.env import read_rank_env
@@ -16,8 +18,14 @@ from phalanx.world.env import read_rank_env
 def run_job_file(payload: str) -> None:
     """Run a pickled job; the first rank of each node writes its result next to it."""
     path = Path(payload)
-    with path.open("rb") as file:
-        job = pickle.load(file)
+
+    def load() -> Any:
+        with path.open("rb") as file:
+            return pickle.load(file)
+
+    job = load()
+    if isinstance(job, Job):
+        job.renew = load
     result = job.run()
     env = read_rank_env()
     if env is None or env.local_rank == 0:

@@ -101,6 +101,13 @@ class NeighbourMemory:
             error, self._error = self._error, None
             raise error
 
+    def discard_pending(self) -> None:
+        """Give up an exchange whose group has ended; the step before is still kept."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self._error = None
+
     def _exchange(self, key: _Key, own: _Shard) -> None:
         """Send this rank's shard to the rank `shift` behind it, and receive one from the rank `shift` before it."""
         try:

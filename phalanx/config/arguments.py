@@ -124,6 +124,7 @@ class CommonSettings(TypedDict, total=False):
     console_ranks: Literal["0", "all"]
     max_restarts: int
     spares: int
+    memory_frequency: int
     heartbeat_timeout: float
     stop_grace: float
     preemption_file: str | None

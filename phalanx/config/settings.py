@@ -16,11 +16,8 @@ from phalanx.config.fields import (
     BACKENDS,
     ZERO_SHARDING,
     Adapters,
-    Checkpointing,
     Communication,
-    Elasticity,
     Engines,
-    Monitoring,
     Optimization,
     Parallelism,
     Resources,
@@ -28,6 +25,7 @@ from phalanx.config.fields import (
     Training,
 )
 from phalanx.config.option import load_entry_point
+from phalanx.config.run_fields import Checkpointing, Elasticity, Monitoring
 from phalanx.errors import nearest
 
 PrecisionName = Literal["fp32", "bf16", "fp16"]
@@ -61,7 +59,7 @@ class Host(NamedTuple):
     slots: int
 
 
-RECOVERY = dict.fromkeys(("ddp", "ring", "local-sgd", "diloco", "parameter-server"), "resize")
+RECOVERY = dict.fromkeys(("ddp", "ring", "local-sgd", "diloco", "parameter-server"), "resize") | {"fsdp": "replace"}
 """What strategies do in place after a lost rank: replace it, or go on with another number of ranks too ("resize")."""
 _NATIVE = ("pytorch-ddp", "pytorch-fsdp")
 
@@ -130,8 +128,10 @@ class Settings(
     def recovery(self) -> str:
         """How a run goes on after a lost rank (`RECOVERY`); "restart": all ranks start again from a checkpoint."""
         axes = (self.pipeline_parallel, self.context_parallel, self.tensor_parallel, self.expert_parallel)
-        if max(axes) > 1 or self.backend not in _NATIVE:
+        if self.backend not in _NATIVE:
             return "restart"
+        if max(axes) > 1:
+            return "replace"
         return RECOVERY.get(self.resolved_strategy, "restart")
 
     @property

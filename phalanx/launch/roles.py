@@ -10,7 +10,7 @@ import selectors
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from phalanx.host import messages
 from phalanx.host.processes import is_stopped
@@ -37,24 +37,6 @@ class Hands:
     report: Callable[[dict[str, Any]], None]
     post: Post
     fail: Callable[[FailureReport], None]
-
-
-class Role(Protocol):
-    """What an attempt asks of its role."""
-
-    failures: int
-
-    def take_loss(self, ended: RankState, how: str) -> bool:
-        """Take a rank of this machine that has ended with an error; return whether the run goes on."""
-
-    def take_end(self, ended: RankState) -> None:
-        """Take a rank of this machine that has finished."""
-
-    def take_mail(self, mail: dict[str, Any]) -> bool:
-        """Take a message of another launcher; return whether it says that all ranks of all machines have ended."""
-
-    def end(self) -> None:
-        """Let ranks that wait for a position end."""
 
 
 class _Local:

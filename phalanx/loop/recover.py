@@ -23,12 +23,14 @@ import torch.distributed as dist
 from phalanx.errors import CommunicationError
 from phalanx.loop.formation import Formation
 from phalanx.loop.hooks import Callback, StepInfo
+from phalanx.loop.neighbours import Neighbours
 from phalanx.loop.state import put_back, shared_state, tensors_of
 from phalanx.loop.trainer import TrainLoop
 from phalanx.observe.events import Recovered
 from phalanx.observe.history import History
 from phalanx.torch_compat import foreach_copy_, pytree
 from phalanx.world import membership
+from phalanx.world.abort import leave_groups
 from phalanx.world.env import read_rank_env, stop_signals
 
 _AVERAGE = "average"
@@ -262,6 +264,7 @@ class Recovering(Survivor):
         self._member = member
         self._regroup = ""
         self._change: membership.Position | None = None
+        self._neighbours: Neighbours | None = None
         self._step_before = -1
         member.on_regroup = self._take_regroup
         member.on_abort = self._interrupt
@@ -278,12 +281,17 @@ class Recovering(Survivor):
 
     def move(self, why: str) -> None:
         """Wait for a place in the next group."""
-        self._change = self._member.await_position(self.step, why)
+        leave_groups()  # an exchange between neighbours that waits for a lost rank gets an error
+        if self._neighbours is not None:
+            self._neighbours.leave()
+        self._change = self._member.await_position(max(self.step, self._step_before), why)
         self._regroup = ""
 
     def prepare(self, loop: TrainLoop) -> None:
         """Restore from memory after a change, and leave for the next one at a step's boundary."""
         began = self.restore_or_resume(loop) if self._change is not None else loop.restore
+        if loop.formation.strategy.shards and loop.formation.world_size > 1:
+            began = self._with_neighbours(loop)
 
         def restore_and_join() -> dict[str, Any] | None:
             state = began()
@@ -295,7 +303,23 @@ class Recovering(Survivor):
         loop.before_stop = self._leave_if_regrouping
         if self._change is not None:
             loop.continues = True
-            loop.hooks.add(_ReportRecovery(self._change, self.step))
+            loop.hooks.add(_ReportRecovery(self._change, max(self.step, self._step_before)))
+
+    def _with_neighbours(self, loop: TrainLoop) -> Callable[[], dict[str, Any] | None]:
+        """Keep shards in the memory of other ranks; return what restores them, else a checkpoint."""
+        if self._neighbours is None:
+            self._neighbours = Neighbours(loop.config.memory_frequency)
+        neighbours = self._neighbours
+        neighbours.join(loop.formation)
+        loop.hooks.add(neighbours)
+        return lambda: neighbours.restore(loop.formation) or loop.saving.restore()
+
+    def _capture(self, loop: TrainLoop, committed: Committed) -> MemoryState | None:
+        """Return the state of this rank; of a sharded model its neighbours keep it."""
+        if self._neighbours is None:
+            return super()._capture(loop, committed)
+        self._step_before = loop.step
+        return None
 
     def _leave_if_regrouping(self) -> None:
         assert self._loop is not None, "called by the loop that runs"

@@ -26,17 +26,10 @@ def begin_save(prepared: Prepared, saver: checkpoint.Saver, directory: Path, sha
 
     When it returns the state may change: it has been copied.
     """
-    prepared.gradients.update_scale()
-    for wrapped in prepared.models:
-        prepared.strategy.consolidate(wrapped)
-    state = {**shared_state(prepared), **shared}
-    strategy = prepared.strategy
-    rank_state = {**rng_state(), **(strategy.rank_state() if strategy.keeps_rank_state else {})}
-    epoch = prepared.loaders[0].epoch if prepared.loaders else 0
     with prepared.averaged():  # other tools that read weights get the average
-        tensors = tensors_of(prepared)
+        snapshot = snapshot_of(prepared, shared)
         if prepared.average is not None:
-            tensors[_TRAINED] = prepared.average.other
+            snapshot.tensors[_TRAINED] = prepared.average.other
         request = checkpoint.Request(
             directory=directory,
             run_id=prepared.run_id,
@@ -48,7 +41,19 @@ def begin_save(prepared: Prepared, saver: checkpoint.Saver, directory: Path, sha
             mesh=prepared.world.mesh.sizes,
             config=prepared.config.to_dict(),
         )
-        saver.begin(checkpoint.Snapshot(prepared.step, epoch, tensors, rank_state, state), request)
+        saver.begin(snapshot, request)
+
+
+def snapshot_of(prepared: Prepared, shared: dict[str, Any]) -> checkpoint.Snapshot:
+    """Return the state of everything that was prepared, not copied; all ranks must call this."""
+    prepared.gradients.update_scale()
+    for wrapped in prepared.models:
+        prepared.strategy.consolidate(wrapped)
+    strategy = prepared.strategy
+    rank_state = {**rng_state(), **(strategy.rank_state() if strategy.keeps_rank_state else {})}
+    epoch = prepared.loaders[0].epoch if prepared.loaders else 0
+    state = {**shared_state(prepared), **shared}
+    return checkpoint.Snapshot(prepared.step, epoch, tensors_of(prepared), rank_state, state)
 
 
 def expected_bytes(prepared: Prepared) -> int:
@@ -175,16 +180,21 @@ def tensors_of(prepared: Prepared, *, alone: bool = False) -> dict[str, Any]:
         return state
 
 
-def _template(prepared: Prepared, saved: checkpoint.Checkpoint) -> dict[str, Any]:
-    """Return the tensors to be read into: those that the checkpoint has.
-
-    What only this strategy keeps is left out where another one saved the checkpoint.
-    """
+def fill_optimizers(prepared: Prepared) -> None:
+    """Give fresh optimizers their states, for a saved state to be read into."""
     with prepared.gradients.direct():
         for wrapped in prepared.models:
             for optimizer in prepared.optimizers:
                 if _trains(optimizer, wrapped):  # an engine's partitions have their states already
                     fill_state(prepared.strategy.unwrap(wrapped), optimizer)
+
+
+def _template(prepared: Prepared, saved: checkpoint.Checkpoint) -> dict[str, Any]:
+    """Return the tensors to be read into: those that the checkpoint has.
+
+    What only this strategy keeps is left out where another one saved the checkpoint.
+    """
+    fill_optimizers(prepared)
     template = tensors_of(prepared)
     entries = checkpoint.entries(saved)
     if prepared.average is not None and _TRAINED in entries:

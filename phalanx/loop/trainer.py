@@ -20,8 +20,7 @@ from phalanx.loop.notices import StopNotices
 from phalanx.loop.optim import LRSchedule, OptimizerSettings, rate_factor, rate_scale
 from phalanx.loop.optimizer_binding import OwnSchedule, make_scheduler
 from phalanx.loop.reporting import Reporter, RunFacts
-from phalanx.loop.saves import Saves
-from phalanx.loop.saving import CheckpointPolicy
+from phalanx.loop.saving import CheckpointPolicy, Saves
 from phalanx.loop.step import train_step
 from phalanx.loop.stopping import EpochControl, StopRequest, TimeLimit, preempted_error
 from phalanx.loop.task import TrainTask, make_optimizer

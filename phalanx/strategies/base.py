@@ -82,6 +82,11 @@ def equalise(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> No
         torch_compat.broadcast_coalesced(parts, group)
 
 
+def is_laid_out(model: nn.Module) -> bool:
+    """Whether a run in this process has sharded a model, or cut it into stages."""
+    return _LAYOUT in model.__dict__
+
+
 def claim_layout(model: nn.Module, layout: str | None) -> None:
     """Refuse a model that an earlier run in this process sharded in another way; mark it with this layout."""
     before = model.__dict__.get(_LAYOUT)

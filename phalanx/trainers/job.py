@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -29,6 +29,7 @@ from phalanx.observe.tensorboard import TensorBoardSink
 from phalanx.runs.folder import discard_unused, make_run_dir
 from phalanx.runs.record import FILE as RECORD
 from phalanx.runs.record import RunRecord
+from phalanx.strategies.base import is_laid_out
 from phalanx.trainers.histograms import HistogramCallback
 from phalanx.trainers.session import agree_run_dir, check_per_host, open_events, save_config
 from phalanx.trainers.weights import whole_state, whole_weights
@@ -45,6 +46,8 @@ class Job:
     run_dir: Path | None = None
     checked: bool = False
     """Whether the process that started the ranks has run `check_before_start`."""
+    renew: Callable[[], Job] | None = None
+    """Builds the job again, with a new model: one that was sharded over ranks cannot be sharded over others."""
 
     def run(self) -> JobResult:
         """Run it on a rank that was started for it."""
@@ -67,7 +70,9 @@ def run_job(job: Job, *, in_place: bool) -> JobResult:
     """Run a job on this rank. `in_place`: the caller holds the model itself, so no weights are returned."""
 
     def run(survivor: Survivor | None = None) -> JobResult:
-        return _run_once(job, in_place, survivor)
+        continues = survivor is not None and survivor.run_dir is not None
+        used = job.renew() if continues and job.renew is not None and is_laid_out(job.task.model) else job
+        return _run_once(used, in_place, survivor)
 
     if job.action != "fit":
         return run()

@@ -73,9 +73,12 @@ _LONGEST_TEXT = 1024
 
 def run_recipe(recipe: Recipe, config: DistributedConfig, run_dir: Path | None, *, checked: bool) -> JobResult:
     """Build a recipe's parts (equal weights on all ranks, by the seed) and train; `checked`: see `Job`."""
-    task = recipe_task(recipe, config)
-    config = with_batch_size(config, task.train)
-    return run_job(Job("fit", task, config, run_dir, checked), in_place=True)
+
+    def build() -> Job:
+        task = recipe_task(recipe, config)
+        return Job("fit", task, with_batch_size(config, task.train), run_dir, checked, build)
+
+    return run_job(build(), in_place=True)
 
 
 def with_batch_size(config: DistributedConfig, train: Any) -> DistributedConfig:

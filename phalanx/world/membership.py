@@ -16,7 +16,7 @@ from typing import Any
 
 from phalanx.host import messages
 from phalanx.host.lost_peers import lost_peers
-from phalanx.world.abort import abort_collectives, leave_groups, watch_groups
+from phalanx.world.abort import abort_collectives, watch_groups
 
 _VARIABLE = "PHALANX_CONTROL_FD"
 
@@ -101,8 +101,7 @@ class Member:
         return isinstance(error, Regroup) or self._why is not None or lost_peers(error)
 
     def await_position(self, step: int, why: str) -> Position:
-        """Leave the group, report the last complete step, and wait for a place in the next one."""
-        leave_groups()
+        """Report the last complete step of a rank that has left its groups, and wait for a place in the next one."""
         messages.send(self._control, {"ready": why, "step": step})
         position = self._positions.get()
         self._why = None

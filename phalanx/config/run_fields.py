@@ -1,0 +1,119 @@
+"""The settings of a run's life: checkpoints, what is logged and shown, and what happens after failures."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from phalanx.config.option import option
+
+
+@dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
+class Checkpointing:
+    """What is saved, how often, and from where a run resumes."""
+
+    checkpoint_dir: str | None = option(
+        None,
+        "where checkpoints go: a folder or a URL, s3://bucket/kept (default: <run_dir>/checkpoints when "
+        "checkpoint_frequency or max_restarts is set)",
+    )
+    checkpoint_frequency: int | str | None = option(
+        None,
+        "every n epochs (10), every n steps ('500 steps'), or auto: by what a save costs and how often the job fails",
+    )
+    mtbf: int | float | str | None = option(
+        None,
+        "checkpoint_frequency=auto: mean time between failures of the whole job, such as '12h' (default: as seen in "
+        "this run, else as on a published cluster of as many GPUs)",
+        above=0,
+    )
+    checkpoint_kind: str = option(
+        "sharded",
+        "sharded: one file per rank; full: one safetensors file; incremental: only what changed is written",
+        choices=("sharded", "full", "incremental"),
+    )
+    async_checkpoint: bool | str = option(
+        True,
+        "write while training goes on; skip: leave a checkpoint out while the one before is being written",
+        choices=(False, True, "skip"),
+    )
+    keep_last: int | None = option(3, "how many checkpoints of this run to keep (none: all)", minimum=1)
+    keep_every: int | None = option(None, "keep every checkpoint whose step is a multiple of this, for ever", minimum=1)
+    keep_best: bool | str | None = option(
+        True,
+        "keep the checkpoint with the best value of a metric, too: val/loss (true), train/loss, val/accuracy, "
+        "min:val/<name> or max:val/<name>; false: only the last ones",
+    )
+    resume_from_checkpoint: bool | str = option(
+        False, "true: the newest complete one of checkpoint_dir, if any; or a path"
+    )
+
+
+@dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
+class Monitoring:
+    """What is logged and shown."""
+
+    run_dir: str | None = option(None, "folder of this run: config, logs, events (default: runs/<name>-<time>)")
+    name: str | None = option(None, "name of the run (default: the recipe, script or model)")
+    tensorboard: bool = option(False, "write TensorBoard files")
+    tensorboard_dir: str | None = option(
+        None, "folder of these files (default: run_dir, so that TensorBoard shows the run's name); turns tensorboard on"
+    )
+    tensorboard_histograms: int = option(
+        0, "write histograms of weights and gradients to TensorBoard every this many epochs (0: never)", minimum=0
+    )
+    mlflow_tracking: bool = option(False, "log to MLflow (extra: phalanx[mlflow])")
+    mlflow_experiment: str | None = option(None, "MLflow experiment; setting it turns mlflow_tracking on")
+    wandb: bool | str = option(False, "log to Weights & Biases: true, or the project's name (extra: phalanx[wandb])")
+    sinks: str | None = option(
+        None, "receivers of events from other packages (entry points of the group phalanx.sinks), separated by commas"
+    )
+    reference_throughput: float | None = option(
+        None, "samples per second of one rank, as measured: the speedup of the run against it is reported", above=0
+    )
+    log_every_n_steps: int = option(10, "read losses and report every this many steps", minimum=1)
+    progress: bool = option(True, "show the progress bar or lines")
+    verbosity: str = option(
+        "normal",
+        "what the console shows; quiet (-q): errors, what ranks print and the result; verbose (-v): every event",
+        choices=("quiet", "normal", "verbose"),
+    )
+    console_ranks: str = option("0", "ranks whose output the console shows", choices=("0", "all"))
+
+
+@dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)
+class Elasticity:
+    """What happens when ranks fail or have to stop."""
+
+    max_restarts: int = option(
+        0,
+        "survive so many failures: replace a lost rank while the others wait (ddp, ring, local-sgd, diloco), else "
+        "restart all ranks from the newest checkpoint",
+        minimum=0,
+    )
+    spares: int = option(0, "ranks that are started in advance and wait to replace a lost one", minimum=0)
+    memory_frequency: int = option(
+        10,
+        "fsdp with max_restarts: every n steps each rank keeps a copy of its shards in another rank's memory",
+        minimum=1,
+    )
+    heartbeat_timeout: float = option(
+        10.0, "seconds after which a rank that is stopped, or a machine that is silent, counts as lost", above=0
+    )
+    stop_grace: float = option(4.5, "seconds between asking ranks to stop and killing them", above=0)
+    preemption_file: str | None = option(
+        None, "save and leave with exit code 75 when this file appears on a machine (a notice of the cloud provider)"
+    )
+    preemption_margin: float = option(
+        60.0, "save and leave with exit code 75 this many seconds before a Slurm job's time limit (0: never)", minimum=0
+    )
+    check_replicas_every: int | None = option(
+        None,
+        "ddp, ring, horovod: compare a hash of the ranks' weights every n steps and before saves",
+        minimum=1,
+    )
+    on_corruption: str = option(
+        "stop", "check_replicas_every: end the run where replicas differ, or only report it", choices=("stop", "warn")
+    )
+    straggler_factor: float | None = option(
+        None, "ddp, ring, horovod: report a rank that is this many times slower than the others (2)", above=1
+    )
