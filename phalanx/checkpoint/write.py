@@ -127,10 +127,10 @@ class Saver:
             raise
         return dataclasses.replace(saved, stall=job.stall + time.monotonic() - waited)
 
-    def release(self) -> None:
-        """Release the memory; a save in flight is completed, or given up where another rank does not answer."""
+    def release(self, seconds: float = _GRACE_SECONDS) -> None:
+        """Release the memory; a save in flight is completed, or given up where another rank does not answer so long."""
         if self._job is not None:
-            self._job.join(_GRACE_SECONDS if group.world_size() > 1 else None)
+            self._job.join(seconds if group.world_size() > 1 else None)
             self._job.abandoned.set()
             self._job.join()
             self._job = None

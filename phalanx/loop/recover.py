@@ -33,6 +33,8 @@ from phalanx.world import membership
 from phalanx.world.abort import leave_groups
 from phalanx.world.env import read_rank_env, stop_signals
 
+_SAVE_SECONDS = 0.1
+"""How long a save in flight may take when ranks were lost: only where they had written their part it is complete."""
 _AVERAGE = "average"
 """The entry for the averaged weights (ema_decay)."""
 
@@ -192,6 +194,7 @@ class Survivor:
         self.stop_requested: str | None = None
         """The signal that asked this process to stop between two loops; the next loop stops for it."""
         self._captured: MemoryState | None = None
+        self._run_id = ""
         self._loop: TrainLoop | None = None
 
     @property
@@ -211,6 +214,8 @@ class Survivor:
         try:
             return loop.run()
         except BaseException:
+            self._run_id = loop.formation.run_id
+            loop.formation.saver.release(_SAVE_SECONDS)
             self.stop_requested = loop.stop.from_outside or self.stop_requested
             self._captured = self._capture(loop, committed)
             loop.report.interrupted()
@@ -231,7 +236,15 @@ class Survivor:
 
     def restore_or_resume(self, loop: TrainLoop) -> Callable[[], dict[str, Any] | None]:
         """Return what restores the state from memory where some rank has it, else from a checkpoint."""
-        return lambda: restore(loop.formation, self._captured) or loop.saving.restore()
+        return lambda: restore(loop.formation, self._captured) or self.resume(loop)
+
+    def resume(self, loop: TrainLoop) -> dict[str, Any] | None:
+        """Restore the last checkpoint of this run: its name is what the ranks that were there before know."""
+        names: list[Any] = [self._run_id] * loop.formation.world_size
+        if loop.formation.world_size > 1:
+            dist.all_gather_object(names, self._run_id)
+        loop.formation.run_id = next((name for name in names if name), loop.formation.run_id)
+        return loop.saving.restore()
 
     def ask(self, reason: str) -> None:
         """Let the running loop stop at a step's boundary; called by other threads."""
@@ -312,7 +325,7 @@ class Recovering(Survivor):
         neighbours = self._neighbours
         neighbours.join(loop.formation)
         loop.hooks.add(neighbours)
-        return lambda: neighbours.restore(loop.formation) or loop.saving.restore()
+        return lambda: neighbours.restore(loop.formation) or self.resume(loop)
 
     def _capture(self, loop: TrainLoop, committed: Committed) -> MemoryState | None:
         """Return the state of this rank; of a sharded model its neighbours keep it."""

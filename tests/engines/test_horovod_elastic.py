@@ -35,7 +35,7 @@ class Run:
         self.ended: list[int] = []
         hooks = [lambda info: after_step(self, info.step), self._epoch_ends()]
         self.task = TrainTask(torch.nn.Linear(4, 1), data, None, torch.nn.functional.mse_loss, None, None, hooks, "run")
-        self.survivor, self.folder = elastic.Survivor(0), folder
+        self.survivor, self.folder = elastic.HorovodSurvivor(0), folder
 
     def _epoch_ends(self) -> Callback:
         ended = self.ended

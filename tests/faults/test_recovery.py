@@ -189,6 +189,26 @@ def test_ranks_that_average_now_and_then_go_on(tmp_path, strategy, fork_server):
     assert all(torch.isfinite(tensor).all() for tensor in hit.values())
 
 
+@pytest.mark.parametrize("settings", [{"strategy": "fsdp"}, {"strategy": "fsdp", "sharding": "hybrid"}], ids=str)
+def test_shards_come_from_the_memory_of_neighbours(tmp_path, settings, fork_server):
+    settings = {"memory_frequency": 4, "threads_per_rank": 1, **settings}
+    quiet, _ = train(tmp_path, "quiet", **settings)
+    hit, events = train(tmp_path, "hit", [(2, 10, KILL), (0, 21, KILL)], **settings)
+    assert [event["lost"] for event in recoveries(events)] == [[2], [0]]
+    assert recoveries(events)[0]["step"] in (4, 8), "the shards of step 8 may be on their way"
+    assert recoveries(events)[1]["step"] in (16, 20)
+    assert sum(event["event"] == "run_started" for event in events) == 1
+    assert_equal(quiet, hit)
+
+
+def test_a_shard_that_two_lost_ranks_held_comes_from_a_checkpoint(tmp_path, fork_server):
+    settings = {"strategy": "fsdp", "memory_frequency": 4, "checkpoint_frequency": "5 steps", "async_checkpoint": False}
+    quiet, _ = train(tmp_path, "quiet", **settings)
+    hit, events = train(tmp_path, "hit", [(1, 12, KILL), (2, 12, KILL)], **settings)
+    assert recoveries(events)[-1]["step"] == 10
+    assert_equal(quiet, hit)
+
+
 @pytest.mark.parametrize(("lost", "mode"), [(1, "sync"), (2, "async"), (0, "sync")])
 def test_workers_of_parameter_servers_are_replaced(tmp_path, lost, mode, fork_server):
     """Rank 0 runs the shard: with it the state is lost, and the ranks go on from the last checkpoint, in place."""
