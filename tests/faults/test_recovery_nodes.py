@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from command import ROOT, clean_environment
+from long_proofs import long_proof
 from network_hosts import Host, network
 
 SCRIPT = """
@@ -163,7 +164,7 @@ def test_a_killed_rank_is_replaced_on_its_machine(cluster, quiet):
     assert_equal(quiet, two.weights(0))
 
 
-@pytest.mark.parametrize("lost", [1, 0], ids=["another machine", "the machine with the store"])
+@pytest.mark.parametrize("lost", [pytest.param(1, marks=long_proof), 0], ids=["another", "the one with the store"])
 def test_the_others_go_on_when_a_machine_is_killed(cluster, quiet, lost):
     two = cluster(2, ranks=(2, 4))
     two.start(0, 1)
@@ -202,6 +203,7 @@ def test_a_machine_that_comes_later_is_taken_in(cluster, quiet):
     assert_equal(quiet, two.weights(0))
 
 
+@long_proof
 def test_a_slow_link_is_not_a_lost_machine(cluster, quiet):
     two = cluster(2, ranks=(2, 4), pause=0.0)
     two.hosts[1].slow("5mbit")
