@@ -91,6 +91,10 @@ class CorruptionError(PhalanxError):
     """Replicas whose weights must be equal are not."""
 
 
+class StragglerError(PhalanxError):
+    """A rank is much slower than the others, and is to be replaced."""
+
+
 class RankFailedError(PhalanxError):
     """A rank crashed; the message begins with the guilty rank's cause."""
 

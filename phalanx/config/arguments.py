@@ -130,8 +130,10 @@ class CommonSettings(TypedDict, total=False):
     preemption_file: str | None
     preemption_margin: float
     check_replicas_every: int | None
-    on_corruption: Literal["stop", "warn"]
+    on_corruption: Literal["stop", "replace", "warn"]
     straggler_factor: float | None
+    on_straggler: Literal["warn", "replace"]
+    stall_timeout: float | None
 
 
 class TrainerSettings(CommonSettings, total=False):

@@ -112,8 +112,18 @@ class Elasticity:
         minimum=1,
     )
     on_corruption: str = option(
-        "stop", "check_replicas_every: end the run where replicas differ, or only report it", choices=("stop", "warn")
+        "stop",
+        "check_replicas_every: stop the run before the weights are saved, replace the odd rank (max_restarts), or warn",
+        choices=("stop", "replace", "warn"),
     )
     straggler_factor: float | None = option(
         None, "ddp, ring, horovod: report a rank that is this many times slower than the others (2)", above=1
+    )
+    on_straggler: str = option(
+        "warn", "straggler_factor: warn, or replace the slow rank (max_restarts)", choices=("warn", "replace")
+    )
+    stall_timeout: float | None = option(
+        None,
+        "with max_restarts: replace a rank that computes or sleeps for so many seconds while others wait for it",
+        above=0,
     )

@@ -64,7 +64,7 @@ def mtbf(settings: Settings) -> Mistakes:
         yield settings.mistake("mtbf", " without checkpoint_frequency = 'auto', which alone uses it.")
 
 
-@rule("check_replicas_every", "on_corruption", "straggler_factor", *STRATEGY, *AXES)
+@rule("check_replicas_every", "on_corruption", "straggler_factor", "on_straggler", "spares", *STRATEGY, *AXES)
 def rank_checks(settings: Settings) -> Mistakes:
     """Report checks of replicas where ranks hold none, or do not step together."""
     axis = next((axis for axis in AXES if getattr(settings, axis) > 1), None)
@@ -78,6 +78,17 @@ def rank_checks(settings: Settings) -> Mistakes:
             )
     if settings.changed("on_corruption") and settings.check_replicas_every is None:
         yield settings.mistake("on_corruption", " without check_replicas_every: set it, such as 100.")
+    if settings.changed("on_straggler") and settings.straggler_factor is None:
+        yield settings.mistake("on_straggler", " without straggler_factor: set it, such as 2.")
+    for name, value in (("on_corruption", "replace"), ("on_straggler", "replace"), ("spares", None)):
+        wanted = getattr(settings, name)
+        if (wanted == value if value else wanted) and not settings.max_restarts:
+            yield settings.mistake(name, " without max_restarts, which says how many ranks may be replaced.")
+    if settings.spares and (settings.recovery == "restart" or settings.num_nodes > 1):
+        where = "several machines" if settings.num_nodes > 1 else f"strategy = {settings.resolved_strategy!r}"
+        yield settings.mistake(
+            "spares", f": they wait on one machine, to replace ranks in place, not {where}."
+        )
 
 
 @rule("ema_decay", *STRATEGY, "pipeline_parallel", "min_workers")

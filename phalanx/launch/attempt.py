@@ -12,22 +12,22 @@ from typing import Any
 from phalanx.errors import EXIT_PREEMPTED, EXIT_USAGE, ForkServerDiedError
 from phalanx.host.processes import how_it_ended
 from phalanx.host.signals import SignalInbox
-from phalanx.launch.diagnosis import Evidence
+from phalanx.launch.diagnosis import STACK_SECONDS, Evidence, StallWatch
 from phalanx.launch.environment import NodeInfo
 from phalanx.launch.failure import YIELD_SECONDS, FailureReport
 from phalanx.launch.follower import SUCCESS_CODES, Follower, Outcome, ended_well, stopped
+from phalanx.launch.following import Following
 from phalanx.launch.forkserver.client import Session
 from phalanx.launch.group import RankGroup, RankState
 from phalanx.launch.output import RankConsole
 from phalanx.launch.rendezvous import Rendezvous
 from phalanx.launch.resize import answer_requests
-from phalanx.launch.roles import Following, Hands, Leading
+from phalanx.launch.roles import Hands, Leading
 from phalanx.launch.spec import LaunchSpec
 from phalanx.launch.startup_watch import StartupNotices, StartWatch
 from phalanx.launch.takeover import TakingOver
 
 _FAILURE_GRACE = 1.0
-_STACK_SECONDS = 0.3
 _REMOTE_SECONDS = 2.5
 """How much longer a lost connection is not taken for the cause with several nodes: until a lost node is known."""
 _KILL_SECONDS = 5.0
@@ -110,6 +110,7 @@ class Attempt(Follower):
         self._group.on_event = self._take_event
         self._group.start(self._number, self._shared_env, self._selector, self._scratch)
         if self._spec.elastic is not None:
+            self._stall_watch = StallWatch(self._spec.elastic, self._group, self._evidence, self._later, self._console)
             self._take_role(node)
 
     def _take_role(self, node: NodeInfo) -> None:
@@ -254,7 +255,7 @@ class Attempt(Follower):
         elif silent := self._evidence.silent(states):  # report where the ranks are that the others waited for
             self._diagnosing = True
             self._group.signal(signal.SIGQUIT, silent)
-            self._later(_STACK_SECONDS, lambda: self._report_silence(silent))
+            self._later(STACK_SECONDS, lambda: self._report_silence(silent))
         elif self._rendezvous.has_other_nodes:
             self._fail(self._evidence.explain_lost_nodes(states, self._silent_nodes))
         else:
@@ -330,11 +331,12 @@ class Attempt(Follower):
                 answer_requests(self._spec.log_dir, self._role.members.resize)
             if self._takeover is not None and self._takeover.is_complete:
                 self._lead()
+            self._stall_watch.check(self._role.unchanged_since)
         hang = watch.find_hang(now)
         if hang is not None:
             self._diagnosing = True
             group.signal(signal.SIGQUIT, [state for state in group.alive if state.rank in hang.missing])
-            self._later(_STACK_SECONDS, lambda: self._fail(evidence.explain_hang(hang, list(group.ranks.values()))))
+            self._later(STACK_SECONDS, lambda: self._fail(evidence.explain_hang(hang, list(group.ranks.values()))))
         elif watch.wants_notice(now):
             first = next(iter(group.ranks.values()))
             group.signal(signal.SIGQUIT, [first])
@@ -343,7 +345,7 @@ class Attempt(Follower):
                 if watch.quiet:
                     self._console.notice(evidence.describe_slow_start(first, watch.waited(time.monotonic())))
 
-            self._later(_STACK_SECONDS, notice_slow_start)
+            self._later(STACK_SECONDS, notice_slow_start)
 
     # --- the end ------------------------------------------------------------------------------------------------
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
+import signal
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from phalanx.errors import EXIT_PREEMPTED
@@ -15,13 +17,15 @@ from phalanx.host.reminders import duration_text
 from phalanx.launch.environment import NodeInfo
 from phalanx.launch.error_file import read_record, record_path
 from phalanx.launch.failure import FailureReport, RankExit, explain, find_first_cause
-from phalanx.launch.group import RankState, stack_path
-from phalanx.launch.output import log_path, log_tail
-from phalanx.launch.spec import LaunchSpec
+from phalanx.launch.group import RankGroup, RankState, stack_path
+from phalanx.launch.output import RankConsole, log_path, log_tail
+from phalanx.launch.spec import Elastic, LaunchSpec
 from phalanx.launch.stacks import is_waiting, whereabouts
 from phalanx.launch.startup_watch import Hang
 from phalanx.observe.heartbeat import HeartbeatBoard, board_path
 
+STACK_SECONDS = 0.3
+"""How long a rank may take to write its stack."""
 _PROC = Path("/proc")
 _CGROUPS = Path("/sys/fs/cgroup")
 
@@ -140,6 +144,17 @@ class Evidence:
             logs=str(log_path(self._spec.log_dir, first.rank)),
         )
 
+    def last_progress(self, states: Sequence[RankState]) -> float | None:
+        """Return when one of these ranks last completed a step or a batch of an evaluation; None before the first."""
+        beats = [beat.time for state in states if (beat := self._board.read(state.slot)) is not None]
+        return max(beats, default=None)
+
+    def find_stalled(self, states: Sequence[RankState]) -> list[tuple[RankState, str]]:
+        """Return the ranks that do not wait, with where they are, where all others wait in a collective."""
+        waiting = [state for state in states if is_waiting(stack_path(self._spec.log_dir, state.slot))]
+        rest = [state for state in states if state not in waiting]
+        return [(state, self._position(state)) for state in rest] if waiting else []
+
     def explain_lost_nodes(self, states: Sequence[RankState], nodes: Sequence[str]) -> FailureReport:
         """Name the nodes without a heartbeat; where there are none, say that the cause is on another node."""
         found = self.find_failure(states)
@@ -206,6 +221,41 @@ class Evidence:
     def close(self) -> None:
         """Close the heartbeat board."""
         self._board.close()
+
+
+class StallWatch:
+    """Kills a rank that the others wait for without end, so that it is replaced; only stacks show which one it is."""
+
+    def __init__(
+        self,
+        elastic: Elastic,
+        group: RankGroup,
+        evidence: Evidence,
+        later: Callable[[float, Callable[[], None]], None],
+        console: RankConsole,
+    ) -> None:
+        self._limit = elastic.stall_seconds
+        self._group, self._evidence, self._later, self._console = group, evidence, later, console
+        self._asked = False
+
+    def check(self, unchanged_since: float) -> None:
+        """Ask for the stacks where no rank has made progress for long; `unchanged_since`: when the group was formed."""
+        if self._asked or not self._is_stalled() or time.monotonic() - unchanged_since < (self._limit or math.inf):
+            return
+        self._asked = True
+        self._group.signal(signal.SIGQUIT)
+        self._later(STACK_SECONDS, self._judge)
+
+    def _is_stalled(self) -> bool:
+        last = self._evidence.last_progress(self._group.alive) if self._limit is not None else None
+        return last is not None and self._limit is not None and time.time() - last >= self._limit
+
+    def _judge(self) -> None:
+        self._asked = False
+        for state, where in self._evidence.find_stalled(self._group.alive) if self._is_stalled() else ():
+            waited = f"made no step for {self._limit:g} s while others wait"
+            self._console.notice(f"rank {state.rank} {waited}: it is {where}")
+            self._group.signal(signal.SIGKILL, [state])
 
 
 def _extra_slots(spec: LaunchSpec) -> int:

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -118,9 +119,11 @@ class Membership:
             state.code = -1 if state.code is None else state.code
         spares = [state for state in ended if state in self._spares]
         lost = [state for state in ended if state in self._members]
-        for state in spares:
-            self._processes.retire(state)
-            self._spares.remove(state)
+        for state in ended:
+            if state not in lost:
+                self._processes.retire(state)
+        self._spares = [state for state in self._spares if state not in spares]
+        self._starting = max(0, self._starting - (len(ended) - len(spares) - len(lost)))  # lost before they were ready
         if not lost:
             self._later(pause(self._stuck), self._fill)
             return True
@@ -174,7 +177,10 @@ class Membership:
     def _keep_spares(self) -> None:
         missing = self._elastic.spares - len(self._spares) - self._starting
         if missing > 0:
-            self._starting += self._processes.start(missing, self.generation + 1)
+            started = self._processes.start(missing, self.generation + 1)
+            self._starting += started
+            if started < missing:
+                self._say(f"{self._elastic.spares} spare ranks were asked for, and {missing - started} are missing")
 
     # --- transitions --------------------------------------------------------------------------------------------
 
@@ -198,6 +204,11 @@ class Membership:
     def _forget_steps(self) -> None:
         own = {member.key for member in self._members}
         self._steps = {key: step for key, step in self._steps.items() if key not in own}
+
+    @property
+    def unchanged_since(self) -> float:
+        """When the ranks began to train in this group, by the monotonic clock; infinity while it changes."""
+        return self._since if self.is_settled else math.inf
 
     @property
     def is_settled(self) -> bool:

@@ -1,4 +1,4 @@
-"""A launcher that decides about the ranks of all machines (`Leading`), or carries out what another one decides.
+"""A launcher that decides about the ranks of all machines (`Leading`); `following` has the one that carries it out.
 
 With one machine its launcher leads. Ranks have a control socket to their own launcher, launchers a mailbox
 (`elastic_nodes`).
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import selectors
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,8 @@ from phalanx.launch.membership import Membership
 from phalanx.launch.spec import LaunchSpec
 
 _CHECK_SECONDS = 0.5
+_LEFT_OUT_AFTER = 4
+"""A machine, of several, is left out when so many of its ranks have failed."""
 
 Post = Callable[[str, dict[str, Any]], None]
 
@@ -39,7 +42,7 @@ class Hands:
     fail: Callable[[FailureReport], None]
 
 
-class _Local:
+class LocalRanks:
     """The ranks of this machine: their control sockets, and which of them are stopped."""
 
     def __init__(self, hands: Hands) -> None:
@@ -105,7 +108,7 @@ class _Local:
         return time.monotonic() + _CHECK_SECONDS
 
 
-class Leading(_Local):
+class Leading(LocalRanks):
     """Decides for all machines."""
 
     def __init__(
@@ -118,6 +121,7 @@ class Leading(_Local):
         self._remote: dict[str, RankState] = {}
         self._machines = {node: (host, ranks) for node, host, ranks in hands.node.machines}
         self._ended: set[str] = set()
+        self._losses: Counter[str] = Counter()
         self._address: dict[str, Any] = {}
         own = list(hands.group.ranks.values())
         members = inherited if inherited is not None else self._first_members(own)
@@ -206,7 +210,18 @@ class Leading(_Local):
 
     def take_loss(self, ended: RankState, how: str) -> bool:
         """Take a rank of this machine that has ended with an error; return whether the run goes on."""
-        return self.members.take_loss(ended, how=how)
+        return self._take_losses(ended, how)
+
+    def _take_losses(self, ended: RankState, how: str) -> bool:
+        """Replace the rank; a machine, of several, that fails again and again is left out instead."""
+        self._losses[ended.node] += 1
+        if self._losses[ended.node] < _LEFT_OUT_AFTER or len(self._machines) < 2 or ended.node == self._hands.node.own:
+            return self.members.take_loss(ended, how=how)
+        host, _ = self._machines.pop(ended.node)
+        self._hands.post(ended.node, {"left_out": f"{self._losses[ended.node]} ranks of {host} have failed"})
+        lost = [state for state in self.members.members if state.node == ended.node]
+        how = f"{how}; its machine {host} has failed {self._losses[ended.node]} times and is left out"
+        return self.members.take_loss(*lost, how=how, replaceable=False)
 
     def take_end(self, ended: RankState) -> None:
         """Take a rank that has finished."""
@@ -240,7 +255,7 @@ class Leading(_Local):
         if state is None:
             return
         state.code = mail["code"]
-        if not self.members.take_loss(state, how=mail["how"]):
+        if not self._take_losses(state, mail["how"]):
             self._hands.fail(FailureReport.from_message(mail["failure"]))
 
     def take_lost_nodes(self, hosts: dict[str, str]) -> None:
@@ -284,6 +299,11 @@ class Leading(_Local):
                 self._hands.post(node, {"all_ended": True})
         return True
 
+    @property
+    def unchanged_since(self) -> float:
+        """When the ranks began to train in this group; infinity while it changes."""
+        return self.members.unchanged_since
+
     def find_silent(self) -> list[RankState]:
         """Return ranks to be killed: stopped ones, and those that do not leave or join for too long."""
         late = self.members.find_late()
@@ -295,94 +315,3 @@ class Leading(_Local):
     def end(self) -> None:
         """Let ranks that wait for a position end."""
         self.members.end()
-
-
-class Following(_Local):
-    """Carries out what the launcher of another machine decides."""
-
-    def __init__(self, hands: Hands, leader: str) -> None:
-        super().__init__(hands)
-        self.leader = leader
-        self._ready: dict[str, dict[str, Any]] = {}
-        self._generation = 0
-        self._told_end = False
-        self.size = hands.node.world_size
-        self._formed = set() if hands.node.late else set(hands.group.ranks)
-        self._listen_to_all()
-
-    def _take_local(self, state: RankState, message: dict[str, Any]) -> None:
-        if "ready" in message:
-            self._ready[state.key] = message
-        self._pass_on(state, message)
-
-    def _pass_on(self, state: RankState, message: dict[str, Any]) -> None:
-        about = {"from": state.key, "slot": state.slot, "local_rank": state.local_rank}
-        self._hands.post(self.leader, {**about, "message": message})
-
-    def take_loss(self, ended: RankState, how: str) -> bool:
-        """Report a rank of this machine that has ended with an error."""
-        self._ready.pop(ended.key, None)
-        self._hands.group.retire(ended)
-        cause = FailureReport(cause=how, exit_code=1, rank=ended.rank, label=ended.label)
-        facts = {"lost": ended.key, "how": how, "code": ended.code, "failure": cause.to_message()}
-        self._hands.post(self.leader, facts)
-        return True
-
-    def take_end(self, ended: RankState) -> None:
-        """Report a rank that has finished."""
-        self._hands.post(self.leader, {"finished": ended.key})
-
-    def take_mail(self, mail: dict[str, Any]) -> bool:
-        """Carry out an order."""
-        if "to" in mail:
-            message = mail["message"]
-            state = self._hands.group.ranks.get(mail["to"])
-            if "form" in message and state is not None:
-                self._ready.pop(state.key, None)
-                self._formed.add(state.key)
-                form = message["form"]
-                state.rank, state.local_rank = form["rank"], form["local_rank"]
-                self._generation, self.size = form["generation"], form["world_size"]
-            self._send_here(mail["to"], message)
-        elif "start" in mail:
-            self._start_here(mail["start"], mail["generation"])
-        elif "kill" in mail and (state := self._hands.group.ranks.get(mail["kill"])) is not None:
-            self._hands.group.signal(9, [state])
-        return "all_ended" in mail
-
-    def follow(self, leader: str) -> None:
-        """Report the ranks of this machine to the launcher that decides from now on."""
-        self.leader = leader
-        self._hands.post(leader, {"hello": self.ranks(), "generation": self._generation})
-
-    def ranks(self) -> list[dict[str, Any]]:
-        """Return the ranks of this machine: their positions, and what those have reported that wait for one."""
-        return [
-            {
-                "key": state.key,
-                "slot": state.slot,
-                "rank": state.rank,
-                "local_rank": state.local_rank,
-                "code": state.code,
-                "is_member": state.key in self._formed,
-                "ready": self._ready.get(state.key),
-            }
-            for state in self._hands.group.ranks.values()
-        ]
-
-    @property
-    def generation(self) -> int:
-        """The generation of the group that this machine's ranks were in last."""
-        return self._generation
-
-    def all_ended(self) -> bool:
-        """Report, once, that this machine has ended; False: the launcher that decides says when all have."""
-        if not self._told_end:
-            self._told_end = True
-            self._hands.post(self.leader, {"ended": True})
-        return False
-
-    def end(self) -> None:
-        """Let ranks of this machine that wait for a position end."""
-        for key in self._ready:
-            self._send_here(key, {"end": True})

@@ -123,6 +123,8 @@ class Elastic:
     """Ranks that are started in advance, and wait until one is lost."""
     silence_seconds: float = 10.0
     """A rank that is stopped for so long is killed and replaced."""
+    stall_seconds: float | None = None
+    """A rank that does not wait while all others wait for it so long is killed and replaced; None: never."""
 
 
 @dataclass(frozen=True, kw_only=True)

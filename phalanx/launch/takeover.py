@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from phalanx.launch.following import Following
 from phalanx.launch.group import RankState
-from phalanx.launch.roles import Following, Hands, Leading
+from phalanx.launch.roles import Hands, Leading
 
 _HELLO_SECONDS = 3.0
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from phalanx.errors import CorruptionError
+from phalanx.errors import CorruptionError, StragglerError
 from phalanx.loop.formation import Formation
 from phalanx.observe.events import RankSuspected
 from phalanx.reliability.findings import Finding, odd_replicas, slow_ranks
@@ -42,7 +42,7 @@ class RankChecks:
         self._model = model
         self._emit = emit
         self._every = config.check_replicas_every
-        self._stops = config.on_corruption == "stop"
+        self._on_corruption, self._on_straggler = config.on_corruption, config.on_straggler
         self._factor = config.straggler_factor
         several = formation.world_size > 1
         self.is_on = several and (self._every is not None or self._factor is not None)
@@ -76,21 +76,27 @@ class RankChecks:
         self._checked = step
         own = hash_of(self._model.parameters(), self._formation.device)
         finding = odd_replicas([int(each) for each in self._gather(own)])
-        if finding is not None:
-            self._report(step, finding, "stop" if self._stops else "warn")
-            if self._stops:
-                raise CorruptionError(
-                    f"silent corruption at step {step}: {finding.why}",
-                    hint="The last checkpoint was written before. Check the memory of that machine or GPU; with "
-                    "max_restarts the run goes on from the checkpoint, and on_corruption='warn' only reports.",
-                )
+        if finding is None:
+            return
+        replaces = self._on_corruption == "replace" and len(finding.ranks) < self._formation.world_size
+        action = "replace" if replaces else "stop" if self._on_corruption == "replace" else self._on_corruption
+        self._report(step, finding, action)
+        if action == "stop" or (replaces and self._formation.rank in finding.ranks):
+            raise CorruptionError(
+                f"silent corruption at step {step}: {finding.why}",
+                hint="The last checkpoint was written before. Check the memory of that machine or GPU; with "
+                "max_restarts the run goes on from the checkpoint, and on_corruption='warn' only reports.",
+            )
 
     def _compare_times(self, step: int, pace: OwnTime) -> None:
         assert self._factor is not None
         times = [float(each) for each in self._gather(torch.tensor(pace.take(), device=self._formation.device))]
         finding = slow_ranks(times, self._factor)
-        if finding is not None:
-            self._report(step, finding, "warn")
+        if finding is None:
+            return
+        self._report(step, finding, self._on_straggler)
+        if self._on_straggler == "replace" and self._formation.rank in finding.ranks:
+            raise StragglerError(f"too slow at step {step}: {finding.why}")
 
     def _gather(self, value: torch.Tensor) -> list[Any]:
         """Return each rank's value: a sum of vectors in which every rank has set its own place."""

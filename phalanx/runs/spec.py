@@ -84,7 +84,7 @@ def plan_elastic(config: DistributedConfig, layout: Layout, target: Target) -> E
     allowed = [size for size in range(most, least - 1, -1) if size == most or config.recovery == "resize"]
     if config.fixed_order:
         allowed = [size for size in allowed if size.bit_count() == 1]
-    return Elastic(tuple(allowed), config.spares, silence_seconds=config.heartbeat_timeout)
+    return Elastic(tuple(allowed), config.spares, config.heartbeat_timeout, config.stall_timeout)
 
 
 def engine_environment(config: DistributedConfig, device: str) -> dict[str, str]:

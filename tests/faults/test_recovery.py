@@ -220,6 +220,46 @@ def test_workers_of_parameter_servers_are_replaced(tmp_path, lost, mode, fork_se
     assert all(torch.isfinite(tensor).all() for tensor in hit.values())
 
 
+class Odd(phalanx.Callback):
+    """Changes one weight of a rank after a step, as a bad memory cell does; or makes a rank slow or sleep, once."""
+
+    def __init__(self, mark: Path, what: str) -> None:
+        self.mark, self.what = mark, what
+
+    def on_step_end(self, trainer, info) -> None:
+        if trainer.formation.rank != 1 or (self.mark.exists() and self.mark.read_text() != str(os.getpid())):
+            return
+        if self.what == "slow" and not self.mark.exists():
+            model = trainer.formation.unwrap(trainer.model)
+            model.register_forward_pre_hook(lambda module, inputs: time.sleep(0.05))
+        if self.what == "flip" and info.step == 12:
+            with torch.no_grad():
+                next(trainer.formation.unwrap(trainer.model).parameters()).view(-1)[0] += 1.0
+        if self.what == "sleep" and info.step == 12:
+            time.sleep(60)
+        self.mark.write_text(str(os.getpid()))
+
+
+@pytest.mark.parametrize(
+    ("what", "settings"),
+    [
+        ("flip", {"check_replicas_every": 4, "on_corruption": "replace"}),
+        ("slow", {"straggler_factor": 3.0, "on_straggler": "replace", "max_steps": 60}),
+        ("sleep", {"stall_timeout": 2.0}),
+    ],
+    ids=["wrong weights", "slow", "without progress"],
+)
+def test_an_odd_rank_is_replaced(tmp_path, what, settings, fork_server):
+    model, folder = make_model(), tmp_path / "run"
+    settings = {"max_steps": STEPS, "max_restarts": 3, "batch_size": 4, "num_workers": 3, "strategy": "ddp", **settings}
+    trainer = phalanx.PyTorchDDPTrainer(
+        model=model, device="cpu", run_dir=str(folder), callbacks=[Odd(tmp_path / "mark", what)], **settings
+    )
+    trainer.fit(Rows())
+    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    assert [event["lost"] for event in recoveries(events)] == [[1]]
+
+
 def test_spare_ranks_take_over(tmp_path, fork_server):
     quiet, _ = train(tmp_path, "quiet", **FIXED)
     hit, events = train(tmp_path, "hit", [(1, 20, KILL)], spares=1, **FIXED)

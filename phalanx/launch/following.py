@@ -1,0 +1,112 @@
+"""A launcher that carries out what the launcher of another machine decides about the ranks."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+from phalanx.launch.failure import FailureReport
+from phalanx.launch.group import RankState
+from phalanx.launch.roles import Hands, LocalRanks
+
+
+class Following(LocalRanks):
+    """Carries out what the launcher of another machine decides."""
+
+    def __init__(self, hands: Hands, leader: str) -> None:
+        super().__init__(hands)
+        self.leader = leader
+        self._ready: dict[str, dict[str, Any]] = {}
+        self._generation = 0
+        self._told_end = False
+        self._formed_at = time.monotonic()
+        self.size = hands.node.world_size
+        self._formed = set() if hands.node.late else set(hands.group.ranks)
+        self._listen_to_all()
+
+    def _take_local(self, state: RankState, message: dict[str, Any]) -> None:
+        if "ready" in message:
+            self._ready[state.key] = message
+        self._pass_on(state, message)
+
+    def _pass_on(self, state: RankState, message: dict[str, Any]) -> None:
+        about = {"from": state.key, "slot": state.slot, "local_rank": state.local_rank}
+        self._hands.post(self.leader, {**about, "message": message})
+
+    def take_loss(self, ended: RankState, how: str) -> bool:
+        """Report a rank of this machine that has ended with an error."""
+        self._ready.pop(ended.key, None)
+        self._hands.group.retire(ended)
+        cause = FailureReport(cause=how, exit_code=1, rank=ended.rank, label=ended.label)
+        facts = {"lost": ended.key, "how": how, "code": ended.code, "failure": cause.to_message()}
+        self._hands.post(self.leader, facts)
+        return True
+
+    def take_end(self, ended: RankState) -> None:
+        """Report a rank that has finished."""
+        self._hands.post(self.leader, {"finished": ended.key})
+
+    def take_mail(self, mail: dict[str, Any]) -> bool:
+        """Carry out an order."""
+        if "to" in mail:
+            message = mail["message"]
+            state = self._hands.group.ranks.get(mail["to"])
+            if "form" in message and state is not None:
+                self._ready.pop(state.key, None)
+                self._formed.add(state.key)
+                self._formed_at = time.monotonic()
+                form = message["form"]
+                state.rank, state.local_rank = form["rank"], form["local_rank"]
+                self._generation, self.size = form["generation"], form["world_size"]
+            self._send_here(mail["to"], message)
+        elif "start" in mail:
+            self._start_here(mail["start"], mail["generation"])
+        elif "left_out" in mail:
+            cause = f"this machine is left out of the run: {mail['left_out']}"
+            self._hands.fail(FailureReport(cause=cause, exit_code=1))
+        elif "kill" in mail and (state := self._hands.group.ranks.get(mail["kill"])) is not None:
+            self._hands.group.signal(9, [state])
+        return "all_ended" in mail
+
+    def follow(self, leader: str) -> None:
+        """Report the ranks of this machine to the launcher that decides from now on."""
+        self.leader = leader
+        self._hands.post(leader, {"hello": self.ranks(), "generation": self._generation})
+
+    def ranks(self) -> list[dict[str, Any]]:
+        """Return the ranks of this machine: their positions, and what those have reported that wait for one."""
+        return [
+            {
+                "key": state.key,
+                "slot": state.slot,
+                "rank": state.rank,
+                "local_rank": state.local_rank,
+                "code": state.code,
+                "is_member": state.key in self._formed,
+                "ready": self._ready.get(state.key),
+            }
+            for state in self._hands.group.ranks.values()
+        ]
+
+    @property
+    def generation(self) -> int:
+        """The generation of the group that this machine's ranks were in last."""
+        return self._generation
+
+    def all_ended(self) -> bool:
+        """Report, once, that this machine has ended; False: the launcher that decides says when all have."""
+        if not self._told_end:
+            self._told_end = True
+            self._hands.post(self.leader, {"ended": True})
+        return False
+
+    @property
+    def unchanged_since(self) -> float:
+        """When the ranks began to train in this group; infinity while some wait for a position."""
+        return math.inf if self._ready else self._formed_at
+
+    def end(self) -> None:
+        """Let ranks of this machine that wait for a position end."""
+        for key in self._ready:
+            self._send_here(key, {"end": True})
