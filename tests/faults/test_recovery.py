@@ -11,12 +11,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from layouts import make_tokens
+from long_proofs import long_proof
 from torch import nn
 from torch.utils.data import Dataset
 
 import phalanx
 from phalanx.errors import RankFailedError
 from phalanx.launch.resize import request_ranks
+from phalanx.models.gpt import gpt
 
 STEPS = 40
 FIXED = {"strategy": "ring", "fixed_order": True}
@@ -198,6 +201,42 @@ def test_shards_come_from_the_memory_of_neighbours(tmp_path, settings, fork_serv
     assert recoveries(events)[0]["step"] in (4, 8), "the shards of step 8 may be on their way"
     assert recoveries(events)[1]["step"] in (16, 20)
     assert sum(event["event"] == "run_started" for event in events) == 1
+    assert_equal(quiet, hit)
+
+
+@pytest.mark.parametrize(
+    "axis",
+    [
+        "tensor_parallel",
+        pytest.param("pipeline_parallel", marks=long_proof),
+        pytest.param("context_parallel", marks=long_proof),
+    ],
+)
+def test_model_parallel_ranks_are_replaced(tmp_path, axis, fork_server):
+    def fit(name, faults):
+        (tmp_path / name).mkdir()
+        torch.manual_seed(5)
+        model = gpt(layers=2, vocab_size=61, block_size=16)
+        trainer = phalanx.PyTorchDDPTrainer(
+            model=model,
+            num_workers=4,
+            device="cpu",
+            batch_size=8,
+            max_steps=16,
+            max_restarts=3,
+            memory_frequency=3,
+            threads_per_rank=1,
+            progress=False,
+            run_dir=str(tmp_path / name / "run"),
+            callbacks=[Faults(tmp_path / name, faults)],
+            **{axis: 2},
+        )
+        trainer.fit(make_tokens(64, 16, ignoring=False))
+        return model.state_dict(), tmp_path / name / "run"
+
+    quiet, _ = fit("quiet", [])
+    hit, run = fit("hit", [(1, 8, KILL)])
+    assert count(run, "recovered") == 1
     assert_equal(quiet, hit)
 
 
