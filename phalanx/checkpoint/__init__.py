@@ -18,6 +18,7 @@ from __future__ import annotations
 from phalanx.checkpoint.compare import StateDifference, compare
 from phalanx.checkpoint.copy import copy_checkpoint
 from phalanx.checkpoint.find import Checkpoint, Choice, choose, find_best, list_checkpoints, read_index, verify
+from phalanx.checkpoint.keep import keep_newest
 from phalanx.checkpoint.lock import RunLock
 from phalanx.checkpoint.manifest import Manifest, SavedCheckpoint, Snapshot, TensorInfo, read_manifest
 from phalanx.checkpoint.place import check_writable
@@ -55,6 +56,7 @@ __all__ = [
     "copy_checkpoint",
     "entries",
     "find_best",
+    "keep_newest",
     "list_checkpoints",
     "load",
     "load_newest",

@@ -86,9 +86,7 @@ def rank_checks(settings: Settings) -> Mistakes:
             yield settings.mistake(name, " without max_restarts, which says how many ranks may be replaced.")
     if settings.spares and (settings.recovery == "restart" or settings.num_nodes > 1):
         where = "several machines" if settings.num_nodes > 1 else f"strategy = {settings.resolved_strategy!r}"
-        yield settings.mistake(
-            "spares", f": they wait on one machine, to replace ranks in place, not {where}."
-        )
+        yield settings.mistake("spares", f": they wait on one machine, to replace ranks in place, not {where}.")
 
 
 @rule("ema_decay", *STRATEGY, "pipeline_parallel", "min_workers")

@@ -22,6 +22,7 @@ from phalanx.observe.events import Message, RankLost
 
 _PATIENCE = 6.0
 """So many times longer than a stopped process is waited for one that may be in a long step."""
+_LEAST_PATIENCE = 30.0
 
 
 class Processes(Protocol):
@@ -291,7 +292,7 @@ class Membership:
 
     def find_late(self) -> list[RankState]:
         """Return ranks that do not leave or join for too long."""
-        late = time.monotonic() - self._since > _PATIENCE * self._elastic.silence_seconds
+        late = time.monotonic() - self._since > max(_LEAST_PATIENCE, _PATIENCE * self._elastic.silence_seconds)
         if self._state not in ("leaving", "forming") or not late:
             return []
         done = self._steps.keys() if self._state == "leaving" else self._joined

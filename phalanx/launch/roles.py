@@ -226,7 +226,7 @@ class Leading(LocalRanks):
     def take_end(self, ended: RankState) -> None:
         """Take a rank that has finished."""
         if self.members.spares_only:
-            self.members.end()
+            self.end()
 
     def take_mail(self, mail: dict[str, Any]) -> bool:
         """Take a message of another launcher."""
@@ -313,5 +313,7 @@ class Leading(LocalRanks):
         return [*super().find_silent(), *(state for state in late if state.node == self._hands.node.own)]
 
     def end(self) -> None:
-        """Let ranks that wait for a position end."""
+        """Let ranks that wait for a position end, also those that are only starting."""
         self.members.end()
+        for state in self._hands.group.alive:
+            self._send_here(state.key, {"end": True})

@@ -184,7 +184,15 @@ class Saves:
         with loop.report.phase("checkpoint"):
             saved = loop.saving.finish()
         assert saved is not None, "in flight"
-        loop.report.checkpointed(saved, best=self.note_best(saved.step))
+        best = self.note_best(saved.step)
+        loop.report.checkpointed(saved, best=best)
+        if (
+            best and loop.formation.is_main
+        ):  # what had the mark when this one was published is not kept by it now
+            published = checkpoint.Checkpoint(saved.path, checkpoint.read_manifest(saved.path))
+            config = loop.config
+            for note in checkpoint.keep_newest(published, config.keep_last, saved.path, config.keep_every):
+                loop.report.say(note, "warning")
         loop.hooks.fire("on_checkpoint", loop, str(saved.path))
 
     def note_best(self, step: int) -> bool:

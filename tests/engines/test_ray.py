@@ -110,12 +110,17 @@ def events(folder: Path, kind: str) -> list[dict[str, Any]]:
     return [event for line in lines if (event := json.loads(line))["event"] == kind]
 
 
+SAVE = ("--no-async-checkpoint",)  # the worker dies in the step after a save
+
+
 def test_a_killed_worker_restarts_from_the_checkpoint_and_ends_with_the_weights_of_a_local_run(machines, tmp_path):
     on_ray, here = tmp_path / "ray", tmp_path / "local"
     for folder in (on_ray, here):
         folder.mkdir()
         write_script(folder / "train.py", SCRIPT)
-    answer = train(machines, on_ray, "--script", "train.py", "--num-workers", "2", "--max-restarts", "1", "--", "die")
+    answer = train(
+        machines, on_ray, "--script", "train.py", "--num-workers", "2", "--max-restarts", "1", *SAVE, "--", "die"
+    )
     assert answer.code == 0, answer.text
     assert "rank 0 of 2 ends after die" in answer.out
     # By Ray's word, or by its own silence.

@@ -53,6 +53,7 @@ torch.save(model.state_dict(), os.path.join(FOLDER, f"weights-{node}.pt"))
 """
 
 STEPS = 120
+pytestmark = pytest.mark.timeout(240)
 
 
 class Cluster:
