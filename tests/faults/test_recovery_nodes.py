@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from command import ROOT, clean_environment
-from network_hosts import Host, network
+from network_hosts import HostNamespace, network
 
 SCRIPT = """
 import os, sys, time
@@ -57,7 +57,9 @@ STEPS = 120
 class Cluster:
     """One launcher per host, and what they leave in a folder."""
 
-    def __init__(self, hosts: list[Host], folder: Path, *, ranks: tuple[int, int], pause: float = 0.04) -> None:
+    def __init__(
+        self, hosts: list[HostNamespace], folder: Path, *, ranks: tuple[int, int], pause: float = 0.04
+    ) -> None:
         self.hosts, self.folder, self.ranks = hosts, folder, ranks
         (folder / "train.py").write_text(SCRIPT)
         self.env = {**clean_environment(), "PYTHONPATH": str(ROOT), "PAUSE": str(pause), "STEPS": str(STEPS)}
