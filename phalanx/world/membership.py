@@ -16,7 +16,7 @@ from typing import Any
 
 from phalanx.host import messages
 from phalanx.host.lost_peers import lost_peers
-from phalanx.world.abort import abort_collectives, leave_groups, watch_groups
+from phalanx.world.abort import abort_collectives, begin_group, leave_groups, watch_groups
 
 _VARIABLE = "PHALANX_CONTROL_FD"
 
@@ -88,6 +88,8 @@ class Member:
             elif "regroup" in message and self.on_regroup is not None:
                 self.on_regroup(message["regroup"])
             elif "form" in message:
+                self._why = None  # here, and not where the position is read: an abort may follow at once
+                begin_group()
                 self._positions.put(Position(**message["form"]))
             elif "end" in message:
                 self._positions.put(None)
@@ -101,7 +103,6 @@ class Member:
         leave_groups()
         messages.send(self._control, {"ready": why, "step": step})
         position = self._positions.get()
-        self._why = None
         if position is None:  # the run is over, and this rank was not needed, or it has failed for another reason
             raise SystemExit(0)
         position.export()
