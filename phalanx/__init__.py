@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from phalanx.engines.ray.trainer import RayTrainer
     from phalanx.engines.tensorflow.trainer import TensorFlowDistributedTrainer
     from phalanx.errors import PhalanxError
+    from phalanx.loop.faults import FaultPlan
     from phalanx.loop.formation import Formation
     from phalanx.loop.hooks import Callback, StepInfo
     from phalanx.models.lora import lora, merge_lora, remove_lora, unmerge_lora
@@ -30,6 +31,7 @@ _HOMES = {
     "Callback": "phalanx.loop.hooks",
     "DistributedConfig": "phalanx.config",
     "DistributedTuner": "phalanx.tune.tuner",
+    "FaultPlan": "phalanx.loop.faults",
     "Formation": "phalanx.loop.formation",
     "History": "phalanx.observe.history",
     "HorovodTrainer": "phalanx.engines.horovod.trainer",
@@ -52,6 +54,7 @@ __all__ = [
     "Callback",
     "DistributedConfig",
     "DistributedTuner",
+    "FaultPlan",
     "Formation",
     "History",
     "HorovodTrainer",

@@ -134,16 +134,20 @@ def all_groups() -> list[Any]:
     return list(dist.distributed_c10d._world.pg_map)
 
 
-def around_new_groups(context: Callable[[], Any]) -> None:
-    """Enter a context whenever torch makes a process group, of init_process_group and new_group alike."""
+def around_new_groups(run: Callable[[Callable[[], Any]], Any]) -> None:
+    """Let `run` call what makes a process group, of init_process_group and new_group alike."""
     original = dist.distributed_c10d._new_process_group_helper
 
     @functools.wraps(original)
     def make(*args: Any, **kwargs: Any) -> Any:
-        with context():
-            return original(*args, **kwargs)
+        return run(functools.partial(original, *args, **kwargs))
 
     dist.distributed_c10d._new_process_group_helper = make
+
+
+def number_groups_from_zero() -> None:
+    """Forget a default group that was not completed: its number is part of names that all ranks must share."""
+    dist.distributed_c10d._world.group_count = 0
 
 
 def abort_nccl() -> None:

@@ -29,6 +29,7 @@ VERBS = {
     "tune": "search for the best hyperparameters, many trials at once",
     "config": "show every setting, its value and where it comes from",
     "verify": "prove that a layout gives the same result as one process",
+    "chaos": "train while ranks are killed, stopped and cut off, and report each recovery",
     "bench": "measure collectives, links, and training under gradient compression",
     "simulate": "predict the effective training time of a cluster from its failure rate",
     "nccl-env": "print the NCCL variables for a kind of cluster, with reasons",

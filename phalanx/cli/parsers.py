@@ -84,7 +84,7 @@ def verify_parser() -> FlagParser:
     """Return the parser of `phalanx verify`."""
     parser = FlagParser(
         prog="phalanx verify",
-        usage="phalanx verify <recipe or model> | --script FILE [--resume | --reshard LAYOUT] [options]",
+        usage="phalanx verify <recipe or model> | --script FILE [--resume | --reshard LAYOUT | --faults] [options]",
         description=_VERIFY,
     )
     names = ", ".join(recipe_names())
@@ -93,6 +93,7 @@ def verify_parser() -> FlagParser:
     parser.add_argument("--script", metavar="FILE", help="a script that defines build() -> (model, data set, loss_fn)")
     parser.add_argument("--resume", action="store_true", help="stop half-way, resume, and compare bits")
     parser.add_argument("--reshard", metavar="LAYOUT", help="save here, load on another layout: ddp:1, fsdp:4")
+    parser.add_argument("--faults", action="store_true", help="kill, remove and add ranks, and compare the weights")
     parser.add_argument("--json", metavar="FILE", help="write everything that was measured (- for standard output)")
     add_config_flags(parser)
     return parser

@@ -7,34 +7,32 @@ from collections.abc import Sequence
 from phalanx.cli.flags import resolve_flags
 from phalanx.cli.json_output import check_json_path, write_json
 from phalanx.cli.parsers import verify_parser
-from phalanx.errors import UsageError
 from phalanx.launch import prestart
 from phalanx.recipes import Recipe, load_recipe
 from phalanx.verification.subject import RecipeSubject, Subject, find_subject
 
-_STEPS = 5
+_STEPS, _FAULT_STEPS = 5, 12
 
 
 def run(arguments: Sequence[str]) -> int:
     """Run the verb."""
     namespace = verify_parser().parse_all(arguments)
-    if namespace.resume and namespace.reshard:
-        raise UsageError("--resume and --reshard are two proofs", hint="Run verify twice.")
     check_json_path(namespace.json)
     subject = find_subject(namespace.subject, namespace.script, namespace.preset)
-    resolved = resolve_flags(namespace, _defaults(subject))
+    resolved = resolve_flags(namespace, _defaults(subject, _FAULT_STEPS if namespace.faults else _STEPS))
     prestart()
     from phalanx.verification.proofs import prove
 
-    verdict = prove(subject, resolved.config, resume=namespace.resume, reshard=namespace.reshard)
+    proofs = {"resume": namespace.resume, "reshard": namespace.reshard, "faults": namespace.faults}
+    verdict = prove(subject, resolved.config, **proofs)
     print(verdict)
     if namespace.json:
         write_json(verdict.to_dict(), namespace.json)
     return 0 if verdict.agrees else 1
 
 
-def _defaults(subject: Subject) -> Recipe:
+def _defaults(subject: Subject, steps: int) -> Recipe:
     """Return the settings of a recipe with few steps; for other subjects two ranks."""
     known = load_recipe(subject.name) if isinstance(subject, RecipeSubject) else None
-    settings = {"num_workers": 2, **(known.settings if known is not None else {}), "max_steps": _STEPS}
+    settings = {"num_workers": 2, **(known.settings if known is not None else {}), "max_steps": steps}
     return Recipe(subject.name, "", {}, {}, settings)

@@ -102,7 +102,8 @@ class Membership:
                 self._enter("running")
                 self._keep_spares()
         elif "ready" in message:
-            if self._state == "running" and state in self._members:  # it noticed before the launcher
+            # It noticed before the launcher. In the state leaving, what it reports now would else be forgotten.
+            if self._state in ("running", "forming") and state in self._members:
                 self._leave(f"rank {state.rank} was interrupted: {message['ready'][:200]}")
             self._steps[state.key] = message["step"]
             if state not in self._members and state not in self._spares:

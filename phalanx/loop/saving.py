@@ -186,9 +186,7 @@ class Saves:
         assert saved is not None, "in flight"
         best = self.note_best(saved.step)
         loop.report.checkpointed(saved, best=best)
-        if (
-            best and loop.formation.is_main
-        ):  # what had the mark when this one was published is not kept by it now
+        if best and loop.formation.is_main:  # what had the mark when this one was published is not kept by it now
             published = checkpoint.Checkpoint(saved.path, checkpoint.read_manifest(saved.path))
             config = loop.config
             for note in checkpoint.keep_newest(published, config.keep_last, saved.path, config.keep_every):

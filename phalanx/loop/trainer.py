@@ -62,6 +62,7 @@ class TrainLoop:
         self.stop = StopRequest(formation.world, None if formation.strategy.in_lockstep else self._ranks_synced)
         world = formation.world
         self.control = EpochControl(world.store, asks=world.is_main, given_up=lambda: self.stop.requested)
+        self.run_dir = run_dir
         self.saving = CheckpointPolicy(
             formation, run_dir, None if formation.strategy.in_lockstep else self._ranks_synced
         )

@@ -70,7 +70,7 @@ def launch_spec(
     )
 
 
-_IN_PLACE = ("phalanx.worker:run_job_file", "phalanx.worker:run_recipe_file")
+_IN_PLACE = ("phalanx.worker:run_job_file", "phalanx.worker:run_recipe_file", "phalanx.verification.rank:run_request")
 
 
 def plan_elastic(config: DistributedConfig, layout: Layout, target: Target) -> Elastic | None:

@@ -19,6 +19,7 @@ from phalanx.errors import PhalanxError
 from phalanx.host.files import replace_file
 from phalanx.launch.error_file import record_path
 from phalanx.loop.evaluate import evaluate, predict
+from phalanx.loop.faults import FaultPlan
 from phalanx.loop.formation import Formation
 from phalanx.loop.optimizer_binding import OwnSchedule, scheduler_state
 from phalanx.loop.recover import Survivor, run_recovering
@@ -121,6 +122,8 @@ def _fit(formation: Formation, job: Job, survivor: Survivor | None) -> JobResult
         loop = TrainLoop(formation, job.task, events, run_dir)
         if (board := events.find(TensorBoardSink)) is not None and (every := job.config.tensorboard_histograms):
             loop.hooks.add(HistogramCallback(board, every))
+        if (plan := FaultPlan.from_environment()) is not None:
+            loop.hooks.add(plan)
         for engine in engines_here():
             for callback in engine.callbacks():
                 loop.hooks.add(callback)

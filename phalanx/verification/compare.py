@@ -43,6 +43,11 @@ def same_bits(first: Tensors, second: Tensors) -> str | None:
     return next((name for name in second if name not in first), None)
 
 
+def largest_difference(first: Tensors, second: Tensors) -> float:
+    """Return the largest difference of any tensor, relative to its largest value."""
+    return max(_differences(first, second).values(), default=0.0)
+
+
 def _steps(reference: Recording, other: Recording) -> list[StepRow]:
     second = {row["step"]: row for row in other.steps}
     nothing = {"loss": math.nan, "grad_norm": math.nan}

@@ -42,9 +42,11 @@ class Recording:
 class Probe(Callback):
     """Records a run; `stop_after` ends it early, as if it were complete, so that it leaves a checkpoint."""
 
-    def __init__(self, *, stop_after: int | None = None) -> None:
+    def __init__(self, *, stop_after: int | None = None, first_step: bool = True) -> None:
+        """`first_step`: whether its activations and gradients are recorded."""
         self.recording = Recording()
         self._stop_after = stop_after
+        self._first_step = first_step
         self._sums: dict[str, torch.Tensor] = {}
         self._order: list[str] = []
         self._remove: list[Callable[[], None]] = []
@@ -61,6 +63,8 @@ class Probe(Callback):
         self.recording.before = self._gathered(self._model.state_dict())
         self.recording.global_batch = trainer.global_batch
         self.recording.parameters = self._count_parameters()
+        if not self._first_step:
+            return
         mesh = self._formation.world.mesh
         self._has_hooks = not trainer.config.compile and mesh.pp == mesh.tp == 1
         if self._has_hooks:  # hooks would break a compiled graph into pieces

@@ -1,4 +1,4 @@
-"""`verify`, by three proofs: layout against one process, run against its resumption, layout against another layout."""
+"""`verify`, by four proofs: a layout against one process or another layout, a run against its resumption or faults."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 import re
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from typing import Any
 
@@ -15,7 +15,9 @@ from phalanx.config.fields import STRATEGIES
 from phalanx.errors import PreemptedError, UsageError, unknown_name
 from phalanx.launch import CallTarget, count_gpus
 from phalanx.launch.scratch import close_scratch, open_scratch
+from phalanx.loop.faults import VARIABLE
 from phalanx.observe.guard import say_to_user
+from phalanx.reliability.faults import Fault, Marks, to_json
 from phalanx.runs.folder import log_folder
 from phalanx.runs.spec import launch_spec
 from phalanx.runs.start import run_on_ranks, write_payload
@@ -78,27 +80,51 @@ _ROUNDINGS = 10
 """A layout may be this many times as far from one process as rounding alone takes one process from itself."""
 _FINER = 2.0**-29
 """Float64 has 29 bits more than float32: the effect of rounding in one is known from the other."""
+FAULT_STEPS = 12
+"""Steps of a run under faults where none are given: each fault needs some before the next."""
+_FEWEST_FAULT_STEPS = 8
+_FAULT_SETTINGS: dict[str, Any] = {"max_restarts": 3, "heartbeat_timeout": 5.0}
 
 
 def verify(
-    model: Any, data: Any, loss_fn: Any = None, *, resume: bool = False, reshard: str | None = None, **settings: Any
+    model: Any,
+    data: Any,
+    loss_fn: Any = None,
+    *,
+    resume: bool = False,
+    reshard: str | None = None,
+    faults: bool = False,
+    **settings: Any,
 ) -> Verdict:
     """Prove that a layout trains a model like one process; the settings are those of `DistributedConfig`.
 
     `model` is a module or a function that makes one, `data` a data set or a DataLoader over one. The verdict is true
     when they agree, and printing it shows the tables. With `resume` a stopped and resumed run is
-    compared with one that never stopped, with `reshard="fsdp:4"` the checkpoint is loaded on another layout.
+    compared with one that never stopped, with `reshard="fsdp:4"` the checkpoint is loaded on another layout, with
+    `faults` a run whose ranks are killed, fewer and more again is compared with one that nothing disturbs.
     """
     name = getattr(model, "__name__", type(model).__name__)
-    config = resolve(settings, recipe=DEFAULTS, recipe_name="verify").config
-    return prove(GivenSubject(name, model, data, loss_fn), config, resume=resume, reshard=reshard)
+    defaults = {**DEFAULTS, "max_steps": FAULT_STEPS} if faults else DEFAULTS
+    config = resolve(settings, recipe=defaults, recipe_name="verify").config
+    return prove(GivenSubject(name, model, data, loss_fn), config, resume=resume, reshard=reshard, faults=faults)
 
 
-def prove(subject: Subject, config: DistributedConfig, *, resume: bool = False, reshard: str | None = None) -> Verdict:
+def prove(
+    subject: Subject,
+    config: DistributedConfig,
+    *,
+    resume: bool = False,
+    reshard: str | None = None,
+    faults: bool = False,
+) -> Verdict:
     """Run the proof that was asked for."""
+    if resume + faults + (reshard is not None) > 1:
+        raise UsageError("--resume, --reshard and --faults are proofs of their own", hint="Run verify once for each.")
     with closing(Proof(subject, config)) as proof:
         if reshard is not None:
             return proof.against_layout(reshard)
+        if faults:
+            return proof.under_faults()
         return proof.against_resumption() if resume else proof.against_one_process()
 
 
@@ -161,6 +187,57 @@ class Proof:
         claim = f"go on the same when its checkpoint is loaded on {name}"
         return self._verdict(claim, exact, [comparison], _load_problems(found["stopped"], resumed))
 
+    def under_faults(self) -> Verdict:
+        """Kill a rank, go on with half of them, then with all again, and compare with a run that nothing disturbs.
+
+        With fixed_order every bit must be equal; otherwise sums in another order are rounded differently.
+        """
+        exact, precise = self.config.fixed_order, "float32" if self.config.fixed_order else "float64"
+        faults, claim = self._planned_faults()
+        quiet = [self._run(f"quiet-{kind}", self.config, kind) for kind in {precise: 0, "float32": 0}]
+        found = self._launch(self.config, quiet)
+        undisturbed = _without_first_step(found[f"quiet-{precise}"])
+        plan = self._folder / "faults.json"
+        plan.write_text(to_json(faults))
+        hit = self.config.replace(**_FAULT_SETTINGS, **self._for_recovery(faults))
+        disturbed = self._launch(hit, [self._run("faults", hit, precise, first_step=False)], {VARIABLE: str(plan)})
+        limits = dict.fromkeys(MEASURES, FLOAT32) | {"parameters": 0.0}
+        if not exact:
+            limits, _ = _limits(found["quiet-float64"], found["quiet-float32"])
+        title = f"{'bits' if exact else precise}: undisturbed, and under faults"
+        labels = ("undisturbed", "under faults")
+        comparison = compare(title, undisturbed, disturbed["faults"], limits, labels=labels)
+        happened = Marks(self._folder / "faults.json.marks").read()
+        problems = [f"the fault {fault} did not happen" for n, fault in enumerate(faults) if n not in happened]
+        if exact and (changed := same_bits(undisturbed.after, disturbed["faults"].after)) is not None:
+            problems.append(f"{changed} is not equal to the last bit after step {self.steps}")
+        ends = "end with the same bits" if exact else "end with the same weights, within rounding,"
+        return self._verdict(f"{ends} when {claim}", undisturbed, [comparison], problems)
+
+    def _for_recovery(self, faults: list[Fault]) -> dict[str, Any]:
+        """Return the settings with which the ranks can be restarted, or become fewer."""
+        if self.config.recovery == "restart":
+            return {"checkpoint_frequency": "1 steps"}
+        sizes = [fault.ranks for fault in faults if fault.ranks]
+        return {"num_workers": (min(sizes), self.layout.world_size)} if sizes else {}
+
+    def _planned_faults(self) -> tuple[list[Fault], str]:
+        """Return the faults that this layout can survive, and what happens in words."""
+        ranks, steps = self.layout.world_size, self.steps
+        if ranks < 2 or steps < _FEWEST_FAULT_STEPS:
+            raise UsageError(
+                f"--faults with {ranks} rank{'s' * (ranks > 1)} and {steps} steps: too few to lose any",
+                hint=f"Give at least 2 ranks (--num-workers 4) and {_FEWEST_FAULT_STEPS} steps (--max-steps 12).",
+            )
+        kill = Fault("kill", steps // 4, rank=ranks - 1)
+        if self.config.recovery == "restart":
+            return [kill], "a rank is killed and all restart from a checkpoint"
+        if self.config.recovery != "resize":
+            return [kill], "a rank is killed and replaced"
+        fewer = ranks // 2
+        resized = [Fault("scale", steps // 2, ranks=fewer), Fault("scale", 3 * steps // 4, ranks=ranks)]
+        return [kill, *resized], f"a rank is killed and the {ranks} ranks become {fewer}, then {ranks} again"
+
     def _half(self) -> int:
         if self.steps < 2:
             raise UsageError(f"max_steps = {self.steps}: stopping half-way needs at least 2 steps")
@@ -175,11 +252,21 @@ class Proof:
         resuming = config.with_trusted(resume_from_checkpoint=str(self._folder / "kept"))
         return self._launch(config, [self._run("resumed", resuming, dtype)])["resumed"]
 
-    def _run(self, name: str, config: DistributedConfig, dtype: str, stop_after: int | None = None) -> Run:
+    def _run(
+        self,
+        name: str,
+        config: DistributedConfig,
+        dtype: str,
+        stop_after: int | None = None,
+        *,
+        first_step: bool = True,
+    ) -> Run:
         ranks = plan_layout(config, count_gpus()).mesh.dp_size
-        return Run(name, config, dtype, self.split, ranks, stop_after)
+        return Run(name, config, dtype, self.split, ranks, stop_after, first_step)
 
-    def _launch(self, config: DistributedConfig, runs: list[Run]) -> dict[str, Recording]:
+    def _launch(
+        self, config: DistributedConfig, runs: list[Run], env: Mapping[str, str] | None = None
+    ) -> dict[str, Recording]:
         """Start the ranks of one layout and let them execute the runs."""
         layout = plan_layout(config, count_gpus())
         placed = [dataclasses.replace(run, config=run.config.with_trusted(device=layout.device)) for run in runs]
@@ -190,7 +277,7 @@ class Proof:
         what = f"part {self._launches} of {_PARTS}: {', '.join(run.name for run in runs)} on {layout.ranks}"
         with log_folder(None) as logs, _shown(what, enabled=self._progress):
             try:
-                run_on_ranks(launch_spec(config, layout, target, logs), config)
+                run_on_ranks(launch_spec(config, layout, target, logs, env=env), config)
             except PreemptedError:  # the ranks' hint names checkpoint_dir, which verify does not use
                 raise PreemptedError(
                     "verify was stopped before it could compare", hint="It keeps nothing: run the same command again."

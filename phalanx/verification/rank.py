@@ -40,6 +40,8 @@ class Run:
     split: int
     ranks: int = 1
     stop_after: int | None = None
+    first_step: bool = True
+    """Whether the first step is recorded in detail; not where other ranks join later."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ def execute(run: Run, subject: Subject, folder: Path) -> Recording:
     parts = subject.build(run.config.data_dir)
     dtype = getattr(torch, run.dtype)
     data, own_batch = _loader(parts, run, dtype)
-    probe = Probe(stop_after=run.stop_after)
+    probe = Probe(stop_after=run.stop_after, first_step=run.first_step)
     model = without_dropout(parts.model).to(dtype)
     task = TrainTask(model, data, loss_fn=parts.loss_fn, callbacks=[probe], name=subject.name)
     result = run_job(Job("fit", task, _fitting(run, own_batch, data), folder / run.name), in_place=True)

@@ -1,7 +1,10 @@
 """Abort collectives from another thread: a rank that waits for a lost one gets an error at once, not at a timeout.
 
 What waits in shared memory registers itself (`abortable`). gloo has no call for it, so its connections are shut down:
-they are found as the sockets that appear while a process group is made. nccl has a call of its own.
+they are found as the sockets that appear while a process group is made. nccl has a call of its own. A gloo group that
+is being made cannot be woken: it is made in a thread, which an abort leaves behind until it fails by itself. Waiting
+for a value in the store polls (`AbortableStore`). An abort holds until the next group begins (`begin_group`), also for
+what a rank enters after it.
 """
 
 from __future__ import annotations
@@ -10,10 +13,15 @@ import contextlib
 import os
 import re
 import socket
+import threading
 import time
 import weakref
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from datetime import timedelta
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 
 from phalanx import torch_compat
@@ -24,7 +32,14 @@ _SOCKET = re.compile(r"socket:\[(\d+)\]")
 _QUIET_SECONDS = 20.0
 """A group is freed so long after it was left: freeing one whose thread still handles an error can deadlock."""
 
+_POLL_SECONDS = (0.0005, 0.01)
+"""How long to wait before a value is looked for again: at first, and at most."""
+
 _watching = False
+_aborted: str | None = None
+"""Why this rank has to leave its group."""
+_stores: list[Any] = []
+"""torch calls their methods without owning them."""
 _connections: set[int] = set()
 """Inodes of the sockets of gloo's groups."""
 _left: list[tuple[float, list[Any]]] = []
@@ -44,21 +59,47 @@ _abortable: weakref.WeakSet[Any] = weakref.WeakSet()
 def abortable(waits: Abortable) -> None:
     """Register what `abort_collectives` has to wake."""
     _abortable.add(waits)
+    if _aborted is not None:
+        waits.abort(_aborted)
+
+
+def begin_group() -> None:
+    """Forget the last abort: what follows belongs to the next group."""
+    global _aborted
+    _aborted = None
 
 
 def watch_groups() -> None:
-    """Note the connections of each process group that is made from now on."""
+    """Note the connections of each process group that is made from now on, and let its making be aborted."""
     global _watching
     if not _watching:
         _watching = True
-        torch_compat.around_new_groups(_noting_sockets)
+        torch_compat.around_new_groups(_make_group)
 
 
-@contextlib.contextmanager
-def _noting_sockets() -> Any:
+def _make_group(make: Callable[[], Any]) -> Any:
+    """Make a process group; raise at an abort. With nccl in this thread: threads have a current GPU of their own."""
     before = _open_sockets()
-    yield
+    made: Future[Any] = Future()
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        made.set_result(make())
+    else:
+        threading.Thread(target=_fulfil, args=(made, make), name="phalanx-new-group", daemon=True).start()
+    while not made.done() and _aborted is None:
+        wait([made], timeout=_POLL_SECONDS[1])
+    if not made.done():
+        raise ConnectionAbortedError(f"making a process group was ended: {_aborted}")
     _connections.update(_open_sockets().keys() - before.keys())
+    if _aborted is not None:
+        abort_collectives(_aborted)
+    return made.result()
+
+
+def _fulfil(made: Future[Any], make: Callable[[], Any]) -> None:
+    try:
+        made.set_result(make())
+    except Exception as error:  # noqa: BLE001 - raised in the thread that waits for it
+        made.set_exception(error)
 
 
 def _open_sockets() -> dict[int, int]:
@@ -72,7 +113,9 @@ def _open_sockets() -> dict[int, int]:
 
 
 def abort_collectives(why: str) -> None:
-    """Let every collective that waits in this process raise, and those that begin before `leave_groups`."""
+    """Let every collective that waits in this process raise, and those that begin before the next `begin_group`."""
+    global _aborted
+    _aborted = why
     for waits in list(_abortable):
         waits.abort(why)
     for inode, descriptor in _open_sockets().items():
@@ -99,5 +142,84 @@ def leave_groups() -> None:
         _left.append((now, torch_compat.all_groups()))
         abort_collectives("this rank left")  # the others get an error too, instead of waiting for this one
         dist.destroy_process_group()
+    torch_compat.number_groups_from_zero()
     _abortable.clear()
     _connections.clear()
+
+
+class AbortableStore(dist.Store):
+    """A store in which an abort ends the waiting for a value: its writer may be lost."""
+
+    def __init__(self, inner: dist.Store) -> None:
+        super().__init__()
+        self._inner: Any = inner  # torch's stubs lack some of its methods
+        self._why: str | None = None
+        _stores.append(self)
+        abortable(self)
+
+    def abort(self, why: str) -> None:
+        """Let `get` and `wait` raise."""
+        self._why = why
+
+    def get(self, key: str) -> bytes:
+        """Wait for a value and return it."""
+        self.wait([key])
+        found: bytes = self._inner.get(key)
+        return found
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Wait until all keys have a value; raise at an abort, and after the timeout."""
+        deadline = time.monotonic() + (timeout or self._inner.timeout).total_seconds()
+        pause, longest = _POLL_SECONDS
+        while not self._inner.check(keys):
+            if self._why is not None:
+                raise ConnectionAbortedError(f"waiting for other ranks was ended: {self._why}")
+            if time.monotonic() > deadline:
+                raise dist.DistStoreError(f"no rank has written {', '.join(keys)} in time")
+            time.sleep(pause)
+            pause = min(2 * pause, longest)
+
+    # torch calls overrides by name, so each has to be there.
+    def set(self, *arguments: Any) -> None:
+        """Write a value."""
+        self._inner.set(*arguments)
+
+    def compare_set(self, *arguments: Any) -> bytes:
+        """Write a value where the key holds the expected one; return what it holds now."""
+        found: bytes = self._inner.compare_set(*arguments)
+        return found
+
+    def add(self, *arguments: Any) -> int:
+        """Add to a counter and return it."""
+        return int(self._inner.add(*arguments))
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all keys have a value."""
+        return bool(self._inner.check(keys))
+
+    def delete_key(self, key: str) -> bool:
+        """Remove a key."""
+        return bool(self._inner.delete_key(key))
+
+    def num_keys(self) -> int:
+        """Return the number of keys."""
+        return int(self._inner.num_keys())
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set how long `get` and `wait` take at most."""
+        self._inner.set_timeout(timeout)
+
+    @property
+    def timeout(self) -> timedelta:
+        """How long `get` and `wait` take at most."""
+        found: timedelta = self._inner.timeout
+        return found
+
+    def clone(self) -> dist.Store:
+        """Return another connection to the same store."""
+        return AbortableStore(self._inner.clone())
+
+
+def abortable_store(store: dist.Store) -> dist.Store:
+    """Return a store in which waiting can be aborted, where this rank may lose others and go on."""
+    return AbortableStore(store) if _watching else store

@@ -16,7 +16,7 @@ from typing import Any
 
 from phalanx.host import messages
 from phalanx.host.lost_peers import lost_peers
-from phalanx.world.abort import abort_collectives, watch_groups
+from phalanx.world.abort import abort_collectives, begin_group, watch_groups
 
 _VARIABLE = "PHALANX_CONTROL_FD"
 
@@ -92,6 +92,8 @@ class Member:
             elif "regroup" in message and self.on_regroup is not None:
                 self.on_regroup(message["regroup"])
             elif "form" in message:
+                self._why = None  # here, and not where the position is read: an abort may follow at once
+                begin_group()
                 self._positions.put(Position(**message["form"]))
             elif "end" in message:
                 self._positions.put(None)
@@ -104,7 +106,6 @@ class Member:
         """Report the last complete step of a rank that has left its groups, and wait for a place in the next one."""
         messages.send(self._control, {"ready": why, "step": step})
         position = self._positions.get()
-        self._why = None
         if position is None:  # the run is over, and this rank was not needed, or it has failed for another reason
             raise SystemExit(0)
         position.export()

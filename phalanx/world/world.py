@@ -19,6 +19,7 @@ from phalanx.engine import engines_here
 from phalanx.errors import UsageError
 from phalanx.host.addresses import loopback_environment, network_environment
 from phalanx.host.signed_store import sign_store
+from phalanx.world.abort import abortable_store
 from phalanx.world.env import RankEnv, export_rank_env, read_rank_env
 from phalanx.world.groups import forget_groups, open_loopback_store
 from phalanx.world.layout import check_device
@@ -109,6 +110,8 @@ def join_world(config: DistributedConfig) -> World:
     found = (engine.rendezvous(env, config.timeout) for engine in engines_here())
     known = next((one for one in found if one is not None), None)
     env, store = known or (env, _connect(env, config.timeout, signed="nccl" not in backend))
+    if "nccl" not in backend:
+        store = abortable_store(store)
     export_rank_env(env)
     os.environ.update(
         loopback_environment(os.environ) if env.on_one_machine else network_environment(env.master_addr, os.environ)

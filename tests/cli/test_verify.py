@@ -140,6 +140,20 @@ def test_a_layout_that_continues_differently_is_found_by_reshard():
     assert answer.code == 1, answer.text
 
 
+def test_a_run_that_loses_and_gets_ranks_ends_with_the_same_bits():
+    words = ("--faults", "--strategy", "ring", "--fixed-order", "--num-workers", 2, "--max-steps", 12)
+    answer, found = verify(RIGHT, *words)
+    assert answer.code == 0, answer.text
+    assert "end with the same bits when a rank is killed and the 2 ranks become 1, then 2 again" in answer.out
+    assert differences(found)["parameters"] == 0.0
+
+
+def test_state_that_a_new_rank_does_not_get_is_found_by_faults():
+    answer, _ = verify("x + torch.tanh(self.inner(x)) / self.calls", "--faults", "--max-steps", 12)
+    assert answer.code == 1, answer.text
+    assert "does not end with the same weights, within rounding, when a rank is killed" in answer.out
+
+
 def test_a_reference_model_is_verified_by_name():
     answer = phalanx("verify", "gpt", "--preset", "debug", *SMALL, "--max-steps", 2, "--strategy", "fsdp")
     assert answer.code == 0, answer.text
@@ -165,7 +179,9 @@ def test_from_python_with_a_loader_and_its_batch_size():
         (("digits", "--reshard", "fdsp:2"), "Did you mean 'fsdp'?"),
         (("digits", "--reshard", "ddp:3"), "a global batch of 64 samples cannot be split evenly over 3"),
         (("digits", "--resume", "--max-steps", 1), "needs at least 2 steps"),
-        (("digits", "--resume", "--reshard", "ddp:1"), "two proofs"),
+        (("digits", "--resume", "--reshard", "ddp:1"), "proofs of their own"),
+        (("digits", "--faults", "--max-steps", 4), "4 steps: too few"),
+        (("digits", "--faults", "--num-workers", 1), "1 rank and 12 steps: too few"),
         (("digits", "--mixed-precision", "bf16"), "verify compares in float64 and float32"),
         (("--script", "nowhere.py"), "no script at nowhere.py"),
         (("--script", "empty.py"), "defines no build()"),

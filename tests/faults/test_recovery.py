@@ -20,6 +20,7 @@ import phalanx
 from phalanx.errors import RankFailedError
 from phalanx.launch.resize import request_ranks
 from phalanx.models.gpt import gpt
+from phalanx.reliability.faults import Fault
 
 STEPS = 40
 FIXED = {"strategy": "ring", "fixed_order": True}
@@ -60,7 +61,7 @@ def make_model(*, buffers: bool = False) -> nn.Module:
     return nn.Sequential(nn.Linear(8, 16), *norm, nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 2))
 
 
-def train(tmp_path, name, faults=(), *, ranks=4, pause=0.0, buffers=False, **settings):
+def train(tmp_path, name, faults=(), *, ranks=4, pause=0.0, buffers=False, plan=None, **settings):
     """Train, and return the weights and the events."""
     folder = tmp_path / name
     folder.mkdir()
@@ -73,7 +74,7 @@ def train(tmp_path, name, faults=(), *, ranks=4, pause=0.0, buffers=False, **set
         batch_size=4,
         progress=False,
         run_dir=str(folder / "run"),
-        callbacks=[Faults(folder, faults, pause)],
+        callbacks=[Faults(folder, faults, pause), *([] if plan is None else [plan])],
         **chosen,
     )
     trainer.fit(Rows())
@@ -304,4 +305,20 @@ def test_spare_ranks_take_over(tmp_path, fork_server):
     quiet, _ = train(tmp_path, "quiet", **FIXED)
     hit, events = train(tmp_path, "hit", [(1, 20, KILL)], spares=1, **FIXED)
     assert len(recoveries(events)) == 1
+    assert_equal(quiet, hit)
+
+
+def test_ranks_that_are_lost_while_the_others_form_a_group(tmp_path, fork_server):
+    """A rank stops some step times after another was killed: while survivors leave, connect, or get the state."""
+    quiet, _ = train(tmp_path, "quiet", **FIXED)
+    faults = [
+        fault
+        for number, phase in enumerate((1, 3, 5, 8, 11))
+        for fault in (Fault("kill", 5 + 6 * number, 2), Fault("stop", 5 + 6 * number, 3, phase=float(phase)))
+    ]
+    plan = phalanx.FaultPlan(*faults, folder=tmp_path / "marks")
+    hit, events = train(tmp_path, "hit", plan=plan, heartbeat_timeout=0.5, **FIXED)
+    assert sum(event["event"] == "run_started" for event in events) == 1, "no restart from a checkpoint"
+    assert len(list((tmp_path / "marks").iterdir())) == len(faults)
+    assert max(event["seconds"] for event in recoveries(events)) < 3, "no survivor was killed because it did not leave"
     assert_equal(quiet, hit)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from command import ROOT, clean_environment
 from long_proofs import long_proof
-from network_hosts import Host, network
+from network_hosts import HostNamespace, network
 
 SCRIPT = """
 import os, sys, time
@@ -59,7 +59,9 @@ pytestmark = pytest.mark.timeout(240)
 class Cluster:
     """One launcher per host, and what they leave in a folder."""
 
-    def __init__(self, hosts: list[Host], folder: Path, *, ranks: tuple[int, int], pause: float = 0.04) -> None:
+    def __init__(
+        self, hosts: list[HostNamespace], folder: Path, *, ranks: tuple[int, int], pause: float = 0.04
+    ) -> None:
         self.hosts, self.folder, self.ranks = hosts, folder, ranks
         (folder / "train.py").write_text(SCRIPT)
         self.env = {**clean_environment(), "PYTHONPATH": str(ROOT), "PAUSE": str(pause), "STEPS": str(STEPS)}

@@ -1,0 +1,126 @@
+"""`phalanx chaos`: train a recipe or a script while faults happen, and report what became of each of them."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from phalanx.cli.flags import FlagParser, add_config_flags, add_target_flags, read_target, resolve_flags, split_own
+from phalanx.cli.json_output import add_json_flag, print_json
+from phalanx.config import DistributedConfig
+from phalanx.errors import UsageError
+from phalanx.recipes import Recipe
+from phalanx.reliability.faults import AT_RANDOM, KINDS, LINKS, Fault, draw_faults, read_faults
+
+_HELP = """Train while faults happen, and report for each: detected after, recovered in, steps lost.
+
+Faults come from --fault, from a file (--plan), or are drawn from a seed (--faults N). Each happens once, after the
+step it names or a part of a step later. Everything else is as with phalanx train. Exit code 1 where the run failed,
+where processes or files are left behind, and with --compare where the weights differ from those of a quiet run:
+with --strategy ring --fixed-order in any bit, otherwise beyond rounding."""
+_EPILOG = "kinds of faults:\n" + "\n".join(f"  {name:<11} {text}" for name, text in KINDS.items())
+_HINT = "Write: phalanx chaos digits --num-workers 4 --max-steps 200 --faults 10"
+_EVERY = "10 steps"
+
+
+def parser() -> FlagParser:
+    """Return the parser of the verb."""
+    usage = "phalanx chaos <recipe> | --script FILE | -m MODULE --faults N | --fault F ... | --plan FILE [options]"
+    parser = FlagParser(prog="phalanx chaos", usage=usage, description=_HELP, epilog=_EPILOG)
+    add_target_flags(parser)
+    _add_own(parser)
+    add_config_flags(parser)
+    return parser
+
+
+def _add_own(parser: FlagParser) -> None:
+    add = parser.add_argument
+    add("--faults", type=int, metavar="N", help="draw so many faults at random, by --seed")
+    add("--kinds", metavar="NAMES", help=f"kinds of the random faults, separated by commas [{','.join(AT_RANDOM)}]")
+    add("--fault", action="append", default=[], metavar="FAULT", help="such as kill:rank=2,step=50; may be repeated")
+    add("--plan", metavar="FILE", help="a TOML file of faults, a table [[fault]] for each")
+    add("--compare", action="store_true", help="train a second time without faults, and compare the weights")
+    add("--out", metavar="DIR", help="folder for the run, the quiet run and their output [runs/chaos-<name>-<time>]")
+    add_json_flag(parser, "the report")
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run the verb."""
+    words, own = split_own(arguments)
+    namespace = parser().parse_all(words)
+    target = read_target(namespace, own, "train", _HINT)
+    recipe = target if isinstance(target, Recipe) else None
+    config = resolve_flags(namespace, recipe).config
+    faults = _faults(namespace, config)
+    _check(namespace, config, faults)
+    name = recipe.name if recipe is not None else Path(namespace.script or namespace.module).stem
+    folder = Path(namespace.out or f"runs/chaos-{name}-{time.strftime('%Y%m%d-%H%M%S')}")
+    if folder.exists():
+        raise UsageError(f"--out {folder}: exists already", hint="Name a new folder, or remove it.")
+    from phalanx.verification.chaos import run_chaos
+
+    train = [*_train_words(words), *_added(config, faults), *(["--", *own] if own else [])]
+    exact = config.fixed_order
+    report = run_chaos(train, faults, folder, nodes=config.num_nodes, exact=exact, compare=namespace.compare)
+    if namespace.json:
+        print_json(report.to_dict())
+    else:
+        print(report)
+    return 1 if report.problems else 0
+
+
+def _faults(namespace: argparse.Namespace, config: DistributedConfig) -> list[Fault]:
+    """Return the faults of all three sources, in the order of their steps."""
+    faults = [Fault.parse(text) for text in namespace.fault]
+    if namespace.plan is not None:
+        faults += read_faults(Path(namespace.plan))
+    if namespace.faults is not None:
+        if namespace.faults < 1:
+            raise UsageError(f"--faults {namespace.faults}: draw 1 or more.")
+        if config.max_steps is None:
+            raise UsageError("random faults need to know how many steps there are", hint="Add --max-steps 200.")
+        kinds = AT_RANDOM if namespace.kinds is None else [kind.strip() for kind in namespace.kinds.split(",")]
+        ranks, seed = config.total_ranks or 1, config.seed or 0
+        faults += draw_faults(namespace.faults, ranks=ranks, steps=config.max_steps, seed=seed, kinds=kinds)
+    elif namespace.kinds is not None:
+        raise UsageError("--kinds is for random faults", hint="Add --faults 20.")
+    if not faults:
+        raise UsageError("no fault was named", hint=_HINT)
+    return sorted(faults, key=lambda fault: fault.step)
+
+
+def _check(namespace: argparse.Namespace, config: DistributedConfig, faults: Sequence[Fault]) -> None:
+    """Refuse faults that cannot happen."""
+    if config.run_dir is not None or config.resume_from_checkpoint:
+        raise UsageError("phalanx chaos makes new runs in a folder of its own", hint="Use --out DIR.")
+    for fault in faults:
+        if config.total_ranks is not None and fault.rank >= config.total_ranks:
+            raise UsageError(f"the fault {fault}: the run has ranks 0 to {config.total_ranks - 1}")
+        if config.max_steps is not None and fault.step >= config.max_steps:
+            raise UsageError(f"the fault {fault}: the run has {config.max_steps} steps")
+        if fault.kind in LINKS and config.num_nodes == 1:
+            raise UsageError(
+                f"the fault {fault}: links are between hosts, and the run has one",
+                hint="Add --num-nodes 2: each host becomes a network namespace of this machine, which needs root.",
+            )
+        if fault.kind in ("launcher", "store") and config.num_nodes > 1:
+            raise UsageError(f"the fault {fault} is for a run on one host")
+
+
+def _train_words(words: Sequence[str]) -> list[str]:
+    """Return the words for `phalanx train`: all but the flags of this verb, and how many hosts there are."""
+    own = FlagParser(prog="phalanx chaos")
+    _add_own(own)
+    own.add_argument("--num-nodes")
+    return own.parse_known_args(list(words))[1]
+
+
+def _added(config: DistributedConfig, faults: Sequence[Fault]) -> list[str]:
+    """Return flags that a run under faults needs where the command does not set them."""
+    added = [] if config.max_restarts else ["--max-restarts", str(2 * len(faults))]
+    restarts = any(fault.kind in ("disk", "corrupt", "launcher", "store") for fault in faults)
+    if config.checkpoint_frequency is None or (restarts and config.checkpoint_frequency == 1):
+        added += ["--checkpoint-frequency", _EVERY if restarts else "1"]
+    return added
