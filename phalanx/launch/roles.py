@@ -132,6 +132,7 @@ class Leading(_Local):
             max_restarts=hands.spec.max_restarts,
             later=hands.later,
             report=hands.report,
+            give_up=lambda why: hands.fail(FailureReport(cause=why, exit_code=1)),
             generation=generation,
         )
         self._listen_to_all()
@@ -169,20 +170,23 @@ class Leading(_Local):
         elif state.node in self._machines:
             self._hands.post(state.node, {"to": state.key, "message": message})
 
-    def start(self, count: int, generation: int) -> int:
+    def start(self, count: int, generation: int) -> dict[str, int]:
         """Start ranks where there is room: on machines that have lost some, else here."""
         if not self._machines:
             self._start_here(count, generation)
-            return count
-        started = 0
+            return {self._hands.node.own: count}
+        started: dict[str, int] = {}
         living = [state for state in (*self._hands.group.ranks.values(), *self._remote.values()) if state.code is None]
         for node, (_, ranks) in self._machines.items():
-            free = min(count - started, ranks - sum(state.node == node for state in living))
-            if free > 0 and node == self._hands.node.own:
+            free = min(count - sum(started.values()), ranks - sum(state.node == node for state in living))
+            if free <= 0:
+                continue
+            started[node] = free
+            self._ended.discard(node)
+            if node == self._hands.node.own:
                 self._start_here(free, generation)
-            elif free > 0:
+            else:
                 self._hands.post(node, {"start": free, "generation": generation})
-            started += max(free, 0)
         return started
 
     def retire(self, state: RankState) -> None:
@@ -210,8 +214,7 @@ class Leading(_Local):
 
     def take_end(self, ended: RankState) -> None:
         """Take a rank that has finished."""
-        if self.members.spares_only:
-            self.members.end()
+        self.members.take_end(ended)
 
     def take_mail(self, mail: dict[str, Any]) -> bool:
         """Take a message of another launcher."""
@@ -237,8 +240,8 @@ class Leading(_Local):
 
     def _take_remote_loss(self, mail: dict[str, Any]) -> None:
         state = self._remote.get(mail["lost"])
-        if state is None:
-            return
+        if state is None:  # a new one, which has not reported yet
+            state = RankState(-1, "", mail["lost"], -1, mail["sender"])
         state.code = mail["code"]
         if not self.members.take_loss(state, how=mail["how"]):
             self._hands.fail(FailureReport.from_message(mail["failure"]))
@@ -248,9 +251,11 @@ class Leading(_Local):
         for node, host in hosts.items():
             self._machines.pop(node, None)
             self._ended.discard(node)
+            self.members.lose_node(node)
+            waiting = [state for state in self.members.spares if state.node == node]
             lost = [state for state in self.members.members if state.node == node]
             how = f"was lost with its machine {host}"
-            if lost and not self.members.take_loss(*lost, how=how, replaceable=False):
+            if (lost or waiting) and not self.members.take_loss(*waiting, *lost, how=how, replaceable=False):
                 cause = f"the machine {host} was lost with rank{'s' * (len(lost) > 1)} "
                 cause += ", ".join(str(state.rank) for state in lost)
                 self._hands.fail(FailureReport(cause=cause, exit_code=1))
@@ -261,7 +266,7 @@ class Leading(_Local):
         slots = [state.slot for state in (*self._hands.group.ranks.values(), *self._remote.values())]
         first = max([*slots, *(state.slot for state in self.members.members)], default=-1) + 1
         self._machines[node] = (described["host"], described["ranks"])
-        self.members.take_arrival(described["ranks"], f"the machine {described['host']}")
+        self.members.take_arrival(node, described["ranks"], f"the machine {described['host']}")
         own = self._hands.node
         info = {
             "node_rank": len(self._machines) - 1,
@@ -345,6 +350,7 @@ class Following(_Local):
                 self._generation, self.size = form["generation"], form["world_size"]
             self._send_here(mail["to"], message)
         elif "start" in mail:
+            self._told_end = False
             self._start_here(mail["start"], mail["generation"])
         elif "kill" in mail and (state := self._hands.group.ranks.get(mail["kill"])) is not None:
             self._hands.group.signal(9, [state])
@@ -353,6 +359,7 @@ class Following(_Local):
     def follow(self, leader: str) -> None:
         """Report the ranks of this machine to the launcher that decides from now on."""
         self.leader = leader
+        self._told_end = False  # the report of the end may have been lost with the machine before
         self._hands.post(leader, {"hello": self.ranks(), "generation": self._generation})
 
     def ranks(self) -> list[dict[str, Any]]:

@@ -92,9 +92,11 @@ class Member:
             elif "regroup" in message and self.on_regroup is not None:
                 self.on_regroup(message["regroup"])
             elif "form" in message:
+                self._why = None  # here, so that an abort that follows at once is not forgotten
                 self._positions.put(Position(**message["form"]))
             elif "end" in message:
                 self._positions.put(None)
+        self._positions.put(None)  # the launcher has ended
 
     def may_go_on(self, error: BaseException) -> bool:
         """Whether an error only says that other ranks were lost, or that the group changes."""
@@ -104,7 +106,6 @@ class Member:
         """Report the last complete step of a rank that has left its groups, and wait for a place in the next one."""
         messages.send(self._control, {"ready": why, "step": step})
         position = self._positions.get()
-        self._why = None
         if position is None:  # the run is over, and this rank was not needed, or it has failed for another reason
             raise SystemExit(0)
         position.export()
