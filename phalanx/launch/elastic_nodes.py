@@ -59,6 +59,7 @@ class ElasticNodes(NodeGroup):
         from torch.distributed import PrefixStore
 
         self._close_mailbox()
+        self._check_same()
         self._expected = len(self._nodes) or self._num_nodes  # after a restart: those that were there
         base = self._sign(PrefixStore(f"phalanx/{self._request['run_id']}", self._store))
         attempt = max(attempt, base.add("attempt", 0))

@@ -59,7 +59,7 @@ def rank_environment(
 ) -> dict[str, str]:
     """Return one rank's whole environment."""
     rank = str(node.first_rank + local_rank)
-    world_size = str(node.world_size)
+    world_size = str(max(node.world_size, node.first_rank + local_rank + 1))  # a spare rank gets its place later
     log_dir = spec.log_dir.absolute()
     return {
         **shared,

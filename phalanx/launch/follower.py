@@ -92,7 +92,8 @@ class Follower:
         deadlines = [deadline for deadline, _ in self._timers] + self._deadlines()
         seconds = max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
         for key, _ in self._selector.select(seconds):
-            key.data()
+            if self._selector.get_map().get(key.fd) is key:  # else what was handled before has closed it
+                key.data()
 
     def _later(self, seconds: float, action: Callable[[], None]) -> None:
         self._timers.append((time.monotonic() + seconds, action))

@@ -61,6 +61,7 @@ class Following(LocalRanks):
                 self._generation, self.size = form["generation"], form["world_size"]
             self._send_here(mail["to"], message)
         elif "start" in mail:
+            self._told_end = False
             self._start_here(mail["start"], mail["generation"])
         elif "left_out" in mail:
             cause = f"this machine is left out of the run: {mail['left_out']}"
@@ -72,6 +73,7 @@ class Following(LocalRanks):
     def follow(self, leader: str) -> None:
         """Report the ranks of this machine to the launcher that decides from now on."""
         self.leader = leader
+        self._told_end = False  # the report of the end may have been lost with the machine before
         self._hands.post(leader, {"hello": self.ranks(), "generation": self._generation})
 
     def ranks(self) -> list[dict[str, Any]]:

@@ -83,8 +83,8 @@ class RankGroup:
         self._node = node
         self._session = session
         self._console = console
-        self._pumps: list[OutputPump] = []
-        self._logs: list[RankLog] = []
+        self._pumps: dict[str, list[OutputPump]] = {}
+        self._logs: dict[str, RankLog] = {}
         self._events, self._events_far = messages.socket_pair()
         self._events.setblocking(False)
         self.on_event: Callable[[dict[str, Any]], None] = console.handle
@@ -126,8 +126,21 @@ class RankGroup:
         return state
 
     def retire(self, state: RankState) -> None:
-        """Forget a rank that has ended and whose place another one takes."""
-        self.ranks.pop(state.key, None)
+        """Forget a rank that has ended and whose place another one takes, and close what it wrote to."""
+        if self.ranks.pop(state.key, None) is not None:
+            self._close_rank(state.key, self._selector)
+
+    def _close_rank(self, key: str, selector: selectors.BaseSelector) -> None:
+        """Pass on the last output of a rank, and close its log and its control socket."""
+        listened: list[OutputPump | socket.socket] = [*self._pumps.pop(key, [])]
+        if (control := self.controls.pop(key, None)) is not None:
+            listened.append(control)
+        for end in listened:
+            if end in selector.get_map():
+                selector.unregister(end)
+            end.close()
+        if (log := self._logs.pop(key, None)) is not None:
+            log.close()
 
     def _start_rank(self, state: RankState, more: Mapping[str, str] = MappingProxyType({})) -> None:
         common = {
@@ -147,13 +160,13 @@ class RankGroup:
 
     def _fork(self, request: messages.Message, state: RankState, selector: selectors.BaseSelector) -> None:
         log = RankLog(self._spec.log_dir, state.slot, self._console.notice)
-        self._logs.append(log)
+        self._logs[state.key] = log
         stack = open_stack(self._spec.log_dir, state.slot)
         stdin = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         with contextlib.suppress(OSError):  # this process's stdin may be closed
             if not os.isatty(0):  # a terminal may be read by its own session only
                 os.dup2(0, stdin, inheritable=False)
-        pumps = self._make_pumps(state, log, selector)
+        pumps = self._pumps[state.key] = self._make_pumps(state, log, selector)
         out, err = (pumps[0].write_end, pumps[-1].write_end) if pumps else (log.descriptor, log.descriptor)
         request["writes_log"] = not pumps
         descriptors = [stdin, out, err, log.descriptor, stack, self._events_far.fileno()]
@@ -191,8 +204,6 @@ class RankGroup:
         ]
 
     def _listen(self, pump: OutputPump, selector: selectors.BaseSelector) -> OutputPump:
-        self._pumps.append(pump)
-
         def pass_on() -> None:
             if not pump.pump():
                 selector.unregister(pump)
@@ -231,7 +242,7 @@ class RankGroup:
 
     def resize(self) -> None:
         """Pass on that the console's terminal has another size."""
-        for pump in self._pumps:
+        for pump in itertools.chain.from_iterable(self._pumps.values()):
             pump.resize()
         self.signal(signal.SIGWINCH)
 
@@ -241,14 +252,6 @@ class RankGroup:
         selector.unregister(self._events)
         self._events.close()
         self._events_far.close()
-        for pump in self._pumps:
-            if pump in selector.get_map():
-                selector.unregister(pump)
-            pump.close()
-        for log in self._logs:
-            log.close()
-        for control in self.controls.values():
-            if control in selector.get_map():
-                selector.unregister(control)
-            control.close()
+        for key in list(self._logs):
+            self._close_rank(key, selector)
         remove_empty(self._spec.log_dir, [state.slot for state in self.ranks.values()], logs=not failed)

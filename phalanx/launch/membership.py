@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from phalanx.errors import EXIT_USAGE
 from phalanx.launch.group import RankState
 from phalanx.launch.policy import Decision, Facts, decide, pause
 from phalanx.launch.spec import Elastic
@@ -23,6 +25,9 @@ from phalanx.observe.events import Message, RankLost
 _PATIENCE = 6.0
 """So many times longer than a stopped process is waited for one that may be in a long step."""
 _LEAST_PATIENCE = 30.0
+"""Seconds, also where heartbeats are expected more often."""
+_TRIES = 3
+"""So often one after another a new rank may end before it is ready, or the ranks be interrupted without a loss."""
 
 
 class Processes(Protocol):
@@ -31,8 +36,8 @@ class Processes(Protocol):
     def send(self, state: RankState, message: dict[str, Any]) -> None:
         """Send a message to a rank; one that has ended is reported as lost by another way."""
 
-    def start(self, count: int, generation: int) -> int:
-        """Start processes that will report that they are ready; return how many could be started."""
+    def start(self, count: int, generation: int) -> dict[str, int]:
+        """Start processes that will report that they are ready; return how many could be started on each machine."""
 
     def retire(self, state: RankState) -> None:
         """Forget a process that has ended."""
@@ -48,6 +53,8 @@ class _Change:
     began: float
     reasons: list[str] = field(default_factory=list)
     lost: list[int] = field(default_factory=list)
+    requested: bool = False
+    """Whether the ranks leave at a step's boundary, which may take long, and not because of an error."""
 
 
 class Membership:
@@ -63,13 +70,16 @@ class Membership:
         max_restarts: int,
         later: Callable[[float, Callable[[], None]], None],
         report: Callable[[dict[str, Any]], None],
+        give_up: Callable[[str], None],
         generation: int = 0,
     ) -> None:
-        """`generation`: of a group that another launcher has formed; its members hold the state of the run."""
+        """`give_up`: ends the attempt, where no lost rank says why. `generation`: of a group that another launcher has
+        formed; its members hold the state of the run.
+        """
         self._elastic, self._processes = elastic, processes
         self._max_restarts = max_restarts
         self.failures = failures
-        self._later, self._report = later, report
+        self._later, self._report, self._give_up = later, report, give_up
         self._members = list(members)
         self._spares: list[RankState] = []
         self._state: Literal["starting", "running", "leaving", "forming"] = "running" if generation else "starting"
@@ -79,8 +89,12 @@ class Membership:
         self._holders = {member.key for member in self._members} if generation else set()
         """Processes that have been in a group, and so hold the state of the run."""
         self._size = len(self._members)
+        self._most = elastic.sizes[0]
+        """The most ranks that the run shall have: as many as it may, unless fewer were requested."""
         self.generation = generation
-        self._starting = 0
+        self._starting: Counter[str] = Counter()
+        """How many processes of each machine have not reported yet that they are ready."""
+        self._failed_starts = 0
         self._change: _Change | None = None
         self._since = time.monotonic()
         self._last_step = -1
@@ -91,25 +105,47 @@ class Membership:
         """The ranks, in their order."""
         return list(self._members)
 
+    @property
+    def spares(self) -> list[RankState]:
+        """Ranks that wait for a place."""
+        return list(self._spares)
+
     # --- what arrives -------------------------------------------------------------------------------------------
 
     def take(self, state: RankState, message: dict[str, Any]) -> None:
         """Take a message of a rank: it has joined its group, or is ready for the next one."""
+        if state.code is not None:  # it was lost after it had sent this
+            return
         if "joined" in message and message["joined"] == self.generation:
             self._joined.add(state.key)
             self._holders.add(state.key)
-            if all(member.key in self._joined for member in self._members):
+            waits = self._state in ("starting", "forming")  # else one that has joined was lost meanwhile
+            if waits and all(member.key in self._joined for member in self._members):
                 self._enter("running")
-                self._keep_spares()
+                self._failed_starts = 0
+                self._fill()
+                self._grow("more ranks are there")
         elif "ready" in message:
-            # It noticed before the launcher. In the state leaving, what it reports now would else be forgotten.
-            if self._state in ("running", "forming") and state in self._members:
+            if self._state != "leaving" and state in self._members:  # it noticed before the launcher
                 self._leave(f"rank {state.rank} was interrupted: {message['ready'][:200]}")
             self._steps[state.key] = message["step"]
             if state not in self._members and state not in self._spares:
                 self._spares.append(state)
-                self._starting = max(0, self._starting - 1)
+                self._starting[state.node] = max(0, self._starting[state.node] - 1)
             self._form_if_all_ready()
+
+    def take_end(self, state: RankState) -> None:
+        """Take a rank that has finished: with the last one the spare ranks end."""
+        if self.spares_only:
+            self.end()
+        elif state in self._members:
+            self._check_ended()
+
+    def _check_ended(self) -> None:
+        """Give up where ranks left because of an error, and others have finished: these do not come back."""
+        ended = [member.rank for member in self._members if member.code is not None]
+        if ended and self._state == "leaving" and self._change is not None and not self._change.requested:
+            self._give_up(f"{'; '.join(self._change.reasons)}, and rank {ended[0]} has finished already")
 
     def take_loss(self, *ended: RankState, how: str, replaceable: bool = True) -> bool:
         """Take ranks that were lost together; return whether the run goes on without a restart.
@@ -119,27 +155,48 @@ class Membership:
         for state in ended:
             self._steps.pop(state.key, None)
             state.code = -1 if state.code is None else state.code
-        spares = [state for state in ended if state in self._spares]
         lost = [state for state in ended if state in self._members]
-        for state in ended:
-            if state not in lost:
-                self._processes.retire(state)
-        self._spares = [state for state in self._spares if state not in spares]
-        self._starting = max(0, self._starting - (len(ended) - len(spares) - len(lost)))  # lost before they were ready
+        fails = [not self._lose_new(state, how) for state in ended if state not in lost]
         if not lost:
-            self._later(pause(self._stuck), self._fill)
-            return True
+            self._later(pause(self._failed_starts), self._fill)
+            return not any(fails)
         if self._state == "starting":
             return False
-        self.failures += 1
         decision = decide(self._facts(lost, replaceable))
         if decision.kind == "give_up":
             self._say(f"rank {lost[0].rank} {how}; no recovery in place: {decision.why}")
             return False
+        self.failures = self._count()
         for state in lost:
             self._processes.retire(state)
         self._execute(decision, lost, how)
         return True
+
+    def _count(self) -> int:
+        """Return the number of failures with the present one: ranks that are lost together are one."""
+        together = self._state == "leaving" and self._change is not None and bool(self._change.lost)
+        return self.failures + (not together)
+
+    def _lose_new(self, state: RankState, how: str) -> bool:
+        """Take the loss of a rank that was not in the group yet; return False where the others cannot go on."""
+        if state in self._spares:
+            self._spares.remove(state)
+        else:
+            self._starting[state.node] = max(0, self._starting[state.node] - 1)
+            self._failed_starts += 1
+        hopeless = self._failed_starts > _TRIES or state.code == EXIT_USAGE
+        if hopeless and self._state != "running":
+            return False  # it is not forgotten: its error is the cause
+        self._processes.retire(state)
+        if hopeless and self._change is not None:
+            self._say(f"no ranks were added: a new one {how}")
+            self._size, self._change = len(self._members), None
+        return True
+
+    def lose_node(self, node: str) -> None:
+        """Forget the processes of a lost machine that have not reported yet."""
+        if self._starting.pop(node, 0):
+            self._later(0.0, self._fill)
 
     def _facts(self, lost: list[RankState], replaceable: bool) -> Facts:
         others = [state for state in (*self._members, *self._spares) if state not in lost and state.code is None]
@@ -150,7 +207,7 @@ class Membership:
             size=self._size,
             sizes=self._elastic.sizes,
             ended=sum(member.code is not None and member not in lost for member in self._members),
-            failures=self.failures,
+            failures=self._count(),
             max_restarts=self._max_restarts,
             without_progress=self._stuck,
             missing=len(lost),
@@ -171,18 +228,31 @@ class Membership:
 
     def _fill(self) -> None:
         """Start what is missing; spare ranks, which have loaded everything already, come first."""
-        missing = self._size - len(self._members) - len(self._spares) - self._starting
-        if missing > 0:
-            self._starting += self._processes.start(missing, self.generation + 1)
+        if self._state == "starting":
+            return
+        wanted = self._size + (self._elastic.spares if self._state == "running" else 0)
+        if (missing := wanted - self._present) > 0 and self._failed_starts <= _TRIES:
+            self._starting.update(self._processes.start(missing, self.generation + 1))
+            if self._size <= self._present < wanted:
+                self._say(
+                    f"{self._elastic.spares} spare ranks were asked for, and {wanted - self._present} are missing"
+                )
+        if self._present < self._size:
+            self._do_with_less()
         self._form_if_all_ready()
 
-    def _keep_spares(self) -> None:
-        missing = self._elastic.spares - len(self._spares) - self._starting
-        if missing > 0:
-            started = self._processes.start(missing, self.generation + 1)
-            self._starting += started
-            if started < missing:
-                self._say(f"{self._elastic.spares} spare ranks were asked for, and {missing - started} are missing")
+    @property
+    def _present(self) -> int:
+        return len(self._members) + len(self._spares) + sum(self._starting.values())
+
+    def _do_with_less(self) -> None:
+        """Choose a smaller number of ranks: no machine has room for more processes."""
+        if self._state == "running":
+            self._size, self._change = len(self._members), None
+            return
+        self._size = next((size for size in self._elastic.sizes if size <= self._present), 0)
+        if not self._size:
+            self._give_up(f"{self._present} ranks are left: fewer than the run may have")
 
     # --- transitions --------------------------------------------------------------------------------------------
 
@@ -196,12 +266,14 @@ class Membership:
             self._change.reasons.clear()  # what ranks noticed before the loss was known
         self._change.reasons.append(why)
         self._change.lost += lost
+        self._change.requested = False
         if self._state != "leaving":
             self._enter("leaving")
             self._forget_steps()
         for member in self._members:
             if member.key not in self._steps:
                 self._processes.send(member, {"abort": why})
+        self._check_ended()
 
     def _forget_steps(self) -> None:
         own = {member.key for member in self._members}
@@ -222,23 +294,31 @@ class Membership:
         if size not in self._elastic.sizes:
             allowed = ", ".join(str(each) for each in sorted(self._elastic.sizes))
             return f"{size} ranks are not possible here. Possible: {allowed}."
+        self._most = size
         if size == len(self._members):
             return None
         self._size = size
-        self._change = _Change(time.time(), [why])
-        if size > len(self._members):
-            self._fill()  # new ranks get ready while the others train
-        else:
+        self._change = _Change(time.time(), [why], requested=True)
+        if size < len(self._members):
             self._ask_to_leave()
-        return None
+            return None
+        self._failed_starts = 0
+        self._fill()  # new ranks get ready while the others train
+        return None if self._size == size else f"no machine has room for {size} ranks."
 
-    def take_arrival(self, ranks: int, who: str) -> None:
+    def take_arrival(self, node: str, ranks: int, who: str) -> None:
         """Take in ranks of a machine that has arrived, as many as the run can use."""
-        most = next((size for size in self._elastic.sizes if size <= len(self._members) + ranks), 0)
+        self._starting[node] += ranks
+        self._grow(f"{who} arrived")
+
+    def _grow(self, why: str) -> None:
+        """Let ranks that are there, or get ready, take part as far as the run can use them."""
+        able = min(self._most, self._present - self._elastic.spares)
+        most = next((size for size in self._elastic.sizes if size <= able), 0)
         if most > len(self._members) and self.is_settled:
             self._size = most
-            self._change = _Change(time.time(), [f"{who} arrived"])
-        self._starting += ranks
+            self._change = _Change(time.time(), [why], requested=True)
+            self._form_if_all_ready()
 
     def _ask_to_leave(self) -> None:
         assert self._change is not None, "a request is a change"
@@ -261,6 +341,10 @@ class Membership:
         step = max((self._steps[member.key] for member in self._members), default=-1)
         self._stuck = self._stuck + 1 if step <= self._last_step else 0
         self._last_step = max(step, self._last_step)
+        change = self._change
+        if change is not None and not change.lost and not change.requested and self._stuck > _TRIES:
+            self._give_up(f"{'; '.join(change.reasons)}; no step was complete since the last {_TRIES} interruptions")
+            return
         chosen = (self._members + able)[: self._size]
         self._spares = [state for state in self._members + self._spares if state not in chosen]
         self._form(chosen)
@@ -294,7 +378,7 @@ class Membership:
     def find_late(self) -> list[RankState]:
         """Return ranks that do not leave or join for too long."""
         late = time.monotonic() - self._since > max(_LEAST_PATIENCE, _PATIENCE * self._elastic.silence_seconds)
-        if self._state not in ("leaving", "forming") or not late:
+        if self._state not in ("leaving", "forming") or not late or (self._change and self._change.requested):
             return []
         done = self._steps.keys() if self._state == "leaving" else self._joined
         return [member for member in self._members if member.key not in done]

@@ -87,6 +87,7 @@ class NodeGroup:
         """Wait for all nodes, agree on their order, and return the fields of this node's `NodeInfo`."""
         from torch.distributed import DistNetworkError, PrefixStore
 
+        self._check_same()
         self._attempt = attempt
         prefix = f"phalanx/{self._request['run_id']}/{attempt}"
         self._board = self._sign(PrefixStore(prefix, self._store))
@@ -115,6 +116,23 @@ class NodeGroup:
             # Node 0, and with it rank 0, may be another machine after a restart.
             "run_id": self._sign(self._store).compare_set("phalanx/launch_id", "", self._request["launch_id"]).decode(),
         }
+
+    def _check_same(self) -> None:
+        """Refuse to take part with another version or other settings than the machine that came first."""
+        from torch.distributed import PrefixStore
+
+        store = self._sign(PrefixStore(f"phalanx/{self._request['run_id']}", self._store))
+        own: dict[str, str] = self._request.get("identity") or {}
+        mine = {"host": socket.gethostname(), "identity": own}
+        first = json.loads(store.compare_set("identity", "", json.dumps(mine)))
+        names = [name for name in {**first["identity"], **own} if first["identity"].get(name) != own.get(name)]
+        if names:
+            each = [f"{name} is {own.get(name)} here and {first['identity'].get(name)} there" for name in names]
+            more = f" (and {len(each) - 5} more)" if len(each) > 5 else ""
+            raise UsageError(
+                f"{mine['host']} differs from {first['host']}, which came first: {'; '.join(each[:5])}{more}.",
+                hint="Start the same command, with the same versions and settings, on every machine.",
+            )
 
     def _sign(self, store: Store) -> Store:
         return sign_store(store, {VARIABLE: self._request.get("secret") or ""})

@@ -58,6 +58,7 @@ class Rendezvous:
                 "run_id": self._spec.rdzv_id,
                 "launch_id": self._spec.run_id,
                 "ranks_per_node": self._spec.ranks_per_node,
+                "identity": dict(self._spec.identity),
                 "seconds": self._spec.join_timeout or _GATHER_SECONDS,
                 "secret": {**os.environ, **self._spec.env}.get(VARIABLE),
             }

@@ -136,6 +136,7 @@ class Leading(LocalRanks):
             max_restarts=hands.spec.max_restarts,
             later=hands.later,
             report=hands.report,
+            give_up=lambda why: hands.fail(FailureReport(cause=why, exit_code=1)),
             generation=generation,
         )
         self._listen_to_all()
@@ -173,20 +174,23 @@ class Leading(LocalRanks):
         elif state.node in self._machines:
             self._hands.post(state.node, {"to": state.key, "message": message})
 
-    def start(self, count: int, generation: int) -> int:
+    def start(self, count: int, generation: int) -> dict[str, int]:
         """Start ranks where there is room: on machines that have lost some, else here."""
         if not self._machines:
             self._start_here(count, generation)
-            return count
-        started = 0
+            return {self._hands.node.own: count}
+        started: dict[str, int] = {}
         living = [state for state in (*self._hands.group.ranks.values(), *self._remote.values()) if state.code is None]
         for node, (_, ranks) in self._machines.items():
-            free = min(count - started, ranks - sum(state.node == node for state in living))
-            if free > 0 and node == self._hands.node.own:
+            free = min(count - sum(started.values()), ranks - sum(state.node == node for state in living))
+            if free <= 0:
+                continue
+            started[node] = free
+            self._ended.discard(node)
+            if node == self._hands.node.own:
                 self._start_here(free, generation)
-            elif free > 0:
+            else:
                 self._hands.post(node, {"start": free, "generation": generation})
-            started += max(free, 0)
         return started
 
     def retire(self, state: RankState) -> None:
@@ -227,6 +231,8 @@ class Leading(LocalRanks):
         """Take a rank that has finished."""
         if self.members.spares_only:
             self.end()
+        else:
+            self.members.take_end(ended)
 
     def take_mail(self, mail: dict[str, Any]) -> bool:
         """Take a message of another launcher."""
@@ -252,8 +258,8 @@ class Leading(LocalRanks):
 
     def _take_remote_loss(self, mail: dict[str, Any]) -> None:
         state = self._remote.get(mail["lost"])
-        if state is None:
-            return
+        if state is None:  # a new one, which has not reported yet
+            state = RankState(-1, "", mail["lost"], -1, mail["sender"])
         state.code = mail["code"]
         if not self._take_losses(state, mail["how"]):
             self._hands.fail(FailureReport.from_message(mail["failure"]))
@@ -263,9 +269,11 @@ class Leading(LocalRanks):
         for node, host in hosts.items():
             self._machines.pop(node, None)
             self._ended.discard(node)
+            self.members.lose_node(node)
+            waiting = [state for state in self.members.spares if state.node == node]
             lost = [state for state in self.members.members if state.node == node]
             how = f"was lost with its machine {host}"
-            if lost and not self.members.take_loss(*lost, how=how, replaceable=False):
+            if (lost or waiting) and not self.members.take_loss(*waiting, *lost, how=how, replaceable=False):
                 cause = f"the machine {host} was lost with rank{'s' * (len(lost) > 1)} "
                 cause += ", ".join(str(state.rank) for state in lost)
                 self._hands.fail(FailureReport(cause=cause, exit_code=1))
@@ -276,7 +284,7 @@ class Leading(LocalRanks):
         slots = [state.slot for state in (*self._hands.group.ranks.values(), *self._remote.values())]
         first = max([*slots, *(state.slot for state in self.members.members)], default=-1) + 1
         self._machines[node] = (described["host"], described["ranks"])
-        self.members.take_arrival(described["ranks"], f"the machine {described['host']}")
+        self.members.take_arrival(node, described["ranks"], f"the machine {described['host']}")
         own = self._hands.node
         info = {
             "node_rank": len(self._machines) - 1,

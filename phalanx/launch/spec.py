@@ -165,6 +165,8 @@ class LaunchSpec:
     """How long until the first rank must have reached init_process_group or finished; None: no limit."""
     threads_per_rank: int | None = None
     """Compute threads per rank; None: this node's cores shared evenly, unless OMP_NUM_THREADS is set."""
+    identity: Mapping[str, str] = field(default_factory=lambda: _EMPTY)
+    """What all machines of the run must have in common, by name: versions, settings."""
     data: Mapping[str, Any] = field(default_factory=dict)
     """Data sets that the starter itself shards over the ranks (Ray Data), by name."""
     prelude: str = ""

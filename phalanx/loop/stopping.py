@@ -132,13 +132,19 @@ class TimeLimit:
 
     def __init__(self, seconds: float | None) -> None:
         self._seconds = seconds
-        self._ends = math.inf
+        self._began, self._ends = 0.0, math.inf
         self.reason = "" if seconds is None else f"max_time of {duration(seconds)} reached"
 
-    def begin(self) -> None:
-        """Start the clock."""
+    def begin(self, spent: float = 0.0) -> None:
+        """Start the clock; `spent`: seconds that count already."""
+        self._began = time.monotonic() - spent
         if self._seconds is not None:
-            self._ends = time.monotonic() + self._seconds
+            self._ends = self._began + self._seconds
+
+    @property
+    def spent(self) -> float:
+        """The seconds that count so far."""
+        return time.monotonic() - self._began if self._began else 0.0
 
     @property
     def is_over(self) -> bool:

@@ -97,6 +97,7 @@ class TrainLoop:
         self._stop_early = False
         self._status, self._reason = "finished", ""
         self._time_limit = TimeLimit(self.config.max_seconds)
+        self._spent = 0.0
         self._evaluated: tuple[int, dict[str, float]] | None = None
 
     @property
@@ -138,7 +139,7 @@ class TrainLoop:
         self.report.started(self.step, self.total_steps, parameters, self.formation.notes, announce=not self.continues)
         if self._finished():
             self._reason = "nothing was left to train"
-        self._time_limit.begin()
+        self._time_limit.begin(self._spent)
         self.stop.listen(StopNotices(self.config, self.formation.world, self.stop.ask, self.report.say))
         try:
             self.hooks.fire("on_fit_start", self)
@@ -312,13 +313,16 @@ class TrainLoop:
         """Return what a checkpoint holds of the loop itself."""
         stopping = None if self._stopping is None else self._stopping.state_dict()
         watched = {"best": self.best.state_dict(), "stopping": stopping}
-        return {**self.report.to_keep(), "schedule": self.schedule.state_dict(), "watched": watched}
+        loop = {"schedule": self.schedule.state_dict(), "watched": watched, "time_spent": self._time_limit.spent}
+        return {**self.report.to_keep(), **loop}
 
     def _resume(self) -> None:
         state = self.restore()
         if state is None:
             return
         self.report.resumed(state)
+        if self.continues:  # the same run, with other ranks
+            self._spent = state.get("time_spent", 0.0)
         watched = state.get("watched", {})
         self.report.say(self.best.load_state_dict(watched.get("best"), state["path"], self.step), "warning")
         self.best.record(self.history)

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import os
 import time
 from collections.abc import Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from phalanx.config import FIELDS, DistributedConfig, Resolved
+from phalanx.config.fields import Resources
+from phalanx.config.run_fields import Monitoring
+from phalanx.config.settings import GROUPS
 from phalanx.config.sources import ENV_PREFIX
 from phalanx.engine import VARIABLE, engine_name, engine_of
 from phalanx.launch import CallTarget, LaunchSpec
 from phalanx.launch.forkserver.preload import PRELOAD
 from phalanx.launch.nccl import nccl_environment
-from phalanx.launch.spec import Elastic, Target
+from phalanx.launch.spec import Elastic, ScriptTarget, Target
 from phalanx.recipes import Recipe
+from phalanx.version import __version__
 from phalanx.world.layout import Layout
 
 
@@ -65,9 +71,28 @@ def launch_spec(
         threads_per_rank=config.threads_per_rank,
         data=data or {},
         prelude=engine_of(config).prelude,
+        identity=identity(config, target) if layout.num_nodes > 1 else {},
         elastic=plan_elastic(config, layout, target) if starter is None else None,
         starter=starter,
     )
+
+
+_OF_A_MACHINE = {
+    *("data_dir", "nvme_path", "deepspeed_config", "nccl_env", "timeout", "start_timeout", "address", "hosts"),
+    *("host_discovery_script", "horovod_timeline", "cpus_per_worker", "resources_per_worker", "placement"),
+    *("checkpoint_dir", "resume_from_checkpoint", "preemption_file", "stop_grace"),
+}
+"""Settings, besides those of resources and monitoring, that may differ between the machines of a run."""
+
+
+def identity(config: DistributedConfig, target: Target) -> dict[str, str]:
+    """Return what all machines of a run must have in common: versions, the script, and settings that decide numbers."""
+    groups = [group.__dataclass_fields__ for group in GROUPS if group not in (Resources, Monitoring)]
+    names = [name for fields in groups for name in fields if name not in _OF_A_MACHINE]
+    found = {"phalanx": __version__, "torch": version("torch").partition("+")[0]}
+    if isinstance(target, ScriptTarget) and Path(target.path).is_file():  # else `check` says what is wrong
+        found["script"] = hashlib.sha256(Path(target.path).read_bytes()).hexdigest()[:12]
+    return {**found, **{name: repr(getattr(config, name)) for name in names}}
 
 
 _IN_PLACE = ("phalanx.worker:run_job_file", "phalanx.worker:run_recipe_file", "phalanx.verification.rank:run_request")

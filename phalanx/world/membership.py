@@ -97,6 +97,7 @@ class Member:
                 self._positions.put(Position(**message["form"]))
             elif "end" in message:
                 self._positions.put(None)
+        self._positions.put(None)  # the launcher has ended
 
     def may_go_on(self, error: BaseException) -> bool:
         """Whether an error only says that other ranks were lost, or that the group changes."""

@@ -25,7 +25,7 @@ def _free_endpoint():
         return f"127.0.0.1:{listener.getsockname()[1]}"
 
 
-def _run_nodes(tmp_path, source, *, node_ranks=(0, 1), sizes=(2, 1), endpoint=None, **spec):
+def _run_nodes(tmp_path, source, *, node_ranks=(0, 1), sizes=(2, 1), endpoint=None, identities=({}, {}, {}), **spec):
     endpoint = endpoint or _free_endpoint()
     runs = [None] * len(node_ranks)
 
@@ -37,6 +37,7 @@ def _run_nodes(tmp_path, source, *, node_ranks=(0, 1), sizes=(2, 1), endpoint=No
             rdzv_endpoint=endpoint,
             ranks_per_node=sizes[index],
             console_ranks="all",
+            identity=identities[index],
             **{"num_nodes": len(node_ranks), **spec},
         )
 
@@ -88,6 +89,16 @@ def test_two_nodes_with_one_number_are_refused(tmp_path, fork_server):
     runs = _run_nodes(tmp_path, SUM, node_ranks=(1, 1, 0), sizes=(1, 1, 1))
     assert [run.result.exit_code for run in runs] == [2, 2, 2]
     assert all("two nodes say they are node 1" in run.report for run in runs)
+
+
+def test_a_machine_with_another_version_or_other_settings_is_refused_with_the_difference(tmp_path, fork_server):
+    both = {"phalanx": "1.0", "seed": "0"}
+    identities = ({**both, "batch_size": "8"}, {**both, "batch_size": "16"})
+    runs = _run_nodes(tmp_path, SUM, sizes=(1, 1), identities=identities, join_timeout=3.0)
+    refused = next(run for run in runs if run.result.exit_code == 2)
+    assert "batch_size is " in refused.report
+    assert "seed" not in refused.report
+    assert {run.result.exit_code for run in runs} == {1, 2}, "the other one waited, and no rank has started"
 
 
 def test_an_endpoint_that_does_not_answer_is_named(launch_script):

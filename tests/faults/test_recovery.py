@@ -44,6 +44,9 @@ class Faults(phalanx.Callback):
     def __init__(self, folder: Path, faults, pause: float = 0.0) -> None:
         self.folder, self.faults, self.pause = folder, list(faults), pause
 
+    def on_fit_start(self, trainer) -> None:
+        (self.folder / f"slot-{os.environ['PHALANX_SLOT']}").touch()
+
     def on_step_end(self, trainer, info) -> None:
         time.sleep(self.pause)
         for number, (rank, step, what) in enumerate(self.faults):
@@ -305,6 +308,7 @@ def test_spare_ranks_take_over(tmp_path, fork_server):
     quiet, _ = train(tmp_path, "quiet", **FIXED)
     hit, events = train(tmp_path, "hit", [(1, 20, KILL)], spares=1, **FIXED)
     assert len(recoveries(events)) == 1
+    assert (tmp_path / "hit" / "slot-4").exists(), "the spare rank was used, not one that was started after the loss"
     assert_equal(quiet, hit)
 
 

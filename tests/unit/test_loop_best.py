@@ -15,6 +15,7 @@ from phalanx import Callback, PyTorchDDPTrainer
 from phalanx.checkpoint import find_best, list_checkpoints, read_tensors
 from phalanx.config import DistributedConfig
 from phalanx.errors import ConfigError, UsageError
+from phalanx.loop.stopping import TimeLimit
 
 
 class Weight(nn.Module):
@@ -70,6 +71,16 @@ def saved_weight(path) -> float:
 
 def names(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
+
+
+def test_the_time_that_was_spent_counts_on_when_the_ranks_change():
+    limit = TimeLimit(10.0)
+    assert limit.spent == 0.0
+    limit.begin(spent=9.0)
+    assert not limit.is_over
+    assert 9.0 <= limit.spent < 9.9
+    limit.begin(spent=limit.spent + 1.0)
+    assert limit.is_over
 
 
 def test_the_best_checkpoint_stays_next_to_the_last_ones(tmp_path):

@@ -1,0 +1,232 @@
+"""The launcher's decisions about lost and added ranks, for messages and losses in any order."""
+
+from __future__ import annotations
+
+import pytest
+
+from phalanx.errors import EXIT_USAGE
+from phalanx.launch.group import RankState
+from phalanx.launch.membership import Membership
+from phalanx.launch.spec import Elastic
+
+
+class Processes:
+    """Notes what is sent; a machine has room for `room` more processes."""
+
+    def __init__(self, room: int = 100) -> None:
+        self.sent: list[tuple[str, str]] = []
+        self.started = 0
+        self.room = room
+
+    def send(self, state, message) -> None:
+        self.sent.append((state.key, next(iter(message))))
+
+    def start(self, count, generation):
+        able = min(count, self.room)
+        self.started += able
+        self.room -= able
+        return {"": able}
+
+    def retire(self, state) -> None:
+        pass
+
+    def address(self):
+        return {}
+
+    def take(self, what: str) -> list[str]:
+        """Return the ranks that got a message of this kind, and forget all messages."""
+        found = [key for key, kind in self.sent if kind == what]
+        self.sent.clear()
+        return found
+
+
+class Case:
+    """A membership of `ranks` ranks, whose timers are due at once."""
+
+    def __init__(self, ranks: int, *, max_restarts: int = 5, sizes=(), spares: int = 0, room: int = 100) -> None:
+        self.processes = Processes(room)
+        self.ranks = [rank_state(number) for number in range(ranks)]
+        self.reports: list[dict] = []
+        self.given_up: list[str] = []
+        self.members = Membership(
+            Elastic(sizes or (ranks,), spares),
+            self.ranks,
+            self.processes,
+            failures=0,
+            max_restarts=max_restarts,
+            later=lambda seconds, action: action(),
+            report=self.reports.append,
+            give_up=self.given_up.append,
+        )
+
+    def join(self, *states) -> None:
+        for state in states:
+            self.members.take(state, {"joined": self.members.generation})
+
+    def ready(self, *states, step: int = 5) -> None:
+        for state in states:
+            self.members.take(state, {"ready": "new", "step": step})
+
+    def lose(self, state, code: int = -9) -> bool:
+        state.code = code
+        return self.members.take_loss(state, how="was killed")
+
+    def forms(self) -> bool:
+        return bool(self.processes.take("form"))
+
+
+def rank_state(number: int) -> RankState:
+    return RankState(number, f"r{number}", f"r{number}", number, local_rank=number)
+
+
+@pytest.fixture
+def three():
+    case = Case(3)
+    case.join(*case.ranks)
+    return case
+
+
+def test_a_rank_that_notices_while_others_join_is_asked_only_once(three):
+    _, one, two = three.ranks
+    three.lose(three.ranks[0])
+    new = rank_state(7)
+    three.ready(one, two, new)
+    assert three.forms()
+    three.ready(one)  # its connection to the new rank broke before the launcher knows why
+    assert three.lose(new)
+    newest = rank_state(8)
+    three.ready(two, newest)
+    assert three.forms()
+
+
+def test_a_late_report_of_joining_does_not_end_the_leaving(three):
+    _, one, two = three.ranks
+    three.lose(three.ranks[0])
+    three.ready(one, two, new := rank_state(7))
+    assert three.forms()
+    three.join(one)
+    three.lose(new)
+    three.ready(one)
+    three.join(two)  # sent before it got the abort
+    three.ready(two, rank_state(8))
+    assert three.forms()
+
+
+def test_a_new_rank_that_ends_before_it_is_ready_is_started_again(three):
+    _, one, two = three.ranks
+    three.lose(three.ranks[0])
+    three.ready(one, two)
+    assert three.processes.started == 1
+    assert three.lose(rank_state(7))
+    assert three.processes.started == 2
+    three.ready(rank_state(8))
+    assert three.forms()
+
+
+def test_new_ranks_that_always_end_are_not_started_for_ever(three):
+    three.lose(three.ranks[0])
+    three.ready(*three.ranks[1:])
+    went_on = [three.lose(rank_state(7 + number)) for number in range(4)]
+    assert went_on == [True, True, True, False]
+    assert not three.lose(rank_state(20), code=EXIT_USAGE), "it would be the same again"
+
+
+def test_a_rank_that_is_lost_after_it_was_ready_is_not_chosen(three):
+    _, one, two = three.ranks
+    three.lose(three.ranks[0])
+    three.ready(one)
+    three.lose(two)
+    three.ready(two)  # what it had sent before is read after its end
+    three.ready(rank_state(7))
+    assert not three.forms()
+    three.ready(rank_state(8))
+    assert three.forms()
+
+
+def test_where_a_rank_has_finished_the_others_do_not_wait_for_it(three):
+    zero, one, two = three.ranks
+    three.lose(zero)
+    three.ready(one)
+    two.code = 0
+    three.members.take_end(two)
+    assert "rank 2 has finished" in three.given_up[0]
+
+
+def test_ranks_that_finish_before_a_requested_change_end_the_run():
+    case = Case(2, sizes=(2, 1))
+    case.join(*case.ranks)
+    case.members.resize(1, "a request")
+    for state in case.ranks:
+        state.code = 0
+        case.members.take_end(state)
+    assert case.given_up == []
+
+
+def test_ranks_lost_together_are_one_failure():
+    case = Case(3, max_restarts=1)
+    case.join(*case.ranks)
+    assert case.lose(case.ranks[0])
+    assert case.lose(case.ranks[1])
+    assert case.members.failures == 1
+    case.ready(case.ranks[2], rank_state(7), rank_state(8))
+    case.join(*case.members.members)
+    assert not case.lose(case.ranks[2])
+
+
+def test_a_failure_that_needs_a_restart_is_counted_by_the_restart():
+    case = Case(1, max_restarts=1)
+    case.join(*case.ranks)
+    assert not case.lose(case.ranks[0])
+    assert case.members.failures == 0
+
+
+def test_interruptions_without_a_loss_end_where_no_step_is_made(three):
+    three.ready(*three.ranks)
+    for _ in range(5):
+        three.join(*three.ranks)
+        three.ready(*three.ranks)
+    assert "was interrupted" in three.given_up[0]
+
+
+def test_a_request_for_more_ranks_than_there_is_room_for_is_refused():
+    case = Case(2, sizes=(4, 3, 2), room=1)
+    case.join(*case.ranks)
+    refused = case.members.resize(4, "a request")
+    assert refused is not None
+    assert "room" in refused
+    assert case.members.is_settled
+
+
+def test_a_rank_in_a_long_step_is_not_killed_for_a_request(monkeypatch):
+    case = Case(2, sizes=(2, 1))
+    case.join(*case.ranks)
+    case.members.resize(1, "a request")
+    monkeypatch.setattr("phalanx.launch.membership.time.monotonic", lambda: 1e9)
+    assert case.members.find_late() == []
+    case.ready(case.ranks[0])
+    case.members.take_loss(rank_state(9), how="was killed")
+    case.lose(case.ranks[1])
+    case.ready(rank_state(8))
+
+
+def test_machines_that_arrive_together_are_all_taken_in():
+    case = Case(1, sizes=(3, 2, 1))
+    case.join(*case.ranks)
+    case.members.take_arrival("b", 1, "the machine b")
+    case.members.take_arrival("c", 1, "the machine c")
+    first, second = (RankState(n, f"r{n}", f"r{n}", n, node) for n, node in ((1, "b"), (2, "c")))
+    case.ready(first)
+    case.ready(*case.ranks)
+    assert case.forms()
+    case.ready(second)
+    case.join(*case.members.members)
+    assert case.processes.take("regroup") == ["r0", "r1"]
+
+
+def test_a_machine_that_is_lost_before_its_ranks_are_ready_is_not_waited_for():
+    case = Case(2, sizes=(4, 3, 2), room=0)
+    case.join(*case.ranks)
+    case.members.take_arrival("b", 2, "the machine b")
+    assert not case.members.is_settled
+    case.members.lose_node("b")
+    assert case.members.is_settled
