@@ -144,10 +144,9 @@ def read_steps(folder: Path) -> list[tuple[int, float]]:
 def recovery(folder: Path) -> tuple[float, int]:
     """Return the seconds from the kill to the next new step, and the steps that were done twice."""
     killed = float((folder / "killed").read_text())
-    steps = read_steps(folder)
-    before = max((step for step, when in steps if when <= killed), default=0)
-    lost = sum(when > killed and step <= before for step, when in steps)
-    return next(when for step, when in steps if when > killed and step > before) - killed, lost
+    steps = read_steps(folder)  # rank 0 may note the step of the kill after it
+    lost = len(steps) - len({step for step, _ in steps})
+    return next(when for step, when in steps if step > AT) - killed, lost
 
 
 def under_torchrun(folder: Path) -> tuple[float, int]:

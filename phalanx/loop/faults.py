@@ -63,7 +63,11 @@ class FaultPlan(Callback):
         path = os.environ.get(VARIABLE)
         if not path:
             return None
-        return cls(*faults.from_json(Path(path).read_text()), folder=f"{path}.marks")
+        try:
+            return cls(*faults.from_json(Path(path).read_text()), folder=f"{path}.marks")
+        except (OSError, ValueError, TypeError) as error:
+            hint = 'It names a file such as [{"kind": "kill", "rank": 1, "step": 50}].'
+            raise UsageError(f"{VARIABLE} = {path} cannot be read as a list of faults: {error}", hint=hint) from None
 
     def fail_at(self, rank: int, step: int, kind: str = "exception") -> FaultPlan:
         """Add a fault, and return the plan."""

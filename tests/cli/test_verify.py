@@ -50,10 +50,10 @@ def _in_own_folder(tmp_path, monkeypatch, fork_server):
     monkeypatch.chdir(tmp_path)
 
 
-def verify(output: str = RIGHT, *words: object, extra: str = "pass") -> tuple[Answer, dict]:
+def verify(output: str = RIGHT, *words: object, extra: str = "pass", steps: int = 4) -> tuple[Answer, dict]:
     """Verify the small model with this forward pass; return the answer and what --json wrote."""
     write_script(Path("model.py"), MODEL.format(output=output, extra=extra))
-    answer = phalanx("verify", "--script", "model.py", *SMALL, "--max-steps", 4, "--json", "found.json", *words)
+    answer = phalanx("verify", "--script", "model.py", *SMALL, "--max-steps", steps, "--json", "found.json", *words)
     assert Path("found.json").exists(), answer.text
     return answer, json.loads(Path("found.json").read_text())
 
@@ -141,15 +141,14 @@ def test_a_layout_that_continues_differently_is_found_by_reshard():
 
 
 def test_a_run_that_loses_and_gets_ranks_ends_with_the_same_bits():
-    words = ("--faults", "--strategy", "ring", "--fixed-order", "--num-workers", 2, "--max-steps", 12)
-    answer, found = verify(RIGHT, *words)
+    answer, found = verify(RIGHT, "--faults", "--strategy", "ring", "--fixed-order", steps=12)
     assert answer.code == 0, answer.text
     assert "end with the same bits when a rank is killed and the 2 ranks become 1, then 2 again" in answer.out
     assert differences(found)["parameters"] == 0.0
 
 
 def test_state_that_a_new_rank_does_not_get_is_found_by_faults():
-    answer, _ = verify("x + torch.tanh(self.inner(x)) / self.calls", "--faults", "--max-steps", 12)
+    answer, _ = verify("x + torch.tanh(self.inner(x)) / self.calls", "--faults", steps=12)
     assert answer.code == 1, answer.text
     assert "does not end with the same weights, within rounding, when a rank is killed" in answer.out
 

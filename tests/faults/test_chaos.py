@@ -18,7 +18,8 @@ import phalanx
 from phalanx.errors import UsageError
 from phalanx.reliability.faults import Mark, Marks, read_faults
 
-FIXED = ("--strategy", "ring", "--fixed-order", "--heartbeat-timeout", "0.5", "--device", "cpu")
+EXACT = ("--strategy", "ring", "--fixed-order", "--device", "cpu")
+FIXED = (*EXACT, "--heartbeat-timeout", "0.5")
 
 
 class Rows(Dataset):
@@ -115,7 +116,7 @@ def test_the_command_cuts_and_slows_links_between_hosts(tmp_path, monkeypatch):
         pass
     monkeypatch.chdir(tmp_path)
     faults = ["--fault", "slow:rank=2,step=10,rate=20mbit,seconds=1", "--fault", "cut:rank=2,step=40"]
-    words = ["chaos", "digits", "--num-workers", "2:4", "--num-nodes", "2", "--max-steps", "100", *FIXED, *faults]
+    words = ["chaos", "digits", "--num-workers", "2:4", "--num-nodes", "2", "--max-steps", "100", *EXACT, *faults]
     answer = command(*words, "--heartbeat-timeout", "2", "--compare", "--json")
     report = json.loads(answer.out)
     assert (answer.code, report["difference"], report["problems"]) == (0, 0.0, []), report
@@ -188,6 +189,16 @@ def test_a_plan_by_the_environment_needs_no_change_of_the_code(tmp_path, monkeyp
     _, changes = train(tmp_path / "hit", 20)
     assert [change["lost"] for change in changes] == [[1]]
     assert "InjectedFault" in changes[0]["reason"]
+
+
+@pytest.mark.parametrize("text", [None, "no JSON", "3", '[{"kind": "kil", "step": 3}]'])
+def test_a_plan_that_cannot_be_read_is_named(tmp_path, monkeypatch, text):
+    plan = tmp_path / "plan.json"
+    if text is not None:
+        plan.write_text(text)
+    monkeypatch.setenv("PHALANX_FAULTS", str(plan))
+    with pytest.raises(UsageError, match=r"plan\.json|Did you mean 'kill'"):
+        phalanx.FaultPlan.from_environment()
 
 
 def test_links_are_cut_in_namespaces_only(monkeypatch):
