@@ -75,6 +75,13 @@ class RankState:
         return self.code is None
 
 
+def numbered(states: list[RankState]) -> list[RankState]:
+    """Return a machine's ranks in their new order: each keeps its number where possible, for its device's sake."""
+    kept = {state.local_rank: state for state in states if state.local_rank < len(states)}
+    rest = iter([state for state in states if kept.get(state.local_rank) is not state])
+    return [kept[number] if number in kept else next(rest) for number in range(len(states))]
+
+
 class RankGroup:
     """This node's ranks. `start` puts their sockets and pipes on a selector, whose callbacks update `ranks`."""
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from phalanx.errors import EXIT_USAGE
-from phalanx.launch.group import RankState
+from phalanx.launch.group import RankState, numbered
 from phalanx.launch.policy import Decision, Facts, decide, pause
 from phalanx.launch.spec import Elastic
 from phalanx.observe.events import Message, RankLost
@@ -354,7 +354,7 @@ class Membership:
         self._joined.clear()
         self._enter("forming")
         change, self._change = self._change or _Change(time.time()), None
-        nodes = {node: _numbered([s for s in chosen if s.node == node]) for node in sorted({s.node for s in chosen})}
+        nodes = {node: numbered([s for s in chosen if s.node == node]) for node in sorted({s.node for s in chosen})}
         self._members = [state for states in nodes.values() for state in states]
         for rank, state in enumerate(self._members):
             self._steps.pop(state.key, None)
@@ -392,10 +392,3 @@ class Membership:
     def spares_only(self) -> bool:
         """Whether all members have ended, and only spare ranks are left."""
         return all(member.code is not None for member in self._members)
-
-
-def _numbered(states: list[RankState]) -> list[RankState]:
-    """Return a machine's ranks in their new order: each keeps its number where possible, for its device's sake."""
-    kept = {state.local_rank: state for state in states if state.local_rank < len(states)}
-    rest = iter([state for state in states if kept.get(state.local_rank) is not state])
-    return [kept[number] if number in kept else next(rest) for number in range(len(states))]

@@ -201,6 +201,8 @@ class AbortableStore(dist.Store):
         """Remove a key."""
         return bool(self._inner.delete_key(key))
 
+    deleteKey = delete_key
+
     def num_keys(self) -> int:
         """Return the number of keys."""
         return int(self._inner.num_keys())
