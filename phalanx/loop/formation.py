@@ -12,6 +12,7 @@ for inputs, targets in loader:
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import uuid
@@ -254,7 +255,11 @@ class Formation(Prepared):
         One save at a time: this waits for the one before.
         """
         self.finish_save()
-        begin_save(self, self.saver, as_path(directory), shared)
+        path = as_path(directory)
+        with contextlib.suppress(OSError):  # what is wrong with the directory is found, and raised, by the save
+            if path.is_dir():
+                self._lock(path)
+        begin_save(self, self.saver, path, shared)
 
     def finish_save(self) -> SavedCheckpoint | None:
         """Wait for the save in flight, if any, and return the published checkpoint; all ranks must call this.
@@ -264,11 +269,14 @@ class Formation(Prepared):
         saved = self.saver.finish()
         if saved is None:
             return None
-        directory = saved.path.parent
-        if self.is_main and directory not in self._locks:  # until `close` other runs leave its checkpoints alone
+        self._lock(saved.path.parent)
+        return saved
+
+    def _lock(self, directory: Path) -> None:
+        """Mark the run as in progress until `close`: others then leave its checkpoints and chunks alone."""
+        if self.is_main and directory not in self._locks:
             self._locks[directory] = lock = RunLock(directory, self.run_id)
             self._undo.append(lock.release)
-        return saved
 
     def load(self, directory: str | Path, *, required: bool = True) -> dict[str, Any] | None:
         """Restore the newest complete checkpoint of a directory (or the one given).

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from phalanx.config import DistributedConfig
 from phalanx.observe.format import duration
+from phalanx.observe.goodput import LAUNCHED_AT
 from phalanx.world.world import World
 
 _POLL_SECONDS = 1.0
@@ -45,11 +46,14 @@ class StopNotices:
 
     def watch(self) -> None:
         """Start the thread, where there is something to watch."""
-        if self._file is not None and self._file.exists():
+        before, launched = _changed(self._file), float(self._environ.get(LAUNCHED_AT) or time.time())
+        if before is not None and before > launched * 1e9:  # it came while ranks were started or replaced
+            before = None
+        if before is not None:
             old = f"preemption_file {self._file} existed before this run: it counts once it is written again"
             self._say(old, "warning")
         if self._file is not None or self._watches_limit:
-            self._thread = threading.Thread(target=self._run, args=(_changed(self._file),), daemon=True)
+            self._thread = threading.Thread(target=self._run, args=(before,), daemon=True)
             self._thread.start()
 
     def close(self) -> None:

@@ -117,3 +117,13 @@ def test_which_rank_watches_what(monkeypatch):
     assert watched(DistributedConfig(preemption_margin=0.0), job) == []
     assert watched(DistributedConfig(), job, is_main=False) == []
     assert watched(DistributedConfig(), {}) == []
+
+
+def test_a_notice_that_came_while_ranks_were_replaced_counts(monkeypatch, tmp_path):
+    monkeypatch.setattr(notices, "_POLL_SECONDS", 0.05)
+    notice = tmp_path / "preempted"
+    notice.touch()
+    config, now = DistributedConfig(preemption_file=str(notice)), time.time()
+    assert len(watched(config, {"PHALANX_LAUNCHED_AT": str(now - 60)})) == 1
+    assert watched(config, {"PHALANX_LAUNCHED_AT": str(now + 60)}) == [], "it was there before the launch"
+    assert watched(config, {}) == []
