@@ -175,10 +175,10 @@ class TrainLoop:
             if outcome is None:
                 break
             heartbeat.beat(step)
+            if average is not None:  # before what other ranks take part in: a step is complete, or was not taken
+                average.update(step)
             if self.checks.is_on:
                 self.checks.after_step(step)
-            if average is not None:
-                average.update(step)
             samples = self.formation.gradients.current.global_samples
             self.report.count(samples)
             info = StepInfo(step, epoch, samples, self.schedule.rate, outcome.loss)
