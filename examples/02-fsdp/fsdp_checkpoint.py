@@ -15,17 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_state_dict,
-    set_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 import phalanx
 from phalanx.data import load
@@ -85,28 +78,21 @@ def save_shards(run: Run, directory: Path) -> None:
 
 
 def save_while_training(run: Run, directory: Path, steps: int) -> None:
-    """3. Copy the shards to CPU memory, go on, and let torch write the copy meanwhile.
+    """3. Copy the shards to CPU memory, go on, and let threads write, hash and publish the copy meanwhile.
 
-    Phalanx's own checkpoints are synchronous; this is torch.distributed.checkpoint on what Phalanx sharded. It is
-    complete when `result()` returns and `.metadata` is there; never write over the only one that is.
+    It is complete when `finish_save()` returns. The trainer saves like this by default (`async_checkpoint`).
     """
-    before = run.evaluate()
+    before, step = run.evaluate(), run.formation.step
     start = time.perf_counter()
-    bare = run.formation.unwrap(run.model)
-    names = ("model", "optimizer")
-    state: dict[str, Any] = dict(zip(names, get_state_dict(bare, run.optimizer), strict=True))
-    many = run.formation.world_size > 1
-    group = dist.new_group(backend="gloo") if many else None  # a group of its own, on the CPU
-    saving = dcp.async_save(state, checkpoint_id=str(directory), process_group=group, no_dist=not many)
+    run.formation.save_async(directory)
     run.report("async", start)
     run.train(steps)
     after = run.evaluate()
-    saving.result()
+    run.formation.finish_save()
 
     # Read it back, to see that it holds the moment of the save and not what came after.
-    state = dict(zip(names, get_state_dict(bare, run.optimizer), strict=True))
-    dcp.load(state, checkpoint_id=str(directory), process_group=group, no_dist=not many)
-    set_state_dict(bare, run.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    run.formation.load(directory)
+    assert run.formation.step == step
     run.formation.print(
         f"async: loss {before:.6f} when saved, {after:.6f} after {steps} more steps, {run.evaluate():.6f} read back"
     )
