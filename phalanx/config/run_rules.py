@@ -64,7 +64,7 @@ def mtbf(settings: Settings) -> Mistakes:
         yield settings.mistake("mtbf", " without checkpoint_frequency = 'auto', which alone uses it.")
 
 
-@rule("check_replicas_every", "on_corruption", "straggler_factor", "on_straggler", "spares", *STRATEGY, *AXES)
+@rule("check_replicas_every", "on_corruption", "straggler_factor", "on_straggler", *STRATEGY, *AXES)
 def rank_checks(settings: Settings) -> Mistakes:
     """Report checks of replicas where ranks hold none, or do not step together."""
     axis = next((axis for axis in AXES if getattr(settings, axis) > 1), None)
@@ -80,13 +80,23 @@ def rank_checks(settings: Settings) -> Mistakes:
         yield settings.mistake("on_corruption", " without check_replicas_every: set it, such as 100.")
     if settings.changed("on_straggler") and settings.straggler_factor is None:
         yield settings.mistake("on_straggler", " without straggler_factor: set it, such as 2.")
-    for name, value in (("on_corruption", "replace"), ("on_straggler", "replace"), ("spares", None)):
-        wanted = getattr(settings, name)
-        if (wanted == value if value else wanted) and not settings.max_restarts:
+    for name in ("on_corruption", "on_straggler"):
+        if getattr(settings, name) == "replace" and not settings.max_restarts:
             yield settings.mistake(name, " without max_restarts, which says how many ranks may be replaced.")
-    if settings.spares and (settings.recovery == "restart" or settings.num_nodes > 1):
-        where = "several machines" if settings.num_nodes > 1 else f"strategy = {settings.resolved_strategy!r}"
-        yield settings.mistake("spares", f": they wait on one machine, to replace ranks in place, not {where}.")
+
+
+@rule("spares", "max_restarts", "min_workers", "num_nodes", *STRATEGY, *AXES)
+def spares(settings: Settings) -> Mistakes:
+    """Report spare ranks that would never be used."""
+    if not settings.spares:
+        return
+    if settings.recovery == "restart":
+        how = f"strategy = {settings.resolved_strategy!r}"
+        yield settings.mistake("spares", f" with {how}, where all ranks start again after a loss. Leave spares out.")
+    elif not settings.max_restarts and settings.min_workers is None:
+        yield settings.mistake("spares", " without max_restarts: no lost rank is replaced. Set it, such as 3.")
+    elif settings.num_nodes > 1:
+        yield settings.mistake("spares", f" with num_nodes = {settings.num_nodes}: they wait on one machine only.")
 
 
 @rule("ema_decay", *STRATEGY, "pipeline_parallel", "min_workers")
@@ -112,4 +122,4 @@ def ema_decay(settings: Settings) -> Mistakes:
         )
 
 
-RUN_RULES = (watched_metrics, patience, limit_val_batches, max_time, mtbf, rank_checks, ema_decay)
+RUN_RULES = (watched_metrics, patience, limit_val_batches, max_time, mtbf, rank_checks, spares, ema_decay)

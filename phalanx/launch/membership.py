@@ -97,6 +97,7 @@ class Membership:
         self._failed_starts = 0
         self._change: _Change | None = None
         self._since = time.monotonic()
+        self._said_short = False
         self._last_step = -1
         self._stuck = 0
 
@@ -233,10 +234,9 @@ class Membership:
         wanted = self._size + (self._elastic.spares if self._state == "running" else 0)
         if (missing := wanted - self._present) > 0 and self._failed_starts <= _TRIES:
             self._starting.update(self._processes.start(missing, self.generation + 1))
-            if self._size <= self._present < wanted:
-                self._say(
-                    f"{self._elastic.spares} spare ranks were asked for, and {wanted - self._present} are missing"
-                )
+            if self._present >= self._size and (short := wanted - self._present) > 0 and not self._said_short:
+                self._said_short = True
+                self._say(f"{short} of {self._elastic.spares} spare ranks are missing: no machine has room for more")
         if self._present < self._size:
             self._do_with_less()
         self._form_if_all_ready()

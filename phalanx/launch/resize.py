@@ -24,14 +24,16 @@ def request_ranks(log_dir: Path, ranks: int) -> None:
     answer.unlink(missing_ok=True)
     replace_file(log_dir / _REQUEST, json.dumps({"ranks": ranks}))
     deadline = time.monotonic() + _ANSWER_SECONDS
-    while not answer.exists():
-        if time.monotonic() > deadline:
-            (log_dir / _REQUEST).unlink(missing_ok=True)
-            raise UsageError(
-                f"the launcher of {log_dir.parent} did not answer within {_ANSWER_SECONDS:g} s.",
-                hint="Only a run that was started elastic can be resized: --num-workers 2:8, or --max-restarts N.",
-            )
-        time.sleep(_POLL_SECONDS)
+    try:
+        while not answer.exists():
+            if time.monotonic() > deadline:
+                raise UsageError(
+                    f"the launcher of {log_dir.parent} did not answer within {_ANSWER_SECONDS:g} s.",
+                    hint="Only a run that was started elastic can be resized: --num-workers 2:8, or --max-restarts N.",
+                )
+            time.sleep(_POLL_SECONDS)
+    finally:
+        (log_dir / _REQUEST).unlink(missing_ok=True)  # also after Ctrl-C: it must not be carried out later
     refused = json.loads(answer.read_text())["refused"]
     answer.unlink(missing_ok=True)
     if refused:
@@ -45,6 +47,8 @@ def answer_requests(log_dir: Path, resize: Callable[[int, str], str | None]) -> 
         wanted = json.loads(request.read_text())["ranks"]
     except FileNotFoundError:
         return
+    except (ValueError, KeyError, TypeError):  # not written by `request_ranks`
+        wanted = 0
     request.unlink(missing_ok=True)
     refused = resize(wanted, f"a request for {wanted} rank{'s' * (wanted != 1)}")
     replace_file(log_dir / _ANSWER, json.dumps({"refused": refused}))

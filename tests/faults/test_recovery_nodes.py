@@ -192,7 +192,7 @@ def test_a_machine_that_is_cut_off_is_left_out_and_ends_itself(cluster, quiet):
 
 
 def test_a_machine_that_comes_later_is_taken_in(cluster, quiet):
-    two = cluster(2, ranks=(2, 4), pause=0.1)
+    two = cluster(2, ranks=(2, 4), pause=0.3)
     two.start(0, 1)
     two.wait_for_step(1)
     two.kill(1)

@@ -31,6 +31,14 @@ def test_settings_of_a_pipeline_need_one(name, value):
     assert getattr(DistributedConfig(**{name: value}, pipeline_parallel=2), name) == value
 
 
+def test_spare_ranks_need_losses_that_are_survived_in_place():
+    with pytest.raises(ConfigError, match="spares = 2 without max_restarts: no lost rank is replaced"):
+        DistributedConfig(spares=2)
+    with pytest.raises(ConfigError, match="spares = 2 with strategy = 'deepspeed', where all ranks start again"):
+        DistributedConfig(spares=2, max_restarts=1, strategy="deepspeed")
+    DistributedConfig(spares=2, max_restarts=1)
+
+
 def test_default_values_of_a_pipeline_need_none():
     DistributedConfig(pipeline_schedule="1f1b", pipeline_balance="parameters", microbatches=None)
 

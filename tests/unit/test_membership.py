@@ -230,3 +230,12 @@ def test_a_machine_that_is_lost_before_its_ranks_are_ready_is_not_waited_for():
     assert not case.members.is_settled
     case.members.lose_node("b")
     assert case.members.is_settled
+
+
+def test_spare_ranks_for_which_there_is_no_room_are_reported_once():
+    case = Case(2, spares=2, room=1)
+    case.join(*case.ranks)
+    case.members._fill()
+    assert [report["text"] for report in case.reports] == [
+        "1 of 2 spare ranks are missing: no machine has room for more"
+    ]
