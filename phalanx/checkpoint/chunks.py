@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import threading
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -35,11 +36,18 @@ def write(
     `known`: the hashes of the last save, which are there; replaced by those of this one.
     """
 
+    begun: set[str] = set()
+    lock = threading.Lock()
+
     def one(cut: tuple[int, int]) -> tuple[str, int]:
         start, size = cut
         part = data[start : start + size]
         digest = hashlib.sha256(part).hexdigest()
-        if digest in known or is_whole(place, folder, digest, size):
+        with lock:  # leaves with equal content, such as zeros, are one chunk, which one thread writes
+            if digest in known or digest in begun:
+                return digest, 0
+            begun.add(digest)
+        if is_whole(place, folder, digest, size):
             return digest, 0
         place.put(*location(folder, digest), part)
         return digest, size

@@ -25,6 +25,7 @@ from phalanx.config import DistributedConfig
 from phalanx.errors import UsageError
 from phalanx.observe.events import Event
 from phalanx.strategies.optimizer_state import load_optimizer_state, optimizer_state
+from phalanx.world.env import read_rank_env
 from phalanx.world.world import World
 
 _LAYOUT = "_phalanx_layout"
@@ -63,12 +64,13 @@ def part_like(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return part
 
 
-def share_weights(model: nn.Module, world: World) -> None:
+def share_weights(model: nn.Module) -> None:
     """Broadcast rank 0's weights and buffers: ranks that initialised their own would hold different models.
 
     Not after ranks were replaced: rank 0 may be new, and the others hold the state of the run.
     """
-    if world.env.generation > 0:
+    env = read_rank_env()
+    if env is not None and env.generation > 0:
         return
     tensors = [tensor.detach() for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta]
     if tensors:

@@ -195,7 +195,7 @@ class Composed(FSDP):
     def _split(self, model: nn.Module) -> None:
         """Broadcast the weights, and split layers, sequences and experts."""
         mesh = self.world.mesh
-        share_weights(model, self.world)
+        share_weights(model)
         if mesh.tp > 1:
             split_tensors(model, self.device_mesh["tp"], loss_parallel=self.config.loss_parallel)
             self._equal_activations = not splits_sequence(model)

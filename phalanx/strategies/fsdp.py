@@ -70,7 +70,7 @@ class FSDP(Strategy):
             if is_meta(model):
                 self._materialise(model)
             return model
-        share_weights(model, self.world)
+        share_weights(model)
         return self._shard(model)
 
     def _seed(self) -> None:

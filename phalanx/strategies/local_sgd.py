@@ -39,7 +39,7 @@ class LocalSGD(Strategy):
             materialise(model, self.world.device)
         trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
         if self.world.world_size > 1 and trained:
-            share_weights(model, self.world)
+            share_weights(model)
             nbytes = sum(parameter.nbytes for _, parameter in trained)
             exchange, memory = open_exchange_for(self.config, self.world, nbytes)
             self._rounds.append(Round(dict(trained), exchange, memory))

@@ -63,7 +63,7 @@ class ParameterServer(Strategy):
         if is_meta(model):
             materialise(model, self.world.device)
         if self.world.world_size > 1:
-            share_weights(model, self.world)
+            share_weights(model)
         self._model = model
         return model
 

@@ -42,7 +42,7 @@ class RingDDP(CompressesGradients):
         if not named or (alone and not self.config.fixed_order):
             return model
         if not alone:
-            share_weights(model, self.world)
+            share_weights(model)
         exchange, memory = self._open_exchange(bytes_for(parameter for _, parameter in named))
         settings: dict[str, Any] = {
             "compressor": self.compressor_for(model),

@@ -171,7 +171,7 @@ def test_a_killed_rank_is_replaced_on_its_machine(cluster, quiet):
 def test_the_others_go_on_when_a_machine_is_killed(cluster, quiet, lost):
     two = cluster(2, ranks=(2, 4))
     two.start(0, 1)
-    two.wait_for_step(1)
+    two.wait_for_step(10)
     two.kill(lost)
     two.end(1 - lost)
     assert [event["world_size"] for event in two.events("recovered")] == [2], two.outputs()
@@ -182,7 +182,7 @@ def test_a_machine_that_is_cut_off_is_left_out_and_ends_itself(cluster, quiet):
     """Nothing answers on the cut cable, so that only heartbeats show it; the run must not go on in two parts."""
     two = cluster(2, ranks=(2, 4))
     two.start(0, 1)
-    two.wait_for_step(1)
+    two.wait_for_step(10)
     two.hosts[1].cut()
     two.end(0)
     assert two.launchers[1].wait(timeout=60) == 1
@@ -194,7 +194,7 @@ def test_a_machine_that_is_cut_off_is_left_out_and_ends_itself(cluster, quiet):
 def test_a_machine_that_comes_later_is_taken_in(cluster, quiet):
     two = cluster(2, ranks=(2, 4), pause=0.3)
     two.start(0, 1)
-    two.wait_for_step(1)
+    two.wait_for_step(10)
     two.kill(1)
     while not two.events("recovered"):
         time.sleep(0.1)
