@@ -7,12 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from long_proofs import long_proof
 
 SCRIPT = Path(__file__).parents[1] / "kill_points.py"
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("kind", ["sharded", "full", "incremental"])
+@pytest.mark.parametrize("kind", ["sharded", pytest.param("full", marks=long_proof), "incremental"])
 def test_a_kill_at_any_write_point_leaves_a_whole_checkpoint(tmp_path, kind):
     done = subprocess.run([sys.executable, SCRIPT, tmp_path, kind], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

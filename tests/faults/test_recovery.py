@@ -98,7 +98,9 @@ def recoveries(events):
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
 
 
-@pytest.mark.parametrize("settings", [{}, FIXED, {"compression": "topk"}, {"ema_decay": 0.9}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{}, FIXED, pytest.param({"compression": "topk"}, marks=long_proof), {"ema_decay": 0.9}], ids=str
+)
 def test_killed_ranks_are_replaced_and_the_weights_are_those_of_a_quiet_run(tmp_path, settings, fork_server):
     quiet, _ = train(tmp_path, "quiet", **settings)
     hit, events = train(tmp_path, "hit", [(2, 10, KILL), (0, 20, KILL), (3, 21, KILL)], **settings)
@@ -153,7 +155,7 @@ def test_too_many_failures_end_the_run(tmp_path, fork_server):
         train(tmp_path, "hit", faults, max_restarts=2)
 
 
-@pytest.mark.parametrize("settings", [FIXED, {}], ids=["fixed order", "auto"])
+@pytest.mark.parametrize("settings", [FIXED, pytest.param({}, marks=long_proof)], ids=["fixed order", "auto"])
 def test_the_number_of_ranks_changes_at_a_step_and_the_global_batch_does_not(tmp_path, settings, fork_server):
     quiet, _ = train(tmp_path, "quiet", max_steps=150, **settings)
     wanted = (2, 4) if "fixed_order" in settings else (3, 4)
@@ -189,14 +191,18 @@ def wait_for(condition, seconds: float = 20.0) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("strategy", ["local-sgd", "diloco"])
+@pytest.mark.parametrize("strategy", [pytest.param("local-sgd", marks=long_proof), "diloco"])
 def test_ranks_that_average_now_and_then_go_on(tmp_path, strategy, fork_server):
     hit, events = train(tmp_path, "hit", [(2, 10, KILL), (0, 23, KILL)], strategy=strategy, sync_every=4)
     assert len(recoveries(events)) == 2
     assert all(torch.isfinite(tensor).all() for tensor in hit.values())
 
 
-@pytest.mark.parametrize("settings", [{"strategy": "fsdp"}, {"strategy": "fsdp", "sharding": "hybrid"}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [{"strategy": "fsdp"}, pytest.param({"strategy": "fsdp", "sharding": "hybrid"}, marks=long_proof)],
+    ids=str,
+)
 def test_shards_come_from_the_memory_of_neighbours(tmp_path, settings, fork_server):
     settings = {"memory_frequency": 4, "threads_per_rank": 1, **settings}
     quiet, _ = train(tmp_path, "quiet", **settings)
@@ -252,7 +258,7 @@ def test_a_shard_that_two_lost_ranks_held_comes_from_a_checkpoint(tmp_path, fork
     assert_equal(quiet, hit)
 
 
-@pytest.mark.parametrize(("lost", "mode"), [(1, "sync"), (2, "async"), (0, "sync")])
+@pytest.mark.parametrize(("lost", "mode"), [(1, "sync"), pytest.param(2, "async", marks=long_proof), (0, "sync")])
 def test_workers_of_parameter_servers_are_replaced(tmp_path, lost, mode, fork_server):
     """Rank 0 runs the shard: with it the state is lost, and the ranks go on from the last checkpoint, in place."""
     settings = {"strategy": "parameter-server", "server_mode": mode, "checkpoint_frequency": "5 steps"}

@@ -156,6 +156,7 @@ def assert_equal(one, other) -> None:
         assert torch.equal(tensor, other[name]), name
 
 
+@long_proof
 def test_a_killed_rank_is_replaced_on_its_machine(cluster, quiet):
     two = cluster(2, ranks=(4, 4))
     (two.folder / "die-3").write_text("")
@@ -191,6 +192,7 @@ def test_a_machine_that_is_cut_off_is_left_out_and_ends_itself(cluster, quiet):
     assert_equal(quiet, two.weights(0))
 
 
+@long_proof
 def test_a_machine_that_comes_later_is_taken_in(cluster, quiet):
     two = cluster(2, ranks=(2, 4), pause=0.3)
     two.start(0, 1)
