@@ -89,7 +89,8 @@ def test_a_rank_has_its_own_time_and_not_the_wait_for_others():
         ({"check_replicas_every": 0}, "must be 1 or more"),
         ({"straggler_factor": 1.0}, "must be greater than 1"),
         ({"on_corruption": "warn"}, "without check_replicas_every"),
-        ({"check_replicas_every": 5, "on_corruption": "replace"}, "not one of"),
+        ({"check_replicas_every": 5, "on_corruption": "repair"}, "not one of"),
+        ({"check_replicas_every": 5, "on_corruption": "replace"}, "without max_restarts"),
     ],
 )
 def test_bad_settings(settings, message):

@@ -31,7 +31,7 @@ class Clock:
 def interval(clock: Clock, *, attempt: int = 0, ranks: int = 8, **settings: Any) -> AutoInterval:
     formation: Any = SimpleNamespace(
         config=DistributedConfig(checkpoint_frequency="auto", **settings),
-        world=SimpleNamespace(env=SimpleNamespace(attempt=attempt)),
+        world=SimpleNamespace(env=SimpleNamespace(attempt=attempt, generation=0)),
         world_size=ranks,
         is_main=True,
         reduce=lambda value, op: value,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -61,11 +61,11 @@ def test_hooks_know_the_backward_pass_and_its_end():
 def test_new_groups_are_noticed_and_all_are_listed():
     entered: list[str] = []
 
-    @contextlib.contextmanager
-    def noting() -> Iterator[None]:
+    def noting(make: Callable[[], Any]) -> Any:
         entered.append("begin")
-        yield
+        made = make()
         entered.append("end")
+        return made
 
     helper = dist.distributed_c10d._new_process_group_helper
     torch_compat.around_new_groups(noting)
@@ -78,6 +78,8 @@ def test_new_groups_are_noticed_and_all_are_listed():
     finally:
         dist.distributed_c10d._new_process_group_helper = helper
         dist.destroy_process_group()
+    torch_compat.number_groups_from_zero()
+    assert dist.distributed_c10d._world.group_count == 0
 
 
 def test_versions_and_bases_of_tensors():
