@@ -242,7 +242,7 @@ class Account:
 
 
 def read_events(path: Path, start: int = 0) -> Iterator[dict[str, Any]]:
-    """Yield the events in a run's events.jsonl after so many bytes, the oldest first; none where there is no file."""
+    """Yield the events in a run's events.jsonl from a byte offset on, the oldest first; without a file, nothing."""
     if not path.is_file():
         return
     with path.open("rb") as file:
