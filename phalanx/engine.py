@@ -67,7 +67,7 @@ class Engine:
         return config.hosts is None and config.host_discovery_script is None
 
     def layout(self, config: DistributedConfig, device: str) -> Any:
-        """Return the `Layout` of an engine that does not place its ranks on the mesh; None: the usual one."""
+        """Return the `JobLayout` of an engine that does not place its ranks on the mesh; None: the usual one."""
         return None
 
     def environment(self, config: DistributedConfig, device: str) -> tuple[dict[str, str], list[str]]:

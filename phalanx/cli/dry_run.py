@@ -11,11 +11,11 @@ from phalanx.runs.spec import given_settings
 
 if TYPE_CHECKING:
     from phalanx.recipes import Recipe
-    from phalanx.trainers.estimate import Estimate
-    from phalanx.world.layout import Layout
+    from phalanx.trainers.estimate import RunNeeds
+    from phalanx.world.layout import JobLayout
 
 
-def show_plan(recipe: Recipe | None, resolved: Resolved, layout: Layout, what: str, *, as_json: bool) -> int:
+def show_plan(recipe: Recipe | None, resolved: Resolved, layout: JobLayout, what: str, *, as_json: bool) -> int:
     """Print the plan of a run: its layout, and for a recipe also steps, parameters and memory."""
     config, estimate = resolved.config, None
     if recipe is not None:
@@ -43,13 +43,13 @@ def show_plan(recipe: Recipe | None, resolved: Resolved, layout: Layout, what: s
     return 0
 
 
-def _layout_words(layout: Layout) -> str:
+def _layout_words(layout: JobLayout) -> str:
     axes = " x ".join(f"{axis} {count}" for axis, count in layout.mesh.sizes.items() if count > 1)
     nodes = f"{layout.num_nodes} machines, " if layout.num_nodes > 1 else ""
     return f"{nodes}{layout.ranks} on {layout.device}{f' (mesh: {axes})' if axes else ''}"
 
 
-def _estimate_rows(resolved: Resolved, layout: Layout, estimate: Estimate) -> list[tuple[str, str]]:
+def _estimate_rows(resolved: Resolved, layout: JobLayout, estimate: RunNeeds) -> list[tuple[str, str]]:
     config, batch, steps = resolved.config, "not known: set batch_size", "not known"
     if estimate.global_batch is not None:
         accumulation, ranks = config.gradient_accumulation_steps, layout.mesh.dp_size

@@ -95,7 +95,7 @@ _EMPTY: Mapping[str, str] = MappingProxyType({})
 
 
 class PlannedRanks(Protocol):
-    """What a starter uses of the layout (`phalanx.world.layout.Layout`)."""
+    """What a starter uses of the layout (`phalanx.world.layout.JobLayout`)."""
 
     @property
     def device(self) -> str:

@@ -24,12 +24,12 @@ from phalanx.launch.nccl import nccl_environment
 from phalanx.launch.spec import Elastic, ScriptTarget, Target
 from phalanx.recipes import Recipe
 from phalanx.version import __version__
-from phalanx.world.layout import Layout
+from phalanx.world.layout import JobLayout
 
 
 def launch_spec(
     config: DistributedConfig,
-    layout: Layout,
+    layout: JobLayout,
     target: Target,
     log_dir: Path,
     *,
@@ -98,7 +98,7 @@ def identity(config: DistributedConfig, target: Target) -> dict[str, str]:
 _IN_PLACE = ("phalanx.worker:run_job_file", "phalanx.worker:run_recipe_file", "phalanx.verification.rank:run_request")
 
 
-def plan_elastic(config: DistributedConfig, layout: Layout, target: Target) -> Elastic | None:
+def plan_elastic(config: DistributedConfig, layout: JobLayout, target: Target) -> Elastic | None:
     """Return how lost ranks are replaced in place; None where all are started again, or the run ends."""
     wanted = config.max_restarts > 0 or config.min_workers is not None
     trains = isinstance(target, CallTarget) and target.function in _IN_PLACE

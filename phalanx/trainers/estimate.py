@@ -11,7 +11,7 @@ from phalanx.config import DistributedConfig
 from phalanx.loop.prepare import adapt
 from phalanx.recipes import Recipe
 from phalanx.trainers.recipe import recipe_parts, with_batch_size
-from phalanx.world.layout import Layout
+from phalanx.world.layout import JobLayout
 from phalanx.world.mesh import Mesh
 
 _STATES = {"adamw": 2, "adam": 2, "adagrad": 1}
@@ -27,7 +27,7 @@ class Memory(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Estimate:
+class RunNeeds:
     """What is known of a run before it starts; None: not known."""
 
     model: str
@@ -48,7 +48,7 @@ class Estimate:
         return {**found, "memory": memory}
 
 
-def estimate_recipe(recipe: Recipe, config: DistributedConfig, layout: Layout) -> Estimate:
+def estimate_recipe(recipe: Recipe, config: DistributedConfig, layout: JobLayout) -> RunNeeds:
     """Build the model without storage and its data, and return what a run would need."""
     model, train, _ = recipe_parts(recipe, config.data_dir, without_storage=True)
     adapt(model, config)
@@ -65,7 +65,7 @@ def estimate_recipe(recipe: Recipe, config: DistributedConfig, layout: Layout) -
         steps = per_epoch * epochs if epochs is not None else None
     if config.max_steps is not None:
         steps = config.max_steps if steps is None else min(steps, config.max_steps)
-    return Estimate(
+    return RunNeeds(
         model=type(model).__name__,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         trainable=sum(parameter.numel() for parameter in trained),

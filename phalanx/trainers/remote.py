@@ -22,7 +22,7 @@ from phalanx.runs.folder import log_folder
 from phalanx.runs.spec import launch_spec
 from phalanx.runs.start import run_on_ranks, write_payload
 from phalanx.trainers.job import JobResult
-from phalanx.world.layout import Layout
+from phalanx.world.layout import JobLayout
 
 RESULT_NAME = "result.pt"
 WEIGHTS_NAME = "weights.pt"
@@ -40,7 +40,7 @@ class RemoteJob(Protocol):
         """Run it on a rank; the result is that of the first rank on this machine."""
 
 
-def send_job(job: RemoteJob, layout: Layout, data: Mapping[str, Any] | None = None) -> Any:
+def send_job(job: RemoteJob, layout: JobLayout, data: Mapping[str, Any] | None = None) -> Any:
     """Start the ranks, let them run the job, and return the result of the first rank on this machine.
 
     `data`: data sets that the launcher distributes to the ranks, by name.

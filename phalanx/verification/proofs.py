@@ -27,7 +27,7 @@ from phalanx.verification.rank import Run, VerifyRequest, read_recording
 from phalanx.verification.report import MEASURES, Comparison, Verdict
 from phalanx.verification.subject import GivenSubject, Subject
 from phalanx.world.env import read_rank_env
-from phalanx.world.layout import Layout, plan_layout
+from phalanx.world.layout import JobLayout, plan_layout
 
 DEFAULTS = {"num_workers": 2, "max_steps": 5}
 """Settings where neither a flag nor a file gives them."""
@@ -366,7 +366,7 @@ def _quiet(config: DistributedConfig) -> DistributedConfig:
     return config.replace(max_steps=config.max_steps or DEFAULTS["max_steps"], **_QUIET_RUN)
 
 
-def _layout_name(config: DistributedConfig, layout: Layout) -> str:
+def _layout_name(config: DistributedConfig, layout: JobLayout) -> str:
     strategy = config.resolved_strategy
     if config.zero_stage is not None:
         strategy += f" (ZeRO {config.zero_stage})"

@@ -11,7 +11,7 @@ from phalanx.world.mesh import Mesh, plan_mesh
 
 
 @dataclass(frozen=True)
-class Layout:
+class JobLayout:
     """The ranks of a job: their device, their numbers here and in all, their positions on the mesh."""
 
     device: str
@@ -42,7 +42,7 @@ class Layout:
         return f"starting {self.ranks} on {self.device}"
 
 
-def plan_layout(config: DistributedConfig, gpus_here: int) -> Layout:
+def plan_layout(config: DistributedConfig, gpus_here: int) -> JobLayout:
     """Decide device and ranks; asking for more GPUs than there are is refused with the way to run on the CPU."""
     asked = config.total_ranks
     device, engine = config.device, engine_of(config)
@@ -50,7 +50,7 @@ def plan_layout(config: DistributedConfig, gpus_here: int) -> Layout:
         wants_gpu = config.num_gpus is not None or config.gpus_per_node is not None
         device = "cuda" if wants_gpu or (engine.uses_gpus_here(config) and gpus_here) else "cpu"
     check_device(config, device)
-    own: Layout | None = engine.layout(config, device)
+    own: JobLayout | None = engine.layout(config, device)
     if own is not None:
         return own
     nodes = engine.num_nodes(config)
@@ -58,7 +58,7 @@ def plan_layout(config: DistributedConfig, gpus_here: int) -> Layout:
     may_share = gpus_here > 0 and config.communication_backend == "gloo"  # nccl refuses two ranks on one GPU
     if device == "cuda" and per_node > gpus_here and not may_share and engine.counts_gpus_here(config):
         raise _too_few_gpus(config, per_node, gpus_here)
-    return Layout(device, nodes, per_node, plan_mesh(config, nodes * per_node, per_node))
+    return JobLayout(device, nodes, per_node, plan_mesh(config, nodes * per_node, per_node))
 
 
 def check_device(config: DistributedConfig, device: str) -> None:

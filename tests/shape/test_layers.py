@@ -23,6 +23,7 @@ LAYERS = {
     "reliability": 1,
     "launch": 1,
     "world": 2,
+    "plan": 3,
     "comm": 3,
     "runs": 4,
     "strategies": 4,

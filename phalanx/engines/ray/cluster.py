@@ -26,7 +26,7 @@ _QUIET = {
 
 
 @dataclass(frozen=True)
-class Cluster:
+class RayCluster:
     """A Ray that this process is connected to."""
 
     name: str
@@ -53,7 +53,7 @@ def open_cluster(
     num_cpus: float | None = None,
     num_gpus: int | None = None,
     notice: Callable[[str], None] = lambda text: None,
-) -> Iterator[Cluster]:
+) -> Iterator[RayCluster]:
     """Connect to the Ray at `address`, else to the one of RAY_ADDRESS, else start a local one; clean up afterwards.
 
     `address` is ray://host:port (Ray's client), host:port or "auto" (this machine is part of the cluster). A Ray that
@@ -62,20 +62,20 @@ def open_cluster(
     with process_guard(_QUIET):
         if "ray" in sys.modules and sys.modules["ray"].is_initialized():
             client: Any = import_module("ray.util.client").ray
-            yield Cluster("the Ray that this process has joined", is_client=bool(client.is_connected()))
+            yield RayCluster("the Ray that this process has joined", is_client=bool(client.is_connected()))
             return
         address = address or os.environ.get("RAY_ADDRESS") or None
         if address is None:
             notice("starting a local Ray")
             with local_ray(num_cpus, num_gpus):
-                yield Cluster("the local Ray", started_here=True)
+                yield RayCluster("the local Ray", started_here=True)
             return
         address = started_on_this_machine() if address == "auto" else address
         check_address(address)
         notice(f"connecting to Ray at {address}")
         _join(address, notice)
         try:
-            yield Cluster(f"the Ray cluster at {address}", is_client=address.startswith(SCHEME))
+            yield RayCluster(f"the Ray cluster at {address}", is_client=address.startswith(SCHEME))
         finally:
             import_module("ray").shutdown()
 
@@ -110,7 +110,7 @@ def _refused(address: str, error: Exception) -> UsageError:
 
 
 def check_resources(
-    cluster: Cluster, needed: Mapping[str, float], count: int = 1, *, placement: str = "pack", what: str = "workers"
+    cluster: RayCluster, needed: Mapping[str, float], count: int = 1, *, placement: str = "pack", what: str = "workers"
 ) -> None:
     """Refuse workers that the cluster's machines could never hold, even idle: Ray would wait for ever.
 

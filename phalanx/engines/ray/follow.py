@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from phalanx.engines.ray.cluster import Cluster
+from phalanx.engines.ray.cluster import RayCluster
 from phalanx.engines.ray.messages import RayMessage
 from phalanx.errors import EXIT_PREEMPTED, EXIT_USAGE, UsageError
 from phalanx.host.reminders import MOMENTS, Reminder, duration_text
@@ -33,7 +33,7 @@ _DEATH_LINES = 4
 class RayRun:
     """A run that was started on a cluster: its controller actor, its future result, and what it was asked for."""
 
-    cluster: Cluster
+    cluster: RayCluster
     controller: Any
     result: Any
     workers: int

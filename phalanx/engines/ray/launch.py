@@ -19,7 +19,7 @@ from typing import Any
 
 from phalanx.config import DistributedConfig
 from phalanx.config.engine_rules import settings_of_start
-from phalanx.engines.ray.cluster import Cluster, check_resources, open_cluster, resources_text
+from phalanx.engines.ray.cluster import RayCluster, check_resources, open_cluster, resources_text
 from phalanx.engines.ray.follow import RayFollower, RayRun
 from phalanx.engines.ray.messages import RankOrder, RayRunSpec
 from phalanx.engines.ray.sources import pack
@@ -80,7 +80,7 @@ class RayStarter:
                 return RayFollower(spec, console, inbox, run).follow()
 
     @contextmanager
-    def _started(self, spec: LaunchSpec, cluster: Cluster, console: RankConsole) -> Iterator[RayRun]:
+    def _started(self, spec: LaunchSpec, cluster: RayCluster, console: RankConsole) -> Iterator[RayRun]:
         """Start the controller actor and the run on it."""
         import ray
 
@@ -102,13 +102,13 @@ class RayStarter:
             marker.unlink(missing_ok=True)
             ray.kill(controller)
 
-    def _variables(self, cluster: Cluster) -> dict[str, str]:
+    def _variables(self, cluster: RayCluster) -> dict[str, str]:
         """Return settings that shorten Ray Train's start and reports; those of the environment take precedence."""
         elastic = {} if self.min_workers is None else _ELASTIC_FASTER
         variables = {name: os.environ.get(name, value) for name, value in {**_FASTER, **elastic}.items()}
         return {**_LOCAL_FASTER, **variables} if cluster.started_here else variables
 
-    def _run_spec(self, spec: LaunchSpec, cluster: Cluster) -> RayRunSpec:
+    def _run_spec(self, spec: LaunchSpec, cluster: RayCluster) -> RayRunSpec:
         least = self.min_workers
         folder = spec.log_dir.absolute()
         folder = folder.parent if folder.name == "logs" else folder  # the run folder, with the checkpoints
@@ -123,7 +123,7 @@ class RayStarter:
             own_ray=cluster.started_here,
         )
 
-    def _threads(self, spec: LaunchSpec, cluster: Cluster) -> int | None:
+    def _threads(self, spec: LaunchSpec, cluster: RayCluster) -> int | None:
         """Return the compute threads per rank; None on a local Ray: the machine's cores shared evenly.
 
         On a cluster, where other jobs may share the machine, a rank uses the CPUs that were reserved for it.

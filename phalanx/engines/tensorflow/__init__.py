@@ -8,7 +8,7 @@ from phalanx.config import DistributedConfig
 from phalanx.engine import Engine
 from phalanx.engines.tensorflow.tf_config import ROLES_VARIABLE, role_names, roles_of
 from phalanx.errors import UsageError
-from phalanx.world.layout import Layout
+from phalanx.world.layout import JobLayout
 from phalanx.world.mesh import Mesh
 
 
@@ -25,7 +25,7 @@ class TensorFlow(Engine):
             hint="Give it a script: phalanx train --backend tensorflow --script train.py",
         )
 
-    def layout(self, config: DistributedConfig, device: str) -> Layout:
+    def layout(self, config: DistributedConfig, device: str) -> JobLayout:
         """Return the processes of a TensorFlow cluster; TensorFlow itself chooses the devices of each."""
         roles = roles_of(config)
         per_node, left = divmod(len(roles), config.num_nodes)
@@ -36,7 +36,7 @@ class TensorFlow(Engine):
                 hint="Choose num_workers and num_servers so that 1 + num_workers + num_servers is a multiple of it.",
             )
         names = role_names(roles) if len(roles) > 1 else ()
-        return Layout(device, config.num_nodes, per_node, Mesh(dp_replicate=len(roles)), names)
+        return JobLayout(device, config.num_nodes, per_node, Mesh(dp_replicate=len(roles)), names)
 
     def environment(self, config: DistributedConfig, device: str) -> tuple[dict[str, str], list[str]]:
         """Return the roles of the ranks and TensorFlow's variables; on CPUs the fork server imports TensorFlow."""

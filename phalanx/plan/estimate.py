@@ -1,0 +1,68 @@
+"""What the planner predicts of one layout: `Estimate`, made by `estimate`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+TIME_PARTS = (
+    "compute",
+    "recompute",
+    "tensor_comm",
+    "context_comm",
+    "expert_comm",
+    "pipeline_comm",
+    "data_comm",
+    "bubble",
+    "optimizer",
+    "data",
+    "overhead",
+)
+"""Parts of a step's time, which sum to it; communication here is what computation does not hide."""
+
+MEMORY_PARTS = (
+    "parameters",
+    "gradients",
+    "optimizer",
+    "activations",
+    "logits",
+    "communication",
+    "reserve",
+)
+"""Parts of a rank's memory in GiB; `reserve` is what the allocator and the CUDA context hold besides."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Time, memory and efficiency of one layout."""
+
+    step_seconds: float
+    interval: tuple[float, float]
+    """Where the step time is expected with 90% probability, from the errors on published measurements."""
+    tokens_per_second_per_gpu: float
+    mfu: float
+    """Model FLOPs utilisation: operations of forward and backward without recomputation / (time x peak)."""
+    hfu: float
+    """Hardware FLOPs utilisation: with the operations that are computed again."""
+    memory_gib: dict[str, dict[str, float]]
+    """Kind of rank ("all", or "first stage", "middle stage", "last stage") to GiB by part (MEMORY_PARTS)."""
+    breakdown: dict[str, float]
+    """Seconds by part (TIME_PARTS); the sum is step_seconds."""
+    hidden: dict[str, float] = field(default_factory=dict)
+    """Seconds of communication that run beside computation: not part of step_seconds."""
+    memory_limit_gib: float = 0.0
+    notes: tuple[str, ...] = ()
+
+    @property
+    def peak_gib(self) -> float:
+        """GiB of the rank that needs the most."""
+        return max(sum(parts.values()) for parts in self.memory_gib.values())
+
+    @property
+    def fits(self) -> bool:
+        """Whether every rank has enough memory."""
+        return self.peak_gib <= self.memory_limit_gib
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data."""
+        return {**vars(self), "peak_gib": self.peak_gib, "fits": self.fits}
