@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from phalanx.world.mesh import Mesh
 
 RECOMPUTE = ("none", "selective", "full")
+KERNELS = ("auto", "eager", "fused")
 ATTENTION = ("auto", "flash", "materialized")
 PRECISIONS = ("bf16", "fp16", "fp8", "fp32")
 
@@ -35,6 +36,8 @@ class Layout:
     schedule: str = "1f1b"
     attention: str = "auto"
     """flash, or materialized (the scores are written to memory); auto: see `timing`."""
+    kernels: str = "auto"
+    """eager (one kernel per operation), or fused (torch.compile, Transformer Engine); auto: see `timing`."""
     offload: str = "none"
     """none, or cpu: parameters, gradients and optimizer states are kept in host memory (fsdp)."""
     lora_rank: int | None = None
@@ -86,3 +89,5 @@ class Goal:
     budget: float | None = None
     """Money, in the currency of the price file."""
     compile: bool = False
+    reduce_bytes: int = 4
+    """Bytes per value of sharded gradients while they are reduced (2: bf16)."""
