@@ -32,7 +32,7 @@ class Layout:
     recompute: str = "none"
     """none, selective (what is large and cheap to compute again: scores of attention) or full (whole layers)."""
     zero_stage: int | None = None
-    """What dp_shard ranks shard: optimizer (1), gradients too (2), parameters too (3). None: 3 if dp_shard > 1, else 0."""
+    """What dp_shard x cp ranks shard: optimizer (1), gradients too (2), parameters too (3). None: 3 if > 1, else 0."""
     schedule: str = "1f1b"
     attention: str = "auto"
     """flash, or materialized (the scores are written to memory); auto: see `timing`."""
@@ -59,11 +59,21 @@ class Layout:
         return self.dp_replicate * self.dp_shard
 
     @property
+    def replica(self) -> int:
+        """Ranks that hold one copy of the model, apart from the data axes."""
+        return self.pp * self.cp * self.tp
+
+    @property
+    def keeps_stages_whole(self) -> bool:
+        """Whether every data rank holds whole pipeline stages, as the zero-bubble schedule needs."""
+        return self.pp > 1 and self.schedule == "zero-bubble"
+
+    @property
     def stage(self) -> int:
         """The ZeRO stage, with its default."""
         if self.zero_stage is not None:
             return self.zero_stage
-        return 3 if self.dp_shard > 1 else 0
+        return 3 if self.dp_shard * self.cp > 1 and not self.keeps_stages_whole else 0
 
     def accumulation(self, global_batch: int) -> int:
         """Return the micro-batches per data rank and step."""
