@@ -22,6 +22,9 @@ BACKENDS: dict[str, tuple[str, str]] = {
 ZERO_SHARDING = {1: "grad-op", 2: "grad-op", 3: "full"}
 """The `sharding` of fsdp that equals a ZeRO stage."""
 
+HYBRID = {"full": "hybrid", "grad-op": "hybrid-grad-op"}
+"""The same sharding within groups of ranks."""
+
 TORCH_SHARDING = {
     "FULL_SHARD": "full",
     "SHARD_GRAD_OP": "grad-op",
@@ -132,7 +135,7 @@ class Parallelism:
         choices=("auto", "full", "grad-op", "hybrid", "hybrid-grad-op"),
     )
     shard_size: int | None = option(
-        None, "fsdp, hybrid: ranks that together hold one copy (default: those of one machine)", minimum=2
+        None, "fsdp, hybrid: ranks that together hold one copy (default: those of one machine)", minimum=1
     )
     wrap_class: str | None = option(
         None, "fsdp: class of the blocks that are gathered one at a time (default: the model's repeated blocks)"

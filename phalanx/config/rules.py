@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from phalanx.config.fields import ZERO_SHARDING
+from phalanx.config.fields import HYBRID, TORCH_SHARDING, ZERO_SHARDING
 from phalanx.config.option import url_problem
 from phalanx.config.settings import Settings
 from phalanx.errors import nearest
@@ -89,7 +89,7 @@ def zero_stage(settings: Settings) -> Mistakes:
             "zero_stage",
             f"zero_stage = {stage} shards, but strategy = 'ddp' replicates: leave strategy out, or write 'fsdp'.",
         )
-    elif settings.sharding in ("full", "grad-op", "hybrid", "hybrid-grad-op") and settings.sharding != meant:
+    elif settings.sharding in TORCH_SHARDING.values() and settings.sharding not in (meant, HYBRID[meant]):
         yield (
             "zero_stage",
             f"zero_stage = {stage} means sharding = {meant!r}, but sharding = {settings.sharding!r} was given: leave "

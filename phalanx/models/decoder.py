@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from phalanx.errors import ModelError
 from phalanx.models.init import init_transformer, is_meta
 from phalanx.models.loss import LMOutput, token_loss, visible_logits
+from phalanx.world.splits import too_long
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,11 +85,8 @@ class Decoder(nn.Module):
 
     def check_length(self, time: int) -> None:
         """Raise for sequences that are too long; a caller that gives `positions` of slices checks the whole length."""
-        if time > self.config.block_size:
-            raise ModelError(
-                f"a sequence of {time} tokens is longer than block_size={self.config.block_size}.",
-                hint=f"Shorten them, or build the model with block_size={time} (--set model.block_size={time}).",
-            )
+        if (wrong := too_long(time, self.config.block_size)) is not None:
+            raise wrong
 
     def finish(self, hidden: Tensor, targets: Tensor | None) -> Tensor | LMOutput:
         """Turn the last hidden states into logits, and with targets into a loss, as far as this stage has the parts."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -11,7 +11,7 @@ class Gpu:
 
     name: str
     memory_gib: float
-    tflops: dict[str, float]
+    tflops: dict[str, float] = field(hash=False)
     """Peak dense TFLOP/s by precision (bf16, fp16, fp8, fp32); a precision that it lacks is absent."""
     memory_gbps: float
     """Peak memory bandwidth in GB/s."""
@@ -19,6 +19,8 @@ class Gpu:
     """The share of peak that large matrix products reach in training (clocks under load included)."""
     bandwidth: float
     """The share of peak memory bandwidth that elementwise kernels reach."""
+    attention: float
+    """The share of peak that the forward pass of flash attention reaches."""
     sms: int
     """Multiprocessors: a product of fewer tiles leaves some idle."""
     launch_us: float = 5.0

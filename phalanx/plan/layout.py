@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from phalanx.world.mesh import Mesh
 
 RECOMPUTE = ("none", "selective", "full")
+KERNELS = ("auto", "eager", "fused")
 ATTENTION = ("auto", "flash", "materialized")
 PRECISIONS = ("bf16", "fp16", "fp8", "fp32")
 
@@ -31,10 +32,12 @@ class Layout:
     recompute: str = "none"
     """none, selective (what is large and cheap to compute again: scores of attention) or full (whole layers)."""
     zero_stage: int | None = None
-    """What dp_shard ranks shard: optimizer (1), gradients too (2), parameters too (3). None: 3 if dp_shard > 1, else 0."""
+    """What dp_shard x cp ranks shard: optimizer (1), gradients too (2), parameters too (3). None: 3 if > 1, else 0."""
     schedule: str = "1f1b"
     attention: str = "auto"
     """flash, or materialized (the scores are written to memory); auto: see `timing`."""
+    kernels: str = "auto"
+    """eager (one kernel per operation), or fused (torch.compile, Transformer Engine); auto: see `timing`."""
     offload: str = "none"
     """none, or cpu: parameters, gradients and optimizer states are kept in host memory (fsdp)."""
     lora_rank: int | None = None
@@ -56,11 +59,21 @@ class Layout:
         return self.dp_replicate * self.dp_shard
 
     @property
+    def replica(self) -> int:
+        """Ranks that hold one copy of the model, apart from the data axes."""
+        return self.pp * self.cp * self.tp
+
+    @property
+    def keeps_stages_whole(self) -> bool:
+        """Whether every data rank holds whole pipeline stages, as the zero-bubble schedule needs."""
+        return self.pp > 1 and self.schedule == "zero-bubble"
+
+    @property
     def stage(self) -> int:
         """The ZeRO stage, with its default."""
         if self.zero_stage is not None:
             return self.zero_stage
-        return 3 if self.dp_shard > 1 else 0
+        return 3 if self.dp_shard * self.cp > 1 and not self.keeps_stages_whole else 0
 
     def accumulation(self, global_batch: int) -> int:
         """Return the micro-batches per data rank and step."""
@@ -86,3 +99,5 @@ class Goal:
     budget: float | None = None
     """Money, in the currency of the price file."""
     compile: bool = False
+    reduce_bytes: int = 4
+    """Bytes per value of sharded gradients while they are reduced (2: bf16)."""

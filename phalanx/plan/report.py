@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from phalanx.plan.cluster import Cluster
-from phalanx.plan.estimate import Estimate
+from phalanx.plan.prediction import Estimate
 from phalanx.plan.layout import Goal, Layout
 from phalanx.plan.model import ModelShape, TracedShape
 

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from phalanx.errors import UsageError
 from phalanx.models.contract import ExpertModules, implements
+from phalanx.world.splits import uneven_experts
 
 
 def expert_parameters(model: nn.Module) -> list[nn.Parameter]:
@@ -29,13 +30,8 @@ def spread_experts(model: nn.Module, mesh: DeviceMesh) -> list[nn.Parameter]:
     for name in _names(model):
         module = model.get_submodule(name)
         for key, parameter in list(module.named_parameters(recurse=False)):
-            experts = parameter.shape[0]
-            if experts % mesh.size():
-                possible = [str(number) for number in range(1, experts + 1) if experts % number == 0]
-                raise UsageError(
-                    f"expert_parallel = {mesh.size()} cannot spread the {experts} experts of {name} evenly",
-                    hint=f"With {experts} experts it can be: {', '.join(possible)}.",
-                )
+            if (wrong := uneven_experts(name, parameter.shape[0], mesh.size())) is not None:
+                raise wrong
             part = parameter.detach().chunk(mesh.size())[mesh.get_local_rank()].clone()
             spread = DTensor.from_local(part, mesh, [Shard(0)], run_check=False)
             setattr(module, key, nn.Parameter(spread, requires_grad=parameter.requires_grad))

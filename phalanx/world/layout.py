@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from phalanx.config import DistributedConfig
+from phalanx.config.settings import Settings
 from phalanx.engine import engine_of
 from phalanx.errors import UsageError
 from phalanx.world.mesh import Mesh, plan_mesh
@@ -61,7 +62,7 @@ def plan_layout(config: DistributedConfig, gpus_here: int) -> JobLayout:
     return JobLayout(device, nodes, per_node, plan_mesh(config, nodes * per_node, per_node))
 
 
-def check_device(config: DistributedConfig, device: str) -> None:
+def check_device(config: Settings, device: str) -> None:
     """Refuse what the device cannot do."""
     if device != "cpu":
         return

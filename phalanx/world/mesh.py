@@ -7,8 +7,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from phalanx.config import DistributedConfig
 from phalanx.config.deepspeed import batch_size_for
+from phalanx.config.settings import Settings
 from phalanx.errors import UsageError
 from phalanx.world.schedules import SCHEDULES, choose_microbatches
 
@@ -114,7 +114,7 @@ class Mesh:
         return " ".join([f"r{rank}", *parts])
 
 
-def plan_mesh(config: DistributedConfig, world_size: int, ranks_per_node: int) -> Mesh:
+def plan_mesh(config: Settings, world_size: int, ranks_per_node: int) -> Mesh:
     """Return the mesh of the config's axes; sizes that do not divide the ranks are refused with those that do."""
     pp, cp, tp = config.pipeline_parallel, config.context_parallel, config.tensor_parallel
     copy = pp * cp * tp
@@ -140,16 +140,18 @@ def plan_mesh(config: DistributedConfig, world_size: int, ranks_per_node: int) -
         return _expert_mesh(config, data, pp, cp, tp)
     if config.resolved_strategy != "fsdp" and copy == 1:
         return Mesh(dp_replicate=data)
+    if pp > 1 and config.pipeline_schedule == "zero-bubble":  # whole stages on every data rank
+        return Mesh(pp=pp, dp_replicate=data, cp=cp, tp=tp)
     if not config.resolved_sharding.startswith("hybrid"):
         # Together with other axes ddp shards data too: torch's DDP does not support DTensors.
         return Mesh(pp=pp, dp_shard=data, cp=cp, tp=tp)
     shard = config.shard_size or max(1, ranks_per_node // copy)
     if data % shard:
-        raise _indivisible("shard_size", shard, data, smallest=2, copy_size=copy)
+        raise _indivisible("shard_size", shard, data, copy_size=copy)
     return Mesh(pp=pp, dp_replicate=data // shard, dp_shard=shard, cp=cp, tp=tp)
 
 
-def _expert_mesh(config: DistributedConfig, data: int, pp: int, cp: int, tp: int) -> Mesh:
+def _expert_mesh(config: Settings, data: int, pp: int, cp: int, tp: int) -> Mesh:
     """Spread the experts over the axis dp_shard; the rest of the model is sharded within the same ranks."""
     experts = config.expert_parallel
     if pp * cp * tp > 1:
@@ -160,15 +162,15 @@ def _expert_mesh(config: DistributedConfig, data: int, pp: int, cp: int, tp: int
             hint="Leave the other axes at 1 for a mixture of experts, or expert_parallel at 1.",
         )
     if data % experts:
-        raise _indivisible("expert_parallel", experts, data, smallest=1)
+        raise _indivisible("expert_parallel", experts, data)
     return Mesh(dp_replicate=data // experts, dp_shard=experts)
 
 
-def _indivisible(setting: str, size: int, ranks: int, *, smallest: int, copy_size: int = 1) -> UsageError:
-    possible = [str(number) for number in range(smallest, ranks + 1) if ranks % number == 0]
+def _indivisible(setting: str, size: int, ranks: int, *, copy_size: int = 1) -> UsageError:
+    possible = [str(number) for number in range(1, ranks + 1) if ranks % number == 0]
     have = f"{ranks} rank{'s' * (ranks != 1)}" + (f" (each a copy of {copy_size} ranks)" if copy_size > 1 else "")
-    choice = f"With {have} {setting} can be: {', '.join(possible)}. " if possible else ""
     return UsageError(
         f"{have} cannot be cut into groups of {setting} = {size}",
-        hint=f"{choice}Or start a multiple of {size * copy_size} ranks: --num-workers {size * copy_size}.",
+        hint=f"With {have} {setting} can be: {', '.join(possible)}. Or start a multiple of {size * copy_size} ranks: "
+        f"--num-workers {size * copy_size}.",
     )

@@ -77,6 +77,8 @@ def choose_microbatches(
             return count >= ranks
         return schedule.name != "interleaved" or count % max(1, count // ranks) == 0
 
+    if wanted is not None and wanted <= most and batch_size % wanted == 0 and fits(wanted):
+        return wanted
     possible = [count for count in range(1, most + 1) if batch_size % count == 0 and fits(count)]
     if not possible:
         raise UsageError(
@@ -85,13 +87,11 @@ def choose_microbatches(
         )
     if wanted is None:
         return max((count for count in possible if count <= 4 * ranks), default=possible[0])
-    if wanted not in possible:
-        cause = f"pipeline_schedule = {schedule.name!r} on {ranks} ranks cannot run microbatches = {wanted}"
-        if batch_size % wanted:
-            cause = f"a batch of {batch_size} samples cannot be cut into microbatches = {wanted}"
-        elif wanted > most:
-            cause = f"microbatches = {wanted} leave less than {smallest} samples for each, and batch norms need them"
-        raise UsageError(
-            cause, hint=f"With batch_size = {batch_size} microbatches can be: {', '.join(map(str, possible))}."
-        )
-    return wanted
+    cause = f"pipeline_schedule = {schedule.name!r} on {ranks} ranks cannot run microbatches = {wanted}"
+    if batch_size % wanted:
+        cause = f"a batch of {batch_size} samples cannot be cut into microbatches = {wanted}"
+    elif wanted > most:
+        cause = f"microbatches = {wanted} leave less than {smallest} samples for each, and batch norms need them"
+    raise UsageError(
+        cause, hint=f"With batch_size = {batch_size} microbatches can be: {', '.join(map(str, possible))}."
+    )

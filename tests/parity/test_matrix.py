@@ -47,7 +47,7 @@ LAYOUTS = {
     "fsdp": Layout(4, 4, {"strategy": "fsdp"}),
     "fsdp grad-op": fsdp(sharding="grad-op"),
     "fsdp hybrid": Layout(4, 4, HYBRID),
-    "fsdp hybrid, whole during a step": Layout(4, 4, {**HYBRID, "sharding": "HYBRID_SHARD_ZERO2"}),
+    "fsdp hybrid, whole during a step": Layout(4, 4, {**HYBRID, "sharding": "HYBRID_SHARD_ZERO2", "zero_stage": 2}),
     "fsdp offload": fsdp(offload="cpu"),
     "fsdp by class": fsdp(wrap_class="FeedForward"),
     "zero 1": Layout(2, 2, {"zero_stage": 1}),
@@ -70,6 +70,9 @@ LAYOUTS = {
     "ddp x context": Layout(4, 2, {"strategy": "ddp", "context_parallel": 2}),
     "ddp x expert": Layout(4, 4, {"strategy": "ddp", "expert_parallel": 2}, "moe"),
     "fsdp x tensor": Layout(4, 2, {"strategy": "fsdp", "tensor_parallel": 2}, tied=True),
+    "replicas x tensor": Layout(
+        4, 2, {"strategy": "fsdp", "sharding": "hybrid-grad-op", "shard_size": 1, "tensor_parallel": 2}
+    ),
     "fsdp x pipeline": pipeline(4, 2, strategy="fsdp", tied=True),
     "fsdp x pipeline interleaved": pipeline(4, 2, "interleaved", strategy="fsdp"),
     "fsdp x context": Layout(4, 2, {"strategy": "fsdp", "context_parallel": 2}),

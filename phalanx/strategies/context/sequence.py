@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from phalanx import torch_compat
-from phalanx.errors import ModelError
 from phalanx.models.contract import ChecksLength, implements
 from phalanx.torch_compat import pytree
+from phalanx.world.splits import uneven_context
 
 TARGET_NAMES = ("targets", "target", "labels", "label", "y")
 """Names of the argument of a model's forward that holds the targets."""
@@ -27,14 +27,9 @@ class SequenceSlices:
 
     def positions(self, time: int, device: torch.device | None = None) -> Tensor:
         """Return the positions of this rank's slice in the sequence; ModelError where it cannot be cut."""
-        chunk, rest = divmod(time, 2 * self.size)
-        if rest or not chunk:
-            below, above = time - rest, time - rest + 2 * self.size
-            raise ModelError(
-                f"a sequence of {time} tokens cannot be cut into 2 x context_parallel = {2 * self.size} equal chunks",
-                hint=(f"Use sequences of {below} tokens, or pad" if below else "Pad")
-                + f" them to {above} (label -100 does not count).",
-            )
+        if (wrong := uneven_context(time, self.size)) is not None:
+            raise wrong
+        chunk = time // (2 * self.size)
         return torch.cat([torch.arange(i * chunk, (i + 1) * chunk, device=device) for i in self._chunks(self.rank)])
 
     def cut(self, whole: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from torch import nn
 from phalanx.errors import UsageError, unknown_name
 from phalanx.models.contract import ExampleInputs, PipelineUnits, implements
 from phalanx.strategies.fsdp import find_blocks
+from phalanx.world.splits import too_many_stages
 
 
 def units_of(model: nn.Module) -> list[str]:
@@ -42,12 +43,8 @@ def check_count(model: nn.Module, units: Sequence[str], stages: int) -> None:
     """Raise for more stages than the model has layers."""
     blocks = [unit for unit in units if unit in find_blocks(model)]
     layers = blocks or [unit for unit in units if any(True for _ in model.get_submodule(unit).parameters())]
-    if stages > len(layers):
-        raise UsageError(
-            f"{stages} pipeline stages need as many layers, and {type(model).__name__} has {len(layers)}",
-            hint=f"Use at most {len(layers)} stages (interleaved and zero-bubble put two on each rank), or a deeper "
-            "model.",
-        )
+    if (wrong := too_many_stages(type(model).__name__, len(layers), stages)) is not None:
+        raise wrong
 
 
 def cut_at(units: Sequence[str], cuts: str, stages: int) -> list[list[str]]:

@@ -8,7 +8,6 @@ features; all parameters become DTensors of one mesh.
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Mapping
 
 from torch import nn
@@ -26,6 +25,7 @@ from phalanx.errors import UsageError, nearest, unknown_name
 from phalanx.models.contract import SplitLogits, TensorDivides, TensorPlan, implements
 from phalanx.strategies.tensor.patterns import known_divides, known_plan
 from phalanx.strategies.tensor.styles import GatherFirstInput, TokenEmbedding, WholeOnEveryRank
+from phalanx.world.splits import uneven_tensors
 
 _SEQUENCE = Shard(1)
 STYLES: dict[str, Callable[[], ParallelStyle]] = {
@@ -119,16 +119,8 @@ def _check_degree(model: nn.Module, styles: Mapping[str, str | ParallelStyle], d
         size = getattr(model.get_submodule(name), side, None) if side else None
         if isinstance(size, int):
             sizes[f"{name}.{side}"] = size
-    wrong = [f"{name} = {size}" for name, size in sizes.items() if size % degree]
-    if wrong:
-        common = math.gcd(*sizes.values())
-        possible = [str(number) for number in range(1, common + 1) if common % number == 0]
-        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-        raise UsageError(
-            f"tensor_parallel = {degree} cannot split {type(model).__name__}: it does not divide "
-            f"{', '.join(wrong[:3])}{more}",
-            hint=f"For this model tensor_parallel can be: {', '.join(possible)}.",
-        )
+    if (wrong := uneven_tensors(type(model).__name__, sizes, degree)) is not None:
+        raise wrong
 
 
 def _refuse_unsplit(model: nn.Module) -> None:

@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle, RowwiseParallel
 
-from phalanx.errors import ModelError
 from phalanx.torch_compat import pytree
+from phalanx.world.splits import uneven_slices
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
@@ -43,13 +43,8 @@ class TokenEmbedding(RowwiseParallel):
         ranks = device_mesh.size()
 
         def check(_: nn.Module, inputs: tuple[Any, ...]) -> None:
-            time = inputs[0].shape[1]
-            if time % ranks:
-                raise ModelError(
-                    f"a sequence of {time} tokens cannot be cut into tensor_parallel = {ranks} equal slices",
-                    hint=f"Use sequences of {time - time % ranks or ranks} tokens, or pad them to "
-                    f"{time + ranks - time % ranks} (label -100 does not count).",
-                )
+            if (wrong := uneven_slices(inputs[0].shape[1], ranks)) is not None:
+                raise wrong
 
         module.register_forward_pre_hook(check)
         split: nn.Module = super()._apply(module, device_mesh)

@@ -1,4 +1,4 @@
-"""What the planner predicts of one layout: `Estimate`, made by `estimate`."""
+"""What the planner predicts of one layout: `Estimate` and its parts. `estimator.estimate` makes it."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ TIME_PARTS = (
     "data_comm",
     "bubble",
     "optimizer",
-    "data",
-    "overhead",
+    "offload",
+    "variation",
 )
-"""Parts of a step's time, which sum to it; communication here is what computation does not hide."""
+"""Parts of a step's time, which sum to it. Communication here is what computation does not hide; `variation` is the wait
+for the slowest GPU."""
 
 MEMORY_PARTS = (
     "parameters",

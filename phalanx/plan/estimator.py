@@ -1,0 +1,99 @@
+"""`estimate`: time, memory and efficiency of one model on one cluster in one layout."""
+
+from __future__ import annotations
+
+from phalanx.errors import UsageError
+from phalanx.plan import presets
+from phalanx.plan.cluster import Cluster
+from phalanx.plan.kernels import peak
+from phalanx.plan.layout import Goal, Layout
+from phalanx.plan.memory import rank_memory
+from phalanx.plan.model import ModelShape, TracedShape
+from phalanx.plan.prediction import Estimate
+from phalanx.plan.timing import Machine, StepTime, attention_kind, step_time
+
+INTERVAL = (0.94, 1.09)
+"""Measured / predicted step time of nine in ten published rows (benchmarks/planner_accuracy.py)."""
+
+
+def estimate(
+    model: str | ModelShape | TracedShape, cluster: str | Cluster, layout: Layout, goal: Goal
+) -> Estimate:
+    """Return what one step of this layout takes; names of presets stand for models and clusters."""
+    shape = presets.model(model) if isinstance(model, str) else model
+    machines = presets.cluster(cluster) if isinstance(cluster, str) else cluster
+    check(shape, machines, layout, goal)
+    return Estimator(shape, machines, goal)(layout)
+
+
+def check(model: ModelShape | TracedShape, cluster: Cluster, layout: Layout, goal: Goal) -> None:
+    """Raise for numbers that do not go together."""
+    if cluster.gpus < 1:
+        raise UsageError(f"gpus = {cluster.gpus}: a cluster has 1 GPU or more.")
+    if layout.gpus != cluster.gpus:
+        sizes = " x ".join(f"{axis} {size}" for axis, size in layout.mesh.sizes.items() if size > 1) or "one rank"
+        raise UsageError(
+            f"the layout ({sizes}) is for {layout.gpus} GPUs, and the cluster has {cluster.gpus}",
+            hint="The product of tp, pp, cp, dp_replicate and dp_shard is the number of GPUs.",
+        )
+    if goal.global_batch % (layout.dp * layout.micro_batch):
+        raise UsageError(
+            f"global_batch = {goal.global_batch} is not a multiple of {layout.dp} data ranks x micro_batch = "
+            f"{layout.micro_batch}",
+            hint=f"The nearest above is {_up(goal.global_batch, layout.dp * layout.micro_batch)}.",
+        )
+
+
+def _up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+class Estimator:
+    """Estimates many layouts of one model on one cluster: what they share is computed once."""
+
+    def __init__(self, model: ModelShape | TracedShape, cluster: Cluster, goal: Goal) -> None:
+        self.model, self.cluster, self.goal = model, cluster, goal
+        self.gpu, intra, inter = presets.parts_of(cluster)
+        self.machine = Machine(self.gpu, intra, inter, cluster.gpus_per_node)
+        self._forward, self._attention = _forward_flops(model, goal)
+        self._peak = cluster.gpus * (self.gpu.tflops.get(goal.precision, 0.0) * 1e12 or peak(self.gpu, goal.precision))
+
+    def memory(self, layout: Layout) -> dict[str, dict[str, float]]:
+        """Return GiB by kind of rank and part."""
+        return rank_memory(self.model, self.gpu, layout, self.goal, attention=attention_kind(layout, self.gpu))
+
+    def peak_gib(self, layout: Layout) -> float:
+        """Return the memory of the rank that needs the most."""
+        return max(sum(parts.values()) for parts in self.memory(layout).values())
+
+    def time(self, layout: Layout) -> StepTime:
+        """Return the time of a step."""
+        return step_time(self.model, self.machine, layout, self.goal)
+
+    def __call__(self, layout: Layout) -> Estimate:
+        """Return the whole estimate."""
+        step, goal = self.time(layout), self.goal
+        seconds, useful = step.seconds, 3 * self._forward
+        again = {"none": 0.0, "selective": self._attention, "full": self._forward}[layout.recompute]
+        per_sample = goal.seq_len if isinstance(self.model, ModelShape) and not self.model.patches else 1
+        low, high = INTERVAL
+        return Estimate(
+            step_seconds=seconds,
+            interval=(low * seconds, high * seconds),
+            tokens_per_second_per_gpu=goal.global_batch * per_sample / seconds / self.cluster.gpus,
+            mfu=useful / seconds / self._peak,
+            hfu=(useful + again) / seconds / self._peak,
+            memory_gib=self.memory(layout),
+            breakdown=step.parts,
+            hidden=step.hidden,
+            memory_limit_gib=self.gpu.memory_gib,
+        )
+
+
+def _forward_flops(model: ModelShape | TracedShape, goal: Goal) -> tuple[float, float]:
+    """Return the operations of a step's forward passes, and those of attention's scores among them."""
+    if isinstance(model, TracedShape):
+        return goal.global_batch * model.forward_flops_per_sample, 0.0
+    tokens = goal.global_batch * goal.seq_len
+    whole = model.forward_flops(tokens, goal.seq_len)
+    return whole, whole - 2.0 * tokens * model.matmul_parameters()
