@@ -27,6 +27,8 @@ class Gpu:
     """Host time per kernel that a step cannot hide when kernels are short."""
     intra_node: str = "pcie4"
     """The link between GPUs of one machine, where a cluster does not say another."""
+    inter_node: str = "infiniband-hdr"
+    """The link between machines with this GPU, where a cluster does not say another."""
     reserve_gib: float = 1.5
     """CUDA context, nccl and fragmentation."""
     source: str = ""
@@ -43,6 +45,10 @@ class Link:
     """Time of the smallest collective."""
     curve: tuple[tuple[float, float], ...] = ()
     """Measured points (bytes, share of gbps), by size; empty: the shape of a measured link of the same class."""
+    reach: float = 0.9
+    """Share of the line rate that large messages reach."""
+    per_machine: bool = False
+    """Whether all GPUs of a machine share one adapter of this kind."""
     source: str = ""
 
 
@@ -74,3 +80,22 @@ class Cluster:
     def nodes(self) -> int:
         """Machines."""
         return -(-self.gpus // self.gpus_per_node)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Instance:
+    """A machine that a provider rents out, with its price."""
+
+    name: str
+    gpu: str
+    gpus: int
+    network_gbps: float
+    """Gbit/s per machine and direction."""
+    inter_node: str
+    host_memory_gib: float = 1024.0
+    topology: str = "rail"
+    price: float | None = None
+    """Per hour and machine, on demand."""
+    date: str = ""
+    """When that was the price."""
+    source: str = ""
