@@ -105,4 +105,6 @@ def batch_words(layout: Layout, goal: Goal) -> str:
     """Return the arithmetic of the global batch."""
     count = layout.accumulation(goal.global_batch)
     kind = "pipeline micro-batches" if layout.pp > 1 else "accumulated micro-batches" if count > 1 else "micro-batch"
-    return f"{goal.global_batch} samples = {layout.micro_batch} per micro-batch x {count} {kind} x {layout.dp} data ranks"
+    return (
+        f"{goal.global_batch} samples = {layout.micro_batch} per micro-batch x {count} {kind} x {layout.dp} data ranks"
+    )

@@ -115,10 +115,12 @@ def _candidates(
         per_rank = goal.global_batch // mesh.dp
         for micro_batch in _micro_batches(per_rank, limits):
             whole = replace(mesh, micro_batch=micro_batch)
-            if micro_batch > 1 and (mesh.pp > 1 or goal.global_batch % (mesh.dp * micro_batch)):
-                if (reason := refusal(model, whole, goal, cluster)) is not None:
-                    refused[reason] += 1
-                    continue
+            # A larger micro-batch can be refused only where it does not divide, or leaves a pipeline too few of them.
+            changes = micro_batch > 1 and (mesh.pp > 1 or goal.global_batch % (mesh.dp * micro_batch) > 0)
+            reason = refusal(model, whole, goal, cluster) if changes else None
+            if reason is not None:
+                refused[reason] += 1
+                continue
             for recompute in RECOMPUTE if limits.recompute is None else (limits.recompute,):
                 if recompute == "none" or _has_blocks(model):
                     yield replace(whole, recompute=recompute)
@@ -134,9 +136,7 @@ def _micro_batches(per_rank: int, limits: Constraints) -> list[int]:
     return [size for size in range(1, min(per_rank, MAX_MICRO_BATCH) + 1) if per_rank % size == 0]
 
 
-def _meshes(
-    model: ModelShape | TracedShape, cluster: Cluster, goal: Goal, limits: Constraints
-) -> Iterator[Layout]:
+def _meshes(model: ModelShape | TracedShape, cluster: Cluster, goal: Goal, limits: Constraints) -> Iterator[Layout]:
     """Return every split of the GPUs over the axes, with each way to share the data axis and each schedule."""
     gpus = cluster.gpus
     kernels = "fused" if goal.compile else "eager"
