@@ -1,0 +1,215 @@
+"""The search: every layout that `train` accepts for a model on a cluster, those that fit, the fastest of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from phalanx.errors import UsageError, unknown_name
+from phalanx.plan.cluster import Cluster
+from phalanx.plan.estimator import Estimator
+from phalanx.plan.layout import RECOMPUTE, Goal, Layout
+from phalanx.plan.model import ModelShape, TracedShape
+from phalanx.plan.rules import refusal
+from phalanx.world.schedules import SCHEDULES
+
+STRATEGIES = ("ddp", "fsdp", "tensor", "pipeline", "context", "expert", "3d")
+MAX_MICRO_BATCH = 64
+SIMPLER = 1.02
+"""A layout with fewer axes is preferred while it is not slower than this times the fastest."""
+SHORTEST_SLICE = 1024
+"""Tokens of a sequence below which another context-parallel rank has too little to compute."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Constraints:
+    """What the search may choose from; None and empty: everything."""
+
+    strategy: str | None = None
+    """ddp, fsdp, or an axis that must be used: tensor, pipeline, context, expert, 3d."""
+    max_tensor_parallel: int | None = None
+    max_pipeline_parallel: int | None = None
+    max_context_parallel: int | None = None
+    micro_batch: int | None = None
+    recompute: str | None = None
+    zero_stage: int | None = None
+    offload: str | None = None
+    lora_rank: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse unknown names."""
+        for name, known in (("strategy", STRATEGIES), ("recompute", RECOMPUTE), ("offload", ("none", "cpu"))):
+            value = getattr(self, name)
+            if value is not None and value not in known:
+                raise UsageError(unknown_name(name, value, known))
+
+
+@dataclass
+class Found:
+    """What a search found."""
+
+    searched: int = 0
+    fitting: list[tuple[float, Layout]] = field(default_factory=list)
+    """(step seconds, layout), the fastest first."""
+    too_large: list[tuple[float, Layout]] = field(default_factory=list)
+    """(GiB that a rank would need, layout), the smallest first."""
+    refused: Counter[str] = field(default_factory=Counter)
+
+
+def search(model: ModelShape | TracedShape, cluster: Cluster, goal: Goal, limits: Constraints) -> Found:
+    """Estimate every candidate; offload to host memory is tried where nothing else fits."""
+    estimator, found = Estimator(model, cluster, goal), Found()
+    layouts = list(_candidates(model, cluster, goal, limits, found.refused))
+    for offload in ("none", "cpu") if limits.offload is None else (limits.offload,):
+        for layout in layouts:
+            if offload == "cpu" and (layout.stage == 0 or layout.pp * layout.tp > 1):
+                continue
+            _judge(estimator, replace(layout, offload=offload), found)
+        if found.fitting:
+            break
+    found.fitting.sort(key=lambda pair: pair[0])
+    found.too_large.sort(key=lambda pair: pair[0])
+    return found
+
+
+def _judge(estimator: Estimator, layout: Layout, found: Found) -> None:
+    found.searched += 1
+    needed = estimator.peak_gib(layout)
+    if needed > estimator.gpu.memory_gib:
+        found.too_large.append((needed, layout))
+    else:
+        found.fitting.append((estimator.time(layout).seconds, layout))
+
+
+def simplest(found: Found) -> Layout | None:
+    """Return the fastest layout, or one with fewer axes that is about as fast."""
+    if not found.fitting:
+        return None
+    limit = SIMPLER * found.fitting[0][0]
+    near = [(complexity(layout), seconds, index) for index, (seconds, layout) in enumerate(found.fitting)]
+    _, _, index = min(entry for entry in near if entry[1] <= limit)
+    return found.fitting[index][1]
+
+
+def complexity(layout: Layout) -> int:
+    """Return how many mechanisms a layout needs: axes, sharding, recomputation."""
+    axes = sum(size > 1 for size in (layout.tp, layout.pp, layout.cp, layout.ep))
+    return 4 * axes + (layout.stage > 0) + (layout.dp_replicate > 1 < layout.dp_shard) + (layout.offload != "none")
+
+
+def _candidates(
+    model: ModelShape | TracedShape, cluster: Cluster, goal: Goal, limits: Constraints, refused: Counter[str]
+) -> Iterator[Layout]:
+    """Return the layouts that `train` accepts; the others are counted by reason."""
+    for mesh in _meshes(model, cluster, goal, limits):
+        reason = refusal(model, mesh, goal, cluster)
+        if reason is not None:
+            refused[reason] += 1
+            continue
+        per_rank = goal.global_batch // mesh.dp
+        for micro_batch in _micro_batches(per_rank, limits):
+            whole = replace(mesh, micro_batch=micro_batch)
+            if micro_batch > 1 and (mesh.pp > 1 or goal.global_batch % (mesh.dp * micro_batch)):
+                if (reason := refusal(model, whole, goal, cluster)) is not None:
+                    refused[reason] += 1
+                    continue
+            for recompute in RECOMPUTE if limits.recompute is None else (limits.recompute,):
+                if recompute == "none" or _has_blocks(model):
+                    yield replace(whole, recompute=recompute)
+
+
+def _has_blocks(model: ModelShape | TracedShape) -> bool:
+    return model.layers > 1 if isinstance(model, ModelShape) else model.blocks > 1
+
+
+def _micro_batches(per_rank: int, limits: Constraints) -> list[int]:
+    if limits.micro_batch is not None:
+        return [limits.micro_batch]
+    return [size for size in range(1, min(per_rank, MAX_MICRO_BATCH) + 1) if per_rank % size == 0]
+
+
+def _meshes(
+    model: ModelShape | TracedShape, cluster: Cluster, goal: Goal, limits: Constraints
+) -> Iterator[Layout]:
+    """Return every split of the GPUs over the axes, with each way to share the data axis and each schedule."""
+    gpus = cluster.gpus
+    kernels = "fused" if goal.compile else "eager"
+    sizes = _axis_sizes(model, cluster, goal, limits)
+    for tp in sizes["tp"]:
+        for pp in sizes["pp"]:
+            for cp in sizes["cp"]:
+                if gpus % (tp * pp * cp):
+                    continue
+                data = gpus // (tp * pp * cp)
+                common = Layout(
+                    tp=tp,
+                    pp=pp,
+                    cp=cp,
+                    sequence_parallel=tp > 1,
+                    attention="flash",
+                    kernels=kernels,
+                    lora_rank=limits.lora_rank,
+                )
+                for layout in _data_axes(common, data, cluster, model, limits):
+                    if _wanted(layout, limits):
+                        yield from _schedules(layout)
+
+
+def _axis_sizes(
+    model: ModelShape | TracedShape, cluster: Cluster, goal: Goal, limits: Constraints
+) -> dict[str, list[int]]:
+    """Return the sizes of each axis that can be useful: beyond two machines tensor parallelism never is."""
+    gpus = cluster.gpus
+    divisors = [size for size in range(1, gpus + 1) if gpus % size == 0]
+    if isinstance(model, TracedShape) and not model.supports:
+        return {"tp": [1], "pp": [1], "cp": [1]}
+    layers = model.layers if isinstance(model, ModelShape) else model.blocks
+    tp = min(limits.max_tensor_parallel or 2 * cluster.gpus_per_node, 2 * cluster.gpus_per_node)
+    pp = min(limits.max_pipeline_parallel or layers + 1, layers + 1)
+    cp = min(limits.max_context_parallel or gpus, max(1, goal.seq_len // SHORTEST_SLICE // 4))
+    return {name: [size for size in divisors if size <= most] for name, most in (("tp", tp), ("pp", pp), ("cp", cp))}
+
+
+def _data_axes(
+    layout: Layout, data: int, cluster: Cluster, model: ModelShape | TracedShape, limits: Constraints
+) -> Iterator[Layout]:
+    """Return the ways to use the data ranks: copies, shards, shards within a machine, experts."""
+    experts = model.experts if isinstance(model, ModelShape) else 0
+    if experts and layout.replica == 1:
+        for ep in (size for size in range(2, min(experts, data) + 1) if data % size == 0 and experts % size == 0):
+            yield replace(layout, ep=ep, dp_replicate=data // ep, dp_shard=ep, zero_stage=3)
+    if layout.cp == 1:
+        yield replace(layout, dp_replicate=data, zero_stage=0)
+    stages = (2, 3) if limits.zero_stage is None else (limits.zero_stage,)
+    if data * layout.cp == 1:
+        return
+    inside = max(1, cluster.gpus_per_node // layout.replica)
+    for stage in stages:
+        if stage:
+            yield replace(layout, dp_shard=data, zero_stage=stage)
+            if 1 < inside < data and data % inside == 0:
+                yield replace(layout, dp_replicate=data // inside, dp_shard=inside, zero_stage=stage)
+
+
+def _schedules(layout: Layout) -> Iterator[Layout]:
+    if layout.pp == 1:
+        yield layout
+        return
+    for schedule in SCHEDULES.values():
+        if schedule.splits_backward == (layout.stage == 0 and layout.dp > 1) or layout.dp == 1:
+            yield replace(layout, schedule=schedule.name, virtual_stages=schedule.stages_per_rank)
+
+
+def _wanted(layout: Layout, limits: Constraints) -> bool:
+    """Whether a layout is of the strategy that was asked for."""
+    axes = {"tensor": layout.tp, "pipeline": layout.pp, "context": layout.cp, "expert": layout.ep}
+    if limits.zero_stage is not None and layout.stage != limits.zero_stage:
+        return False
+    if limits.strategy == "ddp":
+        return layout.stage == 0 and max(axes.values()) == 1
+    if limits.strategy == "fsdp":
+        return layout.stage > 0 and max(axes.values()) == 1
+    if limits.strategy == "3d":
+        return layout.tp > 1 and layout.pp > 1 and layout.dp > 1
+    return limits.strategy is None or axes[limits.strategy] > 1
