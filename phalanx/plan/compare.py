@@ -13,12 +13,13 @@ from phalanx.plan.estimator import Estimator
 from phalanx.plan.explain import name as layout_name
 from phalanx.plan.layout import RECOMPUTE, Goal, Layout
 from phalanx.plan.model import ModelShape, TracedShape
+from phalanx.plan.planner import make_plan
 from phalanx.plan.report import Plan
-from phalanx.plan.search import Constraints, make_plan
+from phalanx.plan.search import Constraints
 from phalanx.plan.text import seconds
 
 LONGEST = 1 << 22
-_ADAPTER_PRICE = 0.03
+_ADAPTER_PRICE = 0.015
 """Share of a machine's price per adapter that is added or removed, with its part of the switches: a rough rule."""
 
 
@@ -51,19 +52,20 @@ class Answer:
 
     def data(self) -> dict[str, object]:
         """Return plain data."""
-        rows = [dict(zip(_HEAD, row, strict=True)) for row in _rows(self.variants)]
-        return {"question": self.question, "answer": self.sentence, "variants": rows}
+        variants = [dict(zip(HEAD, row, strict=True)) for row in rows(self.variants)]
+        return {"question": self.question, "answer": self.sentence, "variants": variants}
 
 
-_HEAD = ("variant", "step", "of the first", "MFU", "GiB", "training", "layout")
+HEAD = ("variant", "step", "of the first", "MFU", "GiB", "training", "layout")
 
 
 def variants_table(variants: tuple[tuple[str, Plan], ...]) -> str:
     """Return a row per variant: step time, memory, cost and layout."""
-    return table([_HEAD, *_rows(variants)], "  ")
+    return table([HEAD, *rows(variants)], "  ")
 
 
-def _rows(variants: tuple[tuple[str, Plan], ...]) -> Iterator[tuple[str, ...]]:
+def rows(variants: tuple[tuple[str, Plan], ...]) -> Iterator[tuple[str, ...]]:
+    """Yield a row of `HEAD` for each variant."""
     first = variants[0][1].best.estimate.step_seconds if variants and variants[0][1].best else None
     for name, plan in variants:
         if plan.best is None:
@@ -74,7 +76,15 @@ def _rows(variants: tuple[tuple[str, Plan], ...]) -> Iterator[tuple[str, ...]]:
         cost = span(plan.cost["days"] * 86400) if "days" in plan.cost else "-"
         cost += f", ${plan.cost['money']:,.0f}" if plan.cost.get("money") is not None else ""
         memory = f"{found.peak_gib:.1f}"
-        yield name, seconds(found.step_seconds), relative, f"{found.mfu:.1%}", memory, cost, layout_name(plan.best.layout)
+        yield (
+            name,
+            seconds(found.step_seconds),
+            relative,
+            f"{found.mfu:.1%}",
+            memory,
+            cost,
+            layout_name(plan.best.layout),
+        )
 
 
 def answer(question: str, case: Case, plan: Plan) -> Answer:
@@ -97,7 +107,7 @@ def _largest_batch(case: Case, plan: Plan, value: str) -> Answer:
     ranks = layout.dp
     return Answer(
         "largest batch",
-        f"micro-batch {micro} per data rank fits, {micro * ranks:,} samples over {ranks} data ranks without accumulation; "
+        f"micro-batch {micro} fits, which is {micro * ranks:,} samples over {ranks} data ranks without accumulation; "
         "accumulation makes any multiple of it, in the same memory",
     )
 
@@ -115,7 +125,9 @@ def _longest_sequence(case: Case, plan: Plan, value: str) -> Answer:
     lengths = {name: longest(layout) for name, layout in tried.items()}
     best = max(lengths, key=lambda name: lengths[name])
     own = lengths[layout_name(replace(plan.best.layout, micro_batch=1))]
-    return Answer("longest sequence", f"{own:,} tokens in the planned layout at micro-batch 1; {lengths[best]:,} with {best}")
+    return Answer(
+        "longest sequence", f"{own:,} tokens in the planned layout at micro-batch 1; {lengths[best]:,} with {best}"
+    )
 
 
 def _smaller(layout: Layout) -> tuple[Layout, Layout]:
@@ -172,15 +184,23 @@ def _recompute(case: Case, plan: Plan, value: str) -> Answer:
 
 def _fp8(case: Case, plan: Plan, value: str) -> Answer:
     gpu = presets.parts_of(case.cluster)[0]
-    if "fp8" not in gpu.tflops:
-        return Answer("fp8", f"{gpu.name} has no fp8")
-    return _variants("fp8", plan, {"fp8": replace(case, goal=replace(case.goal, precision="fp8"))})
+    if "fp8" not in gpu.tflops or plan.best is None:
+        return Answer("fp8", f"{gpu.name} has no fp8" if plan.best else "nothing fits")
+    step = Estimator(case.model, case.cluster, replace(case.goal, precision="fp8")).time(plan.best.layout).seconds
+    change = step / plan.best.estimate.step_seconds - 1
+    return Answer(
+        "fp8", f"matrix products in fp8: step {seconds(step)} ({change:+.0%}); `phalanx train` has no fp8 yet"
+    )
 
 
 def _other_gpu(case: Case, plan: Plan, value: str) -> Answer:
     own = presets.parts_of(case.cluster)[0].name
-    names = [presets.gpu(value).name] if value else [name for name in ("a100-80", "h100", "h200", "b200") if name != own]
-    return _variants("another GPU", plan, {name: replace(case, cluster=_with_gpu(case.cluster, name)) for name in names})
+    names = (
+        [presets.gpu(value).name] if value else [name for name in ("a100-80", "h100", "h200", "b200") if name != own]
+    )
+    return _variants(
+        "another GPU", plan, {name: replace(case, cluster=_with_gpu(case.cluster, name)) for name in names}
+    )
 
 
 def _with_gpu(cluster: Cluster, name: str) -> Cluster:
@@ -188,7 +208,13 @@ def _with_gpu(cluster: Cluster, name: str) -> Cluster:
     priced = presets.usual_instance(name)
     price = None if priced is None or priced.price is None else priced.price / priced.gpus
     return replace(
-        cluster, gpu=name, intra_node=None, inter_node=None, inter_node_gbps=None, price_per_gpu_hour=price, instance=None
+        cluster,
+        gpu=name,
+        intra_node=None,
+        inter_node=None,
+        inter_node_gbps=None,
+        price_per_gpu_hour=price,
+        instance=None,
     )
 
 
@@ -228,5 +254,7 @@ def designs(case: Case, plan: Plan) -> Answer:
     if cluster.nodes < 2:
         return Answer("designs of the cluster", "one machine has no network: plan for more GPUs", ())
     found = _variants("designs of the cluster", plan, cases)
-    sentence = f"prices: an adapter with its switches is taken as {_ADAPTER_PRICE:.0%} of a machine; the links keep their kind"
+    sentence = (
+        f"prices: an adapter with its switches is taken as {_ADAPTER_PRICE:.1%} of a machine; the links keep their kind"
+    )
     return replace(found, sentence=sentence)

@@ -11,7 +11,7 @@ from typing import Any
 
 from phalanx.config.sources import toml_value
 from phalanx.observe.format import span, table
-from phalanx.plan.layout import Layout
+from phalanx.plan.explain import name as layout_name
 from phalanx.plan.model import ModelShape, TracedShape
 from phalanx.plan.presets import train_names
 from phalanx.plan.report import Plan
@@ -20,7 +20,8 @@ WIDTH = 110
 _BAR = 60
 _BLOCKS = "█▓▒░▚▞▌▖▙▘▐"
 _LETTERS = "#=+*%@o:x~-"
-_MFU = "MFU = 3 x forward FLOPs / (time x peak), the whole square of attention counted; HFU: recomputed FLOPs too"
+_MFU = "MFU: 3 x FLOPs of forward / (time x peak FLOP/s), attention as a full square; HFU: with what is recomputed"
+_SHOWN_REFUSALS = 4
 
 
 def plan_text(plan: Plan, subject: str) -> str:
@@ -36,9 +37,9 @@ def _answer(plan: Plan, subject: str) -> Iterator[str]:
     yield _others(plan)
     yield _refused(plan)
     yield _assumed(plan)
-    yield _reliability(plan)
-    yield f"run it\n{textwrap.indent(train_command(plan, subject), '  ')}\nor with --config FILE, where FILE holds"
-    yield textwrap.indent(settings_toml(plan.settings), "  ")
+    yield f"reliability: {reliability_words(plan)}" if plan.reliability else ""
+    yield f"to train it\n{textwrap.indent(train_command(plan, subject), '  ')}"
+    yield f"the same as a file for --config\n{textwrap.indent(settings_toml(plan.settings), '  ')}"
 
 
 def _nothing_fits(plan: Plan) -> Iterator[str]:
@@ -66,9 +67,10 @@ def _verdict(plan: Plan) -> str:
     unit = "samples" if isinstance(plan.model, TracedShape) or plan.model.patches else "tokens"
     speed = f"{found.tokens_per_second_per_gpu:,.0f} {unit}/s per GPU"
     rows = [
-        ("layout", layout_words(plan.best.layout)),
+        ("layout", layout_name(plan.best.layout)),
         ("step", f"{seconds(found.step_seconds)} ({seconds(low)} to {seconds(high)} with 90% probability), {speed}"),
-        ("", f"MFU {found.mfu:.1%}, HFU {found.hfu:.1%}  [{_MFU}]"),
+        ("", f"MFU {found.mfu:.1%}, HFU {found.hfu:.1%}"),
+        ("", f"[{_MFU}]"),
         ("batch", plan.batch),
         *([("training", cost_words(plan))] if plan.cost else []),
     ]
@@ -86,26 +88,6 @@ def cost_words(plan: Plan) -> str:
         words.append(f"{cost['gpu_hours']:,.0f} GPU hours")
     words.append(f"${cost['money']:,.0f}" if cost.get("money") is not None else "no price known (--instance, --prices)")
     return ", ".join(words)
-
-
-def layout_words(layout: Layout) -> str:
-    """Return a layout as words: `pipeline 2 x fsdp 4 x tensor 8, micro-batch 1, recompute selective`."""
-    stage, axes = layout.stage, []
-    if layout.pp > 1:
-        stages = f" ({layout.pp * layout.virtual_stages} stages)" if layout.virtual_stages > 1 else ""
-        axes.append(f"pipeline {layout.pp}{stages}")
-    if layout.dp_replicate > 1 or layout.gpus == 1:
-        axes.append(f"ddp {layout.dp_replicate}")
-    if layout.dp_shard > 1:
-        axes.append(f"{'fsdp' if stage == 3 else f'zero-{stage}'} {layout.dp_shard}")
-    axes += [f"{name} {size}" for name, size in (("context", layout.cp), ("tensor", layout.tp)) if size > 1]
-    more = [f"micro-batch {layout.micro_batch}"]
-    more += [f"experts over {layout.ep}"] if layout.ep > 1 else []
-    more += [layout.schedule] if layout.pp > 1 else []
-    more += [f"recompute {layout.recompute}"] if layout.recompute != "none" else []
-    more += [f"offload to {layout.offload}"] if layout.offload != "none" else []
-    more += [f"lora rank {layout.lora_rank}"] if layout.lora_rank is not None else []
-    return ", ".join([" x ".join(axes), *more])
 
 
 def _memory(plan: Plan) -> Iterator[str]:
@@ -130,7 +112,7 @@ def _time(plan: Plan) -> Iterator[str]:
         apart = ", ".join(f"{words(name)} {seconds(part)}" for name, part in hidden.items())
         yield f"  hidden behind computation: {apart}"
     if plan.binding:
-        yield textwrap.fill(f"what limits it: {plan.binding}", WIDTH, initial_indent="  ", subsequent_indent="  ")
+        yield textwrap.indent(wrapped(f"what limits it: {plan.binding}"), "  ")
 
 
 def bar(parts: Mapping[str, float], whole: float) -> str:
@@ -157,44 +139,35 @@ def _glyphs() -> str:
 def _others(plan: Plan) -> str:
     assert plan.best is not None
     best = plan.best.estimate.step_seconds
-    rows = [
-        (seconds(other.estimate.step_seconds), f"{other.estimate.step_seconds / best - 1:+.0%}", *_reasoned(other))
-        for other in plan.runners_up
-    ]
-    return f"runners-up of {plan.searched:,} layouts\n{table(rows, '  ')}" if rows else ""
-
-
-def _reasoned(other: Any) -> tuple[str, str]:
-    return layout_words(other.layout), other.reason
+    rows = []
+    for other in plan.runners_up:
+        step = other.estimate.step_seconds
+        rows.append((seconds(step), f"{step / best - 1:+.1%}", layout_name(other.layout), other.reason))
+    return f"runners-up of {plan.searched:,} layouts, and why each lost\n{table(rows, '  ')}" if rows else ""
 
 
 def _refused(plan: Plan) -> str:
-    rows = [(f"{number:,}", reason) for reason, number in plan.refused]
-    return f"refused\n{table(rows, '  ')}" if rows else ""
+    rows = [(f"{number:,}", shorten(reason)) for reason, number in plan.refused[:_SHOWN_REFUSALS]]
+    return f"refused, as `phalanx train` would (number of layouts, reason)\n{table(rows, '  ')}" if rows else ""
 
 
 def _assumed(plan: Plan) -> str:
-    rows = [(name, value, f"[{origin}]") for name, value, origin in plan.assumptions]
-    lines = [f"assumed\n{table(rows, '  ')}"] if rows else []
+    rows = [(name, value, f"[{shorten(origin, 60)}]") for name, value, origin in plan.assumptions]
+    lines = [f"assumed, and where it comes from\n{table(rows, '  ')}"] if rows else []
     if plan.sensitivity:
-        changes = [f"{change}: step {relative:+.1%}" for change, relative in plan.sensitivity]
-        lines.append("sensitivity\n" + "\n".join(f"  {change}" for change in changes))
+        changes = "; ".join(f"{change}: step {relative:+.1%}" for change, relative in plan.sensitivity)
+        lines.append(wrapped(f"sensitivity: {changes}"))
     return "\n".join(lines)
 
 
-def _reliability(plan: Plan) -> str:
+def reliability_words(plan: Plan) -> str:
+    """Return how often the job fails, how often it saves, and how much of its time is training."""
     found = plan.reliability
-    if not found:
-        return ""
-    rows = []
-    if "failures_per_day" in found:
-        rows.append(f"{found['failures_per_day']:.2g} failures a day")
-    if "checkpoint_interval_seconds" in found:
-        took = f" (each stalls {seconds(found['checkpoint_seconds'])})" if "checkpoint_seconds" in found else ""
-        rows.append(f"a checkpoint every {span(found['checkpoint_interval_seconds'])}{took}")
-    if "effective" in found:
-        rows.append(f"{found['effective']:.1%} of the time is training")
-    return f"reliability: {', '.join(rows)}"
+    stall, interval = seconds(found["checkpoint_seconds"]), span(found["checkpoint_interval_seconds"])
+    return (
+        f"{found['failures_per_day']:.2g} failures a day, a checkpoint every {interval} (each stalls {stall}), "
+        f"{found['effective']:.1%} of the time is training"
+    )
 
 
 def train_command(plan: Plan, subject: str) -> str:
@@ -228,7 +201,7 @@ def plan_data(plan: Plan, subject: str) -> dict[str, Any]:
             (document["best"], *document["runners_up"]), (plan.best, *plan.runners_up), strict=True
         ):
             entry["estimate"] |= {"peak_gib": candidate.estimate.peak_gib, "fits": candidate.estimate.fits}
-            entry["layout"]["words"] = layout_words(candidate.layout)
+            entry["layout"]["words"] = layout_name(candidate.layout)
         document |= {"command": train_command(plan, subject), "toml": settings_toml(plan.settings)}
     document["model"]["parameters"] = plan.model.parameters
     if isinstance(plan.model, ModelShape):
@@ -238,12 +211,22 @@ def plan_data(plan: Plan, subject: str) -> dict[str, Any]:
 
 def words(name: str) -> str:
     """Return the name of a part as words."""
-    return name.replace("_comm", " communication").replace("_", " ")
+    return name.removesuffix("_comm") + " communication" * name.endswith("_comm") if "_" in name else name
+
+
+def wrapped(text: str) -> str:
+    """Return a sentence as lines of the width of the answer."""
+    return textwrap.fill(text, WIDTH - 2, subsequent_indent="  ")
+
+
+def shorten(text: str, width: int = WIDTH - 8) -> str:
+    """Return a text that is cut after so many characters."""
+    return textwrap.shorten(text, width, placeholder=" ...")
 
 
 def seconds(value: float) -> str:
     """Write a time that may be short: `12.3 s`, `840 ms`, `90 us`."""
-    if value >= 60:
+    if value >= 600:
         return span(value)
     return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms" if value >= 1e-3 else f"{value * 1e6:.3g} us"
 
