@@ -99,5 +99,11 @@ class Goal:
     budget: float | None = None
     """Money, in the currency of the price file."""
     compile: bool = False
-    reduce_bytes: int = 4
-    """Bytes per value of sharded gradients while they are reduced (2: bf16)."""
+    reduce_bytes: int | None = None
+    """Bytes per value of gradients while they are reduced. None: as published, 2 for replicated weights, 4 for FSDP."""
+
+    def bytes_reduced(self, layout: Layout) -> int:
+        """Return the bytes per value of gradients while they are reduced."""
+        if self.reduce_bytes is not None:
+            return self.reduce_bytes
+        return 4 if self.precision == "fp32" or layout.stage == 3 else 2

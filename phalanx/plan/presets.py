@@ -42,7 +42,16 @@ _ALIASES = {
         "vit-base": "vit-b",
         "vit-large": "vit-l",
     },
-    "gpus": {"v100": "v100-32", "a100": "a100-80", "h100-sxm": "h100", "h200-sxm": "h200"},
+    "gpus": {
+        "v100": "v100-32",
+        "a100": "a100-80",
+        "a100-sxm4-80": "a100-80",
+        "a100-sxm4-40": "a100-40",
+        "h100-80": "h100",
+        "h100-sxm": "h100",
+        "h200-sxm": "h200",
+        "h200-141": "h200",
+    },
     "links": {
         "nvlink": "nvlink4",
         "pcie": "pcie4",
@@ -67,6 +76,8 @@ _ALIASES = {
         "nd-h100-v5": "nd96isr-h100-v5",
     },
 }
+MEASURED_LINK = "nvlink4"
+"""The link whose curve over sizes stands for links without one of their own."""
 _WORDS = {"models": "model", "gpus": "GPU", "links": "link", "instances": "instance type"}
 _Made = TypeVar("_Made", Gpu, Link, Instance, ModelShape, TracedShape)
 
@@ -132,8 +143,12 @@ def gpu(name: str) -> Gpu:
 def link(name: str) -> Link:
     """Return a link by name."""
     found, where, entry = _find("links", _measured_name("links", name))
+    made = _make(Link, found, {**entry, "curve": ()}, where)
     curve = tuple((float(size), float(share)) for size, share in entry.get("curve", ()))
-    return replace(_make(Link, found, {**entry, "curve": ()}, where), curve=curve)
+    if not curve:  # a slower link reaches the same share of its bandwidth with messages that are smaller by as much
+        shape = link(MEASURED_LINK)
+        curve = tuple((size * made.gbps / shape.gbps, share) for size, share in shape.curve)
+    return replace(made, curve=curve)
 
 
 def instance(name: str, prices: str | Path | None = None) -> Instance:
@@ -217,6 +232,8 @@ def _reordered(found: tuple[str, str, dict[str, Any]]) -> tuple[str, dict[str, A
 
 def _plain(kind: str, name: str) -> str:
     lower = name.strip().lower().replace("_", "-") if not name.startswith("measured:") else name
+    if kind == "gpus":
+        lower = lower.removesuffix("gb")  # A100-80GB
     return _ALIASES[kind].get(lower, lower)
 
 

@@ -16,10 +16,13 @@ from phalanx.world.schedules import SCHEDULES
 
 STRATEGIES = ("ddp", "fsdp", "tensor", "pipeline", "context", "expert", "3d")
 MAX_MICRO_BATCH = 64
-SIMPLER = 1.02
-"""A layout with fewer axes is preferred while it is not slower than this times the fastest."""
-SHORTEST_SLICE = 1024
-"""Tokens of a sequence below which another context-parallel rank has too little to compute."""
+SIMPLER = 1.08
+"""A layout with fewer axes is preferred while it is not slower than this: smaller differences are within the error of
+the prediction."""
+SHORTEST_SLICE = 8192
+"""Tokens per rank below which sequences are not cut any further."""
+HEADROOM = 0.95
+"""Share of a GPU's memory that a layout may need: predictions of memory err by some percent."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +79,7 @@ def search(model: ModelShape | TracedShape, cluster: Cluster, goal: Goal, limits
 def _judge(estimator: Estimator, layout: Layout, found: Found) -> None:
     found.searched += 1
     needed = estimator.peak_gib(layout)
-    if needed > estimator.gpu.memory_gib:
+    if needed > HEADROOM * estimator.gpu.memory_gib:
         found.too_large.append((needed, layout))
     else:
         found.fitting.append((estimator.time(layout).seconds, layout))
@@ -87,9 +90,11 @@ def simplest(found: Found) -> Layout | None:
     if not found.fitting:
         return None
     limit = SIMPLER * found.fitting[0][0]
-    near = [(complexity(layout), seconds, index) for index, (seconds, layout) in enumerate(found.fitting)]
-    _, _, index = min(entry for entry in near if entry[1] <= limit)
-    return found.fitting[index][1]
+    near = [(seconds, layout) for seconds, layout in found.fitting if seconds <= limit]
+    fewest = min(complexity(layout) for _, layout in near)
+    fastest, _ = next(pair for pair in near if complexity(pair[1]) == fewest)
+    alike = [layout for seconds, layout in near if complexity(layout) == fewest and seconds <= 1.002 * fastest]
+    return max(alike, key=lambda layout: (layout.recompute == "none", layout.micro_batch))
 
 
 def complexity(layout: Layout) -> int:
@@ -167,7 +172,7 @@ def _axis_sizes(
     layers = model.layers if isinstance(model, ModelShape) else model.blocks
     tp = min(limits.max_tensor_parallel or 2 * cluster.gpus_per_node, 2 * cluster.gpus_per_node)
     pp = min(limits.max_pipeline_parallel or layers + 1, layers + 1)
-    cp = min(limits.max_context_parallel or gpus, max(1, goal.seq_len // SHORTEST_SLICE // 4))
+    cp = min(limits.max_context_parallel or gpus, max(1, goal.seq_len // SHORTEST_SLICE))
     return {name: [size for size in divisors if size <= most] for name, most in (("tp", tp), ("pp", pp), ("cp", cp))}
 
 
@@ -181,7 +186,7 @@ def _data_axes(
             yield replace(layout, ep=ep, dp_replicate=data // ep, dp_shard=ep, zero_stage=3)
     if layout.cp == 1:
         yield replace(layout, dp_replicate=data, zero_stage=0)
-    stages = (2, 3) if limits.zero_stage is None else (limits.zero_stage,)
+    stages = (1, 2, 3) if limits.zero_stage is None else (limits.zero_stage,)
     if data * layout.cp == 1:
         return
     inside = max(1, cluster.gpus_per_node // layout.replica)

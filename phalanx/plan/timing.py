@@ -28,6 +28,8 @@ PCIE_GBPS = 22.0
 """GB/s between a GPU and its host, for offloaded states."""
 HOST_UPDATE_GBPS = 60.0
 """GB/s of memory that an optimizer on the CPU of one machine moves, over all its ranks."""
+FROZEN = 0.55
+"""Time of backward where the weights are frozen: the gradient of inputs only, and of adapters."""
 CONVOLUTION = 0.55
 """Speed of products in modules that are not transformers, as a share of large matrix products."""
 
@@ -87,77 +89,93 @@ def fused_kernels(layout: Layout, gpu: Gpu) -> bool:
 
 def step_time(model: ModelShape | TracedShape, machine: Machine, layout: Layout, goal: Goal) -> StepTime:
     """Return the predicted time of one optimizer step."""
+    step, count = StepTime(), layout.accumulation(goal.global_batch)
     if isinstance(model, TracedShape):
-        step = _traced_step(model, machine, layout, goal)
+        stage = _traced_stage(model, machine, layout, goal)
     else:
-        step = _transformer_step(model, machine, layout, goal)
+        stage = _transformer_stage(model, machine, layout, goal)
+    for name, seconds in stage.parts.items():
+        step.parts[name] = count * seconds
+    step.parts["compute"] += count * stage.head
+    if layout.pp > 1 and isinstance(model, ModelShape):
+        step.parts["pipeline_comm"] = count * _pipeline_seconds(model, machine, layout, goal)
+    if layout.pp > 1:
+        step.parts["bubble"] = _bubble(layout, count, stage.seconds)
+    held, trained = parameters_per_rank(model, layout)
+    _add_data_axis(step, held, trained, machine, layout, goal, stage, count)
+    _add_optimizer(step, trained, machine, layout)
     slowest = VARIATION * math.sqrt(2 * math.log(layout.gpus)) if layout.gpus > 1 else 0.0
     step.parts["variation"] = slowest * step.seconds
     return step
 
 
-def _transformer_step(model: ModelShape, machine: Machine, layout: Layout, goal: Goal) -> StepTime:
-    step, parts = StepTime(), {}
-    count = layout.accumulation(goal.global_batch)
-    stage = _Stage(model, machine, layout, goal)
-    waiting = stage.seconds  # a pass of a pipeline stage without the output layer
-    for name, seconds in {**stage.parts, "head": stage.head}.items():
-        parts[name] = count * seconds
-    step.parts["compute"] = parts["layers"] + parts["head"]
-    step.parts["recompute"] = parts["recompute"]
-    for name in ("tensor_comm", "context_comm", "expert_comm"):
-        step.parts[name] = parts[name]
-    if layout.pp > 1:
-        step.parts["pipeline_comm"] = count * _pipeline_seconds(model, machine, layout, goal)
-        step.parts["bubble"] = _bubble(layout, count, waiting)
-    _add_data_axis(step, model, machine, layout, goal, stage, count)
-    _add_optimizer(step, _trained_parameters(model, layout), machine, layout)
-    return step
-
-
+@dataclass
 class _Stage:
     """The time of one micro-batch on the last pipeline stage, which has the output layer."""
 
-    def __init__(self, model: ModelShape, machine: Machine, layout: Layout, goal: Goal) -> None:
-        self.passes: list[tuple[int, Passes]] = []
-        self.parts = dict.fromkeys(("layers", "recompute", "tensor_comm", "context_comm", "expert_comm"), 0.0)
-        self.layers = math.ceil(model.layers / layout.pp)
-        kind, seq = attention_kind(layout, machine.gpu), goal.seq_len
-        mixtures = round(self.layers * model.mixture_layers / model.layers)
-        tensor = _tensor_seconds(model, machine, layout, goal)
-        fused = fused_kernels(layout, machine.gpu)
-        self.forward = self.backward = 0.0
-        for number, mixture in ((self.layers - mixtures, False), (mixtures, True)):
-            if not number:
-                continue
-            passes = layer_passes(
-                model,
-                machine.gpu,
-                goal.precision,
-                layout.micro_batch,
-                seq,
-                tp=layout.tp,
-                cp=layout.cp,
-                ep=layout.ep,
-                sequence_parallel=layout.sequence_parallel,
-                attention=kind,
-                fused=fused,
-                mixture=mixture,
-            )
-            backward = passes.backward * (0.55 if layout.lora_rank else 1.0)  # frozen weights need no gradient
-            again = {"none": 0.0, "selective": passes.core, "full": passes.forward}[layout.recompute]
-            self.forward += number * passes.forward
-            self.backward += number * (backward + again)
-            self.parts["layers"] += number * (passes.forward + backward)
-            self.parts["recompute"] += number * again
-            forward_comm = tensor + (tensor if layout.recompute == "full" else 0.0)
-            backward_comm = tensor * (1.5 if layout.sequence_parallel else 1.0)  # inputs are gathered again
-            self.parts["tensor_comm"] += number * (forward_comm + backward_comm)
-            self.parts["context_comm"] += number * _context_seconds(model, machine, layout, goal, passes)
-            self.parts["expert_comm"] += number * _expert_seconds(model, machine, layout, goal) if mixture else 0.0
-        head = head_passes(model, machine.gpu, goal.precision, layout.micro_batch, seq, tp=layout.tp, cp=layout.cp)
-        self.head = head.forward + head.backward
-        self.seconds = sum(self.parts.values())
+    layers: int
+    parts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(TIME_PARTS, 0.0))
+    forward: float = 0.0
+    backward: float = 0.0
+    head: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Forward and backward of the layers, with their communication."""
+        return sum(self.parts.values())
+
+    def add(self, number: int, forward: float, backward: float, again: float) -> None:
+        """Add layers: their passes, and what backward computes again."""
+        self.forward += number * forward
+        self.backward += number * (backward + again)
+        self.parts["compute"] += number * (forward + backward)
+        self.parts["recompute"] += number * again
+
+
+def _transformer_stage(model: ModelShape, machine: Machine, layout: Layout, goal: Goal) -> _Stage:
+    stage, gpu = _Stage(math.ceil(model.layers / layout.pp)), machine.gpu
+    kind, fused = attention_kind(layout, gpu), fused_kernels(layout, gpu)
+    mixtures = round(stage.layers * model.mixture_layers / model.layers)
+    tensor = _tensor_seconds(model, machine, layout, goal)
+    for number, mixture in ((stage.layers - mixtures, False), (mixtures, True)):
+        if not number:
+            continue
+        passes = layer_passes(
+            model,
+            gpu,
+            goal.precision,
+            layout.micro_batch,
+            goal.seq_len,
+            tp=layout.tp,
+            cp=layout.cp,
+            ep=layout.ep,
+            sequence_parallel=layout.sequence_parallel,
+            attention=kind,
+            fused=fused,
+            mixture=mixture,
+        )
+        backward = passes.backward * (FROZEN if layout.lora_rank else 1.0)
+        again = {"none": 0.0, "selective": passes.core, "full": passes.forward}[layout.recompute]
+        stage.add(number, passes.forward, backward, again)
+        passed = 1 + (layout.recompute == "full") + (1.5 if layout.sequence_parallel else 1.0)  # gathers inputs again
+        stage.parts["tensor_comm"] += number * passed * tensor
+        stage.parts["context_comm"] += number * _context_seconds(model, machine, layout, goal, passes)
+        stage.parts["expert_comm"] += number * _expert_seconds(model, machine, layout, goal) if mixture else 0.0
+    head = head_passes(model, gpu, goal.precision, layout.micro_batch, goal.seq_len, tp=layout.tp, cp=layout.cp)
+    stage.head = head.forward + head.backward
+    return stage
+
+
+def _traced_stage(model: TracedShape, machine: Machine, layout: Layout, goal: Goal) -> _Stage:
+    """Return the passes of a traced module: products at a lower speed, and the traffic of its other kernels."""
+    gpu, batch = machine.gpu, layout.micro_batch
+    products = batch * model.forward_flops_per_sample / (peak(gpu, goal.precision) * gpu.matmul * CONVOLUTION)
+    forward = products + traffic_seconds(gpu, batch * model.traffic_bytes_per_sample)
+    forward = max(forward, 30 * model.blocks * gpu.launch_us * 1e-6)  # short kernels wait for their launch
+    share = 1 / (layout.tp * layout.pp * layout.cp)
+    stage = _Stage(max(1, model.blocks // layout.pp))
+    stage.add(1, share * forward, 2 * share * forward, share * forward if layout.recompute == "full" else 0.0)
+    return stage
 
 
 def _tensor_seconds(model: ModelShape, machine: Machine, layout: Layout, goal: Goal) -> float:
@@ -207,43 +225,65 @@ def _bubble(layout: Layout, count: int, waiting: float) -> float:
     return (layout.pp - 1) * waiting / layout.virtual_stages
 
 
-def _trained_parameters(model: ModelShape, layout: Layout) -> float:
-    """Return the parameters per rank of the model axes that the optimizer steps."""
-    if layout.lora_rank:
-        return 2.0 * layout.lora_rank * model.hidden * 4 * model.layers / layout.pp
+def parameters_per_rank(model: ModelShape | TracedShape, layout: Layout) -> tuple[float, float]:
+    """Return the parameters that a rank of the model axes computes with, and those that are trained."""
+    split = layout.tp * layout.pp
+    if isinstance(model, TracedShape):
+        return model.parameters / split, model.trainable / split
     experts = model.mixture_layers * model.expert_parameters
-    return ((model.parameters - experts) / layout.tp + experts / (layout.tp * layout.ep)) / layout.pp
+    held = (model.parameters - experts) / split + experts / (split * layout.ep)
+    if layout.lora_rank is None:
+        return held, held
+    return held, lora_parameters(model, layout.lora_rank) / split
+
+
+def lora_parameters(model: ModelShape, rank: int) -> int:
+    """Return the parameters of adapters of the attention's four linear layers."""
+    widths = 2 * (model.hidden + model.attention_width) + 2 * (model.hidden + model.kv_width)
+    return rank * widths * model.layers
 
 
 def _add_data_axis(
-    step: StepTime, model: ModelShape, machine: Machine, layout: Layout, goal: Goal, stage: _Stage, count: int
+    step: StepTime,
+    held: float,
+    trained: float,
+    machine: Machine,
+    layout: Layout,
+    goal: Goal,
+    stage: _Stage,
+    count: int,
 ) -> None:
-    """Add what the data axis communicates: gathered parameters per micro-batch (ZeRO 3), gradients per step."""
-    trained = _trained_parameters(model, layout)
-    held = (model.parameters / layout.tp) / layout.pp
-    width = 4 if goal.precision == "fp32" else 2
+    """Add what the data axis communicates: gathered parameters, and gradients."""
+    width, reduced = (4 if goal.precision == "fp32" else 2), goal.bytes_reduced(layout)
     shards = machine.group(layout.dp_shard * layout.cp, layout.tp)
     copies = machine.group(layout.dp_replicate, layout.tp * layout.cp * layout.dp_shard)
-    compute = stage.seconds + stage.head
     spent = hidden = 0.0
-    if layout.stage == 3 and shards.size > 1:
-        layers = max(1, stage.layers)
+    if layout.stage and shards.size > 1:
+        layers = stage.layers
         gather = layers * machine.time("all_gather", held * width / layers, shards)
-        scatter = layers * machine.time("reduce_scatter", trained * goal.reduce_bytes / layers, shards)
-        spent, hidden = _beside(compute, 2 * gather + scatter)
-        spent, hidden = count * spent, count * hidden
-    elif shards.size > 1:
-        kind = "all_reduce" if layout.stage == 0 else "reduce_scatter"
-        seconds = machine.time(kind, trained * width, shards)
-        if layout.stage:  # the stepped shards are gathered
-            seconds += machine.time("all_gather", held * width, shards)
-        spent, hidden = _beside(stage.backward, seconds)
+        scatter = layers * machine.time("reduce_scatter", trained * reduced / layers, shards)
+        spent, hidden = _sharded(layout.stage, gather, scatter, stage, count)
     if copies.size > 1:
         shard = trained / (shards.size if layout.stage else 1)
-        more, covered = _beside(stage.backward, machine.time("all_reduce", shard * width, copies))
+        more, covered = _beside(stage.backward, machine.time("all_reduce", shard * reduced, copies))
         spent, hidden = spent + more, hidden + covered
     step.parts["data_comm"] += spent
     step.hidden["data_comm"] = hidden
+
+
+def _sharded(zero: int, gather: float, scatter: float, stage: _Stage, count: int) -> tuple[float, float]:
+    """Return the exposed and hidden time of a sharded data axis.
+
+    Stage 3 gathers parameters twice per micro-batch, stages 1 and 2 once per step. Stages 2 and 3 scatter gradients
+    with every micro-batch, stage 1 once.
+    """
+    if zero == 3:
+        spent, hidden = _beside(stage.seconds + stage.head, 2 * gather + scatter)
+        return count * spent, count * hidden
+    times = count if zero == 2 else 1
+    spent, hidden = _beside(stage.backward, scatter)
+    first, covered = _beside(stage.forward, gather)
+    return times * spent + first, times * hidden + covered
 
 
 def _beside(compute: float, communication: float) -> tuple[float, float]:
@@ -261,33 +301,3 @@ def _add_optimizer(step: StepTime, trained: float, machine: Machine, layout: Lay
     per_rank = HOST_UPDATE_GBPS * 1e9 / machine.gpus_per_node
     step.parts["optimizer"] = own * OPTIMIZER_BYTES / per_rank
     step.parts["offload"] = own * 8 / (PCIE_GBPS * 1e9)  # weights there, gradients back
-
-
-def _traced_step(model: TracedShape, machine: Machine, layout: Layout, goal: Goal) -> StepTime:
-    """Return the step of a module that was traced: products at a lower speed, and the traffic of its other kernels."""
-    step, gpu = StepTime(), machine.gpu
-    count, batch = layout.accumulation(goal.global_batch), layout.micro_batch
-    products = batch * model.forward_flops_per_sample / (peak(gpu, goal.precision) * gpu.matmul * CONVOLUTION)
-    forward = products + traffic_seconds(gpu, batch * model.traffic_bytes_per_sample)
-    step.parts["compute"] = 3 * forward * count
-    step.parts["recompute"] = forward * count if layout.recompute == "full" else 0.0
-    width = 4 if goal.precision == "fp32" else 2
-    shards, copies = machine.group(layout.dp_shard, 1), machine.group(layout.dp_replicate, layout.dp_shard)
-    if layout.stage == 3 and shards.size > 1:
-        each = model.parameters * width / model.blocks
-        gather = model.blocks * machine.time("all_gather", each, shards)
-        scatter = model.blocks * machine.time("reduce_scatter", each, shards)
-        spent, hidden = _beside(3 * forward, 2 * gather + scatter)
-        step.parts["data_comm"], step.hidden["data_comm"] = count * spent, count * hidden
-    elif shards.size > 1:
-        seconds = machine.time("reduce_scatter", model.trainable * 4, shards)
-        seconds += machine.time("all_gather", model.parameters * width, shards)
-        step.parts["data_comm"], step.hidden["data_comm"] = _beside(2 * forward, seconds)
-    if copies.size > 1:
-        shard = model.trainable / (shards.size if layout.stage else 1)
-        # torch's DDP reduces gradients in the precision of the weights: fp32 under autocast.
-        spent, hidden = _beside(2 * forward, machine.time("all_reduce", shard * 4, copies))
-        step.parts["data_comm"] += spent
-        step.hidden["data_comm"] = step.hidden.get("data_comm", 0.0) + hidden
-    _add_optimizer(step, model.trainable, machine, layout)
-    return step

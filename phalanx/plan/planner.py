@@ -1,0 +1,203 @@
+"""`make_plan`: the search, and everything that explains its answer."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from phalanx.errors import UsageError
+from phalanx.plan import explain, presets
+from phalanx.plan.cluster import Cluster
+from phalanx.plan.estimator import Estimator
+from phalanx.plan.layout import Goal, Layout
+from phalanx.plan.model import ModelShape, TracedShape
+from phalanx.plan.prediction import Estimate
+from phalanx.plan.report import Candidate, Plan
+from phalanx.plan.rules import accepted, settings_of
+from phalanx.plan.search import Constraints, Found, search, simplest
+from phalanx.reliability.effective import Process, best_interval
+from phalanx.reliability.rates import DAY, HOUR
+from phalanx.reliability.rates import PRESETS as FAILURE_RATES
+
+RUNNERS_UP = 5
+FAILURES = "llama-3"
+RESTART_SECONDS = 300.0
+HOST_COPY_GBPS = 20.0
+"""GB/s per GPU of copying states to pinned host memory, which is how long an asynchronous checkpoint stalls."""
+SHOWN_REASONS = 8
+
+
+def make_plan(
+    model: str | ModelShape | TracedShape,
+    cluster: str | Cluster,
+    goal: Goal | None = None,
+    limits: Constraints | None = None,
+) -> Plan:
+    """Return the fastest layout that fits, with the runners-up and reasons; `best` is None where nothing fits."""
+    shape = presets.model(model) if isinstance(model, str) else model
+    machines = presets.cluster(cluster) if isinstance(cluster, str) else cluster
+    limits = limits or Constraints()
+    goal = replace(goal or default_goal(shape, machines), reduce_bytes=4)  # train adds gradients up in fp32
+    _check(machines, goal)
+    found = search(shape, machines, goal, limits)
+    layout = simplest(found)
+    common = {
+        "model": shape,
+        "cluster": machines,
+        "goal": goal,
+        "searched": found.searched,
+        "refused": tuple(found.refused.most_common(SHOWN_REASONS)),
+        "assumptions": assumptions(machines, goal),
+    }
+    if layout is None:
+        return Plan(best=None, smallest_change=smallest_change(shape, machines, goal, limits, found), **common)
+    estimator = Estimator(shape, machines, goal)
+    best = estimator(layout)
+    accepted(layout, goal, machines)  # what is printed as a command must start
+    reliability = reliability_of(best, layout, machines)
+    return Plan(
+        best=Candidate(layout, best),
+        runners_up=_runners_up(found, layout, best, estimator),
+        binding=explain.binding(best, layout, found, estimator),
+        batch=explain.batch_words(layout, goal),
+        cost=cost(best, reliability, shape, machines, goal),
+        reliability=reliability,
+        sensitivity=tuple(explain.sensitivity(shape, machines, layout, goal)),
+        settings=settings_of(layout, goal, machines),
+        **common,
+    )
+
+
+def default_goal(model: ModelShape | TracedShape, cluster: Cluster) -> Goal:
+    """Return a usual batch, sequence length and precision where none is given."""
+    gpu = presets.parts_of(cluster)[0]
+    precision = next((name for name in ("bf16", "fp16") if name in gpu.tflops), "fp32")
+    if isinstance(model, TracedShape) or model.patches:
+        seq_len = model.patches + 1 if isinstance(model, ModelShape) else 1
+        return Goal(global_batch=64 * cluster.gpus, seq_len=seq_len, precision=precision)
+    seq_len = presets.train_names(model.name).seq_len or model.positions or 2048
+    tokens = 4_000_000 if model.parameters > 1e9 else 500_000
+    doubled = max(0, round(math.log2(tokens / seq_len / cluster.gpus)))
+    return Goal(global_batch=cluster.gpus * 2**doubled, seq_len=seq_len, precision=precision)
+
+
+def _check(cluster: Cluster, goal: Goal) -> None:
+    if cluster.gpus < 1:
+        raise UsageError(f"--gpus {cluster.gpus}: plan for 1 GPU or more.")
+    if cluster.gpus > cluster.gpus_per_node and cluster.gpus % cluster.gpus_per_node:
+        fewer = cluster.gpus // cluster.gpus_per_node * cluster.gpus_per_node
+        raise UsageError(
+            f"{cluster.gpus} GPUs are not whole machines of {cluster.gpus_per_node}",
+            hint=f"Write --gpus {fewer} or {fewer + cluster.gpus_per_node}, or set --gpus-per-node.",
+        )
+    if goal.global_batch < 1 or goal.seq_len < 1:
+        raise UsageError(f"global batch {goal.global_batch}, sequence length {goal.seq_len}: must be 1 or more.")
+
+
+def _runners_up(found: Found, chosen: Layout, best: Estimate, estimator: Estimator) -> tuple[Candidate, ...]:
+    """Return the best layout of each of the next five combinations of axes and sharding."""
+    seen, others = {_kind(chosen)}, []
+    for _, layout in found.fitting:
+        if _kind(layout) in seen or len(others) == RUNNERS_UP:
+            continue
+        seen.add(_kind(layout))
+        estimate = estimator(layout)
+        reason = explain.why_lost(layout, estimate, best, estimator.cluster)
+        others.append(Candidate(layout, estimate, reason))
+    return tuple(others)
+
+
+def _kind(layout: Layout) -> tuple[int, ...]:
+    return (layout.tp, layout.pp, layout.cp, layout.ep, layout.dp_shard, layout.stage)
+
+
+def cost(
+    best: Estimate, reliability: dict[str, float], model: ModelShape | TracedShape, cluster: Cluster, goal: Goal
+) -> dict[str, float]:
+    """Return steps, days, GPU hours and money of the whole training, with the time that failures cost."""
+    tokens = goal.tokens
+    per_step = goal.global_batch * (goal.seq_len if isinstance(model, ModelShape) and not model.patches else 1)
+    if tokens is None and goal.samples is not None:
+        tokens = goal.samples * (goal.epochs or 1) * per_step / goal.global_batch
+    if tokens is None:
+        return {}
+    steps = tokens / per_step
+    seconds = steps * best.step_seconds / reliability["effective"]
+    found = {"steps": steps, "days": seconds / DAY, "gpu_hours": seconds / HOUR * cluster.gpus}
+    price = cluster.price_per_gpu_hour
+    return found if price is None else {**found, "money": found["gpu_hours"] * price}
+
+
+def reliability_of(best: Estimate, layout: Layout, cluster: Cluster) -> dict[str, float]:
+    """Return failures per day, the best interval between checkpoints, and the effective training time."""
+    mtbf = FAILURE_RATES[FAILURES].mtbf(cluster.gpus)
+    rank = next(iter(best.memory_gib.values()))
+    written = (rank["parameters"] + rank["optimizer"]) * 2**30
+    if layout.stage == 0:
+        written /= layout.dp_replicate  # replicas share the writing
+    stall = written / (HOST_COPY_GBPS * 1e9)
+    interval = best_interval(max(stall, 1e-3), mtbf)
+    shares = Process(mtbf, stall, interval, RESTART_SECONDS).expected()
+    return {
+        "failures_per_day": DAY / mtbf,
+        "checkpoint_seconds": stall,
+        "checkpoint_interval_seconds": interval,
+        "effective": shares["productive"],
+    }
+
+
+def assumptions(cluster: Cluster, goal: Goal) -> tuple[tuple[str, str, str], ...]:
+    """Return what the numbers rest on, with its origin."""
+    gpu, intra, inter = presets.parts_of(cluster)
+    peak = gpu.tflops.get(goal.precision) or max(gpu.tflops.values())
+    rows = [
+        ("GPU", f"{gpu.name}: {peak:g} TFLOP/s, {gpu.memory_gbps:g} GB/s, {gpu.memory_gib:g} GiB", gpu.source),
+        ("kernels", f"products at {gpu.matmul:.0%} of peak, memory at {gpu.bandwidth:.0%}", "fitted, docs/planning.md"),
+        ("within a machine", f"{intra.name}: {intra.gbps:g} GB/s per GPU", intra.source),
+        ("between machines", f"{inter.name}: {inter.gbps:.3g} GB/s per GPU", inter.source),
+        ("failures", f"one per {FAILURE_RATES[FAILURES].mtbf(1) / DAY / 365:.1f} GPU-years", "Llama 3, table 5"),
+    ]
+    if cluster.price_per_gpu_hour is not None:
+        rows.append(("price", f"{cluster.price_per_gpu_hour:.2f} per GPU and hour", cluster.instance or "as given"))
+    return tuple(rows)
+
+
+def smallest_change(
+    model: ModelShape | TracedShape, cluster: Cluster, goal: Goal, limits: Constraints, found: Found
+) -> tuple[str, ...]:
+    """Return the changes that would let a layout fit, each found by another search."""
+    changes = []
+    if found.too_large:
+        needed, layout = found.too_large[0]
+        have = presets.parts_of(cluster)[0].memory_gib
+        changes.append(f"the smallest layout, {explain.name(layout)}, needs {needed:.1f} GiB per GPU of {have:.1f}")
+    open_limits = replace(limits, micro_batch=None, recompute=None, zero_stage=None, strategy=None)
+    if open_limits != limits and search(model, cluster, goal, open_limits).fitting:
+        changes.append("leave the constraints out: another layout fits")
+    for more in (2, 4, 8, 16, 32):
+        wider = replace(cluster, gpus=cluster.gpus * more)
+        wider = replace(wider, gpus_per_node=max(cluster.gpus_per_node, min(8, wider.gpus)))
+        bigger = replace(goal, global_batch=max(goal.global_batch, wider.gpus))
+        if search(model, wider, bigger, limits).fitting:
+            changes.append(f"{wider.gpus} GPUs instead of {cluster.gpus}")
+            break
+    changes += _other_gpus(model, cluster, goal, limits)
+    if isinstance(model, ModelShape) and limits.lora_rank is None:
+        if search(model, cluster, goal, replace(limits, lora_rank=16)).fitting:
+            changes.append("LoRA adapters instead of all weights: --lora-rank 16")
+        shorter = goal.seq_len // 2
+        while shorter >= 128 and not search(model, cluster, replace(goal, seq_len=shorter), limits).fitting:
+            shorter //= 2
+        if shorter >= 128 and not model.patches:
+            changes.append(f"sequences of {shorter} tokens instead of {goal.seq_len}")
+    return tuple(changes)
+
+
+def _other_gpus(model: ModelShape | TracedShape, cluster: Cluster, goal: Goal, limits: Constraints) -> list[str]:
+    """Return the smallest GPU type with more memory on which a layout fits."""
+    have = presets.parts_of(cluster)[0]
+    larger = [presets.gpu(name) for name in ("a100-40", "l40s", "h100", "h200", "b200")]
+    for gpu in sorted((gpu for gpu in larger if gpu.memory_gib > have.memory_gib), key=lambda gpu: gpu.memory_gib):
+        if search(model, replace(cluster, gpu=gpu, intra_node=None), goal, limits).fitting:
+            return [f"{gpu.name} ({gpu.memory_gib:g} GiB) instead of {have.name}"]
+    return []
