@@ -31,6 +31,7 @@ VERBS = {
     "verify": "prove that a layout gives the same result as one process",
     "chaos": "train while ranks are killed, stopped and cut off, and report each recovery",
     "bench": "measure collectives, links, and training under gradient compression",
+    "plan": "say which layout fits a model on a cluster, how fast it is, what it costs, and why",
     "simulate": "predict the effective training time of a cluster from its failure rate",
     "nccl-env": "print the NCCL variables for a kind of cluster, with reasons",
     "strategies": "list how ranks can share the work, and when to use each way",

@@ -15,6 +15,7 @@ from phalanx.cli import VERBS
 from phalanx.cli.flags import FlagParser, split_own
 from phalanx.cli.parsers import CKPT_ACTIONS, PARSERS, ckpt_parser
 from phalanx.errors import UsageError, unknown_name
+from phalanx.plan.presets import names as preset_names
 from phalanx.recipes import load_recipe, recipe_names
 
 _BASH = """\
@@ -156,6 +157,12 @@ _BY_NAME: dict[str, Callable[[list[str]], list[str]]] = {
     "preset": _presets,
     "run": run_names,
     "runs": run_names,
+    "calibrate_from": run_names,
+    "plan_model": lambda typed: preset_names("models"),
+    "gpu": lambda typed: preset_names("gpus"),
+    "instance": lambda typed: preset_names("instances"),
+    "intra_node": lambda typed: preset_names("links"),
+    "inter_node": lambda typed: preset_names("links"),
 }
 """What completes an argument, by its `dest`."""
 
