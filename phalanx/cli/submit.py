@@ -1,0 +1,202 @@
+"""`phalanx submit`: hand a run to a cluster; what `phalanx train` takes, and the options of the target."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import shlex
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from phalanx.cli.flags import FlagParser, read_target, resolve_flags, split_own
+from phalanx.cli.json_output import add_json_flag, print_json
+from phalanx.cli.parsers import train_parser
+from phalanx.config import DistributedConfig
+from phalanx.config.option import kinds
+from phalanx.errors import UsageError
+from phalanx.launch.nccl import nccl_variables
+from phalanx.recipes import Recipe
+from phalanx.submit.job import ENDED, Job, job_name, jobs_folder, new_record, records, write_record
+from phalanx.submit.ship import archive
+from phalanx.submit.target import TARGETS, CommonOptions, Target, read_options, target_class
+
+_HELP = "Hand a run to a cluster. Takes what `phalanx train` takes, and the options of the target."
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run the verb."""
+    words = list(arguments)
+    if not words or words[0] in ("-h", "--help"):
+        print(_overview())
+        return 0
+    name, (ours, own) = words[0], split_own(words[1:])
+    kind = target_class(name)
+    parser = submit_parser(name, kind.options_class)
+    if {"-h", "--help"} & set(ours):
+        parser.print_help()
+        return 0
+    namespace, rest = parser.parse_known_args(ours)
+    trained = [*rest, *(["--", *own] if own else [])]
+    given = {key: value for key, value in vars(namespace).items() if key not in _OWN}
+    job, config_files = describe_job(trained, namespace.job_name)
+    options = read_options(name, {**given, "name": job.name}, config_files, os.environ)
+    job = dataclasses.replace(job, environment={**job.environment, **_variables(options.env)})
+    return hand_over(name, kind(options), job, namespace)
+
+
+_OWN = ("render", "dry_run", "follow", "json", "job_name")
+
+
+def submit_parser(name: str, options: type[CommonOptions]) -> FlagParser:
+    """Return the parser of a target's own flags; the others are those of train."""
+    parser = FlagParser(
+        prog=f"phalanx submit {name}",
+        usage=f"phalanx submit {name} <recipe> | --script FILE | -m MODULE [train's options] [target's options]",
+        description=f"Submit to {TARGETS[name][1]}. All options of `phalanx train` are accepted, too.",
+    )
+    parser.add_argument("--render", action="store_true", help="print exactly what would be submitted")
+    parser.add_argument("--dry-run", action="store_true", help="render it and validate it; submit nothing")
+    parser.add_argument("--follow", action="store_true", help="show the output after submitting, until the job ends")
+    parser.add_argument("--job-name", metavar="TEXT", help="name of the job (default: of the recipe, with a random end)")
+    add_json_flag(parser, "the record of the job")
+    section = parser.add_argument_group(f"options of {name}")
+    for field in dataclasses.fields(options):
+        if field.name == "name":
+            continue
+        flag, shown = "--" + field.name.replace("_", "-"), f" [{field.default}]" if field.default not in (None, False) else ""
+        plain: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS}
+        text = f"{field.metadata['help']}{shown}".replace("%", "%%")
+        if kinds(field) == ("bool",):
+            section.add_argument(flag, action="store_true", help=text, **plain)
+        else:
+            section.add_argument(flag, metavar="N" if "int" in kinds(field) else "TEXT", help=text, **plain)
+    return parser
+
+
+def describe_job(words: list[str], wanted: str | None) -> tuple[Job, list[str] | None]:
+    """Return the job of train's arguments, checked as train checks them, and the --config files among them."""
+    ours, own = split_own(words)
+    namespace = train_parser().parse_all(ours)
+    named = read_target(namespace, own, "submit", "Write: phalanx submit slurm digits --num-nodes 2 --gpus-per-node 8")
+    recipe = named if isinstance(named, Recipe) else None
+    if not isinstance(named, Recipe):
+        named.check()
+    config = resolve_flags(namespace, recipe).config
+    subject = recipe.name if recipe else Path(namespace.script or namespace.module).stem
+    name = job_name(wanted, config.name or subject)
+    run_dir = config.run_dir or f"runs/{name}"
+    extra = [] if config.run_dir else ["--run-dir", run_dir]
+    if not config.resume_from_checkpoint:
+        extra += ["--resume-from-checkpoint", "auto"]
+    total = config.total_ranks or 1
+    device = config.device if config.device != "auto" else "cuda" if config.num_gpus or config.gpus_per_node else "cpu"
+    return Job(
+        name=name,
+        arguments=tuple([*ours, *extra, *(["--", *own] if own else [])]),
+        config=config,
+        nodes=config.num_nodes,
+        ranks_per_node=total // config.num_nodes,
+        device=device,
+        directory=os.getcwd(),
+        run_dir=run_dir,
+        environment=_network(config),
+    ), namespace.config
+
+
+def _network(config: DistributedConfig) -> dict[str, str]:
+    """Return NCCL's variables that do not depend on the machine; the launchers there set the others."""
+    if config.nccl_env is None:
+        return {}
+    return {each.name: each.value for each in nccl_variables(config.nccl_env) if not each.advice and "IFNAME" not in each.name}
+
+
+def _variables(text: str | None) -> dict[str, str]:
+    pairs = [part.partition("=") for part in (text or "").split(",") if part]
+    if wrong := [name for name, equals, _ in pairs if not equals or not name.isidentifier()]:
+        raise UsageError(f"--env {text}: {wrong[0]!r} is not NAME=value", hint="Write: --env WANDB_MODE=offline,A=1")
+    return {name: value for name, _, value in pairs}
+
+
+def hand_over(name: str, target: Target[Any], job: Job, namespace: argparse.Namespace) -> int:
+    """Render, check, submit and record a job."""
+    files = target.render(job)
+    if namespace.render:
+        print("\n".join(_with_names(files)))
+        return 0
+    checked = target.check(job, files)
+    if namespace.dry_run:
+        print("\n".join([*_with_names(files), "", *(f"# checked: {line}" for line in checked), "# nothing was submitted"]))
+        return 0
+    _refuse_twice(job.name)
+    folder = jobs_folder() / job.name
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True, mode=0o700)
+    try:
+        for file, text in files.items():
+            (folder / file).write_text(text, encoding="utf-8")
+        if target.options.ship == "archive":
+            archived, content = archive(Path(job.directory))
+            (folder / archived).write_bytes(content)
+        scheduler_id = target.submit(job, folder)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    record = new_record(job, name, scheduler_id, dataclasses.asdict(target.options), folder)
+    write_record(record)
+    if namespace.json:
+        print_json(dataclasses.asdict(record))
+    else:
+        print(f"submitted {job.name} as {name} job {scheduler_id}")
+        print(f"  phalanx status {job.name}    phalanx logs {job.name} -f    phalanx cancel {job.name}")
+        print(f"  shipped: {_shipped(target, job)}")
+    if namespace.follow:
+        for line in target.logs(record, follow=True, rank=None):
+            print(line, flush=True)
+    return 0
+
+
+def _refuse_twice(name: str) -> None:
+    for record in records():
+        if record.name == name and target_class(record.target)(_options(record.target, record.options)).status(
+            record
+        ).state not in ENDED:
+            raise UsageError(
+                f"a job with the name {name} is not finished ({record.target} job {record.id})",
+                hint=f"Give another --job-name, or end it: phalanx cancel {name}",
+            )
+
+
+def _options(name: str, values: dict[str, Any]) -> CommonOptions:
+    kind = target_class(name).options_class
+    known = {field.name for field in dataclasses.fields(kind)}
+    return kind(**{key: value for key, value in values.items() if key in known})
+
+
+def target_of(record: Any) -> Target[Any]:
+    """Return the target of a recorded job, with the options it was submitted with."""
+    return target_class(record.target)(_options(record.target, record.options))
+
+
+def _shipped(target: Target[Any], job: Job) -> str:
+    code = "a copy of this folder" if target.options.ship == "archive" else f"nothing: the nodes read {job.directory}"
+    return f"{code}; data and environment are those of the nodes"
+
+
+def _with_names(files: dict[str, str]) -> list[str]:
+    if len(files) == 1:
+        return [next(iter(files.values())).rstrip()]
+    return [line for name, text in files.items() for line in (f"# ---- {name}", text.rstrip())]
+
+
+def _overview() -> str:
+    rows = "\n".join(f"  {name:<11} {summary}" for name, (_, summary) in TARGETS.items())
+    return (
+        f"usage: phalanx submit TARGET <recipe> | --script FILE | -m MODULE [options]\n\n{_HELP}\n\ntargets:\n{rows}\n\n"
+        "examples:\n"
+        "  phalanx submit slurm text --num-nodes 2 --gpus-per-node 8 --partition gpu --time-limit 12h\n"
+        "  phalanx submit kubernetes text --num-nodes 2 --gpus-per-node 8 --image registry/phalanx:1 --render\n"
+        f"  {shlex.join(['phalanx', 'submit', 'ssh', 'digits', '--hosts', 'a:8,b:8'])}"
+    )

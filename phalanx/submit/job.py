@@ -1,0 +1,162 @@
+"""A job: what `phalanx train` would run, for a cluster; and the record by which later commands find it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import secrets
+import shlex
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from phalanx.config import DistributedConfig
+from phalanx.errors import UsageError, unknown_name
+from phalanx.host.files import replace_file
+
+STATES = ("queued", "running", "finished", "failed", "cancelled", "preempted", "lost")
+"""States of a job, the same for every target; `lost`: the scheduler no longer knows it."""
+ENDED = ("finished", "failed", "cancelled", "lost")
+LONGEST_NAME = 50
+"""Kubernetes adds suffixes to names of at most 63 characters."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is submitted."""
+
+    name: str
+    """Lower case letters, digits and hyphens: the name of the job everywhere."""
+    arguments: tuple[str, ...]
+    """The words after `phalanx train`."""
+    config: DistributedConfig
+    nodes: int
+    ranks_per_node: int
+    device: str
+    directory: str
+    """The folder in which the command was given; it is where the ranks run, unless code is shipped."""
+    run_dir: str
+    environment: dict[str, str] = field(default_factory=dict)
+    """Variables of every rank: NCCL's, and those that were given."""
+    reads: tuple[str, ...] = ()
+    """Paths outside the folder that the run reads: these are not shipped."""
+
+    def train_command(self, program: str = "phalanx", *more: str) -> list[str]:
+        """Return the command of one launcher: it adds node rank and rendezvous from its surroundings."""
+        before, after = self.arguments, ()
+        if "--" in before:
+            at = before.index("--")
+            before, after = before[:at], before[at:]
+        return [program, "train", *before, *more, *after]
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of the whole job."""
+        return self.nodes * self.ranks_per_node
+
+
+@dataclass(frozen=True)
+class JobRecord:
+    """What is kept of a job on the machine that submitted it."""
+
+    name: str
+    target: str
+    id: str
+    """The scheduler's own name of the job."""
+    submitted: float
+    directory: str
+    run_dir: str
+    arguments: list[str]
+    options: dict[str, Any]
+    folder: str = ""
+    """Where the files that were submitted are kept."""
+    state: str = "queued"
+    resumes: str = ""
+    """The job that this one continues."""
+
+    @property
+    def command(self) -> str:
+        """The command that submitted it."""
+        return shlex.join(["phalanx", "submit", self.target, *self.arguments])
+
+
+def jobs_folder() -> Path:
+    """Return the folder with the records of this user's jobs."""
+    base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(base) / "phalanx" / "jobs"
+
+
+def job_name(wanted: str | None, subject: str) -> str:
+    """Return a name that every target accepts: the wanted one, or the subject's with a short random end."""
+    if wanted is not None:
+        if not re.fullmatch(r"[a-z]([a-z0-9-]*[a-z0-9])?", wanted) or len(wanted) > LONGEST_NAME:
+            raise UsageError(
+                f"--name {wanted}: expected lower case letters, digits and hyphens, at most {LONGEST_NAME}, "
+                "beginning with a letter",
+                hint=f"For example: --name {_plain(wanted)}",
+            )
+        return wanted
+    return f"{_plain(subject)[:40]}-{secrets.token_hex(2)}"
+
+
+def _plain(text: str) -> str:
+    found = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
+    return (found if found[:1].isalpha() else f"job-{found}".rstrip("-"))[:LONGEST_NAME].rstrip("-")
+
+
+def write_record(record: JobRecord) -> None:
+    """Write or replace the record of a job."""
+    folder = jobs_folder()
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    replace_file(folder / f"{record.name}.json", json.dumps(dataclasses.asdict(record), indent=1) + "\n")
+
+
+def records() -> list[JobRecord]:
+    """Return all records, the newest first; a damaged file is an error that names it."""
+    return sorted(_read_all(), key=lambda record: -record.submitted)
+
+
+def _read_all() -> Iterator[JobRecord]:
+    known = {each.name for each in dataclasses.fields(JobRecord)}
+    for path in sorted(jobs_folder().glob("*.json")):
+        try:
+            document = json.loads(path.read_text(encoding="utf-8"))
+            yield JobRecord(**{key: value for key, value in document.items() if key in known})
+        except (ValueError, TypeError, AttributeError) as error:
+            raise UsageError(f"{path} cannot be read: {error}", hint="Remove it; the job itself goes on.") from None
+
+
+def find_record(name: str) -> JobRecord:
+    """Return the record of a job by name, the beginning of one, the scheduler's id, or `last`."""
+    found = records()
+    if not found:
+        raise UsageError("no jobs have been submitted from here", hint="Submit one: phalanx submit slurm digits")
+    if name == "last":
+        return found[0]
+    exact = [record for record in found if name in (record.name, record.id)]
+    begun = [record for record in found if record.name.startswith(name)]
+    for matching in (exact, begun):
+        if len(matching) == 1:
+            return matching[0]
+    if len(begun) > 1:
+        raise UsageError(f"{name} is the beginning of {', '.join(record.name for record in begun)}")
+    raise UsageError(unknown_name("job", name, [record.name for record in found]), hint="See: phalanx jobs")
+
+
+def new_record(job: Job, target: str, scheduler_id: str, options: dict[str, Any], folder: Path) -> JobRecord:
+    """Return the record of a job that was just submitted."""
+    return JobRecord(
+        name=job.name,
+        target=target,
+        id=scheduler_id,
+        submitted=time.time(),
+        directory=job.directory,
+        run_dir=job.run_dir,
+        arguments=list(job.arguments),
+        options=options,
+        folder=str(folder),
+    )
