@@ -34,7 +34,10 @@ def run(arguments: Sequence[str]) -> int:
         ("nodes", ", ".join(status.nodes)),
         ("submitted", time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.submitted))),
         ("command", record.command),
-        ("run", f"{folder}: {stored.status}, step {of_total(*stored.steps)}" if stored else f"{folder} (not begun here)"),
+        (
+            "run",
+            f"{folder}: {stored.status}, step {of_total(*stored.steps)}" if stored else f"{folder} (not begun here)",
+        ),
         ("files", record.folder),
     ]
     print(table([row for row in rows if row[1]]))

@@ -60,13 +60,18 @@ def submit_parser(name: str, options: type[CommonOptions]) -> FlagParser:
     parser.add_argument("--render", action="store_true", help="print exactly what would be submitted")
     parser.add_argument("--dry-run", action="store_true", help="render it and validate it; submit nothing")
     parser.add_argument("--follow", action="store_true", help="show the output after submitting, until the job ends")
-    parser.add_argument("--job-name", metavar="TEXT", help="name of the job (default: of the recipe, with a random end)")
+    parser.add_argument(
+        "--job-name", metavar="TEXT", help="name of the job (default: of the recipe, with a random end)"
+    )
     add_json_flag(parser, "the record of the job")
     section = parser.add_argument_group(f"options of {name}")
     for field in dataclasses.fields(options):
         if field.name == "name":
             continue
-        flag, shown = "--" + field.name.replace("_", "-"), f" [{field.default}]" if field.default not in (None, False) else ""
+        flag, shown = (
+            "--" + field.name.replace("_", "-"),
+            f" [{field.default}]" if field.default not in (None, False) else "",
+        )
         plain: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS}
         text = f"{field.metadata['help']}{shown}".replace("%", "%%")
         if kinds(field) == ("bool",):
@@ -90,12 +95,12 @@ def describe_job(words: list[str], wanted: str | None) -> tuple[Job, list[str] |
     run_dir = config.run_dir or f"runs/{name}"
     extra = [] if config.run_dir else ["--run-dir", run_dir]
     if not config.resume_from_checkpoint:
-        extra += ["--resume-from-checkpoint", "auto"]
+        extra.append("--resume-from-checkpoint=true")  # a job that is started again continues
     total = config.total_ranks or 1
     device = config.device if config.device != "auto" else "cuda" if config.num_gpus or config.gpus_per_node else "cpu"
     return Job(
         name=name,
-        arguments=tuple([*ours, *extra, *(["--", *own] if own else [])]),
+        arguments=(*ours, *extra, *(["--", *own] if own else [])),
         config=config,
         nodes=config.num_nodes,
         ranks_per_node=total // config.num_nodes,
@@ -110,7 +115,11 @@ def _network(config: DistributedConfig) -> dict[str, str]:
     """Return NCCL's variables that do not depend on the machine; the launchers there set the others."""
     if config.nccl_env is None:
         return {}
-    return {each.name: each.value for each in nccl_variables(config.nccl_env) if not each.advice and "IFNAME" not in each.name}
+    return {
+        each.name: each.value
+        for each in nccl_variables(config.nccl_env)
+        if not each.advice and "IFNAME" not in each.name
+    }
 
 
 def _variables(text: str | None) -> dict[str, str]:
@@ -128,7 +137,9 @@ def hand_over(name: str, target: Target[Any], job: Job, namespace: argparse.Name
         return 0
     checked = target.check(job, files)
     if namespace.dry_run:
-        print("\n".join([*_with_names(files), "", *(f"# checked: {line}" for line in checked), "# nothing was submitted"]))
+        print(
+            "\n".join([*_with_names(files), "", *(f"# checked: {line}" for line in checked), "# nothing was submitted"])
+        )
         return 0
     _refuse_twice(job.name)
     folder = jobs_folder() / job.name
@@ -160,9 +171,10 @@ def hand_over(name: str, target: Target[Any], job: Job, namespace: argparse.Name
 
 def _refuse_twice(name: str) -> None:
     for record in records():
-        if record.name == name and target_class(record.target)(_options(record.target, record.options)).status(
-            record
-        ).state not in ENDED:
+        if (
+            record.name == name
+            and target_class(record.target)(_options(record.target, record.options)).status(record).state not in ENDED
+        ):
             raise UsageError(
                 f"a job with the name {name} is not finished ({record.target} job {record.id})",
                 hint=f"Give another --job-name, or end it: phalanx cancel {name}",
@@ -194,7 +206,8 @@ def _with_names(files: dict[str, str]) -> list[str]:
 def _overview() -> str:
     rows = "\n".join(f"  {name:<11} {summary}" for name, (_, summary) in TARGETS.items())
     return (
-        f"usage: phalanx submit TARGET <recipe> | --script FILE | -m MODULE [options]\n\n{_HELP}\n\ntargets:\n{rows}\n\n"
+        f"usage: phalanx submit TARGET <recipe> | --script FILE | -m MODULE [options]\n\n{_HELP}\n\n"
+        f"targets:\n{rows}\n\n"
         "examples:\n"
         "  phalanx submit slurm text --num-nodes 2 --gpus-per-node 8 --partition gpu --time-limit 12h\n"
         "  phalanx submit kubernetes text --num-nodes 2 --gpus-per-node 8 --image registry/phalanx:1 --render\n"

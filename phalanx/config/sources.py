@@ -117,6 +117,8 @@ def read_settings(path: str | Path) -> dict[str, Any]:
         )
     flat: dict[str, Any] = {}
     for key, value in document.items():
+        if key == "submit":  # options of phalanx submit
+            continue
         table = value if isinstance(value, dict) else {key: value}
         repeated = flat.keys() & table.keys()
         if repeated:

@@ -47,7 +47,7 @@ class Job:
 
     def train_command(self, program: str = "phalanx", *more: str) -> list[str]:
         """Return the command of one launcher: it adds node rank and rendezvous from its surroundings."""
-        before, after = self.arguments, ()
+        before, after = self.arguments, tuple[str, ...]()
         if "--" in before:
             at = before.index("--")
             before, after = before[:at], before[at:]

@@ -115,8 +115,7 @@ def read_options(
     layers: list[tuple[str, Mapping[str, Any]]] = []
     if user_file().is_file():
         layers.append((str(user_file()), _table(read_document(user_file()), name, user_file())))
-    for path in config_files or []:
-        layers.append((path, _table(read_document(path).get("submit", {}), name, path)))
+    layers += [(path, _table(read_document(path).get("submit", {}), name, path)) for path in config_files or []]
     prefix = f"PHALANX_SUBMIT_{name.upper()}_"
     found = {key.removeprefix(prefix).lower(): value for key, value in environ.items() if key.startswith(prefix)}
     layers.append(("environment", found))

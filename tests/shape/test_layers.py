@@ -25,6 +25,7 @@ LAYERS = {
     "world": 2,
     "plan": 3,
     "comm": 3,
+    "submit": 4,
     "runs": 4,
     "strategies": 4,
     "checkpoint": 4,
