@@ -83,7 +83,7 @@ _Made = TypeVar("_Made", Gpu, Link, Instance, ModelShape, TracedShape)
 
 
 class TrainNames(NamedTuple):
-    """What `phalanx train` calls a model (None: it has no recipe), and the sequence length it was made for."""
+    """What `phalanx train` calls a model (a recipe or a reference model; None: neither), and its sequence length."""
 
     recipe: str | None
     preset: str | None
