@@ -1,7 +1,7 @@
 """The planner: which layout fits a model on a cluster, how fast it is, what it costs, and why.
 
-`phalanx.plan(model, cluster, goal)` returns a `Plan`; `phalanx.plan.estimate(model, cluster, layout, goal)` predicts one
-layout. Neither imports torch, unless the model is a module that must be traced.
+`phalanx.plan(model, cluster, goal)` returns a `Plan`; `phalanx.plan.estimate(model, cluster, layout, goal)` predicts
+one layout. Neither imports torch, unless the model is a module that must be traced.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from phalanx.plan.prediction import Estimate
     from phalanx.plan.report import Candidate, Plan
     from phalanx.plan.search import Constraints
-    from phalanx.plan.what_if import what_if
 
 _HOMES = {
     "Candidate": "report",
@@ -36,7 +35,6 @@ _HOMES = {
     "TracedShape": "model",
     "estimate": "estimator",
     "make_plan": "planner",
-    "what_if": "what_if",
 }
 
 __all__ = [
@@ -53,7 +51,6 @@ __all__ = [
     "TracedShape",
     "estimate",
     "make_plan",
-    "what_if",
 ]
 
 

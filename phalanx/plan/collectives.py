@@ -67,7 +67,7 @@ def share_at(link: Link, size: float) -> float:
         return points[-1][1]
     (fewer, low), (more, high) = points[at - 1], points[at]
     part = math.log(size / fewer) / math.log(more / fewer)
-    return low * (high / low) ** part
+    return float(low * (high / low) ** part)
 
 
 def bus_bandwidth(kind: str, size: float, ranks: int, seconds: float) -> float:

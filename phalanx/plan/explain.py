@@ -9,7 +9,7 @@ from phalanx.plan.estimator import Estimator
 from phalanx.plan.layout import Goal, Layout
 from phalanx.plan.model import ModelShape, TracedShape
 from phalanx.plan.prediction import Estimate
-from phalanx.plan.search import Found
+from phalanx.plan.search import HEADROOM, Found
 
 PARTS = {
     "compute": "arithmetic and memory traffic of kernels",
@@ -56,7 +56,7 @@ def binding(best: Estimate, layout: Layout, found: Found, estimator: Estimator) 
         gain = 1 - seconds / best.step_seconds
         return (
             f"memory: {name(other)} would take {gain:.0%} less time, but needs {needed:.1f} GiB per GPU of "
-            f"{estimator.gpu.memory_gib:.1f}"
+            f"{HEADROOM * estimator.gpu.memory_gib:.1f} that can be planned with"
         )
     if share > 0.1:
         return f"{PARTS[part]}: {share:.0%} of the step"
@@ -71,7 +71,7 @@ def why_lost(layout: Layout, estimate: Estimate, best: Estimate, cluster: Cluste
     grew = {part: estimate.breakdown[part] - best.breakdown[part] for part in estimate.breakdown}
     part = max(grew, key=lambda key: grew[key])
     if slower <= 0:
-        return "as fast, with more axes"
+        return f"{-slower:.1%} faster, which is within the error of the prediction, but more to set up"
     if part == "tensor_comm" and layout.tp > cluster.gpus_per_node:
         return f"TP{layout.tp} crosses machines: +{grew[part] / best.step_seconds:.0%} exposed communication"
     return f"+{slower:.1%} step time: +{grew[part] / best.step_seconds:.0%} {PARTS[part]}"
@@ -105,4 +105,6 @@ def batch_words(layout: Layout, goal: Goal) -> str:
     """Return the arithmetic of the global batch."""
     count = layout.accumulation(goal.global_batch)
     kind = "pipeline micro-batches" if layout.pp > 1 else "accumulated micro-batches" if count > 1 else "micro-batch"
-    return f"{goal.global_batch} samples = {layout.micro_batch} per micro-batch x {count} {kind} x {layout.dp} data ranks"
+    return (
+        f"{goal.global_batch} samples = {layout.micro_batch} per micro-batch x {count} {kind} x {layout.dp} data ranks"
+    )

@@ -26,7 +26,7 @@ CROSS_ENTROPY = (19.0, 13.5)
 FP8 = 0.8
 """Share of bf16's efficiency that products in fp8 reach: operands are scaled and cast."""
 FUSED = (0.5, 1.8)
-"""Fused kernels (Transformer Engine, torch.compile): elementwise traffic as a share, speed of attention as a multiple."""
+"""Fused kernels (as of torch.compile): share of elementwise traffic, speed of attention as a multiple."""
 WIDTH = {"bf16": 2, "fp16": 2, "fp8": 2, "fp32": 4}
 """Bytes of an activation. Under fp8 only operands of products are narrower."""
 
@@ -125,9 +125,7 @@ def _feed_forward(model: ModelShape, *, mixture: bool) -> tuple[int, int]:
     return (model.dense_ffn_hidden or model.ffn) if model.experts else model.ffn, 1
 
 
-def _products(
-    model: ModelShape, tokens: int, tp: int, ep: int, *, mixture: bool
-) -> list[tuple[int, int, int, int]]:
+def _products(model: ModelShape, tokens: int, tp: int, ep: int, *, mixture: bool) -> list[tuple[int, int, int, int]]:
     """Return (m, n, k, count) of the matrix products of one layer."""
     hidden, ffn, up = model.hidden, model.ffn, 2 if model.gated_mlp else 1
     found = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 from phalanx.errors import UsageError
 from phalanx.plan import explain, presets
@@ -37,11 +38,13 @@ def make_plan(
     shape = presets.model(model) if isinstance(model, str) else model
     machines = presets.cluster(cluster) if isinstance(cluster, str) else cluster
     limits = limits or Constraints()
+    _check_cluster(machines)
     goal = replace(goal or default_goal(shape, machines), reduce_bytes=4)  # train adds gradients up in fp32
-    _check(machines, goal)
+    if goal.global_batch < 1 or goal.seq_len < 1:
+        raise UsageError(f"global batch {goal.global_batch}, sequence length {goal.seq_len}: must be 1 or more.")
     found = search(shape, machines, goal, limits)
     layout = simplest(found)
-    common = {
+    common: dict[str, Any] = {
         "model": shape,
         "cluster": machines,
         "goal": goal,
@@ -81,7 +84,7 @@ def default_goal(model: ModelShape | TracedShape, cluster: Cluster) -> Goal:
     return Goal(global_batch=cluster.gpus * 2**doubled, seq_len=seq_len, precision=precision)
 
 
-def _check(cluster: Cluster, goal: Goal) -> None:
+def _check_cluster(cluster: Cluster) -> None:
     if cluster.gpus < 1:
         raise UsageError(f"--gpus {cluster.gpus}: plan for 1 GPU or more.")
     if cluster.gpus > cluster.gpus_per_node and cluster.gpus % cluster.gpus_per_node:
@@ -90,13 +93,11 @@ def _check(cluster: Cluster, goal: Goal) -> None:
             f"{cluster.gpus} GPUs are not whole machines of {cluster.gpus_per_node}",
             hint=f"Write --gpus {fewer} or {fewer + cluster.gpus_per_node}, or set --gpus-per-node.",
         )
-    if goal.global_batch < 1 or goal.seq_len < 1:
-        raise UsageError(f"global batch {goal.global_batch}, sequence length {goal.seq_len}: must be 1 or more.")
 
 
 def _runners_up(found: Found, chosen: Layout, best: Estimate, estimator: Estimator) -> tuple[Candidate, ...]:
     """Return the best layout of each of the next five combinations of axes and sharding."""
-    seen, others = {_kind(chosen)}, []
+    seen, others = {_kind(chosen)}, list[Candidate]()
     for _, layout in found.fitting:
         if _kind(layout) in seen or len(others) == RUNNERS_UP:
             continue

@@ -18,8 +18,8 @@ TIME_PARTS = (
     "offload",
     "variation",
 )
-"""Parts of a step's time, which sum to it. Communication here is what computation does not hide; `variation` is the wait
-for the slowest GPU."""
+"""Parts of a step's time, which sum to it. Communication here is what computation does not hide; `variation` is the
+wait for the slowest GPU."""
 
 MEMORY_PARTS = (
     "parameters",

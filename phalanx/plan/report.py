@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from phalanx.plan.cluster import Cluster
-from phalanx.plan.prediction import Estimate
 from phalanx.plan.layout import Goal, Layout
 from phalanx.plan.model import ModelShape, TracedShape
+from phalanx.plan.prediction import Estimate
 
 
 @dataclass(frozen=True)

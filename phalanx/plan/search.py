@@ -19,6 +19,9 @@ MAX_MICRO_BATCH = 64
 SIMPLER = 1.08
 """A layout with fewer axes is preferred while it is not slower than this: smaller differences are within the error of
 the prediction."""
+ALIKE = 1.02
+"""As `SIMPLER`, for ways to shard."""
+EQUAL = 1.003
 SHORTEST_SLICE = 8192
 """Tokens per rank below which sequences are not cut any further."""
 HEADROOM = 0.95
@@ -89,18 +92,22 @@ def simplest(found: Found) -> Layout | None:
     """Return the fastest layout, or one with fewer axes that is about as fast."""
     if not found.fitting:
         return None
-    limit = SIMPLER * found.fitting[0][0]
-    near = [(seconds, layout) for seconds, layout in found.fitting if seconds <= limit]
-    fewest = min(complexity(layout) for _, layout in near)
-    fastest, _ = next(pair for pair in near if complexity(pair[1]) == fewest)
-    alike = [layout for seconds, layout in near if complexity(layout) == fewest and seconds <= 1.002 * fastest]
-    return max(alike, key=lambda layout: (layout.recompute == "none", layout.micro_batch))
+    near = found.fitting
+    for count, slower in ((_axes, SIMPLER), (_sharding, ALIKE), (lambda layout: layout.recompute != "none", EQUAL)):
+        near = [pair for pair in near if pair[0] <= slower * near[0][0]]
+        fewest = min(count(layout) for _, layout in near)
+        near = [pair for pair in near if count(pair[1]) == fewest]
+    alike = [layout for seconds, layout in near if seconds <= EQUAL * near[0][0]]
+    return max(alike, key=lambda layout: layout.micro_batch)
 
 
-def complexity(layout: Layout) -> int:
-    """Return how many mechanisms a layout needs: axes, sharding, recomputation."""
-    axes = sum(size > 1 for size in (layout.tp, layout.pp, layout.cp, layout.ep))
-    return 4 * axes + (layout.stage > 0) + (layout.dp_replicate > 1 < layout.dp_shard) + (layout.offload != "none")
+def _axes(layout: Layout) -> int:
+    return sum(size > 1 for size in (layout.tp, layout.pp, layout.cp, layout.ep))
+
+
+def _sharding(layout: Layout) -> int:
+    hybrid = layout.dp_replicate > 1 < layout.dp_shard
+    return (layout.stage > 0) + hybrid + (layout.offload != "none") + (layout.schedule == "zero-bubble")
 
 
 def _candidates(
@@ -115,10 +122,12 @@ def _candidates(
         per_rank = goal.global_batch // mesh.dp
         for micro_batch in _micro_batches(per_rank, limits):
             whole = replace(mesh, micro_batch=micro_batch)
-            if micro_batch > 1 and (mesh.pp > 1 or goal.global_batch % (mesh.dp * micro_batch)):
-                if (reason := refusal(model, whole, goal, cluster)) is not None:
-                    refused[reason] += 1
-                    continue
+            # A larger micro-batch can be refused only where it does not divide, or leaves a pipeline too few of them.
+            changes = micro_batch > 1 and (mesh.pp > 1 or goal.global_batch % (mesh.dp * micro_batch) > 0)
+            reason = refusal(model, whole, goal, cluster) if changes else None
+            if reason is not None:
+                refused[reason] += 1
+                continue
             for recompute in RECOMPUTE if limits.recompute is None else (limits.recompute,):
                 if recompute == "none" or _has_blocks(model):
                     yield replace(whole, recompute=recompute)
@@ -134,9 +143,7 @@ def _micro_batches(per_rank: int, limits: Constraints) -> list[int]:
     return [size for size in range(1, min(per_rank, MAX_MICRO_BATCH) + 1) if per_rank % size == 0]
 
 
-def _meshes(
-    model: ModelShape | TracedShape, cluster: Cluster, goal: Goal, limits: Constraints
-) -> Iterator[Layout]:
+def _meshes(model: ModelShape | TracedShape, cluster: Cluster, goal: Goal, limits: Constraints) -> Iterator[Layout]:
     """Return every split of the GPUs over the axes, with each way to share the data axis and each schedule."""
     gpus = cluster.gpus
     kernels = "fused" if goal.compile else "eager"

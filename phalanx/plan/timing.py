@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 
 from phalanx.plan.cluster import Gpu, Link
 from phalanx.plan.collectives import Group, collective_seconds, group_of, send_seconds
-from phalanx.plan.prediction import TIME_PARTS
 from phalanx.plan.kernels import WIDTH, Passes, head_passes, layer_passes, peak, traffic_seconds
 from phalanx.plan.layout import Goal, Layout
 from phalanx.plan.model import ModelShape, TracedShape
+from phalanx.plan.prediction import TIME_PARTS
 from phalanx.world.schedules import SCHEDULES
 
 HIDDEN = 0.19
@@ -255,17 +255,18 @@ def _add_data_axis(
 ) -> None:
     """Add what the data axis communicates: gathered parameters, and gradients."""
     width, reduced = (4 if goal.precision == "fp32" else 2), goal.bytes_reduced(layout)
-    shards = machine.group(layout.dp_shard * layout.cp, layout.tp)
-    copies = machine.group(layout.dp_replicate, layout.tp * layout.cp * layout.dp_shard)
+    inner = layout.dp_shard * layout.cp
+    shards = machine.group(inner if layout.stage else 1, layout.tp)
+    copies = machine.group(layout.dp_replicate * (1 if layout.stage else inner), layout.tp * shards.size)
     spent = hidden = 0.0
-    if layout.stage and shards.size > 1:
+    if shards.size > 1:
         layers = stage.layers
         gather = layers * machine.time("all_gather", held * width / layers, shards)
         scatter = layers * machine.time("reduce_scatter", trained * reduced / layers, shards)
         spent, hidden = _sharded(layout.stage, gather, scatter, stage, count)
     if copies.size > 1:
-        shard = trained / (shards.size if layout.stage else 1)
-        more, covered = _beside(stage.backward, machine.time("all_reduce", shard * reduced, copies))
+        gradients = trained / shards.size * reduced
+        more, covered = _beside(stage.backward, machine.time("all_reduce", gradients, copies))
         spent, hidden = spent + more, hidden + covered
     step.parts["data_comm"] += spent
     step.hidden["data_comm"] = hidden
