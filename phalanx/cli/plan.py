@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -137,9 +139,7 @@ def run(arguments: Sequence[str]) -> int:
         print(guide())
         return 0
     if namespace.calibrate:
-        from phalanx.bench.calibrate import calibrate
-
-        return calibrate(namespace.output, as_json=namespace.json)
+        return _calibrate(namespace)
     if namespace.calibrate_from is not None:
         from phalanx.cli.report import keep_factors
 
@@ -151,6 +151,20 @@ def run(arguments: Sequence[str]) -> int:
     plan = replace(plan, assumptions=(*plan.assumptions, *notes))
     _show(namespace, case, plan)
     return 0 if plan.fits else EXIT_USAGE
+
+
+def _calibrate(namespace: argparse.Namespace) -> int:
+    from phalanx.launch import prestart
+
+    prestart()
+    from phalanx.bench.calibrate import calibrate  # imports torch
+
+    out = sys.stderr if namespace.json else sys.stdout
+    path = calibrate(namespace.output, lambda text: print(text, file=out, flush=True))
+    print(f"kept in {path}; a plan for this machine: phalanx plan MODEL --gpus 1 --gpu measured", file=out)
+    if namespace.json:
+        print_json(json.loads(path.read_text(encoding="utf-8")))
+    return 0
 
 
 def _show(namespace: argparse.Namespace, case: Case, plan: Plan) -> None:

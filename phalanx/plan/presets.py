@@ -10,13 +10,14 @@ import os
 import re
 import socket
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, get_type_hints
 
 from phalanx.errors import UsageError, unknown_name
+from phalanx.host.files import replace_file
 from phalanx.plan.cluster import Cluster, Gpu, Instance, Link
 from phalanx.plan.model import ModelShape, TracedShape
 from phalanx.recipes.imports import is_import_path
@@ -110,6 +111,17 @@ def measured(part: str) -> dict[str, Any]:
     except (ValueError, AttributeError) as error:
         raise UsageError(f"{path} cannot be read: {error}", hint="Remove it, and measure again.") from None
     return dict(found)
+
+
+def keep_measured(parts: Mapping[str, Mapping[str, Any]], path: Path | None = None) -> Path:
+    """Add entries to what was measured before; an entry of the same name is replaced."""
+    path = path or measured_file()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    kept: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    for part, entries in parts.items():
+        kept[part] = {**kept.get(part, {}), **entries}
+    replace_file(path, json.dumps(kept, indent=1) + "\n")
+    return path
 
 
 def model(name: str | Path, input_shape: tuple[int, ...] | None = None) -> ModelShape | TracedShape:
