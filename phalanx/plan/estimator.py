@@ -75,7 +75,8 @@ class Estimator:
     def __call__(self, layout: Layout) -> Estimate:
         """Return the whole estimate."""
         step, goal = self.time(layout), self.goal
-        seconds, useful = step.seconds, 3 * self._forward
+        # Backward computes gradients of inputs and of weights; frozen weights need none.
+        seconds, useful = step.seconds, (3 if layout.lora_rank is None else 2) * self._forward
         again = {"none": 0.0, "selective": self._selective(layout), "full": self._forward}[layout.recompute]
         per_sample = goal.seq_len if isinstance(self.model, ModelShape) and not self.model.patches else 1
         low, high = INTERVAL

@@ -74,7 +74,10 @@ def why_lost(layout: Layout, estimate: Estimate, best: Estimate, cluster: Cluste
         return f"{-slower:.1%} faster, which is within the error of the prediction, but more to set up"
     if part == "tensor_comm" and layout.tp > cluster.gpus_per_node:
         return f"TP{layout.tp} crosses machines: +{grew[part] / best.step_seconds:.0%} exposed communication"
-    return f"+{slower:.1%} step time: +{grew[part] / best.step_seconds:.0%} {PARTS[part]}"
+    words = PARTS[part]
+    if part == "compute" and layout.pp > 1:
+        words = "uneven stages (the last has the output layer)"
+    return f"+{slower:.1%} step time: +{grew[part] / best.step_seconds:.0%} {words}"
 
 
 def sensitivity(

@@ -161,6 +161,7 @@ def _meshes(model: ModelShape | TracedShape, cluster: Cluster, goal: Goal, limit
                     sequence_parallel=tp > 1,
                     attention="flash",
                     kernels=kernels,
+                    balanced=True,
                     lora_rank=limits.lora_rank,
                 )
                 for layout in _data_axes(common, data, cluster, model, limits):

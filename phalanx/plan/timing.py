@@ -124,6 +124,19 @@ class _Stage:
         """Forward and backward of the layers, with their communication."""
         return sum(self.parts.values())
 
+    def balance(self, layers: int, ranks: int) -> _Stage:
+        """Return the stage that sets the pace when the last one gets as many layers as make all equally long."""
+        each = self.seconds / self.layers
+        fewer = range(max(1, self.layers - round(self.head / each) - 1), self.layers + 1)
+        last, others = min(
+            ((count, math.ceil((layers - count) / (ranks - 1))) for count in fewer),
+            key=lambda pair: max(pair[0] * each + self.head, pair[1] * each),
+        )
+        factor = others / self.layers
+        parts = {name: factor * seconds for name, seconds in self.parts.items()}
+        waits = max(0.0, last * each + self.head - others * each)
+        return _Stage(others, parts, factor * self.forward, factor * self.backward, waits)
+
     def add(self, number: int, forward: float, backward: float, again: float) -> None:
         """Add layers: their passes, and what backward computes again."""
         self.forward += number * forward
@@ -133,7 +146,9 @@ class _Stage:
 
 
 def _transformer_stage(model: ModelShape, machine: Machine, layout: Layout, goal: Goal) -> _Stage:
-    stage, gpu = _Stage(math.ceil(model.layers / layout.pp)), machine.gpu
+    gpu = machine.gpu
+    head = head_passes(model, gpu, goal.precision, layout.micro_batch, goal.seq_len, tp=layout.tp, cp=layout.cp)
+    stage = _Stage(math.ceil(model.layers / layout.pp), head=head.forward + head.backward)
     kind, fused = attention_kind(layout, gpu), fused_kernels(layout, gpu)
     mixtures = round(stage.layers * model.mixture_layers / model.layers)
     tensor = _tensor_seconds(model, machine, layout, goal)
@@ -161,9 +176,7 @@ def _transformer_stage(model: ModelShape, machine: Machine, layout: Layout, goal
         stage.parts["tensor_comm"] += number * passed * tensor
         stage.parts["context_comm"] += number * _context_seconds(model, machine, layout, goal, passes)
         stage.parts["expert_comm"] += number * _expert_seconds(model, machine, layout, goal) if mixture else 0.0
-    head = head_passes(model, gpu, goal.precision, layout.micro_batch, goal.seq_len, tp=layout.tp, cp=layout.cp)
-    stage.head = head.forward + head.backward
-    return stage
+    return stage.balance(model.layers, layout.pp) if layout.balanced and layout.pp > 1 else stage
 
 
 def _traced_stage(model: TracedShape, machine: Machine, layout: Layout, goal: Goal) -> _Stage:
