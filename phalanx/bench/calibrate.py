@@ -1,4 +1,4 @@
-"""`phalanx plan --calibrate`: matrix products, copies, attention and collectives of this machine, as the planner reads them.
+"""`phalanx plan --calibrate`: products, copies, attention and collectives of this machine, as the planner reads them.
 
 Products and copies are measured over sizes, one device in this process; collectives by `bench comm`, a rank per GPU, or
 two ranks on the CPU.
@@ -27,6 +27,7 @@ from phalanx.plan import presets
 _LONG_SECONDS = 1.0
 """A size whose repetition takes longer than this is the last one."""
 _REPEAT_SECONDS = 0.2
+_CPU_RANKS = 2
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 Curve = list[tuple[int, float]]
 
@@ -34,20 +35,20 @@ Curve = list[tuple[int, float]]
 def measure(show: Callable[[str], object]) -> dict[str, dict[str, Any]]:
     """Return the entries of this machine: `gpus`, `links` where there are two devices, and the measured `curves`."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    name = f"measured:{socket.gethostname()}"
-    known = _known_gpu(device)
+    name = f"{'cpu-' * (device.type == 'cpu')}measured:{socket.gethostname()}"
+    known = None if device.type == "cpu" else presets.gpu_of_device(_title(device), _memory_gib(device))
+    if device.type == "cpu":  # a rank of two has half of the machine, as `train` starts them
+        torch.set_num_threads(max(1, _cores() // _CPU_RANKS))
     show(f"{name}: {_title(device)}" + (f", which is {known.name} in the planner's data" if known else ""))
-    precisions = ("bf16", "fp16", "fp32") if device.type == "cuda" else ("bf16", "fp32")
-    products = {kind: _products(device, _DTYPES[kind]) for kind in precisions}
+    products = {kind: _products(device, dtype) for kind, dtype in _DTYPES.items()}
     best = {kind: max(rate for _, rate in curve) for kind, curve in products.items()}
+    precisions = [kind for kind in _DTYPES if best[kind] >= best["fp32"]]  # the others are emulated here
     for kind, curve in products.items():
-        show(
-            f"  matrix products, {kind}: {best[kind]:.3g} TFLOP/s (at {max(size for size, _ in curve)}: {curve[-1][1]:.3g})"
-        )
+        show(f"  matrix products, {kind}: {best[kind]:.3g} TFLOP/s, {curve[-1][1]:.3g} at size {curve[-1][0]}")
     copies = _copies(device)
     copied = max(rate for _, rate in copies)
     show(f"  copies: {copied:.3g} GB/s")
-    first = precisions[0] if device.type == "cuda" else "fp32"
+    first = precisions[0]
     tflops = {kind: max(best[kind], known.tflops.get(kind, 0.0) if known else 0.0) for kind in precisions}
     memory_gbps = max(copied, known.memory_gbps if known else 0.0)
     attention = _attention(device, _DTYPES[first]) / tflops[first]
@@ -73,19 +74,6 @@ def measure(show: Callable[[str], object]) -> dict[str, dict[str, Any]]:
     return {**found, "links": {name: link}} if link else found
 
 
-def _known_gpu(device: torch.device) -> Any:
-    """Return the planner's entry of this GPU, whose peaks are those of the data sheet; None for one it lacks."""
-    if device.type == "cpu":
-        return None
-    words, memory = torch.cuda.get_device_name(device).lower().replace("-", " ").split(), _memory_gib(device)
-    for name in presets.names("gpus"):
-        known = presets.gpu(name) if not name.startswith("measured") else None
-        if known and name.split("-")[0] in words and abs(known.memory_gib / memory - 1) < 0.05:
-            if ("pcie" in words) == ("pcie" in name):
-                return known
-    return None
-
-
 def _title(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{_cores()} cores, {platform.machine()}"
 
@@ -97,7 +85,7 @@ def _cores() -> int:
 def _memory_gib(device: torch.device) -> float:
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory / 2**30
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30 / _CPU_RANKS
 
 
 def _products(device: torch.device, dtype: torch.dtype) -> Curve:
@@ -162,7 +150,7 @@ def _wait(device: torch.device) -> None:
 
 def _collectives(device: torch.device, show: Callable[[str], object]) -> dict[str, Any] | None:
     """Return the link between the devices of this machine, as `bench comm` measures it; None for a single GPU."""
-    ranks = torch.cuda.device_count() if device.type == "cuda" else 2
+    ranks = torch.cuda.device_count() if device.type == "cuda" else _CPU_RANKS
     if ranks < 2:
         show("  collectives: not measured, there is one GPU")
         return None

@@ -141,9 +141,7 @@ def run(arguments: Sequence[str]) -> int:
     if namespace.calibrate:
         return _calibrate(namespace)
     if namespace.calibrate_from is not None:
-        from phalanx.cli.report import keep_factors
-
-        return keep_factors(namespace.calibrate_from)
+        return _calibrate_from(namespace.calibrate_from)
     case, notes = read_case(namespace)
     if namespace.dry_run:
         return _dry_run(case, namespace)
@@ -164,6 +162,26 @@ def _calibrate(namespace: argparse.Namespace) -> int:
     print(f"kept in {path}; a plan for this machine: phalanx plan MODEL --gpus 1 --gpu measured", file=out)
     if namespace.json:
         print_json(json.loads(path.read_text(encoding="utf-8")))
+    return 0
+
+
+def _calibrate_from(name: str) -> int:
+    from phalanx.cli.report import compare_stored
+    from phalanx.observe.goodput import account
+    from phalanx.plan.learning import keep_factors
+    from phalanx.plan.presets import measured_file
+    from phalanx.runs.stored import RUNS, find_run
+
+    stored = find_run(name, RUNS)
+    comparison = compare_stored(stored, account(stored.events()))
+    if comparison is None:
+        raise UsageError(
+            f"the events of {stored.name} do not say enough to predict it",
+            hint="The planner describes transformers: reference models, and Hugging Face models of known families.",
+        )
+    kept = keep_factors(comparison, stored.name)
+    words = f"kernels x {kept['kernels']:g}, links x {kept['links']:g} in time, memory {kept['memory_gib']:+g} GiB"
+    print(f"{comparison.gpu}: {words}, from {stored.name}; kept in {measured_file()}, and applied to later plans")
     return 0
 
 

@@ -152,6 +152,16 @@ def gpu(name: str) -> Gpu:
     return _make(Gpu, *_reordered(_find("gpus", _measured_name("gpus", name))))
 
 
+def gpu_of_device(device: str, memory_gib: float) -> Gpu | None:
+    """Return the GPU that the driver calls so (`NVIDIA A100-SXM4-80GB`); None for one without an entry."""
+    words = device.lower().replace("-", " ").split()
+    for name in (name for name in names("gpus") if "measured" not in name and name.split("-")[0] in words):
+        known = gpu(name)
+        if abs(known.memory_gib / memory_gib - 1) < 0.08 and ("pcie" in words) == ("pcie" in name):
+            return known
+    return None
+
+
 def link(name: str) -> Link:
     """Return a link by name."""
     found, where, entry = _find("links", _measured_name("links", name))
@@ -221,7 +231,22 @@ def parts_of(given: Cluster) -> tuple[Gpu, Link, Link]:
         between = replace(between, gbps=between.gbps / sharing)
     if given.oversubscription > 1:
         between = replace(between, gbps=between.gbps / given.oversubscription)
-    return device, inside, between
+    learned = measured("factors").get(device.name)
+    return _learned(device, inside, between, learned) if learned else (device, inside, between)
+
+
+def _learned(device: Gpu, inside: Link, between: Link, factors: Mapping[str, Any]) -> tuple[Gpu, Link, Link]:
+    """Return GPU and links with what `--calibrate-from` kept: kernels and links slower, and more memory, by so much."""
+    kernels, links = factors["kernels"], factors["links"]
+    device = replace(
+        device,
+        matmul=device.matmul / kernels,
+        bandwidth=device.bandwidth / kernels,
+        attention=device.attention / kernels,
+        launch_us=device.launch_us * kernels,
+        reserve_gib=max(0.0, device.reserve_gib + factors["memory_gib"]),
+    )
+    return device, replace(inside, gbps=inside.gbps / links), replace(between, gbps=between.gbps / links)
 
 
 def names(kind: str) -> list[str]:
@@ -232,9 +257,10 @@ def names(kind: str) -> list[str]:
 def _measured_name(kind: str, name: str) -> str:
     if name != "measured":
         return name
-    own, known = f"measured:{socket.gethostname()}", measured(kind)
+    known = measured(kind)
     if known:
-        return own if own in known else list(known)[-1]
+        here = [key for key in known if key.endswith(f"measured:{socket.gethostname()}")]
+        return here[-1] if here else list(known)[-1]
     raise UsageError(f"no {_WORDS[kind]} has been measured here", hint="Run: phalanx plan --calibrate")
 
 
@@ -243,7 +269,9 @@ def _reordered(found: tuple[str, str, dict[str, Any]]) -> tuple[str, dict[str, A
 
 
 def _plain(kind: str, name: str) -> str:
-    lower = name.strip().lower().replace("_", "-") if not name.startswith("measured:") else name
+    if "measured:" in name:  # a host's name may have capitals
+        return name
+    lower = name.strip().lower().replace("_", "-")
     if kind == "gpus":
         lower = lower.removesuffix("gb")  # A100-80GB
     return _ALIASES[kind].get(lower, lower)
