@@ -23,7 +23,7 @@ class Gpu:
     """The share of peak that the forward pass of flash attention reaches."""
     sms: int
     """Multiprocessors: a product of fewer tiles leaves some idle."""
-    launch_us: float = 5.0
+    launch_us: float = 10.0
     """Host time per kernel that a step cannot hide when kernels are short."""
     intra_node: str = "pcie4"
     """The link between GPUs of one machine, where a cluster does not say another."""

@@ -25,16 +25,29 @@ CROSS_ENTROPY = (19.0, 13.5)
 """Bytes per logit in forward and backward: a copy in fp32, the softmax, its gradient."""
 FP8 = 0.8
 """Share of bf16's efficiency that products in fp8 reach: operands are scaled and cast."""
-FUSED = (0.5, 1.8)
-"""Fused kernels (as of torch.compile): share of elementwise traffic, speed of attention as a multiple."""
+UNALIGNED = 0.3
+"""Speed of products in 16 bits whose sizes are not multiples of 8 (a vocabulary of 50,257); torch.compile pads them."""
+TRAFFIC = {"eager": 1.0, "autocast": 1.7, "fused": 0.5}
+"""Elementwise traffic by kind of kernels: torch's autocast computes norms and sums in fp32, with casts between."""
+FUSED_ATTENTION = 1.8
+"""Speed of attention in newer, fused libraries, as a multiple."""
+SELECTIVE_POLICY = 3.5
+"""Host time of selective recomputation, as a multiple of launching the kernels of a layer."""
+LAYER_KERNELS = 45
+"""Kernels of a layer's forward pass; where they are short, launching them takes longer."""
 WIDTH = {"bf16": 2, "fp16": 2, "fp8": 2, "fp32": 4}
 """Bytes of an activation. Under fp8 only operands of products are narrower."""
 
 
-def product_seconds(gpu: Gpu, precision: str, m: int, n: int, k: int, batch: int = 1) -> float:
+def product_seconds(
+    gpu: Gpu, precision: str, m: int, n: int, k: int, batch: int = 1, *, padded: bool = False
+) -> float:
     """Return the time of `batch` products of (m, k) and (k, n): bound by arithmetic or by memory."""
     operations = 2.0 * m * n * k * batch
-    arithmetic = operations / (peak(gpu, precision) * gpu.matmul * _fill(gpu.sms, m, n, k, batch))
+    speed = gpu.matmul * _fill(gpu.sms, m, n, k, batch)
+    if (m | n | k) % 8 and precision != "fp32" and not padded:
+        speed *= UNALIGNED
+    arithmetic = operations / (peak(gpu, precision) * speed)
     moved = batch * (m * k + k * n + m * n) * WIDTH[precision]
     return max(arithmetic, traffic_seconds(gpu, moved))
 
@@ -70,12 +83,12 @@ def traffic_seconds(gpu: Gpu, moved: float) -> float:
 
 @dataclass(frozen=True)
 class Passes:
-    """Seconds of a forward and a backward pass, and the part of forward that selective recomputation repeats."""
+    """Seconds of a forward and a backward pass, and parts of forward."""
 
     forward: float
     backward: float
-    core: float = 0.0
-    """Scores of attention, where these are written to memory; else the elementwise kernels."""
+    again: float = 0.0
+    """What selective recomputation repeats: scores of attention that were written to memory, or elementwise kernels."""
     attention: float = 0.0
     """Attention within forward, which a ring of context-parallel ranks can hide communication behind."""
 
@@ -93,7 +106,7 @@ def layer_passes(
     ep: int,
     sequence_parallel: bool,
     attention: str,
-    fused: bool = False,
+    kernels: str = "eager",
     mixture: bool = False,
 ) -> Passes:
     """Return the time of one layer on a rank: its share of heads, features and (with cp) of the sequence."""
@@ -108,14 +121,16 @@ def layer_passes(
     reorder = 2 * (model.attention_width + 2 * model.kv_width) * tokens * width / tp
     activation = (3 if model.gated_mlp else 2) * ffn * routed * tokens * width / tp
     scatter = 4 * routed * unit / tp if mixture else 0.0  # tokens are gathered for experts and put back
-    moved = traffic_seconds(gpu, (norms + reorder + activation) * (FUSED[0] if fused else 1.0) + scatter)
+    moved = traffic_seconds(gpu, (norms + reorder + activation) * TRAFFIC[kernels] + scatter)
     forward, backward = forward + moved, backward + BACKWARD_TRAFFIC * moved
     core, core_backward = _attention(model, gpu, precision, batch, seq, tp * cp, attention)
-    if fused and attention == "flash":
-        core, core_backward = core / FUSED[1], core_backward / FUSED[1]
-    launches = 2 * 16 * gpu.launch_us * 1e-6  # kernels of a layer, when they are too short to hide their launch
+    if kernels != "eager" and attention == "flash":
+        core, core_backward = core / FUSED_ATTENTION, core_backward / FUSED_ATTENTION
+    launches = LAYER_KERNELS * gpu.launch_us * 1e-6
     forward, backward = max(forward + core, launches), max(backward + core_backward, 2 * launches)
-    return Passes(forward, backward, moved if attention == "flash" else core, core)
+    # torch asks a policy in Python about each operation, which takes longer than to launch it.
+    again = core if attention != "flash" else max(moved, SELECTIVE_POLICY * launches)
+    return Passes(forward, backward, again, core)
 
 
 def _feed_forward(model: ModelShape, *, mixture: bool) -> tuple[int, int]:
@@ -166,14 +181,16 @@ def _attention(
 
 
 @lru_cache(maxsize=4096)
-def head_passes(model: ModelShape, gpu: Gpu, precision: str, batch: int, seq: int, *, tp: int, cp: int) -> Passes:
+def head_passes(
+    model: ModelShape, gpu: Gpu, precision: str, batch: int, seq: int, *, tp: int, cp: int, kernels: str
+) -> Passes:
     """Return the time of the output layer and its loss."""
     if model.outputs is not None:
         return Passes(0.0, 0.0)
-    tokens, vocab = batch * seq // cp, model.vocab // tp
-    forward = product_seconds(gpu, precision, tokens, vocab, model.hidden)
-    backward = product_seconds(gpu, precision, tokens, model.hidden, vocab)
-    backward += product_seconds(gpu, precision, model.hidden, vocab, tokens)
+    tokens, vocab, padded = batch * seq // cp, model.vocab // tp, kernels == "fused"
+    forward = product_seconds(gpu, precision, tokens, vocab, model.hidden, padded=padded)
+    backward = product_seconds(gpu, precision, tokens, model.hidden, vocab, padded=padded)
+    backward += product_seconds(gpu, precision, model.hidden, vocab, tokens, padded=padded)
     logits = tokens * vocab
     ahead, back = CROSS_ENTROPY
     return Passes(forward + traffic_seconds(gpu, ahead * logits), backward + traffic_seconds(gpu, back * logits))

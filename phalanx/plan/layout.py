@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from phalanx.world.mesh import Mesh
 
 RECOMPUTE = ("none", "selective", "full")
-KERNELS = ("auto", "eager", "fused")
+KERNELS = ("auto", "eager", "autocast", "fused")
 ATTENTION = ("auto", "flash", "materialized")
 PRECISIONS = ("bf16", "fp16", "fp8", "fp32")
 
@@ -39,7 +39,8 @@ class Layout:
     attention: str = "auto"
     """flash, or materialized (the scores are written to memory); auto: see `timing`."""
     kernels: str = "auto"
-    """eager (one kernel per operation), or fused (torch.compile, Transformer Engine); auto: see `timing`."""
+    """eager (one per operation, weights in 16 bits), autocast (torch's, weights in fp32), fused (torch.compile,
+    Transformer Engine); auto: as published, see `timing`."""
     offload: str = "none"
     """none, or cpu: parameters, gradients and optimizer states are kept in host memory (fsdp)."""
     lora_rank: int | None = None

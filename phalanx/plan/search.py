@@ -146,7 +146,7 @@ def _micro_batches(per_rank: int, limits: Constraints) -> list[int]:
 def _meshes(model: ModelShape | TracedShape, cluster: Cluster, goal: Goal, limits: Constraints) -> Iterator[Layout]:
     """Return every split of the GPUs over the axes, with each way to share the data axis and each schedule."""
     gpus = cluster.gpus
-    kernels = "fused" if goal.compile else "eager"
+    kernels = "fused" if goal.compile else "eager" if goal.precision == "fp32" else "autocast"
     sizes = _axis_sizes(model, cluster, goal, limits)
     for tp in sizes["tp"]:
         for pp in sizes["pp"]:

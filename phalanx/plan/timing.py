@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from phalanx.plan.cluster import Gpu, Link
 from phalanx.plan.collectives import Group, collective_seconds, group_of, send_seconds
-from phalanx.plan.kernels import WIDTH, Passes, head_passes, layer_passes, peak, traffic_seconds
+from phalanx.plan.kernels import TRAFFIC, WIDTH, Passes, head_passes, layer_passes, peak, traffic_seconds
 from phalanx.plan.layout import Goal, Layout
 from phalanx.plan.model import ModelShape, TracedShape
 from phalanx.plan.prediction import TIME_PARTS
@@ -77,14 +77,14 @@ def attention_kind(layout: Layout, gpu: Gpu) -> str:
     return "materialized" if old and layout.recompute != "none" and layout.stage < 3 else "flash"
 
 
-def fused_kernels(layout: Layout, gpu: Gpu) -> bool:
-    """Whether kernels are fused: as the layout says; `auto`: as published, by Megatron Core on Hopper and later.
+def kernel_kind(layout: Layout, gpu: Gpu) -> str:
+    """Return the kind of kernels: as the layout says; `auto`: as published.
 
-    Published runs that shard parameters (FSDP) used one kernel per operation.
+    Megatron Core on Hopper and later fuses kernels; published runs that shard parameters (FSDP) did not.
     """
     if layout.kernels != "auto":
-        return layout.kernels == "fused"
-    return layout.stage < 3 and gpu.name.startswith(("h100", "h200", "b200"))
+        return layout.kernels
+    return "fused" if layout.stage < 3 and gpu.name.startswith(("h100", "h200", "b200")) else "eager"
 
 
 def step_time(model: ModelShape | TracedShape, machine: Machine, layout: Layout, goal: Goal) -> StepTime:
@@ -147,30 +147,27 @@ class _Stage:
 
 def _transformer_stage(model: ModelShape, machine: Machine, layout: Layout, goal: Goal) -> _Stage:
     gpu = machine.gpu
-    head = head_passes(model, gpu, goal.precision, layout.micro_batch, goal.seq_len, tp=layout.tp, cp=layout.cp)
+    attention, kernels = attention_kind(layout, gpu), kernel_kind(layout, gpu)
+    case = (model, gpu, goal.precision, layout.micro_batch, goal.seq_len)
+    head = head_passes(*case, tp=layout.tp, cp=layout.cp, kernels=kernels)
     stage = _Stage(math.ceil(model.layers / layout.pp), head=head.forward + head.backward)
-    kind, fused = attention_kind(layout, gpu), fused_kernels(layout, gpu)
     mixtures = round(stage.layers * model.mixture_layers / model.layers)
     tensor = _tensor_seconds(model, machine, layout, goal)
     for number, mixture in ((stage.layers - mixtures, False), (mixtures, True)):
         if not number:
             continue
         passes = layer_passes(
-            model,
-            gpu,
-            goal.precision,
-            layout.micro_batch,
-            goal.seq_len,
+            *case,
             tp=layout.tp,
             cp=layout.cp,
             ep=layout.ep,
             sequence_parallel=layout.sequence_parallel,
-            attention=kind,
-            fused=fused,
+            attention=attention,
+            kernels=kernels,
             mixture=mixture,
         )
         backward = passes.backward * (FROZEN if layout.lora_rank else 1.0)
-        again = {"none": 0.0, "selective": passes.core, "full": passes.forward}[layout.recompute]
+        again = {"none": 0.0, "selective": passes.again, "full": passes.forward}[layout.recompute]
         stage.add(number, passes.forward, backward, again)
         passed = 1 + (layout.recompute == "full") + (1.5 if layout.sequence_parallel else 1.0)  # gathers inputs again
         stage.parts["tensor_comm"] += number * passed * tensor
@@ -183,7 +180,8 @@ def _traced_stage(model: TracedShape, machine: Machine, layout: Layout, goal: Go
     """Return the passes of a traced module: products at a lower speed, and the traffic of its other kernels."""
     gpu, batch = machine.gpu, layout.micro_batch
     products = batch * model.forward_flops_per_sample / (peak(gpu, goal.precision) * gpu.matmul * CONVOLUTION)
-    forward = products + traffic_seconds(gpu, batch * model.traffic_bytes_per_sample)
+    traffic = batch * model.traffic_bytes_per_sample * TRAFFIC[kernel_kind(layout, gpu)]
+    forward = products + traffic_seconds(gpu, traffic)
     forward = max(forward, 30 * model.blocks * gpu.launch_us * 1e-6)  # short kernels wait for their launch
     share = 1 / (layout.tp * layout.pp * layout.cp)
     stage = _Stage(max(1, model.blocks // layout.pp))
