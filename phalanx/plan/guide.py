@@ -108,7 +108,8 @@ def why(case: Case, plan: Plan) -> str:
     if layout.stage == 0 and layout.tp * layout.pp * layout.cp == 1:
         return f"a whole copy fits ({found.peak_gib:.0f} of {found.memory_limit_gib:.0f} GiB), and nothing is faster"
     simpler = "ddp" if layout.tp * layout.pp * layout.cp == 1 else "fsdp"
-    other = search(case.model, case.cluster, case.goal, replace(case.limits, strategy=simpler))
+    limits = replace(case.limits, strategy=simpler, offload="none")
+    other = search(case.model, case.cluster, case.goal, limits)
     words = {"ddp": "a whole copy (DDP)", "fsdp": "FSDP alone"}[simpler]
     if other.fitting:
         slower = other.fitting[0][0] / found.step_seconds - 1

@@ -1,7 +1,8 @@
 """Predicted against measured: what the planner would have said of a run, and factors for the next plans.
 
 A run records what the planner must know of it in its event `run_started` (`job_of`). `compare` predicts it when a
-report is made, so that training does not wait for it. `keep_factors` keeps how far the prediction was off, by type of GPU.
+report is made, so that training does not wait for it. `keep_factors` keeps how far the prediction was
+off, by type of GPU.
 """
 
 from __future__ import annotations

@@ -151,13 +151,17 @@ def assumptions(cluster: Cluster, goal: Goal) -> tuple[tuple[str, str, str], ...
     """Return what the numbers rest on, with its origin."""
     gpu, intra, inter = presets.parts_of(cluster)
     peak = gpu.tflops.get(goal.precision) or max(gpu.tflops.values())
+    fitted = "measured with it" if "measured:" in gpu.name else "fitted, docs/planning.md"
     rows = [
         ("GPU", f"{gpu.name}: {peak:g} TFLOP/s, {gpu.memory_gbps:g} GB/s, {gpu.memory_gib:g} GiB", gpu.source),
-        ("kernels", f"products at {gpu.matmul:.0%} of peak, memory at {gpu.bandwidth:.0%}", "fitted, docs/planning.md"),
+        ("kernels", f"products at {gpu.matmul:.0%} of peak, memory at {gpu.bandwidth:.0%}", fitted),
         ("within a machine", f"{intra.name}: {intra.gbps:g} GB/s per GPU", intra.source),
         ("between machines", f"{inter.name}: {inter.gbps:.3g} GB/s per GPU", inter.source),
         ("failures", f"one per {FAILURE_RATES[FAILURES].mtbf(1) / DAY / 365:.1f} GPU-years", "Llama 3, table 5"),
     ]
+    if learned := presets.measured("factors").get(gpu.name):
+        words = f"kernels x {learned['kernels']:g}, links x {learned['links']:g}, memory {learned['memory_gib']:+g} GiB"
+        rows.append(("learned", words, f"--calibrate-from {learned['run']}, {learned['date']}"))
     if cluster.price_per_gpu_hour is not None:
         rows.append(("price", f"{cluster.price_per_gpu_hour:.2f} per GPU and hour", cluster.instance or "as given"))
     return tuple(rows)
