@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -137,13 +139,9 @@ def run(arguments: Sequence[str]) -> int:
         print(guide())
         return 0
     if namespace.calibrate:
-        from phalanx.bench.calibrate import calibrate
-
-        return calibrate(namespace.output, as_json=namespace.json)
+        return _calibrate(namespace)
     if namespace.calibrate_from is not None:
-        from phalanx.cli.report import keep_factors
-
-        return keep_factors(namespace.calibrate_from)
+        return _calibrate_from(namespace.calibrate_from)
     case, notes = read_case(namespace)
     if namespace.dry_run:
         return _dry_run(case, namespace)
@@ -151,6 +149,40 @@ def run(arguments: Sequence[str]) -> int:
     plan = replace(plan, assumptions=(*plan.assumptions, *notes))
     _show(namespace, case, plan)
     return 0 if plan.fits else EXIT_USAGE
+
+
+def _calibrate(namespace: argparse.Namespace) -> int:
+    from phalanx.launch import prestart
+
+    prestart()
+    from phalanx.bench.calibrate import calibrate  # imports torch
+
+    out = sys.stderr if namespace.json else sys.stdout
+    path = calibrate(namespace.output, lambda text: print(text, file=out, flush=True))
+    print(f"kept in {path}; a plan for this machine: phalanx plan MODEL --gpus 1 --gpu measured", file=out)
+    if namespace.json:
+        print_json(json.loads(path.read_text(encoding="utf-8")))
+    return 0
+
+
+def _calibrate_from(name: str) -> int:
+    from phalanx.cli.report import compare_stored
+    from phalanx.observe.goodput import account
+    from phalanx.plan.learning import keep_factors
+    from phalanx.plan.presets import measured_file
+    from phalanx.runs.stored import RUNS, find_run
+
+    stored = find_run(name, RUNS)
+    comparison = compare_stored(stored, account(stored.events()))
+    if comparison is None:
+        raise UsageError(
+            f"the events of {stored.name} do not say enough to predict it",
+            hint="The planner describes transformers: reference models, and Hugging Face models of known families.",
+        )
+    kept = keep_factors(comparison, stored.name)
+    words = f"kernels x {kept['kernels']:g}, links x {kept['links']:g} in time, memory {kept['memory_gib']:+g} GiB"
+    print(f"{comparison.gpu}: {words}, from {stored.name}; kept in {measured_file()}, and applied to later plans")
+    return 0
 
 
 def _show(namespace: argparse.Namespace, case: Case, plan: Plan) -> None:

@@ -15,6 +15,7 @@ from phalanx.plan.explain import name as layout_name
 from phalanx.plan.model import ModelShape, TracedShape
 from phalanx.plan.presets import train_names
 from phalanx.plan.report import Plan
+from phalanx.recipes import recipe_names
 
 WIDTH = 110
 _BAR = 60
@@ -172,8 +173,9 @@ def reliability_words(plan: Plan) -> str:
 
 def train_command(plan: Plan, subject: str) -> str:
     """Return the command that trains this plan."""
-    recipe, preset, _ = train_names(subject)
-    target = [recipe, "--preset", preset] if recipe and preset else ["--model", subject, "--data", "DATA"]
+    model, preset, _ = train_names(subject)
+    target = [model] if model in recipe_names() else ["--model", model or subject, "--data", "DATA"]
+    target += ["--preset", preset] if preset else []
     flags = [word for name, value in plan.settings.items() for word in _flag(name, value)]
     text = " ".join(shlex.quote(str(word)) for word in ("phalanx", "train", *target, *flags))
     return textwrap.fill(
