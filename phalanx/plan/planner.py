@@ -26,6 +26,8 @@ RESTART_SECONDS = 300.0
 HOST_COPY_GBPS = 20.0
 """GB/s per GPU of copying states to pinned host memory, which is how long an asynchronous checkpoint stalls."""
 SHOWN_REASONS = 8
+USUAL_BATCH = ((5e8, 500_000), (2e9, 1_000_000), (2e10, 2_000_000), (math.inf, 4_000_000))
+"""Tokens per step by parameters, about as in Brown et al. 2020, table 2.1."""
 
 
 def make_plan(
@@ -79,7 +81,7 @@ def default_goal(model: ModelShape | TracedShape, cluster: Cluster) -> Goal:
         seq_len = model.patches + 1 if isinstance(model, ModelShape) else 1
         return Goal(global_batch=64 * cluster.gpus, seq_len=seq_len, precision=precision)
     seq_len = presets.train_names(model.name).seq_len or model.positions or 2048
-    tokens = 4_000_000 if model.parameters > 1e9 else 500_000
+    tokens = next(tokens for size, tokens in USUAL_BATCH if model.parameters < size)
     doubled = max(0, round(math.log2(tokens / seq_len / cluster.gpus)))
     return Goal(global_batch=cluster.gpus * 2**doubled, seq_len=seq_len, precision=precision)
 
