@@ -13,6 +13,7 @@ import socket
 import time
 from collections.abc import Callable
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +94,7 @@ def _products(device: torch.device, dtype: torch.dtype) -> Curve:
     curve: Curve = []
     for size in (256, 512, 1024, 2048, 4096, 8192, 16384) if device.type == "cuda" else (128, 256, 512, 1024, 2048):
         left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-        seconds = _timed(device, lambda left=left, right=right: left @ right)
+        seconds = _timed(device, partial(torch.matmul, left, right))
         curve.append((size, 2.0 * size**3 / seconds / 1e12))
         if seconds > _LONG_SECONDS / 8:  # the next size takes eight times as long
             break
@@ -106,7 +107,7 @@ def _copies(device: torch.device) -> Curve:
     for size in (1 << 20, 1 << 24, 1 << 28) if device.type == "cpu" else (1 << 20, 1 << 24, 1 << 28, 1 << 30):
         source = torch.zeros(size, dtype=torch.uint8, device=device)
         target = torch.empty_like(source)
-        seconds = _timed(device, lambda source=source, target=target: target.copy_(source))
+        seconds = _timed(device, partial(target.copy_, source))
         curve.append((size, 2.0 * size / seconds / 1e9))
     return curve[1:]  # the first fits in the cache
 

@@ -16,7 +16,7 @@ from phalanx.observe.heartbeat import HeartbeatBoard, board_path
 from phalanx.runs.stored import RUNS, StoredRun, find_run
 
 if TYPE_CHECKING:
-    from phalanx.plan.learning import Comparison
+    from phalanx.plan.learning import RunComparison
 
 _HELP = "Show where the wall time of a run went: one that runs, has ended, failed, or was restarted."
 _BAR = 40
@@ -51,7 +51,7 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def compare_stored(stored: StoredRun, found: Account | None) -> Comparison | None:
+def compare_stored(stored: StoredRun, found: Account | None) -> RunComparison | None:
     """Return what the planner predicts of a run, beside what was measured; None where its events do not describe it."""
     if found is None or not stored.begun.get("job"):
         return None
@@ -61,13 +61,13 @@ def compare_stored(stored: StoredRun, found: Account | None) -> Comparison | Non
     return compare(stored.begun, steps, found)
 
 
-def _comparison_lines(comparison: Comparison | None) -> list[str]:
+def _comparison_lines(comparison: RunComparison | None) -> list[str]:
     if comparison is None:
         return []
     rows = [("", "predicted", "measured", "measured / predicted")]
     for each in comparison.components:
-        numbers = [f"{value:.4g} {each.unit}".rstrip() for value in (each.predicted, each.measured)]
-        rows.append((each.name, *numbers, f"{each.factor:.2f}" if each.predicted else "-"))
+        predicted, measured = (f"{value:.4g} {each.unit}".rstrip() for value in (each.predicted, each.measured))
+        rows.append((each.name, predicted, measured, f"{each.factor:.2f}" if each.predicted else "-"))
     note = "To plan with what was measured: phalanx plan --calibrate-from RUN"
     return ["", f"predicted by `phalanx plan` for {comparison.gpu}", table(rows), note]
 

@@ -24,10 +24,10 @@ from phalanx.loop.saving import CheckpointPolicy, Saves
 from phalanx.loop.step import train_step
 from phalanx.loop.stopping import EpochControl, StopRequest, TimeLimit, preempted_error
 from phalanx.loop.task import TrainTask, make_optimizer
-from phalanx.models.shape import shape_of
 from phalanx.observe.heartbeat import current as current_heartbeat
 from phalanx.observe.history import History
 from phalanx.observe.sinks import EventStream
+from phalanx.plan.shape import shape_of
 
 _INTERRUPTED = ("interrupted", "stopped by Ctrl-C")
 

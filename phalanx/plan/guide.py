@@ -11,7 +11,7 @@ from phalanx.errors import ConfigError, UsageError
 from phalanx.observe.format import table
 from phalanx.plan import presets
 from phalanx.plan.cluster import Cluster
-from phalanx.plan.compare import Case
+from phalanx.plan.compare import PlanCase
 from phalanx.plan.explain import name as layout_name
 from phalanx.plan.layout import Layout
 from phalanx.plan.planner import default_goal
@@ -79,13 +79,13 @@ def guide() -> str:
     return "\n\n".join([_TREE, table(_TABLE), f"{matrix}\n{table(rows)}"])
 
 
-def _case(model: str, gpu: str, gpus: int, changes: dict[str, Any]) -> Case:
+def _case(model: str, gpu: str, gpus: int, changes: dict[str, Any]) -> PlanCase:
     shape = presets.model(model)
     cluster = Cluster(gpu=gpu, gpus=gpus, gpus_per_node=min(8, gpus))
     wanted = {name: value for name, value in changes.items() if name != "lora_rank"}
     known = presets.gpu(gpu).tflops
     goal = replace(default_goal(shape, cluster), precision="bf16" if "bf16" in known else "fp16", **wanted)
-    return Case(shape, cluster, goal, Constraints(lora_rank=changes.get("lora_rank")))
+    return PlanCase(shape, cluster, goal, Constraints(lora_rank=changes.get("lora_rank")))
 
 
 def strategy_words(layout: Layout) -> str:
@@ -101,7 +101,7 @@ def strategy_words(layout: Layout) -> str:
     return f"{kind}{' x '.join(axes)}" + (f" x {data}" if layout.dp > 1 else "")
 
 
-def why(case: Case, plan: Plan) -> str:
+def why(case: PlanCase, plan: Plan) -> str:
     """Return why the simpler strategy was not chosen: it does not fit, or takes longer."""
     assert plan.best is not None
     layout, found = plan.best.layout, plan.best.estimate
@@ -120,7 +120,7 @@ def why(case: Case, plan: Plan) -> str:
 
 
 @dataclass(frozen=True)
-class Engines:
+class EngineTable:
     """What each engine can do for a job."""
 
     rows: tuple[tuple[str, str, str], ...]
@@ -138,17 +138,19 @@ _INSTEAD = {"deepspeed": "fsdp", "horovod": "ddp"}
 """The kind of layout that an engine is limited to."""
 
 
-def engines(case: Case, plan: Plan) -> Engines:
+def engines(case: PlanCase, plan: Plan) -> EngineTable:
     """Ask the rules of the settings whether each engine takes the plan; else say what it could run instead."""
     if plan.best is None:
-        return Engines(tuple((name, "no", "nothing fits") for name in ("pytorch-ddp", *_INSTEAD, "ray", "tensorflow")))
+        return EngineTable(
+            tuple((name, "no", "nothing fits") for name in ("pytorch-ddp", *_INSTEAD, "ray", "tensorflow"))
+        )
     rows = [("pytorch-ddp", "yes", "as planned; every strategy, nothing beyond torch to install")]
     rows.append(("ray", *_ask("ray", plan, "as planned; Ray allocates the machines: --backend ray --address HEAD")))
     for name, kind in _INSTEAD.items():
         taken, words = _ask(name, plan, f"the same by its own engine: --backend {name}")
         rows.append((name, taken, words if taken == "yes" else f"{words}; {_instead(case, plan, kind)}"))
     rows.append(("tensorflow", "no", "trains Keras models, each GPU with a whole copy; " + _instead(case, plan, "ddp")))
-    return Engines(tuple(rows))
+    return EngineTable(tuple(rows))
 
 
 def _ask(backend: str, plan: Plan, works: str) -> tuple[str, str]:
@@ -171,7 +173,7 @@ def _ask(backend: str, plan: Plan, works: str) -> tuple[str, str]:
     return "yes", works
 
 
-def _instead(case: Case, plan: Plan, kind: str) -> str:
+def _instead(case: PlanCase, plan: Plan, kind: str) -> str:
     """Return what the best layout of a kind would be."""
     assert plan.best is not None
     found = search(case.model, case.cluster, case.goal, replace(case.limits, strategy=kind))

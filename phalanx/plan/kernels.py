@@ -39,9 +39,7 @@ WIDTH = {"bf16": 2, "fp16": 2, "fp8": 2, "fp32": 4}
 """Bytes of an activation. Under fp8 only operands of products are narrower."""
 
 
-def product_seconds(
-    gpu: Gpu, precision: str, m: int, n: int, k: int, batch: int = 1, *, padded: bool = False
-) -> float:
+def product_seconds(gpu: Gpu, precision: str, m: int, n: int, k: int, batch: int = 1, *, padded: bool = False) -> float:
     """Return the time of `batch` products of (m, k) and (k, n): bound by arithmetic or by memory."""
     operations = 2.0 * m * n * k * batch
     speed = gpu.matmul * _fill(gpu.sms, m, n, k, batch)

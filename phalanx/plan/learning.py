@@ -41,7 +41,7 @@ class Component(NamedTuple):
         return self.measured / self.predicted if self.predicted else float("nan")
 
 
-class Comparison(NamedTuple):
+class RunComparison(NamedTuple):
     """What was predicted and measured of a run."""
 
     gpu: str
@@ -80,7 +80,11 @@ def _layout(config: DistributedConfig, mesh: Mesh, batch_size: int) -> Layout:
     parts = choose_microbatches(config.microbatches, batch_size, mesh.pp, schedule) if mesh.pp > 1 else 1
     recompute = config.activation_checkpointing
     return Layout(
-        **mesh.sizes,
+        tp=mesh.tp,
+        pp=mesh.pp,
+        cp=mesh.cp,
+        dp_replicate=mesh.dp_replicate,
+        dp_shard=mesh.dp_shard,
         ep=config.expert_parallel,
         virtual_stages=schedule.stages_per_rank if mesh.pp > 1 else 1,
         micro_batch=max(1, batch_size // parts),
@@ -103,7 +107,7 @@ def _stage(config: DistributedConfig) -> int:
     return 3 if config.resolved_sharding in ("full", "hybrid") else config.zero_stage or 2
 
 
-def compare(started: Mapping[str, Any], steps: Iterable[Mapping[str, Any]], found: Account) -> Comparison | None:
+def compare(started: Mapping[str, Any], steps: Iterable[Mapping[str, Any]], found: Account) -> RunComparison | None:
     """Return predicted and measured figures of a run; None where its events do not describe it."""
     job, logged = started.get("job") or {}, list(steps)
     if not job or not found.steady_throughput or not logged:
@@ -124,7 +128,7 @@ def compare(started: Mapping[str, Any], steps: Iterable[Mapping[str, Any]], foun
         compile=job["compile"],
     )
     components = _components(Estimator(shape, cluster, goal), layout, logged, found, on_gpu=bool(job["gpu"]))
-    return Comparison(str(cluster.gpu), tuple(components))
+    return RunComparison(str(cluster.gpu), tuple(components))
 
 
 def _gpu(device: str, memory_gib: float) -> str:
@@ -165,7 +169,7 @@ def _components(
     yield Component("goodput", "%", 100 * effective, 100 * found.shares.get("productive", 0.0))
 
 
-def keep_factors(comparison: Comparison, run: str) -> dict[str, Any]:
+def keep_factors(comparison: RunComparison, run: str) -> dict[str, Any]:
     """Keep how far the prediction was off; factors of before are part of the prediction, so they multiply."""
     before = presets.measured("factors").get(comparison.gpu, {})
     compute = comparison.factor("computation") or comparison.factor("step") or 1.0

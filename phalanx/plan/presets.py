@@ -20,7 +20,7 @@ from phalanx.errors import UsageError, unknown_name
 from phalanx.host.files import replace_file
 from phalanx.plan.cluster import Cluster, Gpu, Instance, Link
 from phalanx.plan.model import ModelShape, TracedShape
-from phalanx.recipes.imports import is_import_path
+from phalanx.recipes.imports import extend_path, is_import_path
 
 _DATA = Path(__file__).parent / "data"
 _ALIASES = {
@@ -124,13 +124,17 @@ def keep_measured(parts: Mapping[str, Mapping[str, Any]], path: Path | None = No
     return path
 
 
-def model(name: str | Path, input_shape: tuple[int, ...] | None = None) -> ModelShape | TracedShape:
-    """Return a model by preset, Hugging Face config.json (or its folder), or import path of a module class."""
+def model(name: str | Path, example: str | tuple[int, ...] | None = None) -> ModelShape | TracedShape:
+    """Return a model by preset, Hugging Face config.json (or its folder), or import path of a module class.
+
+    `example`: the shape of one sample, for a class: `3x224x224`, `tokens:1024`.
+    """
     text = str(name)
     if is_import_path(text):
         from phalanx.plan.trace import trace_import  # imports torch
 
-        return trace_import(text, input_shape)
+        extend_path([str(Path.cwd())])
+        return trace_import(text, example)
     if text.endswith(".json") or Path(text).is_dir() or "/" in text:
         from phalanx.plan.hf_config import read_config
 

@@ -304,9 +304,7 @@ def _beside(compute: float, communication: float) -> tuple[float, float]:
     return communication - hidden, hidden
 
 
-def _add_optimizer(
-    step: StepTime, held: float, trained: float, machine: Machine, layout: Layout, count: int
-) -> None:
+def _add_optimizer(step: StepTime, held: float, trained: float, machine: Machine, layout: Layout, count: int) -> None:
     """Add the optimizer's step; with states in host memory the copies of each micro-batch, too."""
     shards = layout.dp_shard * layout.cp if layout.stage else 1
     own = trained / shards

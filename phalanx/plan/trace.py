@@ -23,6 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from phalanx import torch_fakes
 from phalanx.errors import UsageError
 from phalanx.plan.model import ModelShape, TracedShape
+from phalanx.plan.shape import shape_of
 from phalanx.recipes.imports import call_with, load_import
 from phalanx.torch_compat import pytree
 
@@ -60,8 +61,8 @@ def trace_module(module: nn.Module, example: Example = None, *, name: str = "") 
     a tuple of tensors. Without it the module's `example_inputs()` is used, or the usual input of its first layer.
     """
     name = name or type(module).__name__
-    known = _transformer_shape(module, name)
-    if known is not None:
+    known = shape_of(module, name)
+    if known is not None and known.parameters == _size(module):
         return known
     inputs, described = _inputs(module, example)
     blocks: dict[str, nn.Module] = load_import("phalanx.strategies.fsdp:find_blocks", "blocks")(module)
@@ -254,35 +255,6 @@ def _usual_input(module: nn.Module) -> tuple[str, tuple[int, ...]]:
     if isinstance(first, nn.Linear):
         return "", (first.in_features,)
     raise UsageError(f"the input of {type(module).__name__} is not known", hint=_HINT)
-
-
-def _transformer_shape(module: nn.Module, name: str) -> ModelShape | None:
-    """Return the dimensions of a transformer of Phalanx or Hugging Face, where they give all its parameters."""
-    config: Any = getattr(module, "config", None)
-    if type(module).__module__.startswith("phalanx.models.") and hasattr(config, "heads"):
-        shape = _own_shape(config, name)
-    elif hasattr(config, "to_dict") and hasattr(config, "model_type"):
-        from phalanx.plan.hf_config import from_config
-
-        shape = from_config(config.to_dict(), Path(name), name)
-    else:
-        return None
-    return shape if shape.parameters == _size(module) else None
-
-
-def _own_shape(config: Any, name: str) -> ModelShape:
-    sizes = {"name": name, "layers": config.layers, "hidden": config.width, "heads": config.heads}
-    if hasattr(config, "patches"):
-        patch = config.channels * config.patch_size**2
-        sizes |= {"patches": config.patches, "patch_inputs": patch, "outputs": config.classes, "vocab": 0}
-        return ModelShape(**sizes, ffn_hidden=config.feed_width, causal=False)
-    sizes |= {"vocab": config.vocab_size, "tied_embeddings": config.tie_weights}
-    if not hasattr(config, "kv_heads"):
-        return ModelShape(**sizes, positions=config.block_size, biases=config.bias, rms_norm=not config.bias)
-    sizes |= {"kv_heads": config.kv_heads, "ffn_hidden": config.feed_width}
-    if hasattr(config, "experts"):
-        sizes |= {"experts": config.experts, "active_experts": config.top_k}
-    return ModelShape(**sizes, gated_mlp=True, biases=False, rms_norm=True)
 
 
 def _blocked(problem: str, error: Exception) -> UsageError:

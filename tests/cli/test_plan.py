@@ -191,7 +191,7 @@ def test_a_hugging_face_config(tmp_path):
         (("llama-7b", "--gpus", 8, "--gpu", "h100", "--deadline", "soon"), "such as 30d, 72h"),
         (("llama-7b", "--gpus", 8, "--gpu", "measured"), "phalanx plan --calibrate"),
         (("llama-7b", "--gpus", 8, "--gpu", "h100", "--html", "/nowhere/x.html"), "No such file"),
-        (("nets:Net", "--gpus", 8, "--gpu", "h100", "--input", "3by4"), "such as 3x224x224"),
+        (("torch.nn:Bilinear", "--gpus", 8, "--gpu", "h100"), "torch.nn:Bilinear"),
         (("--calibrate-from", "never"), "never"),
     ],
 )
