@@ -9,7 +9,7 @@ counted as published for Megatron-LM, in which gradients have their memory from 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 from phalanx.plan.activations import HALF, SINGLE, PerToken, in_flight, per_token, published_per_token
@@ -136,13 +136,21 @@ def rank_memory(
     depth = model.layers if isinstance(model, ModelShape) else model.blocks
     outside = (gpu.reserve_gib if reserve_gib is None else reserve_gib) * GIB
     case = _Case(layout, goal, micro_batches, published=attention == "materialized")
+    find = partial(_transformer, model, case.facts(model)) if isinstance(model, ModelShape) else partial(_traced, model)
     found = {}
     for name, rank in _ranks(depth, layout.pp, layout.virtual_stages, layout.schedule, micro_batches).items():
-        held = _transformer(model, rank, case) if isinstance(model, ModelShape) else _traced(model, rank, case)
-        parts = _at_peak(held)
+        parts = _at_peak(find(rank, case))
         parts["reserve"] = outside + FRAGMENTATION * sum(parts.values())
         found[name] = {part: size / GIB for part, size in parts.items()}
     return found
+
+
+class _Facts(NamedTuple):
+    """A transformer on a rank of any kind."""
+
+    seq_len: int
+    counts: Counts
+    per_token: PerToken
 
 
 class _Case:
@@ -162,8 +170,12 @@ class _Case:
         self.gradients_stay = published or micro_batches > 1 or (self.stage == 0 and layout.dp_replicate > 1)
         """DDP's buckets are the gradients' memory, also between steps."""
 
-    def per_token(self, model: ModelShape, seq_len: int) -> PerToken:
-        """Return the bytes of activations."""
+    def facts(self, model: ModelShape) -> _Facts:
+        """Return what all ranks have in common."""
+        seq_len = model.patches + 1 if model.patches else self.goal.seq_len
+        return _Facts(seq_len, counts(model, self.layout.tp), self._per_token(model, seq_len))
+
+    def _per_token(self, model: ModelShape, seq_len: int) -> PerToken:
         tp, recompute = self.layout.tp, self.layout.recompute
         if self.published:
             split = self.layout.sequence_parallel
@@ -253,10 +265,9 @@ def _over_the_step(
     return base, shards
 
 
-def _transformer(model: ModelShape, rank: _Rank, case: _Case) -> _Held:
-    layout, here = case.layout, counts(model, case.layout.tp)
-    seq_len = model.patches + 1 if model.patches else case.goal.seq_len
-    tokens, each = layout.micro_batch * seq_len / layout.cp, case.per_token(model, seq_len)
+def _transformer(model: ModelShape, facts: _Facts, rank: _Rank, case: _Case) -> _Held:
+    layout, here = case.layout, facts.counts
+    tokens, each = layout.micro_batch * facts.seq_len / layout.cp, facts.per_token
     root = rank.embeds * here.embedding + rank.computes_loss * here.head
     tied = model.tied_embeddings and model.outputs is None and rank.computes_loss
     if tied and not rank.embeds:
