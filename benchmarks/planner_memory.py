@@ -155,8 +155,6 @@ def _measure_one(
     settings |= {"activation_checkpointing": {"none": False, "full": True}.get(recompute, recompute)}
     settings |= {} if precision == "fp32" else {"mixed_precision": precision}
     settings |= {"lora_rank": lora} if lora else {}
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()  # workspaces of cublas, which a process allocates once
     with phalanx.Formation(**settings) as formation:
         with torch.device("cuda"):
             net = build(family, preset=preset)
@@ -182,7 +180,6 @@ def _measure_one(
             found["seconds"] = time.perf_counter() - began
         found["allocated_peak"] = max(found["forward_peak"], found["backward_peak"], found["step_peak"])
         found["reserved_peak"] = torch.cuda.max_memory_reserved() / MIB
-    print(f"  before: {before / MIB:.1f} MiB", flush=True)
     return found
 
 
