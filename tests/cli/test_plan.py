@@ -84,7 +84,7 @@ def test_deadline_and_budget():
     [
         ("largest-batch", "data ranks without accumulation"),
         ("longest-sequence", "tokens in the planned layout"),
-        ("fewest-gpus", "the fewest that fit, by halves and doubles: 1 GPUs"),
+        ("fewest-gpus", "the fewest that fit, by halves and doubles: 1 GPU"),
         ("sharding", "zero-3: all (fsdp)"),
         ("offload", "offload cpu"),
         ("recompute", "recompute full"),
