@@ -75,7 +75,7 @@ def rows(variants: tuple[tuple[str, Plan], ...]) -> Iterator[tuple[str, ...]]:
         relative = f"{found.step_seconds / first:.0%}" if first else "-"
         cost = span(plan.cost["days"] * 86400) if "days" in plan.cost else "-"
         cost += f", ${plan.cost['money']:,.0f}" if plan.cost.get("money") is not None else ""
-        memory = f"{found.peak_gib:.1f}"
+        memory = f"{found.needed_gib:.1f}"
         yield (
             name,
             seconds(found.step_seconds),
@@ -137,7 +137,7 @@ def _smaller(layout: Layout) -> tuple[Layout, Layout]:
 def _fitting(case: PlanCase, layout: Layout) -> Callable[[Layout, Goal], bool]:
     def fits(layout: Layout, goal: Goal) -> bool:
         estimator = Estimator(case.model, case.cluster, goal)
-        return estimator.peak_gib(layout) <= HEADROOM * estimator.gpu.memory_gib
+        return estimator.needed_gib(layout) <= HEADROOM * estimator.gpu.memory_gib
 
     return fits
 

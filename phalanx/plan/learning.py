@@ -160,8 +160,7 @@ def _components(
         yield Component("MFU", "%", 100 * estimate.mfu, 100 * found.steady_mfu)
     peak = max(float(event.get("memory_bytes") or 0) for event in logged) / GIB
     if on_gpu and peak:  # on the CPU it would be that of the whole process
-        reserve = max(parts["reserve"] for parts in estimate.memory_gib.values())
-        yield Component("memory", "GiB", estimate.peak_gib - reserve, peak)
+        yield Component("memory", "GiB", estimate.peak_gib, peak)
     yield Component(
         "data wait", "s", estimate.breakdown.get("data", 0.0), found.seconds.get("data_wait", 0.0) / max(1, found.steps)
     )

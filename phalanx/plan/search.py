@@ -89,7 +89,7 @@ def _can_offload(layout: Layout, model: ModelShape | TracedShape, cluster: Clust
 
 def _judge(estimator: Estimator, layout: Layout, found: Found) -> None:
     found.searched += 1
-    needed = estimator.peak_gib(layout)
+    needed = estimator.needed_gib(layout)
     if needed > HEADROOM * estimator.gpu.memory_gib:
         found.too_large.append((needed, layout))
     else:

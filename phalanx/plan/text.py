@@ -96,7 +96,7 @@ def _memory(plan: Plan) -> Iterator[str]:
     found = plan.best.estimate
     limit = found.memory_limit_gib
     yield f"memory per GPU, of {limit:.1f} GiB"
-    for kind, parts in found.memory_gib.items():
+    for kind, parts in found.bars.items():
         used = sum(parts.values())
         yield f"  {kind:<12} {bar(parts, limit)} {used:.1f} GiB, {limit - used:.1f} free"
         yield f"  {'':<12} {legend(parts, '.1f')}"
@@ -202,7 +202,11 @@ def plan_data(plan: Plan, subject: str) -> dict[str, Any]:
         for entry, candidate in zip(
             (document["best"], *document["runners_up"]), (plan.best, *plan.runners_up), strict=True
         ):
-            entry["estimate"] |= {"peak_gib": candidate.estimate.peak_gib, "fits": candidate.estimate.fits}
+            entry["estimate"] |= {
+                "peak_gib": candidate.estimate.peak_gib,
+                "needed_gib": candidate.estimate.needed_gib,
+                "fits": candidate.estimate.fits,
+            }
             entry["layout"]["words"] = layout_name(candidate.layout)
         document |= {"command": train_command(plan, subject), "toml": settings_toml(plan.settings)}
     document["model"]["parameters"] = plan.model.parameters

@@ -165,3 +165,15 @@ def test_search_examines_thousands_of_layouts_in_two_seconds():
 def test_zero_gpus_are_refused():
     with pytest.raises(PhalanxError, match="1 GPU or more"):
         make_plan("gpt2", Cluster(gpu="h100", gpus=0))
+
+
+@pytest.mark.parametrize("row", [row for row in table("h200_memory.csv") if row["model"] == "gpt:gpt2-xl"], ids=str)
+def test_own_runs_on_an_h200(row):
+    """Steps of `phalanx train` at world size 1; with few samples the host's Python takes longer than the kernels."""
+    if int(row["micro_batch"]) < 8 or row["compile"] == "true" or row["lora"] != "0" or row["precision"] == "fp32":
+        pytest.skip("bound by the host, or other kernels")
+    samples = int(row["micro_batch"])
+    layout = Layout(micro_batch=samples, recompute=row["recompute"], kernels="autocast")
+    goal = Goal(global_batch=samples, seq_len=int(row["seq"]))
+    found = estimate("gpt2-xl", Cluster(gpu="h200", gpus=1), layout, goal)
+    assert found.step_seconds == pytest.approx(float(row["seconds"]), rel=0.13)
