@@ -42,6 +42,8 @@ from phalanx.strategies.base import Strategy
 from phalanx.world.world import World
 
 _STEPS_IN_CHECKPOINT = 1000
+_OTHER_PARAMETERS = 0.1
+"""The share of parameters that adapters or another output layer may add to the dimensions of a transformer."""
 _FIRST_STEPS_COMPILED = 3
 """torch compiles once more where gradients or optimizer states differ from the first step's."""
 
@@ -147,7 +149,7 @@ class Reporter:
                 log_dir=str(facts.run_dir / "logs"),
                 trained_parameters=parameters[1],
                 layout=layout_words(facts.strategy.name, config, world.mesh.sizes),
-                job={} if shape is None else self._job(shape),
+                job=self._job(shape, parameters[0]),
             )
         )
         self._report_goodput()
@@ -160,8 +162,11 @@ class Reporter:
             left = f"the checkpoint is at step {step}, and the run ends at step {total_steps}"
             self.say(f"nothing is left to train: {left}. Raise epochs or max_steps to go on.", "warning")
 
-    def _job(self, shape: ModelShape) -> dict[str, Any]:
+    def _job(self, shape: ModelShape | None, parameters: int) -> dict[str, Any]:
+        """Return what the planner must know of this run; empty where the dimensions do not give the parameters."""
         facts, device = self._facts, self._facts.world.device
+        if shape is None or abs(shape.parameters - parameters) > _OTHER_PARAMETERS * parameters:
+            return {}
         from phalanx.plan.learning import job_of  # with the planner, once per run
 
         gpu = ("", 0.0)

@@ -15,7 +15,7 @@ from phalanx.plan.layout import RECOMPUTE, Goal, Layout
 from phalanx.plan.model import ModelShape, TracedShape
 from phalanx.plan.planner import make_plan
 from phalanx.plan.report import Plan
-from phalanx.plan.search import Constraints
+from phalanx.plan.search import HEADROOM, Constraints
 from phalanx.plan.text import seconds
 
 LONGEST = 1 << 22
@@ -137,7 +137,7 @@ def _smaller(layout: Layout) -> tuple[Layout, Layout]:
 def _fitting(case: PlanCase, layout: Layout) -> Callable[[Layout, Goal], bool]:
     def fits(layout: Layout, goal: Goal) -> bool:
         estimator = Estimator(case.model, case.cluster, goal)
-        return estimator.needed_gib(layout) <= estimator.gpu.memory_gib
+        return estimator.needed_gib(layout) <= HEADROOM * estimator.gpu.memory_gib
 
     return fits
 
@@ -154,16 +154,20 @@ def _largest(fits: Callable[[int], bool], low: int, high: int) -> int:
 
 def _fewest_gpus(case: PlanCase, plan: Plan, value: str) -> Answer:
     """Halve the GPUs while a layout fits; double them where none does."""
-    found: list[tuple[str, Plan]] = [(f"{case.cluster.gpus} GPUs", plan)]
+    found: list[tuple[str, Plan]] = [(_gpus(case.cluster.gpus), plan)]
     gpus = case.cluster.gpus
     while (gpus := gpus // 2 if plan.fits else gpus * 2) >= 1 and gpus <= 1 << 16:
         other = replace(case, cluster=replace(case.cluster, gpus=gpus)).plan()
-        found.append((f"{gpus} GPUs", other))
+        found.append((_gpus(gpus), other))
         if other.fits != plan.fits:
             break
     fitting = [name for name, each in found if each.fits]
     sentence = f"the fewest that fit, by halves and doubles: {fitting[-1]}" if fitting else "no number of GPUs fits"
     return Answer("fewest GPUs", sentence, tuple(found))
+
+
+def _gpus(count: int) -> str:
+    return f"{count} GPU{'s' * (count != 1)}"
 
 
 def _sharding(case: PlanCase, plan: Plan, value: str) -> Answer:

@@ -10,7 +10,6 @@ from phalanx.config.fields import BACKENDS
 from phalanx.errors import ConfigError, UsageError
 from phalanx.observe.format import table
 from phalanx.plan import presets
-from phalanx.plan.cluster import Cluster
 from phalanx.plan.compare import PlanCase
 from phalanx.plan.explain import name as layout_name
 from phalanx.plan.layout import Layout
@@ -55,35 +54,37 @@ _TABLE = [
     ("Context parallel", "long sequences", "activations / ranks", "keys and values around a ring, per layer"),
     ("FSDP + LoRA", "fine-tuning large models", "very high", "as FSDP, with tiny gradients"),
 ]
-CASES: tuple[tuple[str, str, str, int, dict[str, Any]], ...] = (
-    ("ResNet-50", "resnet50", "a100-40", 8, {}),
-    ("GPT-2 1.5B", "gpt2-1.5b", "v100-32", 4, {}),
-    ("LLaMA-7B", "llama-7b", "a100-40", 8, {}),
-    ("LLaMA-70B", "llama-70b", "a100-80", 64, {}),
-    ("fine-tune LLaMA-70B", "llama-70b", "a100-80", 8, {"lora_rank": 16, "global_batch": 64, "seq_len": 2048}),
+CASES: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
+    ("ResNet-50", "resnet50", "8xa100-40", {}),
+    ("GPT-2 1.5B, batch 64", "gpt2-1.5b", "4xv100-16", {"global_batch": 64}),
+    ("LLaMA-7B", "llama-7b", "8xa100-40", {}),
+    ("LLaMA-7B, small GPUs", "llama-7b", "8xv100-16", {}),
+    ("LLaMA-70B, no InfiniBand", "llama-70b", "8xa2-ultragpu-8g", {"global_batch": 512, "seq_len": 4096}),
+    ("fine-tune LLaMA-70B", "llama-70b", "8xa100-80", {"lora_rank": 16, "global_batch": 64, "seq_len": 2048}),
 )
-"""The scenarios of the matrix: words, model, GPU, number of GPUs, constraints and changes of the goal."""
+"""The scenarios of the matrix: words, model, cluster, and changes of the usual goal and constraints."""
 
 
 def guide() -> str:
     """Return the decision tree, the table of strategies, and the matrix that the planner computes."""
     rows = [("Scenario", "Recommended strategy", "Why")]
-    for words, model, gpu, gpus, changes in CASES:
-        case = _case(model, gpu, gpus, changes)
+    for title, model, machines, changes in CASES:
+        case = case_of(model, machines, changes)
         plan = case.plan()
+        words = f"{title}, {plan.cluster.gpus} x {gpu_name(plan)}"
         if plan.best is None:
-            rows.append((f"{words}, {gpus} x {gpu}", "nothing fits", "; ".join(plan.smallest_change[:1])))
+            rows.append((words, "nothing fits", "; ".join(plan.smallest_change[:1])))
         else:
-            rows.append((f"{words}, {gpus} x {gpu}", strategy_words(plan.best.layout), why(case, plan)))
-    matrix = "Planned now, by `phalanx plan MODEL --gpus N --gpu NAME`, for the usual batch of each model:"
+            rows.append((words, strategy_words(plan.best.layout), why(case, plan)))
+    matrix = "Planned now, by `phalanx plan MODEL --gpus N --gpu NAME`:"
     return "\n\n".join([_TREE, table(_TABLE), f"{matrix}\n{table(rows)}"])
 
 
-def _case(model: str, gpu: str, gpus: int, changes: dict[str, Any]) -> PlanCase:
-    shape = presets.model(model)
-    cluster = Cluster(gpu=gpu, gpus=gpus, gpus_per_node=min(8, gpus))
+def case_of(model: str, machines: str, changes: dict[str, Any]) -> PlanCase:
+    """Return a job on a cluster by name, with the model's usual goal but for the changes."""
+    shape, cluster = presets.model(model), presets.cluster(machines)
     wanted = {name: value for name, value in changes.items() if name != "lora_rank"}
-    known = presets.gpu(gpu).tflops
+    known = presets.parts_of(cluster)[0].tflops
     goal = replace(default_goal(shape, cluster), precision="bf16" if "bf16" in known else "fp16", **wanted)
     return PlanCase(shape, cluster, goal, Constraints(lora_rank=changes.get("lora_rank")))
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from phalanx.plan.hf_config import from_config
+from phalanx.errors import UsageError
+from phalanx.plan.hf_config import FAMILIES, from_config
 from phalanx.plan.model import ModelShape
 
 
@@ -19,8 +20,11 @@ def shape_of(model: object, name: str = "") -> ModelShape | None:
     name = name or type(module).__name__.removeprefix("FSDP")
     if type(config).__module__.startswith("phalanx.models.") and hasattr(config, "heads"):
         return _own_shape(config, name)
-    if hasattr(config, "to_dict") and hasattr(config, "model_type"):
-        return from_config(config.to_dict(), Path(name), name)
+    if hasattr(config, "to_dict") and getattr(config, "model_type", None) in FAMILIES:
+        try:
+            return from_config(config.to_dict(), Path(name), name)
+        except UsageError:  # a variant of the family that the dimensions do not describe
+            return None
     return None
 
 

@@ -84,7 +84,7 @@ def test_deadline_and_budget():
     [
         ("largest-batch", "data ranks without accumulation"),
         ("longest-sequence", "tokens in the planned layout"),
-        ("fewest-gpus", "the fewest that fit, by halves and doubles: 1 GPUs"),
+        ("fewest-gpus", "the fewest that fit, by halves and doubles: 1 GPU"),
         ("sharding", "zero-3: all (fsdp)"),
         ("offload", "offload cpu"),
         ("recompute", "recompute full"),
@@ -124,11 +124,19 @@ def test_the_guide_fits_one_screen_and_is_computed():
     out = phalanx("plan", "--guide").out
     assert max(map(len, out.splitlines())) <= 130
     assert len(out.splitlines()) <= 40
-    for part in ("one copy fit in one GPU?", "Memory efficiency", "Recommended strategy", "ResNet-50, 8 x"):
+    for part in ("one copy fit in one GPU?", "Memory efficiency", "Recommended strategy", "ResNet-50, 8 x a100-40"):
         assert part in out
-    rows = {line.split(",")[0]: line for line in out.splitlines() if " x " in line}
-    assert " DDP " in rows["ResNet-50"]
-    assert "LoRA" in rows["fine-tune LLaMA-70B"]
+    matrix = out[out.index("Scenario  ") :].splitlines()[1:]
+    wanted = (
+        "DDP",
+        "FSDP full shard (ZeRO-3)",
+        "FSDP full shard (ZeRO-3)",
+        "FSDP full shard (ZeRO-3) + offload",
+        "3D: ",
+    )
+    for line, strategy in zip(matrix, (*wanted, "FSDP full shard (ZeRO-3) + LoRA"), strict=True):
+        assert f"  {strategy}" in line
+        assert "GiB" in line or "% longer" in line, "the reason has a number"
 
 
 def test_the_page_is_self_contained(tmp_path):
