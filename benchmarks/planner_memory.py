@@ -1,7 +1,7 @@
 """The planner's memory beside what a training step really takes on one GPU.
 
     python benchmarks/planner_memory.py --measure rows.csv            # on a machine with a GPU
-    python benchmarks/planner_memory.py --rows tests/data/planner/h200_memory.csv
+    python benchmarks/planner_memory.py                               # compare with the rows measured on an H200
 
 Each row is a real step of `Formation` at world size 1 with AdamW: the highest allocated memory from the start of a step
 to its end (after steps that create the optimizer's states), and the memory that the allocator had reserved.
@@ -15,6 +15,8 @@ import gc
 import time
 from pathlib import Path
 from typing import Any
+
+from report import table
 
 FIELDS = (
     "model",
@@ -33,6 +35,8 @@ FIELDS = (
     "seconds",
 )
 MIB = 2**20
+_ROWS = Path(__file__).resolve().parents[1] / "tests" / "data" / "planner" / "h200_memory.csv"
+_SHAPES: dict[str, Any] = {}
 _BATCHES = (1, 2, 4, 8, 16, 32, 64)
 
 
@@ -41,10 +45,46 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--measure", type=Path, help="measure here, and write the rows to this file")
     parser.add_argument("--set", default="main", choices=sorted(CASES), help="which cases to measure")
-    parser.add_argument("--rows", type=Path, help="compare the rows of this file")
+    parser.add_argument("--rows", type=Path, help="compare the rows of this file (default: those in tests/data)")
     options = parser.parse_args()
     if options.measure:
         measure(CASES[options.set], options.measure)
+    compare(options.measure or options.rows or _ROWS)
+
+
+def compare(path: Path) -> None:
+    """Print predicted and measured peaks, and the error of each; the parts of the prediction without the reserve."""
+    with path.open() as file:
+        rows = list(csv.DictReader(file))
+    lines, errors = [], []
+    for row in rows:
+        measured, predicted = float(row["allocated_peak"]) / 1024, predict(row)
+        errors.append(predicted / measured - 1)
+        kind = [row[name] for name in ("model", "recompute", "compile", "precision", "lora", "micro_batch")]
+        lines.append([*kind, f"{measured:.2f}", f"{predicted:.2f}", f"{100 * errors[-1]:+.1f}%"])
+    head = ["model", "recompute", "compile", "precision", "lora", "micro-batch", "measured GiB", "predicted", "error"]
+    print(table("peak of torch.cuda.max_memory_allocated in a step", head, lines))
+    size = [abs(error) for error in errors]
+    print(f"{len(size)} rows: mean error {100 * sum(size) / len(size):.2f}%, worst {100 * max(size):.2f}%")
+
+
+def predict(row: dict[str, str]) -> float:
+    """Return the planner's GiB for a measured row."""
+    from phalanx.plan.layout import Goal, Layout
+    from phalanx.plan.memory import rank_memory
+    from phalanx.plan.presets import gpu
+    from phalanx.plan.trace import trace_import
+
+    family, preset = row["model"].split(":")
+    shape = _SHAPES.setdefault(
+        row["model"], trace_import(f"phalanx.models.{family}:{family}", None, {"preset": preset})
+    )
+    batch = int(row["micro_batch"])
+    layout = Layout(micro_batch=batch, recompute=row["recompute"], lora_rank=int(row["lora"]) or None)
+    compiled = row["compile"].lower() == "true"
+    goal = Goal(global_batch=batch, seq_len=int(row["seq"]), precision=row["precision"], compile=compiled)
+    parts = rank_memory(shape, gpu("h200"), layout, goal)["all"]
+    return sum(parts.values()) - parts["reserve"]
 
 
 def _grid(model: str, batches: tuple[int, ...] = _BATCHES, **change: Any) -> list[dict[str, Any]]:
@@ -115,8 +155,6 @@ def _measure_one(
     settings |= {"activation_checkpointing": {"none": False, "full": True}.get(recompute, recompute)}
     settings |= {} if precision == "fp32" else {"mixed_precision": precision}
     settings |= {"lora_rank": lora} if lora else {}
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()  # workspaces of cublas, which a process allocates once
     with phalanx.Formation(**settings) as formation:
         with torch.device("cuda"):
             net = build(family, preset=preset)
@@ -142,7 +180,6 @@ def _measure_one(
             found["seconds"] = time.perf_counter() - began
         found["allocated_peak"] = max(found["forward_peak"], found["backward_peak"], found["step_peak"])
         found["reserved_peak"] = torch.cuda.max_memory_reserved() / MIB
-    print(f"  before: {before / MIB:.1f} MiB", flush=True)
     return found
 
 

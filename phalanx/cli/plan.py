@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +19,7 @@ from phalanx.errors import EXIT_USAGE, UsageError, unknown_name
 
 if TYPE_CHECKING:
     from phalanx.plan.cluster import Cluster
-    from phalanx.plan.compare import Case
+    from phalanx.plan.compare import PlanCase
     from phalanx.plan.layout import Goal
     from phalanx.plan.model import ModelShape, TracedShape
     from phalanx.plan.report import Plan
@@ -55,7 +57,9 @@ def parser() -> FlagParser:
     parser.add_argument(
         "plan_model", nargs="?", metavar="MODEL", help="a preset, a config.json, or package.module:Class"
     )
-    parser.add_argument("--input", metavar="SHAPE", help="shape of one sample, for a class of your own: 3x224x224")
+    parser.add_argument(
+        "--input", metavar="SHAPE", help="shape of one sample, for a class of your own: 3x224x224, tokens:1024"
+    )
     _add_cluster(parser.add_argument_group("cluster"))
     _add_goal(parser.add_argument_group("goal"))
     _add_limits(parser.add_argument_group("constraints"))
@@ -120,7 +124,6 @@ def _add_answers(group: argparse._ArgumentGroup) -> None:
     )
     add("--designs", action="store_true", help="compare GPUs per machine, adapters per GPU, and rail or tree networks")
     add("--guide", action="store_true", help="which strategy to choose, in one screen")
-    add("--dry-run", action="store_true", help="run one rank of each kind on fake tensors: its memory and collectives")
     add("--calibrate", action="store_true", help="measure this machine, for --gpu measured")
     add("--calibrate-from", metavar="RUN", help="keep how far a run was from its prediction, for the next plans")
     add("--output", metavar="FILE", help="--calibrate: where to write [the user's folder]")
@@ -137,23 +140,51 @@ def run(arguments: Sequence[str]) -> int:
         print(guide())
         return 0
     if namespace.calibrate:
-        from phalanx.bench.calibrate import calibrate
-
-        return calibrate(namespace.output, as_json=namespace.json)
+        return _calibrate(namespace)
     if namespace.calibrate_from is not None:
-        from phalanx.cli.report import keep_factors
-
-        return keep_factors(namespace.calibrate_from)
+        return _calibrate_from(namespace.calibrate_from)
     case, notes = read_case(namespace)
-    if namespace.dry_run:
-        return _dry_run(case, namespace)
     plan = case.plan()
     plan = replace(plan, assumptions=(*plan.assumptions, *notes))
     _show(namespace, case, plan)
     return 0 if plan.fits else EXIT_USAGE
 
 
-def _show(namespace: argparse.Namespace, case: Case, plan: Plan) -> None:
+def _calibrate(namespace: argparse.Namespace) -> int:
+    from phalanx.launch import prestart
+
+    prestart()
+    from phalanx.bench.calibrate import calibrate  # imports torch
+
+    out = sys.stderr if namespace.json else sys.stdout
+    path = calibrate(namespace.output, lambda text: print(text, file=out, flush=True))
+    print(f"kept in {path}; a plan for this machine: phalanx plan MODEL --gpus 1 --gpu measured", file=out)
+    if namespace.json:
+        print_json(json.loads(path.read_text(encoding="utf-8")))
+    return 0
+
+
+def _calibrate_from(name: str) -> int:
+    from phalanx.cli.report import compare_stored
+    from phalanx.observe.goodput import account
+    from phalanx.plan.learning import keep_factors
+    from phalanx.plan.presets import measured_file
+    from phalanx.runs.stored import RUNS, find_run
+
+    stored = find_run(name, RUNS)
+    comparison = compare_stored(stored, account(stored.events()))
+    if comparison is None:
+        raise UsageError(
+            f"the events of {stored.name} do not say enough to predict it",
+            hint="The planner describes transformers: reference models, and Hugging Face models of known families.",
+        )
+    kept = keep_factors(comparison, stored.name)
+    words = f"kernels x {kept['kernels']:g}, links x {kept['links']:g} in time, memory {kept['memory_gib']:+g} GiB"
+    print(f"{comparison.gpu}: {words}, from {stored.name}; kept in {measured_file()}, and applied to later plans")
+    return 0
+
+
+def _show(namespace: argparse.Namespace, case: PlanCase, plan: Plan) -> None:
     from phalanx.plan.compare import answer, designs
     from phalanx.plan.guide import engines
     from phalanx.plan.text import plan_data, plan_text
@@ -190,25 +221,25 @@ def limits_words(plan: Plan) -> list[str]:
     return found
 
 
-def read_case(namespace: argparse.Namespace) -> tuple[Case, list[tuple[str, str, str]]]:
+def read_case(namespace: argparse.Namespace) -> tuple[PlanCase, list[tuple[str, str, str]]]:
     """Return the job that the flags describe, and what was assumed where they say nothing."""
     from phalanx.plan import presets
-    from phalanx.plan.compare import Case
+    from phalanx.plan.compare import PlanCase
     from phalanx.plan.search import Constraints
 
     if namespace.plan_model is None:
         raise UsageError("no model was named", hint="Write: phalanx plan llama-7b --gpus 8 --gpu h100")
-    cluster, notes = _cluster(namespace)
-    shape = presets.model(namespace.plan_model, _input_shape(namespace.input))
+    cluster = _cluster(namespace)
+    shape = presets.model(namespace.plan_model, namespace.input)
     limits = Constraints(**{name: getattr(namespace, name) for name in _LIMITS})
     for name in _LIMITS:
         if isinstance(value := getattr(limits, name), int) and value < (0 if name == "zero_stage" else 1):
             raise UsageError(f"--{name.replace('_', '-')} {value}: must be 1 or more.")
-    goal, more = _goal(namespace, shape, cluster)
-    return Case(shape, cluster, goal, limits), [*notes, *more]
+    goal, notes = _goal(namespace, shape, cluster)
+    return PlanCase(shape, cluster, goal, limits), notes
 
 
-def _cluster(namespace: argparse.Namespace) -> tuple[Cluster, list[tuple[str, str, str]]]:
+def _cluster(namespace: argparse.Namespace) -> Cluster:
     from phalanx.plan import presets
     from phalanx.plan.cluster import Cluster
 
@@ -223,7 +254,7 @@ def _cluster(namespace: argparse.Namespace) -> tuple[Cluster, list[tuple[str, st
     if namespace.price is not None:
         changes |= {"price_per_gpu_hour": namespace.price, "instance": None}
     if namespace.instance is not None:
-        return _of_instances(namespace, changes), []
+        return _of_instances(namespace, changes)
     if namespace.gpu is None or (namespace.gpus is None and namespace.nodes is None):
         raise UsageError(
             "the cluster is not known: --gpu and --gpus, or --instance",
@@ -234,11 +265,10 @@ def _cluster(namespace: argparse.Namespace) -> tuple[Cluster, list[tuple[str, st
     per_node = changes.pop("gpus_per_node", None) or (8 if usual is None else usual.gpus)
     gpus = namespace.gpus if namespace.gpus is not None else namespace.nodes * per_node
     cluster = Cluster(gpu=device, gpus=gpus, gpus_per_node=min(per_node, gpus), name=f"{gpus} x {device}")
-    notes = []
     if usual is not None and usual.price is not None:
         cluster = replace(cluster, price_per_gpu_hour=usual.price / usual.gpus, host_memory_gib=usual.host_memory_gib)
         cluster = replace(cluster, instance=f"{usual.name}, {usual.source}, {usual.date}")
-    return replace(cluster, **changes), notes
+    return replace(cluster, **changes)
 
 
 def _of_instances(namespace: argparse.Namespace, changes: dict[str, Any]) -> Cluster:
@@ -267,7 +297,7 @@ def _goal(
     from phalanx.plan.model import ModelShape
     from phalanx.plan.planner import default_goal
 
-    notes = []
+    notes: list[tuple[str, str, str]] = []
     goal = default_goal(shape, cluster)
     known = presets.parts_of(cluster)[0].tflops
     precision = namespace.precision or next(name for name in ("bf16", "fp16", "fp32") if name in known)
@@ -281,9 +311,9 @@ def _goal(
     if precision not in known:
         raise UsageError(f"{cluster.gpu} has no {precision}. It has: {', '.join(known)}.")
     if namespace.seq_len is not None:
-        tokens = goal.global_batch * goal.seq_len
+        per_step = goal.global_batch * goal.seq_len
         goal = replace(goal, seq_len=_positive("seq-len", namespace.seq_len))
-        goal = replace(goal, global_batch=max(cluster.gpus, tokens // goal.seq_len // cluster.gpus * cluster.gpus))
+        goal = replace(goal, global_batch=max(cluster.gpus, per_step // goal.seq_len // cluster.gpus * cluster.gpus))
     if namespace.global_batch is None:
         notes.append(("global batch", f"{goal.global_batch} samples", "usual for this size; --global-batch sets it"))
     else:
@@ -335,18 +365,3 @@ def _amount(flag: str, text: str | None) -> float | None:
     if not 0 < value < math.inf:
         raise UsageError(f"--{flag} {text}: expected a number above 0, such as 1T, 300B, 1.28M or 5e9.")
     return value
-
-
-def _input_shape(text: str | None) -> tuple[int, ...] | None:
-    if text is None:
-        return None
-    parts = text.lower().split("x")
-    if not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise UsageError(f"--input {text}: expected the shape of one sample, such as 3x224x224.")
-    return tuple(int(part) for part in parts)
-
-
-def _dry_run(case: Case, namespace: argparse.Namespace) -> int:
-    from phalanx.cli.plan_dry_run import show_dry_run
-
-    return show_dry_run(case, namespace.plan_model, as_json=namespace.json)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from phalanx.cli.flags import FlagParser
 from phalanx.cli.json_output import add_json_flag, print_json
@@ -14,6 +14,9 @@ from phalanx.observe.format import duration, rate, table
 from phalanx.observe.goodput import CATEGORIES, Account, account
 from phalanx.observe.heartbeat import HeartbeatBoard, board_path
 from phalanx.runs.stored import RUNS, StoredRun, find_run
+
+if TYPE_CHECKING:
+    from phalanx.plan.learning import RunComparison
 
 _HELP = "Show where the wall time of a run went: one that runs, has ended, failed, or was restarted."
 _BAR = 40
@@ -33,6 +36,7 @@ def run(arguments: Sequence[str]) -> int:
     namespace = parser().parse_all(arguments)
     stored = find_run(namespace.run, Path(namespace.runs_dir))
     found = account(_events(stored))
+    comparison = compare_stored(stored, found)
     if found is None:
         raise UsageError(
             f"the events of {stored.name} do not say where its time went",
@@ -40,10 +44,32 @@ def run(arguments: Sequence[str]) -> int:
             "your own.",
         )
     if namespace.json:
-        print_json(_document(stored, found))
+        shown = [] if comparison is None else [each._asdict() for each in comparison.components]
+        print_json({**_document(stored, found), "predicted": shown})
     else:
-        print("\n".join(_lines(stored, found)))
+        print("\n".join([*_lines(stored, found), *_comparison_lines(comparison)]))
     return 0
+
+
+def compare_stored(stored: StoredRun, found: Account | None) -> RunComparison | None:
+    """Return what the planner predicts of a run, beside what was measured; None where its events do not describe it."""
+    if found is None or not stored.begun.get("job"):
+        return None
+    from phalanx.plan.learning import compare
+
+    steps = [event for event in stored.events() if event["event"] == "step"]
+    return compare(stored.begun, steps, found)
+
+
+def _comparison_lines(comparison: RunComparison | None) -> list[str]:
+    if comparison is None:
+        return []
+    rows = [("", "predicted", "measured", "measured / predicted")]
+    for each in comparison.components:
+        predicted, measured = (f"{value:.4g} {each.unit}".rstrip() for value in (each.predicted, each.measured))
+        rows.append((each.name, predicted, measured, f"{each.factor:.2f}" if each.predicted else "-"))
+    note = "To plan with what was measured: phalanx plan --calibrate-from RUN"
+    return ["", f"predicted by `phalanx plan` for {comparison.gpu}", table(rows), note]
 
 
 def _events(stored: StoredRun) -> Iterator[dict[str, Any]]:

@@ -37,10 +37,13 @@ from phalanx.observe.goodput import EVENTS, Ledger, account, read_events
 from phalanx.observe.history import EpochRecord, History
 from phalanx.observe.sinks import EventStream
 from phalanx.observe.timing import Throughput
+from phalanx.plan.model import ModelShape
 from phalanx.strategies.base import Strategy
 from phalanx.world.world import World
 
 _STEPS_IN_CHECKPOINT = 1000
+_OTHER_PARAMETERS = 0.1
+"""The share of parameters that adapters or another output layer may add to the dimensions of a transformer."""
 _FIRST_STEPS_COMPILED = 3
 """torch compiles once more where gradients or optimizer states differ from the first step's."""
 
@@ -110,11 +113,12 @@ class Reporter:
         notes: list[str],
         *,
         announce: bool = True,
+        shape: ModelShape | None = None,
     ) -> None:
         """Report the run's start: what runs where, and how large a step is.
 
         `step`: how many were taken before. `parameters`: all, and those that are trained. `announce`: False where the
-        group of ranks has changed in a run that was reported already.
+        group of ranks has changed in a run that was reported already. `shape`: the model's, where it is known.
         """
         facts, config, world = self._facts, self._facts.config, self._facts.world
         self._first_step, self._total_steps = step, total_steps
@@ -145,6 +149,7 @@ class Reporter:
                 log_dir=str(facts.run_dir / "logs"),
                 trained_parameters=parameters[1],
                 layout=layout_words(facts.strategy.name, config, world.mesh.sizes),
+                job=self._job(shape, parameters[0]),
             )
         )
         self._report_goodput()
@@ -156,6 +161,18 @@ class Reporter:
         if total_steps is not None and step >= total_steps:
             left = f"the checkpoint is at step {step}, and the run ends at step {total_steps}"
             self.say(f"nothing is left to train: {left}. Raise epochs or max_steps to go on.", "warning")
+
+    def _job(self, shape: ModelShape | None, parameters: int) -> dict[str, Any]:
+        """Return what the planner must know of this run; empty where the dimensions do not give the parameters."""
+        facts, device = self._facts, self._facts.world.device
+        if shape is None or abs(shape.parameters - parameters) > _OTHER_PARAMETERS * parameters:
+            return {}
+        from phalanx.plan.learning import job_of  # with the planner, once per run
+
+        gpu = ("", 0.0)
+        if device.type == "cuda":
+            gpu = torch.cuda.get_device_name(device), torch.cuda.get_device_properties(device).total_memory / 2**30
+        return job_of(shape, facts.config, facts.world.mesh, facts.batch_size, gpu)
 
     def recovered(self, event: Recovered) -> None:
         """Report that the group of ranks changed in place."""

@@ -27,6 +27,7 @@ from phalanx.loop.task import TrainTask, make_optimizer
 from phalanx.observe.heartbeat import current as current_heartbeat
 from phalanx.observe.history import History
 from phalanx.observe.sinks import EventStream
+from phalanx.plan.shape import shape_of
 
 _INTERRUPTED = ("interrupted", "stopped by Ctrl-C")
 
@@ -136,7 +137,9 @@ class TrainLoop:
         self._resume()
         count = self.formation.strategy.count_parameters
         parameters = count(self.model), count(self.model, trained=True)
-        self.report.started(self.step, self.total_steps, parameters, self.formation.notes, announce=not self.continues)
+        shape, notes = shape_of(self.model), self.formation.notes
+        announce = not self.continues
+        self.report.started(self.step, self.total_steps, parameters, notes, announce=announce, shape=shape)
         if self._finished():
             self._reason = "nothing was left to train"
         self._time_limit.begin(self._spent)

@@ -9,6 +9,7 @@ its input, flash attention keeps no scores.
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import NamedTuple
 
 from phalanx.plan.model import ModelShape
 
@@ -21,16 +22,6 @@ each tensor-parallel rank has its part of the vocabulary. compiled: fused, but f
 """
 
 
-def logit_bytes(*, half: bool, tp: int, compiled: bool, published: bool) -> tuple[int, int]:
-    """Return the bytes per logit at the end of forward and at the start of backward."""
-    if published:
-        return LOGITS["published"]
-    if compiled:
-        return LOGITS["compiled"]
-    return LOGITS["split" if tp > 1 else "half" if half else "fp32"]
-
-
-@lru_cache(maxsize=4096)
 def published_layer_bytes(
     model: ModelShape,
     seq_len: int,
@@ -67,7 +58,6 @@ def _feed_values(model: ModelShape, gated: int) -> float:
     return (model.mixture_layers * mixture + (model.layers - model.mixture_layers) * plain) / model.layers
 
 
-@lru_cache(maxsize=4096)
 def torch_layer_bytes(
     model: ModelShape,
     tp: int = 1,
@@ -130,3 +120,74 @@ def working_bytes(model: ModelShape, tp: int, *, half: bool) -> float:
     copies = model.active_experts + model.shared_experts if model.experts else 1
     widest = max(copies * model.ffn, model.attention_width + 2 * model.kv_width)
     return ((HALF if half else SINGLE) * widest + SINGLE * model.hidden) / tp
+
+
+def in_flight(schedule: str, ranks: int, virtual_stages: int, index: int, micro_batches: int) -> float:
+    """Return the micro-batches whose activations a pipeline rank keeps at its peak, in units of all its layers.
+
+    1f1b: p - i; interleaved: 1 + (p - 1)/(p v) times p on the first rank; zero-bubble: p on every rank; gpipe: all.
+    """
+    if ranks == 1:
+        return 1.0
+    if schedule == "gpipe":
+        return float(micro_batches)
+    if schedule == "zero-bubble":
+        return float(min(micro_batches, ranks))
+    if virtual_stages > 1:
+        chunks = 2 * (ranks - 1 - index) + (virtual_stages - 1) * ranks + 1
+        return min(micro_batches * virtual_stages, chunks) / virtual_stages
+    return float(min(micro_batches, ranks - index))
+
+
+class PerToken(NamedTuple):
+    """Bytes per token on one rank, of a layer that is divided by tp."""
+
+    kept: float
+    """Per layer."""
+    working: float
+    """What the backward pass of one layer needs besides."""
+    last: float
+    """The inputs of the last norm and of the output layer."""
+    logits: tuple[float, float]
+    """At the end of forward and at the start of backward."""
+
+
+@lru_cache(maxsize=4096)
+def per_token(
+    model: ModelShape,
+    seq_len: int,
+    tp: int,
+    recompute: str,
+    *,
+    half: bool,
+    compiled: bool = False,
+    residual: int = SINGLE,
+    lora: bool = False,
+) -> PerToken:
+    """Return what torch keeps of Phalanx's models."""
+    kept, plain = (
+        torch_layer_bytes(model, tp, half=half, recompute=kind, compiled=compiled, residual=residual, lora=lora)
+        for kind in (recompute, "none")
+    )
+    again = 0.0 if recompute == "none" else plain - kept
+    last = (SINGLE / tp + (HALF if half else SINGLE)) * model.hidden
+    loss = LOGITS["compiled" if compiled else "split" if tp > 1 else "half" if half else "fp32"]
+    return PerToken(kept, again + working_bytes(model, tp, half=half), last, _logits(model, seq_len, tp, loss))
+
+
+@lru_cache(maxsize=4096)
+def published_per_token(
+    model: ModelShape, seq_len: int, tp: int, recompute: str, *, sequence_parallel: bool, width: int
+) -> PerToken:
+    """Return what Megatron-LM keeps."""
+    kept, plain = (
+        published_layer_bytes(model, seq_len, tp, sequence_parallel=sequence_parallel, recompute=kind, width=width)
+        for kind in (recompute, "none")
+    )
+    again = plain if recompute == "full" else 0.0
+    return PerToken(kept, again, 0.0, _logits(model, seq_len, tp, LOGITS["published"]))
+
+
+def _logits(model: ModelShape, seq_len: int, tp: int, sizes: tuple[int, int]) -> tuple[float, float]:
+    classes = (model.vocab if model.outputs is None else model.outputs / seq_len) / tp
+    return sizes[0] * classes, sizes[1] * classes

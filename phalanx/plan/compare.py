@@ -15,7 +15,7 @@ from phalanx.plan.layout import RECOMPUTE, Goal, Layout
 from phalanx.plan.model import ModelShape, TracedShape
 from phalanx.plan.planner import make_plan
 from phalanx.plan.report import Plan
-from phalanx.plan.search import Constraints
+from phalanx.plan.search import HEADROOM, Constraints
 from phalanx.plan.text import seconds
 
 LONGEST = 1 << 22
@@ -24,7 +24,7 @@ _ADAPTER_PRICE = 0.015
 
 
 @dataclass(frozen=True)
-class Case:
+class PlanCase:
     """A job: what a plan is made for."""
 
     model: ModelShape | TracedShape
@@ -75,7 +75,7 @@ def rows(variants: tuple[tuple[str, Plan], ...]) -> Iterator[tuple[str, ...]]:
         relative = f"{found.step_seconds / first:.0%}" if first else "-"
         cost = span(plan.cost["days"] * 86400) if "days" in plan.cost else "-"
         cost += f", ${plan.cost['money']:,.0f}" if plan.cost.get("money") is not None else ""
-        memory = f"{found.peak_gib:.1f}"
+        memory = f"{found.needed_gib:.1f}"
         yield (
             name,
             seconds(found.step_seconds),
@@ -87,7 +87,7 @@ def rows(variants: tuple[tuple[str, Plan], ...]) -> Iterator[tuple[str, ...]]:
         )
 
 
-def answer(question: str, case: Case, plan: Plan) -> Answer:
+def answer(question: str, case: PlanCase, plan: Plan) -> Answer:
     """Return the answer to one question of `--what-if`: `fewest-gpus`, `gpu=h200`, ..."""
     name, _, value = question.partition("=")
     if name not in QUESTIONS:
@@ -95,11 +95,11 @@ def answer(question: str, case: Case, plan: Plan) -> Answer:
     return QUESTIONS[name](case, plan, value)
 
 
-def _variants(question: str, plan: Plan, cases: dict[str, Case]) -> Answer:
+def _variants(question: str, plan: Plan, cases: dict[str, PlanCase]) -> Answer:
     return Answer(question, "", (("as planned", plan), *((name, case.plan()) for name, case in cases.items())))
 
 
-def _largest_batch(case: Case, plan: Plan, value: str) -> Answer:
+def _largest_batch(case: PlanCase, plan: Plan, value: str) -> Answer:
     if plan.best is None:
         return Answer("largest batch", "no batch fits: see the smallest changes")
     layout, fits = plan.best.layout, _fitting(case, plan.best.layout)
@@ -112,7 +112,7 @@ def _largest_batch(case: Case, plan: Plan, value: str) -> Answer:
     )
 
 
-def _longest_sequence(case: Case, plan: Plan, value: str) -> Answer:
+def _longest_sequence(case: PlanCase, plan: Plan, value: str) -> Answer:
     if plan.best is None or not isinstance(case.model, ModelShape) or case.model.patches:
         return Answer("longest sequence", "this model has no sequence, or nothing fits")
     others = [other.layout for other in (plan.best, *plan.runners_up)]
@@ -134,10 +134,10 @@ def _smaller(layout: Layout) -> tuple[Layout, Layout]:
     return replace(layout, micro_batch=1), replace(layout, micro_batch=1, recompute="full")
 
 
-def _fitting(case: Case, layout: Layout) -> Callable[[Layout, Goal], bool]:
+def _fitting(case: PlanCase, layout: Layout) -> Callable[[Layout, Goal], bool]:
     def fits(layout: Layout, goal: Goal) -> bool:
         estimator = Estimator(case.model, case.cluster, goal)
-        return estimator.peak_gib(layout) <= estimator.gpu.memory_gib
+        return estimator.needed_gib(layout) <= HEADROOM * estimator.gpu.memory_gib
 
     return fits
 
@@ -152,13 +152,13 @@ def _largest(fits: Callable[[int], bool], low: int, high: int) -> int:
     return low
 
 
-def _fewest_gpus(case: Case, plan: Plan, value: str) -> Answer:
+def _fewest_gpus(case: PlanCase, plan: Plan, value: str) -> Answer:
     """Halve the GPUs while a layout fits; double them where none does."""
-    found: list[tuple[str, Plan]] = [(f"{case.cluster.gpus} GPUs", plan)]
+    found: list[tuple[str, Plan]] = [(_gpus(case.cluster.gpus), plan)]
     gpus = case.cluster.gpus
     while (gpus := gpus // 2 if plan.fits else gpus * 2) >= 1 and gpus <= 1 << 16:
         other = replace(case, cluster=replace(case.cluster, gpus=gpus)).plan()
-        found.append((f"{gpus} GPUs", other))
+        found.append((_gpus(gpus), other))
         if other.fits != plan.fits:
             break
     fitting = [name for name, each in found if each.fits]
@@ -166,23 +166,27 @@ def _fewest_gpus(case: Case, plan: Plan, value: str) -> Answer:
     return Answer("fewest GPUs", sentence, tuple(found))
 
 
-def _sharding(case: Case, plan: Plan, value: str) -> Answer:
+def _gpus(count: int) -> str:
+    return f"{count} GPU{'s' * (count != 1)}"
+
+
+def _sharding(case: PlanCase, plan: Plan, value: str) -> Answer:
     stages = {"ddp (nothing sharded)": 0, "zero-1: optimizer": 1, "zero-2: gradients too": 2, "zero-3: all (fsdp)": 3}
     cases = {name: replace(case, limits=replace(case.limits, zero_stage=stage)) for name, stage in stages.items()}
     return _variants("other sharding", plan, cases)
 
 
-def _offload(case: Case, plan: Plan, value: str) -> Answer:
+def _offload(case: PlanCase, plan: Plan, value: str) -> Answer:
     limits = {name: replace(case.limits, offload=name) for name in ("none", "cpu")}
     return _variants("offload", plan, {f"offload {name}": replace(case, limits=each) for name, each in limits.items()})
 
 
-def _recompute(case: Case, plan: Plan, value: str) -> Answer:
+def _recompute(case: PlanCase, plan: Plan, value: str) -> Answer:
     cases = {f"recompute {name}": replace(case, limits=replace(case.limits, recompute=name)) for name in RECOMPUTE}
     return _variants("recomputation", plan, cases)
 
 
-def _fp8(case: Case, plan: Plan, value: str) -> Answer:
+def _fp8(case: PlanCase, plan: Plan, value: str) -> Answer:
     gpu = presets.parts_of(case.cluster)[0]
     if "fp8" not in gpu.tflops or plan.best is None:
         return Answer("fp8", f"{gpu.name} has no fp8" if plan.best else "nothing fits")
@@ -193,7 +197,7 @@ def _fp8(case: Case, plan: Plan, value: str) -> Answer:
     )
 
 
-def _other_gpu(case: Case, plan: Plan, value: str) -> Answer:
+def _other_gpu(case: PlanCase, plan: Plan, value: str) -> Answer:
     own = presets.parts_of(case.cluster)[0].name
     names = (
         [presets.gpu(value).name] if value else [name for name in ("a100-80", "h100", "h200", "b200") if name != own]
@@ -218,7 +222,7 @@ def _with_gpu(cluster: Cluster, name: str) -> Cluster:
     )
 
 
-QUESTIONS: dict[str, Callable[[Case, Plan, str], Answer]] = {
+QUESTIONS: dict[str, Callable[[PlanCase, Plan, str], Answer]] = {
     "largest-batch": _largest_batch,
     "longest-sequence": _longest_sequence,
     "fewest-gpus": _fewest_gpus,
@@ -231,13 +235,13 @@ QUESTIONS: dict[str, Callable[[Case, Plan, str], Answer]] = {
 """The questions of `--what-if`."""
 
 
-def designs(case: Case, plan: Plan) -> Answer:
+def designs(case: PlanCase, plan: Plan) -> Answer:
     """Compare designs of the cluster: GPUs per machine, adapters per GPU, rail or tree."""
     cluster = case.cluster
     link = presets.parts_of(cluster)[2]
     line = link.gbps / link.reach * 8 * cluster.oversubscription  # Gbit/s per GPU
 
-    def variant(adapters: float, price: float, **changes: object) -> Case:
+    def variant(adapters: float, price: float, **changes: object) -> PlanCase:
         changed = replace(cluster, **changes)  # type: ignore[arg-type]
         changed = replace(changed, inter_node_gbps=adapters * line * changed.gpus_per_node)
         if cluster.price_per_gpu_hour is not None:

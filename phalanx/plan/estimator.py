@@ -60,8 +60,8 @@ class Estimator:
         """Return GiB by kind of rank and part."""
         return rank_memory(self.model, self.gpu, layout, self.goal, attention=attention_kind(layout, self.gpu))
 
-    def peak_gib(self, layout: Layout) -> float:
-        """Return the memory of the rank that needs the most."""
+    def needed_gib(self, layout: Layout) -> float:
+        """Return the memory of the rank that needs the most, with the reserve."""
         return max(sum(parts.values()) for parts in self.memory(layout).values())
 
     def time(self, layout: Layout) -> StepTime:
@@ -74,7 +74,8 @@ class Estimator:
 
     def __call__(self, layout: Layout) -> Estimate:
         """Return the whole estimate."""
-        step, goal = self.time(layout), self.goal
+        step, goal, memory = self.time(layout), self.goal, self.memory(layout)
+        reserve = {kind: parts.pop("reserve") for kind, parts in memory.items()}
         # Backward computes gradients of inputs and of weights; frozen weights need none.
         seconds, useful = step.seconds, (3 if layout.lora_rank is None else 2) * self._forward
         again = {"none": 0.0, "selective": self._selective(layout), "full": self._forward}[layout.recompute]
@@ -86,7 +87,8 @@ class Estimator:
             tokens_per_second_per_gpu=goal.global_batch * per_sample / seconds / self.cluster.gpus,
             mfu=useful / seconds / self._peak,
             hfu=(useful + again) / seconds / self._peak,
-            memory_gib=self.memory(layout),
+            memory_gib=memory,
+            reserve_gib=reserve,
             breakdown=step.parts,
             hidden=step.hidden,
             memory_limit_gib=self.gpu.memory_gib,

@@ -66,7 +66,7 @@ def binding(best: Estimate, layout: Layout, found: Found, estimator: Estimator) 
 def why_lost(layout: Layout, estimate: Estimate, best: Estimate, cluster: Cluster) -> str:
     """Return why a layout is not the chosen one: the part of its step that grew most."""
     if not estimate.fits:
-        return f"needs {estimate.peak_gib:.1f} GiB per GPU of {estimate.memory_limit_gib:.1f}"
+        return f"needs {estimate.needed_gib:.1f} GiB per GPU of {estimate.memory_limit_gib:.1f}"
     slower = estimate.step_seconds / best.step_seconds - 1
     grew = {part: estimate.breakdown[part] - best.breakdown[part] for part in estimate.breakdown}
     part = max(grew, key=lambda key: grew[key])

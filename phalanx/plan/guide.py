@@ -10,8 +10,7 @@ from phalanx.config.fields import BACKENDS
 from phalanx.errors import ConfigError, UsageError
 from phalanx.observe.format import table
 from phalanx.plan import presets
-from phalanx.plan.cluster import Cluster
-from phalanx.plan.compare import Case
+from phalanx.plan.compare import PlanCase
 from phalanx.plan.explain import name as layout_name
 from phalanx.plan.layout import Layout
 from phalanx.plan.planner import default_goal
@@ -55,37 +54,39 @@ _TABLE = [
     ("Context parallel", "long sequences", "activations / ranks", "keys and values around a ring, per layer"),
     ("FSDP + LoRA", "fine-tuning large models", "very high", "as FSDP, with tiny gradients"),
 ]
-CASES: tuple[tuple[str, str, str, int, dict[str, Any]], ...] = (
-    ("ResNet-50", "resnet50", "a100-40", 8, {}),
-    ("GPT-2 1.5B", "gpt2-1.5b", "v100-32", 4, {}),
-    ("LLaMA-7B", "llama-7b", "a100-40", 8, {}),
-    ("LLaMA-70B", "llama-70b", "a100-80", 64, {}),
-    ("fine-tune LLaMA-70B", "llama-70b", "a100-80", 8, {"lora_rank": 16, "global_batch": 64, "seq_len": 2048}),
+CASES: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
+    ("ResNet-50", "resnet50", "8xa100-40", {}),
+    ("GPT-2 1.5B, batch 64", "gpt2-1.5b", "4xv100-16", {"global_batch": 64}),
+    ("LLaMA-7B", "llama-7b", "8xa100-40", {}),
+    ("LLaMA-7B, small GPUs", "llama-7b", "8xv100-16", {}),
+    ("LLaMA-70B, no InfiniBand", "llama-70b", "8xa2-ultragpu-8g", {"global_batch": 512, "seq_len": 4096}),
+    ("fine-tune LLaMA-70B", "llama-70b", "8xa100-80", {"lora_rank": 16, "global_batch": 64, "seq_len": 2048}),
 )
-"""The scenarios of the matrix: words, model, GPU, number of GPUs, constraints and changes of the goal."""
+"""The scenarios of the matrix: words, model, cluster, and changes of the usual goal and constraints."""
 
 
 def guide() -> str:
     """Return the decision tree, the table of strategies, and the matrix that the planner computes."""
     rows = [("Scenario", "Recommended strategy", "Why")]
-    for words, model, gpu, gpus, changes in CASES:
-        case = _case(model, gpu, gpus, changes)
+    for title, model, machines, changes in CASES:
+        case = case_of(model, machines, changes)
         plan = case.plan()
+        words = f"{title}, {plan.cluster.gpus} x {gpu_name(plan)}"
         if plan.best is None:
-            rows.append((f"{words}, {gpus} x {gpu}", "nothing fits", "; ".join(plan.smallest_change[:1])))
+            rows.append((words, "nothing fits", "; ".join(plan.smallest_change[:1])))
         else:
-            rows.append((f"{words}, {gpus} x {gpu}", strategy_words(plan.best.layout), why(case, plan)))
-    matrix = "Planned now, by `phalanx plan MODEL --gpus N --gpu NAME`, for the usual batch of each model:"
+            rows.append((words, strategy_words(plan.best.layout), why(case, plan)))
+    matrix = "Planned now, by `phalanx plan MODEL --gpus N --gpu NAME`:"
     return "\n\n".join([_TREE, table(_TABLE), f"{matrix}\n{table(rows)}"])
 
 
-def _case(model: str, gpu: str, gpus: int, changes: dict[str, Any]) -> Case:
-    shape = presets.model(model)
-    cluster = Cluster(gpu=gpu, gpus=gpus, gpus_per_node=min(8, gpus))
+def case_of(model: str, machines: str, changes: dict[str, Any]) -> PlanCase:
+    """Return a job on a cluster by name, with the model's usual goal but for the changes."""
+    shape, cluster = presets.model(model), presets.cluster(machines)
     wanted = {name: value for name, value in changes.items() if name != "lora_rank"}
-    known = presets.gpu(gpu).tflops
+    known = presets.parts_of(cluster)[0].tflops
     goal = replace(default_goal(shape, cluster), precision="bf16" if "bf16" in known else "fp16", **wanted)
-    return Case(shape, cluster, goal, Constraints(lora_rank=changes.get("lora_rank")))
+    return PlanCase(shape, cluster, goal, Constraints(lora_rank=changes.get("lora_rank")))
 
 
 def strategy_words(layout: Layout) -> str:
@@ -101,14 +102,15 @@ def strategy_words(layout: Layout) -> str:
     return f"{kind}{' x '.join(axes)}" + (f" x {data}" if layout.dp > 1 else "")
 
 
-def why(case: Case, plan: Plan) -> str:
+def why(case: PlanCase, plan: Plan) -> str:
     """Return why the simpler strategy was not chosen: it does not fit, or takes longer."""
     assert plan.best is not None
     layout, found = plan.best.layout, plan.best.estimate
     if layout.stage == 0 and layout.tp * layout.pp * layout.cp == 1:
-        return f"a whole copy fits ({found.peak_gib:.0f} of {found.memory_limit_gib:.0f} GiB), and nothing is faster"
+        return f"a whole copy fits ({found.needed_gib:.0f} of {found.memory_limit_gib:.0f} GiB), and nothing is faster"
     simpler = "ddp" if layout.tp * layout.pp * layout.cp == 1 else "fsdp"
-    other = search(case.model, case.cluster, case.goal, replace(case.limits, strategy=simpler))
+    limits = replace(case.limits, strategy=simpler, offload="none")
+    other = search(case.model, case.cluster, case.goal, limits)
     words = {"ddp": "a whole copy (DDP)", "fsdp": "FSDP alone"}[simpler]
     if other.fitting:
         slower = other.fitting[0][0] / found.step_seconds - 1
@@ -119,7 +121,7 @@ def why(case: Case, plan: Plan) -> str:
 
 
 @dataclass(frozen=True)
-class Engines:
+class EngineTable:
     """What each engine can do for a job."""
 
     rows: tuple[tuple[str, str, str], ...]
@@ -137,17 +139,19 @@ _INSTEAD = {"deepspeed": "fsdp", "horovod": "ddp"}
 """The kind of layout that an engine is limited to."""
 
 
-def engines(case: Case, plan: Plan) -> Engines:
+def engines(case: PlanCase, plan: Plan) -> EngineTable:
     """Ask the rules of the settings whether each engine takes the plan; else say what it could run instead."""
     if plan.best is None:
-        return Engines(tuple((name, "no", "nothing fits") for name in ("pytorch-ddp", *_INSTEAD, "ray", "tensorflow")))
+        return EngineTable(
+            tuple((name, "no", "nothing fits") for name in ("pytorch-ddp", *_INSTEAD, "ray", "tensorflow"))
+        )
     rows = [("pytorch-ddp", "yes", "as planned; every strategy, nothing beyond torch to install")]
     rows.append(("ray", *_ask("ray", plan, "as planned; Ray allocates the machines: --backend ray --address HEAD")))
     for name, kind in _INSTEAD.items():
         taken, words = _ask(name, plan, f"the same by its own engine: --backend {name}")
         rows.append((name, taken, words if taken == "yes" else f"{words}; {_instead(case, plan, kind)}"))
     rows.append(("tensorflow", "no", "trains Keras models, each GPU with a whole copy; " + _instead(case, plan, "ddp")))
-    return Engines(tuple(rows))
+    return EngineTable(tuple(rows))
 
 
 def _ask(backend: str, plan: Plan, works: str) -> tuple[str, str]:
@@ -170,7 +174,7 @@ def _ask(backend: str, plan: Plan, works: str) -> tuple[str, str]:
     return "yes", works
 
 
-def _instead(case: Case, plan: Plan, kind: str) -> str:
+def _instead(case: PlanCase, plan: Plan, kind: str) -> str:
     """Return what the best layout of a kind would be."""
     assert plan.best is not None
     found = search(case.model, case.cluster, case.goal, replace(case.limits, strategy=kind))

@@ -75,9 +75,9 @@ def from_config(values: dict[str, Any], path: Path = Path("config.json"), name: 
     if isinstance(values.get("text_config"), dict):  # a model of text and images: the text part is the large one
         values = {**values["text_config"], "model_type": values["text_config"].get("model_type", values["model_type"])}
     fields = Fields(values, path)
-    family = _FAMILIES.get(fields.kind)
+    family = FAMILIES.get(fields.kind)
     if family is None:
-        close = nearest(fields.kind, _FAMILIES)
+        close = nearest(fields.kind, FAMILIES)
         guess = f" The nearest is '{close}'." if close else ""
         warnings.warn(
             f"{path}: model_type '{fields.kind}' is not known to the planner.{guess} It is read by the usual names of "
@@ -329,7 +329,7 @@ def _mpt(f: Fields) -> dict[str, Any]:
     }
 
 
-_FAMILIES: dict[str, Callable[[Fields], dict[str, Any]]] = {
+FAMILIES: dict[str, Callable[[Fields], dict[str, Any]]] = {
     "llama": _llama,
     "mistral": _llama,
     "phi3": _llama,
@@ -354,3 +354,4 @@ _FAMILIES: dict[str, Callable[[Fields], dict[str, Any]]] = {
     "falcon": _falcon,
     "mpt": _mpt,
 }
+"""How the fields of each model_type are read."""

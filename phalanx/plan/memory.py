@@ -9,17 +9,10 @@ counted as published for Megatron-LM, in which gradients have their memory from 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
-from phalanx.plan.activations import (
-    HALF,
-    SINGLE,
-    logit_bytes,
-    published_layer_bytes,
-    torch_layer_bytes,
-    working_bytes,
-)
+from phalanx.plan.activations import HALF, SINGLE, PerToken, in_flight, per_token, published_per_token
 from phalanx.plan.cluster import Gpu
 from phalanx.plan.layout import Goal, Layout
 from phalanx.plan.model import ModelShape, TracedShape
@@ -66,23 +59,6 @@ def zero_bytes(parameters: float, ranks: int, stage: int, states: StateBytes | N
     return StateBytes(*(parameters * size / (ranks if stage >= first else 1) for size, first in parts))
 
 
-def in_flight(schedule: str, ranks: int, virtual_stages: int, index: int, micro_batches: int) -> float:
-    """Return the micro-batches whose activations a pipeline rank keeps at its peak, in units of all its layers.
-
-    1f1b: p - i; interleaved: 1 + (p - 1)/(p v) times p on the first rank; zero-bubble: p on every rank; gpipe: all.
-    """
-    if ranks == 1:
-        return 1.0
-    if schedule == "gpipe":
-        return float(micro_batches)
-    if schedule == "zero-bubble":
-        return float(min(micro_batches, ranks))
-    if virtual_stages > 1:
-        chunks = 2 * (ranks - 1 - index) + (virtual_stages - 1) * ranks + 1
-        return min(micro_batches * virtual_stages, chunks) / virtual_stages
-    return float(min(micro_batches, ranks - index))
-
-
 class Counts(NamedTuple):
     """Parameters on one tensor-parallel rank, apart from the experts."""
 
@@ -94,6 +70,8 @@ class Counts(NamedTuple):
     """After the last layer; with tied weights the norm alone."""
     table: float
     """The output matrix, tied or not."""
+    adapters: float
+    """Of one layer and of rank 1: LoRA adapts the products of attention."""
 
 
 @lru_cache(maxsize=1024)
@@ -105,7 +83,9 @@ def counts(model: ModelShape, tp: int = 1) -> Counts:
     classes = model.vocab if model.outputs is None else model.outputs
     head = (model.head_parameters - model.norm_parameters) / tp + model.norm_parameters
     layer = (layers / model.layers - experts - norms) / tp + norms
-    return Counts(layer, experts / tp, model.embedding_parameters / tp, head, classes * model.hidden / tp)
+    adapters = 4 * model.hidden + 2 * model.attention_width + 2 * model.kv_width
+    table = classes * model.hidden / tp
+    return Counts(layer, experts / tp, model.embedding_parameters / tp, head, table, adapters)
 
 
 @dataclass(frozen=True)
@@ -156,13 +136,21 @@ def rank_memory(
     depth = model.layers if isinstance(model, ModelShape) else model.blocks
     outside = (gpu.reserve_gib if reserve_gib is None else reserve_gib) * GIB
     case = _Case(layout, goal, micro_batches, published=attention == "materialized")
+    find = partial(_transformer, model, case.facts(model)) if isinstance(model, ModelShape) else partial(_traced, model)
     found = {}
     for name, rank in _ranks(depth, layout.pp, layout.virtual_stages, layout.schedule, micro_batches).items():
-        held = _transformer(model, rank, case) if isinstance(model, ModelShape) else _traced(model, rank, case)
-        parts = _at_peak(held)
+        parts = _at_peak(find(rank, case))
         parts["reserve"] = outside + FRAGMENTATION * sum(parts.values())
         found[name] = {part: size / GIB for part, size in parts.items()}
     return found
+
+
+class _Facts(NamedTuple):
+    """A transformer on a rank of any kind."""
+
+    seq_len: int
+    counts: Counts
+    per_token: PerToken
 
 
 class _Case:
@@ -182,6 +170,22 @@ class _Case:
         self.gradients_stay = published or micro_batches > 1 or (self.stage == 0 and layout.dp_replicate > 1)
         """DDP's buckets are the gradients' memory, also between steps."""
 
+    def facts(self, model: ModelShape) -> _Facts:
+        """Return what all ranks have in common."""
+        seq_len = model.patches + 1 if model.patches else self.goal.seq_len
+        return _Facts(seq_len, counts(model, self.layout.tp), self._per_token(model, seq_len))
+
+    def _per_token(self, model: ModelShape, seq_len: int) -> PerToken:
+        tp, recompute = self.layout.tp, self.layout.recompute
+        if self.published:
+            split = self.layout.sequence_parallel
+            return published_per_token(model, seq_len, tp, recompute, sequence_parallel=split, width=self.width)
+        residual = HALF if self.half and self.sharded else SINGLE
+        compiled = self.goal.compile
+        return per_token(
+            model, seq_len, tp, recompute, half=self.half, compiled=compiled, residual=residual, lora=self.lora
+        )
+
     def model_states(self, plain: float, experts: float, adapters: float) -> tuple[float, float, float]:
         """Return bytes of parameters, gradients and optimizer states; a rank has its experts whole, or shares them."""
         found = []
@@ -200,8 +204,12 @@ class _Held(NamedTuple):
     """Bytes of one rank."""
 
     states: tuple[float, float, float]
-    transient: float
-    """Gradients that exist only while activations are freed."""
+    base: float
+    """What is held besides activations until backward starts."""
+    end: float
+    """What is held of model states at the end of backward."""
+    shared: float
+    """A second gradient of an embedding that is the output matrix too, at the end."""
     activations: float
     casts: tuple[float, float]
     """Copies of weights at the end of forward, and those kept for backward."""
@@ -209,82 +217,84 @@ class _Held(NamedTuple):
     """At the end of forward and at the start of backward."""
     working: float
     """What the backward pass of one layer needs besides."""
-    shared: float
-    """A second gradient of an embedding that is the output matrix too."""
-    buffers: tuple[float, float]
-    """For communication: up to the start of backward, and at its end."""
+    buffers: tuple[float, float, float]
+    """For communication: while the loss is computed, beside a layer's backward pass, and at the end."""
 
 
 def _at_peak(held: _Held) -> dict[str, float]:
     """Return the parts at the moment when their sum is highest."""
-    states = sum(held.states)
-    kept = states - held.transient + held.activations
-    forward = kept + held.casts[0] + held.logits[0] + held.buffers[0]
-    backward = kept + held.casts[1] + max(held.logits[1], held.working) + held.buffers[0]
-    end = states + held.shared + held.working + held.buffers[1]
-    total = max(forward, backward, end)
-    buffers = held.buffers[1] if total == end else held.buffers[0]
-    logits = 0.0 if total == end else held.logits[0] if total == forward else held.logits[1]
-    beside = total - states - buffers
-    logits = min(logits, beside)
+    loss, layer, end = held.buffers
+    (cached, saved), (forward, backward) = held.casts, held.logits
+    moments = (  # model states, activations, logits, buffers
+        (held.base, held.activations + cached, forward, loss),
+        (held.base, held.activations + saved, backward, loss),
+        (held.base, held.activations + saved + held.working, 0.0, layer),
+        (held.end, held.working, 0.0, layer),
+        (held.end, held.shared, 0.0, end),
+    )
+    base, activations, logits, buffers = max(moments, key=sum)
+    missing = sum(held.states) - base  # gradients that are not there yet: the others use their memory
+    activations -= min(0.0, missing)
+    overlap = max(0.0, min(missing, activations + logits))
+    beyond = 1 - overlap / (activations + logits) if overlap else 1.0
     parts = dict(zip(("parameters", "gradients", "optimizer"), held.states, strict=True))
-    return {**parts, "activations": beside - logits, "logits": logits, "communication": buffers + WORKSPACE}
+    parts["activations"], parts["logits"] = beyond * activations, beyond * logits
+    parts["communication"] = WORKSPACE + max(0.0, buffers - max(0.0, missing - overlap))
+    return parts
 
 
-def _transformer(model: ModelShape, rank: _Rank, case: _Case) -> _Held:
-    layout, goal, here = case.layout, case.goal, counts(model, case.layout.tp)
-    seq_len = model.patches + 1 if model.patches else goal.seq_len
-    tokens = layout.micro_batch * seq_len / layout.cp
+def _over_the_step(
+    case: _Case, states: tuple[float, float, float], trained: float, whole: float
+) -> tuple[float, float]:
+    """Return what of the model states is held until backward starts, and at its end.
+
+    Gradients appear during backward, in fp32 under autocast and fsdp. With stages 1 and 2, fsdp holds fp32 shards and
+    the whole weights in half precision, which it frees during backward.
+    """
+    size, ranks = SINGLE if case.goal.master_weights else case.width, case.shards
+    held = sum(states)
+    if case.published or case.layout.offload == "cpu" or (case.sharded and case.stage < 3 and case.lora):
+        return held, held
+    if not case.sharded or case.stage == 3:
+        found = size * trained / (ranks if case.sharded else 1)
+        return held - (0.0 if case.gradients_stay else found), held
+    shards = sum(case.states) * trained / ranks
+    base = case.width * whole + shards - size * trained / ranks
+    if case.gradients_stay:
+        base += size * trained / (ranks if case.stage == 2 else 1)
+    return base, shards
+
+
+def _transformer(model: ModelShape, facts: _Facts, rank: _Rank, case: _Case) -> _Held:
+    layout, here = case.layout, facts.counts
+    tokens, each = layout.micro_batch * facts.seq_len / layout.cp, facts.per_token
     root = rank.embeds * here.embedding + rank.computes_loss * here.head
-    if layout.pp > 1 and rank.computes_loss and not rank.embeds and model.tied_embeddings and model.outputs is None:
+    tied = model.tied_embeddings and model.outputs is None and rank.computes_loss
+    if tied and not rank.embeds:
         root += here.table  # both ends of a pipeline hold the shared matrix
     plain, experts = rank.layers * here.layer + root, rank.layers * here.experts
-    per_layer, working = _layer_bytes(model, case, seq_len)
-    ends = (SINGLE / layout.tp + case.width) * model.hidden if rank.computes_loss and not case.published else 0.0
-    states = case.model_states(plain, experts, rank.layers * _adapters(model, case))
-    trained = rank.layers * _adapters(model, case) if case.lora else plain + experts / layout.ep
-    classes = (model.vocab if model.outputs is None else model.outputs / seq_len) / layout.tp
-    logits = logit_bytes(half=case.half, tp=layout.tp, compiled=goal.compile, published=case.published)
-    tied = model.tied_embeddings and model.outputs is None and rank.embeds and rank.computes_loss
+    adapters = rank.layers * here.adapters * (layout.lora_rank or 0)
+    states, whole = case.model_states(plain, experts, adapters), plain + experts / layout.ep
+    doubled = tied and rank.embeds and not (case.lora or case.published or case.sharded)
+    loss = tokens * rank.computes_loss
     return _Held(
         states,
-        _transient(case, trained),
-        tokens * (rank.flights * rank.layers * per_layer + ends),
-        _casts(case, rank, rank.layers * (here.layer + here.experts / layout.ep), rank.computes_loss * here.table),
-        (tokens * classes * logits[0] * rank.computes_loss, tokens * classes * logits[1] * rank.computes_loss),
-        tokens * working,
-        0.0 if case.lora or case.published or not tied else SINGLE * here.table * (1 if case.half else 2),
-        _buffers(case, rank, here.layer, root, tokens * model.hidden / layout.tp, model),
+        *_over_the_step(case, states, adapters if case.lora else whole, whole),
+        SINGLE * here.table * (1 if case.half else 2) if doubled else 0.0,
+        tokens * rank.flights * rank.layers * each.kept + loss * each.last,
+        _casts(case, rank, whole - root, rank.computes_loss * here.table),
+        (loss * each.logits[0], loss * each.logits[1]),
+        tokens * each.working,
+        _buffers(case, whole, here.layer, root, tokens * _moved(model, layout, case.width)),
     )
 
 
-def _layer_bytes(model: ModelShape, case: _Case, seq_len: int) -> tuple[float, float]:
-    """Return what is kept per token and layer, and what the backward pass of a layer needs besides per token."""
-    layout, recompute = case.layout, case.layout.recompute
-    if case.published:
-        options = {"sequence_parallel": layout.sequence_parallel, "width": case.width}
-        kept = published_layer_bytes(model, seq_len, layout.tp, recompute=recompute, **options)
-        again = published_layer_bytes(model, seq_len, layout.tp, **options) if recompute == "full" else 0.0
-        return kept, again
-    residual = HALF if case.half and case.sharded else SINGLE
-    options = {"half": case.half, "compiled": case.goal.compile, "residual": residual, "lora": case.lora}
-    kept = torch_layer_bytes(model, layout.tp, recompute=recompute, **options)
-    again = 0.0 if recompute == "none" else torch_layer_bytes(model, layout.tp, **options) - kept
-    return kept, again + working_bytes(model, layout.tp, half=case.half)
-
-
-def _adapters(model: ModelShape, case: _Case) -> float:
-    """Return the parameters of LoRA's adapters of one layer: the products of attention have them."""
-    if case.layout.lora_rank is None:
-        return 0.0
-    return case.layout.lora_rank * (4 * model.hidden + 2 * model.attention_width + 2 * model.kv_width)
-
-
-def _transient(case: _Case, trained: float) -> float:
-    if case.gradients_stay or case.layout.offload == "cpu":
-        return 0.0
-    size = SINGLE if case.goal.master_weights else case.width
-    return size * trained / (case.shards if case.stage >= 2 else 1)
+def _moved(model: ModelShape, layout: Layout, width: int) -> float:
+    """Return the bytes of activations per token that are sent and received."""
+    hidden = 2 * model.hidden / layout.tp if layout.pp > 1 else 0.0
+    keys_and_values = 4 * model.kv_width / layout.tp if layout.cp > 1 else 0.0
+    rows = 2 * model.active_experts * model.hidden if layout.ep > 1 else 0
+    return width * (hidden + keys_and_values + rows)
 
 
 def _casts(case: _Case, rank: _Rank, layers: float, table: float) -> tuple[float, float]:
@@ -299,25 +309,23 @@ def _casts(case: _Case, rank: _Rank, layers: float, table: float) -> tuple[float
     return HALF * (table + (0.0 if case.lora or case.goal.compile else layers)), HALF * table
 
 
-def _buffers(
-    case: _Case, rank: _Rank, layer: float, root: float, hidden: float, model: ModelShape
-) -> tuple[float, float]:
-    """Return the bytes of communication buffers up to the start of backward, and at its end."""
-    layout, width = case.layout, case.width
-    moved = 2 * width * hidden if layout.pp > 1 else 0.0  # sent and received hidden states
-    if layout.cp > 1:  # keys and values of this rank and of its neighbour
-        moved += 4 * width * hidden * model.kv_width / model.hidden
-    if layout.ep > 1:
-        moved += 2 * width * hidden * model.active_experts
+def _buffers(case: _Case, whole: float, layer: float, root: float, moved: float) -> tuple[float, float, float]:
+    """Return the bytes of communication buffers: while the loss is computed, beside a layer's backward, at the end.
+
+    fsdp gathers a block while it computes another, and reduces its gradients in fp32 beside what it has computed; what
+    is outside the blocks stays gathered. torch's pipeline keeps weights gathered, and gradients whole in fp32, until
+    the last micro-batch.
+    """
     if not case.sharded:
-        return moved + (BUCKETS if layout.dp > 1 else 0.0), moved + (BUCKETS if layout.dp > 1 else 0.0)
-    reduced = 0.0 if case.lora else width + SINGLE  # gradients as they come, and in fp32 to be summed
-    if layout.pp > 1:  # torch's pipeline keeps weights gathered and gradients whole until the last micro-batch
-        whole = rank.layers * layer + root
-        held = whole * ((width if case.stage == 3 else 0) + (0 if case.lora else SINGLE))
-        return moved + held, moved + held
-    gathered = (3 * layer + root) * width if case.stage == 3 else 0.0
-    return moved + gathered + 2 * reduced * layer, moved + gathered + reduced * (layer + root)
+        moved += BUCKETS if case.layout.dp > 1 else 0.0
+        return moved, moved, moved
+    gathered = case.width if case.stage == 3 else 0
+    if case.layout.pp > 1:
+        moved += whole * (gathered + (0 if case.lora else SINGLE))
+        return moved, moved, moved
+    reduced = 0 if case.lora else case.width + SINGLE
+    beside = gathered * (root + 2 * layer) + 2 * reduced * layer
+    return moved + gathered * root, moved + beside, moved + reduced * (root + layer)
 
 
 def _traced(model: TracedShape, rank: _Rank, case: _Case) -> _Held:
@@ -336,16 +344,15 @@ def _traced(model: TracedShape, rank: _Rank, case: _Case) -> _Held:
         frozen = SINGLE if case.goal.master_weights else case.width
         states[0] += frozen * (parameters - trained) / (case.shards if case.stage >= 3 else 1)
         states[0] += SINGLE * model.buffers
+    held = (states[0], states[1], states[2])
     block_parameters = float(model.largest_block_parameters)
-    gathered = case.width * 3 * block_parameters if case.sharded and case.stage == 3 else 0.0
-    reduced = (case.width + SINGLE) * 2 * block_parameters if case.sharded else BUCKETS if layout.dp > 1 else 0.0
     return _Held(
-        (states[0], states[1], states[2]),
-        _transient(case, trained),
+        held,
+        *_over_the_step(case, held, trained, parameters),
+        0.0,
         samples * kept * share * rank.flights,
         _casts(case, rank, parameters, 0.0),
         (0.0, 0.0),
         samples * working,
-        0.0,
-        (gathered + reduced, gathered + reduced),
+        _buffers(case, parameters, block_parameters, block_parameters, 0.0),
     )

@@ -175,3 +175,5 @@ class TracedShape:
     buffers: int = 0
     supports: tuple[str, ...] = field(default=())
     """Axes that the module's own methods allow: tensor, pipeline, context, expert."""
+    example: str = ""
+    """One sample that it was traced with: 3x224x224, tokens:1024."""

@@ -68,7 +68,7 @@ def _parts(plan: Plan, subject: str) -> Iterator[str]:
     yield f"<p class=soft>{escape(plan.batch)}</p>"
     limit = found.memory_limit_gib
     yield f"<h2>Memory per GPU, of {limit:.1f} GiB</h2>"
-    for kind, memory in found.memory_gib.items():
+    for kind, memory in found.bars.items():
         caption = f"{kind}: {sum(memory.values()):.1f} GiB, {limit - sum(memory.values()):.1f} free"
         yield _bar(memory, max(limit, sum(memory.values())), caption, "GiB")
     yield f"<h2>Time of a step</h2><p>What limits it: {escape(plan.binding)}</p>"

@@ -26,6 +26,8 @@ RESTART_SECONDS = 300.0
 HOST_COPY_GBPS = 20.0
 """GB/s per GPU of copying states to pinned host memory, which is how long an asynchronous checkpoint stalls."""
 SHOWN_REASONS = 8
+USUAL_BATCH = ((5e8, 500_000), (2e9, 1_000_000), (2e10, 2_000_000), (math.inf, 4_000_000))
+"""Tokens per step by parameters, about as in Brown et al. 2020, table 2.1."""
 
 
 def make_plan(
@@ -79,7 +81,7 @@ def default_goal(model: ModelShape | TracedShape, cluster: Cluster) -> Goal:
         seq_len = model.patches + 1 if isinstance(model, ModelShape) else 1
         return Goal(global_batch=64 * cluster.gpus, seq_len=seq_len, precision=precision)
     seq_len = presets.train_names(model.name).seq_len or model.positions or 2048
-    tokens = 4_000_000 if model.parameters > 1e9 else 500_000
+    tokens = next(tokens for size, tokens in USUAL_BATCH if model.parameters < size)
     doubled = max(0, round(math.log2(tokens / seq_len / cluster.gpus)))
     return Goal(global_batch=cluster.gpus * 2**doubled, seq_len=seq_len, precision=precision)
 
@@ -151,13 +153,17 @@ def assumptions(cluster: Cluster, goal: Goal) -> tuple[tuple[str, str, str], ...
     """Return what the numbers rest on, with its origin."""
     gpu, intra, inter = presets.parts_of(cluster)
     peak = gpu.tflops.get(goal.precision) or max(gpu.tflops.values())
+    fitted = "measured with it" if "measured:" in gpu.name else "fitted, docs/planning.md"
     rows = [
         ("GPU", f"{gpu.name}: {peak:g} TFLOP/s, {gpu.memory_gbps:g} GB/s, {gpu.memory_gib:g} GiB", gpu.source),
-        ("kernels", f"products at {gpu.matmul:.0%} of peak, memory at {gpu.bandwidth:.0%}", "fitted, docs/planning.md"),
+        ("kernels", f"products at {gpu.matmul:.0%} of peak, memory at {gpu.bandwidth:.0%}", fitted),
         ("within a machine", f"{intra.name}: {intra.gbps:g} GB/s per GPU", intra.source),
         ("between machines", f"{inter.name}: {inter.gbps:.3g} GB/s per GPU", inter.source),
         ("failures", f"one per {FAILURE_RATES[FAILURES].mtbf(1) / DAY / 365:.1f} GPU-years", "Llama 3, table 5"),
     ]
+    if learned := presets.measured("factors").get(gpu.name):
+        words = f"kernels x {learned['kernels']:g}, links x {learned['links']:g}, memory {learned['memory_gib']:+g} GiB"
+        rows.append(("learned", words, f"--calibrate-from {learned['run']}, {learned['date']}"))
     if cluster.price_per_gpu_hour is not None:
         rows.append(("price", f"{cluster.price_per_gpu_hour:.2f} per GPU and hour", cluster.instance or "as given"))
     return tuple(rows)

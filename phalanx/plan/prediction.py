@@ -28,9 +28,8 @@ MEMORY_PARTS = (
     "activations",
     "logits",
     "communication",
-    "reserve",
 )
-"""Parts of a rank's memory in GiB; `reserve` is what the allocator and the CUDA context hold besides."""
+"""Parts of a rank's memory in GiB; together they are what torch.cuda.max_memory_allocated counts."""
 
 
 @dataclass(frozen=True)
@@ -51,18 +50,30 @@ class Estimate:
     """Seconds by part (TIME_PARTS); the sum is step_seconds."""
     hidden: dict[str, float] = field(default_factory=dict)
     """Seconds of communication that run beside computation: not part of step_seconds."""
+    reserve_gib: dict[str, float] = field(default_factory=dict)
+    """What the CUDA context, nccl and unused pieces of the allocator take besides, by kind of rank."""
     memory_limit_gib: float = 0.0
     notes: tuple[str, ...] = ()
 
     @property
     def peak_gib(self) -> float:
-        """GiB of the rank that needs the most."""
+        """GiB that tensors take at the peak of the rank that needs the most."""
         return max(sum(parts.values()) for parts in self.memory_gib.values())
+
+    @property
+    def needed_gib(self) -> float:
+        """GiB of the rank that needs the most, with the reserve."""
+        return max(sum(parts.values()) + self.reserve_gib.get(kind, 0.0) for kind, parts in self.memory_gib.items())
+
+    @property
+    def bars(self) -> dict[str, dict[str, float]]:
+        """Memory by kind of rank and part, the reserve among them."""
+        return {kind: {**parts, "reserve": self.reserve_gib.get(kind, 0.0)} for kind, parts in self.memory_gib.items()}
 
     @property
     def fits(self) -> bool:
         """Whether every rank has enough memory."""
-        return self.peak_gib <= self.memory_limit_gib
+        return self.needed_gib <= self.memory_limit_gib
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data."""

@@ -10,16 +10,17 @@ import os
 import re
 import socket
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, get_type_hints
 
 from phalanx.errors import UsageError, unknown_name
+from phalanx.host.files import replace_file
 from phalanx.plan.cluster import Cluster, Gpu, Instance, Link
 from phalanx.plan.model import ModelShape, TracedShape
-from phalanx.recipes.imports import is_import_path
+from phalanx.recipes.imports import extend_path, is_import_path
 
 _DATA = Path(__file__).parent / "data"
 _ALIASES = {
@@ -83,7 +84,7 @@ _Made = TypeVar("_Made", Gpu, Link, Instance, ModelShape, TracedShape)
 
 
 class TrainNames(NamedTuple):
-    """What `phalanx train` calls a model (None: it has no recipe), and the sequence length it was made for."""
+    """What `phalanx train` calls a model (a recipe or a reference model; None: neither), and its sequence length."""
 
     recipe: str | None
     preset: str | None
@@ -112,13 +113,28 @@ def measured(part: str) -> dict[str, Any]:
     return dict(found)
 
 
-def model(name: str | Path, input_shape: tuple[int, ...] | None = None) -> ModelShape | TracedShape:
-    """Return a model by preset, Hugging Face config.json (or its folder), or import path of a module class."""
+def keep_measured(parts: Mapping[str, Mapping[str, Any]], path: Path | None = None) -> Path:
+    """Add entries to what was measured before; an entry of the same name is replaced."""
+    path = path or measured_file()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    kept: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    for part, entries in parts.items():
+        kept[part] = {**kept.get(part, {}), **entries}
+    replace_file(path, json.dumps(kept, indent=1) + "\n")
+    return path
+
+
+def model(name: str | Path, example: str | tuple[int, ...] | None = None) -> ModelShape | TracedShape:
+    """Return a model by preset, Hugging Face config.json (or its folder), or import path of a module class.
+
+    `example`: the shape of one sample, for a class: `3x224x224`, `tokens:1024`.
+    """
     text = str(name)
     if is_import_path(text):
         from phalanx.plan.trace import trace_import  # imports torch
 
-        return trace_import(text, input_shape)
+        extend_path([str(Path.cwd())])
+        return trace_import(text, example)
     if text.endswith(".json") or Path(text).is_dir() or "/" in text:
         from phalanx.plan.hf_config import read_config
 
@@ -138,6 +154,16 @@ def train_names(name: str) -> TrainNames:
 def gpu(name: str) -> Gpu:
     """Return a GPU by name; `measured` is what `--calibrate` found on this machine."""
     return _make(Gpu, *_reordered(_find("gpus", _measured_name("gpus", name))))
+
+
+def gpu_of_device(device: str, memory_gib: float) -> Gpu | None:
+    """Return the GPU that the driver calls so (`NVIDIA A100-SXM4-80GB`); None for one without an entry."""
+    words = device.lower().replace("-", " ").split()
+    for name in (name for name in names("gpus") if "measured" not in name and name.split("-")[0] in words):
+        known = gpu(name)
+        if abs(known.memory_gib / memory_gib - 1) < 0.08 and ("pcie" in words) == ("pcie" in name):
+            return known
+    return None
 
 
 def link(name: str) -> Link:
@@ -209,7 +235,22 @@ def parts_of(given: Cluster) -> tuple[Gpu, Link, Link]:
         between = replace(between, gbps=between.gbps / sharing)
     if given.oversubscription > 1:
         between = replace(between, gbps=between.gbps / given.oversubscription)
-    return device, inside, between
+    learned = measured("factors").get(device.name)
+    return _learned(device, inside, between, learned) if learned else (device, inside, between)
+
+
+def _learned(device: Gpu, inside: Link, between: Link, factors: Mapping[str, Any]) -> tuple[Gpu, Link, Link]:
+    """Return GPU and links with what `--calibrate-from` kept: kernels and links slower, and more memory, by so much."""
+    kernels, links = factors["kernels"], factors["links"]
+    device = replace(
+        device,
+        matmul=device.matmul / kernels,
+        bandwidth=device.bandwidth / kernels,
+        attention=device.attention / kernels,
+        launch_us=device.launch_us * kernels,
+        reserve_gib=max(0.0, device.reserve_gib + factors["memory_gib"]),
+    )
+    return device, replace(inside, gbps=inside.gbps / links), replace(between, gbps=between.gbps / links)
 
 
 def names(kind: str) -> list[str]:
@@ -220,9 +261,10 @@ def names(kind: str) -> list[str]:
 def _measured_name(kind: str, name: str) -> str:
     if name != "measured":
         return name
-    own, known = f"measured:{socket.gethostname()}", measured(kind)
+    known = measured(kind)
     if known:
-        return own if own in known else list(known)[-1]
+        here = [key for key in known if key.endswith(f"measured:{socket.gethostname()}")]
+        return here[-1] if here else list(known)[-1]
     raise UsageError(f"no {_WORDS[kind]} has been measured here", hint="Run: phalanx plan --calibrate")
 
 
@@ -231,7 +273,9 @@ def _reordered(found: tuple[str, str, dict[str, Any]]) -> tuple[str, dict[str, A
 
 
 def _plain(kind: str, name: str) -> str:
-    lower = name.strip().lower().replace("_", "-") if not name.startswith("measured:") else name
+    if "measured:" in name:  # a host's name may have capitals
+        return name
+    lower = name.strip().lower().replace("_", "-")
     if kind == "gpus":
         lower = lower.removesuffix("gb")  # A100-80GB
     return _ALIASES[kind].get(lower, lower)

@@ -16,12 +16,14 @@ from phalanx.world.schedules import SCHEDULES
 
 STRATEGIES = ("ddp", "fsdp", "tensor", "pipeline", "context", "expert", "3d")
 MAX_MICRO_BATCH = 64
-SIMPLER = 1.08
+SIMPLER = 1.10
 """A layout with fewer axes is preferred while it is not slower than this: smaller differences are within the error of
 the prediction."""
 ALIKE = 1.02
 """As `SIMPLER`, for ways to shard."""
 EQUAL = 1.003
+HOST_SHARE = 0.8
+"""Share of a machine's memory that offloaded states may take."""
 SHORTEST_SLICE = 8192
 """Tokens per rank below which sequences are not cut any further."""
 HEADROOM = 0.95
@@ -69,7 +71,7 @@ def search(model: ModelShape | TracedShape, cluster: Cluster, goal: Goal, limits
     layouts = list(_candidates(model, cluster, goal, limits, found.refused))
     for offload in ("none", "cpu") if limits.offload is None else (limits.offload,):
         for layout in layouts:
-            if offload == "cpu" and (layout.stage == 0 or layout.pp * layout.tp > 1):
+            if offload == "cpu" and not _can_offload(layout, model, cluster):
                 continue
             _judge(estimator, replace(layout, offload=offload), found)
         if found.fitting:
@@ -79,9 +81,15 @@ def search(model: ModelShape | TracedShape, cluster: Cluster, goal: Goal, limits
     return found
 
 
+def _can_offload(layout: Layout, model: ModelShape | TracedShape, cluster: Cluster) -> bool:
+    """Whether states can be in host memory: sharded ones that are gathered block by block, where the host has room."""
+    needed = 16 * model.parameters / 2**30 / cluster.nodes
+    return layout.stage == 3 and layout.pp * layout.tp == 1 and needed <= HOST_SHARE * cluster.host_memory_gib
+
+
 def _judge(estimator: Estimator, layout: Layout, found: Found) -> None:
     found.searched += 1
-    needed = estimator.peak_gib(layout)
+    needed = estimator.needed_gib(layout)
     if needed > HEADROOM * estimator.gpu.memory_gib:
         found.too_large.append((needed, layout))
     else:

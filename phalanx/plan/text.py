@@ -15,6 +15,7 @@ from phalanx.plan.explain import name as layout_name
 from phalanx.plan.model import ModelShape, TracedShape
 from phalanx.plan.presets import train_names
 from phalanx.plan.report import Plan
+from phalanx.recipes import recipe_names
 
 WIDTH = 110
 _BAR = 60
@@ -95,7 +96,7 @@ def _memory(plan: Plan) -> Iterator[str]:
     found = plan.best.estimate
     limit = found.memory_limit_gib
     yield f"memory per GPU, of {limit:.1f} GiB"
-    for kind, parts in found.memory_gib.items():
+    for kind, parts in found.bars.items():
         used = sum(parts.values())
         yield f"  {kind:<12} {bar(parts, limit)} {used:.1f} GiB, {limit - used:.1f} free"
         yield f"  {'':<12} {legend(parts, '.1f')}"
@@ -172,8 +173,9 @@ def reliability_words(plan: Plan) -> str:
 
 def train_command(plan: Plan, subject: str) -> str:
     """Return the command that trains this plan."""
-    recipe, preset, _ = train_names(subject)
-    target = [recipe, "--preset", preset] if recipe and preset else ["--model", subject, "--data", "DATA"]
+    model, preset, _ = train_names(subject)
+    target = [model] if model in recipe_names() else ["--model", model or subject, "--data", "DATA"]
+    target += ["--preset", preset] if preset else []
     flags = [word for name, value in plan.settings.items() for word in _flag(name, value)]
     text = " ".join(shlex.quote(str(word)) for word in ("phalanx", "train", *target, *flags))
     return textwrap.fill(
@@ -200,7 +202,11 @@ def plan_data(plan: Plan, subject: str) -> dict[str, Any]:
         for entry, candidate in zip(
             (document["best"], *document["runners_up"]), (plan.best, *plan.runners_up), strict=True
         ):
-            entry["estimate"] |= {"peak_gib": candidate.estimate.peak_gib, "fits": candidate.estimate.fits}
+            entry["estimate"] |= {
+                "peak_gib": candidate.estimate.peak_gib,
+                "needed_gib": candidate.estimate.needed_gib,
+                "fits": candidate.estimate.fits,
+            }
             entry["layout"]["words"] = layout_name(candidate.layout)
         document |= {"command": train_command(plan, subject), "toml": settings_toml(plan.settings)}
     document["model"]["parameters"] = plan.model.parameters

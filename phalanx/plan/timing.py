@@ -103,7 +103,7 @@ def step_time(model: ModelShape | TracedShape, machine: Machine, layout: Layout,
         step.parts["bubble"] = _bubble(layout, count, stage.seconds)
     held, trained = parameters_per_rank(model, layout)
     _add_data_axis(step, held, trained, machine, layout, goal, stage, count)
-    _add_optimizer(step, trained, machine, layout)
+    _add_optimizer(step, held, trained, machine, layout, count)
     slowest = VARIATION * math.sqrt(2 * math.log(layout.gpus)) if layout.gpus > 1 else 0.0
     step.parts["variation"] = slowest * step.seconds
     return step
@@ -304,7 +304,8 @@ def _beside(compute: float, communication: float) -> tuple[float, float]:
     return communication - hidden, hidden
 
 
-def _add_optimizer(step: StepTime, trained: float, machine: Machine, layout: Layout) -> None:
+def _add_optimizer(step: StepTime, held: float, trained: float, machine: Machine, layout: Layout, count: int) -> None:
+    """Add the optimizer's step; with states in host memory the copies of each micro-batch, too."""
     shards = layout.dp_shard * layout.cp if layout.stage else 1
     own = trained / shards
     if layout.offload == "none":
@@ -312,4 +313,5 @@ def _add_optimizer(step: StepTime, trained: float, machine: Machine, layout: Lay
         return
     per_rank = HOST_UPDATE_GBPS * 1e9 / machine.gpus_per_node
     step.parts["optimizer"] = own * OPTIMIZER_BYTES / per_rank
-    step.parts["offload"] = own * 8 / (PCIE_GBPS * 1e9)  # weights there, gradients back
+    weights = 2 * 4 * held / shards  # fp32 shards are copied for forward and for backward
+    step.parts["offload"] = count * (weights + 4 * own) / (PCIE_GBPS * 1e9)

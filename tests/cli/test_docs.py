@@ -11,6 +11,7 @@ import pytest
 from command import ROOT, finish, phalanx, start
 
 from phalanx.cli.parsers import PARSERS
+from phalanx.cli.plan import parser as plan_parser
 from phalanx.config import FIELDS
 from phalanx.observe.events import KINDS
 from phalanx.recipes import recipe_names
@@ -123,12 +124,13 @@ def test_the_console_session_is_what_the_program_says(command, expected, folder)
 
 
 def test_every_flag_that_the_docs_use_exists():
-    tuning = {flag for make in PARSERS.values() for action in make()._actions for flag in action.option_strings}
-    known = _OWN_FLAGS | tuning | {f"--{no}{name.replace('_', '-')}" for name in FIELDS for no in ("", "no-")}
+    parsers = [make() for make in (*PARSERS.values(), plan_parser)]
+    of_verbs = {flag for parser in parsers for action in parser._actions for flag in action.option_strings}
+    known = _OWN_FLAGS | of_verbs | {f"--{no}{name.replace('_', '-')}" for name in FIELDS for no in ("", "no-")}
     for page in PAGES:
         for _, text in blocks(page, "bash"):
             for command in re.findall(
-                r"phalanx (?:train|tune|verify|config show)([^#|>&\n]*)", text.replace("\\\n", " ")
+                r"phalanx (?:train|tune|verify|plan|config show)([^#|>&\n]*)", text.replace("\\\n", " ")
             ):
                 ours = command.partition(" -- ")[0]
                 unknown = set(re.findall(r"(?<!\S)--[a-z][a-z-]*", ours)) - known

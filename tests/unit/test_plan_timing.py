@@ -165,3 +165,24 @@ def test_search_examines_thousands_of_layouts_in_two_seconds():
 def test_zero_gpus_are_refused():
     with pytest.raises(PhalanxError, match="1 GPU or more"):
         make_plan("gpt2", Cluster(gpu="h100", gpus=0))
+
+
+OWN = [
+    row
+    for row in table("h200_memory.csv")
+    if row["model"] == "gpt:gpt2-xl"
+    and row["compile"] == "false"
+    and row["lora"] == "0"
+    and int(row["micro_batch"]) >= 8
+]
+"""Steps that kernels bound; with fewer samples the host's Python takes longer than they do."""
+
+
+@pytest.mark.parametrize("row", OWN, ids=lambda row: f"{row['recompute']} {row['micro_batch']}")
+def test_own_runs_on_an_h200(row):
+    """Steps of `phalanx train` at world size 1."""
+    samples = int(row["micro_batch"])
+    layout = Layout(micro_batch=samples, recompute=row["recompute"], kernels="autocast")
+    goal = Goal(global_batch=samples, seq_len=int(row["seq"]))
+    found = estimate("gpt2-xl", Cluster(gpu="h200", gpus=1), layout, goal)
+    assert found.step_seconds == pytest.approx(float(row["seconds"]), rel=0.13)

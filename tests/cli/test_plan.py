@@ -1,0 +1,255 @@
+"""`phalanx plan`: the answer in order, JSON, the page, questions, the guide, calibration, learning, and bad input."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+
+import pytest
+from command import phalanx
+
+from phalanx.cli.plan import parser
+from phalanx.config import DistributedConfig
+from phalanx.plan.presets import measured_file
+
+LLAMA = ("plan", "llama-70b", "--gpus", 64, "--gpu", "h100")
+SMALL = ("plan", "gpt2", "--gpus", 2, "--gpu", "a100-40", "--global-batch", 64)
+
+
+@pytest.fixture(autouse=True)
+def config_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    return tmp_path / "config" / "phalanx"
+
+
+def test_the_answer_comes_in_order():
+    answer = phalanx(*LLAMA, "--tokens", "1T")
+    assert answer.code == 0
+    assert answer.out.startswith("llama-70b (70.6 B parameters) on 64 x h100 (8 machines of 8): fits\n")
+    parts = (
+        "  layout ", "  step ", "MFU ", "  batch ", "  training ", "memory per GPU", "time of a step", "what limits",
+        "runners-up of", "refused", "assumed", "sensitivity:", "reliability:", "to train it", "for --config",
+    )  # fmt: skip
+    places = [answer.out.index(part) for part in parts]
+    assert places == sorted(places)
+    assert "days" in answer.out
+    assert "$" in answer.out
+    assert answer.out.isascii(), "not a terminal: no block characters"
+
+
+def test_the_printed_settings_are_accepted_by_train():
+    found = json.loads(phalanx(*LLAMA, "--json").out)
+    settings = tomllib.loads(found["toml"])
+    DistributedConfig(**settings)
+    assert settings == found["settings"]
+    assert found["command"].startswith("phalanx train llama --preset 70b ")
+    flags = re.findall(r"--([a-z-]+)", found["command"].replace("\\\n", " "))
+    assert {flag.replace("-", "_") for flag in flags} == {"preset", *settings}
+
+
+def test_json_is_the_whole_plan():
+    found = json.loads(phalanx(*SMALL, "--json", "--what-if", "largest-batch", "--engines").out)
+    assert found["fits"] is True
+    assert found["model"]["parameters"] == 124_439_808
+    best = found["best"]["estimate"]
+    assert sum(best["breakdown"].values()) == pytest.approx(best["step_seconds"])
+    assert best["peak_gib"] <= best["memory_limit_gib"]
+    assert found["searched"] > 10
+    assert found["what_if"][0]["question"] == "largest batch"
+    assert {row["engine"] for row in found["engines"]} == {"pytorch-ddp", "ray", "deepspeed", "horovod", "tensorflow"}
+
+
+def test_nothing_fits_ends_with_2_and_the_smallest_change():
+    answer = phalanx("plan", "llama-13b", "--gpus", 1, "--gpu", "t4")
+    assert answer.code == 2
+    assert "no layout fits" in answer.out
+    assert "GPUs instead of 1" in answer.out
+    found = json.loads(phalanx("plan", "llama-13b", "--gpus", 1, "--gpu", "t4", "--json").out)
+    assert found["fits"] is False
+    assert found["smallest_change"]
+
+
+def test_deadline_and_budget():
+    answer = phalanx(*SMALL, "--tokens", "10B", "--deadline", "1h", "--budget", "1e9")
+    assert "of the deadline of 1 h: missed by" in answer.out
+    assert "of the budget of 1,000,000,000: kept" in answer.out
+
+
+@pytest.mark.parametrize(
+    ("question", "words"),
+    [
+        ("largest-batch", "data ranks without accumulation"),
+        ("longest-sequence", "tokens in the planned layout"),
+        ("fewest-gpus", "the fewest that fit, by halves and doubles: 1 GPU"),
+        ("sharding", "zero-3: all (fsdp)"),
+        ("offload", "offload cpu"),
+        ("recompute", "recompute full"),
+        ("fp8", "a100-40 has no fp8"),
+        ("gpu=h100", "h100"),
+    ],
+)
+def test_what_if(question, words):
+    assert words in phalanx(*SMALL, "--what-if", question).out
+
+
+def test_a_longer_sequence_fits_on_a_larger_gpu():
+    lengths = []
+    for gpu in ("a100-40", "h200"):
+        words = ("plan", "llama-7b", "--gpus", 8, "--gpu", gpu, "--what-if", "longest-sequence", "--json")
+        answer = json.loads(phalanx(*words).out)["what_if"][0]["answer"]
+        lengths.append(max(int(number.replace(",", "")) for number in re.findall(r"[\d,]{4,}", answer)))
+    assert lengths[0] < lengths[1]
+
+
+def test_engines_say_why_not():
+    out = phalanx(*LLAMA, "--engines").out
+    rows = {line.split()[0]: line for line in out[out.index("engines for this job") :].splitlines()[2:]}
+    assert "  yes  " in rows["pytorch-ddp"]
+    assert "  no  " in rows["horovod"].replace("no       ", "  no  ")
+    assert "GiB per GPU" in rows["horovod"]
+    assert "Keras" in rows["tensorflow"]
+
+
+def test_designs_are_compared_by_time_and_price():
+    out = phalanx(*LLAMA, "--designs").out
+    for design in ("4 GPUs per machine", "2 adapters per GPU", "tree, 4:1 oversubscribed"):
+        assert design in out
+
+
+def test_the_guide_fits_one_screen_and_is_computed():
+    out = phalanx("plan", "--guide").out
+    assert max(map(len, out.splitlines())) <= 130
+    assert len(out.splitlines()) <= 40
+    for part in ("one copy fit in one GPU?", "Memory efficiency", "Recommended strategy", "ResNet-50, 8 x a100-40"):
+        assert part in out
+    matrix = out[out.index("Scenario  ") :].splitlines()[1:]
+    wanted = (
+        "DDP",
+        "FSDP full shard (ZeRO-3)",
+        "FSDP full shard (ZeRO-3)",
+        "FSDP full shard (ZeRO-3) + offload",
+        "3D: ",
+    )
+    for line, strategy in zip(matrix, (*wanted, "FSDP full shard (ZeRO-3) + LoRA"), strict=True):
+        assert f"  {strategy}" in line
+        assert "GiB" in line or "% longer" in line, "the reason has a number"
+
+
+def test_the_page_is_self_contained(tmp_path):
+    page = tmp_path / "plan.html"
+    answer = phalanx(*LLAMA, "--html", page, "--what-if", "gpu=h200")
+    assert str(page) in answer.out
+    text = page.read_text()
+    assert text.count("<svg") >= 3
+    assert "phalanx train llama" in text
+    assert not re.findall(r"(?:src|href)=|https?://|<script", text)
+    browser = shutil.which("chromium")
+    if browser is None:
+        pytest.skip("Chromium is not installed: apt install chromium")
+    flags = ("--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom")
+    shown = subprocess.run([browser, *flags, page.as_uri()], capture_output=True, text=True, timeout=100, check=True)
+    assert "Memory per GPU" in shown.stdout
+
+
+def test_prices_from_a_file(tmp_path):
+    prices = tmp_path / "prices.toml"
+    prices.write_text('["p5.48xlarge"]\nprice = 8.0\ndate = "2026-01"\n')
+    words = ("plan", "gpt2", "--instance", "p5", "--nodes", 1, "--tokens", "1B", "--json")
+    dear = json.loads(phalanx(*words).out)["cost"]["money"]
+    cheap = json.loads(phalanx(*words, "--prices", prices).out)["cost"]["money"]
+    assert cheap == pytest.approx(dear * 8.0 / 55.04)
+
+
+def test_a_hugging_face_config(tmp_path):
+    values = {"hidden_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 8, "vocab_size": 32000}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "intermediate_size": 2816, **values}))
+    answer = phalanx("plan", tmp_path, "--gpus", 8, "--gpu", "a100")
+    assert answer.code == 0
+    assert f"phalanx train --model {tmp_path} --data DATA" in answer.out.replace(" \\\n   ", "")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **values, "hidden_size": None}))
+    answer = phalanx("plan", tmp_path, "--gpus", 8, "--gpu", "a100")
+    assert answer.code == 2
+    assert "config.json lacks 'hidden_size'" in answer.err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("llama-7", "--gpus", 8, "--gpu", "h100"), "unknown model 'llama-7'. Did you mean 'llama-7b'?"),
+        (("llama-7b", "--gpus", 8, "--gpu", "h10"), "unknown GPU 'h10'. Did you mean 'h100'?"),
+        (("llama-7b", "--instance", "p5.48"), "unknown instance type 'p5.48'. Did you mean 'p5.48xlarge'?"),
+        (("llama-7b", "--gpus", 8, "--gpu", "h100", "--inter-node", "efaa"), "Did you mean 'efa'?"),
+        (("llama-7b", "--gpus", 0, "--gpu", "h100"), "--gpus 0: must be greater than 0"),
+        (("llama-7b", "--gpus", 12, "--gpu", "h100"), "12 GPUs are not whole machines of 8"),
+        (("llama-7b",), "--gpus 64 --gpu h100, or --instance"),
+        ((), "no model was named"),
+        (("llama-7b", "--gpus", 8, "--gpu", "h100", "--instance", "p5"), "both given"),
+        (("llama-7b", "--gpus", 8, "--gpu", "h100", "--global-batch", 0), "--global-batch 0: must be 1 or more"),
+        (("llama-7b", "--gpus", 8, "--gpu", "h100", "--tokens", "many"), "such as 1T, 300B"),
+        (("llama-7b", "--gpus", 8, "--gpu", "h100", "--epochs", 3), "--epochs without --samples"),
+        (("llama-7b", "--gpus", 8, "--gpu", "h100", "--precision", "fp8"), "--what-if fp8"),
+        (("llama-7b", "--gpus", 8, "--gpu", "t4", "--precision", "bf16"), "t4 has no bf16. It has: fp16, fp32"),
+        (("llama-7b", "--gpus", 8, "--gpu", "h100", "--strategy", "fsd"), "Did you mean 'fsdp'?"),
+        (("llama-7b", "--gpus", 8, "--gpu", "h100", "--what-if", "fewest"), "unknown question 'fewest'"),
+        (("llama-7b", "--gpus", 8, "--gpu", "h100", "--max-tensor-parallel", 0), "must be 1 or more"),
+        (("llama-7b", "--gpus", 8, "--gpu", "h100", "--deadline", "soon"), "such as 30d, 72h"),
+        (("llama-7b", "--gpus", 8, "--gpu", "measured"), "phalanx plan --calibrate"),
+        (("llama-7b", "--gpus", 8, "--gpu", "h100", "--html", "/nowhere/x.html"), "No such file"),
+        (("torch.nn:Bilinear", "--gpus", 8, "--gpu", "h100"), "torch.nn:Bilinear"),
+        (("--calibrate-from", "never"), "never"),
+    ],
+)
+def test_bad_input_is_refused_with_what_to_write(words, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    answer = phalanx("plan", *words)
+    assert answer.code == 2
+    assert message in answer.err
+    assert "Traceback" not in answer.text
+
+
+def test_help_imports_no_torch():
+    code = "import sys; from phalanx.cli import main\ntry: main(['plan', '--help'])\n"
+    code += "finally: print('torch' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert found.stdout.rstrip().endswith("False")
+    assert parser().format_help() in found.stdout
+
+
+def test_a_plan_imports_no_torch():
+    code = "import sys; from phalanx.cli import main; main(['plan', 'gpt2', '--gpus', '2', '--gpu', 't4'])\n"
+    found = subprocess.run(
+        [sys.executable, "-c", code + "print('torch' in sys.modules)"], capture_output=True, text=True, check=True
+    )
+    assert found.stdout.rstrip().endswith("False")
+
+
+def test_calibrate_measures_this_machine_and_runs_teach_the_next_plan(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("phalanx.bench.calibrate._REPEAT_SECONDS", 0.01)
+    answer = phalanx("plan", "--calibrate")
+    assert answer.code == 0
+    assert "matrix products, fp32" in answer.out
+    kept = json.loads(measured_file().read_text())
+    (name,) = kept["gpus"]
+    assert name.endswith("measured:" + name.rpartition(":")[2])
+    assert kept["links"][name]["curve"]
+    assert phalanx("plan", "gpt2", "--gpus", 2, "--gpu", "measured", "--global-batch", 8).code == 0
+
+    words = ("train", "gpt", "--num-workers", 2, "--device", "cpu", "--max-steps", 12, "--run-dir", "runs/a")
+    assert phalanx(*words, "--set", "sample.count=1").code == 0
+    first = _predicted()
+    assert first["step"]["predicted"] > 0
+    assert phalanx("plan", "--calibrate-from", "a").code == 0
+    again = _predicted()
+    assert again["step"]["predicted"] == pytest.approx(again["step"]["measured"], rel=0.05)
+    assert "[--calibrate-from a, " in phalanx("plan", "gpt2", "--gpus", 2, "--gpu", "measured").out
+    assert "measured / predicted" in phalanx("report", "a").out
+
+
+def _predicted():
+    rows = json.loads(phalanx("report", "a", "--json").out)["predicted"]
+    return {row["name"]: row for row in rows}
