@@ -94,8 +94,9 @@ def describe_job(words: list[str], wanted: str | None) -> tuple[Job, list[str] |
     name = job_name(wanted, config.name or subject)
     run_dir = config.run_dir or f"runs/{name}"
     extra = [] if config.run_dir else ["--run-dir", run_dir]
-    if not config.resume_from_checkpoint:
-        extra.append("--resume-from-checkpoint=true")  # a job that is started again continues
+    if not config.resume_from_checkpoint:  # a job that is started again continues
+        extra += [] if config.checkpoint_dir else ["--checkpoint-dir", f"{run_dir}/checkpoints"]
+        extra.append("--resume-from-checkpoint=true")
     total = config.total_ranks or 1
     device = config.device if config.device != "auto" else "cuda" if config.num_gpus or config.gpus_per_node else "cpu"
     return Job(

@@ -1,0 +1,61 @@
+"""What targets on machines share: the program to call, logs as files that grow, and code that was shipped."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from phalanx.errors import UsageError
+from phalanx.submit.target import CommonOptions
+
+_POLL_SECONDS = 0.5
+
+
+def program_of(options: CommonOptions) -> str:
+    """Return how `phalanx` is called on the nodes: of the image, of a given environment, or of this one."""
+    if options.image is not None:
+        return "phalanx"
+    folder = Path(options.venv) / "bin" if options.venv is not None else Path(sys.executable).parent
+    return str(folder / "phalanx")
+
+
+def unpack_lines(work: str, each_node: str) -> Iterator[str]:
+    """Return the lines of a script that unpack shipped code on every node and enter it."""
+    yield f'work="{work}"'
+    script = 'mkdir -p "$0" && tar -xzf "$1"/code-*.tar.gz -C "$0"'
+    yield f'{each_node}bash -c {shlex.quote(script)} "$work" "$PHALANX_JOB_FOLDER" || exit 1'
+    yield 'cd "$work" || exit 1'
+
+
+def rank_log(run_dir: Path, rank: int) -> Path:
+    """Return the log of one rank."""
+    found = sorted((run_dir / "logs").rglob(f"rank-{rank}.log"))
+    if not found:
+        raise UsageError(
+            f"{run_dir / 'logs'} has no log of rank {rank}", hint="See the ranks there are: ls that folder."
+        )
+    return found[-1]
+
+
+def follow_files(paths: Sequence[Path], has_ended: Callable[[], bool] | None) -> Iterator[str]:
+    """Return lines of files; with `has_ended`, wait for more until it is true."""
+    at = dict.fromkeys(paths, 0)
+    asked = 0.0
+    while True:
+        ended = has_ended is None
+        if has_ended is not None and time.monotonic() - asked > 4 * _POLL_SECONDS:
+            asked, ended = time.monotonic(), has_ended()
+        for path in paths:
+            if path.is_file():
+                with path.open(encoding="utf-8", errors="replace") as file:
+                    file.seek(at[path])
+                    for line in file:
+                        if line.endswith("\n") or ended:
+                            at[path] += len(line.encode())
+                            yield line.rstrip("\n")
+        if ended:
+            return
+        time.sleep(_POLL_SECONDS)

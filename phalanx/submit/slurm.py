@@ -1,0 +1,273 @@
+"""Slurm: a batch script with one launcher per node (or one task per rank), and sbatch, squeue, scancel."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from phalanx.config.option import option
+from phalanx.config.settings import parse_duration
+from phalanx.errors import EXIT_PREEMPTED, UsageError
+from phalanx.submit.files import follow_files, program_of, rank_log, unpack_lines
+from phalanx.submit.job import ENDED, Job, JobRecord
+from phalanx.submit.target import CommonOptions, Status, Target
+
+SIGNAL_SECONDS = 120
+"""How long before the end of the time limit ranks get SIGUSR1: time to save."""
+_PLAIN = ("partition", "account", "qos", "constraint", "mem", "nodelist", "array")
+"""Options that sbatch has under the same name."""
+_STATES = {
+    "PENDING": "queued",
+    "CONFIGURING": "queued",
+    "REQUEUED": "queued",
+    "REQUEUE_HOLD": "queued",
+    "SUSPENDED": "queued",
+    "RUNNING": "running",
+    "COMPLETING": "running",
+    "COMPLETED": "finished",
+    "CANCELLED": "cancelled",
+    "PREEMPTED": "preempted",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlurmOptions(CommonOptions):
+    """Options of Slurm; most are those of sbatch."""
+
+    partition: str | None = option(None, "sbatch --partition")
+    account: str | None = option(None, "sbatch --account")
+    qos: str | None = option(None, "sbatch --qos")
+    constraint: str | None = option(None, "sbatch --constraint, for example a100|h100")
+    gres: str | None = option(None, "sbatch --gres, for example gpu:a100:8 (default: --gpus-per-node from the ranks)")
+    cpus_per_rank: int | None = option(None, "CPU cores for each rank", minimum=1)
+    mem: str | None = option(None, "sbatch --mem: memory per node (0: all of it)")
+    exclusive: bool = option(False, "do not share the nodes")
+    nodelist: str | None = option(None, "sbatch --nodelist")
+    array: str | None = option(None, "sbatch --array: 0-7 runs eight times; each has its own run folder")
+    start: str = option(
+        "launcher",
+        "who starts the ranks: one launcher per node, which restarts and watches them (launcher), or srun",
+        choices=("launcher", "srun"),
+    )
+    container: str = option(
+        "none",
+        "run inside --image: pyxis (srun --container-image) or apptainer",
+        choices=("none", "pyxis", "apptainer"),
+    )
+    mounts: str | None = option(
+        None, "container: host paths that ranks see, /data:/data,/scratch (default: the folder)"
+    )
+    requeue: bool = option(True, "put the job back into the queue when it was preempted, timed out or lost a node")
+    sbatch: str | None = option(None, "more options for sbatch, as they are: '--reservation=x --mail-type=END'")
+
+
+class Slurm(Target[SlurmOptions]):
+    """Submits by sbatch."""
+
+    name = "slurm"
+    options_class = SlurmOptions
+
+    def render(self, job: Job) -> dict[str, str]:
+        """Return the batch script."""
+        self._check(job)
+        body = [*self._head(job), "", *self._body(job)]
+        return {"train.sbatch": "\n".join(body) + "\n"}
+
+    def _check(self, job: Job) -> None:
+        options = self.options
+        if options.container != "none" and not options.image:
+            raise UsageError(f"--container {options.container} needs --image", hint="--image nvcr.io#org/phalanx:1")
+        limit = None if options.time_limit is None else _seconds(options.time_limit)
+        if limit is not None and limit <= SIGNAL_SECONDS + 60:
+            raise UsageError(
+                f"--time-limit {options.time_limit}: a run is asked to save {SIGNAL_SECONDS} s before the limit, so it "
+                "would hardly train",
+                hint="Give 10m or more.",
+            )
+        if limit is not None and job.config.checkpoint_every is None:
+            raise UsageError(
+                f"--time-limit {options.time_limit} ends the run, and it saves no checkpoints",
+                hint="Add --checkpoint-frequency auto, or a number of steps: --checkpoint-frequency '500 steps'.",
+            )
+
+    def _head(self, job: Job) -> Iterator[str]:
+        options, tasks = self.options, job.ranks_per_node if self.options.start == "srun" else 1
+        yield "#!/bin/bash"
+        yield f"# Written by: phalanx submit slurm {shlex.join(job.arguments)}"
+        lines = [
+            (f"--job-name={job.name}", "name in squeue"),
+            (f"--nodes={job.nodes}", "machines"),
+            (f"--ntasks-per-node={tasks}", "ranks per machine" if tasks > 1 else "one launcher per machine"),
+            (f"--output={self._output(job)}", "output of all ranks; %j is the number of the job"),
+            ("--open-mode=append", "a job that is started again adds to it"),
+        ]
+        if job.device == "cuda":
+            gpus = f"--gres={options.gres}" if options.gres else f"--gpus-per-node={job.ranks_per_node}"
+            lines.append((gpus, "GPUs per machine"))
+        elif options.gres:
+            lines.append((f"--gres={options.gres}", "devices per machine"))
+        if options.cpus_per_rank is not None:
+            per_task = options.cpus_per_rank * job.ranks_per_node // tasks
+            lines.append((f"--cpus-per-task={per_task}", "CPU cores of each task"))
+        plain = {flag: getattr(options, flag) for flag in _PLAIN}
+        lines += [(f"--{flag}={value}", "") for flag, value in plain.items() if value is not None]
+        if options.exclusive:
+            lines.append(("--exclusive", "no other job on these machines"))
+        if options.time_limit is not None:
+            lines.append((f"--time={_slurm_time(_seconds(options.time_limit))}", "longest duration"))
+            lines.append((f"--signal=USR1@{SIGNAL_SECONDS}", "then ranks save and leave, in time"))
+        if options.requeue:
+            lines.append(("--requeue", "a lost machine puts the job back into the queue"))
+        yield from (f"#SBATCH {flag:<44} # {why}" if why else f"#SBATCH {flag}" for flag, why in lines)
+        yield from (f"#SBATCH {flag}" for flag in shlex.split(options.sbatch or ""))
+
+    def _output(self, job: Job) -> str:
+        number = "%A_%a" if self.options.array else "%j"
+        return str(Path(job.directory) / job.run_dir / f"slurm-{number}.out")
+
+    def _body(self, job: Job) -> Iterator[str]:
+        yield "set -uo pipefail"
+        yield f"cd {shlex.quote(job.directory)}"
+        yield from (f"export {name}={shlex.quote(value)}" for name, value in job.environment.items())
+        yield ""
+        yield "# The first machine hosts the rendezvous. Node lists are compressed (n[1-4]); scontrol expands them."
+        yield 'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
+        yield ("MASTER_ADDR=$(scontrol show node \"$head\" --oneliner | sed -n 's/.*NodeAddr=\\([^ ]*\\).*/\\1/p')")
+        yield 'export MASTER_ADDR="${MASTER_ADDR:-$head}"'
+        yield "export MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))"
+        yield ""
+        if self.options.ship == "archive":
+            yield from unpack_lines("${SLURM_TMPDIR:-/tmp}/phalanx-$SLURM_JOB_ID", "srun --ntasks-per-node=1 ")
+        yield "# A rank that fails ends the step on all machines; the launchers have reported why."
+        yield f"srun --kill-on-bad-exit=1 {self._inside()}{shlex.join(self._command(job))}{self._array_folder(job)}"
+        yield "code=$?"
+        yield ""
+        if self.options.requeue:
+            yield f"# {EXIT_PREEMPTED}: the ranks have saved. Back into the queue; the next start continues from there."
+            yield f'if [ "$code" -eq {EXIT_PREEMPTED} ]; then'
+            yield '  scontrol requeue "$SLURM_JOB_ID"'
+            yield "fi"
+        yield 'exit "$code"'
+
+    def _array_folder(self, job: Job) -> str:
+        """Return the run folder of a task of an array, which overrides the job's."""
+        return f' --run-dir {shlex.quote(job.run_dir)}/"$SLURM_ARRAY_TASK_ID"' if self.options.array else ""
+
+    def _command(self, job: Job) -> list[str]:
+        return job.train_command(program_of(self.options))
+
+    def _inside(self) -> str:
+        """Return what starts the command inside a container."""
+        options = self.options
+        if options.container == "pyxis":
+            mounts = options.mounts or "$PWD"
+            image = shlex.quote(options.image or "")
+            return f"--container-image={image} --container-mounts={mounts} --container-workdir=$PWD "
+        if options.container == "apptainer":
+            bind = f" --bind {shlex.quote(options.mounts)}" if options.mounts else ""
+            return f"apptainer exec --nv{bind} --pwd $PWD {shlex.quote(options.image or '')} "
+        return ""
+
+    def check(self, job: Job, files: Mapping[str, str]) -> list[str]:
+        """Let sbatch read the script without submitting it."""
+        _need("sbatch")
+        self._make_output(job)
+        _ask("sbatch", "--test-only", stdin=files["train.sbatch"])
+        return ["sbatch --test-only accepts it: partition, account, time and resources exist"]
+
+    def _make_output(self, job: Job) -> None:
+        Path(job.directory, job.run_dir).mkdir(parents=True, exist_ok=True)
+
+    def submit(self, job: Job, folder: Path) -> str:
+        """Submit the script; its number is what sbatch prints."""
+        _need("sbatch")
+        self._make_output(job)
+        return (
+            _ask("sbatch", "--parsable", f"--export=ALL,PHALANX_JOB_FOLDER={folder}", str(folder / "train.sbatch"))
+            .split(";")[0]
+            .strip()
+        )
+
+    def status(self, record: JobRecord) -> Status:
+        """Ask squeue, and scontrol about a job that has left the queue."""
+        _need("squeue")
+        found = subprocess.run(
+            ["squeue", "--noheader", "--jobs", record.id, "--format", "%T|%r|%N"], capture_output=True, text=True
+        )
+        lines = [line for line in found.stdout.splitlines() if line]
+        if found.returncode == 0 and lines:
+            state, reason, nodes = lines[0].split("|", 2)
+            detail = state if reason in ("None", "") else f"{state}: {reason}"
+            return Status(_STATES.get(state, "running"), detail, (nodes,) if nodes else ())
+        return _ended(record.id)
+
+    def logs(self, record: JobRecord, *, follow: bool, rank: int | None) -> Iterator[str]:
+        """Read the job's output file, or the log of one rank."""
+        folder = Path(record.directory) / record.run_dir
+        paths = [rank_log(folder, rank)] if rank is not None else sorted(folder.glob("slurm-*.out"))
+        return follow_files(
+            paths or [folder / f"slurm-{record.id}.out"],
+            (lambda: self.status(record).state in ENDED) if follow else None,
+        )
+
+    def cancel(self, record: JobRecord) -> None:
+        """End the job with all its tasks."""
+        _need("scancel")
+        _ask("scancel", record.id)
+
+
+def _ended(number: str) -> Status:
+    """Return the last state of a job that is not in the queue: scontrol remembers it for minutes, sacct for ever."""
+    shown = subprocess.run(["scontrol", "show", "job", number, "--oneliner"], capture_output=True, text=True)
+    if shown.returncode == 0 and (state := re.search(r"JobState=(\w+)", shown.stdout)):
+        code = re.search(r"ExitCode=(\d+:\d+)", shown.stdout)
+        return _final(state[1], f"exit code {code[1]}" if code else "")
+    if shutil.which("sacct"):
+        found = subprocess.run(
+            ["sacct", "--noheader", "--parsable2", "--allocations", "--jobs", number, "--format", "State,ExitCode"],
+            capture_output=True,
+            text=True,
+        )
+        if found.returncode == 0 and found.stdout.strip():
+            state_text, _, code_text = found.stdout.splitlines()[0].partition("|")
+            return _final(state_text.split()[0], f"exit code {code_text}")
+    return Status("lost", "Slurm no longer knows it; see its output")
+
+
+def _final(state: str, detail: str) -> Status:
+    return Status(_STATES.get(state, "failed"), f"{state}, {detail}" if detail else state)
+
+
+def _need(program: str) -> None:
+    if shutil.which(program) is None:
+        raise UsageError(
+            f"{program} is not on this machine's PATH: Slurm is not installed here, or its module is not loaded",
+            hint="Run this on a login node of the cluster; --render needs no Slurm.",
+        )
+
+
+def _ask(*command: str, stdin: str | None = None) -> str:
+    """Run a command of Slurm; its own first line is the error where it fails."""
+    found = subprocess.run(command, input=stdin, capture_output=True, text=True)
+    if found.returncode != 0:
+        said = [line for line in (found.stderr or found.stdout).splitlines() if line.strip()]
+        raise UsageError(f"{command[0]}: {said[0].removeprefix(f'{command[0]}: error: ') if said else 'failed'}")
+    return found.stdout
+
+
+def _seconds(text: str) -> float:
+    try:
+        return parse_duration(text)
+    except ValueError:
+        raise UsageError(f"--time-limit {text}: expected a duration such as 30m, 12h or 2d.") from None
+
+
+def _slurm_time(seconds: float) -> str:
+    minutes = max(1, round(seconds / 60))
+    days, rest = divmod(minutes, 24 * 60)
+    return f"{days}-{rest // 60:02}:{rest % 60:02}:00" if days else f"{rest // 60:02}:{rest % 60:02}:00"
