@@ -39,12 +39,21 @@ def run(arguments: Sequence[str]) -> int:
         parser.print_help()
         return 0
     namespace, rest = parser.parse_known_args(ours)
+    _check_flags(parser, rest)
     trained = [*rest, *(["--", *own] if own else [])]
     given = {key: value for key, value in vars(namespace).items() if key not in _OWN}
     job, config_files = describe_job(trained, namespace.job_name)
     options = read_options(name, {**given, "name": job.name}, config_files, os.environ)
     job = dataclasses.replace(job, environment={**job.environment, **_variables(options.env)})
     return hand_over(name, kind(options), job, namespace)
+
+
+def _check_flags(parser: FlagParser, words: list[str]) -> None:
+    """Report flags that neither train nor the target has, with the nearest of both."""
+    train = train_parser()
+    if unknown := train.parse_known_args(words)[1]:
+        parser._actions += train._actions
+        raise UsageError("\n  ".join(parser.describe_unknown(unknown)), hint=f"See {parser.prog} --help")
 
 
 _OWN = ("render", "dry_run", "follow", "json", "job_name")

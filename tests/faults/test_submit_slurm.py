@@ -1,0 +1,146 @@
+"""`phalanx submit slurm` on a real Slurm of two nodes."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from slurm_cluster import SlurmCluster, slurm_cluster
+
+TRAIN = ["digits", "--num-nodes", "2", "--num-workers", "2", "--checkpoint-frequency", "20 steps"]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    folder = Path("/tmp") / f"slurm-{tmp_path_factory.mktemp('slurm').parent.name[-8:]}-{time.time_ns() % 10**6}"
+    folder.mkdir()  # sockets have short names
+    with slurm_cluster(folder) as found:
+        yield found
+
+
+@pytest.fixture
+def phalanx(cluster: SlurmCluster, tmp_path, monkeypatch):
+    """Return a function that runs the command line in a folder of its own."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    for name, value in cluster.environment.items():
+        monkeypatch.setenv(name, value)
+
+    def run(*words: str, code: int = 0, seconds: float = 120.0) -> str:
+        found = subprocess.run(
+            [sys.executable, "-m", "phalanx", *words], cwd=tmp_path, capture_output=True, text=True, timeout=seconds
+        )
+        assert found.returncode == code, found.stdout + found.stderr
+        return found.stdout + found.stderr
+
+    return run
+
+
+def state_of(phalanx, job: str) -> dict[str, str]:
+    found: dict[str, str] = json.loads(phalanx("status", job, "--json"))
+    return found
+
+
+def wait_for(phalanx, job: str, *states: str, seconds: float = 90.0) -> dict[str, str]:
+    end = time.monotonic() + seconds
+    while (found := state_of(phalanx, job))["state"] not in states:
+        assert time.monotonic() < end, (found, phalanx("logs", job))
+        time.sleep(0.5)
+    return found
+
+
+def until(holds: Callable[[], object], otherwise: str, seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, otherwise
+        time.sleep(0.3)
+
+
+def starts(run_dir: Path) -> list[dict[str, str]]:
+    """Return the events of a run's starts."""
+    path = run_dir / "events.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [event for event in map(json.loads, lines) if event["event"] == "run_started"]
+
+
+def test_a_job_runs_on_two_nodes(phalanx, tmp_path):
+    said = phalanx("submit", "slurm", *TRAIN, "--max-steps", "20", "--job-name", "two", "--partition", "main")
+    assert re.search(r"submitted two as slurm job \d+", said)
+    output = phalanx("logs", "two", "-f")
+    assert "2 ranks" in output
+    assert wait_for(phalanx, "two", "finished")["detail"].startswith("COMPLETED")
+    assert "two" in phalanx("jobs")
+    assert "step 20/20" in phalanx("status", "two")
+    assert "has ended already" in phalanx("cancel", "two")
+    assert (tmp_path / "runs/two/run.json").exists()
+
+
+def test_ranks_that_srun_starts(phalanx, tmp_path):
+    phalanx("submit", "slurm", *TRAIN, "--max-steps", "5", "--start", "srun", "--job-name", "ranks")
+    wait_for(phalanx, "ranks", "finished")
+    script = (tmp_path / "state/phalanx/jobs/ranks/train.sbatch").read_text()
+    assert "--ntasks-per-node=1" in script
+
+
+def test_a_signal_before_the_limit_saves_requeues_and_continues(phalanx, cluster, tmp_path):
+    phalanx("submit", "slurm", *TRAIN, "--max-steps", "4000", "--time-limit", "1h", "--job-name", "again")
+    until(lambda: list((tmp_path / "runs/again").glob("checkpoints/step-*")), "no checkpoint was saved")
+    number = state_of(phalanx, "again")["id"]
+    cluster.ask("scancel", "--signal=USR1", number)  # what --signal=USR1@120 does before the limit
+    log = tmp_path / "runs/again" / f"slurm-{number}.out"
+    pattern = re.compile(r"stopped by SIGUSR1 after step (\d+)")
+    until(lambda: pattern.search(log.read_text()), "the ranks did not stop")
+    stopped = pattern.search(log.read_text())
+    assert stopped is not None
+    saved = f"step-{int(stopped[1]):08}"
+    until(lambda: saved in str(starts(tmp_path / "runs/again")[-1]["resumed_from"]), "it did not continue from there")
+    phalanx("cancel", "again")
+    assert state_of(phalanx, "again")["state"] == "cancelled"
+
+
+def test_a_lost_node_puts_the_job_back_into_the_queue(phalanx, cluster, tmp_path):
+    phalanx("submit", "slurm", *TRAIN, "--max-steps", "4000", "--job-name", "lost")
+    folder = tmp_path / "runs/lost"
+    until(lambda: list(folder.glob("checkpoints/step-*")), "no checkpoint was saved")
+    cluster.stop_node("n2")
+    until(lambda: state_of(phalanx, "lost")["state"] == "queued", "it was not requeued", seconds=60)
+    cluster.start_node("n2")
+    until(lambda: len(starts(folder)) == 2, "it did not start again", seconds=90)
+    assert starts(folder)[-1]["resumed_from"]
+    phalanx("cancel", "lost")
+
+
+def test_rendering_needs_no_slurm_and_is_deterministic(phalanx, monkeypatch):
+    monkeypatch.setenv("PATH", "/usr/bin/nothing")
+    words = ("submit", "slurm", *TRAIN, "--job-name", "same", "--time-limit", "2d", "--gres", "gpu:a100:1", "--render")
+    first = phalanx(*words)
+    assert first == phalanx(*words)
+    assert "#SBATCH --time=2-00:00:00" in first
+    assert "scontrol show hostnames" in first
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--partition", "nope"), "invalid partition specified: nope"),
+        (("--time-limit", "1m"), "it would hardly train|so it would"),
+        (("--container", "pyxis"), "needs --image"),
+        (("--partitoin", "x"), "unknown flag '--partitoin'. Did you mean --partition"),
+    ],
+)
+def test_bad_input(phalanx, words, said, tmp_path):
+    found = phalanx("submit", "slurm", *TRAIN, "--job-name", "bad", *words, code=2)
+    assert re.search(said, found), found
+    assert not list((tmp_path / "state").rglob("bad*"))
+
+
+def test_a_name_that_is_running_is_refused(phalanx):
+    phalanx("submit", "slurm", *TRAIN, "--max-steps", "4000", "--job-name", "taken")
+    assert "is not finished" in phalanx("submit", "slurm", *TRAIN, "--job-name", "taken", code=2)
+    phalanx("cancel", "taken")
