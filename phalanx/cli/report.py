@@ -36,7 +36,7 @@ def run(arguments: Sequence[str]) -> int:
     namespace = parser().parse_all(arguments)
     stored = find_run(namespace.run, Path(namespace.runs_dir))
     found = account(_events(stored))
-    comparison = compare_stored(stored, found)
+    comparison, problem = _comparison(stored, found)
     if found is None:
         raise UsageError(
             f"the events of {stored.name} do not say where its time went",
@@ -47,8 +47,16 @@ def run(arguments: Sequence[str]) -> int:
         shown = [] if comparison is None else [each._asdict() for each in comparison.components]
         print_json({**_document(stored, found), "predicted": shown})
     else:
-        print("\n".join([*_lines(stored, found), *_comparison_lines(comparison)]))
+        print("\n".join([*_lines(stored, found), *_comparison_lines(comparison), *problem]))
     return 0
+
+
+def _comparison(stored: StoredRun, found: Account | None) -> tuple[RunComparison | None, list[str]]:
+    """Return the comparison, or why there is none: a report is shown all the same."""
+    try:
+        return compare_stored(stored, found), []
+    except UsageError as error:
+        return None, ["", f"not predicted: {error}"]
 
 
 def compare_stored(stored: StoredRun, found: Account | None) -> RunComparison | None:

@@ -14,8 +14,14 @@ from typing import NamedTuple
 from phalanx.plan.model import ModelShape
 
 HALF, SINGLE = 2, 4
-LOGITS = {"published": (6, 6), "half": (10, 12), "fp32": (8, 12), "compiled": (2, 8), "split": (10, 10)}
-"""Bytes per logit, at the end of forward and at the start of backward, of the loss as it is computed.
+LOGITS = {
+    "published": (6, 6, 4),
+    "half": (10, 12, 4),
+    "fp32": (8, 12, 4),
+    "compiled": (2, 8, 2),
+    "split": (10, 10, 4),
+}
+"""Bytes per logit of the loss as it is computed: at the end of forward, at the start of backward, and kept between.
 
 half: logits in half precision and in fp32, log-probabilities; then log-probabilities and two gradients in fp32. split:
 each tensor-parallel rank has its part of the vocabulary. compiled: fused, but for the logits that the model returns.
@@ -148,8 +154,8 @@ class PerToken(NamedTuple):
     """What the backward pass of one layer needs besides."""
     last: float
     """The inputs of the last norm and of the output layer."""
-    logits: tuple[float, float]
-    """At the end of forward and at the start of backward."""
+    logits: tuple[float, ...]
+    """At the end of forward, at the start of backward, and kept between."""
 
 
 @lru_cache(maxsize=4096)
@@ -188,6 +194,6 @@ def published_per_token(
     return PerToken(kept, again, 0.0, _logits(model, seq_len, tp, LOGITS["published"]))
 
 
-def _logits(model: ModelShape, seq_len: int, tp: int, sizes: tuple[int, int]) -> tuple[float, float]:
+def _logits(model: ModelShape, seq_len: int, tp: int, sizes: tuple[int, ...]) -> tuple[float, ...]:
     classes = (model.vocab if model.outputs is None else model.outputs / seq_len) / tp
-    return sizes[0] * classes, sizes[1] * classes
+    return tuple(size * classes for size in sizes)

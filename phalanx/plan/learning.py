@@ -165,7 +165,9 @@ def _components(
         "data wait", "s", estimate.breakdown.get("data", 0.0), found.seconds.get("data_wait", 0.0) / max(1, found.steps)
     )
     effective = reliability_of(estimate, layout, estimator.cluster)["effective"]
-    yield Component("goodput", "%", 100 * effective, 100 * found.shares.get("productive", 0.0))
+    began = sum(found.seconds.get(name, 0.0) for name in ("import", "startup", "compile"))
+    useful = found.seconds.get("productive", 0.0) / max(1e-9, found.total - began)
+    yield Component("goodput after start-up", "%", 100 * effective, 100 * useful)
 
 
 def keep_factors(comparison: RunComparison, run: str) -> dict[str, Any]:

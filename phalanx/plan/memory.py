@@ -257,11 +257,13 @@ def _over_the_step(
         return held, held
     if not case.sharded or case.stage == 3:
         found = size * trained / (ranks if case.sharded else 1)
+        if case.sharded and case.layout.pp > 1:  # they are whole until the end, and counted as buffers
+            return held - found, held - found
         return held - (0.0 if case.gradients_stay else found), held
     shards = sum(case.states) * trained / ranks
     base = case.width * whole + shards - size * trained / ranks
-    if case.gradients_stay:
-        base += size * trained / (ranks if case.stage == 2 else 1)
+    if case.gradients_stay:  # torch's pipeline does not reduce them before the last micro-batch
+        base += size * trained / (ranks if case.stage == 2 and case.layout.pp == 1 else 1)
     return base, shards
 
 
@@ -277,13 +279,15 @@ def _transformer(model: ModelShape, facts: _Facts, rank: _Rank, case: _Case) -> 
     states, whole = case.model_states(plain, experts, adapters), plain + experts / layout.ep
     doubled = tied and rank.embeds and not (case.lora or case.published or case.sharded)
     loss = tokens * rank.computes_loss
+    forward, backward, waiting = (loss * size for size in each.logits)
+    waiting *= rank.flights - 1 if layout.schedule == "gpipe" else 0.0  # others run backward at once on the last stage
     return _Held(
         states,
         *_over_the_step(case, states, adapters if case.lora else whole, whole),
         SINGLE * here.table * (1 if case.half else 2) if doubled else 0.0,
         tokens * rank.flights * rank.layers * each.kept + loss * each.last,
         _casts(case, rank, whole - root, rank.computes_loss * here.table),
-        (loss * each.logits[0], loss * each.logits[1]),
+        (forward + waiting, backward + waiting),
         tokens * each.working,
         _buffers(case, whole, here.layer, root, tokens * _moved(model, layout, case.width)),
     )
@@ -321,7 +325,7 @@ def _buffers(case: _Case, whole: float, layer: float, root: float, moved: float)
         return moved, moved, moved
     gathered = case.width if case.stage == 3 else 0
     if case.layout.pp > 1:
-        moved += whole * (gathered + (0 if case.lora else SINGLE))
+        moved += whole * (gathered + SINGLE * (not case.lora)) if gathered else 0.0
         return moved, moved, moved
     reduced = 0 if case.lora else case.width + SINGLE
     beside = gathered * (root + 2 * layer) + 2 * reduced * layer

@@ -173,6 +173,9 @@ def smallest_change(
     model: ModelShape | TracedShape, cluster: Cluster, goal: Goal, limits: Constraints, found: Found
 ) -> tuple[str, ...]:
     """Return the changes that would let a layout fit, each found by another search."""
+    batch = -(-goal.global_batch // cluster.gpus) * cluster.gpus
+    if not found.too_large and search(model, cluster, replace(goal, global_batch=batch), limits).fitting:
+        return (f"a global batch of {batch} instead of {goal.global_batch}",)
     changes = []
     if found.too_large:
         needed, layout = found.too_large[0]

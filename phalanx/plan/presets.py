@@ -103,21 +103,26 @@ def measured_file() -> Path:
 
 def measured(part: str) -> dict[str, Any]:
     """Return a part of what was measured: gpus, links or factors."""
-    path = measured_file()
+    return dict(_read_measured(measured_file()).get(part, {}))
+
+
+def _read_measured(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        found = json.loads(path.read_text(encoding="utf-8")).get(part, {})
-    except (ValueError, AttributeError) as error:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
         raise UsageError(f"{path} cannot be read: {error}", hint="Remove it, and measure again.") from None
-    return dict(found)
+    if isinstance(found, dict):
+        return found
+    raise UsageError(f"{path} holds a {type(found).__name__}, not measurements", hint="Remove it, and measure again.")
 
 
 def keep_measured(parts: Mapping[str, Mapping[str, Any]], path: Path | None = None) -> Path:
     """Add entries to what was measured before; an entry of the same name is replaced."""
     path = path or measured_file()
     path.parent.mkdir(parents=True, exist_ok=True)
-    kept: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    kept = _read_measured(path)
     for part, entries in parts.items():
         kept[part] = {**kept.get(part, {}), **entries}
     replace_file(path, json.dumps(kept, indent=1) + "\n")

@@ -73,6 +73,14 @@ def test_nothing_fits_ends_with_2_and_the_smallest_change():
     assert found["smallest_change"]
 
 
+def test_a_batch_smaller_than_the_data_ranks_names_the_nearest_that_works():
+    answer = phalanx("plan", "resnet50", "--gpus", 16, "--gpu", "h100", "--global-batch", 4)
+    assert answer.code == 2
+    assert "  a global batch of 16 instead of 4\n" in answer.out
+    assert "GPUs instead of" not in answer.out
+    assert "a global batch of 4 cannot be divided by 16 data ranks" in answer.out
+
+
 def test_deadline_and_budget():
     answer = phalanx(*SMALL, "--tokens", "10B", "--deadline", "1h", "--budget", "1e9")
     assert "of the deadline of 1 h: missed by" in answer.out

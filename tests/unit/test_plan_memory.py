@@ -206,6 +206,22 @@ def test_stages_of_a_pipeline_differ() -> None:
     assert rank_memory(LLAMA_70B, GPU, folded, goal)["first stage"]["logits"] > 0  # it holds the last stage too
 
 
+def test_a_pipeline_keeps_gradients_whole_until_the_last_micro_batch() -> None:
+    goal = Goal(global_batch=64, seq_len=128)
+    stage = LLAMA_70B.layers / 4 * LLAMA_70B.layer_parameters() / 8  # of a middle rank
+    for kind in (1, 2, 3):
+        layout = Layout(tp=8, pp=4, dp_shard=2, zero_stage=kind, sequence_parallel=True, recompute="full")
+        parts = rank_memory(LLAMA_70B, GPU, layout, goal)["middle stage"]
+        assert total(parts) * GIB == pytest.approx((2 + 4 + 12 / 2) * stage, rel=0.02), kind
+
+
+def test_gpipe_keeps_the_probabilities_of_all_micro_batches() -> None:
+    goal, common = Goal(global_batch=16, seq_len=4096), {"tp": 8, "pp": 4, "sequence_parallel": True}
+    plain = rank_memory(LLAMA_70B, GPU, Layout(**common), goal)["last stage"]["logits"]
+    waiting = rank_memory(LLAMA_70B, GPU, Layout(**common, schedule="gpipe"), goal)["last stage"]["logits"]
+    assert (waiting - plain) * GIB == pytest.approx(15 * 4 * 4096 * LLAMA_70B.vocab / 8)
+
+
 def test_each_way_to_save_memory_saves_some() -> None:
     goal = Goal(global_batch=64, seq_len=4096)
     base = Layout(dp_shard=8, micro_batch=1)

@@ -140,7 +140,10 @@ def test_a_measured_gpu_is_found_by_its_short_name(config_home):
     own |= {"attention": 0.3, "sms": 2}
     (config_home / "measured.json").write_text(json.dumps({"gpus": {"measured:elsewhere": own}}))
     assert presets.gpu("measured").name == "measured:elsewhere"
-    (config_home / "measured.json").write_text("{")
+    for wrong, words in (("[]", "holds a list"), ("{", "cannot be read")):
+        (config_home / "measured.json").write_text(wrong)
+        with pytest.raises(UsageError, match=words):
+            presets.keep_measured({"gpus": {}})
     with pytest.raises(UsageError, match=r"measured\.json cannot be read"):
         presets.gpu("measured")
 
