@@ -1,4 +1,4 @@
-"""A real Slurm of two nodes on this machine: munged, slurmctld and two slurmd, on free ports, in a folder of the test."""
+"""A real Slurm of two nodes on this machine: munged, slurmctld and two slurmd, on free ports, in one folder."""
 
 from __future__ import annotations
 

@@ -19,6 +19,8 @@ from phalanx.submit.target import CommonOptions, Status, Target
 
 SIGNAL_SECONDS = 120
 """How long before the end of the time limit ranks get SIGUSR1: time to save."""
+WAIT_SECONDS = 60
+"""How long the other tasks may take to end after the first has."""
 _PLAIN = ("partition", "account", "qos", "constraint", "mem", "nodelist", "array")
 """Options that sbatch has under the same name."""
 _STATES = {
@@ -143,8 +145,8 @@ class Slurm(Target[SlurmOptions]):
         yield ""
         if self.options.ship == "archive":
             yield from unpack_lines("${SLURM_TMPDIR:-/tmp}/phalanx-$SLURM_JOB_ID", "srun --ntasks-per-node=1 ")
-        yield "# A rank that fails ends the step on all machines; the launchers have reported why."
-        yield f"srun --kill-on-bad-exit=1 {self._inside()}{shlex.join(self._command(job))}{self._array_folder(job)}"
+        yield "# Launchers end together and say why. Killing them at the first exit would lose exit code 75 of the others."
+        yield f"srun --kill-on-bad-exit=0 --wait={WAIT_SECONDS} {self._inside()}{shlex.join(self._command(job))}{self._array_folder(job)}"
         yield "code=$?"
         yield ""
         if self.options.requeue:
