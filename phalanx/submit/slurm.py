@@ -145,8 +145,9 @@ class Slurm(Target[SlurmOptions]):
         yield ""
         if self.options.ship == "archive":
             yield from unpack_lines("${SLURM_TMPDIR:-/tmp}/phalanx-$SLURM_JOB_ID", "srun --ntasks-per-node=1 ")
-        yield "# Launchers end together and say why. Killing them at the first exit would lose exit code 75 of the others."
-        yield f"srun --kill-on-bad-exit=0 --wait={WAIT_SECONDS} {self._inside()}{shlex.join(self._command(job))}{self._array_folder(job)}"
+        yield "# Launchers end together and say why; killed at the first exit, the others could not report theirs."
+        command = f"{self._inside()}{shlex.join(self._command(job))}{self._array_folder(job)}"
+        yield f"srun --kill-on-bad-exit=0 --wait={WAIT_SECONDS} {command}"
         yield "code=$?"
         yield ""
         if self.options.requeue:
