@@ -16,11 +16,11 @@ from phalanx.world.schedules import SCHEDULES
 
 STRATEGIES = ("ddp", "fsdp", "tensor", "pipeline", "context", "expert", "3d")
 MAX_MICRO_BATCH = 64
-SIMPLER = 1.10
-"""A layout with fewer axes is preferred while it is not slower than this: smaller differences are within the error of
-the prediction."""
+AXIS_GAIN = 1.12
+"""How much faster each further axis must make a step: less is within the error of the prediction, and not worth a
+layout that is harder to run."""
 ALIKE = 1.02
-"""As `SIMPLER`, for ways to shard."""
+"""A way to shard that is simpler is preferred while it is not slower than this."""
 EQUAL = 1.003
 HOST_SHARE = 0.8
 """Share of a machine's memory that offloaded states may take."""
@@ -100,8 +100,9 @@ def simplest(found: Found) -> Layout | None:
     """Return the fastest layout, or one with fewer axes that is about as fast."""
     if not found.fitting:
         return None
-    near = found.fitting
-    for count, slower in ((_axes, SIMPLER), (_sharding, ALIKE), (lambda layout: layout.recompute != "none", EQUAL)):
+    fewest = _axes(min(found.fitting, key=lambda pair: pair[0] * AXIS_GAIN ** _axes(pair[1]))[1])
+    near = [pair for pair in found.fitting if _axes(pair[1]) == fewest]
+    for count, slower in ((_sharding, ALIKE), (lambda layout: layout.recompute != "none", EQUAL)):
         near = [pair for pair in near if pair[0] <= slower * near[0][0]]
         fewest = min(count(layout) for _, layout in near)
         near = [pair for pair in near if count(pair[1]) == fewest]

@@ -68,13 +68,14 @@ class Machine:
 def attention_kind(layout: Layout, gpu: Gpu) -> str:
     """Return the attention kernel of a layout: flash, but for the publications before it.
 
-    `auto` with recomputation and replicated weights on a GPU before Hopper is what Megatron-LM measured in 2021 and
-    2022: scores in memory, which selective recomputation drops.
+    `auto` with replicated weights and recomputation or tensor parallelism, on a GPU before Hopper, is what Megatron-LM
+    measured in 2021 and 2022: scores in memory, which selective recomputation drops.
     """
     if layout.attention != "auto":
         return layout.attention
     old = gpu.name.startswith(("v100", "a100"))
-    return "materialized" if old and layout.recompute != "none" and layout.stage < 3 else "flash"
+    megatron = layout.stage < 3 and (layout.recompute != "none" or layout.tp > 1)
+    return "materialized" if old and megatron else "flash"
 
 
 def kernel_kind(layout: Layout, gpu: Gpu) -> str:
