@@ -59,7 +59,7 @@ CASES: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
     ("GPT-2 1.5B, batch 64", "gpt2-1.5b", "4xv100-16", {"global_batch": 64}),
     ("LLaMA-7B", "llama-7b", "8xa100-40", {}),
     ("LLaMA-7B, small GPUs", "llama-7b", "8xv100-16", {}),
-    ("LLaMA-70B, 400 Gbit/s", "llama-70b", "8xp4de.24xlarge", {"global_batch": 512, "seq_len": 4096}),
+    ("LLaMA-70B, no InfiniBand", "llama-70b", "8xa2-highgpu-8g", {"global_batch": 1024, "seq_len": 4096}),
     ("fine-tune LLaMA-70B", "llama-70b", "8xa100-80", {"lora_rank": 16, "global_batch": 64, "seq_len": 2048}),
 )
 """The scenarios of the matrix: words, model, cluster, and changes of the usual goal and constraints."""
