@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from phalanx.world.mesh import Mesh
 
 RECOMPUTE = ("none", "selective", "full")
+KERNELS = ("auto", "eager", "autocast", "fused")
 ATTENTION = ("auto", "flash", "materialized")
 PRECISIONS = ("bf16", "fp16", "fp8", "fp32")
 
@@ -33,8 +34,13 @@ class Layout:
     zero_stage: int | None = None
     """What dp_shard x cp ranks shard: optimizer (1), gradients too (2), parameters too (3). None: 3 if > 1, else 0."""
     schedule: str = "1f1b"
+    balanced: bool = False
+    """Whether the stage with the output layer has fewer layers, as `train` cuts; else all have as many."""
     attention: str = "auto"
     """flash, or materialized (the scores are written to memory); auto: see `timing`."""
+    kernels: str = "auto"
+    """eager (one per operation, weights in 16 bits), autocast (torch's, weights in fp32), fused (torch.compile,
+    Transformer Engine); auto: as published, see `timing`."""
     offload: str = "none"
     """none, or cpu: parameters, gradients and optimizer states are kept in host memory (fsdp)."""
     lora_rank: int | None = None
@@ -96,3 +102,11 @@ class Goal:
     budget: float | None = None
     """Money, in the currency of the price file."""
     compile: bool = False
+    reduce_bytes: int | None = None
+    """Bytes per value of gradients while they are reduced. None: as published, 2 for replicated weights, 4 for FSDP."""
+
+    def bytes_reduced(self, layout: Layout) -> int:
+        """Return the bytes per value of gradients while they are reduced."""
+        if self.reduce_bytes is not None:
+            return self.reduce_bytes
+        return 4 if self.precision == "fp32" or layout.stage == 3 else 2

@@ -49,6 +49,10 @@ class ModelShape:
     """Vision transformer: values per patch (16 x 16 x 3 = 768)."""
     outputs: int | None = None
     """Classes, where the output is not the vocabulary."""
+    layer_extra: int = 0
+    """Parameters of each layer that the dimensions above do not give (norms of queries and keys, fewer biases)."""
+    extra: int = 0
+    """Parameters outside the layers that the dimensions do not give (a norm of the embedding, an output bias)."""
 
     @property
     def attention_width(self) -> int:
@@ -98,7 +102,7 @@ class ModelShape:
 
     def layer_parameters(self, layer: int = -1) -> int:
         """Return the parameters of one layer (-1: the last)."""
-        plain = self.attention_parameters + 2 * self.norm_parameters
+        plain = self.attention_parameters + 2 * self.norm_parameters + self.layer_extra
         if not self.experts or 0 <= layer < self.dense_layers:
             return plain + self.mlp_parameters((self.dense_ffn_hidden or self.ffn) if self.experts else self.ffn)
         shared = self.shared_experts * self.mlp_parameters(self.ffn)
@@ -123,7 +127,7 @@ class ModelShape:
         """All parameters."""
         layers = sum(self.layer_parameters(layer) for layer in range(self.dense_layers))
         layers += (self.layers - self.dense_layers) * self.layer_parameters()
-        return layers + self.embedding_parameters + self.head_parameters
+        return layers + self.embedding_parameters + self.head_parameters + self.extra
 
     @property
     def active_parameters(self) -> int:
@@ -133,7 +137,7 @@ class ModelShape:
 
     def matmul_parameters(self) -> int:
         """Return the weights that multiply each token: the layers' matrices and the output layer."""
-        attention = self.hidden * (2 * self.attention_width + 2 * self.kv_width)
+        attention = self.hidden * (2 * self.attention_width + 2 * self.kv_width) + self.layer_extra
         dense = self.mlp_matrices * self.hidden * ((self.dense_ffn_hidden or self.ffn) if self.experts else self.ffn)
         routed = self.mlp_matrices * self.hidden * self.ffn * (self.active_experts + self.shared_experts)
         mixture = routed + self.hidden * self.experts
@@ -171,3 +175,5 @@ class TracedShape:
     buffers: int = 0
     supports: tuple[str, ...] = field(default=())
     """Axes that the module's own methods allow: tensor, pipeline, context, expert."""
+    example: str = ""
+    """One sample that it was traced with: 3x224x224, tokens:1024."""
