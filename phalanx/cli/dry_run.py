@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING
 
 from phalanx.cli.json_output import print_json
@@ -22,6 +23,7 @@ def show_plan(recipe: Recipe | None, resolved: Resolved, layout: JobLayout, what
         from phalanx.trainers.estimate import estimate_recipe  # imports torch
 
         estimate = estimate_recipe(recipe, config, layout)
+        layout = dataclasses.replace(layout, mesh=estimate.mesh)
     settings = given_settings(resolved, config)
     if as_json:
         ranks = {"ranks": layout.world_size, "nodes": layout.num_nodes, "device": layout.device}

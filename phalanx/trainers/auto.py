@@ -69,7 +69,7 @@ def settle_strategy(
     if whole <= limit:
         return Settled(config)
     change, needed = next((one for one in needs if one[1] <= limit), needs[-1])
-    short = "" if needed <= limit else f", and even so {needed:.3g} GiB"
+    short = "" if needed <= limit else f"; even so a rank needs {needed:.3g} GiB"
     why = f"because ddp would need {whole:.3g} GiB of {limit:.3g} GiB per rank{short}"
     words = ", ".join(f"{name} = {value!r}" for name, value in change.items())
     return Settled(config.with_trusted(**change), f"strategy auto: {words}, {why}")

@@ -43,12 +43,13 @@ class RunNeeds:
     peak: int
     """Bytes per rank with activations and buffers, by the planner's formulas."""
     strategy: str
+    mesh: Mesh
     note: str = ""
     """Why strategy = "auto" is another one than the default."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data."""
-        found = dict(vars(self))
+        found = {name: value for name, value in vars(self).items() if name != "mesh"}
         memory = {**self.memory._asdict(), "total": sum(self.memory), "peak": found.pop("peak")}
         return {**found, "memory": memory}
 
@@ -83,6 +84,7 @@ def estimate_recipe(recipe: Recipe, config: DistributedConfig, layout: JobLayout
         memory=estimate_memory(model, config, mesh),
         peak=_peak(model, config, train, mesh, layout.device),
         strategy=config.resolved_strategy,
+        mesh=mesh,
         note=note,
     )
 

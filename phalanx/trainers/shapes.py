@@ -13,17 +13,28 @@ from phalanx.errors import UsageError
 from phalanx.models.registry import build
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.layout import Goal, Layout
-from phalanx.plan.model import ModelShape
+from phalanx.plan.model import ModelShape, TracedShape
 from phalanx.plan.rules import accepted
+from phalanx.torch_compat import pytree
 from phalanx.trainers.fake_ranks import dry_run
 from phalanx.trainers.fake_report import DryRun
 
 
-def dry_run_layout(shape: ModelShape, layout: Layout, goal: Goal, cluster: Cluster) -> DryRun:
-    """Try a planned layout of a shape; see `dry_run`."""
+def dry_run_layout(
+    shape: ModelShape | TracedShape,
+    layout: Layout,
+    goal: Goal,
+    cluster: Cluster,
+    make: Callable[[], nn.Module] | None = None,
+) -> DryRun:
+    """Try a planned layout; see `dry_run`. `make` builds the model; None: the reference model of the shape."""
     config = accepted(layout, goal, cluster)
-    make, batch = model_of(shape, goal.seq_len), batch_of(shape, goal.seq_len)
-    return dry_run(make, batch, config, cluster.gpus, cluster.gpus // cluster.nodes)
+    ranks = cluster.gpus, cluster.gpus // cluster.nodes
+    if isinstance(shape, ModelShape):
+        return dry_run(make or model_of(shape, goal.seq_len), batch_of(shape, goal.seq_len), config, *ranks)
+    if make is None:
+        raise UsageError(f"a dry run of {shape.name} needs the model itself, not its shape")
+    return dry_run(make, _example_of(shape), config, *ranks, loss_fn=_mean_output)
 
 
 def model_of(shape: ModelShape, seq_len: int) -> Callable[[], nn.Module]:
@@ -56,6 +67,23 @@ def _reference(shape: ModelShape, seq_len: int) -> tuple[str | None, dict[str, A
         return "moe" if plain else None, {**text, "experts": shape.experts, "top_k": shape.active_experts}
     plain = shape.ffn == 4 * shape.hidden and shape.kv_heads in (None, shape.heads) and not shape.experts
     return "gpt" if plain else None, {**text, "bias": shape.biases, "block_size": max(shape.positions, seq_len)}
+
+
+def _example_of(shape: TracedShape) -> Callable[[int], Any]:
+    """Return what makes a batch of the samples with which a module was traced."""
+    kind, _, sizes = shape.example.rpartition(":")
+    dtype = torch.long if kind == "tokens" else torch.float32
+
+    def samples(count: int) -> Any:
+        return torch.zeros(count, *map(int, sizes.split("x")), dtype=dtype), torch.zeros(count)
+
+    return samples
+
+
+def _mean_output(output: Any, _: Any) -> torch.Tensor:
+    """Stand in for a loss that is not known: a number of every output."""
+    found = [leaf.float().mean() for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+    return torch.stack(found).mean()
 
 
 def batch_of(shape: ModelShape, seq_len: int) -> Callable[[int], Any]:

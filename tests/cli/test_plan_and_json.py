@@ -63,6 +63,7 @@ def test_a_large_model_is_planned_without_its_memory():
 def test_auto_shards_a_model_whose_copies_do_not_fit():
     big = plan("llama", "--preset", "7b", "--device", "cpu", "--num-workers", 8)
     assert big["strategy"] == "fsdp"
+    assert big["mesh"]["dp_shard"] == 8
     assert "because ddp would need" in big["estimate"]["note"]
     assert plan("digits", "--device", "cpu", "--num-workers", 2)["strategy"] == "ddp"
 

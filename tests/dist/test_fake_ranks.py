@@ -10,10 +10,12 @@ from phalanx.errors import PhalanxError, UsageError
 from phalanx.loop.formation import Formation
 from phalanx.models.gpt import gpt
 from phalanx.models.llama import llama
+from phalanx.models.resnet import resnet
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.layout import Goal, Layout
 from phalanx.plan.model import ModelShape
 from phalanx.plan.rules import refusal
+from phalanx.plan.trace import trace_module
 from phalanx.trainers import fake_ranks
 from phalanx.trainers.fake_ranks import dry_run
 from phalanx.trainers.fake_report import DryRun, FakeRank
@@ -199,6 +201,20 @@ def test_what_the_planner_calls_possible_starts():
         except PhalanxError as error:
             raise AssertionError(f"{layout} {goal}") from error
         assert result.world_size == layout.gpus
+
+
+def test_a_traced_module_is_tried_with_the_samples_of_its_trace():
+    with torch.device("meta"):
+        shape = trace_module(resnet("resnet18"), "3x32x32")
+    goal, cluster = Goal(global_batch=32, precision="fp32"), Cluster(gpu="h100", gpus=8)
+    result = dry_run_layout(shape, Layout(dp_replicate=8, micro_batch=4), goal, cluster, lambda: resnet("resnet18"))
+    assert result.ranks[0].by_kind()["parameters"] >= 4 * shape.parameters
+    assert sum(sent.total for sent in result.ranks[0].collectives if sent.op == "all-reduce") == 4 * shape.parameters
+    with pytest.raises(UsageError, match="needs the model itself"):
+        dry_run_layout(shape, Layout(dp_replicate=8, micro_batch=4), goal, cluster)
+    encoder = ModelShape(layers=2, hidden=64, heads=4, vocab=64, causal=False, name="bert-tiny")
+    with pytest.raises(UsageError, match="none of the reference models has the shape of bert-tiny"):
+        dry_run_layout(encoder, Layout(dp_replicate=8, micro_batch=4), goal, cluster)
 
 
 @long_proof
