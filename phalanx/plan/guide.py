@@ -107,7 +107,7 @@ def why(case: PlanCase, plan: Plan) -> str:
     assert plan.best is not None
     layout, found = plan.best.layout, plan.best.estimate
     if layout.stage == 0 and layout.tp * layout.pp * layout.cp == 1:
-        return f"a whole copy fits ({found.needed_gib:.0f} of {found.memory_limit_gib:.0f} GiB): the simplest is enough"
+        return f"a whole copy fits ({found.needed_gib:.0f} of {found.memory_limit_gib:.0f} GiB), and it is simplest"
     simpler = "ddp" if layout.tp * layout.pp * layout.cp == 1 else "fsdp"
     limits = replace(case.limits, strategy=simpler, offload="none")
     other = search(case.model, case.cluster, case.goal, limits)
