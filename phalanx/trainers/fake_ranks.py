@@ -191,7 +191,9 @@ def _apart(run: Callable[..., Any], rank: int, count: int, shapes: list[Any]) ->
     except EOFError:
         child.join()
         raise ModelError(f"the dry run of rank {rank} ended with exit code {child.exitcode}") from None
-    child.join()
+    finally:
+        child.kill()  # where this process was interrupted; else it has ended
+        child.join()
     if isinstance(found, Exception):
         raise found
     shapes[:] = found[1]

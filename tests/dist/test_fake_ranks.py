@@ -194,8 +194,9 @@ def possible_layouts(count: int, seed: int) -> list[tuple[Layout, Goal, Cluster]
     return found
 
 
+@pytest.mark.timeout(900)
 def test_what_the_planner_calls_possible_starts():
-    for layout, goal, cluster in possible_layouts(60 if ALL else 2, seed=3):
+    for layout, goal, cluster in possible_layouts(40 if ALL else 2, seed=3):
         try:
             result = dry_run_layout(SHAPE, layout, goal, cluster)
         except PhalanxError as error:
@@ -218,6 +219,7 @@ def test_a_traced_module_is_tried_with_the_samples_of_its_trace():
 
 
 @long_proof
+@pytest.mark.timeout(900)
 def test_seventy_billion_parameters_on_64_ranks():
     shape = ModelShape(
         name="llama-70b",
