@@ -54,6 +54,16 @@ PRIVATE = {
     "torch.utils.data._utils.worker:_worker_info": "iterable data sets with worker processes",
     "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter._shutdown_workers": "stopping DataLoader workers",
     "torch.distributed.elastic.rendezvous.utils:_matches_machine_hostname": "several nodes",
+    "torch._subclasses.fake_tensor:FakeTensorMode": "phalanx plan --dry-run",
+    "torch._subclasses.fake_tensor:unset_fake_temporarily": "phalanx plan --dry-run",
+    "torch.testing._internal.distributed.fake_pg:FakeStore": "phalanx plan --dry-run",
+    "torch.distributed.distributed_c10d:_resolve_process_group": "phalanx plan --dry-run",
+    "torch._C._distributed_c10d:ProcessGroup.unbox": "phalanx plan --dry-run",
+    "torch.distributed.pipelining.schedules:_PipelineSchedule._warmup_p2p": "phalanx plan --dry-run of a pipeline",
+    "torch.distributed.pipelining.stage:PipelineStage._recv_meta": "phalanx plan --dry-run of a pipeline",
+    "torch.distributed.pipelining.stage:PipelineStage._send_meta": "phalanx plan --dry-run of a pipeline",
+    "torch.distributed.pipelining.stage:_derive_grad_metas": "phalanx plan --dry-run of a pipeline",
+    "torch.distributed.pipelining.stage:_StageBackwardMeta": "phalanx plan --dry-run of a pipeline",
 }
 """`module:attribute` of each private API, and what does not work without it."""
 
@@ -320,3 +330,13 @@ def flash_cuda_backward(
 def cuda_runtime() -> Any:
     """Return the CUDA runtime's functions, to page-lock memory that torch has not allocated."""
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
+# tensors without values
+
+
+def is_fake(tensor: Any) -> bool:
+    """Whether a tensor has no values: one of a fake rank."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(tensor, FakeTensor)

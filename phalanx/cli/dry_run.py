@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING
 
 from phalanx.cli.json_output import print_json
@@ -22,18 +23,21 @@ def show_plan(recipe: Recipe | None, resolved: Resolved, layout: JobLayout, what
         from phalanx.trainers.estimate import estimate_recipe  # imports torch
 
         estimate = estimate_recipe(recipe, config, layout)
+        layout = dataclasses.replace(layout, mesh=estimate.mesh)
     settings = given_settings(resolved, config)
     if as_json:
         ranks = {"ranks": layout.world_size, "nodes": layout.num_nodes, "device": layout.device}
-        plan = {"strategy": config.resolved_strategy, "mesh": layout.mesh.sizes}
+        plan = {"strategy": estimate.strategy if estimate else config.resolved_strategy, "mesh": layout.mesh.sizes}
         needs = None if estimate is None else estimate.to_dict()
         print_json({"run": what, **ranks, **plan, "estimate": needs, "settings": settings})
         return 0
     rows = [("run", what), ("layout", _layout_words(layout))]
-    rows.append(("strategy", f"{config.resolved_strategy} (backend {config.backend})"))
+    chosen = estimate.strategy if estimate else config.resolved_strategy
+    rows.append(("strategy", f"{chosen} (backend {config.backend})"))
     if estimate is None:
         rows.append(("not known", "model, batch, steps and memory: the script decides them when it runs"))
     else:
+        rows += [("", estimate.note)] if estimate.note else []
         rows += _estimate_rows(resolved, layout, estimate)
     print(table(rows))
     print("settings")
@@ -68,5 +72,5 @@ def _estimate_rows(resolved: Resolved, layout: JobLayout, estimate: RunNeeds) ->
         ("batch", batch),
         ("steps", steps),
         ("memory", f"about {size(sum(estimate.memory))} per rank{where}: {parts}"),
-        ("", f"without {estimate.left_out}"),
+        ("", f"about {size(estimate.peak)} at the peak, with activations and buffers"),
     ]

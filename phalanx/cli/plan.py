@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from phalanx.plan.layout import Goal
     from phalanx.plan.model import ModelShape, TracedShape
     from phalanx.plan.report import Plan
+    from phalanx.trainers.fake_report import DryRun
 
 _HELP = """Say which layout fits a model on a cluster, how fast it trains, what it costs, and why. Needs no GPU.
 
@@ -123,6 +124,7 @@ def _add_answers(group: argparse._ArgumentGroup) -> None:
         help="what each engine can do for this job: DeepSpeed, Horovod, Ray, TensorFlow",
     )
     add("--designs", action="store_true", help="compare GPUs per machine, adapters per GPU, and rail or tree networks")
+    add("--dry-run", action="store_true", help="run the real code of one rank of each kind, on fake tensors")
     add("--guide", action="store_true", help="which strategy to choose, in one screen")
     add("--calibrate", action="store_true", help="measure this machine, for --gpu measured")
     add("--calibrate-from", metavar="RUN", help="keep how far a run was from its prediction, for the next plans")
@@ -193,19 +195,32 @@ def _show(namespace: argparse.Namespace, case: PlanCase, plan: Plan) -> None:
     answers = [answer(question, case, plan) for question in namespace.what_if]
     answers += [designs(case, plan)] if namespace.designs else []
     rows = engines(case, plan) if namespace.engines else None
+    tried = _dry_run(subject, plan) if namespace.dry_run and plan.best is not None else None
     if namespace.html is not None:
         from phalanx.plan.page import page
 
         Path(namespace.html).write_text(page(plan, subject, answers), encoding="utf-8")
     if namespace.json:
-        more = {"what_if": [each.data() for each in answers], "engines": rows and rows.data()}
+        more: dict[str, Any] = {"what_if": [each.data() for each in answers], "engines": rows and rows.data()}
+        more["dry_run"] = tried and tried.to_dict()
         print_json({**plan_data(plan, subject), **{name: value for name, value in more.items() if value}})
         return
     limits = limits_words(plan)
     sections = [plan_text(plan, subject), *limits, *(each.text() for each in answers), *([rows.text()] if rows else [])]
+    sections += [tried.text()] if tried else []
     print("\n\n".join(sections))
     if namespace.html is not None:
         print(f"\nThe same as pictures: {namespace.html}")
+
+
+def _dry_run(subject: str, plan: Plan) -> DryRun:
+    """Run the chosen layout on fake ranks; a class of the user is built from its import path."""
+    from phalanx.recipes.imports import is_import_path, load_import
+    from phalanx.trainers.shapes import dry_run_layout  # imports torch
+
+    assert plan.best is not None, "only a plan that fits is tried"
+    make = load_import(subject, "model") if is_import_path(subject) else None
+    return dry_run_layout(plan.model, plan.best.layout, plan.goal, plan.cluster, make)
 
 
 def limits_words(plan: Plan) -> list[str]:

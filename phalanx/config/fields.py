@@ -85,7 +85,8 @@ class Parallelism:
     )
     strategy: str = option(
         "auto",
-        "how the ranks share the work (auto: the default of the backend; shared memory on the CPUs of one machine)",
+        "how the ranks share the work (auto: the default of the backend, with shared memory on the CPUs of one "
+        "machine, or fsdp for a model whose copies do not fit)",
         choices=STRATEGIES,
         entry_points="phalanx.strategies",
     )

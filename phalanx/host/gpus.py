@@ -1,9 +1,13 @@
-"""The GPUs of this machine, by NVML: how many there are and how busy one is. No torch, no CUDA context."""
+"""The GPUs of this machine, by NVML: how many there are, their memory, how busy one is; and the memory of the host.
+
+No torch, no CUDA context.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import os
+from pathlib import Path
 
 _SUCCESS = 0
 
@@ -13,6 +17,36 @@ def count_gpus() -> int:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     installed = _installed_gpus()
     return installed if visible is None else min(installed, _count_visible(visible, installed))
+
+
+def gpu_memory() -> int:
+    """Return the bytes of the smallest GPU of this machine; 0 without a driver."""
+    nvml = _load_nvml()
+    if nvml is None:
+        return 0
+    try:
+        count = ctypes.c_uint(0)
+        found = nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) == _SUCCESS
+        return min((_memory_of(nvml, index) for index in range(count.value)), default=0) if found else 0
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _memory_of(nvml: ctypes.CDLL, index: int) -> int:
+    handle, memory = ctypes.c_void_p(), _Memory()
+    nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle))
+    nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory))
+    return int(memory.total)
+
+
+_GROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+
+
+def host_memory() -> int:
+    """Return the bytes of memory that processes of this machine, or of this container, may use together."""
+    installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = _GROUP_LIMIT.read_text().strip() if _GROUP_LIMIT.is_file() else ""
+    return min(installed, int(limit)) if limit.isdecimal() else installed
 
 
 def _installed_gpus() -> int:
@@ -40,6 +74,10 @@ def _count_visible(visible: str, installed: int) -> int:
 
 class _Rates(ctypes.Structure):
     _fields_ = (("gpu", ctypes.c_uint), ("memory", ctypes.c_uint))
+
+
+class _Memory(ctypes.Structure):
+    _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
 
 
 class GpuLoad:

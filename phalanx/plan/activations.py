@@ -86,7 +86,9 @@ def torch_layer_bytes(
     projections = width * (model.attention_width + 2 * model.kv_width) / tp
     mixed = (width * model.attention_width + SINGLE * model.heads) / tp
     if recompute == "selective":
-        return inputs + projections + mixed + _product_outputs(model, tp, width, lora=lora) - compiled * width * hidden
+        received = (2 * SINGLE * hidden + 2 * width * hidden / tp) if tp > 1 else 0.0  # gathered inputs, summed outputs
+        outputs = _product_outputs(model, tp, width, lora=lora)
+        return inputs + projections + mixed + outputs + received - compiled * width * hidden
     norms = 2 * SINGLE * hidden / tp
     return (
         norms + _input_copies(model, width, compiled, lora) + projections + mixed + _feed_bytes(model, tp, width, lora)
@@ -169,16 +171,18 @@ def per_token(
     compiled: bool = False,
     residual: int = SINGLE,
     lora: bool = False,
+    whole_logits: bool = False,
 ) -> PerToken:
-    """Return what torch keeps of Phalanx's models."""
+    """Return what torch keeps of Phalanx's models; `whole_logits`: tensor-parallel ranks gather them (pipelines)."""
     kept, plain = (
         torch_layer_bytes(model, tp, half=half, recompute=kind, compiled=compiled, residual=residual, lora=lora)
         for kind in (recompute, "none")
     )
     again = 0.0 if recompute == "none" else plain - kept
     last = (SINGLE / tp + (HALF if half else SINGLE)) * model.hidden
-    loss = LOGITS["compiled" if compiled else "split" if tp > 1 else "half" if half else "fp32"]
-    return PerToken(kept, again + working_bytes(model, tp, half=half), last, _logits(model, seq_len, tp, loss))
+    split = 1 if whole_logits else tp
+    loss = LOGITS["compiled" if compiled else "split" if split > 1 else "half" if half else "fp32"]
+    return PerToken(kept, again + working_bytes(model, tp, half=half), last, _logits(model, seq_len, split, loss))
 
 
 @lru_cache(maxsize=4096)

@@ -59,7 +59,7 @@ CASES: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
     ("GPT-2 1.5B, batch 64", "gpt2-1.5b", "4xv100-16", {"global_batch": 64}),
     ("LLaMA-7B", "llama-7b", "8xa100-40", {}),
     ("LLaMA-7B, small GPUs", "llama-7b", "8xv100-16", {}),
-    ("LLaMA-70B, 400 Gbit/s", "llama-70b", "8xp4de.24xlarge", {"global_batch": 512, "seq_len": 4096}),
+    ("LLaMA-70B, no InfiniBand", "llama-70b", "8xa2-highgpu-8g", {"global_batch": 1024, "seq_len": 4096}),
     ("fine-tune LLaMA-70B", "llama-70b", "8xa100-80", {"lora_rank": 16, "global_batch": 64, "seq_len": 2048}),
 )
 """The scenarios of the matrix: words, model, cluster, and changes of the usual goal and constraints."""
@@ -107,7 +107,7 @@ def why(case: PlanCase, plan: Plan) -> str:
     assert plan.best is not None
     layout, found = plan.best.layout, plan.best.estimate
     if layout.stage == 0 and layout.tp * layout.pp * layout.cp == 1:
-        return f"a whole copy fits ({found.needed_gib:.0f} of {found.memory_limit_gib:.0f} GiB): the simplest is enough"
+        return f"a whole copy fits ({found.needed_gib:.0f} of {found.memory_limit_gib:.0f} GiB), and it is simplest"
     simpler = "ddp" if layout.tp * layout.pp * layout.cp == 1 else "fsdp"
     limits = replace(case.limits, strategy=simpler, offload="none")
     other = search(case.model, case.cluster, case.goal, limits)

@@ -16,6 +16,7 @@ from phalanx.plan.activations import HALF, SINGLE, PerToken, in_flight, per_toke
 from phalanx.plan.cluster import Gpu
 from phalanx.plan.layout import Goal, Layout
 from phalanx.plan.model import ModelShape, TracedShape
+from phalanx.plan.states import Counts, StageLayers, counts, even_cut, state_bytes, train_cut
 from phalanx.world.schedules import SCHEDULES
 
 GIB = float(2**30)
@@ -25,67 +26,6 @@ FRAGMENTATION = 0.03
 """Memory in pieces too small to use, as a share of what is in use: measured where a GPU was nearly full."""
 BUCKETS = 50 * 2**20
 """DDP: two buckets under way."""
-_STATES = {"adamw": 2, "adam": 2, "rmsprop": 2, "adagrad": 1, "sgd": 1}
-"""Values per parameter that an optimizer keeps (with momentum)."""
-
-
-class StateBytes(NamedTuple):
-    """Bytes per parameter."""
-
-    weights: float
-    gradients: float
-    optimizer: float
-
-
-def state_bytes(precision: str = "bf16", optimizer: str = "adamw", *, master_weights: bool = True) -> StateBytes:
-    """Return the bytes per parameter: 2 + 2 + 12 in mixed precision with AdamW, 4 + 4 + 8 in fp32.
-
-    torch's autocast keeps 4 + 4 + 8 instead of 2 + 2 + 12: the sum is the same, the fp32 weights take the place of the
-    master copy. Without master weights everything is in half precision.
-    """
-    states = _STATES.get(optimizer, 2)
-    if precision == "fp32":
-        return StateBytes(SINGLE, SINGLE, SINGLE * states)
-    return StateBytes(HALF, HALF, SINGLE * (1 + states) if master_weights else HALF * states)
-
-
-def zero_bytes(parameters: float, ranks: int, stage: int, states: StateBytes | None = None) -> StateBytes:
-    """Return weights, gradients and optimizer states per rank under ZeRO.
-
-    With 2 + 2 + 12 bytes: stage 1 P (4 + 12/N), stage 2 P (2 + 14/N), stage 3 16 P/N (arXiv 1910.02054).
-    """
-    states = states or state_bytes()
-    parts = zip(states, (3, 2, 1), strict=True)
-    return StateBytes(*(parameters * size / (ranks if stage >= first else 1) for size, first in parts))
-
-
-class Counts(NamedTuple):
-    """Parameters on one tensor-parallel rank, apart from the experts."""
-
-    layer: float
-    experts: float
-    """Of one layer, on average, before they are spread over ranks."""
-    embedding: float
-    head: float
-    """After the last layer; with tied weights the norm alone."""
-    table: float
-    """The output matrix, tied or not."""
-    adapters: float
-    """Of one layer and of rank 1: LoRA adapts the products of attention."""
-
-
-@lru_cache(maxsize=1024)
-def counts(model: ModelShape, tp: int = 1) -> Counts:
-    """Return the parameters of a rank; norms are on every tensor-parallel rank."""
-    experts = model.mixture_layers * model.expert_parameters / model.layers
-    layers = model.parameters - model.embedding_parameters - model.head_parameters
-    norms = 2 * model.norm_parameters
-    classes = model.vocab if model.outputs is None else model.outputs
-    head = (model.head_parameters - model.norm_parameters) / tp + model.norm_parameters
-    layer = (layers / model.layers - experts - norms) / tp + norms
-    adapters = 4 * model.hidden + 2 * model.attention_width + 2 * model.kv_width
-    table = classes * model.hidden / tp
-    return Counts(layer, experts / tp, model.embedding_parameters / tp, head, table, adapters)
 
 
 @dataclass(frozen=True)
@@ -100,21 +40,23 @@ class _Rank:
 
 
 @lru_cache(maxsize=4096)
-def _ranks(layers: int, pp: int, virtual: int, schedule: str, micro_batches: int) -> dict[str, _Rank]:
-    """Return the kinds of rank; a share of the layers that is not whole is rounded up."""
+def _ranks(cut: StageLayers, pp: int, virtual: int, schedule: str, micro_batches: int) -> dict[str, _Rank]:
+    """Return the kinds of rank; each holds `virtual` stages."""
     if pp == 1:
-        return {"all": _Rank(layers, 1.0)}
-    here = float(-(-layers // (pp * virtual)) * virtual)
+        return {"all": _Rank(cut.first, 1.0)}
     folded = schedule in SCHEDULES and SCHEDULES[schedule].folded  # the first rank holds the last stage too
-    kinds = {"first stage": 0, "middle stage": 1, "last stage": pp - 1}
+    inner = (virtual - 1) * cut.middle
+    layers = {"first stage": cut.first + inner, "middle stage": cut.middle + inner, "last stage": cut.last + inner}
+    if folded:
+        layers |= {"first stage": cut.first + cut.last + inner - cut.middle, "last stage": virtual * cut.middle}
     return {
         name: _Rank(
-            here,
+            layers[name],
             in_flight(schedule, pp, virtual, index, micro_batches),
             embeds=index == 0,
             computes_loss=index == (0 if folded else pp - 1),
         )
-        for name, index in kinds.items()
+        for name, index in {"first stage": 0, "middle stage": 1, "last stage": pp - 1}.items()
         if pp > 2 or name != "middle stage"
     }
 
@@ -133,16 +75,23 @@ def rank_memory(
     All parts but `reserve` together are what torch.cuda.max_memory_allocated counts.
     """
     micro_batches = layout.accumulation(goal.global_batch)
-    depth = model.layers if isinstance(model, ModelShape) else model.blocks
     outside = (gpu.reserve_gib if reserve_gib is None else reserve_gib) * GIB
     case = _Case(layout, goal, micro_batches, published=attention == "materialized")
     find = partial(_transformer, model, case.facts(model)) if isinstance(model, ModelShape) else partial(_traced, model)
-    found = {}
-    for name, rank in _ranks(depth, layout.pp, layout.virtual_stages, layout.schedule, micro_batches).items():
+    found, cut = {}, _cut(model, layout, case)
+    for name, rank in _ranks(cut, layout.pp, layout.virtual_stages, layout.schedule, micro_batches).items():
         parts = _at_peak(find(rank, case))
         parts["reserve"] = outside + FRAGMENTATION * sum(parts.values())
         found[name] = {part: size / GIB for part, size in parts.items()}
     return found
+
+
+def _cut(model: ModelShape | TracedShape, layout: Layout, case: _Case) -> StageLayers:
+    """Return the layers of the stages; publications have as many in each."""
+    stages = layout.pp * layout.virtual_stages
+    if isinstance(model, TracedShape):
+        return even_cut(model.blocks, stages)
+    return even_cut(model.layers, stages) if case.published or stages == 1 else train_cut(model, stages)
 
 
 class _Facts(NamedTuple):
@@ -183,7 +132,15 @@ class _Case:
         residual = HALF if self.half and self.sharded else SINGLE
         compiled = self.goal.compile
         return per_token(
-            model, seq_len, tp, recompute, half=self.half, compiled=compiled, residual=residual, lora=self.lora
+            model,
+            seq_len,
+            tp,
+            recompute,
+            half=self.half,
+            compiled=compiled,
+            residual=residual,
+            lora=self.lora,
+            whole_logits=self.layout.pp > 1,
         )
 
     def model_states(self, plain: float, experts: float, adapters: float) -> tuple[float, float, float]:
@@ -277,20 +234,33 @@ def _transformer(model: ModelShape, facts: _Facts, rank: _Rank, case: _Case) -> 
     plain, experts = rank.layers * here.layer + root, rank.layers * here.experts
     adapters = rank.layers * here.adapters * (layout.lora_rank or 0)
     states, whole = case.model_states(plain, experts, adapters), plain + experts / layout.ep
-    doubled = tied and rank.embeds and not (case.lora or case.published or case.sharded)
     loss = tokens * rank.computes_loss
     forward, backward, waiting = (loss * size for size in each.logits)
     waiting *= rank.flights - 1 if layout.schedule == "gpipe" else 0.0  # others run backward at once on the last stage
     return _Held(
         states,
         *_over_the_step(case, states, adapters if case.lora else whole, whole),
-        SINGLE * here.table * (1 if case.half else 2) if doubled else 0.0,
+        _embedding_gradient(case, rank, here.table, tied=tied),
         tokens * rank.flights * rank.layers * each.kept + loss * each.last,
         _casts(case, rank, whole - root, rank.computes_loss * here.table),
         (forward + waiting, backward + waiting),
         tokens * each.working,
         _buffers(case, whole, here.layer, root, tokens * _moved(model, layout, case.width)),
     )
+
+
+def _embedding_gradient(case: _Case, rank: _Rank, table: float, *, tied: bool) -> float:
+    """Return what the gradient of the token embedding needs besides itself, at the end of backward.
+
+    An embedding that is the output matrix too has two gradients, which are added. Tensor-parallel ranks compute the
+    gradient of the whole vocabulary, twice, before each keeps its part (DTensor).
+    """
+    if case.lora or case.published or not rank.embeds:
+        return 0.0
+    width, tp = case.width if case.sharded else SINGLE, case.layout.tp
+    if tp > 1:
+        return width * table * tp * (4 if tied else 2 - 1 / tp)
+    return width * table * (1 if case.half else 2) if tied and not case.sharded else 0.0
 
 
 def _moved(model: ModelShape, layout: Layout, width: int) -> float:

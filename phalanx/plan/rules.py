@@ -17,8 +17,8 @@ from phalanx.plan.cluster import Cluster
 from phalanx.plan.layout import Goal, Layout
 from phalanx.plan.model import ModelShape, TracedShape
 from phalanx.world.layout import check_device
-from phalanx.world.mesh import plan_mesh
-from phalanx.world.schedules import SCHEDULES
+from phalanx.world.mesh import Mesh, plan_mesh
+from phalanx.world.schedules import SCHEDULES, choose_microbatches
 from phalanx.world.splits import (
     too_long,
     too_many_stages,
@@ -58,6 +58,31 @@ def settings_of(layout: Layout, goal: Goal, cluster: Cluster) -> dict[str, Any]:
     if goal.optimizer != "adamw":
         found["optimizer"] = goal.optimizer
     return found
+
+
+def layout_of(config: Settings, mesh: Mesh, batch_size: int) -> Layout:
+    """Return the layout that settings describe: the inverse of `settings_of`."""
+    schedule = SCHEDULES[config.pipeline_schedule]
+    count = choose_microbatches(config.microbatches, batch_size, mesh.pp, schedule) if mesh.pp > 1 else 1
+    recompute = config.recompute
+    whole = mesh.dp_shard * mesh.cp == 1 or (mesh.pp > 1 and schedule.name == "zero-bubble")
+    stage = config.zero_stage or (1 if config.resolved_sharding.endswith("grad-op") else 3)
+    return Layout(
+        tp=mesh.tp,
+        pp=mesh.pp,
+        cp=mesh.cp,
+        dp_replicate=mesh.dp_replicate,
+        dp_shard=mesh.dp_shard,
+        ep=config.expert_parallel,
+        virtual_stages=schedule.stages_per_rank if mesh.pp > 1 else 1,
+        micro_batch=batch_size // count,
+        sequence_parallel=mesh.tp > 1,
+        recompute="none" if recompute is None else "selective" if recompute.selective else "full",
+        zero_stage=0 if whole else stage,
+        schedule=schedule.name,
+        offload="none" if config.offload == "none" else "cpu",
+        lora_rank=config.lora_rank,
+    )
 
 
 def _resources(cluster: Cluster) -> dict[str, Any]:

@@ -7,6 +7,7 @@ file of the planner that imports torch.
 
 from __future__ import annotations
 
+import logging
 import traceback
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
@@ -157,9 +158,12 @@ def _run(module: nn.Module, inputs: tuple[Tensor, ...], blocks: Mapping[str, nn.
     """Run forward on fake tensors in place of the parameters, and return what it needs."""
     found, counter = _Found(), FlopCounterMode(display=False)
     hooks = [block.register_forward_pre_hook(found.enter_block) for block in blocks.values()]
-    was_training = module.training
+    mode = torch_fakes.fake_mode()
+    log = logging.getLogger(type(mode).__module__)
+    was_training, was_silent = module.training, log.disabled
+    log.disabled = True  # it prints a traceback of torch before the error that is reported here
     try:
-        with torch_fakes.fake_mode():
+        with mode:
             state = _fake_state(module)
             fakes = [torch.zeros_like(each, device="cpu") for each in inputs]
             own = set(map(_key, state.values()))
@@ -171,8 +175,9 @@ def _run(module: nn.Module, inputs: tuple[Tensor, ...], blocks: Mapping[str, nn.
                 stack.enter_context(traffic)
                 output = functional_call(module.train(), state, tuple(fakes))
     except Exception as error:  # forward of the user may fail in any way
-        raise _blocked(problem, error) from error
+        raise _blocked(problem, error, f" {_HINT}") from error
     finally:
+        log.disabled = was_silent
         module.train(was_training)
         for hook in hooks:
             hook.remove()
@@ -257,14 +262,14 @@ def _usual_input(module: nn.Module) -> tuple[str, tuple[int, ...]]:
     raise UsageError(f"the input of {type(module).__name__} is not known", hint=_HINT)
 
 
-def _blocked(problem: str, error: Exception) -> UsageError:
+def _blocked(problem: str, error: Exception, more: str = "") -> UsageError:
     """Return the error that names the operation that failed, and the user's line that called it."""
     message = str(error).strip().splitlines()
     cause = f"{type(error).__name__}: {message[0]}" if message else type(error).__name__
     place = _place(traceback.extract_tb(error.__traceback__))
     return UsageError(
         f"{problem}: {cause}{f' ({place})' if place else ''}",
-        hint=f"Modules are traced without values: building and calling them must not read any. {_HINT}",
+        hint=f"Modules are traced without values: building and calling them must not read any.{more}",
     )
 
 

@@ -9,10 +9,12 @@ from torch import nn
 
 from phalanx.config import DistributedConfig
 from phalanx.loop.prepare import adapt
+from phalanx.plan.rules import layout_of
 from phalanx.recipes import Recipe
+from phalanx.trainers.auto import describe, planned_gib, settle_strategy
 from phalanx.trainers.recipe import recipe_parts, with_batch_size
 from phalanx.world.layout import JobLayout
-from phalanx.world.mesh import Mesh
+from phalanx.world.mesh import Mesh, plan_mesh
 
 _STATES = {"adamw": 2, "adam": 2, "adagrad": 1}
 """Tensors of the size of the parameters that an optimizer keeps; the others depend on momentum."""
@@ -38,13 +40,17 @@ class RunNeeds:
     steps_per_epoch: int | None
     steps: int | None
     memory: Memory
-    left_out: str = "activations, buffers for communication, and blocks while they are gathered"
-    """What `memory` does not count."""
+    peak: int
+    """Bytes per rank with activations and buffers, by the planner's formulas."""
+    strategy: str
+    mesh: Mesh
+    note: str = ""
+    """Why strategy = "auto" is another one than the default."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data."""
-        found = dict(vars(self))
-        memory = {**self.memory._asdict(), "total": sum(self.memory), "left_out": found.pop("left_out")}
+        found = {name: value for name, value in vars(self).items() if name != "mesh"}
+        memory = {**self.memory._asdict(), "total": sum(self.memory), "peak": found.pop("peak")}
         return {**found, "memory": memory}
 
 
@@ -54,10 +60,12 @@ def estimate_recipe(recipe: Recipe, config: DistributedConfig, layout: JobLayout
     adapt(model, config)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     samples = len(train) if hasattr(train, "__len__") else None
-    config = with_batch_size(config, train)
+    ranks = layout.world_size, layout.ranks_per_node
+    config, note = settle_strategy(with_batch_size(config, train), model, train, layout.device, *ranks)
+    mesh = plan_mesh(config, *ranks)
     batch = None  # a DataLoader of the user has it
     if config.batch_size is not None:
-        batch = config.batch_size * config.gradient_accumulation_steps * layout.mesh.dp_size
+        batch = config.batch_size * config.gradient_accumulation_steps * mesh.dp_size
     per_epoch = steps = None
     if samples is not None and batch is not None:
         per_epoch = samples // batch if config.drop_last else -(-samples // batch)
@@ -73,8 +81,18 @@ def estimate_recipe(recipe: Recipe, config: DistributedConfig, layout: JobLayout
         global_batch=batch,
         steps_per_epoch=per_epoch,
         steps=steps,
-        memory=estimate_memory(model, config, layout.mesh),
+        memory=estimate_memory(model, config, mesh),
+        peak=_peak(model, config, train, mesh, layout.device),
+        strategy=config.resolved_strategy,
+        mesh=mesh,
+        note=note,
     )
+
+
+def _peak(model: nn.Module, config: DistributedConfig, train: Any, mesh: Mesh, device: str) -> int:
+    size = config.batch_size or getattr(train, "batch_size", None) or 1
+    found = planned_gib(describe(model), config, device, train, layout_of(config, mesh, size))
+    return max(round(found * 2**30), sum(estimate_memory(model, config, mesh)))
 
 
 def estimate_memory(model: nn.Module, config: DistributedConfig, mesh: Mesh) -> Memory:

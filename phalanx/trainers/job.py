@@ -6,7 +6,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,6 +31,7 @@ from phalanx.runs.folder import discard_unused, make_run_dir
 from phalanx.runs.record import FILE as RECORD
 from phalanx.runs.record import RunRecord
 from phalanx.strategies.base import is_laid_out
+from phalanx.trainers.auto import settle_here
 from phalanx.trainers.histograms import HistogramCallback
 from phalanx.trainers.session import agree_run_dir, check_per_host, open_events, save_config
 from phalanx.trainers.weights import whole_state, whole_weights
@@ -49,6 +50,8 @@ class Job:
     """Whether the process that started the ranks has run `check_before_start`."""
     renew: Callable[[], Job] | None = None
     """Builds the job again, with a new model: one that was sharded over ranks cannot be sharded over others."""
+    note: str = ""
+    """A message for the user when the run starts."""
 
     def run(self) -> JobResult:
         """Run it on a rank that was started for it."""
@@ -85,6 +88,9 @@ def run_job(job: Job, *, in_place: bool) -> JobResult:
 
 
 def _run_once(job: Job, in_place: bool, survivor: Survivor | None = None) -> JobResult:
+    if job.action == "fit":
+        config, note = settle_here(job.config, job.task.model, job.task.train)
+        job = replace(job, config=config, note=job.note or note)
     with Formation(job.config) as formation:
         if job.action == "fit":
             result = _fit(formation, job, survivor)
@@ -106,6 +112,7 @@ def _run_once(job: Job, in_place: bool, survivor: Survivor | None = None) -> Job
 
 
 def _fit(formation: Formation, job: Job, survivor: Survivor | None) -> JobResult:
+    formation.notes += [job.note] if job.note else []
     if not job.checked:
         check_per_host(formation.world, job.config)
     before = None if survivor is None else survivor.run_dir

@@ -18,10 +18,13 @@ from phalanx.loop.hooks import Callback
 from phalanx.loop.losses import find_loss
 from phalanx.loop.task import TrainTask
 from phalanx.loop.trainer import TrainLoop
-from phalanx.models.registry import build, build_options
+from phalanx.models.contract import InitialisesWeights, implements
+from phalanx.models.registry import build, build_options, names
 from phalanx.recipes import Recipe
 from phalanx.recipes.imports import extend_path, is_import_path, load_import
+from phalanx.trainers.auto import is_large, rank_bytes
 from phalanx.trainers.job import Job, JobResult, run_job
+from phalanx.world.env import read_rank_env
 from phalanx.world.seed import seed_everything
 
 _BYTES = 256
@@ -93,7 +96,7 @@ def with_batch_size(config: DistributedConfig, train: Any) -> DistributedConfig:
 def recipe_task(recipe: Recipe, config: DistributedConfig) -> TrainTask:
     """Build what a recipe describes: model, data, loss, optimizer, metrics and callbacks."""
     seed_everything(config.seed)
-    model, train, val = recipe_parts(recipe, config.data_dir)
+    model, train, val = recipe_parts(recipe, config.data_dir, without_storage=_is_large(recipe, config))
     callbacks: list[Any] = [SampleText(**recipe.sample)] if recipe.sample else []
     for path in recipe.callbacks:
         found = load_import(path, "callbacks")
@@ -108,6 +111,20 @@ def recipe_task(recipe: Recipe, config: DistributedConfig) -> TrainTask:
         callbacks=callbacks,
         name=config.name or recipe.name,
     )
+
+
+def _is_large(recipe: Recipe, config: DistributedConfig) -> bool:
+    """Whether every rank would hold a large part of its memory for weights that another one has, too.
+
+    A large reference model is built without storage: each rank then allocates and initialises what it keeps.
+    """
+    env, name = read_rank_env(), recipe.model["name"]
+    if env is None or env.world_size == 1 or name not in names():
+        return False
+    with torch.device("meta"):
+        model = build(name, **{key: value for key, value in recipe.model.items() if key != "name"})
+    device = "cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu"
+    return implements(model, InitialisesWeights) and is_large(model, rank_bytes(device, env.local_world_size))
 
 
 def recipe_metrics(recipe: Recipe) -> dict[str, Any] | None:

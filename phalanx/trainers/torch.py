@@ -25,6 +25,7 @@ from phalanx.observe.history import History
 from phalanx.runs.folder import discard_unused, make_run_dir
 from phalanx.runs.preflight import check_before_start
 from phalanx.runs.record import RunRecord
+from phalanx.trainers.auto import settle_strategy
 from phalanx.trainers.job import Job, JobResult, run_job
 from phalanx.trainers.remote import send_job
 from phalanx.trainers.weights import load_weights, return_weights, save_weights
@@ -206,7 +207,11 @@ class TorchTrainer:
         __tracebackhide__ = True  # in a notebook the rank's own traceback is what matters
         if read_rank_env() is not None:
             return run_job(Job(action, task, config), in_place=True)
-        layout = plan_layout(config, count_gpus())
+        layout, note = plan_layout(config, count_gpus()), ""
+        if action == "fit":
+            ranks = layout.world_size, layout.ranks_per_node
+            config, note = settle_strategy(config, self.model, task.train, layout.device, *ranks)
+            layout = plan_layout(config, count_gpus()) if note else layout
         check_before_start(config)
         config_here = config.with_trusted(device=layout.device)
         if layout.world_size == 1:
@@ -216,7 +221,7 @@ class TorchTrainer:
             RunRecord.of_this_process(config.given()).begin(run_dir, resumes=bool(config.resume_from_checkpoint))
         try:
             result: JobResult = send_job(
-                Job(action, task, config_here, run_dir, checked=True),
+                Job(action, task, config_here, run_dir, checked=True, note=note),
                 layout,
                 data=engine_of(config_here).datasets(task.train, task.val),
             )

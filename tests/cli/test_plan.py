@@ -143,7 +143,7 @@ def test_the_guide_fits_one_screen_and_is_computed():
         "3D: ",
     )
     for line, strategy in zip(matrix, (*wanted, "FSDP full shard (ZeRO-3) + LoRA"), strict=True):
-        assert f"  {strategy}" in line
+        assert f"  {strategy}" in line, line
         assert "GiB" in line or "% longer" in line, "the reason has a number"
 
 

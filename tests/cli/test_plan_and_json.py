@@ -33,7 +33,7 @@ def test_a_dry_run_says_what_would_run_and_writes_nothing(tmp_path):
     assert "64 samples (32 per rank x 2 data ranks)" in answer.out
     assert "46 (23 per epoch of 1,437 samples)" in answer.out
     assert "99,178 parameters" in answer.out
-    assert "without activations" in answer.out
+    assert "at the peak, with activations and buffers" in answer.out
     assert ["epochs", "2", "flag"] in [line.split() for line in answer.out.splitlines()]
     assert files_under(tmp_path) == set()
 
@@ -57,6 +57,15 @@ def test_a_large_model_is_planned_without_its_memory():
     assert big["mesh"]["dp_shard"] == 8
     assert big["estimate"]["parameters"] > 60e9
     assert big["estimate"]["memory"]["total"] == pytest.approx(16 * big["estimate"]["parameters"] / 8, rel=1e-6)
+    assert big["estimate"]["memory"]["peak"] > big["estimate"]["memory"]["total"]
+
+
+def test_auto_shards_a_model_whose_copies_do_not_fit():
+    big = plan("llama", "--preset", "7b", "--device", "cpu", "--num-workers", 8)
+    assert big["strategy"] == "fsdp"
+    assert big["mesh"]["dp_shard"] == 8
+    assert "because ddp would need" in big["estimate"]["note"]
+    assert plan("digits", "--device", "cpu", "--num-workers", 2)["strategy"] == "ddp"
 
 
 def test_a_plan_names_mistakes_and_what_a_script_does_not_say(tmp_path):

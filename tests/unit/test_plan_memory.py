@@ -8,12 +8,15 @@ from dataclasses import MISSING, fields, replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from phalanx.models.registry import build
 from phalanx.plan.activations import in_flight, published_layer_bytes
 from phalanx.plan.cluster import Gpu
 from phalanx.plan.layout import RECOMPUTE, Goal, Layout
-from phalanx.plan.memory import GIB, StateBytes, rank_memory, state_bytes, zero_bytes
+from phalanx.plan.memory import GIB, rank_memory
 from phalanx.plan.model import ModelShape, TracedShape
+from phalanx.plan.states import StateBytes, state_bytes, train_cut, zero_bytes
 
 DATA = Path(__file__).parents[1] / "data" / "planner"
 _NEEDED = {field.name: 1.0 for field in fields(Gpu) if field.default is MISSING and field.default_factory is MISSING}
@@ -194,7 +197,8 @@ def test_micro_batches_in_flight_follow_the_schedule() -> None:
 
 def test_stages_of_a_pipeline_differ() -> None:
     goal = Goal(global_batch=64, seq_len=4096)
-    found = rank_memory(LLAMA_70B, GPU, Layout(tp=8, pp=4, sequence_parallel=True), goal)
+    even = Layout(tp=8, pp=4, sequence_parallel=True)
+    found = rank_memory(LLAMA_70B, GPU, even, goal, attention="materialized")
     assert list(found) == ["first stage", "middle stage", "last stage"]
     first, middle, last = found.values()
     assert first["activations"] > middle["activations"] > last["activations"]
@@ -206,9 +210,25 @@ def test_stages_of_a_pipeline_differ() -> None:
     assert rank_memory(LLAMA_70B, GPU, folded, goal)["first stage"]["logits"] > 0  # it holds the last stage too
 
 
+def test_stages_are_cut_as_train_cuts_them() -> None:
+    from phalanx.strategies.pipeline.stages import cut_evenly, parameter_costs, units_of
+
+    for name, stages in (("gpt:gpt2-medium", 4), ("gpt:gpt2", 2), ("llama:1b", 4), ("gpt:gpt2-medium", 6)):
+        family, _, preset = name.partition(":")
+        with torch.device("meta"):
+            model = build(family, preset=preset)
+        units = units_of(model)
+        parts = cut_evenly(units, parameter_costs(model, units), stages)
+        layers = [sum(unit.startswith("layers.") for unit in part) for part in parts]
+        shape = SHAPES[name]
+        assert isinstance(shape, ModelShape)
+        cut = train_cut(shape, stages)
+        assert (cut.first, cut.last, cut.middle) == (layers[0], layers[-1], max(layers[1:-1], default=0)), name
+
+
 def test_a_pipeline_keeps_gradients_whole_until_the_last_micro_batch() -> None:
     goal = Goal(global_batch=64, seq_len=128)
-    stage = LLAMA_70B.layers / 4 * LLAMA_70B.layer_parameters() / 8  # of a middle rank
+    stage = train_cut(LLAMA_70B, 4).middle * LLAMA_70B.layer_parameters() / 8
     for kind in (1, 2, 3):
         layout = Layout(tp=8, pp=4, dp_shard=2, zero_stage=kind, sequence_parallel=True, recompute="full")
         parts = rank_memory(LLAMA_70B, GPU, layout, goal)["middle stage"]
@@ -219,7 +239,7 @@ def test_gpipe_keeps_the_probabilities_of_all_micro_batches() -> None:
     goal, common = Goal(global_batch=16, seq_len=4096), {"tp": 8, "pp": 4, "sequence_parallel": True}
     plain = rank_memory(LLAMA_70B, GPU, Layout(**common), goal)["last stage"]["logits"]
     waiting = rank_memory(LLAMA_70B, GPU, Layout(**common, schedule="gpipe"), goal)["last stage"]["logits"]
-    assert (waiting - plain) * GIB == pytest.approx(15 * 4 * 4096 * LLAMA_70B.vocab / 8)
+    assert (waiting - plain) * GIB == pytest.approx(15 * 4 * 4096 * LLAMA_70B.vocab)
 
 
 def test_each_way_to_save_memory_saves_some() -> None:

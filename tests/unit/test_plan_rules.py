@@ -10,7 +10,7 @@ from phalanx.errors import ConfigError, PhalanxError
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.layout import Goal, Layout
 from phalanx.plan.model import ModelShape, TracedShape
-from phalanx.plan.rules import accepted, refusal, settings_of
+from phalanx.plan.rules import accepted, layout_of, refusal, settings_of
 from phalanx.world.mesh import plan_mesh
 from phalanx.world.schedules import SCHEDULES, choose_microbatches
 
@@ -95,30 +95,6 @@ def random_settings(draw: random.Random) -> dict[str, object]:
     return found
 
 
-def layout_of(config: DistributedConfig) -> tuple[Layout, Goal]:
-    """The layout that a config describes."""
-    mesh = plan_mesh(config, 24, 8)
-    schedule = SCHEDULES[config.pipeline_schedule]
-    count = 1
-    if mesh.pp > 1:
-        count = choose_microbatches(config.microbatches, config.batch_size, mesh.pp, schedule)
-    whole = mesh.pp > 1 and schedule.name == "zero-bubble"
-    sharded = mesh.dp_shard * mesh.cp > 1 and not whole
-    stage = 1 if config.resolved_sharding.endswith("grad-op") else 3
-    layout = Layout(
-        **mesh.sizes,
-        ep=config.expert_parallel,
-        virtual_stages=schedule.stages_per_rank if mesh.pp > 1 else 1,
-        micro_batch=config.batch_size // count,
-        sequence_parallel=mesh.tp > 1,
-        zero_stage=stage if sharded else 0,
-        schedule=schedule.name,
-        offload=config.offload,
-        lora_rank=config.lora_rank,
-    )
-    return layout, Goal(global_batch=config.batch_size * mesh.dp_size, seq_len=48)
-
-
 def test_what_train_accepts_the_planner_calls_possible():
     draw = random.Random(1)
     model = ModelShape(layers=24, hidden=96, heads=12, kv_heads=12, vocab=128, ffn_hidden=192, name="divisible")
@@ -128,9 +104,12 @@ def test_what_train_accepts_the_planner_calls_possible():
     for _ in range(4_000):
         settings = random_settings(draw)
         try:
-            layout, goal = layout_of(DistributedConfig(**settings))
+            config = DistributedConfig(**settings)
+            mesh = plan_mesh(config, 24, 8)
+            layout = layout_of(config, mesh, config.batch_size)
         except PhalanxError:
             continue
+        goal = Goal(global_batch=config.batch_size * mesh.dp_size, seq_len=48)
         accepts += 1
         found = refusal(mixture if layout.ep > 1 else model, layout, goal, cluster)
         assert found is None, (settings, layout, found)

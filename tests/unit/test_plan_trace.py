@@ -140,13 +140,14 @@ def test_what_blocks_the_meta_device_is_named_with_its_line(own: str) -> None:
     assert "item" in message.split("(")[0]  # torch names the operation
 
 
-def test_what_blocks_the_forward_pass_is_named_with_its_line(own: str) -> None:
+def test_what_blocks_the_forward_pass_is_named_with_its_line(own: str, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(UsageError) as caught:
         trace_import("own_nets:Branches")
     assert "cannot be traced with an input of 4" in caught.value.message
     assert f"{own}:18: if hidden.sum() > 0:" in caught.value.message
     with pytest.raises(UsageError, match="cannot be traced with an input of 3"):
         trace_import("own_nets:Branches", "3")  # a shape that does not fit
+    assert "Traceback" not in capfd.readouterr().err
 
 
 @pytest.mark.usefixtures("own")

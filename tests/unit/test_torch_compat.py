@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset, get_worker_info
 
-from phalanx import torch_compat
+from phalanx import torch_compat, torch_fakes
 
 NEEDS_CUDA = {"flash_cuda", "flash_cuda_backward"}
 
@@ -229,3 +229,9 @@ def test_the_cuda_runtime_is_there_where_cuda_is():
     else:
         with pytest.raises((AssertionError, RuntimeError)):
             torch_compat.cuda_runtime()
+
+
+def test_fake_tensors_are_known():
+    with torch_fakes.fake_mode():
+        assert torch_compat.is_fake(torch.zeros(2))
+    assert not torch_compat.is_fake(torch.zeros(2))
