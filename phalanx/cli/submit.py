@@ -18,6 +18,8 @@ from phalanx.config import DistributedConfig
 from phalanx.config.option import kinds
 from phalanx.errors import UsageError
 from phalanx.launch.nccl import nccl_variables
+from phalanx.observe.guard import say_to_user
+from phalanx.plan.presets import of_recipe
 from phalanx.recipes import Recipe
 from phalanx.submit.job import ENDED, Job, job_name, jobs_folder, new_record, records, write_record
 from phalanx.submit.ship import archive
@@ -42,8 +44,10 @@ def run(arguments: Sequence[str]) -> int:
     _check_flags(parser, rest)
     trained = [*rest, *(["--", *own] if own else [])]
     given = {key: value for key, value in vars(namespace).items() if key not in _OWN}
-    job, config_files = describe_job(trained, namespace.job_name)
+    job, config_files, planned = describe_job(trained, namespace.job_name)
     options = read_options(name, {**given, "name": job.name}, config_files, os.environ)
+    if options.gpu is not None:
+        say_to_user(foresee(job, planned, options.gpu))
     job = dataclasses.replace(job, environment={**job.environment, **_variables(options.env)})
     return hand_over(name, kind(options), job, namespace)
 
@@ -90,8 +94,36 @@ def submit_parser(name: str, options: type[CommonOptions]) -> FlagParser:
     return parser
 
 
-def describe_job(words: list[str], wanted: str | None) -> tuple[Job, list[str] | None]:
-    """Return the job of train's arguments, checked as train checks them, and the --config files among them."""
+def foresee(job: Job, model: str | None, gpu: str) -> str:
+    """Return what the planner says of a job on a type of GPU; UsageError where it does not fit."""
+    from phalanx.plan import Cluster, Goal, estimate, presets
+    from phalanx.plan.rules import layout_of
+    from phalanx.world.mesh import plan_mesh
+
+    presets.gpu(gpu)
+    if model is None or job.config.batch_size is None:
+        return f"whether it fits on {gpu} is not known: the planner knows the recipes gpt, llama and moe with a preset"
+    mesh = plan_mesh(job.config, job.ranks, job.ranks_per_node)
+    layout = layout_of(job.config, mesh, job.config.batch_size)
+    batch = job.config.batch_size * job.config.gradient_accumulation_steps * mesh.dp_size
+    mixed = job.config.mixed_precision
+    precision = "fp32" if not mixed else "fp16" if mixed is True else str(mixed)
+    seq_len = presets.train_names(model).seq_len or 2048
+    goal = Goal(global_batch=batch, seq_len=seq_len, precision=precision, reduce_bytes=4)
+    cluster = Cluster(gpu=gpu, gpus=job.ranks, gpus_per_node=job.ranks_per_node)
+    kernels = "fused" if job.config.compile else "autocast" if mixed else "eager"
+    found = estimate(model, cluster, dataclasses.replace(layout, kernels=kernels, attention="flash"), goal)
+    if not found.fits:
+        raise UsageError(
+            f"a rank needs {found.needed_gib:.0f} GiB, and {gpu} has {found.memory_limit_gib:.0f}",
+            hint=f"Find a layout that fits: phalanx plan {model} --gpus {job.ranks} --gpu {gpu}",
+        )
+    memory = f"{found.needed_gib:.0f} of {found.memory_limit_gib:.0f} GiB per GPU"
+    return f"planned: {memory}, {found.step_seconds:.3g} s per step"
+
+
+def describe_job(words: list[str], wanted: str | None) -> tuple[Job, list[str] | None, str | None]:
+    """Return the job of train's arguments, checked as train does, its --config files, and the planner's model."""
     ours, own = split_own(words)
     namespace = train_parser().parse_all(ours)
     named = read_target(namespace, own, "submit", "Write: phalanx submit slurm digits --num-nodes 2 --gpus-per-node 8")
@@ -108,7 +140,7 @@ def describe_job(words: list[str], wanted: str | None) -> tuple[Job, list[str] |
         extra.append("--resume-from-checkpoint=true")
     total = config.total_ranks or 1
     device = config.device if config.device != "auto" else "cuda" if config.num_gpus or config.gpus_per_node else "cpu"
-    return Job(
+    job = Job(
         name=name,
         arguments=(*ours, *extra, *(["--", *own] if own else [])),
         config=config,
@@ -118,7 +150,9 @@ def describe_job(words: list[str], wanted: str | None) -> tuple[Job, list[str] |
         directory=os.getcwd(),
         run_dir=run_dir,
         environment=_network(config),
-    ), namespace.config
+    )
+    preset = None if recipe is None else recipe.model.get("preset")
+    return job, namespace.config, None if recipe is None else of_recipe(recipe.name, preset)
 
 
 def _network(config: DistributedConfig) -> dict[str, str]:

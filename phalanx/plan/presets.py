@@ -149,6 +149,14 @@ def model(name: str | Path, example: str | tuple[int, ...] | None = None) -> Mod
     return _make(TracedShape, found, own, where) if "parameters" in own else _make(ModelShape, found, own, where)
 
 
+def of_recipe(recipe: str, preset: str | None) -> str | None:
+    """Return the name of the model that a recipe trains under a preset; None where it is not one of ours."""
+    for name, (_, entry) in _entries("models").items():
+        if (entry.get("recipe"), entry.get("preset")) == (recipe, preset):
+            return name
+    return None
+
+
 def train_names(name: str) -> TrainNames:
     """Return the recipe, preset and sequence length of a model preset; all None for a model that is not a preset."""
     known = _entries("models")

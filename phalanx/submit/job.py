@@ -95,9 +95,9 @@ def job_name(wanted: str | None, subject: str) -> str:
     if wanted is not None:
         if not re.fullmatch(r"[a-z]([a-z0-9-]*[a-z0-9])?", wanted) or len(wanted) > LONGEST_NAME:
             raise UsageError(
-                f"--name {wanted}: expected lower case letters, digits and hyphens, at most {LONGEST_NAME}, "
+                f"--job-name {wanted}: expected lower case letters, digits and hyphens, at most {LONGEST_NAME}, "
                 "beginning with a letter",
-                hint=f"For example: --name {_plain(wanted)}",
+                hint=f"For example: --job-name {_plain(wanted)}",
             )
         return wanted
     return f"{_plain(subject)[:40]}-{secrets.token_hex(2)}"

@@ -40,6 +40,7 @@ class CommonOptions:
         "code: this folder, which the nodes see too (folder), or a copy of it named by its digest (archive)",
         choices=("folder", "archive"),
     )
+    gpu: str | None = option(None, "GPUs of the nodes (h100, a100-40): a run that does not fit on them is refused")
     env: str | None = option(None, "variables of the ranks: NAME=value,NAME=value")
 
 

@@ -1,0 +1,124 @@
+"""`phalanx submit` without a cluster: options from every source, what is rendered, refusals, shipped code."""
+
+from __future__ import annotations
+
+import subprocess
+import tarfile
+
+import pytest
+from command import phalanx
+
+from phalanx.errors import ConfigError, UsageError
+from phalanx.submit.job import JobRecord, find_record, job_name, records, write_record
+from phalanx.submit.ship import archive
+from phalanx.submit.target import read_options
+
+LLAMA = ("llama", "--preset", "70b", "--num-nodes", "8", "--gpus-per-node", "8", "--batch-size", "1")
+
+
+@pytest.fixture(autouse=True)
+def own_folders(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.chdir(tmp_path)
+
+
+def refused(*words: str) -> str:
+    found = phalanx("submit", *words)
+    assert found.code == 2, found.text
+    return found.err
+
+
+def rendered(*words: str) -> str:
+    found = phalanx("submit", "slurm", *words, "--job-name", "job", "--render")
+    assert found.code == 0, found.err
+    return found.out
+
+
+def test_train_arguments_reach_the_script_and_options_do_not():
+    script = rendered("digits", "--num-workers", "2", "--partition", "gpu", "--set", "model.width=8")
+    assert "phalanx train digits --num-workers 2 --set model.width=8 --run-dir runs/job" in script
+    assert "#SBATCH --partition=gpu" in script
+    assert "--resume-from-checkpoint=true" in script
+
+
+def test_options_come_from_files_environment_and_flags(tmp_path, monkeypatch):
+    own = tmp_path / "config/phalanx/submit.toml"
+    own.parent.mkdir(parents=True)
+    own.write_text('time_limit = "1h"\n[slurm]\npartition = "mine"\naccount = "a"\nqos = "low"\n')
+    (tmp_path / "run.toml").write_text('seed = 3\n[submit.slurm]\naccount = "b"\nqos = "mid"\n')
+    monkeypatch.setenv("PHALANX_SUBMIT_SLURM_QOS", "high")
+    options = read_options("slurm", {"gres": "gpu:2"}, ["run.toml"], {"PHALANX_SUBMIT_SLURM_QOS": "high"})
+    assert (options.partition, options.account, options.qos, options.gres) == ("mine", "b", "high", "gpu:2")
+    assert options.time_limit == "1h"
+    script = rendered("digits", "--num-workers", "2", "--config", "run.toml", "--checkpoint-frequency", "1")
+    assert "--account=b" in script
+    assert "--qos=high" in script
+
+
+def test_mistakes_of_options_are_reported_together(tmp_path):
+    with pytest.raises(ConfigError) as error:
+        read_options("slurm", {"partitoin": "x", "start": "mpirun"}, None, {})
+    assert "partition" in str(error.value)
+    assert "'launcher', 'srun'" in str(error.value)
+
+
+def test_the_planner_refuses_what_does_not_fit():
+    assert "a rank needs" in refused("slurm", *LLAMA, "--gpu", "h100", "--render")
+    more = ("--strategy", "fsdp", "--mixed-precision", "bf16", "--activation-checkpointing", "full")
+    assert "planned:" in phalanx("submit", "slurm", *LLAMA, *more, "--gpu", "h100", "--render").err
+    assert "Did you mean 'h100'" in refused("slurm", *LLAMA, *more, "--gpu", "h10", "--render")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("slrum", "digits"), "Did you mean 'slurm'"),
+        (("slurm",), "nothing to submit was named"),
+        (("slurm", "digits", "--job-name", "My Job"), "--job-name my-job"),
+        (("slurm", "digits", "--env", "A"), "'A' is not NAME=value"),
+        (("slurm", "--script", "none.py"), "none.py"),
+        (("slurm", "digits", "--num-workers", "2", "--num-wrokers", "3"), "Did you mean --num-workers"),
+    ],
+)
+def test_bad_input(words, said):
+    assert said in refused(*words)
+
+
+def test_without_slurm_it_says_what_was_looked_for(monkeypatch):
+    monkeypatch.setenv("PATH", "/nonexistent")
+    assert "sbatch is not on this machine's PATH" in refused("slurm", "digits")
+
+
+def test_records_are_found_by_name_beginning_and_id():
+    for index, name in enumerate(("alpha-1", "alpha-2", "beta")):
+        write_record(JobRecord(name, "slurm", str(100 + index), float(index), "/", "runs/x", ["digits"], {}))
+    assert [record.name for record in records()] == ["beta", "alpha-2", "alpha-1"]
+    assert find_record("last").name == find_record("be").name == find_record("102").name == "beta"
+    with pytest.raises(UsageError, match="is the beginning of"):
+        find_record("alpha")
+    with pytest.raises(UsageError, match="Did you mean 'beta'"):
+        find_record("bata")
+
+
+def test_names():
+    assert job_name("a-1", "x") == "a-1"
+    assert job_name(None, "My Script_2").startswith("my-script-2-")
+    with pytest.raises(UsageError):
+        job_name("1a", "x")
+
+
+def test_an_archive_is_named_by_its_content_and_leaves_ignored_files_out(tmp_path):
+    subprocess.run(["git", "init", "-q"], check=True)
+    (tmp_path / ".gitignore").write_text("data\n")
+    (tmp_path / "data").write_text("x" * 100)
+    (tmp_path / "train.py").write_text("print(1)\n")
+    name, content = archive(tmp_path)
+    assert (name, content) == archive(tmp_path)
+    (tmp_path / "code.tar.gz").write_bytes(content)
+    with tarfile.open(tmp_path / "code.tar.gz") as tar:
+        assert "train.py" in tar.getnames()
+        assert "data" not in tar.getnames()
+    (tmp_path / "code.tar.gz").unlink()
+    (tmp_path / "train.py").write_text("print(2)\n")
+    assert archive(tmp_path)[0] != name
