@@ -73,6 +73,7 @@ def tune_parser() -> FlagParser:
     add("--eta", type=int, default=3, metavar="N", help="asha: one of this many trials continues at each rung [3]")
     add("--interval", type=int, default=1, metavar="N", help="pbt: iterations between exchanges [1]")
     add("--mutate", metavar="NAMES", help="pbt: hyperparameters that change during a trial, separated by commas [all]")
+    add("--part", metavar="I/N", help="run every N-th trial from number I: a random or grid search split over N jobs")
     add("--study-dir", metavar="DIR", help="folder of the search [runs/tune-<name>-<time>]")
     add("--resume", action="store_true", help="continue the search in --study-dir")
     add_json_flag(parser, "the best trial and all others")

@@ -13,7 +13,7 @@ from typing import Any
 
 from phalanx.cli.flags import FlagParser, read_target, resolve_flags, split_own
 from phalanx.cli.json_output import add_json_flag, print_json
-from phalanx.cli.parsers import train_parser
+from phalanx.cli.parsers import train_parser, tune_parser
 from phalanx.config import DistributedConfig
 from phalanx.config.option import kinds
 from phalanx.errors import UsageError
@@ -41,10 +41,11 @@ def run(arguments: Sequence[str]) -> int:
         parser.print_help()
         return 0
     namespace, rest = parser.parse_known_args(ours)
-    _check_flags(parser, rest)
+    _check_flags(parser, rest, tune_parser() if namespace.tune else train_parser())
     trained = [*rest, *(["--", *own] if own else [])]
     given = {key: value for key, value in vars(namespace).items() if key not in _OWN}
-    job, config_files, planned = describe_job(trained, namespace.job_name)
+    describe = describe_search if namespace.tune else describe_job
+    job, config_files, planned = describe(trained, namespace.job_name)
     options = read_options(name, {**given, "name": job.name}, config_files, os.environ)
     if options.gpu is not None:
         say_to_user(foresee(job, planned, options.gpu))
@@ -52,15 +53,14 @@ def run(arguments: Sequence[str]) -> int:
     return hand_over(name, kind(options), job, namespace)
 
 
-def _check_flags(parser: FlagParser, words: list[str]) -> None:
-    """Report flags that neither train nor the target has, with the nearest of both."""
-    train = train_parser()
-    if unknown := train.parse_known_args(words)[1]:
-        parser._actions += train._actions
+def _check_flags(parser: FlagParser, words: list[str], verb: FlagParser) -> None:
+    """Report flags that neither train (or tune) nor the target has, with the nearest of both."""
+    if unknown := verb.parse_known_args(words)[1]:
+        parser._actions += verb._actions
         raise UsageError("\n  ".join(parser.describe_unknown(unknown)), hint=f"See {parser.prog} --help")
 
 
-_OWN = ("render", "dry_run", "follow", "json", "job_name")
+_OWN = ("tune", "render", "dry_run", "follow", "json", "job_name")
 
 
 def submit_parser(name: str, options: type[CommonOptions]) -> FlagParser:
@@ -70,6 +70,7 @@ def submit_parser(name: str, options: type[CommonOptions]) -> FlagParser:
         usage=f"phalanx submit {name} <recipe> | --script FILE | -m MODULE [train's options] [target's options]",
         description=f"Submit to {TARGETS[name][1]}. All options of `phalanx train` are accepted, too.",
     )
+    parser.add_argument("--tune", action="store_true", help="a search, as of phalanx tune, split over an array of jobs")
     parser.add_argument("--render", action="store_true", help="print exactly what would be submitted")
     parser.add_argument("--dry-run", action="store_true", help="render it and validate it; submit nothing")
     parser.add_argument("--follow", action="store_true", help="show the output after submitting, until the job ends")
@@ -139,20 +140,51 @@ def describe_job(words: list[str], wanted: str | None) -> tuple[Job, list[str] |
         extra += [] if config.checkpoint_dir else ["--checkpoint-dir", f"{run_dir}/checkpoints"]
         extra.append("--resume-from-checkpoint=true")
     total = config.total_ranks or 1
-    device = config.device if config.device != "auto" else "cuda" if config.num_gpus or config.gpus_per_node else "cpu"
     job = Job(
         name=name,
         arguments=(*ours, *extra, *(["--", *own] if own else [])),
         config=config,
         nodes=config.num_nodes,
         ranks_per_node=total // config.num_nodes,
-        device=device,
+        device=_device(config),
         directory=os.getcwd(),
         run_dir=run_dir,
         environment=_network(config),
     )
     preset = None if recipe is None else recipe.model.get("preset")
     return job, namespace.config, None if recipe is None else of_recipe(recipe.name, preset)
+
+
+def describe_search(words: list[str], wanted: str | None) -> tuple[Job, list[str] | None, str | None]:
+    """Return the job of `phalanx tune`'s arguments, whose trials are split over the tasks of an array."""
+    ours, own = split_own(words)
+    namespace = tune_parser().parse_all(ours)
+    named = read_target(
+        namespace, own, "tune", "Write: phalanx submit slurm --tune digits --space space.toml --array 0-7"
+    )
+    recipe = named if isinstance(named, Recipe) else None
+    if namespace.space is None or not Path(namespace.space).is_file():
+        raise UsageError(f"--tune needs the file of the search space, and --space is {namespace.space}")
+    config = resolve_flags(namespace, recipe).config
+    name = job_name(wanted, f"tune-{recipe.name if recipe else Path(namespace.script or namespace.module).stem}")
+    job = Job(
+        name=name,
+        arguments=tuple(words),
+        config=config,
+        nodes=1,
+        ranks_per_node=config.total_ranks or 1,
+        device=_device(config),
+        directory=os.getcwd(),
+        run_dir=namespace.study_dir or f"runs/{name}",
+        environment=_network(config),
+        verb="tune",
+    )
+    return job, namespace.config, None
+
+
+def _device(config: DistributedConfig) -> str:
+    """Return where ranks compute: on GPUs where these were counted."""
+    return config.device if config.device != "auto" else "cuda" if config.num_gpus or config.gpus_per_node else "cpu"
 
 
 def _network(config: DistributedConfig) -> dict[str, str]:

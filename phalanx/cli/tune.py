@@ -23,7 +23,7 @@ def run(arguments: Sequence[str]) -> int:
     namespace = tune_parser().parse_all(words)
     if namespace.space is None:
         raise UsageError("tune needs --space", hint="Write: phalanx tune digits --space space.toml")
-    from phalanx.tune.search import SearchRequest, search
+    from phalanx.tune.search import SearchRequest, read_part, search
     from phalanx.tune.space import SearchSpace
 
     address = vars(namespace).pop("address", None)  # the cluster of the search, not of one run's ranks
@@ -36,6 +36,7 @@ def run(arguments: Sequence[str]) -> int:
         trials=namespace.trials,
         trials_per_gpu=namespace.trials_per_gpu, grace=namespace.grace, eta=namespace.eta,
         interval=namespace.interval, mutate=mutate, study_dir=namespace.study_dir, resume=namespace.resume,
+        part=None if namespace.part is None else read_part(namespace.part),
     )  # fmt: skip
     found: list[Results] = []
     with json_at_end(lambda: _summary(*found), wanted=namespace.json):

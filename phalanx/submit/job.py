@@ -32,7 +32,7 @@ class Job:
     name: str
     """Lower case letters, digits and hyphens: the name of the job everywhere."""
     arguments: tuple[str, ...]
-    """The words after `phalanx train`."""
+    """The words after `phalanx train` (or `tune`)."""
     config: DistributedConfig
     nodes: int
     ranks_per_node: int
@@ -42,8 +42,8 @@ class Job:
     run_dir: str
     environment: dict[str, str] = field(default_factory=dict)
     """Variables of every rank: NCCL's, and those that were given."""
-    reads: tuple[str, ...] = ()
-    """Paths outside the folder that the run reads: these are not shipped."""
+    verb: str = "train"
+    """train, or tune: a search whose trials are spread over the tasks of an array."""
 
     def train_command(self, program: str = "phalanx", *more: str) -> list[str]:
         """Return the command of one launcher: it adds node rank and rendezvous from its surroundings."""
@@ -51,7 +51,7 @@ class Job:
         if "--" in before:
             at = before.index("--")
             before, after = before[:at], before[at:]
-        return [program, "train", *before, *more, *after]
+        return [program, self.verb, *before, *more, *after]
 
     @property
     def ranks(self) -> int:
@@ -77,11 +77,12 @@ class JobRecord:
     state: str = "queued"
     resumes: str = ""
     """The job that this one continues."""
+    verb: str = "train"
 
     @property
     def command(self) -> str:
         """The command that submitted it."""
-        return shlex.join(["phalanx", "submit", self.target, *self.arguments])
+        return shlex.join(["phalanx", "submit", self.target, *(["--tune"] * (self.verb == "tune")), *self.arguments])
 
 
 def jobs_folder() -> Path:
@@ -159,4 +160,5 @@ def new_record(job: Job, target: str, scheduler_id: str, options: dict[str, Any]
         arguments=list(job.arguments),
         options=options,
         folder=str(folder),
+        verb=job.verb,
     )

@@ -82,6 +82,11 @@ class Slurm(Target[SlurmOptions]):
 
     def _check(self, job: Job) -> None:
         options = self.options
+        if job.verb == "tune" and not re.fullmatch(r"0-\d+(%\d+)?", options.array or ""):
+            raise UsageError(
+                f"--array {options.array}: a search is split over tasks that are counted from 0",
+                hint="Write: --array 0-7 (eight jobs), or 0-7%2 (two at a time).",
+            )
         if options.container != "none" and not options.image:
             raise UsageError(f"--container {options.container} needs --image", hint="--image nvcr.io#org/phalanx:1")
         limit = None if options.time_limit is None else _seconds(options.time_limit)
@@ -158,8 +163,14 @@ class Slurm(Target[SlurmOptions]):
         yield 'exit "$code"'
 
     def _array_folder(self, job: Job) -> str:
-        """Return the run folder of a task of an array, which overrides the job's."""
-        return f' --run-dir {shlex.quote(job.run_dir)}/"$SLURM_ARRAY_TASK_ID"' if self.options.array else ""
+        """Return the flags that differ between the tasks of an array: its run folder, or its part of a search."""
+        if not self.options.array:
+            return ""
+        folder = f'{shlex.quote(job.run_dir)}/"$SLURM_ARRAY_TASK_ID"'
+        if job.verb == "train":
+            return f" --run-dir {folder}"
+        again = f"$(test -e {folder}/study.db && echo --resume)"
+        return f' --part "$SLURM_ARRAY_TASK_ID/$SLURM_ARRAY_TASK_COUNT" --study-dir {folder} {again}'
 
     def _command(self, job: Job) -> list[str]:
         return job.train_command(program_of(self.options))
@@ -204,9 +215,11 @@ class Slurm(Target[SlurmOptions]):
         )
         lines = [line for line in found.stdout.splitlines() if line]
         if found.returncode == 0 and lines:
-            state, reason, nodes = lines[0].split("|", 2)
+            tasks = [line.split("|", 2) for line in lines]
+            state, reason, _ = max(tasks, key=lambda task: task[0] == "RUNNING")  # of an array, one that runs
             detail = state if reason in ("None", "") else f"{state}: {reason}"
-            return Status(_STATES.get(state, "running"), detail, (nodes,) if nodes else ())
+            nodes = tuple(sorted({nodes for _, _, nodes in tasks if nodes}))
+            return Status(_STATES.get(state, "running"), detail, nodes)
         return _ended(record.id)
 
     def logs(self, record: JobRecord, *, follow: bool, rank: int | None) -> Iterator[str]:
@@ -227,9 +240,10 @@ class Slurm(Target[SlurmOptions]):
 def _ended(number: str) -> Status:
     """Return the last state of a job that is not in the queue: scontrol remembers it for minutes, sacct for ever."""
     shown = subprocess.run(["scontrol", "show", "job", number, "--oneliner"], capture_output=True, text=True)
-    if shown.returncode == 0 and (state := re.search(r"JobState=(\w+)", shown.stdout)):
-        code = re.search(r"ExitCode=(\d+:\d+)", shown.stdout)
-        return _final(state[1], f"exit code {code[1]}" if code else "")
+    tasks = re.findall(r"JobState=(\w+).*?ExitCode=(\d+:\d+)", shown.stdout)
+    if shown.returncode == 0 and tasks:
+        state, code = max(tasks, key=lambda task: task[0] != "COMPLETED")  # of an array, one that failed
+        return _final(state, f"exit code {code}")
     if shutil.which("sacct"):
         found = subprocess.run(
             ["sacct", "--noheader", "--parsable2", "--allocations", "--jobs", number, "--format", "State,ExitCode"],

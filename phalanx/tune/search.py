@@ -28,7 +28,7 @@ from phalanx.tune.results import Results, check_some_worked, write_best, write_t
 from phalanx.tune.schedulers import SCHEDULERS, make_scheduler
 from phalanx.tune.slots import Slots, plan_slots
 from phalanx.tune.space import SearchSpace
-from phalanx.tune.suggest import SEARCHES, make_search
+from phalanx.tune.suggest import SEARCHES, PartOfSearch, make_search
 from phalanx.tune.table import LiveTable, PlainTable, open_table, point_words
 from phalanx.tune.tracking import open_tracking
 from phalanx.tune.trainable import OF_THE_TRIAL, Trainable
@@ -59,6 +59,8 @@ class SearchRequest:
     mutate: tuple[str, ...] | None = None
     study_dir: str | None = None
     resume: bool = False
+    part: tuple[int, int] | None = None
+    """(I, N): only every N-th trial, from number I."""
 
     def check(self, space: SearchSpace) -> None:
         """Raise for unknown names and numbers out of range, all at once."""
@@ -79,12 +81,24 @@ class SearchRequest:
             wrong.append("scheduler = 'pbt' finds new points itself: search is 'random' or 'grid' with it.")
         unknown = [name for name in self.mutate or () if name not in space.domains]
         wrong += [unknown_name("hyperparameter to mutate", name, space.domains) for name in unknown]
+        if self.part is not None and (self.scheduler != "none" or self.search == "optuna" or self.engine == "ray"):
+            wrong.append(
+                "part: trials of other jobs are not known here, so search is 'random' or 'grid', without scheduler."
+            )
         if self.address is not None and self.engine == "local":
             wrong.append(f"address = {self.address!r} with engine = 'local': leave one of them out.")
         if self.resume and self.study_dir is None:
             wrong.append("resume needs to know which search: give its folder, study_dir (--study-dir).")
         if wrong:
             raise UsageError("\n  ".join(wrong))
+
+
+def read_part(text: str) -> tuple[int, int]:
+    """Return the two numbers of `--part I/N`."""
+    found = re.fullmatch(r"(\d+)/(\d+)", text)
+    if found is None or not int(found[1]) < int(found[2]):
+        raise UsageError(f"--part {text}: expected I/N with I from 0 to N-1, such as 0/4.")
+    return int(found[1]), int(found[2])
 
 
 def search(subject: Trainable, space: SearchSpace, request: SearchRequest) -> Results:
@@ -141,6 +155,11 @@ def _search_here(
     config = subject.resolved.config
     method = make_search(request.search, space, config.seed, objective)
     total = request.num_samples or method.size or DEFAULT_SAMPLES
+    if request.part is not None:
+        method = PartOfSearch(method, *request.part)
+        total = len(range(request.part[0], total, request.part[1]))
+        if total == 0:
+            raise UsageError(f"part {request.part[0]}/{request.part[1]} has no trials", hint="Give more --num-samples.")
     folder = study_folder(request, subject.name)
     record = Record(folder, space, objective, common_settings(subject, space, objective, request))
     tracking = open_tracking(config, subject.name, objective, folder)

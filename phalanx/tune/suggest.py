@@ -45,6 +45,17 @@ class GridSearch(Search):
         return self._points[number]
 
 
+class PartOfSearch(Search):
+    """Every n-th point of another search, for one of several jobs that share the work."""
+
+    def __init__(self, whole: Search, index: int, count: int) -> None:
+        self._whole, self._index, self._count = whole, index, count
+
+    def point(self, number: int, known: Sequence[Trial]) -> dict[str, Any]:
+        """Return the point that the whole search has at this place."""
+        return self._whole.point(self._index + number * self._count, known)
+
+
 class OptunaSearch(Search):
     """Optuna's tree-structured Parzen estimator (TPE) over the results of the known trials.
 

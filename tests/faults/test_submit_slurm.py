@@ -116,6 +116,16 @@ def test_a_lost_node_puts_the_job_back_into_the_queue(phalanx, cluster, tmp_path
     phalanx("cancel", "lost")
 
 
+def test_a_search_is_split_over_an_array(phalanx, tmp_path):
+    (tmp_path / "space.toml").write_text("learning_rate = { loguniform = [1e-4, 1e-1] }\n")
+    search = ("digits", "--space", "space.toml", "--num-samples", "3", "--max-steps", "4")
+    phalanx("submit", "slurm", "--tune", *search, "--array", "0-1", "--job-name", "search")
+    wait_for(phalanx, "search", "finished", seconds=120)
+    parts = [sorted((tmp_path / f"runs/search/{part}/trials").iterdir()) for part in (0, 1)]
+    assert [len(trials) for trials in parts] == [2, 1]
+    assert "counted from 0" in phalanx("submit", "slurm", "--tune", *search, "--array", "1-2", code=2)
+
+
 def test_rendering_needs_no_slurm_and_is_deterministic(phalanx, monkeypatch):
     monkeypatch.setenv("PATH", "/usr/bin/nothing")
     words = ("submit", "slurm", *TRAIN, "--job-name", "same", "--time-limit", "2d", "--gres", "gpu:a100:1", "--render")
