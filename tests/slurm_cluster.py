@@ -118,11 +118,15 @@ class SlurmCluster:
         return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=30).stdout
 
     def stop(self) -> None:
-        for name in ("slurmd-n1.pid", "slurmd-n2.pid", "slurmctld.pid", "munge.pid"):
-            path = self.folder / name
-            if path.exists():
-                with suppress(ProcessLookupError, ValueError):
-                    os.kill(int(path.read_text()), signal.SIGKILL if name.startswith("munge") else signal.SIGTERM)
+        """End all daemons, and what they have started."""
+        self.ask("scancel", "--user=root")
+        time.sleep(0.5)
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                if process.environ().get("SLURM_CONF") == self.environment["SLURM_CONF"] and process.pid != os.getpid():
+                    process.kill()
+        with suppress(OSError, ValueError):
+            os.kill(int((self.folder / "munge.pid").read_text()), signal.SIGKILL)
 
 
 _MUNGE_FLAGS = ("socket", "pid-file", "log-file", "seed-file")
