@@ -88,8 +88,8 @@ class SlurmCluster:
     def stop_node(self, node: str) -> None:
         """Kill a node's daemon and what it has started, as when the machine is lost."""
         daemon = psutil.Process(int((self.folder / f"slurmd-{node}.pid").read_text()))
-        spool = str(self.folder / f"spool-{node}")
-        steps = [each for each in psutil.process_iter() if _opens(each, spool)]
+        log = str(self.folder / f"slurmd-{node}.log")
+        steps = [each for each in psutil.process_iter() if _writes(each, log)]
         for each in (daemon, *(child for step in steps for child in (step, *step.children(recursive=True)))):
             with suppress(psutil.NoSuchProcess):
                 each.kill()
@@ -132,10 +132,10 @@ class SlurmCluster:
 _MUNGE_FLAGS = ("socket", "pid-file", "log-file", "seed-file")
 
 
-def _opens(process: psutil.Process, folder: str) -> bool:
-    """Whether a process is a step's daemon of the node with this spool folder: it runs there."""
+def _writes(process: psutil.Process, log: str) -> bool:
+    """Whether a process is the daemon of a step, which writes to the log of its node."""
     try:
-        return process.name() == "slurmstepd" and process.cwd().startswith(folder)
+        return process.name() == "slurmstepd" and any(file.path == log for file in process.open_files())
     except psutil.Error:
         return False
 
