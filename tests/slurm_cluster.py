@@ -120,13 +120,20 @@ class SlurmCluster:
     def stop(self) -> None:
         """End all daemons, and what they have started."""
         self.ask("scancel", "--user=root")
-        time.sleep(0.5)
-        for process in psutil.process_iter():
-            with suppress(psutil.Error):
-                if process.environ().get("SLURM_CONF") == self.environment["SLURM_CONF"] and process.pid != os.getpid():
+        while found := [process for process in psutil.process_iter() if self._owns(process)]:
+            for process in found:  # the daemons first to be seen may have started others
+                with suppress(psutil.Error):
                     process.kill()
+            time.sleep(0.2)
         with suppress(OSError, ValueError):
             os.kill(int((self.folder / "munge.pid").read_text()), signal.SIGKILL)
+
+    def _owns(self, process: psutil.Process) -> bool:
+        try:
+            own = process.environ().get("SLURM_CONF") == self.environment["SLURM_CONF"]
+            return own and process.pid != os.getpid() and process.status() != psutil.STATUS_ZOMBIE
+        except psutil.Error:
+            return False
 
 
 _MUNGE_FLAGS = ("socket", "pid-file", "log-file", "seed-file")
