@@ -40,6 +40,9 @@ class CommonOptions:
         "code: this folder, which the nodes see too (folder), or a copy of it named by its digest (archive)",
         choices=("folder", "archive"),
     )
+    directory: str | None = option(
+        None, "folder on the nodes in which the ranks run (default: this folder; in containers /workspace)"
+    )
     env: str | None = option(None, "variables of the ranks: NAME=value,NAME=value")
 
 
