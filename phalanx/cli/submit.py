@@ -47,7 +47,7 @@ def run(arguments: Sequence[str]) -> int:
     job = dataclasses.replace(
         job,
         environment={**job.environment, **_variables(options.env)},
-        directory=options.directory or job.directory,
+        directory=job.directory if kind.is_contained else options.directory or job.directory,
     )
     return hand_over(name, kind(options), job, namespace)
 

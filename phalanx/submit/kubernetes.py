@@ -30,6 +30,7 @@ class OnKubernetes(Target[PodOptions]):
     """What targets on Kubernetes share: the files, the client, the states. A target says which objects there are."""
 
     options_class = PodOptions
+    is_contained = True
     file: ClassVar[str] = "kubernetes.yaml"
     selector: ClassVar[str] = "app.kubernetes.io/instance"
     """The label with the job's name that its pods have."""

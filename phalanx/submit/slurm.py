@@ -123,7 +123,7 @@ class Slurm(Target[SlurmOptions]):
 
     def _body(self, job: Job) -> Iterator[str]:
         yield "set -uo pipefail"
-        yield f"cd {shlex.quote(job.directory)}"
+        yield f"cd {shlex.quote(job.directory)} || exit 1"
         yield from (f"export {name}={shlex.quote(value)}" for name, value in job.environment.items())
         yield ""
         yield "# The first machine hosts the rendezvous. Node lists are compressed (n[1-4]); scontrol expands them."

@@ -65,6 +65,8 @@ class Target(Generic[Options]):
 
     name: ClassVar[str]
     options_class: ClassVar[type[CommonOptions]] = CommonOptions
+    is_contained: ClassVar[bool] = False
+    """Ranks run in containers: --directory is a folder there, and not one of this machine."""
 
     def __init__(self, options: Options) -> None:
         self.options = options
