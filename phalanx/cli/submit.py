@@ -49,7 +49,11 @@ def run(arguments: Sequence[str]) -> int:
     options = read_options(name, {**given, "name": job.name}, config_files, os.environ)
     if options.gpu is not None:
         say_to_user(foresee(job, planned, options.gpu))
-    job = dataclasses.replace(job, environment={**job.environment, **_variables(options.env)})
+    job = dataclasses.replace(
+        job,
+        environment={**job.environment, **_variables(options.env)},
+        directory=job.directory if kind.is_contained else options.directory or job.directory,
+    )
     return hand_over(name, kind(options), job, namespace)
 
 
@@ -211,13 +215,13 @@ def hand_over(name: str, target: Target[Any], job: Job, namespace: argparse.Name
     if namespace.render:
         print("\n".join(_with_names(files)))
         return 0
+    _refuse_twice(job.name)
     checked = target.check(job, files)
     if namespace.dry_run:
         print(
             "\n".join([*_with_names(files), "", *(f"# checked: {line}" for line in checked), "# nothing was submitted"])
         )
         return 0
-    _refuse_twice(job.name)
     folder = jobs_folder() / job.name
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True, mode=0o700)
@@ -225,7 +229,7 @@ def hand_over(name: str, target: Target[Any], job: Job, namespace: argparse.Name
         for file, text in files.items():
             (folder / file).write_text(text, encoding="utf-8")
         if target.options.ship == "archive":
-            archived, content = archive(Path(job.directory))
+            archived, content = archive(Path.cwd())
             (folder / archived).write_bytes(content)
         scheduler_id = target.submit(job, folder)
     except BaseException:

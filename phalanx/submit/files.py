@@ -8,7 +8,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from phalanx.config.settings import parse_duration
 from phalanx.errors import UsageError
+from phalanx.submit.job import Job
 from phalanx.submit.target import CommonOptions
 
 _POLL_SECONDS = 0.5
@@ -20,6 +22,27 @@ def program_of(options: CommonOptions) -> str:
         return "phalanx"
     folder = Path(options.venv) / "bin" if options.venv is not None else Path(sys.executable).parent
     return str(folder / "phalanx")
+
+
+def limit_seconds(job: Job, options: CommonOptions, save_seconds: int) -> int | None:
+    """Return the time limit; refuse one that leaves no time to train, or that ends a run without checkpoints."""
+    if (given := options.time_limit) is None:
+        return None
+    try:
+        limit = parse_duration(given)
+    except ValueError:
+        raise UsageError(f"--time-limit {given}: expected a duration such as 30m, 12h or 2d.") from None
+    if limit <= save_seconds + 60:
+        raise UsageError(
+            f"--time-limit {given}: a run is asked to save {save_seconds} s before the limit, so it would hardly train",
+            hint="Give 10m or more.",
+        )
+    if job.config.checkpoint_every is None:
+        raise UsageError(
+            f"--time-limit {given} ends the run, and it saves no checkpoints",
+            hint="Add --checkpoint-frequency auto, or a number of steps: --checkpoint-frequency '500 steps'.",
+        )
+    return round(limit)
 
 
 def unpack_lines(work: str, each_node: str) -> Iterator[str]:

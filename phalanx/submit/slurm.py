@@ -13,7 +13,7 @@ from pathlib import Path
 from phalanx.config.option import option
 from phalanx.config.settings import parse_duration
 from phalanx.errors import EXIT_PREEMPTED, UsageError
-from phalanx.submit.files import follow_files, program_of, rank_log, unpack_lines
+from phalanx.submit.files import follow_files, limit_seconds, program_of, rank_log, unpack_lines
 from phalanx.submit.job import ENDED, Job, JobRecord
 from phalanx.submit.target import CommonOptions, Status, Target
 
@@ -89,18 +89,7 @@ class Slurm(Target[SlurmOptions]):
             )
         if options.container != "none" and not options.image:
             raise UsageError(f"--container {options.container} needs --image", hint="--image nvcr.io#org/phalanx:1")
-        limit = None if options.time_limit is None else _seconds(options.time_limit)
-        if limit is not None and limit <= SIGNAL_SECONDS + 60:
-            raise UsageError(
-                f"--time-limit {options.time_limit}: a run is asked to save {SIGNAL_SECONDS} s before the limit, so it "
-                "would hardly train",
-                hint="Give 10m or more.",
-            )
-        if limit is not None and job.config.checkpoint_every is None:
-            raise UsageError(
-                f"--time-limit {options.time_limit} ends the run, and it saves no checkpoints",
-                hint="Add --checkpoint-frequency auto, or a number of steps: --checkpoint-frequency '500 steps'.",
-            )
+        limit_seconds(job, options, SIGNAL_SECONDS)
 
     def _head(self, job: Job) -> Iterator[str]:
         options, tasks = self.options, job.ranks_per_node if self.options.start == "srun" else 1
@@ -126,7 +115,7 @@ class Slurm(Target[SlurmOptions]):
         if options.exclusive:
             lines.append(("--exclusive", "no other job on these machines"))
         if options.time_limit is not None:
-            lines.append((f"--time={_slurm_time(_seconds(options.time_limit))}", "longest duration"))
+            lines.append((f"--time={_slurm_time(parse_duration(options.time_limit))}", "longest duration"))
             lines.append((f"--signal=USR1@{SIGNAL_SECONDS}", "then ranks save and leave, in time"))
         if options.requeue:
             lines.append(("--requeue", "a lost machine puts the job back into the queue"))
@@ -139,7 +128,7 @@ class Slurm(Target[SlurmOptions]):
 
     def _body(self, job: Job) -> Iterator[str]:
         yield "set -uo pipefail"
-        yield f"cd {shlex.quote(job.directory)}"
+        yield f"cd {shlex.quote(job.directory)} || exit 1"
         yield from (f"export {name}={shlex.quote(value)}" for name, value in job.environment.items())
         yield ""
         yield "# The first machine hosts the rendezvous. Node lists are compressed (n[1-4]); scontrol expands them."
@@ -275,13 +264,6 @@ def _ask(*command: str, stdin: str | None = None) -> str:
         said = [line for line in (found.stderr or found.stdout).splitlines() if line.strip()]
         raise UsageError(f"{command[0]}: {said[0].removeprefix(f'{command[0]}: error: ') if said else 'failed'}")
     return found.stdout
-
-
-def _seconds(text: str) -> float:
-    try:
-        return parse_duration(text)
-    except ValueError:
-        raise UsageError(f"--time-limit {text}: expected a duration such as 30m, 12h or 2d.") from None
 
 
 def _slurm_time(seconds: float) -> str:

@@ -41,6 +41,9 @@ class CommonOptions:
         choices=("folder", "archive"),
     )
     gpu: str | None = option(None, "GPUs of the nodes (h100, a100-40): a run that does not fit on them is refused")
+    directory: str | None = option(
+        None, "folder on the nodes in which the ranks run (default: this folder; in containers /workspace)"
+    )
     env: str | None = option(None, "variables of the ranks: NAME=value,NAME=value")
 
 
@@ -63,6 +66,8 @@ class Target(Generic[Options]):
 
     name: ClassVar[str]
     options_class: ClassVar[type[CommonOptions]] = CommonOptions
+    is_contained: ClassVar[bool] = False
+    """Ranks run in containers: --directory is a folder there, and not one of this machine."""
 
     def __init__(self, options: Options) -> None:
         self.options = options

@@ -1,0 +1,271 @@
+"""`phalanx submit kubernetes|jobset` and the verbs on jobs, against a stand-in for the API server."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from phalanx.cli import main
+
+kubernetes = pytest.importorskip("kubernetes")
+yaml = pytest.importorskip("yaml")
+
+from kube_schema import validate  # noqa: E402
+from kube_server import FORBIDDEN, KubeServer, kube_server  # noqa: E402
+
+TRAIN = ["digits", "--num-nodes", "2", "--num-workers", "4", "--image", "registry/phalanx:1"]
+GPUS = ["digits", "--num-nodes", "2", "--gpus-per-node", "8", "--device", "cuda", "--image", "registry/phalanx:1"]
+
+
+@pytest.fixture
+def server(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.chdir(tmp_path)
+    with kube_server(tmp_path) as (found, config):
+        monkeypatch.setenv("KUBECONFIG", str(config))
+        yield found
+
+
+@pytest.fixture
+def phalanx(capsys):
+    """Return a function that runs the command line and returns what it prints."""
+
+    def run(*words: str, code: int = 0) -> str:
+        found = main([*words])
+        said = capsys.readouterr()
+        assert found == code, said.out + said.err
+        return said.out + said.err
+
+    return run
+
+
+def rendered(phalanx, target: str, *words: str) -> list[dict]:
+    return list(yaml.safe_load_all(phalanx("submit", target, *words, "--job-name", "demo", "--render")))
+
+
+def test_the_job_is_valid_and_its_pods_find_each_other(phalanx):
+    service, job = rendered(phalanx, "kubernetes", *GPUS, "--pvc", "work:/workspace,sets:/data", "--queue", "team")
+    for thing in (service, job):
+        validate(thing)
+    spec, pod = job["spec"], job["spec"]["template"]["spec"]
+    assert (spec["completions"], spec["parallelism"], spec["completionMode"]) == (2, 2, "Indexed")
+    assert pod["subdomain"] == service["metadata"]["name"] == "demo"
+    assert service["spec"]["publishNotReadyAddresses"], "pods look for the first one before it is ready"
+    assert service["spec"]["selector"].items() <= spec["template"]["metadata"]["labels"].items()
+    container = pod["containers"][0]
+    assert '--node-rank "$JOB_COMPLETION_INDEX" --rdzv-endpoint demo-0.demo:29400' in container["command"][2]
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == "8"
+    assert {"name": "sets", "mountPath": "/data"} in container["volumeMounts"]
+    assert pod["volumes"][0]["emptyDir"]["medium"] == "Memory"
+    rules = {
+        str(rule.get("onExitCodes", {}).get("values")): rule["action"] for rule in spec["podFailurePolicy"]["rules"]
+    }
+    assert rules == {"[2]": "FailJob", "[75]": "Ignore", "None": "Ignore"}
+    assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "team"
+
+
+def test_pods_have_few_rights(phalanx):
+    pod = rendered(phalanx, "kubernetes", *TRAIN)[1]["spec"]["template"]["spec"]
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    assert pod["automountServiceAccountToken"] is False
+    assert pod["containers"][0]["securityContext"]["readOnlyRootFilesystem"] is True
+    paths = {mount["mountPath"] for mount in pod["containers"][0]["volumeMounts"]}
+    assert paths == {"/dev/shm", "/tmp", "/workspace/runs"}, "what a run writes is on a volume"
+
+
+def test_one_machine_needs_no_service(phalanx):
+    (job,) = rendered(phalanx, "kubernetes", "digits", "--num-workers", "2", "--image", "x:1")
+    validate(job)
+    assert "rdzv" not in job["spec"]["template"]["spec"]["containers"][0]["command"][2]
+
+
+def test_options_of_pods(phalanx):
+    job = rendered(
+        phalanx, "kubernetes", *GPUS, "--node-selector", "pool=gpu", "--tolerations", "gpu=1:NoSchedule,spot:NoExecute",
+        "--priority-class", "high", "--image-pull-secret", "registry", "--rdma-resource", "rdma/hca=4", "--cpu", "32",
+        "--memory", "64Gi", "--time-limit", "2h", "--checkpoint-frequency", "auto", "--env", "A=1", "--namespace", "ml",
+    )[1]  # fmt: skip
+    validate(job)
+    pod = job["spec"]["template"]["spec"]
+    assert job["spec"]["activeDeadlineSeconds"] == 7200
+    assert pod["nodeSelector"] == {"pool": "gpu"}
+    assert [each["operator"] for each in pod["tolerations"]] == ["Equal", "Exists"]
+    assert pod["containers"][0]["resources"]["requests"]["rdma/hca"] == "4"
+    assert {"name": "A", "value": "1"} in pod["containers"][0]["env"]
+
+
+def test_a_jobset_is_valid(phalanx):
+    (found,) = rendered(phalanx, "jobset", *TRAIN)
+    validate(found)
+    inside = found["spec"]["replicatedJobs"][0]["template"]["spec"]
+    validate({"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "demo"}, "spec": inside})
+    assert "--rdzv-endpoint demo-node-0-0.demo:29400" in inside["template"]["spec"]["containers"][0]["command"][2]
+
+
+def test_rendering_is_the_same_twice_and_has_comments(phalanx):
+    first, second = (phalanx("submit", "kubernetes", *TRAIN, "--job-name", "demo", "--render") for _ in range(2))
+    assert first == second
+    for line in ("parallelism: 2", "image: registry/phalanx:1", "sizeLimit: 8Gi", "runAsUser: 1000"):
+        assert any(line in each and "  # " in each for each in first.splitlines()), line
+
+
+def test_overrides_are_merged(phalanx, tmp_path):
+    path = tmp_path / "more.yaml"
+    path.write_text(
+        "spec: {suspend: true, template: {spec: {enableServiceLinks: null, "
+        "containers: [{name: train, tty: true}, {name: side, image: side:1}]}}}\n"
+        "---\nkind: Service\nmetadata: {annotations: {a: b}}\n"
+    )
+    service, job = rendered(phalanx, "kubernetes", *TRAIN, "--overrides", str(path))
+    validate(job)
+    assert service["metadata"]["annotations"] == {"a": "b"}
+    pod = job["spec"]["template"]["spec"]
+    assert job["spec"]["suspend"] is True
+    assert "enableServiceLinks" not in pod
+    assert [(each["name"], each["image"]) for each in pod["containers"]] == [
+        ("train", "registry/phalanx:1"),
+        ("side", "side:1"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("spec: [", "is not valid YAML"),
+        ("just text", "expected keys and values"),
+        ("kind: Jbo\nspec: {}", "Did you mean 'Job'"),
+        (None, "No such file"),
+    ],
+)
+def test_wrong_overrides_are_refused(phalanx, tmp_path, text, said):
+    path = tmp_path / "wrong.yaml"
+    if text is not None:
+        path.write_text(text)
+    assert said in phalanx("submit", "kubernetes", *TRAIN, "--overrides", str(path), "--render", code=2)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["digits"], "--image is not given"),
+        ([*TRAIN, "--pvc", "work"], "'work' has no path"),
+        ([*TRAIN, "--node-selector", "gpu"], "is not NAME=value"),
+        ([*TRAIN, "--tolerations", "a:Never"], "expected KEY=value:NoSchedule"),
+        ([*TRAIN, "--time-limit", "1m"], "would hardly train"),
+        (
+            ["--script", __file__, "--num-workers", "2", "--image", "x:1", "--time-limit", "2h"],
+            "it saves no checkpoints",
+        ),
+        ([*TRAIN, "--nmespace", "x"], "--namespace"),
+    ],
+)
+def test_wrong_options_are_refused(phalanx, words, said):
+    assert said in phalanx("submit", "kubernetes", *words, "--render", code=2)
+
+
+def test_a_job_from_submission_to_its_end(phalanx, server: KubeServer):
+    said = phalanx("submit", "kubernetes", *TRAIN, "--job-name", "one")
+    assert "submitted one as kubernetes job ml/one" in said
+    assert server.kinds() == {"Service", "Secret", "Job"}
+    secret = server.objects["ml", "secrets", "one"]
+    assert len(secret["stringData"]["secret"]) == 64
+    assert secret["metadata"]["ownerReferences"][0]["kind"] == "Job", "it is removed together with the job"
+    assert "no pods yet" in phalanx("status", "one")
+    server.add_pod("one", 0, "Pending", conditions=[
+        {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/3 nodes are available"}
+    ])  # fmt: skip
+    assert "Unschedulable: 0/3 nodes are available" in phalanx("status", "one")
+    server.pods.clear()
+    names = [server.add_pod("one", 0), server.add_pod("one", 1)]
+    server.logs = {names[0]: ["from zero"], names[1]: ["from one", "and more"]}
+    found = json.loads(phalanx("status", "one", "--json"))
+    assert (found["state"], found["nodes"]) == ("running", ["n0", "n1"])
+    assert phalanx("logs", "one").splitlines() == ["[0] from zero", "[1] from one", "[1] and more"]
+    assert phalanx("logs", "one", "--rank", "3").splitlines() == ["from one", "and more"], "ranks 2 and 3 are in pod 1"
+    assert "is not finished" in phalanx("submit", "kubernetes", *TRAIN, "--job-name", "one", code=2)
+    server.end("Job", "Complete")
+    assert sorted(phalanx("logs", "one", "-f").splitlines()) == ["[0] from zero", "[1] and more", "[1] from one"]
+    assert "finished" in phalanx("status", "one")
+
+
+def test_an_image_that_does_not_exist_is_said(phalanx, server: KubeServer):
+    phalanx("submit", "jobset", *TRAIN, "--job-name", "bad")
+    waiting = {"reason": "ErrImagePull", "message": "registry/phalanx:1: not found"}
+    status = {
+        "name": "train",
+        "image": "x",
+        "imageID": "",
+        "ready": False,
+        "restartCount": 0,
+        "state": {"waiting": waiting},
+    }
+    server.add_pod("bad", 0, "Pending", containerStatuses=[status])
+    assert "ErrImagePull: registry/phalanx:1: not found" in phalanx("status", "bad")
+    server.end("JobSet", "Failed", "FailedJobs")
+    assert "failed (FailedJobs)" in phalanx("status", "bad")
+
+
+def test_cancel_removes_everything(phalanx, server: KubeServer, tmp_path):
+    (tmp_path / "train.py").write_text("print('hi')\n")
+    words = ["--script", "train.py", "--num-nodes", "2", "--num-workers", "2", "--image", "x:1", "--ship", "archive"]
+    phalanx("submit", "kubernetes", *words, "--job-name", "one")
+    assert server.kinds() == {"Service", "Secret", "Job", "ConfigMap"}
+    assert "cancelled one" in phalanx("cancel", "one")
+    assert not server.objects
+    assert "cancelled" in phalanx("jobs")
+
+
+def test_a_job_that_was_deleted_elsewhere_is_lost(phalanx, server: KubeServer):
+    phalanx("submit", "kubernetes", *TRAIN, "--job-name", "one")
+    server.objects.clear()
+    assert "lost (not in namespace ml" in phalanx("status", "one")
+
+
+@pytest.mark.parametrize("kind", ["Job", "Service"])
+def test_nothing_is_left_when_an_object_is_refused(phalanx, server: KubeServer, kind):
+    server.refuse = {kind}
+    said = phalanx("submit", "kubernetes", *TRAIN, "--job-name", "one", code=2)
+    assert "is forbidden: exceeded quota" in said.splitlines()[0]
+    assert not server.objects
+    assert "no jobs were submitted" in phalanx("jobs")
+
+
+def test_a_namespace_without_rights(phalanx, server: KubeServer):
+    said = phalanx("submit", "kubernetes", *TRAIN, "--namespace", FORBIDDEN, code=2)
+    assert 'is forbidden: User "ann" cannot post in the namespace "locked"' in said.splitlines()[0]
+    assert not server.objects
+
+
+def test_a_name_that_exists_in_the_cluster(phalanx, server: KubeServer):
+    server.objects["ml", "jobs", "one"] = {"kind": "Job", "metadata": {"name": "one"}}
+    said = phalanx("submit", "kubernetes", *TRAIN, "--job-name", "one", code=2)
+    assert 'jobs "one" already exists' in said
+    assert list(server.objects) == [("ml", "jobs", "one")], "the other job is left alone"
+
+
+def test_more_gpus_than_a_node_has(phalanx, server: KubeServer):
+    server.nodes = [{"metadata": {"name": "n1"}, "status": {"allocatable": {"nvidia.com/gpu": "4", "cpu": "8"}}}]
+    said = phalanx("submit", "kubernetes", *GPUS, code=2)
+    assert "a pod asks for 8 nvidia.com/gpu, and the largest node has 4" in said
+    server.nodes[0]["status"]["allocatable"]["nvidia.com/gpu"] = "8"
+    said = phalanx("submit", "kubernetes", *GPUS, "--dry-run")
+    assert "server-side dry run" in said
+    assert "# nothing was submitted" in said
+    assert not server.objects
+
+
+def test_no_cluster_is_said_with_what_was_looked_for(phalanx, tmp_path, monkeypatch):
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
+    said = phalanx("submit", "kubernetes", *TRAIN, code=2)
+    assert f"looked for {tmp_path / 'none'}" in said
+    assert "service account" in said
+
+
+def test_a_server_that_does_not_answer(phalanx, server: KubeServer):
+    server.server.shutdown()
+    server.server.server_close()
+    assert "no answer from the Kubernetes API server http://127.0.0.1" in phalanx(
+        "submit", "kubernetes", *TRAIN, code=2
+    )
