@@ -16,6 +16,7 @@ from phalanx.cli.json_output import add_json_flag, print_json
 from phalanx.cli.parsers import train_parser, tune_parser
 from phalanx.config import DistributedConfig
 from phalanx.config.option import kinds
+from phalanx.config.settings import parse_hosts
 from phalanx.errors import UsageError
 from phalanx.launch.nccl import nccl_variables
 from phalanx.observe.guard import say_to_user
@@ -127,8 +128,13 @@ def foresee(job: Job, model: str | None, gpu: str) -> str:
     return f"planned: {memory}, {found.step_seconds:.3g} s per step"
 
 
-def describe_job(words: list[str], wanted: str | None) -> tuple[Job, list[str] | None, str | None]:
-    """Return the job of train's arguments, checked as train does, its --config files, and the planner's model."""
+def describe_job(
+    words: list[str], wanted: str | None, *, continues: bool = True
+) -> tuple[Job, list[str] | None, str | None]:
+    """Return the job of train's arguments, checked as train does, its --config files, and the planner's model.
+
+    `continues`: started again, it goes on from its last checkpoint.
+    """
     ours, own = split_own(words)
     namespace = train_parser().parse_all(ours)
     named = read_target(namespace, own, "submit", "Write: phalanx submit slurm digits --num-nodes 2 --gpus-per-node 8")
@@ -139,17 +145,17 @@ def describe_job(words: list[str], wanted: str | None) -> tuple[Job, list[str] |
     subject = recipe.name if recipe else Path(namespace.script or namespace.module).stem
     name = job_name(wanted, config.name or subject)
     run_dir = config.run_dir or f"runs/{name}"
-    extra = [] if config.run_dir else ["--run-dir", run_dir]
-    if not config.resume_from_checkpoint:  # a job that is started again continues
+    extra = [] if config.run_dir or namespace.resume is not None else ["--run-dir", run_dir]
+    if continues and not config.resume_from_checkpoint:
         extra += [] if config.checkpoint_dir else ["--checkpoint-dir", f"{run_dir}/checkpoints"]
         extra.append("--resume-from-checkpoint=true")
-    total = config.total_ranks or 1
+    total, nodes = config.total_ranks or 1, len(parse_hosts(config.hosts)) if config.hosts else config.num_nodes
     job = Job(
         name=name,
         arguments=(*ours, *extra, *(["--", *own] if own else [])),
         config=config,
-        nodes=config.num_nodes,
-        ranks_per_node=total // config.num_nodes,
+        nodes=nodes,
+        ranks_per_node=total // nodes,
         device=_device(config),
         directory=os.getcwd(),
         run_dir=run_dir,

@@ -51,6 +51,8 @@ def run(arguments: Sequence[str]) -> int:
     named = read_target(namespace, own, "train", _HINT)
     recipe, target = (named, None) if isinstance(named, Recipe) else (None, named)
     resolved = resolve_flags(namespace, recipe, _resume_settings(namespace, recipe, target))
+    if resolved.config.hosts is not None and resolved.config.launcher == "local":
+        return _run_on_hosts(list(arguments), dry=namespace.dry_run)
     if namespace.dry_run:
         return _show_plan(recipe, resolved, target, as_json=namespace.json)
     return start_run(recipe, resolved, target, overwrite=namespace.overwrite, as_json=namespace.json)
@@ -80,6 +82,21 @@ def start_run(
     layout = plan_layout(resolved.config, count_gpus())
     check_run_dir(resolved.config, overwrite=overwrite)
     return _launch(recipe, resolved, target, layout, as_json=as_json)
+
+
+def _run_on_hosts(words: list[str], *, dry: bool) -> int:
+    """Start one launcher per host over ssh, and forward their output; the options of ssh are those of submit."""
+    from phalanx.cli.submit import describe_job
+    from phalanx.submit.ssh import Ssh, SshOptions
+    from phalanx.submit.target import read_options
+
+    job, files, _ = describe_job([word for word in words if word != "--dry-run"], None, continues=False)
+    options = read_options("ssh", {}, files, os.environ)
+    assert isinstance(options, SshOptions)
+    if dry:
+        print("\n".join(Ssh(options).render(job).values()), end="")
+        return 0
+    return Ssh(options).run(job, lambda line: print(line, flush=True))
 
 
 def _check_target(recipe: Recipe | None, resolved: Resolved, target: ScriptTarget | ModuleTarget | None) -> None:

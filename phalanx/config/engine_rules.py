@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from phalanx.config.fields import TENSORFLOW_STRATEGIES
 from phalanx.config.rules import RANKS, Mistakes, rule
-from phalanx.config.settings import FIELDS, RECOVERY, Settings, parse_hosts
+from phalanx.config.settings import FIELDS, RECOVERY, Host, Settings, parse_hosts
 
 
 class Package(NamedTuple):
@@ -35,7 +35,7 @@ _USED_BY = {
     "cpus_per_worker": ("ray",),
     "resources_per_worker": ("ray",),
     "placement": ("ray",),
-    "hosts": ("horovod",),
+    "hosts": ("horovod", "pytorch-ddp", "pytorch-fsdp", "deepspeed"),
     "host_discovery_script": ("horovod",),
     "adasum": ("horovod",),
     "horovod_timeline": ("horovod",),
@@ -152,10 +152,10 @@ def adasum(settings: Settings) -> Mistakes:
         )
 
 
-@rule("backend", "strategy", *RANKS)
-def horovod_slots(settings: Settings) -> Mistakes:
+@rule("backend", "strategy", "node_rank", *RANKS)
+def host_slots(settings: Settings) -> Mistakes:
     """Check the list of machines, and that it has room for the ranks."""
-    if settings.backend != "horovod" or settings.hosts is None:
+    if settings.hosts is None or settings.backend not in _USED_BY["hosts"]:
         return
     try:
         hosts = parse_hosts(settings.hosts)
@@ -165,12 +165,26 @@ def horovod_slots(settings: Settings) -> Mistakes:
     slots, ranks = sum(host.slots for host in hosts), settings.total_ranks
     if ranks is not None and ranks > slots:
         yield settings.mistake("hosts", f" has {slots} slots, but {ranks} ranks were asked for.")
-    if settings.min_workers is not None and len(hosts) < 2:
+    if settings.backend != "horovod":
+        yield from _ssh_hosts(settings, hosts)
+    elif settings.min_workers is not None and len(hosts) < 2:
         yield settings.mistake(
             "min_workers",
             " with one machine: Horovod gives up a machine that lost a rank, so there must be two. On one machine, "
             "give it under two names: hosts = 'localhost:1,127.0.0.1:1'.",
         )
+
+
+def _ssh_hosts(settings: Settings, hosts: tuple[Host, ...]) -> Mistakes:
+    """Check what one launcher per machine requires: equal machines, which the list alone numbers."""
+    if len({host.slots for host in hosts}) > 1:
+        yield settings.mistake("hosts", ": give every machine the same number of slots.")
+    elif (settings.total_ranks or len(hosts)) % len(hosts):
+        total = settings.total_ranks
+        yield settings.mistake("hosts", f": {total} ranks cannot be spread evenly over {len(hosts)} machines.")
+    for name, says in (("num_nodes", 1), ("gpus_per_node", None), ("node_rank", None)):
+        if getattr(settings, name) not in (says, len(hosts) if name == "num_nodes" else says):
+            yield settings.mistake(name, f" with hosts = {settings.hosts!r}, which says it: leave {name} out.")
 
 
 @rule("backend", "strategy", "min_workers", *RANKS)
@@ -215,7 +229,7 @@ ENGINE_RULES = (
     keras,
     horovod_hosts,
     adasum,
-    horovod_slots,
+    host_slots,
     min_workers,
     strategy_of_backend,
 )

@@ -307,7 +307,11 @@ class Engines:
         "ray: ranks on as few machines as possible (pack) or as many (spread); strict: or the run does not start",
         choices=("pack", "spread", "strict-pack", "strict-spread"),
     )
-    hosts: str | None = option(None, "horovod: machines and their slots, node1:8,node2:8 (default: this machine)")
+    hosts: str | None = option(
+        None,
+        "machines and their slots, node1:8,node2:8, or a file of lines 'node1 slots=8' (./hosts): one launcher on each "
+        "over ssh; horovod: for horovodrun (default: this machine)",
+    )
     host_discovery_script: str | None = option(
         None, "horovod: elastic: an executable that prints the available machines, one host:slots per line"
     )

@@ -254,10 +254,24 @@ def parse_duration(given: float | str) -> float:
     return seconds
 
 
+def _read_hosts(path: str) -> list[str]:
+    """Return the lines of a file, `node1 slots=8`, each as node1:8; # begins a comment."""
+    try:
+        lines = Path(path).expanduser().read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}.") from None
+    words = [line.partition("#")[0].split() for line in lines]
+    if wrong := [" ".join(each) for each in words if len(each) > 2 or (each[1:] and not each[1].startswith("slots="))]:
+        raise ValueError(f"{path}: {wrong[0]!r} is not a machine and its slots: write node1 slots=8.")
+    if not any(words):
+        raise ValueError(f"{path} names no machine: write a line for each, node1 slots=8.")
+    return [":".join([each[0], *(word.removeprefix("slots=") for word in each[1:])]) for each in words if each]
+
+
 def parse_hosts(text: str) -> tuple[Host, ...]:
-    """Read machines and slots as horovodrun writes them, node1:8,node2:8; ValueError says what to write."""
+    """Read machines and slots, node1:8,node2:8 or a file of them (./hosts); ValueError says what to write."""
     hosts: list[Host] = []
-    for part in text.split(","):
+    for part in _read_hosts(text) if "/" in text else text.split(","):
         name, colon, slots = part.strip().partition(":")
         if not _HOST.fullmatch(name):
             raise ValueError(f"{part.strip()!r} is not the name of a machine: write node1:8,node2:8.")

@@ -67,7 +67,8 @@ def resolve(
     origins = dict.fromkeys(FIELDS, "default")
     mistakes = misspelt_variables(environ)
     for origin, layer in layers:
-        if layer.keys() & RANK_COUNTS:  # one source's number of ranks replaces another's, under any name
+        # One source's number of ranks replaces another's, under any name; a list of hosts has its own.
+        if layer.keys() & RANK_COUNTS or layer.get("hosts"):
             values = {name: value for name, value in values.items() if name not in RANK_COUNTS}
         for name, value in layer.items():
             if name not in FIELDS:

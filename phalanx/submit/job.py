@@ -46,17 +46,29 @@ class Job:
     """train, or tune: a search whose trials are spread over the tasks of an array."""
 
     def train_command(self, program: str = "phalanx", *more: str) -> list[str]:
-        """Return the command of one launcher: it adds node rank and rendezvous from its surroundings."""
+        """Return the command of one launcher; flags in `more` take the place of the same flags of the job."""
         before, after = self.arguments, tuple[str, ...]()
         if "--" in before:
             at = before.index("--")
             before, after = before[:at], before[at:]
-        return [program, self.verb, *before, *more, *after]
+        return [program, self.verb, *_without(before, more), *more, *after]
 
     @property
     def ranks(self) -> int:
         """Ranks of the whole job."""
         return self.nodes * self.ranks_per_node
+
+
+def _without(words: tuple[str, ...], replaced: tuple[str, ...]) -> Iterator[str]:
+    """Return words less the flags that are given anew, each with its value."""
+    rest = iter(words)
+    for word in rest:
+        flag, equals, _ = word.partition("=")
+        if flag.startswith("--") and flag in replaced:
+            if not equals:
+                next(rest, None)
+        else:
+            yield word
 
 
 @dataclass(frozen=True)

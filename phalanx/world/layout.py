@@ -45,6 +45,11 @@ class JobLayout:
 
 def plan_layout(config: DistributedConfig, gpus_here: int) -> JobLayout:
     """Decide device and ranks; asking for more GPUs than there are is refused with the way to run on the CPU."""
+    if config.hosts is not None and config.launcher == "local":
+        raise UsageError(
+            f"hosts = {config.hosts!r}: several machines are started from the command line only",
+            hint=f"Write: phalanx train --script train.py --hosts {config.hosts}",
+        )
     asked = config.total_ranks
     device, engine = config.device, engine_of(config)
     if device == "auto":

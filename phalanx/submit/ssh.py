@@ -1,0 +1,268 @@
+"""Plain ssh: one launcher per host, without a scheduler; a process on this machine holds the connections."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from phalanx.config.option import option
+from phalanx.config.settings import parse_hosts
+from phalanx.config.sources import ENV_PREFIX, NOT_SETTINGS
+from phalanx.errors import UsageError
+from phalanx.host.signed_store import VARIABLE
+from phalanx.submit.files import follow_files, program_of, rank_log
+from phalanx.submit.hosts import STATE, HostGroup, HostPlan, write_plan
+from phalanx.submit.job import ENDED, Job, JobRecord
+from phalanx.submit.ship import archive
+from phalanx.submit.target import CommonOptions, Status, Target
+
+_ANSWER_SECONDS = 60.0
+"""How long a host that was reached may take to say what is installed."""
+_HINTS = {
+    "host key": "Compare its fingerprint, then add it: ssh-keyscan HOST >> ~/.ssh/known_hosts",
+    "Permission denied": "Passwords are not asked for: give a key with --identity FILE, or ssh-copy-id HOST once.",
+    "No module named phalanx": "Install phalanx there at the same path, or give its environment: --venv FOLDER",
+    "No such file": "Install phalanx there at the same path, or give its environment: --venv FOLDER",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SshOptions(CommonOptions):
+    """Options of ssh. What ~/.ssh/config says of a host holds, too."""
+
+    user: str | None = option(None, "ssh: log in as this user")
+    port: int | None = option(None, "ssh: port of sshd on the hosts", minimum=1)
+    identity: str | None = option(None, "ssh: file of the private key")
+    ssh: str | None = option(None, "more options for ssh, as they are: '-J gateway -o Compression=yes'")
+    connect_timeout: int = option(10, "seconds until a host that does not answer is given up", minimum=1)
+    grace: float = option(60.0, "seconds that a launcher has to save and end before it is killed", above=0)
+
+
+class Ssh(Target[SshOptions]):
+    """Starts launchers over ssh."""
+
+    name = "ssh"
+    options_class = SshOptions
+
+    def __init__(self, options: SshOptions) -> None:
+        super().__init__(options)
+        self._facts: dict[str, dict[str, Any]] = {}
+
+    def render(self, job: Job) -> dict[str, str]:
+        """Return the script that every host runs, and the list of hosts."""
+        if self.options.image:
+            raise UsageError(f"--image {self.options.image}: ssh starts what is installed on the hosts; give --venv")
+        names = _hosts(job)
+        listed = "".join(f"{name} slots={job.ranks_per_node}\n" for name in names)
+        return {
+            "node.sh": "\n".join(self._script(job)) + "\n",
+            "hosts": f"# the first one hosts the rendezvous\n{listed}",
+        }
+
+    def _script(self, job: Job) -> Iterator[str]:
+        yield "#!/bin/bash"
+        yield f"# {job.name}: runs on each of {job.nodes} hosts. $1: its number; $2: HOST:PORT of the rendezvous"
+        yield f"cd {self._folder(job)} || exit 1"
+        yield from (f"export {name}={shlex.quote(value)}" for name, value in job.environment.items())
+        extra = ["--hosts", "none", "--num-nodes", str(job.nodes), "--node-rank", "$1", "--rdzv-endpoint", "$2"]
+        if job.config.num_workers is None and job.config.num_gpus is None:
+            extra += ["--num-workers", str(job.ranks)]
+        if not any(word.startswith("--console-ranks") for word in job.arguments):
+            extra += ["--console-ranks", "all"]  # lines say their rank
+        if self.options.time_limit is not None:
+            extra += ["--max-time", self.options.time_limit]
+        words = job.train_command(program_of(self.options), *extra)
+        yield "# the launcher of this host; it starts, watches and restarts the host's ranks"
+        yield "exec " + " ".join(f'"{word}"' if word in ("$1", "$2") else shlex.quote(word) for word in words)
+
+    def _folder(self, job: Job) -> str:
+        return f'"$HOME"/{_work(job)}' if self.options.ship == "archive" else shlex.quote(job.directory)
+
+    def check(self, job: Job, files: Mapping[str, str]) -> list[str]:
+        """Ask every host, all at once, for its versions; refuse hosts that do not answer or differ."""
+        if shutil.which("ssh") is None:
+            raise UsageError("ssh is not on this machine's PATH", hint="Install it: apt install openssh-client")
+        names = _hosts(job)
+        plan = self._plan(job, "")
+        folder = "~" if self.options.ship == "archive" else job.directory
+        with ThreadPoolExecutor(len(names)) as pool:
+            answers = list(pool.map(lambda host: _ask(plan.remote(host, "facts", folder)), names))
+        found = {host: answer for host, answer in zip(names, answers, strict=True) if isinstance(answer, dict)}
+        silent = {host: answer for host, answer in zip(names, answers, strict=True) if isinstance(answer, str)}
+        if silent:
+            raise _unreachable(silent, list(found))
+        _check_same(found)
+        if lacking := [host for host, each in found.items() if not each["has_folder"]]:
+            raise UsageError(
+                f"{', '.join(lacking)}: the folder {job.directory} is not there",
+                hint="Share it between the hosts, or copy the code: --ship archive",
+            )
+        self._facts = found
+        first = next(iter(found.values()))
+        return [f"{len(found)} hosts answer, all with phalanx {first['phalanx']} and torch {first['torch']}"]
+
+    def _plan(self, job: Job, script: str) -> HostPlan:
+        options = self.options
+        words = ["ssh", "-T", "-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=yes"]
+        words += ["-o", f"ConnectTimeout={options.connect_timeout}", "-o", "ServerAliveInterval=15"]
+        words += ["-l", options.user] if options.user else []
+        words += ["-p", str(options.port)] if options.port else []
+        words += ["-i", options.identity, "-o", "IdentitiesOnly=yes"] if options.identity else []
+        facts = next(iter(self._facts.values()), None)
+        meeting = job.config.rdzv_endpoint or (f"{facts['address']}:{facts['port']}" if facts else "")
+        return HostPlan(
+            hosts=_hosts(job),
+            ssh=[*words, *shlex.split(options.ssh or ""), "--"],
+            python=str(Path(program_of(options)).parent / "python"),
+            script=script,
+            endpoint=meeting,
+            environment=_forwarded(),
+            grace=options.grace,
+        )
+
+    def _ship(self, job: Job, plan: HostPlan, content: bytes) -> None:
+        """Unpack the code on every host; a host that fails ends the submission."""
+        unpack = f'mkdir -p "$HOME"/{_work(job)} && tar -xzf - -C "$HOME"/{_work(job)}'
+        with ThreadPoolExecutor(len(plan.hosts)) as pool:
+            commands = [[*plan.ssh, host, unpack] for host in plan.hosts]
+            ran = list(pool.map(lambda words: subprocess.run(words, input=content, capture_output=True), commands))
+        for host, each in zip(plan.hosts, ran, strict=True):
+            if each.returncode:
+                raise UsageError(f"{host}: the code was not copied: {_first_line(each.stderr.decode())}")
+
+    def run(self, job: Job, show: Callable[[str], None]) -> int:
+        """Run in the foreground: forward the output; end every host where one fails, or at an exception."""
+        files = self.render(job)
+        self.check(job, files)
+        plan = self._plan(job, files["node.sh"])
+        if self.options.ship == "archive":
+            self._ship(job, plan, archive(Path(job.directory))[1])
+        return HostGroup(plan, show).run()
+
+    def submit(self, job: Job, folder: Path) -> str:
+        """Start the process that holds the connections; its number is the job's id."""
+        output = Path(job.directory, job.run_dir, "ssh.out")
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.unlink(missing_ok=True)
+        plan = replace(self._plan(job, (folder / "node.sh").read_text()), output=str(output))
+        for packed in folder.glob("code-*.tar.gz"):
+            self._ship(job, plan, packed.read_bytes())
+        write_plan(plan, folder)
+        with (folder / "supervisor.log").open("wb") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "phalanx.submit.hosts", str(folder)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        while not (folder / STATE).exists():
+            if process.poll() is not None:
+                raise UsageError(_first_line((folder / "supervisor.log").read_text()))
+            time.sleep(0.05)
+        return str(process.pid)
+
+    def status(self, record: JobRecord) -> Status:
+        """Read the state that the supervising process keeps."""
+        path = Path(record.folder) / STATE
+        if not path.exists():
+            return Status("lost", f"{path} is missing")
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if found["state"] == "running" and not _is_alive(record):
+            return Status("lost", "the process that held the connections was killed, and the launchers with it")
+        return Status(found["state"], found.get("detail", ""), tuple(found["hosts"]))
+
+    def logs(self, record: JobRecord, *, follow: bool, rank: int | None) -> Iterator[str]:
+        """Read the output of all hosts, or the log of one rank."""
+        folder = Path(record.directory) / record.run_dir
+        path = folder / "ssh.out" if rank is None else rank_log(folder, rank)
+        return follow_files([path], (lambda: self.status(record).state in (*ENDED, "preempted")) if follow else None)
+
+    def cancel(self, record: JobRecord) -> None:
+        """End the launchers on all hosts, and wait for it."""
+        if _is_alive(record):
+            with suppress(ProcessLookupError):
+                os.kill(int(record.id), signal.SIGTERM)
+        while _is_alive(record):
+            time.sleep(0.1)
+
+
+def _hosts(job: Job) -> list[str]:
+    if job.config.hosts is None:
+        raise UsageError("ssh needs the hosts", hint="Write: --hosts node1:8,node2:8, or a file: --hosts ./hosts")
+    return [host.name for host in parse_hosts(job.config.hosts)]
+
+
+def _work(job: Job) -> str:
+    """Return where shipped code is unpacked, below the home folder."""
+    return f".cache/phalanx/jobs/{shlex.quote(job.name)}"
+
+
+def _forwarded() -> dict[str, str]:
+    """Return the variables that hosts get over the connection: settings, and the secret that launchers share."""
+    skipped = {ENV_PREFIX + name for name in NOT_SETTINGS}
+    settings = {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(ENV_PREFIX) and name not in skipped and not name.startswith(f"{ENV_PREFIX}SUBMIT_")
+    }
+    return {**settings, VARIABLE: os.environ.get(VARIABLE) or secrets.token_hex(32)}
+
+
+def _ask(command: list[str]) -> dict[str, Any] | str:
+    """Return the facts of a host, or why there are none."""
+    began = time.monotonic()
+    try:
+        ran = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_ANSWER_SECONDS)
+    except subprocess.TimeoutExpired:
+        return f"no answer in {_ANSWER_SECONDS:.0f} s"
+    if ran.returncode:
+        return f"{_first_line(ran.stderr or ran.stdout)} (after {time.monotonic() - began:.1f} s)"
+    found: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
+    return found
+
+
+def _first_line(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("Warning:")]
+    return lines[0] if lines else "it ended without a word"
+
+
+def _unreachable(silent: dict[str, str], answered: list[str]) -> UsageError:
+    lines = [f"{host}: {why}" for host, why in silent.items()]
+    others = f"answered: {', '.join(answered)}" if answered else "no host answered"
+    hints = [text.replace("HOST", host) for host, why in silent.items() for key, text in _HINTS.items() if key in why]
+    return UsageError("\n  ".join([*lines, f"{others}; nothing was started"]), hint=hints[0] if hints else "")
+
+
+def _check_same(found: dict[str, dict[str, Any]]) -> None:
+    """Refuse hosts with different versions; the ranks of one run exchange data by them."""
+    first = next(iter(found))
+    for package in ("phalanx", "torch"):
+        wanted = found[first][package]
+        if other := {host: each[package] for host, each in found.items() if each[package] != wanted}:
+            differ = ", ".join(f"{had} on {host}" for host, had in other.items())
+            raise UsageError(
+                f"the hosts have different versions of {package}: {wanted} on {first}, {differ}",
+                hint=f"Install {package}=={wanted} on all of them; nothing was started.",
+            )
+
+
+def _is_alive(record: JobRecord) -> bool:
+    """Whether the process of this job runs; another process may have its number later."""
+    try:
+        return record.folder.encode() in Path(f"/proc/{record.id}/cmdline").read_bytes()
+    except OSError:
+        return False

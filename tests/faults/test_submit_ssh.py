@@ -1,0 +1,206 @@
+"""`phalanx submit ssh` and `phalanx train --hosts`: real sshd on two hosts."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import pytest
+from command import clean_environment
+from ssh_hosts import SshHosts, ssh_hosts
+
+pytestmark = pytest.mark.timeout(300)
+TRAIN = ["digits", "--device", "cpu", "--checkpoint-frequency", "20 steps"]
+LONG = [*TRAIN, "--max-steps", "100000", "--epochs", "100000"]
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory):
+    with ssh_hosts(tmp_path_factory.mktemp("ssh"), 2) as found:
+        yield found
+
+
+@pytest.fixture
+def start(hosts: SshHosts, tmp_path):
+    """Return a function that starts the command line on the first host, in a folder of its own."""
+
+    def begin(*words: str) -> subprocess.Popen[str]:
+        environment = clean_environment(
+            XDG_STATE_HOME=str(tmp_path / "state"), XDG_CONFIG_HOME=str(tmp_path / "config"), **hosts.variables
+        )
+        return subprocess.Popen(
+            hosts.hosts[0].command(sys.executable, "-m", "phalanx", *words),
+            cwd=tmp_path,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    return begin
+
+
+@pytest.fixture
+def phalanx(start):
+    def run(*words: str, code: int = 0, seconds: float = 120.0) -> str:
+        process = start(*words)
+        said, _ = process.communicate(timeout=seconds)
+        assert process.returncode == code, said
+        return said
+
+    return run
+
+
+def until(holds: Callable[[], object], otherwise: Callable[[], object], seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, otherwise()
+        time.sleep(0.2)
+
+
+def nothing_is_left(hosts: SshHosts) -> None:
+    until(lambda: not hosts.processes(), hosts.processes, seconds=20)
+
+
+def two(hosts: SshHosts, slots: int = 1) -> list[str]:
+    return ["--hosts", ",".join(f"{name}:{slots}" for name in hosts.names)]
+
+
+def state_of(phalanx, job: str) -> str:
+    return str(json.loads(phalanx("status", job, "--json"))["state"])
+
+
+def test_train_on_two_hosts_in_the_foreground(phalanx, hosts, tmp_path):
+    said = phalanx("train", *TRAIN, *two(hosts), "--max-steps", "10")
+    assert re.search(rf"\[{hosts.names[0]}\].*10/10", said), said
+    assert "2 ranks" in said
+    assert len(list(tmp_path.glob("runs/*/run.json"))) == 1, "both launchers share one run folder"
+    nothing_is_left(hosts)
+
+
+def test_lines_carry_host_and_rank(phalanx, hosts, tmp_path):
+    (tmp_path / "say.py").write_text("import os\nprint('this is', os.environ['RANK'])\n")
+    (tmp_path / "hosts").write_text("# two machines\n" + "".join(f"{name} slots=2\n" for name in hosts.names))
+    said = phalanx("train", "--script", "say.py", "--hosts", "./hosts", "--device", "cpu")
+    for rank in range(4):
+        assert re.search(rf"\[{hosts.names[rank // 2]}\].*r{rank}.*this is {rank}", said), said
+
+
+def test_a_failure_on_one_host_ends_all(phalanx, hosts, tmp_path):
+    (tmp_path / "fail.py").write_text(
+        "import os, time\nif os.environ['RANK'] == '1': raise ValueError('broken on purpose')\ntime.sleep(600)\n"
+    )
+    began = time.monotonic()
+    said = phalanx("train", "--script", "fail.py", *two(hosts), "--device", "cpu", code=1)
+    assert "broken on purpose" in said
+    assert time.monotonic() - began < 60
+    nothing_is_left(hosts)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_processes_end_with_the_command(start, hosts, tmp_path, number):
+    process = start("train", *LONG, *two(hosts), "--run-dir", "run")
+    until(lambda: list(tmp_path.glob("run/checkpoints/step-*")), lambda: "no checkpoint was saved")
+    assert any("phalanx train" in line for line in hosts.processes())
+    process.send_signal(number)
+    process.communicate(timeout=60)
+    assert process.returncode == (130 if number == signal.SIGINT else -signal.SIGKILL)
+    nothing_is_left(hosts)
+
+
+def test_a_job_survives_the_command_and_is_cancelled(phalanx, hosts, tmp_path):
+    said = phalanx("submit", "ssh", *LONG, *two(hosts), "--job-name", "long")
+    assert re.search(r"submitted long as ssh job \d+", said)
+    until(lambda: list(tmp_path.glob("runs/long/checkpoints/step-*")), lambda: phalanx("logs", "long"))
+    assert state_of(phalanx, "long") == "running"
+    shown = " ".join(hosts.processes())
+    plan = json.loads((tmp_path / "state/phalanx/jobs/long/plan.json").read_text())
+    assert plan["environment"]["PHALANX_JOB_SECRET"] not in shown, "ps must not show the secret"
+    assert (tmp_path / "state/phalanx/jobs/long/plan.json").stat().st_mode & 0o077 == 0
+    assert "is not finished" in phalanx("submit", "ssh", *LONG, *two(hosts), "--job-name", "long", code=2)
+    phalanx("cancel", "long")
+    assert state_of(phalanx, "long") == "cancelled"
+    nothing_is_left(hosts)
+
+
+def test_a_job_with_shipped_code_runs_to_its_end(phalanx, hosts, tmp_path):
+    (tmp_path / "mine.py").write_text("print('shipped')\n")
+    words = ("--script", "mine.py", *two(hosts), "--device", "cpu", "--ship", "archive")
+    phalanx("submit", "ssh", *words, "--job-name", "test-ship")
+    output = phalanx("logs", "last", "-f")
+    assert len(re.findall("shipped", output)) == 2, output
+    assert state_of(phalanx, "last") == "finished"
+
+
+def test_a_host_that_does_not_answer_is_named(phalanx, hosts, tmp_path):
+    hosts.hosts[1].cut()
+    try:
+        words = ("submit", "ssh", *TRAIN, *two(hosts), "--job-name", "cut", "--connect-timeout", "2")
+        said = phalanx(*words, code=2)
+    finally:
+        subprocess.run(["ip", "link", "set", hosts.hosts[1].cable, "up"], check=True)
+    assert re.search(rf"{hosts.names[1]}: ssh: connect to host .*(timed out|No route).*after \d\.\d s", said), said
+    assert f"answered: {hosts.names[0]}; nothing was started" in said
+    assert not list((tmp_path / "state").rglob("cut*"))
+
+
+def test_different_versions_are_refused(phalanx, hosts, tmp_path):
+    fake = tmp_path / "fake" / "torch-2.11.0.dist-info"
+    fake.mkdir(parents=True)
+    (fake / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.11.0\n")
+    hosts.configure(1, f"SetEnv PYTHONPATH={fake.parent}")
+    try:
+        said = phalanx("train", *TRAIN, *two(hosts), code=2)
+    finally:
+        hosts.configure(1)
+    assert re.search(rf"different versions of torch: .* on {hosts.names[0]}, 2\.11\.0 on {hosts.names[1]}", said), said
+
+
+def test_an_unknown_host_key_is_refused(phalanx, hosts, tmp_path):
+    words = ("train", *TRAIN, *two(hosts))
+    known = hosts.folder / "known_hosts"
+    before = known.read_text()
+    known.write_text(before.splitlines()[0] + "\n")
+    try:
+        said = phalanx(*words, code=2)
+    finally:
+        known.write_text(before)
+    assert "host key is known" in said
+    assert "ssh-keyscan" in said
+
+
+def test_rendering_needs_no_host_and_is_deterministic(phalanx):
+    words = ("submit", "ssh", *TRAIN, "--hosts", "a:8,b:8", "--job-name", "same", "--render")
+    first = phalanx(*words)
+    assert first == phalanx(*words)
+    assert '--node-rank "$1" --rdzv-endpoint "$2"' in first
+    assert "a slots=8" in first
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((), "ssh needs the hosts"),
+        (("--hosts", "a:8,b:4"), "the same number of slots"),
+        (("--hosts", "a:2,b:2", "--num-workers", "3"), "cannot be spread evenly"),
+        (("--hosts", "./nothing"), "No such file"),
+        (("--hosts", "a,b", "--node-rank", "0"), "leave node_rank out"),
+        (("--hosts", "a,b", "--image", "x"), "give --venv"),
+    ],
+)
+def test_bad_input(phalanx, words, said):
+    assert re.search(said, phalanx("submit", "ssh", *TRAIN, *words, code=2))
+
+
+def test_the_state_of_a_killed_supervisor(phalanx, hosts, tmp_path):
+    phalanx("submit", "ssh", *LONG, *two(hosts), "--job-name", "gone")
+    until(lambda: list(tmp_path.glob("runs/gone/checkpoints/step-*")), lambda: phalanx("logs", "gone"))
+    record = json.loads((tmp_path / "state/phalanx/jobs/gone.json").read_text())
+    subprocess.run(["kill", "-KILL", record["id"]], check=True)
+    until(lambda: state_of(phalanx, "gone") == "lost", lambda: phalanx("status", "gone"))
+    nothing_is_left(hosts)
