@@ -36,6 +36,8 @@ $(VENV)/.phalanx: $(VENV)/.torch pyproject.toml constraints.txt
 $(VENV)/.test: $(VENV)/.phalanx
 	$(UV) --editable '.[test,docs]'
 	$(UV) setuptools wheel
+	@# Its models are read by tests; its dependencies are older than those here.
+	@$(call optional,kubeflow-training,$(UV) --no-deps kubeflow-training)
 	command -v cmake >/dev/null || $(UV) cmake
 	@# Horovod compiles for minutes, while the others are fetched.
 	@$(call optional,Horovod,$(BIN)/python -m phalanx.engines.horovod.build) & \

@@ -100,6 +100,7 @@ _EXTRAS = {
     "deepspeed": "the [DeepSpeed](strategies.md#deepspeed) engine",
     "horovod": "the [Horovod](horovod.md) engine; compiles, so use the command below instead",
     "mlflow": "logging to [MLflow](monitoring.md#mlflow)",
+    "kubernetes": "[submitting to Kubernetes](clusters/kubernetes.md), Kubeflow and docker-compose",
     "s3": "[checkpoints at s3:// URLs](checkpoint-tools.md#checkpoints-at-urls)",
     "wandb": "logging to [Weights & Biases](monitoring.md#weights-biases)",
     "ray": "the [Ray](ray.md) engine, and searches on a Ray cluster",

@@ -279,7 +279,8 @@ def target_of(record: Any) -> Target[Any]:
 
 
 def _shipped(target: Target[Any], job: Job) -> str:
-    code = "a copy of this folder" if target.options.ship == "archive" else f"nothing: the nodes read {job.directory}"
+    where = f"{target.options.directory or '/workspace'} in the container" if target.is_contained else job.directory
+    code = "a copy of this folder" if target.options.ship == "archive" else f"nothing: the nodes read {where}"
     return f"{code}; data and environment are those of the nodes"
 
 

@@ -47,7 +47,7 @@ _COMMENTS = {
     **{f"{name}.image": "the version that you have tested" for name in _IMAGES},
     "image": "has phalanx in it: deploy/Dockerfile",
     "shm_size": "/dev/shm, for data workers and ranks of one service",
-    "volumes": "host:container; the run folder and the code are in the first",
+    "node0.volumes": "host:container; the run folder and the code are in the first",
     "ports": "host:container; only this machine reaches them",
     "user": "must be able to read the code and to write the run folder",
     "restart": "exit code 75 (saved) and failures start it again; it continues",
@@ -89,8 +89,8 @@ class Compose(Target[ComposeOptions]):
         if self.options.ship == "archive":
             raise UsageError("compose mounts this folder and ships no archive", hint="Leave --ship out.")
         services = {f"node{index}": self._node(job, index) for index in range(job.nodes)}
-        services["parameter-server"] = self._servers(job)
-        found = override([{"services": {**services, **self._monitoring(job)}}], self.options.overrides)
+        services |= {"parameter-server": self._servers(job), **self._monitoring(job)}
+        found = override([{"services": services, "volumes": {"mlflow": {}}}], self.options.overrides)
         head = f"Written by: phalanx submit compose {shlex.join(job.arguments)}"
         return {FILE: dump(found, _COMMENTS, head)}
 
@@ -110,7 +110,7 @@ class Compose(Target[ComposeOptions]):
             "read_only": True,
             "tmpfs": ["/tmp"],
             "shm_size": options.shm_size,
-            "restart": "on-failure",
+            "restart": "on-failure:10",
             "stop_grace_period": "2m",
             "security_opt": ["no-new-privileges:true"],
             "labels": {_RANKS: str(job.ranks_per_node)},
@@ -144,7 +144,7 @@ class Compose(Target[ComposeOptions]):
             found[name] |= {"entrypoint": ["/bin/sh", "-c"], "command": [text]}
         for name, port in (("tensorboard", 6006), ("mlflow", 5000), ("prometheus", 9090), ("grafana", 3000)):
             found[name]["ports"] = [f"127.0.0.1:{port}:{port}"]
-        found["mlflow"]["tmpfs"] = ["/mlflow"]
+        found["mlflow"]["volumes"] = ["mlflow:/mlflow"]
         found["grafana"]["environment"] = {"GF_PATHS_PROVISIONING": "/tmp/provisioning"}
         return {name: {**service, "profiles": ["monitoring"]} for name, service in found.items()}
 

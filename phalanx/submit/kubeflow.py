@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import dataclass
-from typing import ClassVar
 
 from phalanx.config.option import option
 from phalanx.errors import UsageError
@@ -14,7 +13,6 @@ from phalanx.submit.job import Job
 from phalanx.submit.kube_client import Object
 from phalanx.submit.kubernetes import INDEX, OnKubernetes
 from phalanx.submit.pods import PodOptions
-from phalanx.submit.target import Target
 
 _LABELS = {
     "trainjob": "jobset.sigs.k8s.io/jobset-name",
@@ -36,13 +34,13 @@ class Kubeflow(OnKubernetes):
     """Submits one of Kubeflow's kinds."""
 
     name = "kubeflow"
-    options_class: ClassVar = KubeflowOptions
+    options_class = KubeflowOptions
+    options: KubeflowOptions
     file = "kubeflow.yaml"
 
     def __init__(self, options: KubeflowOptions) -> None:
-        Target.__init__(self, options)
-        self.options: KubeflowOptions = options
-        self.selector = _LABELS[options.kind]  # type: ignore[misc]
+        super().__init__(options)
+        self.selector = _LABELS[options.kind]
 
     def objects(self, job: Job) -> list[Object]:
         """Return the object of the kind; v1's MPIJob needs a Service for its first worker."""

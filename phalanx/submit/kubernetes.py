@@ -32,7 +32,7 @@ class OnKubernetes(Target[PodOptions]):
     options_class = PodOptions
     is_contained = True
     file: ClassVar[str] = "kubernetes.yaml"
-    selector: ClassVar[str] = "app.kubernetes.io/instance"
+    selector: str = "app.kubernetes.io/instance"
     """The label with the job's name that its pods have."""
 
     def objects(self, job: Job) -> list[Object]:
@@ -142,6 +142,8 @@ class OnKubernetes(Target[PodOptions]):
             number = self.machine(pod)
             if wanted is None or number == wanted:
                 yield line if wanted is not None else f"[{number}] {line}"
+        if wanted is not None and wanted not in map(self.machine, cluster.pods(selector)):
+            raise UsageError(f"no pod has rank {rank}: there are {ranks} per pod", hint="See: phalanx status JOB")
 
     def machine(self, pod: Object) -> int:
         """Return which machine of the job a pod is."""

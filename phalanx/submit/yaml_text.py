@@ -29,6 +29,7 @@ def _commented(text: str, comments: Mapping[str, str]) -> Iterator[str]:
         found = _LINE.match(line)
         indent = len(line) - len(line.lstrip())
         if found is None or (literal >= 0 and indent > literal):
+            literal = indent if line.strip() in ("- |", "- |-") else literal
             yield line
             continue
         indent += 2 if found["item"] else 0

@@ -78,7 +78,7 @@ def test_services_run_one_launcher_each(phalanx):
     for index in (0, 1):
         service = services[f"node{index}"]
         assert f'--node-rank "{index}" --rdzv-endpoint node0:29400' in service["command"][0]
-        assert (service["user"], service["read_only"], service["restart"]) == ("1000:1000", True, "on-failure")
+        assert (service["user"], service["read_only"], service["restart"]) == ("1000:1000", True, "on-failure:10")
     assert "--strategy parameter-server" in services["parameter-server"]["command"][0]
     assert all(port.startswith("127.0.0.1:") for service in services.values() for port in service.get("ports", []))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 
@@ -184,6 +185,7 @@ def test_a_job_from_submission_to_its_end(phalanx, server: KubeServer):
     assert (found["state"], found["nodes"]) == ("running", ["n0", "n1"])
     assert phalanx("logs", "one").splitlines() == ["[0] from zero", "[1] from one", "[1] and more"]
     assert phalanx("logs", "one", "--rank", "3").splitlines() == ["from one", "and more"], "ranks 2 and 3 are in pod 1"
+    assert "no pod has rank 4" in phalanx("logs", "one", "--rank", "4", code=2)
     assert "is not finished" in phalanx("submit", "kubernetes", *TRAIN, "--job-name", "one", code=2)
     server.end("Job", "Complete")
     assert sorted(phalanx("logs", "one", "-f").splitlines()) == ["[0] from zero", "[1] and more", "[1] from one"]
@@ -261,6 +263,15 @@ def test_no_cluster_is_said_with_what_was_looked_for(phalanx, tmp_path, monkeypa
     said = phalanx("submit", "kubernetes", *TRAIN, code=2)
     assert f"looked for {tmp_path / 'none'}" in said
     assert "service account" in said
+
+
+def test_a_missing_package_is_said_with_its_extra(phalanx, server: KubeServer, monkeypatch):
+    monkeypatch.setitem(sys.modules, "kubernetes", None)
+    assert "phalanx[kubernetes]" in phalanx("submit", "kubernetes", *TRAIN, code=2)
+
+
+def test_a_context_that_does_not_exist(phalanx, server: KubeServer):
+    assert "there" in phalanx("submit", "kubernetes", *TRAIN, "--context", "there", code=2)
 
 
 def test_a_server_that_does_not_answer(phalanx, server: KubeServer):
