@@ -45,8 +45,8 @@ def _answer(plan: Plan, subject: str) -> Iterator[str]:
 
 def _nothing_fits(plan: Plan) -> Iterator[str]:
     yield f"{_subject(plan)}: no layout fits ({plan.searched:,} were examined)"
-    changes = [f"  {change}" for change in plan.smallest_change] or ["  no single change does"]
-    yield "\n".join(["the smallest changes with which one does", *changes])
+    changes = [f"  {change}" for change in plan.smallest_change]
+    yield "\n".join(["what is missing, and the smallest changes with which a layout fits", *changes])
     yield _refused(plan)
 
 
@@ -84,10 +84,12 @@ def cost_words(plan: Plan) -> str:
     if "steps" in cost:
         words.append(f"{cost['steps']:,.0f} steps")
     if "days" in cost:
-        words.append(span(cost["days"] * 86400))
+        words.append(seconds(cost["days"] * 86400))
     if "gpu_hours" in cost:
-        words.append(f"{cost['gpu_hours']:,.0f} GPU hours")
-    words.append(f"${cost['money']:,.0f}" if cost.get("money") is not None else "no price known (--instance, --prices)")
+        words.append(f"{rounded(cost['gpu_hours'])} GPU hours")
+    words.append(
+        f"${rounded(cost['money'])}" if cost.get("money") is not None else "no price known (--instance, --prices)"
+    )
     return ", ".join(words)
 
 
@@ -164,7 +166,7 @@ def _assumed(plan: Plan) -> str:
 def reliability_words(plan: Plan) -> str:
     """Return how often the job fails, how often it saves, and how much of its time is training."""
     found = plan.reliability
-    stall, interval = seconds(found["checkpoint_seconds"]), span(found["checkpoint_interval_seconds"])
+    stall, interval = seconds(found["checkpoint_seconds"]), seconds(found["checkpoint_interval_seconds"])
     return (
         f"{found['failures_per_day']:.2g} failures a day, a checkpoint every {interval} (each stalls {stall}), "
         f"{found['effective']:.1%} of the time is training"
@@ -231,10 +233,15 @@ def shorten(text: str, width: int = WIDTH - 8) -> str:
 
 
 def seconds(value: float) -> str:
-    """Write a time that may be short: `12.3 s`, `840 ms`, `90 us`."""
+    """Write a time in one unit: `12.3 days`, `1.4 h`, `35 min`, `12.3 s`, `840 ms`, `90 us`."""
     if value >= 600:
-        return span(value)
+        return span(value) if value >= 3600 else f"{value / 60:.0f} min"
     return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms" if value >= 1e-3 else f"{value * 1e6:.3g} us"
+
+
+def rounded(number: float) -> str:
+    """Write an amount: whole from 100 on, else with three digits."""
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 
 def count(number: float) -> str:

@@ -84,7 +84,7 @@ def test_a_batch_smaller_than_the_data_ranks_names_the_nearest_that_works():
 def test_deadline_and_budget():
     answer = phalanx(*SMALL, "--tokens", "10B", "--deadline", "1h", "--budget", "1e9")
     assert "of the deadline of 1 h: missed by" in answer.out
-    assert "of the budget of 1,000,000,000: kept" in answer.out
+    assert "of the budget of $1,000,000,000: kept" in answer.out
 
 
 @pytest.mark.parametrize(
@@ -192,6 +192,13 @@ def test_a_hugging_face_config(tmp_path):
         (("llama-7b", "--instance", "p5.48"), "unknown instance type 'p5.48'. Did you mean 'p5.48xlarge'?"),
         (("llama-7b", "--gpus", 8, "--gpu", "h100", "--inter-node", "efaa"), "Did you mean 'efa'?"),
         (("llama-7b", "--gpus", 0, "--gpu", "h100"), "--gpus 0: must be greater than 0"),
+        (("llama-7b", "--gpus", 8 * 10**9, "--gpu", "h100"), "plan for 1,000,000 GPUs or less"),
+        (("llama-7b", "--gpus", 8, "--gpu", "h100", "--global-batch", 10**15), "plan for 100,000,000 or less"),
+        (("llama-7b", "--gpus", 8, "--gpu", "h100", "--budget", "-5"), "--budget -5: must be greater than 0"),
+        (
+            ("llama-7b", "--gpus", 8, "--gpu", "h100", "--samples", 9, "--epochs", "nan"),
+            "--epochs nan: must be greater",
+        ),
         (("llama-7b", "--gpus", 12, "--gpu", "h100"), "12 GPUs are not whole machines of 8"),
         (("llama-7b",), "--gpus 64 --gpu h100, or --instance"),
         ((), "no model was named"),
