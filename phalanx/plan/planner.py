@@ -9,7 +9,7 @@ from typing import Any
 from phalanx.errors import UsageError
 from phalanx.plan import explain, presets
 from phalanx.plan.cluster import Cluster
-from phalanx.plan.estimator import Estimator
+from phalanx.plan.estimator import Estimator, check_values
 from phalanx.plan.layout import Goal, Layout
 from phalanx.plan.model import ModelShape, TracedShape
 from phalanx.plan.prediction import Estimate
@@ -50,9 +50,9 @@ def make_plan(
     limits = limits or Constraints()
     _check_cluster(machines)
     goal = replace(goal or default_goal(shape, machines), reduce_bytes=4)  # train adds gradients up in fp32
-    for what, value, most in (("a global batch", goal.global_batch, MAX_BATCH), ("sequences", goal.seq_len, math.inf)):
-        if not 1 <= value <= most:
-            raise UsageError(f"{what} of {value}: plan for {'1 or more' if value < 1 else f'{most:,} or less'}.")
+    check_values(shape, machines, goal)
+    if goal.global_batch > MAX_BATCH:
+        raise UsageError(f"a global batch of {goal.global_batch}: plan for {MAX_BATCH:,} or less.")
     found = search(shape, machines, goal, limits)
     layout = simplest(found)
     common: dict[str, Any] = {
@@ -97,9 +97,9 @@ def default_goal(model: ModelShape | TracedShape, cluster: Cluster) -> Goal:
 
 def _check_cluster(cluster: Cluster) -> None:
     if cluster.gpus < 1:
-        raise UsageError(f"--gpus {cluster.gpus}: plan for 1 GPU or more.")
+        raise UsageError(f"gpus = {cluster.gpus}: plan for 1 GPU or more.")
     if cluster.gpus > MAX_GPUS:
-        raise UsageError(f"--gpus {cluster.gpus}: plan for {MAX_GPUS:,} GPUs or less.")
+        raise UsageError(f"gpus = {cluster.gpus}: plan for {MAX_GPUS:,} GPUs or less.")
     if cluster.gpus > cluster.gpus_per_node and cluster.gpus % cluster.gpus_per_node:
         fewer = cluster.gpus // cluster.gpus_per_node * cluster.gpus_per_node
         raise UsageError(

@@ -144,6 +144,10 @@ def test_slower_networks_and_larger_batches_take_longer():
     ("layout", "batch", "said"),
     [
         (Layout(dp_shard=32), 256, "for 32 GPUs, and the cluster has 64"),
+        (Layout(dp_shard=64, micro_batch=0), 256, "micro_batch = 0: must be 1 or more"),
+        (Layout(dp_shard=64, recompute="ful"), 256, "Did you mean 'full'"),
+        (Layout(dp_shard=64, zero_stage=7), 256, "unknown zero_stage '7'"),
+        (Layout(dp_shard=64), -64, "global_batch = -64: must be 1 or more"),
         (Layout(dp_shard=64, micro_batch=3), 256, "not a multiple of 64 data ranks x micro_batch = 3"),
     ],
 )
@@ -165,6 +169,8 @@ def test_search_examines_thousands_of_layouts_in_two_seconds():
 def test_zero_gpus_are_refused():
     with pytest.raises(PhalanxError, match="1 GPU or more"):
         make_plan("gpt2", Cluster(gpu="h100", gpus=0))
+    with pytest.raises(PhalanxError, match="unknown precision"):
+        make_plan("gpt2", "8xh100", Goal(global_batch=8, precision="fp12"))
 
 
 def test_a_pipeline_is_as_slow_as_the_stages_that_train_cuts():
