@@ -7,6 +7,7 @@ import shlex
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from phalanx.config.sources import toml_value
@@ -16,6 +17,7 @@ from phalanx.plan.model import ModelShape, TracedShape
 from phalanx.plan.presets import train_names
 from phalanx.plan.report import Plan
 from phalanx.recipes import recipe_names
+from phalanx.recipes.imports import is_import_path
 
 WIDTH = 110
 _BAR = 60
@@ -175,14 +177,32 @@ def reliability_words(plan: Plan) -> str:
 
 def train_command(plan: Plan, subject: str) -> str:
     """Return the command that trains this plan."""
-    model, preset, _ = train_names(subject)
-    target = [model] if model in recipe_names() else ["--model", model or subject, "--data", "DATA"]
-    target += ["--preset", preset] if preset else []
+    target = _target(plan, subject)
     flags = [word for name, value in plan.settings.items() for word in _flag(name, value)]
     text = " ".join(shlex.quote(str(word)) for word in ("phalanx", "train", *target, *flags))
     return textwrap.fill(
         text, WIDTH - 4, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False
     ).replace("\n", " \\\n")
+
+
+def _target(plan: Plan, subject: str) -> list[str]:
+    """Return what is trained: a recipe at the planned sequence length, a class or folder, or words for the user's own."""
+    if is_import_path(subject) or Path(subject).exists():
+        return ["--model", subject, "--data", "YOUR_DATA"]
+    recipe, preset, longest = train_names(subject)
+    sizes: dict[str, Any] = {}
+    shape = plan.model
+    if recipe is None and isinstance(shape, ModelShape) and shape.causal and not (shape.experts or shape.patches):
+        recipe = "llama" if shape.gated_mlp else "gpt"
+        sizes = {"layers": shape.layers, "heads": shape.heads, "width": shape.hidden, "vocab_size": shape.vocab}
+        sizes["tie_weights"] = str(shape.tied_embeddings).lower()
+        sizes |= {"kv_heads": shape.kv_heads or shape.heads, "feed_width": shape.ffn} if shape.gated_mlp else {}
+    if plan.goal.seq_len > (longest or 0) or sizes:
+        sizes["block_size"] = plan.goal.seq_len
+    if recipe not in recipe_names():
+        return ["--model", "YOUR_PACKAGE.MODULE:CLASS", "--data", "YOUR_DATA"]
+    changes = [*(f"model.{name}={value}" for name, value in sizes.items()), f"data.block_size={plan.goal.seq_len}"]
+    return [recipe, *(["--preset", preset] if preset else []), *(word for each in changes for word in ("--set", each))]
 
 
 def _flag(name: str, value: Any) -> list[str]:

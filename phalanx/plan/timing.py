@@ -21,6 +21,8 @@ from phalanx.world.schedules import SCHEDULES
 HIDDEN = 0.19
 """Share of the data axis' communication that costs no time while a rank computes: nccl's kernels take multiprocessors
 and memory bandwidth from it (published FSDP runs)."""
+RING_HIDES = 0.8
+"""Share of attention's time behind which a ring sends keys and values: blocks are sent while others are computed."""
 VARIATION = 0.02
 """Standard deviation of the speed of GPUs of one kind; a step lasts as long as that of the slowest."""
 OPTIMIZER_BYTES = 34.0
@@ -212,7 +214,7 @@ def _context_seconds(model: ModelShape, machine: Machine, layout: Layout, goal: 
     group = machine.group(layout.cp, layout.tp)
     link = machine.intra if group.nodes == 1 else machine.inter
     ring = (layout.cp - 1) * send_seconds(size, link)
-    hides = passes.attention * (1 - HIDDEN)
+    hides = RING_HIDES * passes.attention
     return max(0.0, ring - hides) + max(0.0, 2 * ring - 2.5 * hides)
 
 
