@@ -186,7 +186,7 @@ def train_command(plan: Plan, subject: str) -> str:
 
 
 def _target(plan: Plan, subject: str) -> list[str]:
-    """Return what is trained: a recipe at the planned sequence length, a class or folder, or words for the user's own."""
+    """Return what is trained: a recipe at the planned sequence length, the user's class or folder, or words for it."""
     if is_import_path(subject) or Path(subject).exists():
         return ["--model", subject, "--data", "YOUR_DATA"]
     recipe, preset, longest = train_names(subject)
