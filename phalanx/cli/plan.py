@@ -50,6 +50,8 @@ _LIMITS = (
     "lora_rank",
 )
 
+_POSITIVE = ("gpus", "nodes", "gpus_per_node", "inter_node_gbps", "price", "oversubscription", "epochs", "budget")
+
 
 def parser() -> FlagParser:
     """Return the parser of the verb."""
@@ -225,14 +227,16 @@ def _dry_run(subject: str, plan: Plan) -> DryRun:
 
 def limits_words(plan: Plan) -> list[str]:
     """Return whether the deadline and the budget are kept."""
+    from phalanx.plan.text import rounded
+
     found, goal = [], plan.goal
     for limit, spent, what in (
-        (goal.deadline_hours, plan.cost.get("days", 0.0) * 24, "{:,.0f} h of the deadline of {:,.0f} h"),
-        (goal.budget, plan.cost.get("money"), "{:,.0f} of the budget of {:,.0f}"),
+        (goal.deadline_hours, plan.cost.get("days", 0.0) * 24, "{} h of the deadline of {} h"),
+        (goal.budget, plan.cost.get("money"), "${} of the budget of ${}"),
     ):
         if limit is not None and spent and plan.fits:
             kept = "kept" if spent <= limit else f"missed by {spent / limit - 1:.0%}: try --what-if gpu, or more GPUs"
-            found.append(f"{what.format(spent, limit)}: {kept}")
+            found.append(f"{what.format(rounded(spent), rounded(limit))}: {kept}")
     return found
 
 
@@ -244,6 +248,10 @@ def read_case(namespace: argparse.Namespace) -> tuple[PlanCase, list[tuple[str, 
 
     if namespace.plan_model is None:
         raise UsageError("no model was named", hint="Write: phalanx plan llama-7b --gpus 8 --gpu h100")
+    for name in _POSITIVE:
+        value = getattr(namespace, name)
+        if value is not None and not 0 < value < math.inf:
+            raise UsageError(f"--{name.replace('_', '-')} {value:g}: must be greater than 0.")
     cluster = _cluster(namespace)
     shape = presets.model(namespace.plan_model, namespace.input)
     limits = Constraints(**{name: getattr(namespace, name) for name in _LIMITS})
@@ -258,10 +266,6 @@ def _cluster(namespace: argparse.Namespace) -> Cluster:
     from phalanx.plan import presets
     from phalanx.plan.cluster import Cluster
 
-    for name in ("gpus", "nodes", "gpus_per_node", "inter_node_gbps", "price", "oversubscription"):
-        value = getattr(namespace, name)
-        if value is not None and not 0 < value < math.inf:
-            raise UsageError(f"--{name.replace('_', '-')} {value}: must be greater than 0.")
     links = {"intra_node": namespace.intra_node, "inter_node": namespace.inter_node}
     links = {name: presets.link(value).name for name, value in links.items() if value is not None}
     others = {name: getattr(namespace, name) for name in ("gpus_per_node", "inter_node_gbps", "oversubscription")}
@@ -311,6 +315,7 @@ def _goal(
     from phalanx.plan.layout import PRECISIONS
     from phalanx.plan.model import ModelShape
     from phalanx.plan.planner import default_goal
+    from phalanx.plan.text import count
 
     notes: list[tuple[str, str, str]] = []
     goal = default_goal(shape, cluster)
@@ -340,7 +345,7 @@ def _goal(
     is_language = isinstance(shape, ModelShape) and not shape.patches
     if tokens is None and samples is None and is_language and namespace.lora_rank is None:
         tokens = float(_DEFAULT_TOKENS * shape.parameters)
-        notes.append(("tokens", f"{tokens:.3g}", "20 per parameter (Hoffmann et al. 2022); --tokens sets it"))
+        notes.append(("tokens", count(tokens), "20 per parameter (Hoffmann et al. 2022); --tokens sets it"))
     deadline = None if namespace.deadline is None else _duration(namespace.deadline) / 3600
     return replace(
         goal,

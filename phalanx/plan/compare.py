@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from phalanx.errors import UsageError, unknown_name
-from phalanx.observe.format import span, table
+from phalanx.observe.format import table
 from phalanx.plan import presets
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.estimator import Estimator
@@ -73,7 +73,7 @@ def rows(variants: tuple[tuple[str, Plan], ...]) -> Iterator[tuple[str, ...]]:
             continue
         found = plan.best.estimate
         relative = f"{found.step_seconds / first:.0%}" if first else "-"
-        cost = span(plan.cost["days"] * 86400) if "days" in plan.cost else "-"
+        cost = seconds(plan.cost["days"] * 86400) if "days" in plan.cost else "-"
         cost += f", ${plan.cost['money']:,.0f}" if plan.cost.get("money") is not None else ""
         memory = f"{found.needed_gib:.1f}"
         yield (

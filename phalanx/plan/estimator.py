@@ -2,18 +2,39 @@
 
 from __future__ import annotations
 
-from phalanx.errors import UsageError
+from collections.abc import Collection
+
+from phalanx.config.fields import OPTIMIZERS
+from phalanx.errors import UsageError, unknown_name
 from phalanx.plan import presets
 from phalanx.plan.cluster import Cluster
 from phalanx.plan.kernels import peak
-from phalanx.plan.layout import Goal, Layout
+from phalanx.plan.layout import ATTENTION, KERNELS, PRECISIONS, RECOMPUTE, Goal, Layout
 from phalanx.plan.memory import rank_memory
 from phalanx.plan.model import ModelShape, TracedShape
 from phalanx.plan.prediction import Estimate
 from phalanx.plan.timing import Machine, StepTime, attention_kind, step_time
+from phalanx.world.schedules import SCHEDULES
 
 INTERVAL = (0.95, 1.10)
 """Measured / predicted step time of nine in ten published rows (benchmarks/planner_accuracy.py)."""
+
+NAMES: dict[str, Collection[str]] = {
+    "recompute": RECOMPUTE,
+    "attention": ATTENTION,
+    "kernels": KERNELS,
+    "offload": ("none", "cpu"),
+    "schedule": SCHEDULES,
+    "zero_stage": ("0", "1", "2", "3"),
+    "precision": PRECISIONS,
+    "optimizer": OPTIMIZERS,
+}
+POSITIVE = {
+    **dict.fromkeys(("tp", "pp", "cp", "ep", "dp_replicate", "dp_shard", "virtual_stages", "micro_batch"), 1),
+    **dict.fromkeys(("global_batch", "seq_len", "gpus", "gpus_per_node", "layers", "hidden", "heads"), 1),
+    **dict.fromkeys(("inter_node_gbps", "oversubscription"), 1e-6),
+}
+"""The least value of the fields of models, clusters, layouts and goals."""
 
 
 def estimate(model: str | ModelShape | TracedShape, cluster: str | Cluster, layout: Layout, goal: Goal) -> Estimate:
@@ -25,9 +46,8 @@ def estimate(model: str | ModelShape | TracedShape, cluster: str | Cluster, layo
 
 
 def check(model: ModelShape | TracedShape, cluster: Cluster, layout: Layout, goal: Goal) -> None:
-    """Raise for numbers that do not go together."""
-    if cluster.gpus < 1:
-        raise UsageError(f"gpus = {cluster.gpus}: a cluster has 1 GPU or more.")
+    """Raise for unknown names, numbers below 1, and numbers that do not go together."""
+    check_values(model, cluster, layout, goal)
     if layout.gpus != cluster.gpus:
         sizes = " x ".join(f"{axis} {size}" for axis, size in layout.mesh.sizes.items() if size > 1) or "one rank"
         raise UsageError(
@@ -40,6 +60,16 @@ def check(model: ModelShape | TracedShape, cluster: Cluster, layout: Layout, goa
             f"{layout.micro_batch}",
             hint=f"The nearest above is {_up(goal.global_batch, layout.dp * layout.micro_batch)}.",
         )
+
+
+def check_values(*parts: ModelShape | TracedShape | Cluster | Layout | Goal) -> None:
+    """Raise for unknown names and for numbers below 1 in what was given."""
+    for part in parts:
+        for name, value in vars(part).items():
+            if name in NAMES and value is not None and str(value) not in NAMES[name]:
+                raise UsageError(unknown_name(name, str(value), NAMES[name]))
+            if name in POSITIVE and value is not None and value < POSITIVE[name]:
+                raise UsageError(f"{name} = {value}: must be {POSITIVE[name]:g} or more.")
 
 
 def _up(number: int, multiple: int) -> int:

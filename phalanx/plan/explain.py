@@ -70,8 +70,9 @@ def why_lost(layout: Layout, estimate: Estimate, best: Estimate, cluster: Cluste
     slower = estimate.step_seconds / best.step_seconds - 1
     grew = {part: estimate.breakdown[part] - best.breakdown[part] for part in estimate.breakdown}
     part = max(grew, key=lambda key: grew[key])
-    if slower <= 0:
-        return f"{-slower:.1%} faster, which is within the error of the prediction, but more to set up"
+    if slower <= 0.0005:
+        faster = f"{-slower:.1%} faster, which is" if slower < -0.0005 else "as fast, that is,"
+        return f"{faster} within the error of the prediction, but more to set up"
     if part == "tensor_comm" and layout.tp > cluster.gpus_per_node:
         return f"TP{layout.tp} crosses machines: +{grew[part] / best.step_seconds:.0%} exposed communication"
     words = PARTS[part]
@@ -106,8 +107,7 @@ def _slower(link: Link) -> Link:
 
 def batch_words(layout: Layout, goal: Goal) -> str:
     """Return the arithmetic of the global batch."""
-    count = layout.accumulation(goal.global_batch)
-    kind = "pipeline micro-batches" if layout.pp > 1 else "accumulated micro-batches" if count > 1 else "micro-batch"
-    return (
-        f"{goal.global_batch} samples = {layout.micro_batch} per micro-batch x {count} {kind} x {layout.dp} data ranks"
-    )
+    count, ranks = layout.accumulation(goal.global_batch), f"{layout.dp} data rank{'s' * (layout.dp > 1)}"
+    kind = "pipeline " * (layout.pp > 1) or "accumulated " * (count > 1)
+    batches = f"{count} {kind}micro-batch{'es' * (count > 1)}"
+    return f"{goal.global_batch} samples = {layout.micro_batch} per micro-batch x {batches} x {ranks}"

@@ -35,7 +35,7 @@ class Layout:
     """What dp_shard x cp ranks shard: optimizer (1), gradients too (2), parameters too (3). None: 3 if > 1, else 0."""
     schedule: str = "1f1b"
     balanced: bool = False
-    """Whether the stage with the output layer has fewer layers, as `train` cuts; else all have as many."""
+    """Whether stages have about as many parameters, as `train` cuts them; else all have as many layers."""
     attention: str = "auto"
     """flash, or materialized (the scores are written to memory); auto: see `timing`."""
     kernels: str = "auto"

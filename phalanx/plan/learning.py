@@ -164,7 +164,7 @@ def _components(
     yield Component(
         "data wait", "s", estimate.breakdown.get("data", 0.0), found.seconds.get("data_wait", 0.0) / max(1, found.steps)
     )
-    effective = reliability_of(estimate, layout, estimator.cluster)["effective"]
+    effective = reliability_of(estimator, layout)["effective"]
     began = sum(found.seconds.get(name, 0.0) for name in ("import", "startup", "compile"))
     useful = found.seconds.get("productive", 0.0) / max(1e-9, found.total - began)
     yield Component("goodput after start-up", "%", 100 * effective, 100 * useful)

@@ -1,6 +1,6 @@
 """Memory of one rank: model states, activations, logits, buffers. Closed forms of publications and of torch. No torch.
 
-The peak of a step is the highest of three moments: the end of forward, the start of backward, the end of backward.
+The peak of a step is the highest of five moments, from the end of forward to the end of backward (`_at_peak`).
 Without accumulation torch allocates gradients while it frees activations, so that the sum of both is never in use:
 `activations` is then what is needed beyond the gradients. Layers with scores in memory (attention = "materialized") are
 counted as published for Megatron-LM, in which gradients have their memory from the start; others as torch keeps them.
@@ -16,8 +16,7 @@ from phalanx.plan.activations import HALF, SINGLE, PerToken, in_flight, per_toke
 from phalanx.plan.cluster import Gpu
 from phalanx.plan.layout import Goal, Layout
 from phalanx.plan.model import ModelShape, TracedShape
-from phalanx.plan.states import Counts, StageLayers, counts, even_cut, state_bytes, train_cut
-from phalanx.world.schedules import SCHEDULES
+from phalanx.plan.states import Counts, StageLayers, counts, even_cut, rank_layers, state_bytes, train_cut
 
 GIB = float(2**30)
 WORKSPACE = 72 * 2**20
@@ -44,19 +43,15 @@ def _ranks(cut: StageLayers, pp: int, virtual: int, schedule: str, micro_batches
     """Return the kinds of rank; each holds `virtual` stages."""
     if pp == 1:
         return {"all": _Rank(cut.first, 1.0)}
-    folded = schedule in SCHEDULES and SCHEDULES[schedule].folded  # the first rank holds the last stage too
-    inner = (virtual - 1) * cut.middle
-    layers = {"first stage": cut.first + inner, "middle stage": cut.middle + inner, "last stage": cut.last + inner}
-    if folded:
-        layers |= {"first stage": cut.first + cut.last + inner - cut.middle, "last stage": virtual * cut.middle}
+    held, folded = rank_layers(cut, virtual, schedule)
     return {
         name: _Rank(
-            layers[name],
+            layers,
             in_flight(schedule, pp, virtual, index, micro_batches),
             embeds=index == 0,
             computes_loss=index == (0 if folded else pp - 1),
         )
-        for name, index in {"first stage": 0, "middle stage": 1, "last stage": pp - 1}.items()
+        for name, index, layers in zip(("first stage", "middle stage", "last stage"), (0, 1, pp - 1), held, strict=True)
         if pp > 2 or name != "middle stage"
     }
 

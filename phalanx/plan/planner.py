@@ -9,7 +9,7 @@ from typing import Any
 from phalanx.errors import UsageError
 from phalanx.plan import explain, presets
 from phalanx.plan.cluster import Cluster
-from phalanx.plan.estimator import Estimator
+from phalanx.plan.estimator import Estimator, check_values
 from phalanx.plan.layout import Goal, Layout
 from phalanx.plan.model import ModelShape, TracedShape
 from phalanx.plan.prediction import Estimate
@@ -21,7 +21,15 @@ from phalanx.reliability.rates import DAY, HOUR
 from phalanx.reliability.rates import PRESETS as FAILURE_RATES
 
 RUNNERS_UP = 5
+MAX_GPUS, MAX_BATCH = 10**6, 10**8
+"""Larger numbers are mistakes of writing, and their search would not end."""
 FAILURES = "llama-3"
+FITTED = {
+    "a100": "fitted, docs/planning.md",
+    "h100": "fitted, docs/planning.md",
+    "h200": "those of h100, docs/planning.md",
+}
+"""Where the shares of peak of a type of GPU come from; those of other types are assumed (data/gpus.toml)."""
 RESTART_SECONDS = 300.0
 HOST_COPY_GBPS = 20.0
 """GB/s per GPU of copying states to pinned host memory, which is how long an asynchronous checkpoint stalls."""
@@ -42,8 +50,9 @@ def make_plan(
     limits = limits or Constraints()
     _check_cluster(machines)
     goal = replace(goal or default_goal(shape, machines), reduce_bytes=4)  # train adds gradients up in fp32
-    if goal.global_batch < 1 or goal.seq_len < 1:
-        raise UsageError(f"global batch {goal.global_batch}, sequence length {goal.seq_len}: must be 1 or more.")
+    check_values(shape, machines, goal)
+    if goal.global_batch > MAX_BATCH:
+        raise UsageError(f"a global batch of {goal.global_batch}: plan for {MAX_BATCH:,} or less.")
     found = search(shape, machines, goal, limits)
     layout = simplest(found)
     common: dict[str, Any] = {
@@ -59,7 +68,7 @@ def make_plan(
     estimator = Estimator(shape, machines, goal)
     best = estimator(layout)
     accepted(layout, goal, machines)  # what is printed as a command must start
-    reliability = reliability_of(best, layout, machines)
+    reliability = reliability_of(estimator, layout)
     return Plan(
         best=Candidate(layout, best),
         runners_up=_runners_up(found, layout, best, estimator),
@@ -88,7 +97,9 @@ def default_goal(model: ModelShape | TracedShape, cluster: Cluster) -> Goal:
 
 def _check_cluster(cluster: Cluster) -> None:
     if cluster.gpus < 1:
-        raise UsageError(f"--gpus {cluster.gpus}: plan for 1 GPU or more.")
+        raise UsageError(f"gpus = {cluster.gpus}: plan for 1 GPU or more.")
+    if cluster.gpus > MAX_GPUS:
+        raise UsageError(f"gpus = {cluster.gpus}: plan for {MAX_GPUS:,} GPUs or less.")
     if cluster.gpus > cluster.gpus_per_node and cluster.gpus % cluster.gpus_per_node:
         fewer = cluster.gpus // cluster.gpus_per_node * cluster.gpus_per_node
         raise UsageError(
@@ -131,10 +142,10 @@ def cost(
     return found if price is None else {**found, "money": found["gpu_hours"] * price}
 
 
-def reliability_of(best: Estimate, layout: Layout, cluster: Cluster) -> dict[str, float]:
+def reliability_of(estimator: Estimator, layout: Layout) -> dict[str, float]:
     """Return failures per day, the best interval between checkpoints, and the effective training time."""
-    mtbf = FAILURE_RATES[FAILURES].mtbf(cluster.gpus)
-    rank = next(iter(best.memory_gib.values()))
+    mtbf = FAILURE_RATES[FAILURES].mtbf(estimator.cluster.gpus)
+    rank = next(iter(estimator.memory(replace(layout, offload="none")).values()))  # states are saved wherever they are
     written = (rank["parameters"] + rank["optimizer"]) * 2**30
     if layout.stage == 0:
         written /= layout.dp_replicate  # replicas share the writing
@@ -153,7 +164,9 @@ def assumptions(cluster: Cluster, goal: Goal) -> tuple[tuple[str, str, str], ...
     """Return what the numbers rest on, with its origin."""
     gpu, intra, inter = presets.parts_of(cluster)
     peak = gpu.tflops.get(goal.precision) or max(gpu.tflops.values())
-    fitted = "measured with it" if "measured:" in gpu.name else "fitted, docs/planning.md"
+    fitted = (
+        "measured with it" if "measured:" in gpu.name else FITTED.get(gpu.name.split("-")[0], "assumed: --calibrate")
+    )
     rows = [
         ("GPU", f"{gpu.name}: {peak:g} TFLOP/s, {gpu.memory_gbps:g} GB/s, {gpu.memory_gib:g} GiB", gpu.source),
         ("kernels", f"products at {gpu.matmul:.0%} of peak, memory at {gpu.bandwidth:.0%}", fitted),
@@ -184,7 +197,7 @@ def smallest_change(
     open_limits = replace(limits, micro_batch=None, recompute=None, zero_stage=None, strategy=None)
     if open_limits != limits and search(model, cluster, goal, open_limits).fitting:
         changes.append("leave the constraints out: another layout fits")
-    for more in (2, 4, 8, 16, 32):
+    for more in (2, 4, 8, 16, 32, 64, 128):
         wider = replace(cluster, gpus=cluster.gpus * more)
         wider = replace(wider, gpus_per_node=max(cluster.gpus_per_node, min(8, wider.gpus)))
         bigger = replace(goal, global_batch=max(goal.global_batch, wider.gpus))
@@ -200,6 +213,8 @@ def smallest_change(
             shorter //= 2
         if shorter >= 128 and not model.patches:
             changes.append(f"sequences of {shorter} tokens instead of {goal.seq_len}")
+    if len(changes) == bool(found.too_large):
+        changes.append("more GPUs, a larger GPU, LoRA or shorter sequences alone are not enough")
     return tuple(changes)
 
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from phalanx.plan.activations import HALF, SINGLE
 from phalanx.plan.model import ModelShape
+from phalanx.world.schedules import SCHEDULES
 
 _STATES = {"adamw": 2, "adam": 2, "rmsprop": 2, "adagrad": 1, "sgd": 1}
 """Values per parameter that an optimizer keeps (with momentum)."""
@@ -95,6 +96,21 @@ def train_cut(model: ModelShape, stages: int) -> StageLayers:
                 best = cost, StageLayers(first, middle, last)
     assert best is not None, "there is at least one way"
     return best[1]
+
+
+def rank_layers(
+    cut: StageLayers, virtual: int, schedule: str, further: float | None = None
+) -> tuple[StageLayers, bool]:
+    """Return the layers of the first, a middle and the last rank, and whether the first holds the last stage too.
+
+    `further`: layers of each further stage of a rank, by default of the longest in the middle.
+    """
+    further = cut.middle if further is None else further
+    inner = (virtual - 1) * further
+    if schedule in SCHEDULES and SCHEDULES[schedule].folded:
+        first, others = cut.first + cut.last + inner - further, cut.middle + inner
+        return StageLayers(first, others, others), True
+    return StageLayers(*(layers + inner for layers in cut)), False
 
 
 def even_cut(layers: int, stages: int) -> StageLayers:

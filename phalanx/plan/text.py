@@ -7,6 +7,7 @@ import shlex
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from phalanx.config.sources import toml_value
@@ -16,6 +17,7 @@ from phalanx.plan.model import ModelShape, TracedShape
 from phalanx.plan.presets import train_names
 from phalanx.plan.report import Plan
 from phalanx.recipes import recipe_names
+from phalanx.recipes.imports import is_import_path
 
 WIDTH = 110
 _BAR = 60
@@ -45,8 +47,8 @@ def _answer(plan: Plan, subject: str) -> Iterator[str]:
 
 def _nothing_fits(plan: Plan) -> Iterator[str]:
     yield f"{_subject(plan)}: no layout fits ({plan.searched:,} were examined)"
-    changes = [f"  {change}" for change in plan.smallest_change] or ["  no single change does"]
-    yield "\n".join(["the smallest changes with which one does", *changes])
+    changes = [f"  {change}" for change in plan.smallest_change]
+    yield "\n".join(["what is missing, and the smallest changes with which a layout fits", *changes])
     yield _refused(plan)
 
 
@@ -84,10 +86,12 @@ def cost_words(plan: Plan) -> str:
     if "steps" in cost:
         words.append(f"{cost['steps']:,.0f} steps")
     if "days" in cost:
-        words.append(span(cost["days"] * 86400))
+        words.append(seconds(cost["days"] * 86400))
     if "gpu_hours" in cost:
-        words.append(f"{cost['gpu_hours']:,.0f} GPU hours")
-    words.append(f"${cost['money']:,.0f}" if cost.get("money") is not None else "no price known (--instance, --prices)")
+        words.append(f"{rounded(cost['gpu_hours'])} GPU hours")
+    words.append(
+        f"${rounded(cost['money'])}" if cost.get("money") is not None else "no price known (--instance, --prices)"
+    )
     return ", ".join(words)
 
 
@@ -164,7 +168,7 @@ def _assumed(plan: Plan) -> str:
 def reliability_words(plan: Plan) -> str:
     """Return how often the job fails, how often it saves, and how much of its time is training."""
     found = plan.reliability
-    stall, interval = seconds(found["checkpoint_seconds"]), span(found["checkpoint_interval_seconds"])
+    stall, interval = seconds(found["checkpoint_seconds"]), seconds(found["checkpoint_interval_seconds"])
     return (
         f"{found['failures_per_day']:.2g} failures a day, a checkpoint every {interval} (each stalls {stall}), "
         f"{found['effective']:.1%} of the time is training"
@@ -173,14 +177,32 @@ def reliability_words(plan: Plan) -> str:
 
 def train_command(plan: Plan, subject: str) -> str:
     """Return the command that trains this plan."""
-    model, preset, _ = train_names(subject)
-    target = [model] if model in recipe_names() else ["--model", model or subject, "--data", "DATA"]
-    target += ["--preset", preset] if preset else []
+    target = _target(plan, subject)
     flags = [word for name, value in plan.settings.items() for word in _flag(name, value)]
     text = " ".join(shlex.quote(str(word)) for word in ("phalanx", "train", *target, *flags))
     return textwrap.fill(
         text, WIDTH - 4, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False
     ).replace("\n", " \\\n")
+
+
+def _target(plan: Plan, subject: str) -> list[str]:
+    """Return what is trained: a recipe at the planned sequence length, the user's class or folder, or words for it."""
+    if is_import_path(subject) or Path(subject).exists():
+        return ["--model", subject, "--data", "YOUR_DATA"]
+    recipe, preset, longest = train_names(subject)
+    sizes: dict[str, Any] = {}
+    shape = plan.model
+    if recipe is None and isinstance(shape, ModelShape) and shape.causal and not (shape.experts or shape.patches):
+        recipe = "llama" if shape.gated_mlp else "gpt"
+        sizes = {"layers": shape.layers, "heads": shape.heads, "width": shape.hidden, "vocab_size": shape.vocab}
+        sizes["tie_weights"] = str(shape.tied_embeddings).lower()
+        sizes |= {"kv_heads": shape.kv_heads or shape.heads, "feed_width": shape.ffn} if shape.gated_mlp else {}
+    if plan.goal.seq_len > (longest or 0) or sizes:
+        sizes["block_size"] = plan.goal.seq_len
+    if recipe not in recipe_names():
+        return ["--model", "YOUR_PACKAGE.MODULE:CLASS", "--data", "YOUR_DATA"]
+    changes = [*(f"model.{name}={value}" for name, value in sizes.items()), f"data.block_size={plan.goal.seq_len}"]
+    return [recipe, *(["--preset", preset] if preset else []), *(word for each in changes for word in ("--set", each))]
 
 
 def _flag(name: str, value: Any) -> list[str]:
@@ -231,10 +253,15 @@ def shorten(text: str, width: int = WIDTH - 8) -> str:
 
 
 def seconds(value: float) -> str:
-    """Write a time that may be short: `12.3 s`, `840 ms`, `90 us`."""
+    """Write a time in one unit: `12.3 days`, `1.4 h`, `35 min`, `12.3 s`, `840 ms`, `90 us`."""
     if value >= 600:
-        return span(value)
+        return span(value) if value >= 3600 else f"{value / 60:.0f} min"
     return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms" if value >= 1e-3 else f"{value * 1e6:.3g} us"
+
+
+def rounded(number: float) -> str:
+    """Write an amount: whole from 100 on, else with three digits."""
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 
 def count(number: float) -> str:

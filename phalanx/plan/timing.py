@@ -15,11 +15,14 @@ from phalanx.plan.kernels import TRAFFIC, WIDTH, Passes, head_passes, layer_pass
 from phalanx.plan.layout import Goal, Layout
 from phalanx.plan.model import ModelShape, TracedShape
 from phalanx.plan.prediction import TIME_PARTS
+from phalanx.plan.states import rank_layers, train_cut
 from phalanx.world.schedules import SCHEDULES
 
 HIDDEN = 0.19
 """Share of the data axis' communication that costs no time while a rank computes: nccl's kernels take multiprocessors
 and memory bandwidth from it (published FSDP runs)."""
+RING_HIDES = 0.8
+"""Share of attention's time behind which a ring sends keys and values: blocks are sent while others are computed."""
 VARIATION = 0.02
 """Standard deviation of the speed of GPUs of one kind; a step lasts as long as that of the slowest."""
 OPTIMIZER_BYTES = 34.0
@@ -125,18 +128,12 @@ class _Stage:
         """Forward and backward of the layers, with their communication."""
         return sum(self.parts.values())
 
-    def balance(self, layers: int, ranks: int) -> _Stage:
-        """Return the stage that sets the pace when the last one gets as many layers as make all equally long."""
-        each = self.seconds / self.layers
-        fewer = range(max(1, self.layers - round(self.head / each) - 1), self.layers + 1)
-        last, others = min(
-            ((count, math.ceil((layers - count) / (ranks - 1))) for count in fewer),
-            key=lambda pair: max(pair[0] * each + self.head, pair[1] * each),
-        )
-        factor = others / self.layers
+    def paced(self, others: float, last: float) -> _Stage:
+        """Return the longest stage without the output layer, and by how much the one with it takes longer."""
+        each, factor = self.seconds / self.layers, others / self.layers
         parts = {name: factor * seconds for name, seconds in self.parts.items()}
         waits = max(0.0, last * each + self.head - others * each)
-        return _Stage(others, parts, factor * self.forward, factor * self.backward, waits)
+        return _Stage(max(1, round(others)), parts, factor * self.forward, factor * self.backward, waits)
 
     def add(self, number: int, forward: float, backward: float, again: float) -> None:
         """Add layers: their passes, and what backward computes again."""
@@ -174,7 +171,17 @@ def _transformer_stage(model: ModelShape, machine: Machine, layout: Layout, goal
         stage.parts["tensor_comm"] += number * passed * tensor
         stage.parts["context_comm"] += number * _context_seconds(model, machine, layout, goal, passes)
         stage.parts["expert_comm"] += number * _expert_seconds(model, machine, layout, goal) if mixture else 0.0
-    return stage.balance(model.layers, layout.pp) if layout.balanced and layout.pp > 1 else stage
+    return stage.paced(*_cut(model, layout)) if layout.balanced and layout.pp > 1 else stage
+
+
+def _cut(model: ModelShape, layout: Layout) -> tuple[float, float]:
+    """Return the most layers of a rank without the output layer, and those of the rank with it, as `train` cuts."""
+    stages = layout.pp * layout.virtual_stages
+    cut = train_cut(model, stages)
+    average = (model.layers - cut.first - cut.last) / max(1, stages - 2)  # few ranks have two of the longest stages
+    held, folded = rank_layers(cut, layout.virtual_stages, layout.schedule, average)
+    others = (held.last if folded else held.first, held.middle if layout.pp > 2 else 0.0)
+    return max(others), held.first if folded else held.last
 
 
 def _traced_stage(model: TracedShape, machine: Machine, layout: Layout, goal: Goal) -> _Stage:
@@ -207,7 +214,7 @@ def _context_seconds(model: ModelShape, machine: Machine, layout: Layout, goal: 
     group = machine.group(layout.cp, layout.tp)
     link = machine.intra if group.nodes == 1 else machine.inter
     ring = (layout.cp - 1) * send_seconds(size, link)
-    hides = passes.attention * (1 - HIDDEN)
+    hides = RING_HIDES * passes.attention
     return max(0.0, ring - hides) + max(0.0, 2 * ring - 2.5 * hides)
 
 

@@ -6,6 +6,7 @@ backward pass two: one for the gradient of its input, one for that of its weight
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from phalanx.errors import UsageError
@@ -79,7 +80,9 @@ def choose_microbatches(
 
     if wanted is not None and wanted <= most and batch_size % wanted == 0 and fits(wanted):
         return wanted
-    possible = [count for count in range(1, most + 1) if batch_size % count == 0 and fits(count)]
+    small = [count for count in range(1, math.isqrt(batch_size) + 1) if batch_size % count == 0]
+    divisors = sorted({*small, *(batch_size // count for count in small)})
+    possible = [count for count in divisors if count <= most and fits(count)]
     if not possible:
         raise UsageError(
             f"a batch of {batch_size} samples is too small for pipeline_schedule = {schedule.name!r} on {ranks} ranks",

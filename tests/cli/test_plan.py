@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -12,9 +13,12 @@ import tomllib
 import pytest
 from command import phalanx
 
+from phalanx.cli.flags import read_target, resolve_flags
+from phalanx.cli.parsers import train_parser
 from phalanx.cli.plan import parser
 from phalanx.config import DistributedConfig
 from phalanx.plan.presets import measured_file
+from phalanx.recipes import Recipe
 
 LLAMA = ("plan", "llama-70b", "--gpus", 64, "--gpu", "h100")
 SMALL = ("plan", "gpt2", "--gpus", 2, "--gpu", "a100-40", "--global-batch", 64)
@@ -48,7 +52,24 @@ def test_the_printed_settings_are_accepted_by_train():
     assert settings == found["settings"]
     assert found["command"].startswith("phalanx train llama --preset 70b ")
     flags = re.findall(r"--([a-z-]+)", found["command"].replace("\\\n", " "))
-    assert {flag.replace("-", "_") for flag in flags} == {"preset", *settings}
+    assert {flag.replace("-", "_") for flag in flags} == {"preset", "set", *settings}
+
+
+@pytest.mark.parametrize(
+    "words", ["llama-70b --seq-len 16384", "llama-405b", "gpt3-175b", "gpt2 --gpus 8", "mixtral-8x7b"]
+)
+def test_the_printed_command_names_a_recipe_that_train_reads(words):
+    found = json.loads(
+        phalanx(
+            "plan", *words.split(), *([] if "--gpus" in words else ["--gpus", "512"]), "--gpu", "h100", "--json"
+        ).out
+    )
+    command = shlex.split(found["command"].replace("\\\n", " "))
+    namespace = train_parser().parse_all(command[2:])
+    recipe = read_target(namespace, [], "train", "")
+    assert isinstance(recipe, Recipe)
+    resolve_flags(namespace, recipe)
+    assert recipe.data["block_size"] == found["goal"]["seq_len"]
 
 
 def test_json_is_the_whole_plan():
@@ -84,7 +105,7 @@ def test_a_batch_smaller_than_the_data_ranks_names_the_nearest_that_works():
 def test_deadline_and_budget():
     answer = phalanx(*SMALL, "--tokens", "10B", "--deadline", "1h", "--budget", "1e9")
     assert "of the deadline of 1 h: missed by" in answer.out
-    assert "of the budget of 1,000,000,000: kept" in answer.out
+    assert "of the budget of $1,000,000,000: kept" in answer.out
 
 
 @pytest.mark.parametrize(
@@ -177,7 +198,7 @@ def test_a_hugging_face_config(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "intermediate_size": 2816, **values}))
     answer = phalanx("plan", tmp_path, "--gpus", 8, "--gpu", "a100")
     assert answer.code == 0
-    assert f"phalanx train --model {tmp_path} --data DATA" in answer.out.replace(" \\\n   ", "")
+    assert f"phalanx train --model {tmp_path} --data YOUR_DATA" in answer.out.replace(" \\\n   ", "")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **values, "hidden_size": None}))
     answer = phalanx("plan", tmp_path, "--gpus", 8, "--gpu", "a100")
     assert answer.code == 2
@@ -192,6 +213,13 @@ def test_a_hugging_face_config(tmp_path):
         (("llama-7b", "--instance", "p5.48"), "unknown instance type 'p5.48'. Did you mean 'p5.48xlarge'?"),
         (("llama-7b", "--gpus", 8, "--gpu", "h100", "--inter-node", "efaa"), "Did you mean 'efa'?"),
         (("llama-7b", "--gpus", 0, "--gpu", "h100"), "--gpus 0: must be greater than 0"),
+        (("llama-7b", "--gpus", 8 * 10**9, "--gpu", "h100"), "plan for 1,000,000 GPUs or less"),
+        (("llama-7b", "--gpus", 8, "--gpu", "h100", "--global-batch", 10**15), "plan for 100,000,000 or less"),
+        (("llama-7b", "--gpus", 8, "--gpu", "h100", "--budget", "-5"), "--budget -5: must be greater than 0"),
+        (
+            ("llama-7b", "--gpus", 8, "--gpu", "h100", "--samples", 9, "--epochs", "nan"),
+            "--epochs nan: must be greater",
+        ),
         (("llama-7b", "--gpus", 12, "--gpu", "h100"), "12 GPUs are not whole machines of 8"),
         (("llama-7b",), "--gpus 64 --gpu h100, or --instance"),
         ((), "no model was named"),

@@ -144,6 +144,10 @@ def test_slower_networks_and_larger_batches_take_longer():
     ("layout", "batch", "said"),
     [
         (Layout(dp_shard=32), 256, "for 32 GPUs, and the cluster has 64"),
+        (Layout(dp_shard=64, micro_batch=0), 256, "micro_batch = 0: must be 1 or more"),
+        (Layout(dp_shard=64, recompute="ful"), 256, "Did you mean 'full'"),
+        (Layout(dp_shard=64, zero_stage=7), 256, "unknown zero_stage '7'"),
+        (Layout(dp_shard=64), -64, "global_batch = -64: must be 1 or more"),
         (Layout(dp_shard=64, micro_batch=3), 256, "not a multiple of 64 data ranks x micro_batch = 3"),
     ],
 )
@@ -165,6 +169,37 @@ def test_search_examines_thousands_of_layouts_in_two_seconds():
 def test_zero_gpus_are_refused():
     with pytest.raises(PhalanxError, match="1 GPU or more"):
         make_plan("gpt2", Cluster(gpu="h100", gpus=0))
+    with pytest.raises(PhalanxError, match="unknown precision"):
+        make_plan("gpt2", "8xh100", Goal(global_batch=8, precision="fp12"))
+
+
+def test_a_pipeline_is_as_slow_as_the_stages_that_train_cuts():
+    # The embedding of GPT-2 has as many parameters as five layers: the first rank of the fold has no layer.
+    fold = Layout(pp=2, virtual_stages=2, schedule="zero-bubble", micro_batch=8, attention="flash", kernels="autocast")
+    goal, cluster = Goal(global_batch=64, seq_len=1024), Cluster(gpu="h100", gpus=2)
+    even, cut = (estimate("gpt2", cluster, replace(fold, balanced=way), goal).breakdown for way in (False, True))
+    assert cut["bubble"] == pytest.approx(2 * even["bubble"])  # ranks wait for twelve layers, not for six
+
+
+def test_a_checkpoint_of_offloaded_states_takes_time():
+    limits = Constraints(offload="cpu")
+    found = make_plan("llama-7b", "8xa100-40", Goal(global_batch=64, seq_len=2048), limits).reliability
+    usual = make_plan("llama-7b", "8xa100-40", Goal(global_batch=64, seq_len=2048)).reliability
+    assert found["checkpoint_seconds"] == pytest.approx(usual["checkpoint_seconds"], rel=0.01)
+
+
+def test_a_large_batch_is_planned_quickly():
+    begin = time.process_time()
+    assert make_plan("gpt2", "8xh100", Goal(global_batch=99_999_992, seq_len=1024)).best is not None
+    assert time.process_time() - begin < 5
+
+
+def test_reasons_and_origins():
+    plan = make_plan("gpt2", "8xt4", Goal(global_batch=512, seq_len=1024, precision="fp16"))
+    assert not any("-0.0%" in other.reason for other in plan.runners_up)
+    origins = {name: origin for name, _, origin in plan.assumptions}
+    assert "assumed" in origins["kernels"]
+    assert "data rank" in plan.batch
 
 
 OWN = [
