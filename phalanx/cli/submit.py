@@ -144,9 +144,7 @@ def variables(text: str | None) -> dict[str, str]:
     return {name: value for name, _, value in pairs}
 
 
-def hand_over(
-    name: str, target: Target[Any], job: Job, namespace: argparse.Namespace, *, resumes: str = ""
-) -> int:
+def hand_over(name: str, target: Target[Any], job: Job, namespace: argparse.Namespace, *, resumes: str = "") -> int:
     """Render, check, submit and record a job; `resumes`: the job that it continues."""
     files = target.render(job)
     if namespace.render:
