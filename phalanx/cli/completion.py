@@ -17,6 +17,8 @@ from phalanx.cli.parsers import CKPT_ACTIONS, PARSERS, ckpt_parser
 from phalanx.errors import UsageError, unknown_name
 from phalanx.plan.presets import names as preset_names
 from phalanx.recipes import load_recipe, recipe_names
+from phalanx.submit.job import records
+from phalanx.submit.target import TARGETS, target_class
 
 _BASH = """\
 _phalanx() {
@@ -58,8 +60,11 @@ SUBCOMMANDS = {
     "ckpt": tuple(CKPT_ACTIONS),
     "runs": ("list", "show", "diff", "rm", "tag"),
     "completion": tuple(SHELLS),
+    "submit": tuple(TARGETS),
 }
 """The words that follow a verb."""
+JOB_VERBS = ("status", "logs", "cancel", "resume")
+"""Verbs whose argument is the name of a submitted job."""
 RUN_VERBS = ("runs", "ckpt", "report", "resume", "scale", "evaluate", "predict", "export")
 """Verbs whose arguments are names of runs, also where a verb has no function `parser`."""
 
@@ -105,7 +110,11 @@ def _candidates(typed: list[str], last: str) -> Iterator[tuple[str, str]]:
         return
     if not rest and not last.startswith("-"):
         yield from ((word, "") for word in SUBCOMMANDS.get(verb, ()))
+    if verb in JOB_VERBS and not last.startswith("-"):
+        yield from ((record.name, f"{record.target} job {record.id}") for record in records())
     known = ckpt_parser(rest[0]) if verb == "ckpt" and rest and rest[0] in CKPT_ACTIONS else parser_of(verb)
+    if verb == "submit" and rest and rest[0] in TARGETS:
+        known = _submit_flags(rest[0])
     if known is None:
         yield from ((name, "") for name in run_names(rest) if verb in RUN_VERBS and (rest or verb != "runs"))
         return
@@ -120,6 +129,15 @@ def _candidates(typed: list[str], last: str) -> Iterator[tuple[str, str]]:
     elif verb not in SUBCOMMANDS or rest:
         positional = (action for action in known._actions if not action.option_strings)
         yield from ((value, "") for action in positional for value in _values(action, rest))
+
+
+def _submit_flags(target: str) -> FlagParser:
+    """Return a parser with the flags of a target and those of train."""
+    from phalanx.cli.submit import submit_parser
+
+    parser = submit_parser(target, target_class(target).options_class)
+    parser._actions += PARSERS["train"]()._actions
+    return parser
 
 
 def parser_of(verb: str) -> FlagParser | None:

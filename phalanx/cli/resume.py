@@ -1,10 +1,12 @@
-"""`phalanx resume RUN`: continue a run from its last checkpoint, in its folder, with its settings."""
+"""`phalanx resume RUN`: continue a run from its last checkpoint, in its folder; or submit a job again."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import os
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,14 +17,18 @@ from phalanx.launch import ModuleTarget, ScriptTarget
 from phalanx.recipes import Recipe
 from phalanx.runs.resume import resume_settings
 from phalanx.runs.stored import StoredRun, find_run
+from phalanx.submit.job import JobRecord, find_record, records
 
-_HELP = "Continue a run from its last checkpoint, in its folder and with its settings; flags change them."
+_HELP = (
+    "Continue a run from its last checkpoint, in its folder and with its settings; flags change them. The name of a "
+    "submitted job submits it again, as it was; its run is continued here by its folder: phalanx resume runs/NAME."
+)
 
 
 def parser() -> FlagParser:
     """Return the parser of the verb."""
     parser = FlagParser(prog="phalanx resume", usage="phalanx resume RUN [options]", description=_HELP)
-    parser.add_argument("run", metavar="RUN", help="a name, the beginning of one, a tag, a folder, or last")
+    parser.add_argument("run", metavar="RUN", help="a name, the beginning of one, a tag, a folder, last, or a job")
     add_json_flag(parser, "the summary of the run")
     add_config_flags(parser)
     return parser
@@ -31,7 +37,41 @@ def parser() -> FlagParser:
 def run(arguments: Sequence[str]) -> int:
     """Run the verb."""
     namespace = parser().parse_all(arguments)
+    if any(namespace.run in (record.name, record.id) for record in records()):
+        return resume_job(find_record(namespace.run), [word for word in arguments if word != namespace.run])
     return resume_run(namespace.run, namespace)
+
+
+def resume_job(record: JobRecord, words: Sequence[str]) -> int:
+    """Submit a job again with its arguments and options, so that it continues from its last checkpoint."""
+    from phalanx.cli.jobs import refresh
+    from phalanx.cli.submit import describe_job, hand_over, target_of, variables
+
+    if others := [word for word in words if word != "--json"]:
+        raise UsageError(
+            f"{record.name} is a submitted job, which is submitted again as it was; got: {shlex.join(others)}",
+            hint=f"For other settings: {record.command}",
+        )
+    status = refresh(record)
+    if status.state in ("queued", "running"):
+        raise UsageError(f"{record.name} is {status.state}", hint=f"End it first: phalanx cancel {record.name}")
+    if not Path(record.directory).is_dir():
+        raise UsageError(f"the folder {record.directory}, where {record.name} was submitted, is missing")
+    os.chdir(record.directory)
+    job, _ = describe_job(record.arguments, _next_name(record.name))
+    target = target_of(record)
+    target.options = dataclasses.replace(target.options, name=job.name)
+    job = dataclasses.replace(job, environment={**job.environment, **variables(target.options.env)})
+    given = argparse.Namespace(render=False, dry_run=False, follow=False, json="--json" in words)
+    return hand_over(record.target, target, job, given, resumes=record.name)
+
+
+def _next_name(name: str) -> str:
+    """Return the first free name of a job that continues another: train-2, train-3, ..."""
+    stem, _, number = name.rpartition("-")
+    base = stem if stem and number.isdecimal() and len(number) < 4 else name
+    taken = {record.name for record in records()}
+    return next(found for n in itertools.count(2) if (found := f"{base}-{n}") not in taken)
 
 
 def resume_run(name: str, namespace: argparse.Namespace) -> int:

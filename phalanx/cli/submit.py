@@ -52,7 +52,7 @@ def run(arguments: Sequence[str]) -> int:
         say_to_user(foresee(job, planned, options.gpu))
     job = dataclasses.replace(
         job,
-        environment={**job.environment, **_variables(options.env)},
+        environment={**job.environment, **variables(options.env)},
         directory=job.directory if kind.is_contained else options.directory or job.directory,
     )
     return hand_over(name, kind(options), job, namespace)
@@ -203,20 +203,21 @@ def _network(config: DistributedConfig) -> dict[str, str]:
         return {}
     return {
         each.name: each.value
-        for each in nccl_variables(config.nccl_env)
+        for each in ncclvariables(config.nccl_env)
         if not each.advice and "IFNAME" not in each.name
     }
 
 
-def _variables(text: str | None) -> dict[str, str]:
+def variables(text: str | None) -> dict[str, str]:
+    """Read NAME=value,NAME=value."""
     pairs = [part.partition("=") for part in (text or "").split(",") if part]
     if wrong := [name for name, equals, _ in pairs if not equals or not name.isidentifier()]:
         raise UsageError(f"--env {text}: {wrong[0]!r} is not NAME=value", hint="Write: --env WANDB_MODE=offline,A=1")
     return {name: value for name, _, value in pairs}
 
 
-def hand_over(name: str, target: Target[Any], job: Job, namespace: argparse.Namespace) -> int:
-    """Render, check, submit and record a job."""
+def hand_over(name: str, target: Target[Any], job: Job, namespace: argparse.Namespace, *, resumes: str = "") -> int:
+    """Render, check, submit and record a job; `resumes`: the job that it continues."""
     files = target.render(job)
     if namespace.render:
         print("\n".join(_with_names(files)))
@@ -242,6 +243,7 @@ def hand_over(name: str, target: Target[Any], job: Job, namespace: argparse.Name
         shutil.rmtree(folder, ignore_errors=True)
         raise
     record = new_record(job, name, scheduler_id, dataclasses.asdict(target.options), folder)
+    record = dataclasses.replace(record, resumes=resumes)
     write_record(record)
     if namespace.json:
         print_json(dataclasses.asdict(record))

@@ -28,11 +28,13 @@ _LEAVE_SECONDS = 3.0
 _ARRIVAL_POLL_SECONDS = 0.05
 _ENDS, _LEFT, _FAILURE = "ends", "left", "failure"
 _ARRIVED, _NODE, _BEAT, _MEMBERS = "arrived", "node", "beat", "members"
-_ALIVE = "alive"
+_ALIVE, _PRESENT = "alive", "present"
+_BEAT_SECONDS = 1.0
+"""A node that waits for the others sends a heartbeat and looks how many there are so often."""
 _LOST_SECONDS = 2.0
 """A node without a heartbeat for so long is named when ranks elsewhere fail."""
 _SILENT_SECONDS = 5.0
-"""A waiting node sends a heartbeat at every poll; without one for so long it counts as lost."""
+"""A waiting node without a heartbeat for so long counts as lost."""
 
 
 class NodeGroup:
@@ -143,13 +145,14 @@ class NodeGroup:
         """Return the descriptions of all nodes in the order of their arrival, and the index of this one.
 
         The node that hosts the store decides which nodes take part: the first ones, as many as needed, that still send
-        heartbeats. So a node that came, ended and was started again counts once.
+        heartbeats. So a node that came, ended and was started again counts once. It alone reads what all have written;
+        the others send a fixed number of messages, however many nodes there are.
         """
         own = board.add(_ARRIVED, 1)
         mine = {"node_rank": self._request["node_rank"], "host": socket.gethostname()}
         board.set(f"{_NODE}/{own}", json.dumps({**mine, "ranks": self._request["ranks_per_node"]}))
         census, reported = Census(), 0
-        while not board.check([_MEMBERS]):
+        while True:
             if time.monotonic() > deadline:
                 where = f"{self._host}:{self._port}"
                 raise PhalanxError(
@@ -157,20 +160,39 @@ class NodeGroup:
                     hint="Start the same command on every node, each with its own node rank.",
                 )
             board.add(f"{_BEAT}/{own}", 1)
-            present = census.take({n: board.add(f"{_BEAT}/{n}", 0) for n in range(1, board.add(_ARRIVED, 0) + 1)})
-            if self._hosts_store and len(present) >= self._num_nodes:
-                board.set(_MEMBERS, json.dumps(present[: self._num_nodes]))
-            elif len(present) != reported:
-                reported = len(present)
+            arrived = self._count(board, census) if self._hosts_store else board.add(_PRESENT, 0)
+            if arrived != reported:
+                reported = arrived
                 send({"arrived": reported, "attempt": self._attempt})
-            time.sleep(_ARRIVAL_POLL_SECONDS)
-        members = json.loads(board.get(_MEMBERS))
+            if self._await_members(board):
+                break
+        members = {int(number): node for number, node in json.loads(board.get(_MEMBERS)).items()}
         if own not in members:
             raise UsageError(
                 f"{self._num_nodes} nodes have joined at {self._host}:{self._port} without this one.",
                 hint="Start one supervisor per node, and give every job its own port or --rdzv-id.",
             )
-        return [json.loads(board.get(f"{_NODE}/{number}")) for number in members], members.index(own)
+        return list(members.values()), list(members).index(own)
+
+    def _count(self, board: Store, census: Census) -> int:
+        """Count the nodes that are present, for all to read; with enough of them, fix which take part."""
+        present = census.take({n: board.add(f"{_BEAT}/{n}", 0) for n in range(1, board.add(_ARRIVED, 0) + 1)})
+        board.add(_PRESENT, len(present) - board.add(_PRESENT, 0))
+        if len(present) >= self._num_nodes:
+            chosen = present[: self._num_nodes]
+            board.set(_MEMBERS, json.dumps({n: json.loads(board.get(f"{_NODE}/{n}")) for n in chosen}))
+        return len(present)
+
+    def _await_members(self, board: Store) -> bool:
+        """Wait a moment for the decision; return whether it is there."""
+        from torch.distributed import DistStoreError
+
+        seconds = _ARRIVAL_POLL_SECONDS if self._hosts_store else _BEAT_SECONDS
+        try:
+            board.wait([_MEMBERS], timedelta(seconds=seconds))
+        except DistStoreError:  # not yet; a lost connection is another error
+            return False
+        return True
 
     def _host_is_lost(self) -> PhalanxError:
         return PhalanxError(

@@ -63,6 +63,13 @@ class TwoMachines:
     mark: str = field(default_factory=lambda: uuid.uuid4().hex[:6])
     folder: str = field(default_factory=lambda: tempfile.mkdtemp(prefix="ray-", dir="/tmp"))
 
+    dashboard_port: int | None = None
+    """With one, the head has a dashboard, and with it the job API."""
+
+    @property
+    def dashboard(self) -> str:
+        return f"http://{self._host(0)}:{self.dashboard_port}"
+
     @property
     def address(self) -> str:
         return f"ray://{self._host(0)}:{CLIENT_PORT}"
@@ -81,7 +88,11 @@ class TwoMachines:
             for device in (end, "lo"):
                 _ip("-n", self._name(number), "link", "set", device, "up")
         head = ["--head", f"--port={PORT}", f"--ray-client-server-port={CLIENT_PORT}", f"--temp-dir={self.folder}"]
-        self._start(0, *head, "--include-dashboard=false")
+        if self.dashboard_port is None:
+            head.append("--include-dashboard=false")
+        else:
+            head += [f"--dashboard-port={self.dashboard_port}", "--dashboard-host=0.0.0.0"]
+        self._start(0, *head)
         self._start(1, f"--address={self._host(0)}:{PORT}")
 
     def kill_second_machine(self) -> None:
@@ -97,6 +108,8 @@ class TwoMachines:
     def _start(self, number: int, *words: str) -> None:
         """Start a node; its processes are daemons, and what is left of them is found by their namespace."""
         ray = [sys.executable, "-m", "ray.scripts.scripts", "start", *words, "--num-cpus=1"]
+        if number and self.dashboard_port:  # shipped code is unpacked into Ray's folder: each machine has its own
+            ray = ["sh", "-c", f'mount -t tmpfs none {self.folder} && exec "$@"', "sh", *ray]
         command = ["ip", "netns", "exec", self._name(number), *ray, f"--node-ip-address={self._host(number)}"]
         with tempfile.TemporaryFile() as log:  # not a pipe, which the daemons would keep open
             quiet = {"stdout": log, "stderr": log, "stdin": subprocess.DEVNULL}

@@ -204,3 +204,18 @@ def test_the_state_of_a_killed_supervisor(phalanx, hosts, tmp_path):
     subprocess.run(["kill", "-KILL", record["id"]], check=True)
     until(lambda: state_of(phalanx, "gone") == "lost", lambda: phalanx("status", "gone"))
     nothing_is_left(hosts)
+
+
+def test_a_job_that_has_ended_is_submitted_again(phalanx, hosts, tmp_path):
+    words = (*TRAIN, *two(hosts), "--max-steps", "40", "--job-name", "again")
+    phalanx("submit", "ssh", *words, "--follow")
+    assert state_of(phalanx, "again") == "finished"
+    assert "submitted again as it was" in phalanx("resume", "again", "--max-steps", "60", code=2)
+    assert "submitted again-2 as ssh job" in phalanx("resume", "again")
+    assert "again-2" in phalanx("completion", "bash", "--", "status", "")
+    phalanx("logs", "again-2", "-f")
+    record = json.loads((tmp_path / "state/phalanx/jobs/again-2.json").read_text())
+    assert record["resumes"] == "again"
+    events = [json.loads(line) for line in (tmp_path / "runs/again/events.jsonl").read_text().splitlines()]
+    begun = [event for event in events if event["event"] == "run_started"]
+    assert "step-00000040" in str(begun[-1]["resumed_from"])

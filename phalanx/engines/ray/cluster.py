@@ -70,7 +70,8 @@ def open_cluster(
             with local_ray(num_cpus, num_gpus):
                 yield RayCluster("the local Ray", started_here=True)
             return
-        address = started_on_this_machine() if address == "auto" else address
+        if address == "auto":  # a job of the cluster has its address in the environment
+            address = os.environ.get("RAY_ADDRESS") or started_on_this_machine()
         check_address(address)
         notice(f"connecting to Ray at {address}")
         _join(address, notice)

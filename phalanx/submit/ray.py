@@ -1,0 +1,168 @@
+"""Ray: the job API of a running cluster, or KubeRay's RayJob and RayCluster as YAML."""
+
+from __future__ import annotations
+
+import asyncio
+import shlex
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from phalanx.config.option import option
+from phalanx.errors import UsageError
+from phalanx.submit.files import follow_files, program_of, rank_log
+from phalanx.submit.job import Job, JobRecord
+from phalanx.submit.target import CommonOptions, Status, Target
+
+_STATES = {
+    "PENDING": "queued",
+    "RUNNING": "running",
+    "STOPPED": "cancelled",
+    "SUCCEEDED": "finished",
+    "FAILED": "failed",
+}
+Answer = TypeVar("Answer")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RayOptions(CommonOptions):
+    """Options of Ray."""
+
+    address: str | None = option(None, "the head's dashboard, http://HEAD:8265 (default: RAY_API_SERVER_ADDRESS)")
+    kind: str = option(
+        "job",
+        "job: on a cluster that runs (--address); rayjob, raycluster: YAML for KubeRay, which starts one",
+        choices=("job", "rayjob", "raycluster"),
+    )
+    entrypoint_cpus: float = option(0.0, "cores that the command itself reserves, beside the ranks", minimum=0)
+
+
+class Ray(Target[RayOptions]):
+    """Submits through Ray's job API."""
+
+    name = "ray"
+    options_class = RayOptions
+
+    def render(self, job: Job) -> dict[str, str]:
+        """Return the command that the cluster runs, or KubeRay's objects."""
+        job = _of_ray(job)
+        if self.options.kind != "job":
+            from phalanx.submit import kuberay
+
+            found: dict[str, str] = kuberay.render(job, self.options, self.options.kind)
+            return found
+        lines = ["# runs on the head of the Ray cluster; the ranks are placed on all its machines", "set -e"]
+        if self.options.ship == "folder":
+            lines.append(f"cd {shlex.quote(job.directory)}")
+        lines += [f"export {name}={shlex.quote(value)}" for name, value in job.environment.items()]
+        program = "phalanx" if self.options.image else program_of(self.options)
+        return {"entrypoint.sh": "\n".join([*lines, f"exec {shlex.join(job.train_command(program))}"]) + "\n"}
+
+    def check(self, job: Job, files: Mapping[str, str]) -> list[str]:
+        """Ask the cluster whether it takes jobs."""
+        self._refuse_kuberay()
+        version = self._call(lambda client: client.get_version())
+        return [f"{self._address()} answers, with version {version} of the job API"]
+
+    def submit(self, job: Job, folder: Path) -> str:
+        """Submit the command; with --ship archive Ray copies the folder to the cluster."""
+        self._refuse_kuberay()
+        script = (folder / "entrypoint.sh").read_text(encoding="utf-8")
+        runtime: dict[str, Any] = {}
+        if self.options.ship == "archive":
+            runtime["working_dir"] = str(_unpacked(folder))
+        given: str = self._call(
+            lambda client: client.submit_job(
+                entrypoint=f"bash -c {shlex.quote(script)}",
+                submission_id=folder.name,
+                runtime_env=runtime,
+                metadata={"job": job.name},
+                entrypoint_num_cpus=self.options.entrypoint_cpus or None,
+            )
+        )
+        return given
+
+    def status(self, record: JobRecord) -> Status:
+        """Ask the job API."""
+        found = self._call(lambda client: client.get_job_info(record.id))
+        state = str(getattr(found.status, "value", found.status))
+        return Status(_STATES.get(state, "running"), f"{state}: {found.message or ''}".rstrip(": ").splitlines()[0])
+
+    def logs(self, record: JobRecord, *, follow: bool, rank: int | None) -> Iterator[str]:
+        """Return the output of the command, or the log of one rank."""
+        if rank is not None:
+            yield from follow_files([rank_log(Path(record.directory) / record.run_dir, rank)], None)
+        elif not follow:
+            yield from self._call(lambda client: client.get_job_logs(record.id)).splitlines()
+        else:
+            yield from self._tail(record.id)
+
+    def _tail(self, number: str) -> Iterator[str]:
+        """Return lines as they come; the client's own method is asynchronous."""
+        source = self._call(lambda client: client.tail_job_logs(number))
+        rest = ""
+        with asyncio.Runner() as runner:
+            while True:
+                try:
+                    *lines, rest = (rest + runner.run(anext(source))).split("\n")
+                except StopAsyncIteration:
+                    break
+                yield from lines
+        if rest:
+            yield rest
+
+    def cancel(self, record: JobRecord) -> None:
+        """Stop the job."""
+        self._call(lambda client: client.stop_job(record.id))
+
+    def _refuse_kuberay(self) -> None:
+        if self.options.kind != "job":
+            raise UsageError(
+                f"--kind {self.options.kind} is rendered, not submitted",
+                hint="Write: phalanx submit ray ... --render > ray.yaml, then: kubectl apply -f ray.yaml",
+            )
+
+    def _address(self) -> str:
+        import os
+
+        found = self.options.address or os.environ.get("RAY_API_SERVER_ADDRESS")
+        if not found or not found.startswith(("http://", "https://")):
+            raise UsageError(
+                f"--address {found}: expected the dashboard's URL" if found else "ray needs the cluster's address",
+                hint="Write: --address http://HEAD:8265",
+            )
+        return found
+
+    def _call(self, ask: Callable[[Any], Answer]) -> Answer:
+        """Ask the cluster; its own answer, first line first, is the error."""
+        address = self._address()
+        try:
+            from ray.job_submission import JobSubmissionClient
+        except ImportError as error:
+            raise UsageError(f"Ray's job client is missing: {error}", hint="pip install 'ray[default]'") from None
+        try:
+            return ask(JobSubmissionClient(address))
+        except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+            said = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+            raise UsageError(
+                f"{address}: {said[0]}", hint="Is the head's dashboard there? ray start --head --dashboard-host 0.0.0.0"
+            ) from None
+
+
+def _of_ray(job: Job) -> Job:
+    """Return the job as train runs it inside the cluster."""
+    more = [*("--backend", "ray", "--address", "auto")]
+    words = job.train_command("phalanx", *more)[2:]
+    return replace(job, arguments=tuple(words))
+
+
+def _unpacked(folder: Path) -> Path:
+    """Return the shipped code as a folder, which Ray packs itself."""
+    import tarfile
+
+    code = folder / "code"
+    for packed in folder.glob("code-*.tar.gz"):
+        with tarfile.open(packed) as archive:
+            archive.extractall(code, filter="data")
+    return code
