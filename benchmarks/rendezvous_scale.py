@@ -13,6 +13,7 @@ import argparse
 import json
 import multiprocessing
 import os
+import queue
 import socket
 import statistics
 import sys
@@ -23,7 +24,9 @@ from datetime import timedelta
 from typing import Any
 
 from torch.distributed import TCPStore
+from torch.distributed.elastic.rendezvous import RendezvousError
 
+from phalanx.errors import PhalanxError
 from phalanx.launch.nodes import NodeGroup
 
 RIVALS = ("phalanx", "torchrun")
@@ -110,7 +113,7 @@ def _joined(rival: str, numbers: list[int], nodes: int, port: int, seconds: floa
             messages, alive = join(number, nodes, port, seconds)
             kept.append(alive)
             results.put((number, began, time.monotonic(), messages, ""))
-        except Exception as error:
+        except (PhalanxError, RendezvousError, RuntimeError, OSError) as error:
             results.put((number, began, time.monotonic(), 0, f"{type(error).__name__}: {error}"[:200]))
 
     threads = [threading.Thread(target=one, args=(number,), daemon=True) for number in numbers]
@@ -139,7 +142,7 @@ def measure(rival: str, nodes: int, seconds: float) -> dict[str, Any]:
     while len(rows) < nodes and time.monotonic() < deadline:
         try:
             rows.append(results.get(timeout=max(0.1, deadline - time.monotonic())))
-        except Exception:
+        except queue.Empty:
             break
     gate.wait()
     for worker in workers:

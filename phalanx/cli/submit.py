@@ -203,7 +203,7 @@ def _network(config: DistributedConfig) -> dict[str, str]:
         return {}
     return {
         each.name: each.value
-        for each in ncclvariables(config.nccl_env)
+        for each in nccl_variables(config.nccl_env)
         if not each.advice and "IFNAME" not in each.name
     }
 

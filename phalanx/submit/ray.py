@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shlex
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -38,7 +40,7 @@ class RayOptions(CommonOptions):
     entrypoint_cpus: float = option(0.0, "cores that the command itself reserves, beside the ranks", minimum=0)
 
 
-class Ray(Target[RayOptions]):
+class RayJobs(Target[RayOptions]):
     """Submits through Ray's job API."""
 
     name = "ray"
@@ -48,8 +50,7 @@ class Ray(Target[RayOptions]):
         """Return the command that the cluster runs, or KubeRay's objects."""
         job = _of_ray(job)
         if self.options.kind != "job":
-            from phalanx.submit import kuberay
-
+            kuberay = import_module("phalanx.submit.kuberay")
             found: dict[str, str] = kuberay.render(job, self.options, self.options.kind)
             return found
         lines = ["# runs on the head of the Ray cluster; the ranks are placed on all its machines", "set -e"]
@@ -124,8 +125,6 @@ class Ray(Target[RayOptions]):
             )
 
     def _address(self) -> str:
-        import os
-
         found = self.options.address or os.environ.get("RAY_API_SERVER_ADDRESS")
         if not found or not found.startswith(("http://", "https://")):
             raise UsageError(

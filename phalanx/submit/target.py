@@ -20,7 +20,7 @@ TARGETS = {
     "kubernetes": ("phalanx.submit.kubernetes:Kubernetes", "Kubernetes: an Indexed Job and a headless Service"),
     "jobset": ("phalanx.submit.kubernetes:JobSet", "Kubernetes with the JobSet controller"),
     "kubeflow": ("phalanx.submit.kubeflow:Kubeflow", "Kubeflow: a TrainJob (v2), PyTorchJob or MPIJob (v1)"),
-    "ray": ("phalanx.submit.ray:Ray", "a Ray cluster, by its job API or as a RayJob of KubeRay"),
+    "ray": ("phalanx.submit.ray:RayJobs", "a Ray cluster, by its job API or as a RayJob of KubeRay"),
     "compose": ("phalanx.submit.compose:Compose", "docker-compose on this machine, with monitoring"),
     "ssh": ("phalanx.submit.ssh:Ssh", "hosts that ssh reaches, without a scheduler"),
 }

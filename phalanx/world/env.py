@@ -224,7 +224,8 @@ def _from_slurm(env: Mapping[str, str]) -> RankEnv:
         world_size=world_size,
         local_world_size=tasks[node_rank] if node_rank < len(tasks) else world_size,
         node_rank=node_rank,
-        master_addr=env.get("MASTER_ADDR", hosts[0]),
+        # On one machine without its name: that of a node is not always one that resolves.
+        master_addr=env.get("MASTER_ADDR", hosts[0] if len(hosts) > 1 else "127.0.0.1"),
         master_port=_integer(
             env, "MASTER_PORT", _derived_port(env.get("SLURM_JOB_ID", "0") + env.get("SLURM_STEP_ID", ""))
         ),
