@@ -45,7 +45,7 @@ def run(arguments: Sequence[str]) -> int:
 def resume_job(record: JobRecord, words: Sequence[str]) -> int:
     """Submit a job again with its arguments and options, so that it continues from its last checkpoint."""
     from phalanx.cli.jobs import refresh
-    from phalanx.cli.submit import describe_job, hand_over, target_of, variables
+    from phalanx.cli.submit import describe_job, describe_search, hand_over, target_of, variables
 
     if others := [word for word in words if word != "--json"]:
         raise UsageError(
@@ -58,7 +58,8 @@ def resume_job(record: JobRecord, words: Sequence[str]) -> int:
     if not Path(record.directory).is_dir():
         raise UsageError(f"the folder {record.directory}, where {record.name} was submitted, is missing")
     os.chdir(record.directory)
-    job, _ = describe_job(record.arguments, _next_name(record.name))
+    describe = describe_search if record.verb == "tune" else describe_job
+    job, _, _ = describe(record.arguments, _next_name(record.name))
     target = target_of(record)
     target.options = dataclasses.replace(target.options, name=job.name)
     job = dataclasses.replace(job, environment={**job.environment, **variables(target.options.env)})

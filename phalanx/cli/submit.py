@@ -22,7 +22,7 @@ from phalanx.launch.nccl import nccl_variables
 from phalanx.observe.guard import say_to_user
 from phalanx.plan.presets import of_recipe
 from phalanx.recipes import Recipe
-from phalanx.submit.job import ENDED, Job, job_name, jobs_folder, new_record, records, write_record
+from phalanx.submit.job import ENDED, ClusterJob, job_name, jobs_folder, new_record, records, write_record
 from phalanx.submit.ship import archive
 from phalanx.submit.target import TARGETS, CommonOptions, Target, read_options, target_class
 
@@ -100,7 +100,7 @@ def submit_parser(name: str, options: type[CommonOptions]) -> FlagParser:
     return parser
 
 
-def foresee(job: Job, model: str | None, gpu: str) -> str:
+def foresee(job: ClusterJob, model: str | None, gpu: str) -> str:
     """Return what the planner says of a job on a type of GPU; UsageError where it does not fit."""
     from phalanx.plan import Cluster, Goal, estimate, presets
     from phalanx.plan.rules import layout_of
@@ -130,7 +130,7 @@ def foresee(job: Job, model: str | None, gpu: str) -> str:
 
 def describe_job(
     words: list[str], wanted: str | None, *, continues: bool = True
-) -> tuple[Job, list[str] | None, str | None]:
+) -> tuple[ClusterJob, list[str] | None, str | None]:
     """Return the job of train's arguments, checked as train does, its --config files, and the planner's model.
 
     `continues`: started again, it goes on from its last checkpoint.
@@ -150,7 +150,7 @@ def describe_job(
         extra += [] if config.checkpoint_dir else ["--checkpoint-dir", f"{run_dir}/checkpoints"]
         extra.append("--resume-from-checkpoint=true")
     total, nodes = config.total_ranks or 1, len(parse_hosts(config.hosts)) if config.hosts else config.num_nodes
-    job = Job(
+    job = ClusterJob(
         name=name,
         arguments=(*ours, *extra, *(["--", *own] if own else [])),
         config=config,
@@ -165,7 +165,7 @@ def describe_job(
     return job, namespace.config, None if recipe is None else of_recipe(recipe.name, preset)
 
 
-def describe_search(words: list[str], wanted: str | None) -> tuple[Job, list[str] | None, str | None]:
+def describe_search(words: list[str], wanted: str | None) -> tuple[ClusterJob, list[str] | None, str | None]:
     """Return the job of `phalanx tune`'s arguments, whose trials are split over the tasks of an array."""
     ours, own = split_own(words)
     namespace = tune_parser().parse_all(ours)
@@ -177,7 +177,7 @@ def describe_search(words: list[str], wanted: str | None) -> tuple[Job, list[str
         raise UsageError(f"--tune needs the file of the search space, and --space is {namespace.space}")
     config = resolve_flags(namespace, recipe).config
     name = job_name(wanted, f"tune-{recipe.name if recipe else Path(namespace.script or namespace.module).stem}")
-    job = Job(
+    job = ClusterJob(
         name=name,
         arguments=tuple(words),
         config=config,
@@ -216,7 +216,9 @@ def variables(text: str | None) -> dict[str, str]:
     return {name: value for name, _, value in pairs}
 
 
-def hand_over(name: str, target: Target[Any], job: Job, namespace: argparse.Namespace, *, resumes: str = "") -> int:
+def hand_over(
+    name: str, target: Target[Any], job: ClusterJob, namespace: argparse.Namespace, *, resumes: str = ""
+) -> int:
     """Render, check, submit and record a job; `resumes`: the job that it continues."""
     files = target.render(job)
     if namespace.render:
@@ -280,7 +282,7 @@ def target_of(record: Any) -> Target[Any]:
     return target_class(record.target)(_options(record.target, record.options))
 
 
-def _shipped(target: Target[Any], job: Job) -> str:
+def _shipped(target: Target[Any], job: ClusterJob) -> str:
     where = f"{target.options.directory or '/workspace'} in the container" if target.is_contained else job.directory
     code = "a copy of this folder" if target.options.ship == "archive" else f"nothing: the nodes read {where}"
     return f"{code}; data and environment are those of the nodes"

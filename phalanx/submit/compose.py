@@ -17,7 +17,7 @@ from phalanx.config.option import option
 from phalanx.errors import UsageError
 from phalanx.host.signed_store import VARIABLE
 from phalanx.submit import pods
-from phalanx.submit.job import Job, JobRecord
+from phalanx.submit.job import ClusterJob, JobRecord
 from phalanx.submit.target import CommonOptions, Status, Target
 from phalanx.submit.yaml_text import dump, load, override
 
@@ -79,7 +79,7 @@ class Compose(Target[ComposeOptions]):
     options_class = ComposeOptions
     is_contained = True
 
-    def render(self, job: Job) -> dict[str, str]:
+    def render(self, job: ClusterJob) -> dict[str, str]:
         """Return the compose file."""
         if self.options.image is None:
             raise UsageError(
@@ -94,12 +94,12 @@ class Compose(Target[ComposeOptions]):
         head = f"Written by: phalanx submit compose {shlex.join(job.arguments)}"
         return {FILE: dump(found, _COMMENTS, head)}
 
-    def _node(self, job: Job, index: int) -> dict[str, Any]:
+    def _node(self, job: ClusterJob, index: int) -> dict[str, Any]:
         """Return the service of one machine."""
         text = pods.script(job, self.options, node=str(index), host="node0")
         return self._service(job, text)
 
-    def _service(self, job: Job, text: str) -> dict[str, Any]:
+    def _service(self, job: ClusterJob, text: str) -> dict[str, Any]:
         options, work = self.options, pods.folder_of(job, self.options)
         found: dict[str, Any] = {
             "image": options.image,
@@ -124,7 +124,7 @@ class Compose(Target[ComposeOptions]):
             found["deploy"] = {"resources": {"reservations": {"devices": [device]}}}
         return found
 
-    def _servers(self, job: Job) -> dict[str, Any]:
+    def _servers(self, job: ClusterJob) -> dict[str, Any]:
         """Return the same training with parameter servers, in one service and a run folder of its own."""
         more = ("--num-nodes", "1", "--strategy", "parameter-server", "--run-dir", f"{job.run_dir}-servers")
         command = shlex.join(
@@ -132,7 +132,7 @@ class Compose(Target[ComposeOptions]):
         )
         return {**self._service(job, f"exec {command}\n"), "profiles": ["parameter-server"]}
 
-    def _monitoring(self, job: Job) -> dict[str, Any]:
+    def _monitoring(self, job: ClusterJob) -> dict[str, Any]:
         work, runs = pods.folder_of(job, self.options), str(Path(job.run_dir).parent)
         board = f"exec tensorboard --logdir {shlex.quote(runs)} --bind_all --port 6006\n"
         store = "exec mlflow server --host 0.0.0.0 --port 5000 --backend-store-uri sqlite:////mlflow/mlflow.db\n"
@@ -148,12 +148,12 @@ class Compose(Target[ComposeOptions]):
         found["grafana"]["environment"] = {"GF_PATHS_PROVISIONING": "/tmp/provisioning"}
         return {name: {**service, "profiles": ["monitoring"]} for name, service in found.items()}
 
-    def check(self, job: Job, files: Mapping[str, str]) -> list[str]:
+    def check(self, job: ClusterJob, files: Mapping[str, str]) -> list[str]:
         """Let docker-compose read the file."""
         _ask([*_program(), "-f", "-", "config"], stdin=files[FILE])
         return ["docker-compose config accepts it"]
 
-    def submit(self, job: Job, folder: Path) -> str:
+    def submit(self, job: ClusterJob, folder: Path) -> str:
         """Start the services; what was started is removed when one cannot be."""
         command = self._command(job.name, folder, job.directory)
         profile = ["--profile", "monitoring"] if self.options.monitoring else []

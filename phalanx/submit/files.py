@@ -10,7 +10,7 @@ from pathlib import Path
 
 from phalanx.config.settings import parse_duration
 from phalanx.errors import UsageError
-from phalanx.submit.job import Job
+from phalanx.submit.job import ClusterJob
 from phalanx.submit.target import CommonOptions
 
 _POLL_SECONDS = 0.5
@@ -24,7 +24,7 @@ def program_of(options: CommonOptions) -> str:
     return str(folder / "phalanx")
 
 
-def limit_seconds(job: Job, options: CommonOptions, save_seconds: int) -> int | None:
+def limit_seconds(job: ClusterJob, options: CommonOptions, save_seconds: int) -> int | None:
     """Return the time limit; refuse one that leaves no time to train, or that ends a run without checkpoints."""
     if (given := options.time_limit) is None:
         return None

@@ -26,7 +26,7 @@ LONGEST_NAME = 50
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class ClusterJob:
     """What is submitted."""
 
     name: str
@@ -160,7 +160,7 @@ def find_record(name: str) -> JobRecord:
     raise UsageError(unknown_name("job", name, [record.name for record in found]), hint="See: phalanx jobs")
 
 
-def new_record(job: Job, target: str, scheduler_id: str, options: dict[str, Any], folder: Path) -> JobRecord:
+def new_record(job: ClusterJob, target: str, scheduler_id: str, options: dict[str, Any], folder: Path) -> JobRecord:
     """Return the record of a job that was just submitted."""
     return JobRecord(
         name=job.name,

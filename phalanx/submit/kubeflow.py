@@ -9,7 +9,7 @@ from phalanx.config.option import option
 from phalanx.errors import UsageError
 from phalanx.host.signed_store import VARIABLE
 from phalanx.submit import pods
-from phalanx.submit.job import Job
+from phalanx.submit.job import ClusterJob
 from phalanx.submit.kube_client import Object
 from phalanx.submit.kubernetes import INDEX, OnKubernetes
 from phalanx.submit.pods import PodOptions
@@ -42,7 +42,7 @@ class Kubeflow(OnKubernetes):
         super().__init__(options)
         self.selector = _LABELS[options.kind]
 
-    def objects(self, job: Job) -> list[Object]:
+    def objects(self, job: ClusterJob) -> list[Object]:
         """Return the object of the kind; v1's MPIJob needs a Service for its first worker."""
         return {"trainjob": self._trainjob, "pytorchjob": self._pytorchjob, "mpijob": self._mpijob}[self.options.kind](
             job
@@ -56,7 +56,7 @@ class Kubeflow(OnKubernetes):
         shift = 1 if self.options.kind == "pytorchjob" and labels.get(_TYPE) == "worker" else 0
         return int(labels.get(_INDEX, 0)) + shift
 
-    def _trainjob(self, job: Job) -> list[Object]:
+    def _trainjob(self, job: ClusterJob) -> list[Object]:
         """Return a TrainJob; what its trainer has no field for is a patch of the runtime's pods."""
         host = f"{job.name}-node-0-0.{job.name}"
         text = pods.script(job, self.options, node="$JOB_COMPLETION_INDEX", host=host)
@@ -86,13 +86,13 @@ class Kubeflow(OnKubernetes):
         }
         return [self._object(job, "trainer.kubeflow.org/v1alpha1", "TrainJob", spec)]
 
-    def _object(self, job: Job, version: str, kind: str, spec: Object) -> Object:
+    def _object(self, job: ClusterJob, version: str, kind: str, spec: Object) -> Object:
         return {"apiVersion": version, "kind": kind, "metadata": pods.metadata(job, self.options), "spec": spec}
 
-    def _policy(self, job: Job) -> Object:
+    def _policy(self, job: ClusterJob) -> Object:
         return {"cleanPodPolicy": "None", "backoffLimit": 6, "ttlSecondsAfterFinished": 86400, **self.limit(job)}
 
-    def _pytorchjob(self, job: Job) -> list[Object]:
+    def _pytorchjob(self, job: ClusterJob) -> list[Object]:
         """Return a PyTorchJob: a master and workers, each a launcher; RANK is the number of the machine."""
         before = 'node="$RANK"; unset RANK WORLD_SIZE  # the launcher sets them for its ranks'
         text = pods.script(job, self.options, node="$node", host=f"{job.name}-master-0", before=before)
@@ -105,12 +105,12 @@ class Kubeflow(OnKubernetes):
         }
         return [self._object(job, "kubeflow.org/v1", "PyTorchJob", spec)]
 
-    def _template(self, job: Job, text: str, container: str) -> Object:
+    def _template(self, job: ClusterJob, text: str, container: str) -> Object:
         found = pods.pod_template(job, self.options, text, container)
         del found["spec"]["restartPolicy"]  # the replica has one
         return found
 
-    def _mpijob(self, job: Job) -> list[Object]:
+    def _mpijob(self, job: ClusterJob) -> list[Object]:
         """Return an MPIJob whose mpirun starts one launcher per worker, and a Service that names the first worker."""
         if self.options.ship == "archive":
             raise UsageError(

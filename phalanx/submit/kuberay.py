@@ -8,7 +8,7 @@ from typing import Any
 
 from phalanx.errors import UsageError
 from phalanx.submit import pods
-from phalanx.submit.job import Job, JobRecord
+from phalanx.submit.job import ClusterJob, JobRecord
 from phalanx.submit.kube_client import Object
 from phalanx.submit.kubernetes import OnKubernetes
 from phalanx.submit.pods import PodOptions
@@ -28,7 +28,7 @@ class KubeRay(OnKubernetes):
         super().__init__(options)
         self.kind = kind
 
-    def objects(self, job: Job) -> list[Object]:
+    def objects(self, job: ClusterJob) -> list[Object]:
         """Return the RayJob (which makes its own cluster) or the RayCluster."""
         about = {"metadata": pods.metadata(job, self.options)}
         if self.kind == "raycluster":
@@ -43,7 +43,7 @@ class KubeRay(OnKubernetes):
         }
         return [{"apiVersion": "ray.io/v1", "kind": "RayJob", **about, "spec": spec}]
 
-    def _ray_cluster(self, job: Job) -> Object:
+    def _ray_cluster(self, job: ClusterJob) -> Object:
         """Return a head that runs no ranks, and one worker for each machine of the job."""
         head = self._pod(job, "head")
         container = head["spec"]["containers"][0]
@@ -54,13 +54,13 @@ class KubeRay(OnKubernetes):
         start = {"dashboard-host": "0.0.0.0", "num-cpus": "0", "num-gpus": "0"}
         return {"headGroupSpec": {"rayStartParams": start, "template": head}, "workerGroupSpecs": [worker]}
 
-    def _pod(self, job: Job, name: str) -> Object:
+    def _pod(self, job: ClusterJob, name: str) -> Object:
         """Return a pod of the cluster; KubeRay starts Ray in it."""
         found = pods.pod_template(job, self.options, "", name)
         del found["spec"]["restartPolicy"], found["spec"]["containers"][0]["command"]
         return found
 
-    def _submitter(self, job: Job) -> Object:
+    def _submitter(self, job: ClusterJob) -> Object:
         """Return the pod that hands the job to Ray and shows its output; KubeRay sets its command."""
         found = self._pod(job, "ray-job-submitter")
         found["spec"]["restartPolicy"] = "Never"

@@ -12,7 +12,7 @@ from typing import ClassVar
 from phalanx.errors import EXIT_PREEMPTED, EXIT_USAGE, UsageError
 from phalanx.submit import pods
 from phalanx.submit.files import limit_seconds
-from phalanx.submit.job import ENDED, Job, JobRecord
+from phalanx.submit.job import ENDED, ClusterJob, JobRecord
 from phalanx.submit.kube_client import KubeClient, Object, follow_pods
 from phalanx.submit.pods import PodOptions
 from phalanx.submit.target import Status, Target
@@ -35,11 +35,11 @@ class OnKubernetes(Target[PodOptions]):
     selector: str = "app.kubernetes.io/instance"
     """The label with the job's name that its pods have."""
 
-    def objects(self, job: Job) -> list[Object]:
+    def objects(self, job: ClusterJob) -> list[Object]:
         """Return the objects, the job itself last."""
         raise NotImplementedError
 
-    def render(self, job: Job) -> dict[str, str]:
+    def render(self, job: ClusterJob) -> dict[str, str]:
         """Return the objects as YAML."""
         if self.options.image is None:
             raise UsageError(
@@ -50,7 +50,7 @@ class OnKubernetes(Target[PodOptions]):
         head = f"Written by: phalanx submit {self.name} {shlex.join(job.arguments)}"
         return {self.file: dump(found, pods.COMMENTS, head)}
 
-    def limit(self, job: Job) -> dict[str, int]:
+    def limit(self, job: ClusterJob) -> dict[str, int]:
         """Return the time limit as a field of a spec."""
         seconds = limit_seconds(job, self.options, pods.SAVE_SECONDS)
         return {} if seconds is None else {"activeDeadlineSeconds": seconds}
@@ -58,7 +58,7 @@ class OnKubernetes(Target[PodOptions]):
     def _cluster(self) -> KubeClient:
         return KubeClient(self.options.context, self.options.namespace)
 
-    def check(self, job: Job, files: Mapping[str, str]) -> list[str]:
+    def check(self, job: ClusterJob, files: Mapping[str, str]) -> list[str]:
         """Let the API server check the objects, and compare the GPUs with those of the nodes."""
         cluster, options = self._cluster(), self.options
         found = parse(files[self.file])
@@ -74,7 +74,7 @@ class OnKubernetes(Target[PodOptions]):
             )
         return [*checked, *([f"a node has {largest} {options.gpu_resource}"] if largest is not None else [])]
 
-    def submit(self, job: Job, folder: Path) -> str:
+    def submit(self, job: ClusterJob, folder: Path) -> str:
         """Create the objects; when one is refused, those before it are removed."""
         cluster, made = self._cluster(), list[Object]()
         try:
@@ -88,7 +88,7 @@ class OnKubernetes(Target[PodOptions]):
             raise
         return f"{cluster.namespace}/{job.name}"
 
-    def _extras(self, job: Job, folder: Path) -> Iterator[Object]:
+    def _extras(self, job: ClusterJob, folder: Path) -> Iterator[Object]:
         """Return what is not shown: the secret by which ranks sign, and shipped code."""
         about = {"labels": pods.labels(job)}
         secret = {"secret": secrets.token_hex(32)}
@@ -171,7 +171,7 @@ class Kubernetes(OnKubernetes):
 
     name = "kubernetes"
 
-    def objects(self, job: Job) -> list[Object]:
+    def objects(self, job: ClusterJob) -> list[Object]:
         """Return Service and Job; one machine needs no Service."""
         about = pods.metadata(job, self.options)
         service = {
@@ -200,7 +200,7 @@ class JobSet(OnKubernetes):
     name = "jobset"
     file = "jobset.yaml"
 
-    def objects(self, job: Job) -> list[Object]:
+    def objects(self, job: ClusterJob) -> list[Object]:
         """Return the JobSet, with the same Job in it."""
         spec = job_spec(self, job, f"{job.name}-node-0-0.{job.name}")
         return [
@@ -218,7 +218,7 @@ class JobSet(OnKubernetes):
         ]
 
 
-def job_spec(target: OnKubernetes, job: Job, host: str) -> Object:
+def job_spec(target: OnKubernetes, job: ClusterJob, host: str) -> Object:
     """Return the spec of an Indexed Job: one pod per machine, and what its exit codes mean."""
     text = pods.script(job, target.options, node="$JOB_COMPLETION_INDEX", host=host)
     codes = {"containerName": "train", "operator": "In"}

@@ -11,7 +11,7 @@ from typing import Any
 from phalanx.config.option import option
 from phalanx.errors import UsageError
 from phalanx.host.signed_store import VARIABLE
-from phalanx.submit.job import Job
+from phalanx.submit.job import ClusterJob
 from phalanx.submit.target import CommonOptions
 
 PORT = 29400
@@ -74,12 +74,12 @@ COMMENTS = {
 """Ends of paths to comments, for yaml_text.dump."""
 
 
-def folder_of(job: Job, options: CommonOptions) -> str:
+def folder_of(job: ClusterJob, options: CommonOptions) -> str:
     """Return the folder in which ranks of a container run."""
     return options.directory or WORK
 
 
-def script(job: Job, options: CommonOptions, *, node: str, host: str, before: str = "") -> str:
+def script(job: ClusterJob, options: CommonOptions, *, node: str, host: str, before: str = "") -> str:
     """Return the shell lines of one pod: wait for the name of the first pod, then become the launcher."""
     lines, more = [before] if before else [], ""
     work = folder_of(job, options)
@@ -95,7 +95,7 @@ def script(job: Job, options: CommonOptions, *, node: str, host: str, before: st
     return "\n".join([*lines, f"exec {command}"]) + "\n"
 
 
-def pod_template(job: Job, options: PodOptions, text: str, container: str = "train") -> dict[str, Any]:
+def pod_template(job: ClusterJob, options: PodOptions, text: str, container: str = "train") -> dict[str, Any]:
     """Return the template of one pod."""
     found = {
         "imagePullSecrets": [{"name": options.image_pull_secret}] if options.image_pull_secret else None,
@@ -119,7 +119,7 @@ def pod_template(job: Job, options: PodOptions, text: str, container: str = "tra
     }
 
 
-def _spread(job: Job) -> dict[str, Any]:
+def _spread(job: ClusterJob) -> dict[str, Any]:
     return {
         "maxSkew": 1,
         "topologyKey": "kubernetes.io/hostname",
@@ -128,12 +128,12 @@ def _spread(job: Job) -> dict[str, Any]:
     }
 
 
-def labels(job: Job) -> dict[str, str]:
+def labels(job: ClusterJob) -> dict[str, str]:
     """Return labels of all objects of a job."""
     return {"app.kubernetes.io/name": "phalanx", "app.kubernetes.io/instance": job.name}
 
 
-def metadata(job: Job, options: PodOptions) -> dict[str, Any]:
+def metadata(job: ClusterJob, options: PodOptions) -> dict[str, Any]:
     """Return the metadata of an object."""
     queue = {"kueue.x-k8s.io/queue-name": options.queue} if options.queue else {}
     place = {"namespace": options.namespace} if options.namespace else {}
@@ -151,7 +151,7 @@ def security() -> dict[str, Any]:
     return {"runAsNonRoot": True, **user, "seccompProfile": {"type": "RuntimeDefault"}}
 
 
-def pod_container(job: Job, options: PodOptions, text: str, name: str) -> dict[str, Any]:
+def pod_container(job: ClusterJob, options: PodOptions, text: str, name: str) -> dict[str, Any]:
     """Return the container with the launcher."""
     lock = {"add": ["IPC_LOCK"]} if options.rdma_resource else {}
     return {
@@ -170,7 +170,7 @@ def pod_container(job: Job, options: PodOptions, text: str, name: str) -> dict[s
     }
 
 
-def variables(job: Job) -> list[dict[str, Any]]:
+def variables(job: ClusterJob) -> list[dict[str, Any]]:
     """Return the environment of a pod; the root file system is read-only, so caches are in /tmp."""
     plain = {"HOME": "/tmp", "USER": "phalanx", **job.environment}
     secret = {"name": job.name, "key": "secret", "optional": True}
@@ -180,7 +180,7 @@ def variables(job: Job) -> list[dict[str, Any]]:
     ]
 
 
-def resources(job: Job, options: PodOptions) -> dict[str, Any]:
+def resources(job: ClusterJob, options: PodOptions) -> dict[str, Any]:
     """Return what a pod asks for."""
     asked = {"cpu": options.cpu, "memory": options.memory}
     found = {key: value for key, value in asked.items() if value}
@@ -200,7 +200,7 @@ def _claims(options: PodOptions) -> dict[str, str]:
     return {path: claim for claim, _, path in pairs}
 
 
-def _places(job: Job, options: PodOptions) -> dict[str, tuple[str, dict[str, Any]]]:
+def _places(job: ClusterJob, options: PodOptions) -> dict[str, tuple[str, dict[str, Any]]]:
     """Return volumes by the path of their mount: name and source."""
     found: dict[str, tuple[str, dict[str, Any]]] = {
         "/dev/shm": ("shm", {"emptyDir": {"medium": "Memory", "sizeLimit": options.shm_size}}),
@@ -217,12 +217,12 @@ def _places(job: Job, options: PodOptions) -> dict[str, tuple[str, dict[str, Any
     return found
 
 
-def volumes(job: Job, options: PodOptions) -> list[dict[str, Any]]:
+def volumes(job: ClusterJob, options: PodOptions) -> list[dict[str, Any]]:
     """Return the volumes of a pod; a claim that is seen at two paths is one."""
     return list({name: {"name": name, **source} for name, source in _places(job, options).values()}.values())
 
 
-def mounts(job: Job, options: PodOptions) -> list[dict[str, Any]]:
+def mounts(job: ClusterJob, options: PodOptions) -> list[dict[str, Any]]:
     """Return where a container sees the volumes."""
     return [{"name": name, "mountPath": path} for path, (name, _) in _places(job, options).items()]
 

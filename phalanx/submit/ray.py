@@ -7,15 +7,16 @@ import os
 import shlex
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
 from phalanx.config.option import option
 from phalanx.errors import UsageError
 from phalanx.submit.files import follow_files, program_of, rank_log
-from phalanx.submit.job import Job, JobRecord
-from phalanx.submit.target import CommonOptions, Status, Target
+from phalanx.submit.job import ClusterJob, JobRecord
+from phalanx.submit.kuberay import KubeRay
+from phalanx.submit.pods import PodOptions
+from phalanx.submit.target import Status, Target
 
 _STATES = {
     "PENDING": "queued",
@@ -28,8 +29,8 @@ Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True, kw_only=True)
-class RayOptions(CommonOptions):
-    """Options of Ray."""
+class RayOptions(PodOptions):
+    """Options of Ray; those of pods are for KubeRay."""
 
     address: str | None = option(None, "the head's dashboard, http://HEAD:8265 (default: RAY_API_SERVER_ADDRESS)")
     kind: str = option(
@@ -46,13 +47,11 @@ class RayJobs(Target[RayOptions]):
     name = "ray"
     options_class = RayOptions
 
-    def render(self, job: Job) -> dict[str, str]:
+    def render(self, job: ClusterJob) -> dict[str, str]:
         """Return the command that the cluster runs, or KubeRay's objects."""
         job = _of_ray(job)
-        if self.options.kind != "job":
-            kuberay = import_module("phalanx.submit.kuberay")
-            found: dict[str, str] = kuberay.render(job, self.options, self.options.kind)
-            return found
+        if self._kuberay is not None:
+            return self._kuberay.render(job)
         lines = ["# runs on the head of the Ray cluster; the ranks are placed on all its machines", "set -e"]
         if self.options.ship == "folder":
             lines.append(f"cd {shlex.quote(job.directory)}")
@@ -60,15 +59,22 @@ class RayJobs(Target[RayOptions]):
         program = "phalanx" if self.options.image else program_of(self.options)
         return {"entrypoint.sh": "\n".join([*lines, f"exec {shlex.join(job.train_command(program))}"]) + "\n"}
 
-    def check(self, job: Job, files: Mapping[str, str]) -> list[str]:
+    @property
+    def _kuberay(self) -> KubeRay | None:
+        """The target that a RayJob or a RayCluster is; None for a cluster that runs."""
+        return None if self.options.kind == "job" else KubeRay(self.options, self.options.kind)
+
+    def check(self, job: ClusterJob, files: Mapping[str, str]) -> list[str]:
         """Ask the cluster whether it takes jobs."""
-        self._refuse_kuberay()
+        if self._kuberay is not None:
+            return self._kuberay.check(job, files)
         version = self._call(lambda client: client.get_version())
         return [f"{self._address()} answers, with version {version} of the job API"]
 
-    def submit(self, job: Job, folder: Path) -> str:
+    def submit(self, job: ClusterJob, folder: Path) -> str:
         """Submit the command; with --ship archive Ray copies the folder to the cluster."""
-        self._refuse_kuberay()
+        if self._kuberay is not None:
+            return self._kuberay.submit(job, folder)
         script = (folder / "entrypoint.sh").read_text(encoding="utf-8")
         runtime: dict[str, Any] = {}
         if self.options.ship == "archive":
@@ -86,13 +92,17 @@ class RayJobs(Target[RayOptions]):
 
     def status(self, record: JobRecord) -> Status:
         """Ask the job API."""
+        if self._kuberay is not None:
+            return self._kuberay.status(record)
         found = self._call(lambda client: client.get_job_info(record.id))
         state = str(getattr(found.status, "value", found.status))
         return Status(_STATES.get(state, "running"), f"{state}: {found.message or ''}".rstrip(": ").splitlines()[0])
 
     def logs(self, record: JobRecord, *, follow: bool, rank: int | None) -> Iterator[str]:
         """Return the output of the command, or the log of one rank."""
-        if rank is not None:
+        if self._kuberay is not None:
+            yield from self._kuberay.logs(record, follow=follow, rank=rank)
+        elif rank is not None:
             yield from follow_files([rank_log(Path(record.directory) / record.run_dir, rank)], None)
         elif not follow:
             yield from self._call(lambda client: client.get_job_logs(record.id)).splitlines()
@@ -115,14 +125,10 @@ class RayJobs(Target[RayOptions]):
 
     def cancel(self, record: JobRecord) -> None:
         """Stop the job."""
+        if self._kuberay is not None:
+            self._kuberay.cancel(record)
+            return
         self._call(lambda client: client.stop_job(record.id))
-
-    def _refuse_kuberay(self) -> None:
-        if self.options.kind != "job":
-            raise UsageError(
-                f"--kind {self.options.kind} is rendered, not submitted",
-                hint="Write: phalanx submit ray ... --render > ray.yaml, then: kubectl apply -f ray.yaml",
-            )
 
     def _address(self) -> str:
         found = self.options.address or os.environ.get("RAY_API_SERVER_ADDRESS")
@@ -149,7 +155,7 @@ class RayJobs(Target[RayOptions]):
             ) from None
 
 
-def _of_ray(job: Job) -> Job:
+def _of_ray(job: ClusterJob) -> ClusterJob:
     """Return the job as train runs it inside the cluster."""
     more = [*("--backend", "ray", "--address", "auto")]
     words = job.train_command("phalanx", *more)[2:]

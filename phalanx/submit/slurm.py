@@ -14,7 +14,7 @@ from phalanx.config.option import option
 from phalanx.config.settings import parse_duration
 from phalanx.errors import EXIT_PREEMPTED, UsageError
 from phalanx.submit.files import follow_files, limit_seconds, program_of, rank_log, unpack_lines
-from phalanx.submit.job import ENDED, Job, JobRecord
+from phalanx.submit.job import ENDED, ClusterJob, JobRecord
 from phalanx.submit.target import CommonOptions, Status, Target
 
 SIGNAL_SECONDS = 120
@@ -74,13 +74,13 @@ class Slurm(Target[SlurmOptions]):
     name = "slurm"
     options_class = SlurmOptions
 
-    def render(self, job: Job) -> dict[str, str]:
+    def render(self, job: ClusterJob) -> dict[str, str]:
         """Return the batch script."""
         self._check(job)
         body = [*self._head(job), "", *self._body(job)]
         return {"train.sbatch": "\n".join(body) + "\n"}
 
-    def _check(self, job: Job) -> None:
+    def _check(self, job: ClusterJob) -> None:
         options = self.options
         if job.verb == "tune" and not re.fullmatch(r"0-\d+(%\d+)?", options.array or ""):
             raise UsageError(
@@ -91,7 +91,7 @@ class Slurm(Target[SlurmOptions]):
             raise UsageError(f"--container {options.container} needs --image", hint="--image nvcr.io#org/phalanx:1")
         limit_seconds(job, options, SIGNAL_SECONDS)
 
-    def _head(self, job: Job) -> Iterator[str]:
+    def _head(self, job: ClusterJob) -> Iterator[str]:
         options, tasks = self.options, job.ranks_per_node if self.options.start == "srun" else 1
         yield "#!/bin/bash"
         yield f"# Written by: phalanx submit slurm {shlex.join(job.arguments)}"
@@ -122,11 +122,11 @@ class Slurm(Target[SlurmOptions]):
         yield from (f"#SBATCH {flag:<44} # {why}" if why else f"#SBATCH {flag}" for flag, why in lines)
         yield from (f"#SBATCH {flag}" for flag in shlex.split(options.sbatch or ""))
 
-    def _output(self, job: Job) -> str:
+    def _output(self, job: ClusterJob) -> str:
         number = "%A_%a" if self.options.array else "%j"
         return str(Path(job.directory) / job.run_dir / f"slurm-{number}.out")
 
-    def _body(self, job: Job) -> Iterator[str]:
+    def _body(self, job: ClusterJob) -> Iterator[str]:
         yield "set -uo pipefail"
         yield f"cd {shlex.quote(job.directory)} || exit 1"
         yield from (f"export {name}={shlex.quote(value)}" for name, value in job.environment.items())
@@ -151,7 +151,7 @@ class Slurm(Target[SlurmOptions]):
             yield "fi"
         yield 'exit "$code"'
 
-    def _array_folder(self, job: Job) -> str:
+    def _array_folder(self, job: ClusterJob) -> str:
         """Return the flags that differ between the tasks of an array: its run folder, or its part of a search."""
         if not self.options.array:
             return ""
@@ -161,7 +161,7 @@ class Slurm(Target[SlurmOptions]):
         again = f"$(test -e {folder}/study.db && echo --resume)"
         return f' --part "$SLURM_ARRAY_TASK_ID/$SLURM_ARRAY_TASK_COUNT" --study-dir {folder} {again}'
 
-    def _command(self, job: Job) -> list[str]:
+    def _command(self, job: ClusterJob) -> list[str]:
         return job.train_command(program_of(self.options))
 
     def _inside(self) -> str:
@@ -176,17 +176,17 @@ class Slurm(Target[SlurmOptions]):
             return f"apptainer exec --nv{bind} --pwd $PWD {shlex.quote(options.image or '')} "
         return ""
 
-    def check(self, job: Job, files: Mapping[str, str]) -> list[str]:
+    def check(self, job: ClusterJob, files: Mapping[str, str]) -> list[str]:
         """Let sbatch read the script without submitting it."""
         _need("sbatch")
         self._make_output(job)
         _ask("sbatch", "--test-only", stdin=files["train.sbatch"])
         return ["sbatch --test-only accepts it: partition, account, time and resources exist"]
 
-    def _make_output(self, job: Job) -> None:
+    def _make_output(self, job: ClusterJob) -> None:
         Path(job.directory, job.run_dir).mkdir(parents=True, exist_ok=True)
 
-    def submit(self, job: Job, folder: Path) -> str:
+    def submit(self, job: ClusterJob, folder: Path) -> str:
         """Submit the script; its number is what sbatch prints."""
         _need("sbatch")
         self._make_output(job)

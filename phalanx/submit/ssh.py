@@ -25,7 +25,7 @@ from phalanx.errors import UsageError
 from phalanx.host.signed_store import VARIABLE
 from phalanx.submit.files import follow_files, program_of, rank_log
 from phalanx.submit.hosts import STATE, HostGroup, HostPlan, write_plan
-from phalanx.submit.job import ENDED, Job, JobRecord
+from phalanx.submit.job import ENDED, ClusterJob, JobRecord
 from phalanx.submit.ship import archive
 from phalanx.submit.target import CommonOptions, Status, Target
 
@@ -61,7 +61,7 @@ class Ssh(Target[SshOptions]):
         super().__init__(options)
         self._facts: dict[str, dict[str, Any]] = {}
 
-    def render(self, job: Job) -> dict[str, str]:
+    def render(self, job: ClusterJob) -> dict[str, str]:
         """Return the script that every host runs, and the list of hosts."""
         if self.options.image:
             raise UsageError(f"--image {self.options.image}: ssh starts what is installed on the hosts; give --venv")
@@ -72,7 +72,7 @@ class Ssh(Target[SshOptions]):
             "hosts": f"# the first one hosts the rendezvous\n{listed}",
         }
 
-    def _script(self, job: Job) -> Iterator[str]:
+    def _script(self, job: ClusterJob) -> Iterator[str]:
         yield "#!/bin/bash"
         yield f"# {job.name}: runs on each of {job.nodes} hosts. $1: its number; $2: HOST:PORT of the rendezvous"
         yield f"cd {self._folder(job)} || exit 1"
@@ -88,10 +88,10 @@ class Ssh(Target[SshOptions]):
         yield "# the launcher of this host; it starts, watches and restarts the host's ranks"
         yield "exec " + " ".join(f'"{word}"' if word in ("$1", "$2") else shlex.quote(word) for word in words)
 
-    def _folder(self, job: Job) -> str:
+    def _folder(self, job: ClusterJob) -> str:
         return f'"$HOME"/{_work(job)}' if self.options.ship == "archive" else shlex.quote(job.directory)
 
-    def check(self, job: Job, files: Mapping[str, str]) -> list[str]:
+    def check(self, job: ClusterJob, files: Mapping[str, str]) -> list[str]:
         """Ask every host, all at once, for its versions; refuse hosts that do not answer or differ."""
         if shutil.which("ssh") is None:
             raise UsageError("ssh is not on this machine's PATH", hint="Install it: apt install openssh-client")
@@ -114,7 +114,7 @@ class Ssh(Target[SshOptions]):
         first = next(iter(found.values()))
         return [f"{len(found)} hosts answer, all with phalanx {first['phalanx']} and torch {first['torch']}"]
 
-    def _plan(self, job: Job, script: str) -> HostPlan:
+    def _plan(self, job: ClusterJob, script: str) -> HostPlan:
         options = self.options
         words = ["ssh", "-T", "-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=yes"]
         words += ["-o", f"ConnectTimeout={options.connect_timeout}", "-o", "ServerAliveInterval=15"]
@@ -133,7 +133,7 @@ class Ssh(Target[SshOptions]):
             grace=options.grace,
         )
 
-    def _ship(self, job: Job, plan: HostPlan, content: bytes) -> None:
+    def _ship(self, job: ClusterJob, plan: HostPlan, content: bytes) -> None:
         """Unpack the code on every host; a host that fails ends the submission."""
         unpack = f'mkdir -p "$HOME"/{_work(job)} && tar -xzf - -C "$HOME"/{_work(job)}'
         with ThreadPoolExecutor(len(plan.hosts)) as pool:
@@ -143,7 +143,7 @@ class Ssh(Target[SshOptions]):
             if each.returncode:
                 raise UsageError(f"{host}: the code was not copied: {_first_line(each.stderr.decode())}")
 
-    def run(self, job: Job, show: Callable[[str], None]) -> int:
+    def run(self, job: ClusterJob, show: Callable[[str], None]) -> int:
         """Run in the foreground: forward the output; end every host where one fails, or at an exception."""
         files = self.render(job)
         self.check(job, files)
@@ -152,7 +152,7 @@ class Ssh(Target[SshOptions]):
             self._ship(job, plan, archive(Path(job.directory))[1])
         return HostGroup(plan, show).run()
 
-    def submit(self, job: Job, folder: Path) -> str:
+    def submit(self, job: ClusterJob, folder: Path) -> str:
         """Start the process that holds the connections; its number is the job's id."""
         output = Path(job.directory, job.run_dir, "ssh.out")
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -200,13 +200,13 @@ class Ssh(Target[SshOptions]):
             time.sleep(0.1)
 
 
-def _hosts(job: Job) -> list[str]:
+def _hosts(job: ClusterJob) -> list[str]:
     if job.config.hosts is None:
         raise UsageError("ssh needs the hosts", hint="Write: --hosts node1:8,node2:8, or a file: --hosts ./hosts")
     return [host.name for host in parse_hosts(job.config.hosts)]
 
 
-def _work(job: Job) -> str:
+def _work(job: ClusterJob) -> str:
     """Return where shipped code is unpacked, below the home folder."""
     return f".cache/phalanx/jobs/{shlex.quote(job.name)}"
 

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 from phalanx.config.option import option, parse_text, problem
 from phalanx.config.sources import read_document
 from phalanx.errors import ConfigError, UsageError, unknown_name
-from phalanx.submit.job import Job, JobRecord
+from phalanx.submit.job import ClusterJob, JobRecord
 
 TARGETS = {
     "slurm": ("phalanx.submit.slurm:Slurm", "a Slurm cluster, by sbatch"),
@@ -72,15 +72,15 @@ class Target(Generic[Options]):
     def __init__(self, options: Options) -> None:
         self.options = options
 
-    def render(self, job: Job) -> dict[str, str]:
+    def render(self, job: ClusterJob) -> dict[str, str]:
         """Return the files that would be submitted, by name, the main one first; the same for the same job."""
         raise NotImplementedError
 
-    def check(self, job: Job, files: Mapping[str, str]) -> list[str]:
+    def check(self, job: ClusterJob, files: Mapping[str, str]) -> list[str]:
         """Return what was checked of rendered files, in words; UsageError for what is wrong."""
         return []
 
-    def submit(self, job: Job, folder: Path) -> str:
+    def submit(self, job: ClusterJob, folder: Path) -> str:
         """Submit the files that were written to a folder; return the scheduler's id. Leave nothing half-submitted."""
         raise NotImplementedError
 
