@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import time
@@ -52,5 +53,6 @@ def test_srun_on_a_real_slurm(tmp_path):
             timeout=200,
             check=False,
         )
+    shutil.rmtree(folder, ignore_errors=True)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert ran.stdout.count("epoch 1/1 loss") == 1, ran.stdout

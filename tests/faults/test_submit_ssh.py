@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from command import clean_environment
@@ -135,6 +137,9 @@ def test_a_job_with_shipped_code_runs_to_its_end(phalanx, hosts, tmp_path):
     output = phalanx("logs", "last", "-f")
     assert len(re.findall("shipped", output)) == 2, output
     assert state_of(phalanx, "last") == "finished"
+    copy = Path.home() / ".cache/phalanx/jobs/test-ship"
+    assert (copy / "mine.py").exists()
+    shutil.rmtree(copy)
 
 
 def test_a_host_that_does_not_answer_is_named(phalanx, hosts, tmp_path):
