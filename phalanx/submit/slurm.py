@@ -21,6 +21,8 @@ SIGNAL_SECONDS = 120
 """How long before the end of the time limit ranks get SIGUSR1: time to save."""
 WAIT_SECONDS = 60
 """How long the other tasks may take to end after the first has."""
+_TASK = "@TASK@"
+"""Stands for the number of a task while words are quoted."""
 _PLAIN = ("partition", "account", "qos", "constraint", "mem", "nodelist", "array")
 """Options that sbatch has under the same name."""
 _STATES = {
@@ -140,8 +142,7 @@ class Slurm(Target[SlurmOptions]):
         if self.options.ship == "archive":
             yield from unpack_lines("${SLURM_TMPDIR:-/tmp}/phalanx-$SLURM_JOB_ID", "srun --ntasks-per-node=1 ")
         yield "# Launchers end together and say why; killed at the first exit, the others could not report theirs."
-        command = f"{self._inside()}{shlex.join(self._command(job))}{self._array_folder(job)}"
-        yield f"srun --kill-on-bad-exit=0 --wait={WAIT_SECONDS} {command}"
+        yield f"srun --kill-on-bad-exit=0 --wait={WAIT_SECONDS} {self._inside()}{self._command(job)}"
         yield "code=$?"
         yield ""
         if self.options.requeue:
@@ -151,18 +152,18 @@ class Slurm(Target[SlurmOptions]):
             yield "fi"
         yield 'exit "$code"'
 
-    def _array_folder(self, job: ClusterJob) -> str:
-        """Return the flags that differ between the tasks of an array: its run folder, or its part of a search."""
+    def _command(self, job: ClusterJob) -> str:
+        """Return the command of a node; each task of an array has its own folder, or its part of a search."""
+        program = program_of(self.options)
         if not self.options.array:
-            return ""
-        folder = f'{shlex.quote(job.run_dir)}/"$SLURM_ARRAY_TASK_ID"'
+            return shlex.join(job.train_command(program))
+        folder, task = f'{shlex.quote(job.run_dir)}/"$SLURM_ARRAY_TASK_ID"', f"{job.run_dir}/{_TASK}"
         if job.verb == "train":
-            return f" --run-dir {folder}"
+            own = ("--run-dir", task, "--checkpoint-dir", f"{task}/checkpoints")
+            return shlex.join(job.train_command(program, *own)).replace(_TASK, '"$SLURM_ARRAY_TASK_ID"')
         again = f"$(test -e {folder}/study.db && echo --resume)"
-        return f' --part "$SLURM_ARRAY_TASK_ID/$SLURM_ARRAY_TASK_COUNT" --study-dir {folder} {again}'
-
-    def _command(self, job: ClusterJob) -> list[str]:
-        return job.train_command(program_of(self.options))
+        part = f'--part "$SLURM_ARRAY_TASK_ID/$SLURM_ARRAY_TASK_COUNT" --study-dir {folder} {again}'
+        return f"{shlex.join(job.train_command(program))} {part}"
 
     def _inside(self) -> str:
         """Return what starts the command inside a container."""

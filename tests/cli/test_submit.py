@@ -42,6 +42,13 @@ def test_train_arguments_reach_the_script_and_options_do_not():
     assert "--resume-from-checkpoint=true" in script
 
 
+def test_each_task_of_an_array_has_its_own_folder():
+    script = rendered("digits", "--num-workers", "2", "--array", "0-3")
+    assert script.count("--run-dir") == 2, "once in the comment, once in the command"
+    assert '--run-dir runs/job/"$SLURM_ARRAY_TASK_ID"' in script
+    assert '--checkpoint-dir runs/job/"$SLURM_ARRAY_TASK_ID"/checkpoints' in script
+
+
 def test_options_come_from_files_environment_and_flags(tmp_path, monkeypatch):
     own = tmp_path / "config/phalanx/submit.toml"
     own.parent.mkdir(parents=True)
