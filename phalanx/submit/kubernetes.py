@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import secrets
-import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import ClassVar
@@ -47,8 +46,7 @@ class OnKubernetes(Target[PodOptions]):
                 hint="Build one with deploy/Dockerfile, then: --image registry/phalanx:1",
             )
         found = override(self.objects(job), self.options.overrides)
-        head = f"Written by: phalanx submit {self.name} {shlex.join(job.arguments)}"
-        return {self.file: dump(found, pods.COMMENTS, head)}
+        return {self.file: dump(found, pods.COMMENTS, job.origin(self.name))}
 
     def limit(self, job: ClusterJob) -> dict[str, int]:
         """Return the time limit as a field of a spec."""
