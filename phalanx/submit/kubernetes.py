@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from phalanx.errors import EXIT_PREEMPTED, EXIT_USAGE, UsageError
+from phalanx.observe.guard import say_to_user
 from phalanx.submit import pods
 from phalanx.submit.files import limit_seconds
 from phalanx.submit.job import ENDED, ClusterJob, JobRecord
@@ -82,7 +83,10 @@ class OnKubernetes(Target[PodOptions]):
                 cluster.own(thing, made[-1])
         except BaseException:
             for thing in reversed(made):
-                cluster.delete(thing)
+                try:
+                    cluster.delete(thing)
+                except UsageError as error:  # why the submission failed is the error to report
+                    say_to_user(f"{thing['kind']} {thing['metadata']['name']} was not removed: {error.message}")
             raise
         return f"{cluster.namespace}/{job.name}"
 

@@ -29,9 +29,9 @@ SIGNAL_SECONDS = 120
 """How long before the end of the time limit ranks get SIGUSR1: time to save."""
 WAIT_SECONDS = 60
 """How long the other tasks may take to end after the first has."""
-_TASK = "\0task"
-"""Mark of the number of an array's task."""
-_SHELL = {_TASK: '"$SLURM_ARRAY_TASK_ID"'}
+_TASK, _COUNT, _AGAIN = "\0task", "\0count", "\0again"
+"""Marks of the number of an array's task, of the number of tasks, and of a flag for a task that starts again."""
+_SHELL = {_TASK: '"$SLURM_ARRAY_TASK_ID"', _COUNT: '"$SLURM_ARRAY_TASK_COUNT"'}
 _PLAIN = ("partition", "account", "qos", "constraint", "mem", "nodelist", "array")
 """Options that sbatch has under the same name."""
 _STATES = {
@@ -175,9 +175,9 @@ class Slurm(Target[SlurmOptions]):
         kept = str(Path(job.directory, job.run_dir)) if ships else job.run_dir
         task = f"{kept}/{_TASK}" if self.options.array else kept
         if job.verb == "tune":
-            folder = shell_join([task], _SHELL)
-            part = f'--part "$SLURM_ARRAY_TASK_ID/$SLURM_ARRAY_TASK_COUNT" --study-dir {folder}'
-            return f"{shlex.join(job.train_command(program))} {part} $(test -e {folder}/study.db && echo --resume)"
+            again = f"$(test -e {shell_join([task], _SHELL)}/study.db && echo --resume)"
+            words = job.train_command(program, "--part", f"{_TASK}/{_COUNT}", "--study-dir", task, _AGAIN)
+            return shell_join(words, {**_SHELL, _AGAIN: again})
         own = ["--run-dir", task] if ships or self.options.array else []
         if self.options.array or (ships and not job.config.checkpoint_dir):
             own += ["--checkpoint-dir", f"{task}/checkpoints"]

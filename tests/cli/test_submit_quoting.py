@@ -78,6 +78,17 @@ def test_tasks_of_an_array_in_a_folder_with_a_space(folder):
     assert given[given.index("--checkpoint-dir") + 1] == "my runs/3/checkpoints"
 
 
+def test_the_part_of_a_search_is_before_the_arguments_of_the_script(folder):
+    (folder / "space.toml").write_text("lr = [0.1, 1.0]\n")
+    text = rendered("slurm", "--tune", "--space", "space.toml", "--array", "0-3", "--venv", str(folder / "env"))
+    given = ran("bash", text, SLURM_ARRAY_TASK_ID="3", SLURM_ARRAY_TASK_COUNT="4")
+    assert given[given.index("--part") + 1] == "3/4"
+    assert given.index("--study-dir") < given.index("--")
+    (folder / "runs/job/3").mkdir(parents=True)
+    (folder / "runs/job/3/study.db").touch()
+    assert "--resume" in ran("bash", text, SLURM_ARRAY_TASK_ID="3", SLURM_ARRAY_TASK_COUNT="4")
+
+
 def test_lines_of_sbatch_quote_their_values(folder):
     text = rendered("slurm", "--sbatch", "--comment='my # run'", "--constraint", "a100|h100")
     assert f"#SBATCH --output='{folder}/runs/job/slurm-%j.out'" in text
