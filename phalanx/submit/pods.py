@@ -21,6 +21,7 @@ SAVE_SECONDS = 120
 """How long a pod that is evicted may take to save."""
 _CODE = "/tmp/code"
 _NODE = "\0node"
+_OWN_VOLUMES = ("shm", "tmp", "runs", "code")
 RANKS = "phalanx-ranks-per-node"
 """The annotation by which `logs --rank` finds the pod of a rank."""
 
@@ -211,7 +212,9 @@ def _places(job: ClusterJob, options: PodOptions) -> dict[str, tuple[str, dict[s
     }
     claims = _claims(options)
     for path, claim in claims.items():
-        found[path] = (claim, {"persistentVolumeClaim": {"claimName": claim}})
+        label = claim.replace(".", "-")  # volumes have stricter names than claims
+        name = f"claim-{label}" if label in _OWN_VOLUMES else label
+        found[path] = (name, {"persistentVolumeClaim": {"claimName": claim}})
     kept = PurePosixPath(folder_of(job, options), job.run_dir)
     if not any(kept.is_relative_to(path) for path in [*claims, "/tmp"]):
         found[str(kept.parent)] = ("runs", {"emptyDir": {}})

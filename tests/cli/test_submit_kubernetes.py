@@ -98,6 +98,16 @@ def test_options_of_pods(phalanx):
     assert {"name": "A", "value": "1"} in pod["containers"][0]["env"]
 
 
+def test_claims_keep_apart_from_the_pods_own_volumes(phalanx):
+    words = ("--pvc", "code:/workspace,my.data:/data", "--ship", "archive")
+    *_, job = rendered(phalanx, "kubernetes", *TRAIN, *words)
+    validate(job)
+    found = {each["name"]: each for each in job["spec"]["template"]["spec"]["volumes"]}
+    assert found["code"]["configMap"]["name"] == "demo-code"
+    assert found["claim-code"]["persistentVolumeClaim"]["claimName"] == "code"
+    assert found["my-data"]["persistentVolumeClaim"]["claimName"] == "my.data"
+
+
 def test_a_jobset_is_valid(phalanx):
     (found,) = rendered(phalanx, "jobset", *TRAIN)
     validate(found)
