@@ -249,8 +249,11 @@ def hand_over(
         )
         return 0
     folder = jobs_folder() / job.name
+    before = folder.with_name(f".{job.name}.before")  # of an ended job with this name
     make_private(jobs_folder())
-    shutil.rmtree(folder, ignore_errors=True)
+    if folder.exists():
+        shutil.rmtree(before, ignore_errors=True)
+        folder.rename(before)
     make_private(folder)
     try:
         for file, text in files.items():
@@ -261,7 +264,10 @@ def hand_over(
         scheduler_id = target.submit(job, folder)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
+        if before.exists():
+            before.rename(folder)
         raise
+    shutil.rmtree(before, ignore_errors=True)
     record = new_record(job, name, scheduler_id, dataclasses.asdict(target.options), folder)
     record = dataclasses.replace(record, resumes=resumes)
     write_record(record)

@@ -163,6 +163,20 @@ def test_without_slurm_it_says_what_was_looked_for(monkeypatch):
     assert "sbatch is not on this machine's PATH" in refused("slurm", "digits")
 
 
+def test_a_refused_job_leaves_the_files_of_an_ended_one_with_its_name(tmp_path, monkeypatch):
+    (tmp_path / "sbatch").write_text(
+        '#!/bin/sh\n[ "$1" = --test-only ] || { echo "sbatch: error: full" >&2; exit 1; }\n'
+    )
+    (tmp_path / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    a_record(tmp_path, state="finished")
+    (jobs_folder() / "job").mkdir()
+    (jobs_folder() / "job/train.sbatch").write_text("before")
+    assert "sbatch: full" in refused("slurm", "digits", "--job-name", "job")
+    assert (jobs_folder() / "job/train.sbatch").read_text() == "before"
+    assert sorted(path.name for path in jobs_folder().iterdir()) == ["job", "job.json"]
+
+
 def test_records_are_found_by_name_beginning_and_id():
     for index, name in enumerate(("alpha-1", "alpha-2", "beta")):
         write_record(JobRecord(name, "slurm", str(100 + index), float(index), "/", "runs/x", ["digits"], {}))
