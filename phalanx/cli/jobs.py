@@ -37,7 +37,7 @@ def run(arguments: Sequence[str]) -> int:
 
 def refresh(record: JobRecord) -> Status:
     """Ask the scheduler about a job that has not ended, and keep its state; a scheduler that is away is said so."""
-    if record.state in ENDED:
+    if record.state in ENDED and record.state != "lost":  # a scheduler that was away may know it again
         return Status(record.state)
     try:
         status = target_of(record).status(record)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
-import shlex
 import shutil
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +18,16 @@ from phalanx.config import DistributedConfig
 from phalanx.config.option import kinds
 from phalanx.config.settings import parse_hosts
 from phalanx.errors import UsageError
+from phalanx.host.files import make_private
 from phalanx.launch.nccl import nccl_variables
 from phalanx.observe.guard import say_to_user
 from phalanx.plan.presets import of_recipe
 from phalanx.recipes import Recipe
-from phalanx.submit.job import ENDED, ClusterJob, job_name, jobs_folder, new_record, records, write_record
+from phalanx.submit.job import ENDED, ClusterJob, JobRecord, job_name, jobs_folder, new_record, records, write_record
 from phalanx.submit.ship import archive
 from phalanx.submit.target import TARGETS, CommonOptions, Target, read_options, target_class
 
+_TUNE = "Write: phalanx submit slurm --tune digits --space space.toml --array 0-7"
 _HELP = "Hand a run to a cluster. Takes what `phalanx train` takes, and the options of the target."
 
 
@@ -41,10 +43,12 @@ def run(arguments: Sequence[str]) -> int:
     if {"-h", "--help"} & set(ours):
         parser.print_help()
         return 0
-    namespace, rest = parser.parse_known_args(ours)
+    namespace, rest = parser.parse_known_args(list(_joined(ours)))
     _check_flags(parser, rest, tune_parser() if namespace.tune else train_parser())
     trained = [*rest, *(["--", *own] if own else [])]
     given = {key: value for key, value in vars(namespace).items() if key not in _OWN}
+    if namespace.tune and not kind.has_arrays:
+        raise UsageError(f"--tune splits a search over an array of jobs, which {name} does not have", hint=_TUNE)
     describe = describe_search if namespace.tune else describe_job
     job, config_files, planned = describe(trained, namespace.job_name)
     options = read_options(name, {**given, "name": job.name}, config_files, os.environ)
@@ -56,6 +60,14 @@ def run(arguments: Sequence[str]) -> int:
         directory=job.directory if kind.is_contained else options.directory or job.directory,
     )
     return hand_over(name, kind(options), job, namespace)
+
+
+def _joined(words: list[str]) -> Iterator[str]:
+    """Join flags with values that argparse would take for flags: --sbatch --reservation=x."""
+    rest = iter(words)
+    for word in rest:
+        value = next(rest, None) if word in ("--sbatch", "--ssh") else None
+        yield word if value is None else f"{word}={value}"
 
 
 def _check_flags(parser: FlagParser, words: list[str], verb: FlagParser) -> None:
@@ -94,10 +106,16 @@ def submit_parser(name: str, options: type[CommonOptions]) -> FlagParser:
         plain: dict[str, Any] = {"dest": field.name, "default": argparse.SUPPRESS}
         text = f"{field.metadata['help']}{shown}".replace("%", "%%")
         if kinds(field) == ("bool",):
-            section.add_argument(flag, action="store_true", help=text, **plain)
+            section.add_argument(flag, action=argparse.BooleanOptionalAction, help=text, **plain)
         else:
-            section.add_argument(flag, metavar="N" if "int" in kinds(field) else "TEXT", help=text, **plain)
+            section.add_argument(flag, metavar=_metavar(field), help=text, **plain)
     return parser
+
+
+def _metavar(field: dataclasses.Field[Any]) -> str:
+    if choices := field.metadata["choices"]:
+        return f"{{{','.join(choices)}}}"
+    return "N" if "int" in kinds(field) else "X" if "float" in kinds(field) else "TEXT"
 
 
 def foresee(job: ClusterJob, model: str | None, gpu: str) -> str:
@@ -169,12 +187,11 @@ def describe_search(words: list[str], wanted: str | None) -> tuple[ClusterJob, l
     """Return the job of `phalanx tune`'s arguments, whose trials are split over the tasks of an array."""
     ours, own = split_own(words)
     namespace = tune_parser().parse_all(ours)
-    named = read_target(
-        namespace, own, "tune", "Write: phalanx submit slurm --tune digits --space space.toml --array 0-7"
-    )
+    named = read_target(namespace, own, "tune", _TUNE)
     recipe = named if isinstance(named, Recipe) else None
     if namespace.space is None or not Path(namespace.space).is_file():
-        raise UsageError(f"--tune needs the file of the search space, and --space is {namespace.space}")
+        given = "is not given" if namespace.space is None else f"{namespace.space} does not exist"
+        raise UsageError(f"--tune needs the file of the search space, and --space {given}", hint=_TUNE)
     config = resolve_flags(namespace, recipe).config
     name = job_name(wanted, f"tune-{recipe.name if recipe else Path(namespace.script or namespace.module).stem}")
     job = ClusterJob(
@@ -232,8 +249,12 @@ def hand_over(
         )
         return 0
     folder = jobs_folder() / job.name
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True, mode=0o700)
+    before = folder.with_name(f".{job.name}.before")  # of an ended job with this name
+    make_private(jobs_folder())
+    if folder.exists():
+        shutil.rmtree(before, ignore_errors=True)
+        folder.rename(before)
+    make_private(folder)
     try:
         for file, text in files.items():
             (folder / file).write_text(text, encoding="utf-8")
@@ -243,7 +264,10 @@ def hand_over(
         scheduler_id = target.submit(job, folder)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
+        if before.exists():
+            before.rename(folder)
         raise
+    shutil.rmtree(before, ignore_errors=True)
     record = new_record(job, name, scheduler_id, dataclasses.asdict(target.options), folder)
     record = dataclasses.replace(record, resumes=resumes)
     write_record(record)
@@ -255,31 +279,24 @@ def hand_over(
         print(f"  shipped: {_shipped(target, job)}")
     if namespace.follow:
         for line in target.logs(record, follow=True, rank=None):
-            print(line, flush=True)
+            print(line, flush=True, file=sys.stderr if namespace.json else sys.stdout)
     return 0
 
 
 def _refuse_twice(name: str) -> None:
     for record in records():
-        if (
-            record.name == name
-            and target_class(record.target)(_options(record.target, record.options)).status(record).state not in ENDED
-        ):
+        if record.name == name and record.state not in ENDED and target_of(record).status(record).state not in ENDED:
             raise UsageError(
                 f"a job with the name {name} is not finished ({record.target} job {record.id})",
                 hint=f"Give another --job-name, or end it: phalanx cancel {name}",
             )
 
 
-def _options(name: str, values: dict[str, Any]) -> CommonOptions:
-    kind = target_class(name).options_class
-    known = {field.name for field in dataclasses.fields(kind)}
-    return kind(**{key: value for key, value in values.items() if key in known})
-
-
-def target_of(record: Any) -> Target[Any]:
+def target_of(record: JobRecord) -> Target[Any]:
     """Return the target of a recorded job, with the options it was submitted with."""
-    return target_class(record.target)(_options(record.target, record.options))
+    kind = target_class(record.target)
+    known = {field.name for field in dataclasses.fields(kind.options_class)}
+    return kind(kind.options_class(**{key: value for key, value in record.options.items() if key in known}))
 
 
 def _shipped(target: Target[Any], job: ClusterJob) -> str:
@@ -302,5 +319,6 @@ def _overview() -> str:
         "examples:\n"
         "  phalanx submit slurm text --num-nodes 2 --gpus-per-node 8 --partition gpu --time-limit 12h\n"
         "  phalanx submit kubernetes text --num-nodes 2 --gpus-per-node 8 --image registry/phalanx:1 --render\n"
-        f"  {shlex.join(['phalanx', 'submit', 'ssh', 'digits', '--hosts', 'a:8,b:8'])}"
+        "  phalanx submit ssh digits --hosts a:8,b:8\n\n"
+        "options of a target: phalanx submit TARGET --help"
     )

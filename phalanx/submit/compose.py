@@ -17,6 +17,7 @@ from phalanx.config.option import option
 from phalanx.errors import UsageError
 from phalanx.host.signed_store import VARIABLE
 from phalanx.submit import pods
+from phalanx.submit.files import own_limit
 from phalanx.submit.job import ClusterJob, JobRecord
 from phalanx.submit.target import CommonOptions, Status, Target
 from phalanx.submit.yaml_text import dump, load, override
@@ -64,7 +65,7 @@ _COMMENTS = {
 class ComposeOptions(CommonOptions):
     """Options of docker-compose."""
 
-    cpus: str | None = option(None, "CPU cores of each service")
+    cpus: float | None = option(None, "CPU cores of each service", above=0)
     memory: str | None = option(None, "memory of each service, such as 8g")
     shm_size: str = option("8g", "size of /dev/shm in each service")
     mounts: str | None = option(None, "more folders that ranks see: /data:/data:ro,/scratch:/scratch")
@@ -91,20 +92,21 @@ class Compose(Target[ComposeOptions]):
         services = {f"node{index}": self._node(job, index) for index in range(job.nodes)}
         services |= {"parameter-server": self._servers(job), **self._monitoring(job)}
         found = override([{"services": services, "volumes": {"mlflow": {}}}], self.options.overrides)
-        head = f"Written by: phalanx submit compose {shlex.join(job.arguments)}"
-        return {FILE: dump(found, _COMMENTS, head)}
+        return {FILE: dump(found, _COMMENTS, job.origin(self.name))}
 
     def _node(self, job: ClusterJob, index: int) -> dict[str, Any]:
         """Return the service of one machine."""
-        text = pods.script(job, self.options, node=str(index), host="node0")
+        limit = own_limit(job, self.options)
+        text = pods.script(job, self.options, node=str(index), host="node0", extra=limit)
         return self._service(job, text)
 
     def _service(self, job: ClusterJob, text: str) -> dict[str, Any]:
         options, work = self.options, pods.folder_of(job, self.options)
+        variables = {name: _plain(value) for name, value in job.environment.items()}
         found: dict[str, Any] = {
             "image": options.image,
             "entrypoint": ["/bin/sh", "-c"],
-            "command": [text.replace("$", "$$")],
+            "command": [_plain(text)],
             "working_dir": work,
             "user": "1000:1000",
             "read_only": True,
@@ -114,10 +116,10 @@ class Compose(Target[ComposeOptions]):
             "stop_grace_period": "2m",
             "security_opt": ["no-new-privileges:true"],
             "labels": {_RANKS: str(job.ranks_per_node)},
-            "environment": {"HOME": "/tmp", "USER": "phalanx", **job.environment, VARIABLE: f"${{{VARIABLE}:-}}"},
+            "environment": {"HOME": "/tmp", "USER": "phalanx", **variables, VARIABLE: f"${{{VARIABLE}:-}}"},
             "volumes": [f".:{work}", *(each for each in (options.mounts or "").split(",") if each)],
         }
-        found |= {"cpus": float(options.cpus)} if options.cpus else {}
+        found |= {"cpus": options.cpus} if options.cpus else {}
         found |= {"mem_limit": options.memory} if options.memory else {}
         if job.device == "cuda":
             device = {"driver": "nvidia", "count": job.ranks_per_node, "capabilities": ["gpu"]}
@@ -141,7 +143,7 @@ class Compose(Target[ComposeOptions]):
             **{name: {"image": image} for name, image in _IMAGES.items()},
         }
         for name, text in (("tensorboard", board), ("mlflow", store), ("prometheus", _SCRAPE), ("grafana", _SOURCE)):
-            found[name] |= {"entrypoint": ["/bin/sh", "-c"], "command": [text]}
+            found[name] |= {"entrypoint": ["/bin/sh", "-c"], "command": [_plain(text)]}
         for name, port in (("tensorboard", 6006), ("mlflow", 5000), ("prometheus", 9090), ("grafana", 3000)):
             found[name]["ports"] = [f"127.0.0.1:{port}:{port}"]
         found["mlflow"]["volumes"] = ["mlflow:/mlflow"]
@@ -201,6 +203,11 @@ class Compose(Target[ComposeOptions]):
         """Stop and remove the services, monitoring too."""
         command = self._recorded(record)
         _ask([*command[:-2], "--profile", "monitoring", *command[-2:], "down"])
+
+
+def _plain(text: str) -> str:
+    """Return text that docker-compose passes on as it is; it would replace $NAME by a variable of this machine."""
+    return text.replace("$", "$$")
 
 
 def _program() -> list[str]:

@@ -16,7 +16,7 @@ from typing import Any
 
 from phalanx.config import DistributedConfig
 from phalanx.errors import UsageError, unknown_name
-from phalanx.host.files import replace_file
+from phalanx.host.files import make_private, replace_file
 
 STATES = ("queued", "running", "finished", "failed", "cancelled", "preempted", "lost")
 """States of a job, the same for every target; `lost`: the scheduler no longer knows it."""
@@ -52,6 +52,10 @@ class ClusterJob:
             at = before.index("--")
             before, after = before[:at], before[at:]
         return [program, self.verb, *_without(before, more), *more, *after]
+
+    def origin(self, target: str) -> str:
+        """Return the command in one line, for a comment: a line break in an argument must not end the comment."""
+        return " ".join(f"Written by: phalanx submit {target} {shlex.join(self.arguments)}".splitlines())
 
     @property
     def ranks(self) -> int:
@@ -124,7 +128,7 @@ def _plain(text: str) -> str:
 def write_record(record: JobRecord) -> None:
     """Write or replace the record of a job."""
     folder = jobs_folder()
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    make_private(folder)  # options may hold secrets: --env WANDB_API_KEY=...
     replace_file(folder / f"{record.name}.json", json.dumps(dataclasses.asdict(record), indent=1) + "\n")
 
 

@@ -25,6 +25,7 @@ class KubeClient:
     def __init__(self, context: str | None, namespace: str | None) -> None:
         try:
             from kubernetes import client, config
+            from yaml import YAMLError
         except ModuleNotFoundError:
             raise UsageError(
                 "submitting to Kubernetes needs the package kubernetes, which is not installed",
@@ -38,6 +39,8 @@ class KubeClient:
                 self.namespace = namespace or _namespace_of(config.list_kube_config_contexts(path), context)
             else:
                 config.load_incluster_config(client_configuration=settings)
+        except YAMLError as error:
+            raise UsageError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
         except config.ConfigException as error:
             raise UsageError(
                 f"no Kubernetes cluster is configured: {error} (looked for {path}, and for a pod's service account)",

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import base64
 import secrets
-import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import ClassVar
 
 from phalanx.errors import EXIT_PREEMPTED, EXIT_USAGE, UsageError
+from phalanx.observe.guard import say_to_user
 from phalanx.submit import pods
 from phalanx.submit.files import limit_seconds
 from phalanx.submit.job import ENDED, ClusterJob, JobRecord
@@ -47,8 +47,7 @@ class OnKubernetes(Target[PodOptions]):
                 hint="Build one with deploy/Dockerfile, then: --image registry/phalanx:1",
             )
         found = override(self.objects(job), self.options.overrides)
-        head = f"Written by: phalanx submit {self.name} {shlex.join(job.arguments)}"
-        return {self.file: dump(found, pods.COMMENTS, head)}
+        return {self.file: dump(found, pods.COMMENTS, job.origin(self.name))}
 
     def limit(self, job: ClusterJob) -> dict[str, int]:
         """Return the time limit as a field of a spec."""
@@ -84,7 +83,10 @@ class OnKubernetes(Target[PodOptions]):
                 cluster.own(thing, made[-1])
         except BaseException:
             for thing in reversed(made):
-                cluster.delete(thing)
+                try:
+                    cluster.delete(thing)
+                except UsageError as error:  # why the submission failed is the error to report
+                    say_to_user(f"{thing['kind']} {thing['metadata']['name']} was not removed: {error.message}")
             raise
         return f"{cluster.namespace}/{job.name}"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import PurePosixPath
@@ -11,6 +10,7 @@ from typing import Any
 from phalanx.config.option import option
 from phalanx.errors import UsageError
 from phalanx.host.signed_store import VARIABLE
+from phalanx.submit.files import shell_join
 from phalanx.submit.job import ClusterJob
 from phalanx.submit.target import CommonOptions
 
@@ -20,6 +20,8 @@ WORK = "/workspace"
 SAVE_SECONDS = 120
 """How long a pod that is evicted may take to save."""
 _CODE = "/tmp/code"
+_NODE = "\0node"
+_OWN_VOLUMES = ("shm", "tmp", "runs", "code")
 RANKS = "phalanx-ranks-per-node"
 """The annotation by which `logs --rank` finds the pod of a rank."""
 
@@ -79,19 +81,21 @@ def folder_of(job: ClusterJob, options: CommonOptions) -> str:
     return options.directory or WORK
 
 
-def script(job: ClusterJob, options: CommonOptions, *, node: str, host: str, before: str = "") -> str:
+def script(
+    job: ClusterJob, options: CommonOptions, *, node: str, host: str, before: str = "", extra: tuple[str, ...] = ()
+) -> str:
     """Return the shell lines of one pod: wait for the name of the first pod, then become the launcher."""
-    lines, more = [before] if before else [], ""
+    lines, more = [before] if before else [], [*extra]
     work = folder_of(job, options)
     if options.ship == "archive":
         lines.append(f"mkdir -p {_CODE} && tar -xzf /phalanx-code/code.tar.gz -C {_CODE} && cd {_CODE} || exit 1")
         kept = PurePosixPath(work, job.run_dir)
-        more += f" --run-dir {shlex.quote(str(kept))}"
-        more += "" if job.config.checkpoint_dir else f" --checkpoint-dir {shlex.quote(str(kept / 'checkpoints'))}"
+        more += ["--run-dir", str(kept)]
+        more += [] if job.config.checkpoint_dir else ["--checkpoint-dir", str(kept / "checkpoints")]
     if job.nodes > 1:
         lines.append(f"until getent hosts {host} >/dev/null; do sleep 1; done")
-        more += f' --node-rank "{node}" --rdzv-endpoint {host}:{PORT}'
-    command = shlex.join(job.train_command("phalanx", "@MORE@")).replace(" @MORE@", more)
+        more += ["--node-rank", _NODE, "--rdzv-endpoint", f"{host}:{PORT}"]
+    command = shell_join(job.train_command("phalanx", *more), {_NODE: f'"{node}"'})
     return "\n".join([*lines, f"exec {command}"]) + "\n"
 
 
@@ -208,7 +212,9 @@ def _places(job: ClusterJob, options: PodOptions) -> dict[str, tuple[str, dict[s
     }
     claims = _claims(options)
     for path, claim in claims.items():
-        found[path] = (claim, {"persistentVolumeClaim": {"claimName": claim}})
+        label = claim.replace(".", "-")  # volumes have stricter names than claims
+        name = f"claim-{label}" if label in _OWN_VOLUMES else label
+        found[path] = (name, {"persistentVolumeClaim": {"claimName": claim}})
     kept = PurePosixPath(folder_of(job, options), job.run_dir)
     if not any(kept.is_relative_to(path) for path in [*claims, "/tmp"]):
         found[str(kept.parent)] = ("runs", {"emptyDir": {}})

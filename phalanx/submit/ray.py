@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from phalanx.config.option import option
 from phalanx.errors import UsageError
-from phalanx.submit.files import follow_files, program_of, rank_log
+from phalanx.submit.files import follow_files, own_limit, program_of, rank_log
 from phalanx.submit.job import ClusterJob, JobRecord
 from phalanx.submit.kuberay import KubeRay
 from phalanx.submit.pods import PodOptions
@@ -56,8 +56,8 @@ class RayJobs(Target[RayOptions]):
         if self.options.ship == "folder":
             lines.append(f"cd {shlex.quote(job.directory)}")
         lines += [f"export {name}={shlex.quote(value)}" for name, value in job.environment.items()]
-        program = "phalanx" if self.options.image else program_of(self.options)
-        return {"entrypoint.sh": "\n".join([*lines, f"exec {shlex.join(job.train_command(program))}"]) + "\n"}
+        words = job.train_command(program_of(self.options), *own_limit(job, self.options))
+        return {"entrypoint.sh": "\n".join([*lines, f"exec {shlex.join(words)}"]) + "\n"}
 
     @property
     def _kuberay(self) -> KubeRay | None:
@@ -103,7 +103,8 @@ class RayJobs(Target[RayOptions]):
         if self._kuberay is not None:
             yield from self._kuberay.logs(record, follow=follow, rank=rank)
         elif rank is not None:
-            yield from follow_files([rank_log(Path(record.directory) / record.run_dir, rank)], None)
+            path = rank_log(Path(record.directory) / record.run_dir, rank)
+            yield from follow_files(lambda: [path], None)
         elif not follow:
             yield from self._call(lambda client: client.get_job_logs(record.id)).splitlines()
         else:
@@ -157,8 +158,7 @@ class RayJobs(Target[RayOptions]):
 
 def _of_ray(job: ClusterJob) -> ClusterJob:
     """Return the job as train runs it inside the cluster."""
-    more = [*("--backend", "ray", "--address", "auto")]
-    words = job.train_command("phalanx", *more)[2:]
+    words = job.train_command("phalanx", "--backend", "ray", "--address", "auto")[2:]
     return replace(job, arguments=tuple(words))
 
 

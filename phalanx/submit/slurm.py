@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import secrets
 import shlex
 import shutil
 import subprocess
@@ -13,7 +15,15 @@ from pathlib import Path
 from phalanx.config.option import option
 from phalanx.config.settings import parse_duration
 from phalanx.errors import EXIT_PREEMPTED, UsageError
-from phalanx.submit.files import follow_files, limit_seconds, program_of, rank_log, unpack_lines
+from phalanx.submit.files import (
+    follow_files,
+    limit_seconds,
+    program_of,
+    rank_log,
+    shell_join,
+    split_words,
+    unpack_lines,
+)
 from phalanx.submit.job import ENDED, ClusterJob, JobRecord
 from phalanx.submit.target import CommonOptions, Status, Target
 
@@ -21,8 +31,9 @@ SIGNAL_SECONDS = 120
 """How long before the end of the time limit ranks get SIGUSR1: time to save."""
 WAIT_SECONDS = 60
 """How long the other tasks may take to end after the first has."""
-_TASK = "@TASK@"
-"""Stands for the number of a task while words are quoted."""
+_TASK, _COUNT, _AGAIN = "\0task", "\0count", "\0again"
+"""Marks of the number of an array's task, of the number of tasks, and of a flag for a task that starts again."""
+_SHELL = {_TASK: '"$SLURM_ARRAY_TASK_ID"', _COUNT: '"$SLURM_ARRAY_TASK_COUNT"'}
 _PLAIN = ("partition", "account", "qos", "constraint", "mem", "nodelist", "array")
 """Options that sbatch has under the same name."""
 _STATES = {
@@ -75,6 +86,7 @@ class Slurm(Target[SlurmOptions]):
 
     name = "slurm"
     options_class = SlurmOptions
+    has_arrays = True
 
     def render(self, job: ClusterJob) -> dict[str, str]:
         """Return the batch script."""
@@ -91,12 +103,17 @@ class Slurm(Target[SlurmOptions]):
             )
         if options.container != "none" and not options.image:
             raise UsageError(f"--container {options.container} needs --image", hint="--image nvcr.io#org/phalanx:1")
+        if options.image and options.container == "none":
+            raise UsageError(
+                f"--image {options.image} needs a program that runs it on the nodes",
+                hint="Add --container pyxis or --container apptainer; without containers: --venv FOLDER.",
+            )
         limit_seconds(job, options, SIGNAL_SECONDS)
 
     def _head(self, job: ClusterJob) -> Iterator[str]:
         options, tasks = self.options, job.ranks_per_node if self.options.start == "srun" else 1
         yield "#!/bin/bash"
-        yield f"# Written by: phalanx submit slurm {shlex.join(job.arguments)}"
+        yield f"# {job.origin(self.name)}"
         lines = [
             (f"--job-name={job.name}", "name in squeue"),
             (f"--nodes={job.nodes}", "machines"),
@@ -119,10 +136,11 @@ class Slurm(Target[SlurmOptions]):
         if options.time_limit is not None:
             lines.append((f"--time={_slurm_time(parse_duration(options.time_limit))}", "longest duration"))
             lines.append((f"--signal=USR1@{SIGNAL_SECONDS}", "then ranks save and leave, in time"))
-        if options.requeue:
-            lines.append(("--requeue", "a lost machine puts the job back into the queue"))
-        yield from (f"#SBATCH {flag:<44} # {why}" if why else f"#SBATCH {flag}" for flag, why in lines)
-        yield from (f"#SBATCH {flag}" for flag in shlex.split(options.sbatch or ""))
+        lost = ("--requeue", "a lost machine puts the job back into the queue")
+        lines.append(lost if options.requeue else ("--no-requeue", "a lost machine ends the job"))
+        lines += [(flag, "") for flag in split_words("--sbatch", options.sbatch)]
+        quoted = [(_quoted(flag), why) for flag, why in lines]
+        yield from (f"#SBATCH {flag:<44} # {why}" if why else f"#SBATCH {flag}" for flag, why in quoted)
 
     def _output(self, job: ClusterJob) -> str:
         number = "%A_%a" if self.options.array else "%j"
@@ -154,48 +172,45 @@ class Slurm(Target[SlurmOptions]):
 
     def _command(self, job: ClusterJob) -> str:
         """Return the command of a node; each task of an array has its own folder, or its part of a search."""
-        program = program_of(self.options)
-        if not self.options.array:
-            return shlex.join(job.train_command(program))
-        folder, task = f'{shlex.quote(job.run_dir)}/"$SLURM_ARRAY_TASK_ID"', f"{job.run_dir}/{_TASK}"
-        if job.verb == "train":
-            own = ("--run-dir", task, "--checkpoint-dir", f"{task}/checkpoints")
-            return shlex.join(job.train_command(program, *own)).replace(_TASK, '"$SLURM_ARRAY_TASK_ID"')
-        again = f"$(test -e {folder}/study.db && echo --resume)"
-        part = f'--part "$SLURM_ARRAY_TASK_ID/$SLURM_ARRAY_TASK_COUNT" --study-dir {folder} {again}'
-        return f"{shlex.join(job.train_command(program))} {part}"
+        program, ships = program_of(self.options), self.options.ship == "archive"
+        # Shipped code is unpacked in a folder of each node; the run stays in the folder that all nodes see.
+        kept = str(Path(job.directory, job.run_dir)) if ships else job.run_dir
+        task = f"{kept}/{_TASK}" if self.options.array else kept
+        if job.verb == "tune":
+            again = f"$(test -e {shell_join([task], _SHELL)}/study.db && echo --resume)"
+            words = job.train_command(program, "--part", f"{_TASK}/{_COUNT}", "--study-dir", task, _AGAIN)
+            return shell_join(words, {**_SHELL, _AGAIN: again})
+        own = ["--run-dir", task] if ships or self.options.array else []
+        if self.options.array or (ships and not job.config.checkpoint_dir):
+            own += ["--checkpoint-dir", f"{task}/checkpoints"]
+        return shell_join(job.train_command(program, *own), _SHELL)
 
     def _inside(self) -> str:
         """Return what starts the command inside a container."""
         options = self.options
         if options.container == "pyxis":
-            mounts = options.mounts or "$PWD"
+            mounts = shlex.quote(options.mounts) if options.mounts else '"$PWD"'
             image = shlex.quote(options.image or "")
-            return f"--container-image={image} --container-mounts={mounts} --container-workdir=$PWD "
+            return f'--container-image={image} --container-mounts={mounts} --container-workdir="$PWD" '
         if options.container == "apptainer":
             bind = f" --bind {shlex.quote(options.mounts)}" if options.mounts else ""
-            return f"apptainer exec --nv{bind} --pwd $PWD {shlex.quote(options.image or '')} "
+            return f'apptainer exec --nv{bind} --pwd "$PWD" {shlex.quote(options.image or "")} '
         return ""
 
     def check(self, job: ClusterJob, files: Mapping[str, str]) -> list[str]:
         """Let sbatch read the script without submitting it."""
         _need("sbatch")
-        self._make_output(job)
         _ask("sbatch", "--test-only", stdin=files["train.sbatch"])
         return ["sbatch --test-only accepts it: partition, account, time and resources exist"]
-
-    def _make_output(self, job: ClusterJob) -> None:
-        Path(job.directory, job.run_dir).mkdir(parents=True, exist_ok=True)
 
     def submit(self, job: ClusterJob, folder: Path) -> str:
         """Submit the script; its number is what sbatch prints."""
         _need("sbatch")
-        self._make_output(job)
-        return (
-            _ask("sbatch", "--parsable", f"--export=ALL,PHALANX_JOB_FOLDER={folder}", str(folder / "train.sbatch"))
-            .split(";")[0]
-            .strip()
-        )
+        Path(job.directory, job.run_dir).mkdir(parents=True, exist_ok=True)  # sbatch makes no folder for the output
+        # By the environment, which only this user can read: the store of the ranks is signed with the secret.
+        given = {"PHALANX_JOB_FOLDER": str(folder), "PHALANX_JOB_SECRET": secrets.token_hex(16)}
+        said = _ask("sbatch", "--parsable", "--export=ALL", str(folder / "train.sbatch"), env={**os.environ, **given})
+        return said.split(";")[0].strip()
 
     def status(self, record: JobRecord) -> Status:
         """Ask squeue, and scontrol about a job that has left the queue."""
@@ -210,16 +225,19 @@ class Slurm(Target[SlurmOptions]):
             detail = state if reason in ("None", "") else f"{state}: {reason}"
             nodes = tuple(sorted({nodes for _, _, nodes in tasks if nodes}))
             return Status(_STATES.get(state, "running"), detail, nodes)
+        if found.returncode != 0 and "Invalid job id" not in found.stderr:
+            raise _refused("squeue", found)  # a controller that does not answer has not forgotten the job
         return _ended(record.id)
 
     def logs(self, record: JobRecord, *, follow: bool, rank: int | None) -> Iterator[str]:
         """Read the job's output file, or the log of one rank."""
         folder = Path(record.directory) / record.run_dir
-        paths = [rank_log(folder, rank)] if rank is not None else sorted(folder.glob("slurm-*.out"))
-        return follow_files(
-            paths or [folder / f"slurm-{record.id}.out"],
-            (lambda: self.status(record).state in ENDED) if follow else None,
-        )
+        one = [rank_log(folder, rank)] if rank is not None else None
+
+        def find() -> list[Path]:  # a job that continues another has its folder, and an array one file per task
+            return one or sorted(folder.glob(f"slurm-{record.id}[._]*out"))
+
+        return follow_files(find, (lambda: self.status(record).state in ENDED) if follow else None)
 
     def cancel(self, record: JobRecord) -> None:
         """End the job with all its tasks."""
@@ -258,13 +276,25 @@ def _need(program: str) -> None:
         )
 
 
-def _ask(*command: str, stdin: str | None = None) -> str:
+def _ask(*command: str, stdin: str | None = None, env: Mapping[str, str] | None = None) -> str:
     """Run a command of Slurm; its own first line is the error where it fails."""
-    found = subprocess.run(command, input=stdin, capture_output=True, text=True)
+    found = subprocess.run(command, input=stdin, capture_output=True, text=True, env=env)
     if found.returncode != 0:
-        said = [line for line in (found.stderr or found.stdout).splitlines() if line.strip()]
-        raise UsageError(f"{command[0]}: {said[0].removeprefix(f'{command[0]}: error: ') if said else 'failed'}")
+        raise _refused(command[0], found)
     return found.stdout
+
+
+def _refused(program: str, ran: subprocess.CompletedProcess[str]) -> UsageError:
+    said = [line for line in (ran.stderr or ran.stdout).splitlines() if line.strip()] or ["failed"]
+    absent = any(text in ran.stderr for text in ("res_nsearch", "Unable to contact", "slurm.conf"))
+    hint = "Slurm's controller does not answer. Looked for: SLURM_CONF, /etc/slurm/slurm.conf, its DNS entry."
+    return UsageError(f"{program}: {said[0].removeprefix(f'{program}: error: ')}", hint=hint if absent else "")
+
+
+def _quoted(flag: str) -> str:
+    """Return a flag of sbatch for a line of the script, where spaces and # would end its value."""
+    name, equals, value = flag.partition("=")
+    return f"{name}={shlex.quote(value)}" if equals else shlex.quote(flag)
 
 
 def _slurm_time(seconds: float) -> str:

@@ -23,7 +23,7 @@ from phalanx.config.settings import parse_hosts
 from phalanx.config.sources import ENV_PREFIX, NOT_SETTINGS
 from phalanx.errors import UsageError
 from phalanx.host.signed_store import VARIABLE
-from phalanx.submit.files import follow_files, program_of, rank_log
+from phalanx.submit.files import follow_files, own_limit, program_of, rank_log, shell_join, split_words
 from phalanx.submit.hosts import STATE, HostGroup, HostPlan, write_plan
 from phalanx.submit.job import ENDED, ClusterJob, JobRecord
 from phalanx.submit.ship import archive
@@ -31,6 +31,8 @@ from phalanx.submit.target import CommonOptions, Status, Target
 
 _ANSWER_SECONDS = 60.0
 """How long a host that was reached may take to say what is installed."""
+_NUMBER, _MEETING = "\0number", "\0meeting"
+"""Marks of what a host gets as arguments of its script."""
 _HINTS = {
     "host key": "Compare its fingerprint, then add it: ssh-keyscan HOST >> ~/.ssh/known_hosts",
     "Permission denied": "Passwords are not asked for: give a key with --identity FILE, or ssh-copy-id HOST once.",
@@ -77,16 +79,14 @@ class Ssh(Target[SshOptions]):
         yield f"# {job.name}: runs on each of {job.nodes} hosts. $1: its number; $2: HOST:PORT of the rendezvous"
         yield f"cd {self._folder(job)} || exit 1"
         yield from (f"export {name}={shlex.quote(value)}" for name, value in job.environment.items())
-        extra = ["--hosts", "none", "--num-nodes", str(job.nodes), "--node-rank", "$1", "--rdzv-endpoint", "$2"]
+        extra = ["--hosts", "none", "--num-nodes", str(job.nodes), "--node-rank", _NUMBER, "--rdzv-endpoint", _MEETING]
         if job.config.num_workers is None and job.config.num_gpus is None:
             extra += ["--num-workers", str(job.ranks)]
         if not any(word.startswith("--console-ranks") for word in job.arguments):
             extra += ["--console-ranks", "all"]  # lines say their rank
-        if self.options.time_limit is not None:
-            extra += ["--max-time", self.options.time_limit]
-        words = job.train_command(program_of(self.options), *extra)
+        words = job.train_command(program_of(self.options), *extra, *own_limit(job, self.options))
         yield "# the launcher of this host; it starts, watches and restarts the host's ranks"
-        yield "exec " + " ".join(f'"{word}"' if word in ("$1", "$2") else shlex.quote(word) for word in words)
+        yield "exec " + shell_join(words, {_NUMBER: '"$1"', _MEETING: '"$2"'})
 
     def _folder(self, job: ClusterJob) -> str:
         return f'"$HOME"/{_work(job)}' if self.options.ship == "archive" else shlex.quote(job.directory)
@@ -125,7 +125,7 @@ class Ssh(Target[SshOptions]):
         meeting = job.config.rdzv_endpoint or (f"{facts['address']}:{facts['port']}" if facts else "")
         return HostPlan(
             hosts=_hosts(job),
-            ssh=[*words, *shlex.split(options.ssh or ""), "--"],
+            ssh=[*words, *split_words("--ssh", options.ssh), "--"],
             python=str(Path(program_of(options)).parent / "python"),
             script=script,
             endpoint=meeting,
@@ -169,10 +169,14 @@ class Ssh(Target[SshOptions]):
                 stderr=log,
                 start_new_session=True,
             )
-        while not (folder / STATE).exists():
-            if process.poll() is not None:
-                raise UsageError(_first_line((folder / "supervisor.log").read_text()))
-            time.sleep(0.05)
+        try:
+            while not (folder / STATE).exists():
+                if process.poll() is not None:
+                    raise UsageError(_first_line((folder / "supervisor.log").read_text()))
+                time.sleep(0.05)
+        except BaseException:
+            process.terminate()  # the job is not recorded, so no later command could end it
+            raise
         return str(process.pid)
 
     def status(self, record: JobRecord) -> Status:
@@ -189,7 +193,9 @@ class Ssh(Target[SshOptions]):
         """Read the output of all hosts, or the log of one rank."""
         folder = Path(record.directory) / record.run_dir
         path = folder / "ssh.out" if rank is None else rank_log(folder, rank)
-        return follow_files([path], (lambda: self.status(record).state in (*ENDED, "preempted")) if follow else None)
+        return follow_files(
+            lambda: [path], (lambda: self.status(record).state in (*ENDED, "preempted")) if follow else None
+        )
 
     def cancel(self, record: JobRecord) -> None:
         """End the launchers on all hosts, and wait for it."""
@@ -231,7 +237,10 @@ def _ask(command: list[str]) -> dict[str, Any] | str:
         return f"no answer in {_ANSWER_SECONDS:.0f} s"
     if ran.returncode:
         return f"{_first_line(ran.stderr or ran.stdout)} (after {time.monotonic() - began:.1f} s)"
-    found: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
+    try:
+        found: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
+    except (IndexError, ValueError):
+        return f"expected its versions, and it wrote: {_first_line(ran.stdout)}"
     return found
 
 

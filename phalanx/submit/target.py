@@ -69,6 +69,9 @@ class Target(Generic[Options]):
     is_contained: ClassVar[bool] = False
     """Ranks run in containers: --directory is a folder there, and not one of this machine."""
 
+    has_arrays: ClassVar[bool] = False
+    """One submission can be many jobs, over which --tune splits a search."""
+
     def __init__(self, options: Options) -> None:
         self.options = options
 
@@ -144,6 +147,8 @@ def read_options(
 
 def _table(document: Mapping[str, Any], name: str, path: str | Path) -> Mapping[str, Any]:
     """Return the options of a target in a file: those of all targets, and those of its own table."""
+    if not isinstance(document, Mapping) or not isinstance(document.get(name, {}), Mapping):
+        raise UsageError(f"{path}: the options of {name} are not a table", hint=f'Write: [{name}] partition = "gpu"')
     if wrong := [key for key in document if isinstance(document[key], dict) and key not in TARGETS]:
         raise UsageError(f"{path}: {unknown_name('target', wrong[0], TARGETS)}")
     shared = {key: value for key, value in document.items() if not isinstance(value, dict)}

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import tarfile
+from pathlib import Path
 
 import pytest
 from command import phalanx
 
 from phalanx.errors import ConfigError, UsageError
-from phalanx.submit.job import JobRecord, find_record, job_name, records, write_record
+from phalanx.submit.job import JobRecord, find_record, job_name, jobs_folder, records, write_record
 from phalanx.submit.ship import archive
 from phalanx.submit.target import read_options
 
@@ -86,15 +88,93 @@ def test_the_planner_refuses_what_does_not_fit():
         (("slurm", "digits", "--env", "A"), "'A' is not NAME=value"),
         (("slurm", "--script", "none.py"), "none.py"),
         (("slurm", "digits", "--num-workers", "2", "--num-wrokers", "3"), "Did you mean --num-workers"),
+        (("slurm", "digits", "--image", "x"), "--container pyxis"),
+        (("slurm", "digits", "--sbatch", "--comment='a", "--render"), "No closing quotation"),
+        (("slurm", "--tune", "digits", "--array", "0-3"), "--space is not given"),
+        (("kubernetes", "--tune", "digits", "--image", "x"), "which kubernetes does not have"),
+        (("compose", "digits", "--image", "x", "--cpus", "many"), "cpus = 'many': expected a number"),
+        (("compose", "digits", "--image", "x", "--time-limit", "soon"), "such as 30m"),
+        (("ssh", "digits", "--hosts", "a:1", "--time-limit", "5s"), "leaves hardly any time"),
+        (("ray", "digits", "--time-limit", "soon"), "such as 30m"),
     ],
 )
-def test_bad_input(words, said):
+def test_bad_input(words, said, tmp_path):
     assert said in refused(*words)
+    assert not list(tmp_path.iterdir()), "neither a record nor a run folder"
+
+
+def test_targets_without_a_limit_let_the_run_end_itself():
+    words = ("digits", "--time-limit", "1h", "--checkpoint-frequency", "1", "--job-name", "job", "--render")
+    for target in (("compose", "--image", "x"), ("ssh", "--hosts", "a:1"), ("ray",)):
+        assert "--max-time 3600" in phalanx("submit", *target, *words).out
+
+
+def test_files_of_options_that_are_not_tables_are_refused(tmp_path):
+    (tmp_path / "run.toml").write_text("submit = 3\n")
+    assert "run.toml: the options of slurm are not a table" in refused("slurm", "digits", "--config", "run.toml")
+    own = tmp_path / "config/phalanx/submit.toml"
+    own.parent.mkdir(parents=True)
+    own.write_text("slurm = 3\n")
+    assert "the options of slurm are not a table" in refused("slurm", "digits")
+
+
+def test_requeue_can_be_switched_off():
+    script = rendered("digits", "--no-requeue")
+    assert "#SBATCH --no-requeue" in script, "without it the cluster's own default holds"
+    assert "scontrol requeue" not in script
+
+
+def test_the_run_of_shipped_code_stays_in_the_shared_folder(tmp_path):
+    script = rendered("digits", "--ship", "archive")
+    assert f"--run-dir {tmp_path}/runs/job --checkpoint-dir {tmp_path}/runs/job/checkpoints" in script
+
+
+def a_record(folder: Path, **more: str) -> JobRecord:
+    record = JobRecord("job", "slurm", "12", 0.0, str(folder), "runs/job", ["digits"], {"env": "KEY=secret"}, **more)
+    write_record(record)
+    return record
+
+
+def test_records_are_private(tmp_path):
+    a_record(tmp_path)
+    assert jobs_folder().stat().st_mode & 0o077 == 0
+
+
+def test_logs_are_those_of_the_job_and_not_of_the_one_it_continues(tmp_path):
+    (tmp_path / "runs/job").mkdir(parents=True)
+    for number, text in (("11", b"before\n"), ("12", b"ours \xff\r\nagain\n"), ("121", b"other\n")):
+        (tmp_path / f"runs/job/slurm-{number}.out").write_bytes(text)
+    a_record(tmp_path)
+    assert phalanx("logs", "job").out.splitlines() == ["ours \ufffd", "again"]
+
+
+def test_a_controller_that_does_not_answer_does_not_lose_the_job(tmp_path, monkeypatch):
+    said = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"
+    (tmp_path / "squeue").write_text(f"#!/bin/sh\necho '{said}' >&2\nexit 1\n")
+    (tmp_path / "squeue").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    a_record(tmp_path, state="running")
+    assert "Unable to contact" in phalanx("jobs").out
+    assert records()[0].state == "running"
 
 
 def test_without_slurm_it_says_what_was_looked_for(monkeypatch):
     monkeypatch.setenv("PATH", "/nonexistent")
     assert "sbatch is not on this machine's PATH" in refused("slurm", "digits")
+
+
+def test_a_refused_job_leaves_the_files_of_an_ended_one_with_its_name(tmp_path, monkeypatch):
+    (tmp_path / "sbatch").write_text(
+        '#!/bin/sh\n[ "$1" = --test-only ] || { echo "sbatch: error: full" >&2; exit 1; }\n'
+    )
+    (tmp_path / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    a_record(tmp_path, state="finished")
+    (jobs_folder() / "job").mkdir()
+    (jobs_folder() / "job/train.sbatch").write_text("before")
+    assert "sbatch: full" in refused("slurm", "digits", "--job-name", "job")
+    assert (jobs_folder() / "job/train.sbatch").read_text() == "before"
+    assert sorted(path.name for path in jobs_folder().iterdir()) == ["job", "job.json"]
 
 
 def test_records_are_found_by_name_beginning_and_id():

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from phalanx.cli import main
+from phalanx.errors import UsageError
 
 kubernetes = pytest.importorskip("kubernetes")
 yaml = pytest.importorskip("yaml")
@@ -95,6 +96,16 @@ def test_options_of_pods(phalanx):
     assert [each["operator"] for each in pod["tolerations"]] == ["Equal", "Exists"]
     assert pod["containers"][0]["resources"]["requests"]["rdma/hca"] == "4"
     assert {"name": "A", "value": "1"} in pod["containers"][0]["env"]
+
+
+def test_claims_keep_apart_from_the_pods_own_volumes(phalanx):
+    words = ("--pvc", "code:/workspace,my.data:/data", "--ship", "archive")
+    *_, job = rendered(phalanx, "kubernetes", *TRAIN, *words)
+    validate(job)
+    found = {each["name"]: each for each in job["spec"]["template"]["spec"]["volumes"]}
+    assert found["code"]["configMap"]["name"] == "demo-code"
+    assert found["claim-code"]["persistentVolumeClaim"]["claimName"] == "code"
+    assert found["my-data"]["persistentVolumeClaim"]["claimName"] == "my.data"
 
 
 def test_a_jobset_is_valid(phalanx):
@@ -232,6 +243,18 @@ def test_nothing_is_left_when_an_object_is_refused(phalanx, server: KubeServer, 
     assert "is forbidden: exceeded quota" in said.splitlines()[0]
     assert not server.objects
     assert "no jobs were submitted" in phalanx("jobs")
+
+
+def test_the_refusal_comes_first_where_objects_cannot_be_removed(phalanx, server: KubeServer, monkeypatch):
+    def delete(self, thing):
+        raise UsageError("cannot delete")
+
+    monkeypatch.setattr("phalanx.submit.kube_client.KubeClient.delete", delete)
+    server.refuse = {"Job"}
+    said = phalanx("submit", "kubernetes", *TRAIN, "--job-name", "one", code=2)
+    assert "is forbidden: exceeded quota" in said
+    assert "Service one was not removed: cannot delete" in said
+    assert "Secret one was not removed: cannot delete" in said
 
 
 def test_a_namespace_without_rights(phalanx, server: KubeServer):
