@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from command import COMMAND, ROOT, Answer, finish, write_script
-from long_proofs import ALL
+from long_proofs import ALL, long_proof
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install 'phalanx[ray]'")
 
@@ -148,6 +148,7 @@ def test_more_workers_than_fit_are_refused_with_what_is_there(machines, tmp_path
     assert "room for 2: 2 machines, together 2 CPU" in answer.err
 
 
+@long_proof
 def test_a_run_continues_with_fewer_ranks_when_a_machine_is_lost(machines, tmp_path):
     write_script(tmp_path / "train.py", SCRIPT)
     elastic = ("--num-workers", "2", "--min-workers", "1", "--checkpoint-dir", "kept")
@@ -219,6 +220,7 @@ if os.environ["RANK"] == "0":
 """
 
 
+@long_proof
 def test_fsdp_times_tensor_parallel_on_rays_workers_trains_what_it_trains_without_ray(tmp_path):
     reason = why_no_namespaces()
     if reason is not None:

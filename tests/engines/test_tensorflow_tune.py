@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from keras_parts import build, trainer, x, y
+from long_proofs import long_proof
 
 from phalanx.tune import DistributedTuner, choice
 
@@ -33,6 +34,7 @@ def train_on_workers(config):
     trainer(lambda: build(library, config["rate"]), **settings).fit((x, y))
 
 
+@long_proof
 def test_asha_stops_all_workers_of_a_bad_trial():
     space = {"rate": choice([0.01, 1e-5, THIRD])}
     tuner = DistributedTuner(train_on_workers, space, metric="train/loss", search="grid", scheduler="asha", trials=1,

@@ -81,6 +81,7 @@ def test_two_hundred_random_faults_leave_the_weights_as_they_are(tmp_path, seed,
     prove(tmp_path, 200, 500, seed)
 
 
+@long_proof
 def test_the_command_survives_a_killed_launcher_and_a_damaged_checkpoint(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     faults = ["--fault", "corrupt:step=24", "--fault", "launcher:step=25", "--fault", "kill:rank=1,step=30"]

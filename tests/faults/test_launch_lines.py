@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from command import ROOT, clean_environment
+from long_proofs import long_proof
 from network_hosts import network
 from slurm_cluster import slurm_cluster
 
@@ -17,6 +18,7 @@ pytestmark = pytest.mark.timeout(300)
 EXAMPLE = str(ROOT / "examples/01-ddp-basics/ddp_mnist.py")
 
 
+@long_proof
 def test_torchrun_on_two_hosts(tmp_path):
     with network(2) as hosts:
         meeting = [f"--master_addr={hosts[0].address}", "--master_port=29431"]

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from command import ROOT, clean_environment
+from long_proofs import long_proof
 from network_hosts import HostNamespace, network
 
 from phalanx.errors import EXIT_PREEMPTED
@@ -140,6 +141,7 @@ def test_a_killed_pod_is_replaced_and_joins_again(pods: Pods):
     assert pods.step() == STEPS
 
 
+@long_proof
 def test_an_evicted_pod_saves_and_exits_with_75(pods: Pods):
     pods.start(0)
     pods.start(1)

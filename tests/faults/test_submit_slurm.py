@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from long_proofs import long_proof
 from slurm_cluster import SlurmCluster, slurm_cluster
 
 TRAIN = ["digits", "--num-nodes", "2", "--num-workers", "2", "--checkpoint-frequency", "20 steps"]
@@ -81,6 +82,7 @@ def test_a_job_runs_on_two_nodes(phalanx, tmp_path):
     assert (tmp_path / "runs/two/run.json").exists()
 
 
+@long_proof
 def test_ranks_that_srun_starts(phalanx, tmp_path):
     phalanx("submit", "slurm", *TRAIN, "--max-steps", "5", "--start", "srun", "--job-name", "ranks")
     wait_for(phalanx, "ranks", "finished")
@@ -104,6 +106,7 @@ def test_a_signal_before_the_limit_saves_requeues_and_continues(phalanx, cluster
     assert state_of(phalanx, "again")["state"] == "cancelled"
 
 
+@long_proof
 def test_a_lost_node_puts_the_job_back_into_the_queue(phalanx, cluster, tmp_path):
     phalanx("submit", "slurm", *TRAIN, "--max-steps", "4000", "--job-name", "lost")
     folder = tmp_path / "runs/lost"
