@@ -89,6 +89,7 @@ def test_the_transformer_says_what_is_wrong_with_its_input(tmp_path):
     assert "Did you mean 'debug'" in text
 
 
+@long_proof
 def test_checkpoints_go_from_two_ranks_to_three_and_to_one(run_example):
     script = FSDP / "fsdp_checkpoint.py"
     saved = run_example(script, "--steps", "3")

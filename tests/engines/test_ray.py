@@ -174,6 +174,7 @@ def test_a_run_continues_with_fewer_ranks_when_a_machine_is_lost(machines, tmp_p
 EXAMPLE = ROOT / "examples/07-ray/ray_training.py"
 
 
+@long_proof
 def test_the_example_trains_on_ray_data_and_in_tune_trials_on_a_local_ray(tmp_path):
     reason = why_no_namespaces()
     if reason is not None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from command import finish, phalanx, start
+from long_proofs import long_proof
 from tune_parts import curve, ends_badly, returns_accuracy, train_line
 
 from phalanx.errors import PhalanxError, SearchFailedError, UsageError
@@ -148,6 +149,7 @@ width = { choice = [3, 5] }
 """
 
 
+@long_proof
 def test_a_script_on_two_ranks_gets_settings_and_arguments(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT.replace("{more}", ""))
     (tmp_path / "space.toml").write_text(SPACE)

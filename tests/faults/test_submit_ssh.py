@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from command import clean_environment
+from long_proofs import long_proof
 from ssh_hosts import SshHosts, ssh_hosts
 
 pytestmark = pytest.mark.timeout(300)
@@ -211,6 +212,7 @@ def test_the_state_of_a_killed_supervisor(phalanx, hosts, tmp_path):
     nothing_is_left(hosts)
 
 
+@long_proof
 def test_a_job_that_has_ended_is_submitted_again(phalanx, hosts, tmp_path):
     words = (*TRAIN, *two(hosts), "--max-steps", "40", "--job-name", "again")
     phalanx("submit", "ssh", *words, "--follow")
