@@ -120,7 +120,9 @@ def losses(folder: Path) -> list[float]:
 def test_an_engine_of_another_package_starts_the_ranks_and_trains_as_ddp_does(tmp_path, installed):
     done = train(tmp_path, installed, "--backend", "toy", "--run-dir", "toy")
     assert done.returncode == 0, done.stderr
-    assert {f"the engine has seen epoch 0 of rank {rank}" for rank in (0, 1)} <= set(done.stdout.splitlines())
+    # This launcher gives all ranks one pipe: a rank's line may follow an unfinished line of another.
+    for rank in (0, 1):
+        assert f"the engine has seen epoch 0 of rank {rank}" in done.stdout
     reference = train(tmp_path, installed, "--strategy", "ddp", "--run-dir", "ddp")
     assert reference.returncode == 0, reference.stderr
     assert losses(tmp_path / "toy") == pytest.approx(losses(tmp_path / "ddp"), rel=1e-5)
