@@ -8,8 +8,11 @@ from __future__ import annotations
 import ctypes
 import os
 from pathlib import Path
+from typing import Any, NamedTuple
 
 _SUCCESS = 0
+_GPU_CHIP = 0
+"""NVML's number of the temperature sensor."""
 
 
 def count_gpus() -> int:
@@ -80,8 +83,21 @@ class _Memory(ctypes.Structure):
     _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
 
 
-class GpuLoad:
-    """Reads the utilisation of the GPU at a PCI address, such as "0000:17:00.0"; None where NVML does not give it."""
+class GpuReading(NamedTuple):
+    """What NVML says of one GPU at this moment; None where it does not say it (a slice of a GPU has no utilisation)."""
+
+    utilization: float | None = None
+    """The share of the last sampling period (under a second) in which a kernel ran, from 0 to 1."""
+    memory: int | None = None
+    """Bytes in use, by all processes."""
+    power: float | None = None
+    """Watts."""
+    temperature: float | None = None
+    """Degrees Celsius."""
+
+
+class GpuSensor:
+    """Reads the GPU at a PCI address, such as "0000:17:00.0"; without a driver nothing is known."""
 
     def __init__(self, pci_address: str) -> None:
         self._handle = ctypes.c_void_p()
@@ -90,13 +106,21 @@ class GpuLoad:
             found = self._nvml.nvmlDeviceGetHandleByPciBusId_v2(pci_address.encode(), ctypes.byref(self._handle))
             self._nvml = self._nvml if found == _SUCCESS else None
 
-    def read(self) -> float | None:
-        """Return the share of the last sampling period (under a second) in which a kernel ran, from 0 to 1."""
+    def read(self) -> GpuReading:
+        """Read it; takes tens of microseconds."""
         if self._nvml is None:
-            return None
-        rates = _Rates()
-        answer = self._nvml.nvmlDeviceGetUtilizationRates(self._handle, ctypes.byref(rates))
-        return rates.gpu / 100 if answer == _SUCCESS else None  # a slice of a GPU (MIG) has no figure
+            return GpuReading()
+        rates, memory, milliwatts, degrees = _Rates(), _Memory(), ctypes.c_uint(), ctypes.c_uint()
+        ask, nvml = self._ask, self._nvml
+        return GpuReading(
+            rates.gpu / 100 if ask(nvml.nvmlDeviceGetUtilizationRates, rates) else None,
+            memory.used if ask(nvml.nvmlDeviceGetMemoryInfo, memory) else None,
+            milliwatts.value / 1000 if ask(nvml.nvmlDeviceGetPowerUsage, milliwatts) else None,
+            float(degrees.value) if ask(nvml.nvmlDeviceGetTemperature, degrees, ctypes.c_int(_GPU_CHIP)) else None,
+        )
+
+    def _ask(self, function: Any, answer: Any, *arguments: Any) -> bool:
+        return bool(function(self._handle, *arguments, ctypes.byref(answer)) == _SUCCESS)
 
 
 def _load_nvml() -> ctypes.CDLL | None:

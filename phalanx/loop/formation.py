@@ -39,6 +39,7 @@ from phalanx.loop.activation import spare_activations
 from phalanx.loop.forward import decide_forward
 from phalanx.loop.losses import LossFn
 from phalanx.loop.optimizer_binding import ParameterRemap, bind_optimizer, bind_scheduler
+from phalanx.loop.phases import StepPhases
 from phalanx.loop.prepare import (
     Prepared,
     PreparedLoader,
@@ -86,6 +87,7 @@ class Formation(Prepared):
         self.saver = Saver()
         if self.precision.warning and self.is_main:
             warnings.warn(self.precision.warning, stacklevel=2)
+        self.phases = StepPhases()
         self._replaced = ParameterRemap()
         self._host_group: dist.ProcessGroup | None = None
 
@@ -188,7 +190,11 @@ class Formation(Prepared):
     def train_batch(self, model: nn.Module, batch: Any, loss_fn: LossFn | None = None) -> torch.Tensor:
         """Run forward and backward of a batch and return its mean loss; the one way to train a pipeline."""
         forward = decide_forward(self.unwrap(model), loss_fn, batch)
-        return self.strategy.train_batch(model, batch, BatchPasses(self.gradients, self.precision, forward))
+        self.phases.enter("forward")
+        passes = BatchPasses(self.gradients, self.precision, forward, self.phases)
+        loss = self.strategy.train_batch(model, batch, passes)
+        self.phases.enter("other")
+        return loss
 
     def clip_grad_norm(
         self, max_norm: float, model_or_optimizer: nn.Module | torch.optim.Optimizer | None = None

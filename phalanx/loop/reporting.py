@@ -18,9 +18,10 @@ from torch import nn
 
 from phalanx.checkpoint import SavedCheckpoint
 from phalanx.config import DistributedConfig
-from phalanx.host.gpus import GpuLoad
+from phalanx.loop.gauges import RankGauges
 from phalanx.loop.hooks import StepInfo
-from phalanx.loop.speed import PeakMemory, TokenRate, token_rate
+from phalanx.loop.phases import StepPhases
+from phalanx.loop.speed import TokenRate, token_rate
 from phalanx.observe.events import (
     CheckpointSaved,
     EpochDone,
@@ -60,6 +61,7 @@ class RunFacts:
     precision: str
     batch_size: int
     global_batch: int
+    phases: StepPhases
     data_wait: Callable[[], float] = lambda: 0.0
     """Seconds that this rank has waited for training data."""
 
@@ -91,9 +93,9 @@ class Reporter:
         self._loss_count = 0
         self._said: set[str] = set()
         self._token_rate = TokenRate()
-        self._memory = PeakMemory(facts.world.device)
+        emit = events.emit if facts.world.is_main else None
+        self._gauges = RankGauges(facts.world, facts.phases, facts.data_wait, self._communication, emit)
         self._resumed_from: str | None = None
-        self._gpu_load = _gpu_load(facts.world.device) if facts.world.is_main else None
 
     def resumed(self, state: dict[str, Any]) -> None:
         """Continue the history of the resumed run."""
@@ -210,6 +212,7 @@ class Reporter:
         """Count a step's samples."""
         self._speed.add(samples)
         self.ledger.step_done()
+        self._gauges.step_done(samples)
         if self._speed.steps == self._first_steps:
             if self._facts.world.device.type == "cuda":  # else the first steps' work would count in the next one
                 torch.cuda.synchronize(self._facts.world.device)
@@ -247,12 +250,12 @@ class Reporter:
             grad_norm=None if grad_norm is None else float(grad_norm),
             samples_per_second=rate,
             step_seconds=seconds,
-            memory_bytes=self._memory.bytes(),
+            memory_bytes=self._gauges.memory.bytes(),
             samples=self.samples,
             tokens_per_second=self._token_rate.tokens(rate),
             mfu=self._token_rate.mfu(rate),
             speedup=self._speedup(rate),
-            gpu_utilization=None if self._gpu_load is None else self._gpu_load.read(),
+            gpu_utilization=self._gauges.gpu.utilization,
         )
         self.history.steps.append(
             {key: value for key, value in event.to_dict().items() if key not in {"event", "time", "rank"}}
@@ -303,6 +306,7 @@ class Reporter:
         """Close the run's record and show what can be done next."""
         self.history.status, self.history.reason = status, reason
         self._update_totals()
+        self._gauges.end()
         self._close_goodput()
         if status in ("finished", "stopped"):
             event = self._facts.strategy.closing_event() if self._facts.world.is_main else None
@@ -389,10 +393,3 @@ def tensorboard_dir(config: Any, run_dir: Path) -> str | None:
     if config.tensorboard_dir is not None:
         return str(config.tensorboard_dir)
     return str(run_dir) if config.tensorboard or config.tensorboard_histograms else None
-
-
-def _gpu_load(device: torch.device) -> GpuLoad | None:
-    if device.type != "cuda":
-        return None
-    found: Any = torch.cuda.get_device_properties(device)  # its stubs do not know the address
-    return GpuLoad(f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0")

@@ -82,6 +82,7 @@ class TrainLoop:
             precision=formation.precision.name,
             batch_size=layout.batch_size,
             global_batch=self.global_batch,
+            phases=formation.phases,
             data_wait=lambda: self.train_loader.waited_s,
         )
         self.report = Reporter(facts, events)
@@ -170,6 +171,7 @@ class TrainLoop:
                 self._forward,
                 batches,
                 self.ledger,
+                self.formation.phases,
                 by_tokens=config.loss_weighting == "tokens",
                 clip=config.gradient_clipping,
                 measure_norm=due,

@@ -282,24 +282,6 @@ class ServersReported(Event):
     """How much of that the main rank waited for: the rest was hidden behind its own work."""
     shards: list[dict[str, Any]] = field(default_factory=list)
 
-    @classmethod
-    def of(
-        cls, mode: str, shards: list[dict[str, Any]], exchange_seconds: float, waited_seconds: float
-    ) -> ServersReported:
-        """Sum up the figures of all shards: each takes part in every step, so the highest count holds for all."""
-        return cls(
-            mode,
-            updates=max(shard["updates"] for shard in shards),
-            updates_per_second=max(shard["updates_per_second"] for shard in shards),
-            staleness_mean=sum(shard["staleness_mean"] for shard in shards) / len(shards),
-            staleness_max=max(shard["staleness_max"] for shard in shards),
-            ahead_max=max(shard["ahead_max"] for shard in shards),
-            lost=max(shard["lost"] for shard in shards),
-            exchange_seconds=exchange_seconds,
-            waited_seconds=waited_seconds,
-            shards=shards,
-        )
-
 
 @dataclass(frozen=True)
 class Goodput(Event):
@@ -324,6 +306,38 @@ class Goodput(Event):
     """Steps that this attempt took again after ranks were lost."""
     before: list[float] | None = None
     """Step and time of the last heartbeat of the attempt before this one, where that failed."""
+
+
+@dataclass(frozen=True)
+class RanksReported(Event):
+    """What ranks measured about themselves (`heartbeat.Gauges`): the slowest 64 one by one, and all in percentiles.
+
+    Ranks of machines that do not share the run's folder with the main rank are not in it.
+    """
+
+    kind: ClassVar[str] = "ranks"
+    step: int
+    ranks: list[int]
+    values: dict[str, list[float]]
+    """By the name of the gauge: one value for each of `ranks`."""
+    percentiles: dict[str, list[float]]
+    """By the name of the gauge: the 0th, 50th, 90th, 99th and 100th percentile over all ranks that know it."""
+    counted: int = 0
+    """How many ranks the percentiles are of."""
+    slowest: int | None = None
+    """The rank that the others wait for, where one is clearly slower (`phalanx.observe.rank_table.slowest_of`)."""
+
+    def scalars(self) -> dict[str, float]:
+        """Return the curves that these values are points of: the usual rank, or for heat and memory the highest."""
+        shown = {
+            "system/gpu_power_watts": ("gpu_power", 1),
+            "system/gpu_temperature": ("gpu_temperature", -1),
+            "system/gpu_memory_bytes": ("gpu_memory", -1),
+            "system/data_wait": ("data_wait", 1),
+            "system/communication": ("communication", 1),
+        }
+        found = {name: (self.percentiles.get(gauge), at) for name, (gauge, at) in shown.items()}
+        return {name: values[at] for name, (values, at) in found.items() if values}
 
 
 @dataclass(frozen=True)
@@ -358,6 +372,8 @@ def _encode(value: Any) -> Any:
         return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
     if isinstance(value, dict):
         return {key: _encode(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_encode(item) for item in value]
     return value
 
 
@@ -367,4 +383,6 @@ def _decode(value: Any, annotation: str) -> Any:
         return value
     if isinstance(value, dict):
         return {key: _decode(item, "float") for key, item in value.items()}
+    if isinstance(value, list):
+        return [_decode(item, "float") for item in value]
     return _NON_FINITE.get(value, value) if isinstance(value, str) else value

@@ -1,26 +1,69 @@
-"""Heartbeats: each rank's step and time in a small shared file, cheap enough to write at every step.
+"""Heartbeats: each rank's step, time and gauges in a small shared file, cheap enough to write at every step.
 
-The launcher makes the file; a rank writes its own 24 bytes through a memory map, so a beat costs no system call and
-the last step is still there to read after the rank was killed. The progress bar reads it whenever it is drawn.
+The launcher makes the file; a rank writes its own entry through a memory map, so a beat costs no system call and
+the last step is still there to read after the rank was killed. The progress bar reads it whenever it is drawn, and
+`phalanx top`, the metrics endpoint and the main rank read the gauges of all ranks.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import mmap
 import os
 import struct
 import time
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import closing, suppress
+from dataclasses import asdict, astuple, dataclass, fields
 from pathlib import Path
 
 from phalanx.host.files import replace_file
 
-_ENTRY = struct.Struct("=qdq")
+_BEAT = struct.Struct("=qdq")
 _PART = struct.Struct("=dq")
 _PART_OFFSET = 8
 _NEVER = -1
+_UNKNOWN = math.nan
+
+
+@dataclass(frozen=True)
+class Gauges:
+    """What a rank measures about itself about once per second; NaN where something is not known or not counted."""
+
+    samples_per_second: float = _UNKNOWN
+    """Of this rank alone."""
+    step_seconds: float = _UNKNOWN
+    data_wait: float = _UNKNOWN
+    """The share of the time since the last gauges, from 0 to 1; likewise `communication`."""
+    communication: float = _UNKNOWN
+    """The share in which it waited for other ranks, where the strategy counts that."""
+    own_seconds: float = _UNKNOWN
+    """Seconds per step of data and forward passes, which wait for no other rank that holds a replica."""
+    memory: float = _UNKNOWN
+    """Peak bytes, of the device on CUDA, of the process on the CPU."""
+    memory_limit: float = _UNKNOWN
+    """What it may use at most."""
+    gpu_utilization: float = _UNKNOWN
+    """From 0 to 1."""
+    gpu_memory: float = _UNKNOWN
+    gpu_power: float = _UNKNOWN
+    """Watts."""
+    gpu_temperature: float = _UNKNOWN
+    """Degrees Celsius."""
+    data_wait_seconds: float = _UNKNOWN
+    """Since the attempt began; likewise `communication_seconds`."""
+    communication_seconds: float = _UNKNOWN
+
+    def known(self) -> dict[str, float]:
+        """Return the values that are known, by name."""
+        return {name: value for name, value in asdict(self).items() if not math.isnan(value)}
+
+
+_GAUGES = struct.Struct(f"={len(fields(Gauges))}d")
+_NO_GAUGES = Gauges()
+_ENTRY_BYTES = _BEAT.size + _GAUGES.size
+_EMPTY = _BEAT.pack(_NEVER, 0.0, 0) + _GAUGES.pack(*astuple(_NO_GAUGES))
 
 
 @dataclass(frozen=True)
@@ -31,6 +74,7 @@ class Beat:
     time: float
     part: int = 0
     """How many batches of the evaluation under way are done."""
+    gauges: Gauges = _NO_GAUGES
 
 
 def _previous(path: Path) -> Path:
@@ -48,8 +92,8 @@ class HeartbeatBoard:
     def __init__(self, path: Path, rank: int = 0) -> None:
         with path.open("r+b") as file:
             self._map = mmap.mmap(file.fileno(), 0)
-        self._offset = rank * _ENTRY.size
-        if self._offset + _ENTRY.size > len(self._map):
+        self._offset = rank * _ENTRY_BYTES
+        if self._offset + _ENTRY_BYTES > len(self._map):
             raise IndexError(f"rank {rank} is not on the board {path}")
 
     @classmethod
@@ -60,12 +104,19 @@ class HeartbeatBoard:
         """
         with suppress(FileNotFoundError):
             os.replace(path, _previous(path))
-        replace_file(path, _ENTRY.pack(_NEVER, 0.0, 0) * world_size)
+        replace_file(path, _EMPTY * world_size)
         return cls(path)
 
     def beat(self, step: int) -> None:
         """Write that this rank is alive and at `step`."""
-        _ENTRY.pack_into(self._map, self._offset, step, time.time(), 0)
+        _BEAT.pack_into(self._map, self._offset, step, time.time(), 0)
+
+    def gauge(self, gauges: Gauges) -> None:
+        """Write what this rank measured about itself."""
+        _GAUGES.pack_into(self._map, self._offset + _BEAT.size, *astuple(gauges))
+
+    def __len__(self) -> int:
+        return len(self._map) // _ENTRY_BYTES
 
     def count(self, part: int) -> None:
         """Write that this rank is alive, and how many batches of an evaluation are done."""
@@ -73,8 +124,11 @@ class HeartbeatBoard:
 
     def read(self, rank: int) -> Beat | None:
         """Return the last beat of `rank`, or None when it never gave one."""
-        step, when, part = _ENTRY.unpack_from(self._map, rank * _ENTRY.size)
-        return None if step == _NEVER else Beat(step, when, part)
+        offset = rank * _ENTRY_BYTES
+        step, when, part = _BEAT.unpack_from(self._map, offset)
+        if step == _NEVER:
+            return None
+        return Beat(step, when, part, Gauges(*_GAUGES.unpack_from(self._map, offset + _BEAT.size)))
 
     def close(self) -> None:
         """Close the file."""
@@ -95,6 +149,11 @@ class LocalBoard:
         """Keep how many batches of an evaluation are done."""
         if self._beat is not None:
             self._beat = Beat(self._beat.step, time.time(), part)
+
+    def gauge(self, gauges: Gauges) -> None:
+        """Keep what this rank measured about itself."""
+        if self._beat is not None:
+            self._beat = Beat(self._beat.step, self._beat.time, self._beat.part, gauges)
 
     def read(self, rank: int) -> Beat | None:
         """Return the last beat of this process, whose rank it is; None when it never gave one."""
@@ -135,3 +194,22 @@ def current() -> Board:
     # The number of the process: its rank may change while it runs.
     slot = os.environ.get("PHALANX_SLOT") or os.environ.get("RANK", "0")
     return _open(log_dir, os.environ.get("GROUP_RANK", "0"), slot)
+
+
+def read_beats(log_dir: Path) -> dict[int, Beat]:
+    """Return the last beat of every rank of a run, from the files of all machines that share its log folder.
+
+    A machine's file has entries for all ranks, and beats for its own.
+    """
+    found: dict[int, Beat] = {}
+    for path in _boards(log_dir):
+        with suppress(OSError, ValueError), closing(HeartbeatBoard(path)) as board:  # it is being replaced
+            for rank in range(len(board)):
+                beat = board.read(rank)
+                if beat is not None and (rank not in found or found[rank].time < beat.time):
+                    found[rank] = beat
+    return dict(sorted(found.items()))
+
+
+def _boards(log_dir: Path) -> Iterator[Path]:
+    yield from (path for path in log_dir.glob("heartbeats*") if path.suffix != ".previous")

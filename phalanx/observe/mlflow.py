@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.errors import UsageError
-from phalanx.observe.events import Event, MetricsReported, RunEnded, RunStarted, StepDone
+from phalanx.observe.events import Event, MetricsReported, RanksReported, RunEnded, RunStarted, StepDone
 from phalanx.observe.tracking import read_tracking, write_tracking
 
 _START_PARAMS = ("world_size", "strategy", "precision", "global_batch", "parameters", "device")
@@ -62,7 +62,7 @@ class MlflowSink:
                 params["num_gpus"] = event.world_size
             self._log_params(params)
             self._mlflow.MlflowClient().set_tag(self.run_id, "phalanx.run_dir", event.run_dir)
-        elif isinstance(event, (StepDone, MetricsReported)):
+        elif isinstance(event, (StepDone, MetricsReported, RanksReported)):
             self._log(event.step, event.scalars())
         elif isinstance(event, RunEnded):
             self._status = _STATUS.get(event.status, "KILLED")

@@ -16,7 +16,15 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from phalanx.errors import UsageError
-from phalanx.observe.events import CheckpointSaved, Event, MetricsReported, RunEnded, RunStarted, StepDone
+from phalanx.observe.events import (
+    CheckpointSaved,
+    Event,
+    MetricsReported,
+    RanksReported,
+    RunEnded,
+    RunStarted,
+    StepDone,
+)
 
 _FLUSH_SECONDS = 5.0
 _CASTAGNOLI = 0x82F63B78
@@ -69,7 +77,7 @@ class TensorBoardSink:
 
     def handle(self, event: Event) -> None:
         """Write the event's scalars, if it has any."""
-        if isinstance(event, (StepDone, MetricsReported)):
+        if isinstance(event, (StepDone, MetricsReported, RanksReported)):
             message = self._messages.Event(wall_time=event.time, step=event.step)
             for tag, value in event.scalars().items():
                 message.summary.value.add(tag=tag, simple_value=value)

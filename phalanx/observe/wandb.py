@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.errors import UsageError
-from phalanx.observe.events import Event, MetricsReported, RunEnded, RunStarted, StepDone
+from phalanx.observe.events import Event, MetricsReported, RanksReported, RunEnded, RunStarted, StepDone
 from phalanx.observe.tracking import read_tracking, write_tracking
 
 _EXIT_CODES = {"failed": 1, "preempted": 1, "interrupted": 1}
@@ -58,7 +58,7 @@ class WandbSink:
         if isinstance(event, RunStarted):
             facts = {name: getattr(event, name) for name in _FACTS}
             self._run.config.update({**facts, "run_dir": event.run_dir}, allow_val_change=True)
-        elif isinstance(event, (StepDone, MetricsReported)):
+        elif isinstance(event, (StepDone, MetricsReported, RanksReported)):
             self._run.log({"step": event.step, **event.scalars()})
         elif isinstance(event, RunEnded):
             self._status = event.status

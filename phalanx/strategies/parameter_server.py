@@ -253,9 +253,19 @@ class ParameterServer(Strategy):
             return None
         client = self._group.client
         client.wait()
-        comm_thread = client.comm_thread
-        return ServersReported.of(
-            self.config.resolved_server_mode, client.stats(), comm_thread.busy_s, comm_thread.waited_s
+        shards = client.stats()
+        return ServersReported(
+            self.config.resolved_server_mode,
+            # Each shard takes part in every step, so the highest count holds for all.
+            updates=max(shard["updates"] for shard in shards),
+            updates_per_second=max(shard["updates_per_second"] for shard in shards),
+            staleness_mean=sum(shard["staleness_mean"] for shard in shards) / len(shards),
+            staleness_max=max(shard["staleness_max"] for shard in shards),
+            ahead_max=max(shard["ahead_max"] for shard in shards),
+            lost=max(shard["lost"] for shard in shards),
+            exchange_seconds=client.comm_thread.busy_s,
+            waited_seconds=client.comm_thread.waited_s,
+            shards=shards,
         )
 
     def return_weights(self, wrapped: nn.Module) -> None:

@@ -28,6 +28,7 @@ ALL = [
     events.RankLost(1, "was killed", "replace", 2, "failure 1 of at most 3"),
     events.Recovered(7, 0, 0.4, "rank 1 was killed", 2, [1]),
     events.ServersReported("bounded", 8, 40.0, 0.5, 2, 1, 0, 1.5, 0.5, [{"bytes_in": 9, "busy": 0.1}]),
+    events.RanksReported(8, [0, 3], {"memory": [1.0, math.nan]}, {"memory": [1.0] * 5}, 2, 3),
     events.RankSuspected(8, "straggler", [3], "rank 3 needs 9 ms", "warn"),
     events.Goodput(9, 4, {"productive": 3.5, "idle": 1.0}, 1000.0, before=[6, 999.0]),
     events.RunEnded("finished", 3, 1.5, 64.0, {"loss": -math.inf}, None, ["phalanx eval runs/1"]),

@@ -13,7 +13,7 @@ from curves import accumulator, scalars
 
 from phalanx import PyTorchDDPTrainer
 from phalanx.errors import UsageError
-from phalanx.host.gpus import GpuLoad
+from phalanx.host.gpus import GpuSensor
 from phalanx.observe import events
 from phalanx.observe.history import EpochRecord, History
 from phalanx.observe.mlflow import MlflowSink
@@ -27,7 +27,7 @@ def step(number: int, **changes) -> events.StepDone:
 
 
 def test_a_gpu_that_is_not_there_has_no_utilisation():
-    assert GpuLoad("ffff:ff:1f.0").read() is None
+    assert GpuSensor("ffff:ff:1f.0").read() == (None, None, None, None)
 
 
 def test_tensorboard_reads_what_was_written(tmp_path):

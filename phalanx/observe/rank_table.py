@@ -1,0 +1,76 @@
+"""All ranks of a run at one moment: a table where they are few, percentiles where they are many, the slowest named."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, fields
+
+from phalanx.observe.events import RanksReported
+from phalanx.observe.heartbeat import Beat, Gauges
+
+PERCENTILES = (0, 50, 90, 99, 100)
+SHOWN_RANKS = 64
+"""More ranks than these are not shown one by one."""
+_CLEARLY_SLOWER = 1.2
+
+
+def percentiles(values: Iterable[float]) -> list[float]:
+    """Return `PERCENTILES` of the values that are known, each the value of some rank; empty where none is."""
+    known = sorted(value for value in values if not math.isnan(value))
+    if not known:
+        return []
+    return [
+        known[min(len(known) - 1, math.ceil(share / 100 * len(known)) - 1 if share else 0)] for share in PERCENTILES
+    ]
+
+
+def paces(beats: Mapping[int, Beat]) -> dict[int, float]:
+    """Return the seconds per step that order ranks by speed: their own work where it is known, else all of the step.
+
+    In lock-step all steps are equally long: a fast rank waits for a slow one.
+    """
+    for name in ("own_seconds", "step_seconds"):
+        found = {rank: getattr(beat.gauges, name) for rank, beat in beats.items()}
+        known = {rank: value for rank, value in found.items() if not math.isnan(value)}
+        if known:
+            return known
+    return {}
+
+
+def slowest_of(beats: Mapping[int, Beat]) -> int | None:
+    """Return the rank whose own work takes clearly longer than the median of the others; None where none does."""
+    found = paces(beats)
+    if len(found) < 2:
+        return None
+    rank = max(found, key=lambda each: found[each])
+    usual = statistics.median(value for other, value in found.items() if other != rank)
+    return rank if found[rank] > _CLEARLY_SLOWER * usual else None
+
+
+def slowest_first(beats: Mapping[int, Beat], number: int = SHOWN_RANKS) -> list[int]:
+    """Return so many ranks, the slowest first; ranks that are furthest behind come before those."""
+    found = paces(beats)
+    return sorted(beats, key=lambda rank: (beats[rank].step, -found.get(rank, 0.0)))[:number]
+
+
+def report(beats: Mapping[int, Beat]) -> RanksReported:
+    """Return the ranks as an event; `beats` as `read_beats` returns them."""
+    shown = sorted(slowest_first(beats))
+    gauges = {rank: asdict(beat.gauges) for rank, beat in beats.items()}
+    values: dict[str, list[float]] = {}
+    spread: dict[str, Sequence[float]] = {}
+    for name in (each.name for each in fields(Gauges)):
+        found = percentiles(gauges[rank][name] for rank in beats)
+        if found:
+            values[name] = [gauges[rank][name] for rank in shown]
+            spread[name] = found
+    return RanksReported(
+        step=max((beat.step for beat in beats.values()), default=0),
+        ranks=shown,
+        values=values,
+        percentiles={name: list(found) for name, found in spread.items()},
+        counted=len(beats),
+        slowest=slowest_of(beats),
+    )
