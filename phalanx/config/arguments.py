@@ -132,7 +132,8 @@ class CommonSettings(TypedDict, total=False):
     check_replicas_every: int | None
     on_corruption: Literal["stop", "replace", "warn"]
     straggler_factor: float | None
-    on_straggler: Literal["warn", "replace"]
+    straggler_steps: int
+    on_straggler: Literal["warn", "rebalance", "exclude", "replace"]
     stall_timeout: float | None
 
 

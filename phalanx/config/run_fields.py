@@ -119,8 +119,12 @@ class Elasticity:
     straggler_factor: float | None = option(
         None, "ddp, ring, horovod: report a rank that is this many times slower than the others (2)", above=1
     )
+    straggler_steps: int = option(50, "straggler_factor: compare the ranks' own times over so many steps", minimum=1)
     on_straggler: str = option(
-        "warn", "straggler_factor: warn, or replace the slow rank (max_restarts)", choices=("warn", "replace")
+        "warn",
+        "straggler_factor: warn, give the slow rank fewer samples (rebalance), go on without it after the next loss of "
+        "a rank (exclude), or replace it (max_restarts)",
+        choices=("warn", "rebalance", "exclude", "replace"),
     )
     stall_timeout: float | None = option(
         None,

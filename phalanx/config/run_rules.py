@@ -64,7 +64,16 @@ def mtbf(settings: Settings) -> Mistakes:
         yield settings.mistake("mtbf", " without checkpoint_frequency = 'auto', which alone uses it.")
 
 
-@rule("check_replicas_every", "on_corruption", "straggler_factor", "on_straggler", *STRATEGY, *AXES)
+@rule(
+    "check_replicas_every",
+    "on_corruption",
+    "straggler_factor",
+    "straggler_steps",
+    "on_straggler",
+    "min_workers",
+    *STRATEGY,
+    *AXES,
+)
 def rank_checks(settings: Settings) -> Mistakes:
     """Report checks of replicas where ranks hold none, or do not step together."""
     axis = next((axis for axis in AXES if getattr(settings, axis) > 1), None)
@@ -78,8 +87,11 @@ def rank_checks(settings: Settings) -> Mistakes:
             )
     if settings.changed("on_corruption") and settings.check_replicas_every is None:
         yield settings.mistake("on_corruption", " without check_replicas_every: set it, such as 100.")
-    if settings.changed("on_straggler") and settings.straggler_factor is None:
-        yield settings.mistake("on_straggler", " without straggler_factor: set it, such as 2.")
+    for name in settings.changed("on_straggler", "straggler_steps"):
+        if settings.straggler_factor is None:
+            yield settings.mistake(name, " without straggler_factor: set it, such as 2.")
+    if settings.on_straggler == "exclude" and settings.min_workers is None:
+        yield settings.mistake("on_straggler", " without min_workers: the run must be able to go on with fewer ranks.")
     for name in ("on_corruption", "on_straggler"):
         if getattr(settings, name) == "replace" and not settings.max_restarts:
             yield settings.mistake(name, " without max_restarts, which says how many ranks may be replaced.")

@@ -201,6 +201,20 @@ class ShardedLoader:
         self._micro_steps = int(state.get("micro_steps", 0))
         self._resuming, self._finished = True, False
 
+    def rebalance(self, shares: tuple[int, ...]) -> bool:
+        """Give each rank so many samples of a micro-step; return whether this source can.
+
+        The next iteration continues in the epoch after the last whole step.
+        """
+        layout = self.layout
+        evenly = layout.blocks == layout.dp_size * layout.accumulation
+        if not isinstance(self._batches, MappedBatches) or not self._batches.cuts_batches or not evenly:
+            return False
+        self.layout = dataclasses.replace(layout, shares=shares)
+        self._batches.split_by(self.layout)
+        self._resuming = True
+        return True
+
     def close(self) -> None:
         """Stop worker processes kept between epochs (`persistent_workers=True`)."""
         self._batches.close()

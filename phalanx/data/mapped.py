@@ -44,6 +44,8 @@ class MappedBatches:
         self._requests = _Requests()
         self._loader: DataLoader[Any] | None = None
         self._planned: tuple[int, EpochPlan] | None = None
+        self.cuts_batches = source.batch_sampler is None
+        """Whether batches are cut here; else those of the user's batch sampler are distributed whole."""
 
     def plan(self, epoch: int) -> EpochPlan:
         """Return the epoch's plan; the last one is cached, as drawing an order takes time."""
@@ -58,6 +60,10 @@ class MappedBatches:
         if self._workers.num_workers == 0:
             return self._fetch_here(plan, epoch, start)
         return self._fetch_by_workers(plan, epoch, start)
+
+    def split_by(self, layout: BatchSplit) -> None:
+        """Distribute the samples in another way from the next iteration on."""
+        self._layout, self._planned = layout, None
 
     def micro_batches(self, epoch: int) -> int | None:
         """Micro-batches of this rank in the epoch."""

@@ -59,6 +59,8 @@ class BatchSplit:
     get none; otherwise it is distributed evenly."""
     blocks_per_step: int = 0
     """Blocks of an optimizer step, where the ranks' micro-batches are more: those beyond are placeholders."""
+    shares: tuple[int, ...] = ()
+    """Samples of each rank in a micro-step, where a slow rank gets fewer; empty: `batch_size` each."""
 
     @property
     def micro_step(self) -> int:
@@ -74,6 +76,14 @@ class BatchSplit:
     def global_batch(self) -> int:
         """Samples of one optimizer step."""
         return self.batch_size * self.blocks
+
+    def places(self) -> list[tuple[int, int]]:
+        """Return where this rank's micro-batches begin in a step, and their samples: 0 for a placeholder."""
+        if self.shares:
+            before, own = sum(self.shares[: self.dp_rank]), self.shares[self.dp_rank]
+            return [(micro * self.micro_step + before, own) for micro in range(self.accumulation)]
+        blocks = [micro * self.dp_size + self.dp_rank for micro in range(self.accumulation)]
+        return [(block * self.batch_size, self.batch_size) if block < self.blocks else (0, 0) for block in blocks]
 
     def info(self, samples: int, global_samples: int, *, boundary: bool, offset: int) -> MicroInfo:
         """Return the `MicroInfo` of a micro-batch of `samples` in its optimizer step."""
@@ -106,16 +116,13 @@ class SamplePlan:
     def cuts(self, start: int = 0) -> Iterator[Cut]:
         """Yield this rank's micro-batches from the epoch's sample number `start` on."""
         layout, order = self._layout, self._order
-        size, step, last = layout.batch_size, layout.global_batch, layout.accumulation - 1
+        step, last, places = layout.global_batch, layout.accumulation - 1, layout.places()
         ragged_at = start + max(len(order) - start, 0) // step * step
-        shares = [micro * layout.dp_size + layout.dp_rank for micro in range(layout.accumulation)]
         for first in range(start, ragged_at, step):
-            for micro, block in enumerate(shares):
-                at = first + block * size
-                if block < layout.blocks:
-                    yield Cut(order[at : at + size], layout.info(size, step, boundary=micro == last, offset=at))
-                else:
-                    yield Cut(order[first : first + 1], layout.info(0, step, boundary=micro == last, offset=first))
+            for micro, (begin, count) in enumerate(places):
+                at = first + begin
+                info = layout.info(count, step, boundary=micro == last, offset=at)
+                yield Cut(order[at : at + max(count, 1)], info)
         if not self._drop_last:
             yield from self._ragged(ragged_at)
 

@@ -160,6 +160,8 @@ class Attempt(Follower):
         assert self._watch is not None
         self._watch.take_event(event, time.monotonic())
         self._console.handle(event)
+        if event.get("action") == "exclude" and isinstance(self._role, Leading):
+            self._role.members.exclude(event["ranks"])
 
     def _take_rendezvous(self) -> None:
         message = self._rendezvous.receive()

@@ -14,10 +14,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from phalanx.errors import EXIT_USAGE
-from phalanx.launch.group import RankState, numbered
+from phalanx.launch.group import Processes, RankState, numbered
 from phalanx.launch.policy import Decision, Facts, decide, pause
 from phalanx.launch.spec import Elastic
 from phalanx.observe.events import Message, RankLost
@@ -28,22 +28,6 @@ _LEAST_PATIENCE = 30.0
 """Seconds, also where heartbeats are expected more often."""
 _TRIES = 3
 """So often one after another a new rank may end before it is ready, or the ranks be interrupted without a loss."""
-
-
-class Processes(Protocol):
-    """The processes of all machines, as `Membership` uses them."""
-
-    def send(self, state: RankState, message: dict[str, Any]) -> None:
-        """Send a message to a rank; one that has ended is reported as lost by another way."""
-
-    def start(self, count: int, generation: int) -> dict[str, int]:
-        """Start processes that will report that they are ready; return how many could be started on each machine."""
-
-    def retire(self, state: RankState) -> None:
-        """Forget a process that has ended."""
-
-    def address(self) -> dict[str, Any]:
-        """Return where the ranks' store is, as fields of a position."""
 
 
 @dataclass
@@ -98,6 +82,8 @@ class Membership:
         self._change: _Change | None = None
         self._since = time.monotonic()
         self._said_short = False
+        self._unwanted: set[str] = set()
+        """Slow processes, which the next loss of a rank ends as well."""
         self._last_step = -1
         self._stuck = 0
 
@@ -115,7 +101,8 @@ class Membership:
 
     def take(self, state: RankState, message: dict[str, Any]) -> None:
         """Take a message of a rank: it has joined its group, or is ready for the next one."""
-        if state.code is not None:  # it was lost after it had sent this
+        dismissed = state.key in self._unwanted and state not in self._members
+        if state.code is not None or dismissed:  # it was lost after it had sent this
             return
         if "joined" in message and message["joined"] == self.generation:
             self._joined.add(state.key)
@@ -215,11 +202,28 @@ class Membership:
             replaceable=replaceable,
         )
 
+    def exclude(self, ranks: Iterable[int]) -> None:
+        """Go on without these slow ranks after the next loss of one, where the group may be that small."""
+        self._unwanted |= {member.key for member in self._members if member.rank in ranks}
+
+    def _dismiss_unwanted(self) -> None:
+        unwanted = [member for member in self._members if member.key in self._unwanted]
+        smaller = next((size for size in self._elastic.sizes if size <= self._size - len(unwanted)), 0)
+        if not unwanted or not smaller:
+            return
+        self._size = self._most = smaller  # of the most: else new ranks would take their places
+        for member in unwanted:
+            self._members.remove(member)
+            self._report(RankLost(member.rank, "was slow", "shrink", smaller, "on_straggler = exclude").to_dict())
+            self._processes.send(member, {"abort": "it is excluded"})
+            self._processes.send(member, {"end": True})
+
     def _execute(self, decision: Decision, lost: list[RankState], how: str) -> None:
         for state in lost:
             self._members.remove(state)
             self._report(RankLost(state.rank, how, decision.kind, decision.size, decision.why).to_dict())
         self._size = decision.size
+        self._dismiss_unwanted()
         ranks = ", ".join(f"rank {state.rank}" for state in lost)
         self._leave(f"{ranks} {how}", [state.rank for state in lost])
         self._later(decision.pause, self._fill)

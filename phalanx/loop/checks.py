@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import socket
 import statistics
 import time
 from collections.abc import Callable, Iterable
@@ -13,11 +15,11 @@ from torch import nn
 from phalanx.errors import CorruptionError, StragglerError
 from phalanx.loop.formation import Formation
 from phalanx.observe.events import RankSuspected
-from phalanx.reliability.findings import Finding, odd_replicas, slow_ranks
+from phalanx.reliability.findings import Finding, balanced_shares, odd_replicas, slow_ranks
 
 _CHUNK = 1 << 22
-_PACE_STEPS = 50
-"""How many steps lie between two comparisons of the ranks' own times."""
+_MOST_MORE = 1.25
+"""A fast rank gets at most so many times its `batch_size`, for its memory's sake."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -43,13 +45,17 @@ class RankChecks:
         self._emit = emit
         self._every = config.check_replicas_every
         self._on_corruption, self._on_straggler = config.on_corruption, config.on_straggler
-        self._factor = config.straggler_factor
+        self._factor, self._window = config.straggler_factor, config.straggler_steps
+        self.new_shares: tuple[int, ...] | None = None
+        """How many samples of a micro-step each rank should take from now on; the loop sets it back to None."""
         several = formation.world_size > 1
         self.is_on = several and (self._every is not None or self._factor is not None)
         self._checked = -1
         self._handles: list[Any] = []
         self._pace = OwnTime(formation.device) if several and self._factor is not None else None
         if self._pace is not None:
+            if formation.world.store is not None:
+                formation.world.store.set(f"host/{formation.rank}", socket.gethostname())
             self._handles = [
                 model.register_forward_pre_hook(self._pace.forward_begins),
                 model.register_forward_hook(self._pace.forward_ends),
@@ -64,7 +70,7 @@ class RankChecks:
         """Run what is due after a step."""
         if self._pace is not None:
             self._pace.step_ends()
-            if step % _PACE_STEPS == 0:
+            if step % self._window == 0:
                 self._compare_times(step, self._pace)
         if self._every is not None and step % self._every == 0:
             self.compare_weights(step)
@@ -94,9 +100,26 @@ class RankChecks:
         finding = slow_ranks(times, self._factor)
         if finding is None:
             return
+        if self._on_straggler == "rebalance":
+            self._rebalance(times)
+        if self._formation.is_main:
+            finding = dataclasses.replace(finding, why=f"{finding.why} ({self._hosts(finding.ranks)})")
         self._report(step, finding, self._on_straggler)
         if self._on_straggler == "replace" and self._formation.rank in finding.ranks:
             raise StragglerError(f"too slow at step {step}: {finding.why}")
+
+    def _hosts(self, ranks: Iterable[int]) -> str:
+        """Return on which machines ranks are; each wrote it into the store when the checks began."""
+        store = self._formation.world.store
+        assert store is not None, "several ranks have a store"
+        return ", ".join(f"rank {rank} is on {store.get(f'host/{rank}').decode()}" for rank in ranks)
+
+    def _rebalance(self, times: list[float]) -> None:
+        layout = self._formation.loaders[0].sharded.layout
+        even = (layout.batch_size,) * layout.dp_size
+        most = max(layout.batch_size + 1, int(_MOST_MORE * layout.batch_size))
+        found = balanced_shares(times, layout.shares or even, most)
+        self.new_shares = found if found != (layout.shares or even) else None
 
     def _gather(self, value: torch.Tensor) -> list[Any]:
         """Return each rank's value: a sum of vectors in which every rank has set its own place."""

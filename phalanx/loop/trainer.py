@@ -204,10 +204,21 @@ class TrainLoop:
                 batches.close()
                 self._end_epoch(epoch)
             yield info
+            if self.checks.new_shares is not None and self._rebalance(self.checks.new_shares):
+                batches.close()
+                return  # the epoch continues with other shares
         if self.epoch != epoch:  # a stream, whose end is known only when it is reached
             self._end_epoch(epoch)
             if (self.saving.due_after_epoch(epoch + 1) or self.best.is_unsaved(self.step)) and not self._finished():
                 self.saves.begin()
+
+    def _rebalance(self, shares: tuple[int, ...]) -> bool:
+        """Give a slow rank fewer samples of each batch, and the others more: the global batch stays the same."""
+        self.checks.new_shares = None
+        able = self.train_loader.sharded.rebalance(shares)
+        what = f"samples of a micro-step by rank: {', '.join(map(str, shares))}"
+        self.report.say(what if able else "no rebalancing: only batches of a map-style data set can be cut otherwise")
+        return able
 
     def _first_batch_seen(self, batches: Iterator[Any]) -> Any:
         """Decide on the first batch how the model is called, then yield all batches."""

@@ -50,6 +50,21 @@ def slow_ranks(seconds: Sequence[float], factor: float) -> Finding | None:
     return Finding("straggler", tuple(slow), why)
 
 
+def balanced_shares(seconds: Sequence[float], shares: Sequence[int], most: int) -> tuple[int, ...]:
+    """Return how many samples each rank should take for all to be equally long busy, at most `most`, at least one.
+
+    `seconds`: each rank's own time with the present `shares`; the sum of the shares stays the same.
+    """
+    total, speeds = sum(shares), [share / max(own, 1e-9) for own, share in zip(seconds, shares, strict=True)]
+    wanted = [min(float(most), max(1.0, total * speed / sum(speeds))) for speed in speeds]
+    found = [int(share) for share in wanted]
+    while (missing := total - sum(found)) != 0:
+        change = 1 if missing > 0 else -1
+        able = [rank for rank, share in enumerate(found) if (share < most if change > 0 else share > 1)]
+        found[max(able, key=lambda rank: change * (wanted[rank] - found[rank]))] += change
+    return tuple(found)
+
+
 def _named(ranks: tuple[int, ...]) -> str:
     if len(ranks) == 1:
         return f"rank {ranks[0]}"

@@ -10,7 +10,7 @@ import torch
 from phalanx.config import DistributedConfig
 from phalanx.errors import ConfigError
 from phalanx.loop.checks import OwnTime, hash_of
-from phalanx.reliability.findings import Finding, odd_replicas, slow_ranks
+from phalanx.reliability.findings import Finding, balanced_shares, odd_replicas, slow_ranks
 
 CPU = torch.device("cpu")
 
@@ -96,3 +96,16 @@ def test_a_rank_has_its_own_time_and_not_the_wait_for_others():
 def test_bad_settings(settings, message):
     with pytest.raises(ConfigError, match=message):
         DistributedConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shares", "most", "expected"),
+    [
+        ((1.0, 1.0, 2.0), (10, 10, 10), 20, (12, 12, 6)),
+        ((1.0, 1.0, 1e9), (10, 10, 10), 20, (15, 14, 1)),
+        ((1.0, 9.0), (8, 8), 10, (10, 6)),
+        ((0.0, 0.0), (3, 5), 8, (3, 5)),
+    ],
+)
+def test_shares_follow_speed_and_keep_the_global_batch(seconds, shares, most, expected):
+    assert balanced_shares(seconds, shares, most) == expected
