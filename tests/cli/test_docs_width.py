@@ -24,6 +24,7 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from long_proofs import long_proof
 
 WIDTHS = {"laptop": 1280, "phone": 390}
 MEASURE = """<!doctype html><body><script>
@@ -139,6 +140,7 @@ def _open(browser: str, address: str, folder: str, until: threading.Event) -> No
     assert until.is_set(), f"the browser has not measured the pages\n{said[-2000:]}"
 
 
+@long_proof
 def test_no_page_cuts_anything_off(site):
     result = measured(site)
     assert result["blocks"] > 200, "the pages were not rendered"

@@ -52,6 +52,7 @@ def reports(text):
     return re.findall(r"^epoch .*$", text, flags=re.MULTILINE)
 
 
+@long_proof
 def test_ddp_mnist_learns_and_trains_alike_under_phalanx_and_torchrun(run_example, tmp_path):
     arguments = ("--epochs", "3", "--lr", "5e-3")
     ours = reports(run_example("ddp_mnist.py", *arguments, "--save", "model.pt"))
@@ -109,6 +110,7 @@ def test_a_loop_of_ones_own_goes_on_from_its_checkpoint(run_example):
     assert float(second.split()[-1]) > float(first.splitlines()[0].split()[-1])
 
 
+@long_proof
 def test_the_benchmark_shows_speedup_time_and_accuracy_of_whole_epochs(tmp_path):
     words = "--model vit --ranks 1 2 --epochs 2 --samples 320 --batch-size 16 --scaling strong --device cpu"
     done = run_command([sys.executable, EXAMPLES / "ddp_benchmark.py", *words.split(), "--json=points.json"], tmp_path)
@@ -215,6 +217,7 @@ def slurm(tmp_path):
     return {"first_path": str(folder), "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node[1-1]", "MASTER_PORT": port}
 
 
+@long_proof
 def test_launch_under_slurm_gives_plain_scripts_torchruns_variables(tmp_path, slurm):
     done = run_command(["bash", LAUNCH, "slurm", "--epochs", "1"], tmp_path, **slurm, **ONE_EPOCH)
     assert done.returncode == 0, done.stderr

@@ -66,6 +66,7 @@ def test_fsdp_basics_shards_in_groups(run_example):
     assert shares(text) == ["50", "50", "50"]
 
 
+@long_proof
 def test_the_transformer_holds_its_part_and_saves_the_whole(tmp_path):
     small = ("--steps", "12", "--batch-size", "4", "--bytes", "20000", "--window", "32")
     text = run_python(
@@ -112,6 +113,7 @@ def test_three_axes_are_proved_equal_to_one_process(tmp_path):
     assert "AGREES  fsdp x pp2 x tp2, 8 ranks" in text
 
 
+@long_proof
 @pytest.mark.timeout(240)
 def test_smaller_layouts_by_flags(run_example, tmp_path):
     text = run_python(

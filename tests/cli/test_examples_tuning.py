@@ -26,6 +26,7 @@ def run(*words, cwd):
     return done.stdout
 
 
+@long_proof
 def test_the_function_saves_epochs(tmp_path):
     text = run(sys.executable, EXAMPLES / "tune_function.py", "--samples", 5, cwd=tmp_path)
     taken, full = map(int, re.search(r"(\d+) epochs instead of (\d+)", text).groups())

@@ -14,6 +14,7 @@ import torch
 pytest.importorskip("horovod.torch", reason="Horovod is not built: run make horovod")
 
 from command import Answer, end, finish, start, write_script
+from long_proofs import long_proof
 from torch import nn
 
 from phalanx import PyTorchDDPTrainer
@@ -167,6 +168,7 @@ def went_on(text: str, was: int, are: int) -> int:
     return int(found[1])
 
 
+@long_proof
 def test_a_machine_comes_and_the_first_one_is_lost_without_losing_a_step(tmp_path, fork_server):
     """One machine under two names, as Horovod gives up a machine that lost a rank; it is the main rank that goes."""
     machines = tmp_path / "machines"

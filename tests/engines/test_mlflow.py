@@ -17,6 +17,7 @@ import psutil
 import pytest
 import torch
 from command import clean_environment, phalanx
+from long_proofs import long_proof
 from tune_parts import train_line
 
 from phalanx import PyTorchDDPTrainer
@@ -103,6 +104,7 @@ def test_a_server_that_does_not_answer_is_named_before_training(monkeypatch):
     assert "Traceback" not in done.text
 
 
+@long_proof
 def test_trials_are_shown_below_their_search_in_a_local_store(tmp_path):
     pytest.importorskip("optuna", reason="optuna is not installed: pip install 'phalanx[tune]'")
     import mlflow

@@ -113,6 +113,7 @@ def events(folder: Path, kind: str) -> list[dict[str, Any]]:
 SAVE = ("--no-async-checkpoint",)  # the worker dies in the step after a save
 
 
+@long_proof
 def test_a_killed_worker_restarts_from_the_checkpoint_and_ends_with_the_weights_of_a_local_run(machines, tmp_path):
     on_ray, here = tmp_path / "ray", tmp_path / "local"
     for folder in (on_ray, here):
@@ -209,6 +210,7 @@ from phalanx import PyTorchDDPTrainer
 from phalanx.models.gpt import gpt
 from phalanx.trainers.weights import whole_weights
 from torch.utils.data import TensorDataset
+from long_proofs import long_proof
 
 torch.manual_seed(0)
 tokens = torch.randint(61, (16, 9))

@@ -250,6 +250,7 @@ def test_model_parallel_ranks_are_replaced(tmp_path, axis, fork_server):
     assert_equal(quiet, hit)
 
 
+@long_proof
 def test_a_shard_that_two_lost_ranks_held_comes_from_a_checkpoint(tmp_path, fork_server):
     settings = {"strategy": "fsdp", "memory_frequency": 4, "checkpoint_frequency": "5 steps", "async_checkpoint": False}
     quiet, _ = train(tmp_path, "quiet", **settings)

@@ -179,6 +179,7 @@ def test_the_others_go_on_when_a_machine_is_killed(cluster, quiet, lost):
     assert_equal(quiet, two.weights(1 - lost))
 
 
+@long_proof
 def test_a_machine_that_is_cut_off_is_left_out_and_ends_itself(cluster, quiet):
     """Nothing answers on the cut cable, so that only heartbeats show it; the run must not go on in two parts."""
     two = cluster(2, ranks=(2, 4))

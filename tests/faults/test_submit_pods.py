@@ -128,6 +128,7 @@ def pods(tmp_path):
                 process.wait(10)
 
 
+@long_proof
 def test_a_killed_pod_is_replaced_and_joins_again(pods: Pods):
     pods.start(1)  # before the first pod: it waits for it
     pods.start(0)

@@ -119,6 +119,7 @@ def test_a_lost_node_puts_the_job_back_into_the_queue(phalanx, cluster, tmp_path
     phalanx("cancel", "lost")
 
 
+@long_proof
 def test_a_search_is_split_over_an_array(phalanx, tmp_path):
     (tmp_path / "space.toml").write_text("learning_rate = { loguniform = [1e-4, 1e-1] }\n")
     search = ("digits", "--space", "space.toml", "--num-samples", "3", "--max-steps", "4")
