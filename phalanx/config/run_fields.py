@@ -59,7 +59,9 @@ class Monitoring:
         None, "folder of these files (default: run_dir, so that TensorBoard shows the run's name); turns tensorboard on"
     )
     tensorboard_histograms: int = option(
-        0, "write histograms of weights and gradients to TensorBoard every this many epochs (0: never)", minimum=0
+        0,
+        "write histograms of weights, gradients, norms, update ratios to TensorBoard every so many epochs (0: never)",
+        minimum=0,
     )
     mlflow_tracking: bool = option(False, "log to MLflow (extra: phalanx[mlflow])")
     mlflow_experiment: str | None = option(None, "MLflow experiment; setting it turns mlflow_tracking on")
@@ -69,6 +71,11 @@ class Monitoring:
     )
     reference_throughput: float | None = option(
         None, "samples per second of one rank, as measured: the speedup of the run against it is reported", above=0
+    )
+    debug: str | None = option(
+        None,
+        "nan: check the output and the gradient of every module, and end with the first one that is not finite (slow)",
+        choices=(None, "nan"),
     )
     log_every_n_steps: int = option(10, "read losses and report every this many steps", minimum=1)
     progress: bool = option(True, "show the progress bar or lines")

@@ -41,6 +41,13 @@ def limit_val_batches(settings: Settings) -> Mistakes:
         yield settings.mistake("limit_val_batches", ": a share is up to 1.0 (0.1), a number of batches is whole (50).")
 
 
+@rule("debug", "compile")
+def debug(settings: Settings) -> Mistakes:
+    """Report a check of modules that a compiled model does not call one by one."""
+    if settings.debug is not None and settings.compile:
+        yield settings.mistake("debug", " with compile: a compiled model runs as a whole. Leave compile out.")
+
+
 @rule("max_time")
 def max_time(settings: Settings) -> Mistakes:
     """Check the text."""
@@ -134,4 +141,4 @@ def ema_decay(settings: Settings) -> Mistakes:
         )
 
 
-RUN_RULES = (watched_metrics, patience, limit_val_batches, max_time, mtbf, rank_checks, spares, ema_decay)
+RUN_RULES = (watched_metrics, patience, limit_val_batches, max_time, debug, mtbf, rank_checks, spares, ema_decay)

@@ -1,4 +1,4 @@
-"""Histograms of weights and gradients for TensorBoard: the setting `tensorboard_histograms`."""
+"""Histograms of weights, gradients, gradient norms and update ratios for TensorBoard: `tensorboard_histograms`."""
 
 from __future__ import annotations
 
@@ -26,12 +26,16 @@ class HistogramCallback(Callback):
         self._sink = sink
         self._every = every
         self._wants_gradients = True
-        self._hook: RemovableHandle | None = None
+        self._hooks: list[RemovableHandle] = []
+        self._before: dict[str, torch.Tensor] = {}
 
     def on_fit_start(self, trainer: Any) -> None:
         """Look at gradients before the optimizer uses and clears them; an engine that owns the step has none here."""
         if isinstance(trainer.optimizer, torch.optim.Optimizer):
-            self._hook = trainer.optimizer.register_step_pre_hook(lambda *_: self._before_step(trainer))
+            self._hooks = [
+                trainer.optimizer.register_step_pre_hook(lambda *_: self._before_step(trainer)),
+                trainer.optimizer.register_step_post_hook(lambda *_: self._after_step(trainer)),
+            ]
 
     def on_epoch_end(self, trainer: Any, epoch: int, metrics: dict[str, float]) -> None:
         """Write the weights where it is due."""
@@ -42,25 +46,42 @@ class HistogramCallback(Callback):
 
     def on_fit_end(self, trainer: Any) -> None:
         """Leave the optimizer, which may be the user's, as it was."""
-        if self._hook is not None:
-            self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
 
     def _before_step(self, trainer: Any) -> None:
         if self._wants_gradients:
             self._wants_gradients = False
-            named = ((name, weight.grad) for name, weight in trainer.task.model.named_parameters())
-            self._write("gradients", trainer.step, ((name, grad) for name, grad in named if grad is not None))
+            weights = dict(trainer.task.model.named_parameters())
+            found = {name: weight.grad for name, weight in weights.items() if weight.grad is not None}
+            self._write("gradients", trainer.step, found.items())
+            norms = [_local(grad).norm() for grad in found.values()]
+            self._write("gradients", trainer.step, [("norm_of_each", torch.stack(norms))] if norms else [])
+            # In the host's memory: a copy beside the weights may be more than the device has.
+            self._before = {name: _local(weights[name]).detach().cpu().clone() for name in found}
+
+    def _after_step(self, trainer: Any) -> None:
+        """Write by which share of its norm the step has changed each parameter; about 1e-3 is usual."""
+        if not self._before:
+            return
+        now = {name: _local(weight).detach().cpu() for name, weight in trainer.task.model.named_parameters()}
+        ratios = [(now[name] - old).norm() / old.norm().clamp(min=1e-12) for name, old in self._before.items()]
+        self._write("updates", trainer.step, [("ratio_of_each", torch.stack(ratios).float())])
+        self._before = {}
 
     def _write(self, group: str, step: int, tensors: Iterable[tuple[str, torch.Tensor | nn.Parameter]]) -> None:
         found = ((name, histogram_of(tensor)) for name, tensor in tensors)
         self._sink.histograms(step, {f"{group}/{name}": one for name, one in found if one is not None})
 
 
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 @torch.no_grad()
 def histogram_of(tensor: torch.Tensor) -> Histogram | None:
     """Return the distribution of a tensor's finite values, computed on its device; None where there are none."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    values = local.detach().flatten().float()
+    values = _local(tensor).detach().flatten().float()
     values = values[values.isfinite()]
     if values.numel() == 0:
         return None

@@ -21,6 +21,7 @@ from phalanx.launch.error_file import record_path
 from phalanx.loop.evaluate import evaluate, predict
 from phalanx.loop.faults import FaultPlan
 from phalanx.loop.formation import Formation
+from phalanx.loop.numbers import NumberWatch
 from phalanx.loop.optimizer_binding import OwnSchedule, scheduler_state
 from phalanx.loop.recover import Survivor, run_recovering
 from phalanx.loop.task import TrainTask
@@ -129,6 +130,8 @@ def _fit(formation: Formation, job: Job, survivor: Survivor | None) -> JobResult
         loop = TrainLoop(formation, job.task, events, run_dir)
         if (board := events.find(TensorBoardSink)) is not None and (every := job.config.tensorboard_histograms):
             loop.hooks.add(HistogramCallback(board, every))
+        if job.config.debug == "nan":
+            loop.hooks.add(NumberWatch())
         if (plan := FaultPlan.from_environment()) is not None:
             loop.hooks.add(plan)
         for engine in engines_here():
