@@ -87,6 +87,10 @@ class NonFiniteLossError(PhalanxError):
     """The loss became NaN or infinite."""
 
 
+class OutOfMemoryError(PhalanxError, RuntimeError):
+    """Memory ran out; the message says what it was spent on, and what to change."""
+
+
 class CorruptionError(PhalanxError):
     """Replicas whose weights must be equal are not."""
 

@@ -1,4 +1,4 @@
-"""The GPUs of this machine, by NVML: how many there are, their memory, how busy one is; and the memory of the host.
+"""The GPUs of this machine, by NVML: how many there are, their memory, how busy one is.
 
 No torch, no CUDA context.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-from pathlib import Path
 from typing import Any, NamedTuple
 
 _SUCCESS = 0
@@ -40,16 +39,6 @@ def _memory_of(nvml: ctypes.CDLL, index: int) -> int:
     nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle))
     nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory))
     return int(memory.total)
-
-
-_GROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
-
-
-def host_memory() -> int:
-    """Return the bytes of memory that processes of this machine, or of this container, may use together."""
-    installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = _GROUP_LIMIT.read_text().strip() if _GROUP_LIMIT.is_file() else ""
-    return min(installed, int(limit)) if limit.isdecimal() else installed
 
 
 def _installed_gpus() -> int:

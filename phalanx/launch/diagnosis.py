@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 import signal
 import socket
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from phalanx.errors import EXIT_PREEMPTED
+from phalanx.host.cgroups import oom_kills
 from phalanx.host.processes import how_it_ended, is_stopped
 from phalanx.host.reminders import duration_text
 from phalanx.launch.environment import NodeInfo
@@ -23,37 +22,10 @@ from phalanx.launch.spec import Elastic, LaunchSpec
 from phalanx.launch.stacks import is_waiting, whereabouts
 from phalanx.launch.startup_watch import Hang
 from phalanx.observe.heartbeat import HeartbeatBoard, board_path
+from phalanx.observe.memory_bill import read_bill
 
 STACK_SECONDS = 0.3
 """How long a rank may take to write its stack."""
-_PROC = Path("/proc")
-_CGROUPS = Path("/sys/fs/cgroup")
-
-
-def oom_kills(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int:
-    """Return how often the kernel has killed for memory, on this machine or in this process's control group."""
-    count = 0
-    for path in (proc / "vmstat", *_cgroup_counters(proc, cgroups)):
-        with contextlib.suppress(OSError):  # not every kernel and container shows every counter
-            count += sum(int(line.split()[1]) for line in path.read_text().splitlines() if line.startswith("oom_kill "))
-    return count
-
-
-def _cgroup_counters(proc: Path, cgroups: Path) -> list[Path]:
-    """Return the counter files of this process's groups: version 2 (`0::/path`) and version 1 (`4:memory:/path`)."""
-    found = [cgroups / "memory.events"]
-    try:
-        lines = (proc / "self" / "cgroup").read_text().splitlines()
-    except OSError:
-        return found
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        relative = path.lstrip("/")
-        if controllers == "" and relative:
-            found.append(cgroups / relative / "memory.events")
-        elif "memory" in controllers.split(","):
-            found.append(cgroups / "memory" / relative / "memory.oom_control")
-    return found
 
 
 class Evidence:
@@ -107,6 +79,7 @@ class Evidence:
             step=self._step(guilty.rank),
             killed_for_memory=oom_kills() > self._oom_kills,
             log=log_path(self._spec.log_dir, guilty.rank),
+            bill=read_bill(self._spec.log_dir, guilty.rank),
         )
         return dataclasses.replace(failure, others_stopped=self._others(states))
 

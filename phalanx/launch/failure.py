@@ -12,6 +12,7 @@ from typing import Any
 
 from phalanx.host.lost_peers import reports_lost_peer
 from phalanx.launch.stacks import main_stack
+from phalanx.observe.memory_bill import MemoryBill
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,14 +81,21 @@ _CRASHES = {
 
 
 def explain(
-    ended: RankExit, *, label: str, host: str, step: int | None, killed_for_memory: bool, log: Path
+    ended: RankExit,
+    *,
+    label: str,
+    host: str,
+    step: int | None,
+    killed_for_memory: bool,
+    log: Path,
+    bill: MemoryBill | None = None,
 ) -> FailureReport:
-    """Explain a rank's end from its exit code, its error record and its log."""
+    """Explain a rank's end from its exit code, its error record and its log; `bill`: of its memory, if any."""
     if ended.record:
         cause, details, hint = _raised(ended)
         step = ended.record["step"] if ended.record["step"] is not None else step
     elif ended.code < 0:
-        cause, details, hint = _killed(ended, killed_for_memory)
+        cause, details, hint = _killed(ended, killed_for_memory, bill)
     else:
         cause, details, hint = f"exited with code {ended.code}", _log_end(ended), ""
     return FailureReport(
@@ -161,12 +169,13 @@ def _raised(ended: RankExit) -> tuple[str, tuple[str, ...], str]:
     return f"raised {record['type']}{text}", tuple(_shortened(_with_sources(_without_plumbing(lines)))), record["hint"]
 
 
-def _killed(ended: RankExit, killed_for_memory: bool) -> tuple[str, tuple[str, ...], str]:
+def _killed(ended: RankExit, killed_for_memory: bool, bill: MemoryBill | None) -> tuple[str, tuple[str, ...], str]:
     number = -ended.code
     if number == signal.SIGKILL:
         less = "Use less memory: a smaller batch_size, fewer ranks on this node, fewer data loader workers."
         if killed_for_memory:
-            return "was killed by the kernel because memory ran out (SIGKILL)", (), less
+            cause = "was killed by the kernel because memory ran out (SIGKILL)"
+            return cause, () if bill is None else tuple(bill.lines()), less
         cause = "was killed by SIGKILL: another process sent it, or memory ran out where this process cannot see it"
         return cause, (), f"If it was memory: {less[0].lower()}{less[1:]}"
     try:

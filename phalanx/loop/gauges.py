@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from phalanx.host.gpus import GpuReading, GpuSensor, host_memory
+from phalanx.host.cgroups import host_memory
+from phalanx.host.gpus import GpuReading, GpuSensor
 from phalanx.loop.phases import StepPhases
 from phalanx.loop.speed import PeakMemory
 from phalanx.observe import rank_table

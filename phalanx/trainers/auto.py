@@ -16,7 +16,8 @@ from phalanx.config import DistributedConfig
 from phalanx.config.rules import AXES
 from phalanx.config.settings import precision_name
 from phalanx.errors import UsageError
-from phalanx.host.gpus import gpu_memory, host_memory
+from phalanx.host.cgroups import host_memory
+from phalanx.host.gpus import gpu_memory
 from phalanx.plan.cluster import Gpu
 from phalanx.plan.layout import Goal, Layout
 from phalanx.plan.memory import rank_memory

@@ -21,6 +21,7 @@ from phalanx.launch.error_file import record_path
 from phalanx.loop.evaluate import evaluate, predict
 from phalanx.loop.faults import FaultPlan
 from phalanx.loop.formation import Formation
+from phalanx.loop.memory import MemoryWatch
 from phalanx.loop.numbers import NumberWatch
 from phalanx.loop.optimizer_binding import OwnSchedule, scheduler_state
 from phalanx.loop.recover import Survivor, run_recovering
@@ -126,10 +127,12 @@ def _fit(formation: Formation, job: Job, survivor: Survivor | None) -> JobResult
             record = RunRecord.of_this_process(job.config.given())
             record.begin(run_dir, resumes=bool(job.config.resume_from_checkpoint))
     events = open_events(job.config, formation.world, run_dir)
+    memory = MemoryWatch()
     try:
         loop = TrainLoop(formation, job.task, events, run_dir)
         if (board := events.find(TensorBoardSink)) is not None and (every := job.config.tensorboard_histograms):
             loop.hooks.add(HistogramCallback(board, every))
+        loop.hooks.add(memory)
         if job.config.debug == "nan":
             loop.hooks.add(NumberWatch())
         if (plan := FaultPlan.from_environment()) is not None:
@@ -138,9 +141,12 @@ def _fit(formation: Formation, job: Job, survivor: Survivor | None) -> JobResult
             for callback in engine.callbacks():
                 loop.hooks.add(callback)
         history = loop.run() if survivor is None else survivor.run(loop, run_dir)
-    except Exception as error:
+    except Exception as original:
+        error = memory.explained(original)
         if formation.is_main and not _is_given(job):
             _note_failure(job, run_dir, error)
+        if error is not original:
+            raise error from original
         raise
     finally:
         events.close()

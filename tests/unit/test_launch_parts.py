@@ -11,9 +11,9 @@ import pytest
 from ranks import RecordingConsole
 
 from phalanx.errors import UsageError
+from phalanx.host.cgroups import oom_kills
 from phalanx.host.gpus import _count_visible, count_gpus
 from phalanx.launch import CallTarget, FailureReport, LaunchSpec, ModuleTarget, PlainConsole, ScriptTarget
-from phalanx.launch.diagnosis import oom_kills
 from phalanx.launch.environment import threads_per_rank
 from phalanx.launch.failure import RankExit, explain, find_first_cause
 from phalanx.launch.follower import Outcome, may_restart

@@ -1,0 +1,146 @@
+"""Out of memory: which module and phase asked for how much, what the memory is spent on, and what to change."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from phalanx.errors import OutOfMemoryError
+from phalanx.host.cgroups import host_memory
+from phalanx.loop.hooks import Callback, StepInfo
+from phalanx.observe.format import size
+from phalanx.observe.memory_bill import MemoryBill, write_bill
+from phalanx.strategies.fsdp import find_blocks
+
+_EVERY = 5.0
+_UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_ASKED = re.compile(r"(?:Tried|tried) to allocate ([\d.]+) (bytes|KiB|MiB|GiB|TiB)")
+_STATES = {"SGD": 0, "Adagrad": 1, "RMSprop": 1}
+"""Values per parameter that an optimizer keeps, where it has none yet; Adam and most others keep two."""
+
+
+class _DeviceOutOfMemory(OutOfMemoryError, torch.OutOfMemoryError):
+    """What code that expects torch's exception can catch."""
+
+    __qualname__ = "OutOfMemoryError"
+
+
+class MemoryWatch(Callback):
+    """Keeps the bill of this rank's memory up to date, at most every five seconds, and explains a failed allocation."""
+
+    def on_fit_start(self, trainer: Any) -> None:
+        """Write what can be expected before the first step."""
+        self._trainer = trainer
+        self._on_cuda = trainer.formation.device.type == "cuda"
+        self._before = 0.0 if self._on_cuda else _resident()
+        self._held: tuple[tuple[int, float], ...] = ()
+        self._steps, self._due = 0, 0.0
+        self._write()
+
+    def on_step_end(self, trainer: Any, info: StepInfo) -> None:
+        """Note how much is held between steps."""
+        self._steps += 1
+        is_power = self._steps & (self._steps - 1) == 0  # often at first: a leak may fill the memory in seconds
+        if is_power or time.monotonic() >= self._due:
+            self._due = time.monotonic() + _EVERY
+            held = torch.cuda.memory_allocated(trainer.formation.device) if self._on_cuda else _resident()
+            self._held = (*self._held[:1], (info.step, float(held)))
+            self._write()
+
+    def bill(self) -> MemoryBill:
+        """Return what the memory is spent on now."""
+        formation, config = self._trainer.formation, self._trainer.config
+        model, optimizer = formation.unwrap(self._trainer.model), self._trainer.optimizer
+        parameters = list(model.parameters())
+        trained = [each for each in parameters if each.requires_grad]
+        gradients = _bytes(trained)
+        own, kept = _bytes(parameters), _states(optimizer)
+        expected = _bytes(trained) * _STATES.get(type(optimizer).__name__, 2)
+        present = kept + _bytes(each.grad for each in trained if each.grad is not None)
+        if self._on_cuda:
+            stats = torch.cuda.memory_stats_as_nested_dict(formation.device)["allocated_bytes"]["all"]
+            total, other = float(stats["peak"]), 0.0
+            limit, local = float(torch.cuda.get_device_properties(formation.device).total_memory), 1
+        else:
+            total = float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+            limit, local, other = float(host_memory()), formation.world.env.local_world_size, self._before - own
+        layout = self._trainer.train_loader.sharded.layout
+        return MemoryBill(
+            device=formation.device.type,
+            limit=limit,
+            parameters=own,
+            gradients=gradients,
+            optimizer=kept or expected,
+            activations=max(0.0, total - own - max(present, gradients + kept if self._held else 0.0) - other),
+            other=max(0.0, other),
+            ranks=formation.world_size,
+            local_ranks=local,
+            strategy=formation.strategy.name,
+            precision=formation.precision.name,
+            batch_size=layout.batch_size,
+            accumulation=layout.accumulation,
+            recomputes=config.recompute is not None,
+            blocks=len(find_blocks(model)),
+            held=self._held,
+        )
+
+    def explained(self, error: Exception) -> Exception:
+        """Return an error that says where memory ran out, and why; errors about other things as they are."""
+        is_cuda = isinstance(error, torch.OutOfMemoryError)
+        if not (is_cuda or "DefaultCPUAllocator: " in str(error)) or not hasattr(self, "_trainer"):
+            return error
+        found = _ASKED.search(str(error))
+        asked = float(found[1]) * _UNITS[found[2]] if found else 0.0
+        where = self._where(error.__traceback__)
+        what = f"out of memory in {self._trainer.formation.phases.current}{where}"
+        if asked:
+            what += f": {size(asked)} more were asked for"
+        kind = _DeviceOutOfMemory if is_cuda else OutOfMemoryError
+        return kind("\n".join([what, *self.bill().lines(asked)]), hint=str(error).splitlines()[0])
+
+    def _where(self, frames: TracebackType | None) -> str:
+        """Return the innermost module that was running, and the line that it was at."""
+        model = self._trainer.formation.unwrap(self._trainer.model)
+        names = {id(module): name for name, module in model.named_modules()}
+        found = ""
+        while frames is not None:
+            module = frames.tb_frame.f_locals.get("self")
+            if isinstance(module, nn.Module) and names.get(id(module)):
+                code = frames.tb_frame.f_code.co_filename
+                shown = f"{names[id(module)]} ({type(module).__name__})"
+                found = f" of {shown}, {Path(code).name}:{frames.tb_lineno}"
+            frames = frames.tb_next
+        return found
+
+    def _write(self) -> None:
+        folder = os.environ.get("PHALANX_LOG_DIR", "")
+        if folder:
+            slot = os.environ.get("PHALANX_SLOT") or os.environ.get("RANK", "0")
+            write_bill(self.bill(), Path(folder), int(slot))
+
+
+def _bytes(tensors: Iterable[torch.Tensor]) -> float:
+    """Return the bytes of this rank's parts."""
+    local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
+    return float(sum(tensor.nbytes for tensor in local))
+
+
+def _states(optimizer: Any) -> float:
+    """Return the bytes of the states that the optimizer has."""
+    states = getattr(optimizer, "state", {})
+    return _bytes(value for state in states.values() for value in state.values() if isinstance(value, torch.Tensor))
+
+
+def _resident() -> float:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return float(pages * os.sysconf("SC_PAGE_SIZE"))
