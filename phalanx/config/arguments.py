@@ -117,6 +117,8 @@ class CommonSettings(TypedDict, total=False):
     mlflow_experiment: str | None
     wandb: bool | str
     sinks: str | None
+    metrics_port: int | None
+    metrics_host: str
     reference_throughput: float | None
     debug: Literal["nan"] | None
     log_every_n_steps: int

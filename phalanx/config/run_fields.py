@@ -69,6 +69,12 @@ class Monitoring:
     sinks: str | None = option(
         None, "receivers of events from other packages (entry points of the group phalanx.sinks), separated by commas"
     )
+    metrics_port: int | None = option(
+        None, "serve metrics for Prometheus on this port, 0: a free one (extra: phalanx[monitor])", minimum=0
+    )
+    metrics_host: str = option(
+        "127.0.0.1", "metrics_port: the address to listen at; 0.0.0.0 lets other machines read the metrics"
+    )
     reference_throughput: float | None = option(
         None, "samples per second of one rank, as measured: the speedup of the run against it is reported", above=0
     )

@@ -41,6 +41,15 @@ def limit_val_batches(settings: Settings) -> Mistakes:
         yield settings.mistake("limit_val_batches", ": a share is up to 1.0 (0.1), a number of batches is whole (50).")
 
 
+@rule("metrics_port", "metrics_host")
+def metrics(settings: Settings) -> Mistakes:
+    """Check the port's number, and that something listens at the host."""
+    if settings.metrics_port is not None and settings.metrics_port > 65535:
+        yield settings.mistake("metrics_port", ": a port is a number up to 65535.")
+    if settings.metrics_port is None and settings.changed("metrics_host"):
+        yield settings.mistake("metrics_host", " without metrics_port: set it, such as 9400.")
+
+
 @rule("debug", "compile")
 def debug(settings: Settings) -> Mistakes:
     """Report a check of modules that a compiled model does not call one by one."""
@@ -141,4 +150,15 @@ def ema_decay(settings: Settings) -> Mistakes:
         )
 
 
-RUN_RULES = (watched_metrics, patience, limit_val_batches, max_time, debug, mtbf, rank_checks, spares, ema_decay)
+RUN_RULES = (
+    watched_metrics,
+    patience,
+    limit_val_batches,
+    max_time,
+    metrics,
+    debug,
+    mtbf,
+    rank_checks,
+    spares,
+    ema_decay,
+)

@@ -39,14 +39,17 @@ def paces(beats: Mapping[int, Beat]) -> dict[int, float]:
     return {}
 
 
+def slowness(beats: Mapping[int, Beat]) -> float | None:
+    """Return the slowest rank's own time over the median of the others; None for fewer than two ranks."""
+    found = sorted(paces(beats).values())
+    usual = statistics.median(found[:-1]) if len(found) > 1 else 0.0
+    return found[-1] / usual if usual else None
+
+
 def slowest_of(beats: Mapping[int, Beat]) -> int | None:
     """Return the rank whose own work takes clearly longer than the median of the others; None where none does."""
-    found = paces(beats)
-    if len(found) < 2:
-        return None
-    rank = max(found, key=lambda each: found[each])
-    usual = statistics.median(value for other, value in found.items() if other != rank)
-    return rank if found[rank] > _CLEARLY_SLOWER * usual else None
+    ratio, found = slowness(beats), paces(beats)
+    return max(found, key=lambda rank: found[rank]) if ratio is not None and ratio > _CLEARLY_SLOWER else None
 
 
 def slowest_first(beats: Mapping[int, Beat], number: int = SHOWN_RANKS) -> list[int]:

@@ -12,6 +12,7 @@ from phalanx.engine import ENGINES, engine_of, find_engine
 from phalanx.errors import EXIT_USAGE, CheckpointError, DataError, PhalanxError, UsageError
 from phalanx.host.remote import RemotePath, as_path
 from phalanx.launch import check_endpoint
+from phalanx.observe.metrics import import_client
 from phalanx.observe.outside import check_sinks
 
 
@@ -54,6 +55,8 @@ def check_packages(config: DistributedConfig) -> None:
         raise UsageError(
             "wandb needs Weights & Biases, which is not installed", hint="Run: pip install 'phalanx[wandb]'"
         )
+    if config.metrics_port is not None:
+        import_client()
     check_sinks(config)
     missing = missing_package(config)
     if missing is not None:

@@ -6,6 +6,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 from phalanx import errors
 from phalanx.config import DistributedConfig
@@ -14,7 +15,8 @@ from phalanx.launch import LaunchResult, LaunchSpec, launch, prestart
 from phalanx.launch.error_file import any_record, read_record
 from phalanx.launch.output import PlainConsole, RankConsole
 from phalanx.observe.console import Console
-from phalanx.observe.events import Phase
+from phalanx.observe.events import KINDS, Phase, from_dict
+from phalanx.observe.metrics import MetricsSink, open_metrics
 
 
 def run_on_ranks(
@@ -46,10 +48,32 @@ def open_console(config: DistributedConfig, log_dir: Path) -> Iterator[RankConso
     console = Console(
         show_labels=labelled, progress=config.progress, verbosity=config.verbosity, log_dir=log_dir.absolute()
     )
+    metrics = open_metrics(log_dir.absolute().parent.name, log_dir, config.metrics_host, config.metrics_port)
     try:
-        yield console
+        if metrics is None:
+            yield console
+        else:
+            console.notice(f"metrics: {metrics.url}")
+            yield _MeteredConsole(console, metrics)
     finally:
         console.close()
+        if metrics is not None:
+            metrics.close()
+
+
+class _MeteredConsole:
+    """A console whose events also go to the metrics endpoint."""
+
+    def __init__(self, console: Console, metrics: MetricsSink) -> None:
+        self._console, self._metrics = console, metrics
+        self.streams = console.streams
+        self.rank_output, self.notice = console.rank_output, console.notice
+
+    def handle(self, event: dict[str, Any]) -> None:
+        """Pass an event on; those between rank and launcher, such as "joined", are of no kind."""
+        self._console.handle(event)
+        if event.get("event") in KINDS:
+            self._metrics.handle(from_dict(event))
 
 
 def write_payload(job: object, path: Path) -> None:

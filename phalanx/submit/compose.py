@@ -30,10 +30,14 @@ _IMAGES = {
     "node-exporter": "prom/node-exporter:v1.9.1",
     "grafana": "grafana/grafana:12.1.0",
 }
+_METRICS_PORT = 9400
 _SCRAPE = """mkdir -p /tmp/phalanx && cat > /tmp/phalanx/prometheus.yml <<'END'
 scrape_configs:
 - job_name: machine
   static_configs: [{targets: ['node-exporter:9100']}]
+- job_name: phalanx
+  scrape_interval: 15s
+  static_configs: [{targets: [%s]}]
 END
 exec /bin/prometheus --config.file=/tmp/phalanx/prometheus.yml --storage.tsdb.path=/prometheus
 """
@@ -103,6 +107,8 @@ class Compose(Target[ComposeOptions]):
     def _service(self, job: ClusterJob, text: str) -> dict[str, Any]:
         options, work = self.options, pods.folder_of(job, self.options)
         variables = {name: _plain(value) for name, value in job.environment.items()}
+        if options.monitoring:
+            variables |= {"PHALANX_METRICS_PORT": str(_METRICS_PORT), "PHALANX_METRICS_HOST": "0.0.0.0"}
         found: dict[str, Any] = {
             "image": options.image,
             "entrypoint": ["/bin/sh", "-c"],
@@ -142,7 +148,8 @@ class Compose(Target[ComposeOptions]):
             "tensorboard": {"image": self.options.image, "working_dir": work, "volumes": [f".:{work}:ro"]},
             **{name: {"image": image} for name, image in _IMAGES.items()},
         }
-        for name, text in (("tensorboard", board), ("mlflow", store), ("prometheus", _SCRAPE), ("grafana", _SOURCE)):
+        scrape = _SCRAPE % ", ".join(f"'node{index}:{_METRICS_PORT}'" for index in range(job.nodes))
+        for name, text in (("tensorboard", board), ("mlflow", store), ("prometheus", scrape), ("grafana", _SOURCE)):
             found[name] |= {"entrypoint": ["/bin/sh", "-c"], "command": [_plain(text)]}
         for name, port in (("tensorboard", 6006), ("mlflow", 5000), ("prometheus", 9090), ("grafana", 3000)):
             found[name]["ports"] = [f"127.0.0.1:{port}:{port}"]

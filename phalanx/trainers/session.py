@@ -14,6 +14,7 @@ from phalanx.config import FIELDS, DistributedConfig, write_toml
 from phalanx.errors import PhalanxError
 from phalanx.loop.reporting import tensorboard_dir
 from phalanx.observe.guard import Guard, say_to_user
+from phalanx.observe.metrics import open_metrics
 from phalanx.observe.outside import outside_sinks
 from phalanx.observe.sinks import EventStream, FdSink, JsonlSink, Sink
 from phalanx.runs.preflight import check_before_start
@@ -82,6 +83,9 @@ def open_sinks(config: DistributedConfig, run_dir: Path) -> list[Sink]:
         from phalanx.observe.console import Console
 
         sinks.append(Console(progress=config.progress, verbosity=config.verbosity))
+        if (served := open_metrics(run_dir.name, None, config.metrics_host, config.metrics_port)) is not None:
+            say_to_user(f"metrics: {served.url}")
+            sinks.append(served)
     folder = tensorboard_dir(config, run_dir)
     if folder is not None:
         from phalanx.observe.tensorboard import TensorBoardSink

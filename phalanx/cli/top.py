@@ -1,0 +1,172 @@
+"""`phalanx top [RUN]`: a live table of the ranks of a run; percentiles and the slowest where there are many."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from phalanx.cli.flags import FlagParser
+from phalanx.cli.json_output import add_json_flag, print_json
+from phalanx.errors import UsageError
+from phalanx.observe.format import duration, of_total, rate, size, table
+from phalanx.observe.heartbeat import Beat, Gauges, read_beats
+from phalanx.observe.rank_table import PERCENTILES, percentiles, slowest_first, slowest_of, slowness
+from phalanx.runs.stored import RUNS, StoredRun, find_run, list_runs
+
+_HELP = "Show the ranks of a run while it trains: step, speed, waiting, memory, GPU, age of the heartbeat."
+_ONE_BY_ONE = 40
+"""With more ranks than these the table has percentiles, and the slowest ranks."""
+_SLOWEST = 10
+_OLD = 10.0
+"""A heartbeat that is older than this, and than ten steps, is marked."""
+
+
+def _share(value: float) -> str:
+    return f"{value:.0%}"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1000:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+
+
+_COLUMNS = {
+    "samples_per_second": ("samples/s", rate),
+    "step_seconds": ("step", _time),
+    "own_seconds": ("own work", _time),
+    "data_wait": ("data wait", _share),
+    "communication": ("exposed comm.", _share),
+    "memory": ("memory", size),
+    "gpu_utilization": ("GPU", _share),
+    "gpu_memory": ("GPU memory", size),
+    "gpu_power": ("power", lambda watts: f"{watts:.0f} W"),
+    "gpu_temperature": ("temp.", lambda degrees: f"{degrees:.0f} C"),
+}
+
+
+def parser() -> FlagParser:
+    """Return the parser of the verb."""
+    parser = FlagParser(prog="phalanx top", usage="phalanx top [RUN] [--once] [--json]", description=_HELP)
+    parser.add_argument("run", nargs="?", metavar="RUN", help="a name, a tag, a folder, or last [the one that runs]")
+    parser.add_argument("--once", action="store_true", help="print the table once; also where output is not a terminal")
+    parser.add_argument("--interval", type=float, default=1.0, metavar="SECONDS", help="between two updates [1]")
+    add_json_flag(parser, "the ranks once")
+    parser.add_argument("--runs-dir", default=str(RUNS), metavar="DIR", help="the folder that holds the runs [runs]")
+    return parser
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run the verb."""
+    namespace = parser().parse_all(arguments)
+    if not namespace.interval > 0:
+        raise UsageError(f"--interval {namespace.interval:g}: give seconds above 0, such as 1")
+    stored = _choose(namespace)
+    beats = read_beats(stored.path / "logs")
+    if not beats:
+        raise UsageError(
+            f"no rank of {stored.name} has given a heartbeat (status: {stored.status})",
+            hint="It has not begun to train, or it is a loop of your own, which gives none. Its log is in "
+            f"{stored.path / 'logs'}.",
+        )
+    if namespace.json:
+        print_json(_document(stored, beats))
+    elif namespace.once or not sys.stdout.isatty():
+        print("\n".join(lines(stored, beats)))
+    else:
+        _follow(stored.path, namespace.interval)
+    return 0
+
+
+def _choose(namespace: argparse.Namespace) -> StoredRun:
+    folder = Path(namespace.runs_dir)
+    if namespace.run is not None:
+        return find_run(namespace.run, folder)
+    running = [each for each in list_runs(folder) if each.status == "running"]
+    return running[0] if running else find_run("last", folder)
+
+
+def _follow(path: Path, interval: float) -> None:
+    """Draw the table again and again until the run has ended, or Ctrl-C."""
+    from rich.live import Live
+    from rich.text import Text
+
+    with Live(auto_refresh=False, screen=True) as live:
+        shown: list[str] = []
+        try:
+            while True:
+                stored = StoredRun(path)  # a new one: it keeps what it has read
+                shown = lines(stored, read_beats(path / "logs"))
+                live.update(Text("\n".join([*shown, "", "Ctrl-C ends this display, not the run."])), refresh=True)
+                if stored.status != "running":
+                    break
+                time.sleep(interval)
+        except KeyboardInterrupt:
+            pass
+    print("\n".join(shown))
+
+
+def lines(stored: StoredRun, beats: Mapping[int, Beat], now: float | None = None) -> list[str]:
+    """Return the display as lines."""
+    now = time.time() if now is None else now
+    steps, total = max(beat.step for beat in beats.values()), stored.steps[1]
+    head = f"{stored.name}: {stored.status}, step {of_total(steps, total)}, {len(beats)} rank{'s' * (len(beats) > 1)}"
+    slowest, ratio = slowest_of(beats), slowness(beats)
+    if slowest is not None and ratio is not None:
+        head += f"; rank {slowest} is the slowest: its own work takes {ratio:.2f} times that of the others"
+    shown = _known_columns(beats)
+    if len(beats) <= _ONE_BY_ONE:
+        return [head, "", table([_header(shown), *(_row(rank, beats, shown, now) for rank in beats)])]
+    rows = [("", *(_COLUMNS[name][0] for name in shown), "heartbeat")]
+    values = {name: percentiles(getattr(beat.gauges, name) for beat in beats.values()) for name in shown}
+    ages = percentiles(now - beat.time for beat in beats.values())
+    for at, share in enumerate(PERCENTILES):
+        name = {0: "lowest", 50: "median", 100: "highest"}.get(share, f"{share}th percentile")
+        rows.append((name, *(_COLUMNS[each][1](values[each][at]) for each in shown), f"{_age(ages[at])} ago"))
+    last = [_row(rank, beats, shown, now) for rank in slowest_first(beats, _SLOWEST)]
+    return [head, "", table(rows), "", f"the {_SLOWEST} slowest:", table([_header(shown), *last])]
+
+
+def _known_columns(beats: Mapping[int, Beat]) -> list[str]:
+    return [name for name in _COLUMNS if any(not math.isnan(getattr(b.gauges, name)) for b in beats.values())]
+
+
+def _header(shown: list[str]) -> tuple[str, ...]:
+    return ("rank", "step", *(_COLUMNS[name][0] for name in shown), "heartbeat", "")
+
+
+def _row(rank: int, beats: Mapping[int, Beat], shown: list[str], now: float) -> tuple[str, ...]:
+    beat = beats[rank]
+    values = ((name, getattr(beat.gauges, name)) for name in shown)
+    cells = ("-" if math.isnan(value) else _COLUMNS[name][1](value) for name, value in values)
+    age = now - beat.time
+    marks = ["slowest"] if rank == slowest_of(beats) else []
+    usual = beat.gauges.step_seconds
+    marks += ["silent"] if age > max(_OLD, 10 * (0.0 if math.isnan(usual) else usual)) else []
+    return (str(rank), f"{beat.step:,}", *cells, f"{_age(age)} ago", ", ".join(marks))
+
+
+def _age(seconds: float) -> str:
+    return f"{max(0.0, seconds):.1f} s" if seconds < 60 else duration(seconds)
+
+
+def _document(stored: StoredRun, beats: Mapping[int, Beat]) -> dict[str, Any]:
+    now, names = time.time(), [field.name for field in dataclasses.fields(Gauges)]
+    return {
+        "run": stored.name,
+        "status": stored.status,
+        "slowest": slowest_of(beats),
+        "percentiles": {
+            name: dict(zip(map(str, PERCENTILES), found, strict=True))
+            for name in names
+            if (found := percentiles(getattr(beat.gauges, name) for beat in beats.values()))
+        },
+        "ranks": [
+            {"rank": rank, "step": beat.step, "heartbeat_age": now - beat.time, **beat.gauges.known()}
+            for rank, beat in beats.items()
+        ],
+    }

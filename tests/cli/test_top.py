@@ -1,0 +1,62 @@
+"""`phalanx top` on recorded heartbeats: few ranks, many ranks, bad input."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+from command import phalanx
+
+from phalanx.observe.heartbeat import Gauges, HeartbeatBoard
+
+
+@pytest.fixture(autouse=True)
+def _in_own_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def record(folder, ranks: int, slow: int) -> None:
+    logs = folder / "runs" / "seen" / "logs"
+    logs.mkdir(parents=True)
+    started = {"event": "run_started", "time": time.time(), "name": "seen", "total_steps": 100}
+    (logs.parent / "events.jsonl").write_text(json.dumps(started) + '\n{"event": "st')  # it is being written
+    HeartbeatBoard.create(logs / "heartbeats", ranks + 1).close()
+    for rank in range(ranks):
+        board = HeartbeatBoard(logs / "heartbeats", rank)
+        board.beat(50)
+        own = 0.3 if rank == slow else 0.1
+        board.gauge(Gauges(samples_per_second=80, step_seconds=0.4, own_seconds=own, data_wait=0.25, memory=2e9))
+        board.close()
+
+
+def test_few_ranks_are_shown_one_by_one_and_the_slowest_is_marked(tmp_path):
+    record(tmp_path, 4, slow=2)
+    lines = phalanx("top", "seen", "--once").out.splitlines()
+    assert "step 50/100, 4 ranks; rank 2 is the slowest: its own work takes 3.00 times that of the others" in lines[0]
+    assert lines[2].split()[:4] == ["rank", "step", "samples/s", "step"]
+    assert [line.split()[0] for line in lines[3:]] == ["0", "1", "2", "3"]
+    assert lines[5].rstrip().endswith("slowest")
+    assert "exposed comm." not in lines[2], "what no rank knows has no column"
+
+
+def test_ten_thousand_ranks_are_percentiles_and_the_slowest_in_a_second(tmp_path):
+    record(tmp_path, 10_000, slow=777)
+    began = time.monotonic()
+    answer = phalanx("top")
+    assert time.monotonic() - began < 10
+    assert "median" in answer.out
+    assert "99th percentile" in answer.out
+    assert len(answer.out.splitlines()) < 25
+    assert any(line.startswith("777 ") and "slowest" in line for line in answer.out.splitlines())
+
+
+def test_bad_input_is_answered(tmp_path):
+    assert "holds no runs" in phalanx("top").err
+    (tmp_path / "empty").mkdir()
+    assert "is not the folder of a run" in phalanx("top", "empty").err
+    young = tmp_path / "runs" / "young"
+    young.mkdir(parents=True)
+    (young / "events.jsonl").write_text('{"event": "phase", "time": 1, "name": "x", "state": "begin"}\n')
+    assert "no rank of young has given a heartbeat" in phalanx("top", "young").err
+    assert "--interval 0" in phalanx("top", "young", "--interval", "0").err
