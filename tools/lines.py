@@ -36,6 +36,7 @@ CAPABILITIES = {
         "torch_fakes",
     ),
     "Clusters: submit, jobs": ("submit", "cli/submit", "cli/jobs", "cli/status", "cli/logs", "cli/cancel"),
+    "Doctor": ("doctor", "cli/doctor"),
     "Failure models": ("reliability", "cli/simulate", "cli/chaos"),
     "Horovod": ("engines/horovod",),
     "Ray": ("engines/ray",),

@@ -36,6 +36,7 @@ VERBS = {
     "config": "show every setting, its value and where it comes from",
     "verify": "prove that a layout gives the same result as one process",
     "chaos": "train while ranks are killed, stopped and cut off, and report each recovery",
+    "doctor": "check GPUs, network, memory, limits and versions, of one machine or several, and say what mends them",
     "bench": "measure collectives, links, and training under gradient compression",
     "plan": "say which layout fits a model on a cluster, how fast it is, what it costs, and why",
     "simulate": "predict the effective training time of a cluster from its failure rate",

@@ -226,3 +226,17 @@ def test_a_job_that_has_ended_is_submitted_again(phalanx, hosts, tmp_path):
     events = [json.loads(line) for line in (tmp_path / "runs/again/events.jsonl").read_text().splitlines()]
     begun = [event for event in events if event["event"] == "run_started"]
     assert "step-00000040" in str(begun[-1]["resumed_from"])
+
+
+def test_doctor_checks_both_hosts_and_says_what_differs(hosts: SshHosts, phalanx):
+    ssh = f"ssh -p 2222 -i {hosts.folder / 'key'} -o UserKnownHostsFile={hosts.folder / 'known_hosts'}"
+    said = phalanx("doctor", "--hosts", f"{hosts.names[0]},{hosts.names[1]},192.0.2.7", "--ssh", ssh, "--json", code=3)
+    found = json.loads(said)
+    assert list(found) == [*hosts.names[:2], "192.0.2.7", "all hosts"]
+    (unreachable,) = found["192.0.2.7"]
+    assert unreachable["level"] == "error"
+    assert "could not be checked" in unreachable["text"]
+    assert any(result["topic"] == "memory" for result in found[hosts.names[1]])
+    assert [result["text"] for result in found["all hosts"] if result["level"] == "ok"] == [
+        "2 hosts, clocks within 1 s"
+    ]

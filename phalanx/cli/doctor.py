@@ -1,0 +1,157 @@
+"""`phalanx doctor`: what is wrong or slow on this machine, or on several, and what mends it."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from phalanx.cli.flags import FlagParser
+from phalanx.cli.json_output import add_json_flag, print_json
+from phalanx.doctor.gpus import check_gpus
+from phalanx.doctor.host import check_host
+from phalanx.doctor.hosts import ask_hosts, ask_job, compare_hosts, job_hosts
+from phalanx.doctor.network import check_network
+from phalanx.doctor.reader import HostReader
+from phalanx.doctor.result import EXIT_CODES, LEVELS, CheckResult, worst
+from phalanx.errors import UsageError
+
+_HELP = (
+    "Check GPUs, driver, network, memory, limits and versions of this machine, or of several, and say what mends each "
+    "finding. The exit code is 0 (nothing, or notes), 1 (warnings) or 3 (errors)."
+)
+_SLOW_SHARE = 0.1
+_MARKS = {"ok": "ok", "note": "note", "warning": "WARNING", "error": "ERROR"}
+
+
+def parser() -> FlagParser:
+    """Return the parser of the verb."""
+    parser = FlagParser(
+        prog="phalanx doctor", usage="phalanx doctor [--hosts A,B] [--measure] [--json]", description=_HELP
+    )
+    parser.add_argument("--hosts", metavar="A,B", help="check these hosts by ssh, and what differs between them")
+    parser.add_argument("--ssh", default="ssh", metavar="COMMAND", help="the ssh command with options [ssh]")
+    parser.add_argument(
+        "--python", default=sys.executable, metavar="PATH", help="the interpreter on the hosts [this one]"
+    )
+    parser.add_argument("--measure", action="store_true", help="also measure memory, loopback and collectives (15 s)")
+    parser.add_argument("--problems", action="store_true", help="leave out what is in order")
+    parser.add_argument(
+        "--record", metavar="FILE", help="write what the checks read, for another person ('-': print it)"
+    )
+    parser.add_argument("--replay", metavar="FILE", help="check a machine that was recorded")
+    add_json_flag(parser, "the findings")
+    return parser
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run the verb."""
+    namespace = parser().parse_all(arguments)
+    if namespace.record is not None:
+        return _record(namespace.record)
+    found = _examine(namespace)
+    results = [result for group in found.values() for result in group]
+    if namespace.json:
+        print_json({host: [dataclasses.asdict(result) for result in group] for host, group in found.items()})
+    else:
+        print("\n".join(_lines(found, problems=namespace.problems)))
+    return EXIT_CODES[worst(results)]
+
+
+def _examine(namespace: argparse.Namespace) -> dict[str, list[CheckResult]]:
+    if namespace.replay is not None:
+        machine = HostReader.load(Path(namespace.replay))
+        return {machine.fact("hostname"): list(examine(machine))}
+    hosts = _hosts(namespace.hosts)
+    in_job = job_hosts() if not hosts else []
+    if not hosts and not in_job:
+        measured = _measure() if namespace.measure else []
+        machine = HostReader()
+        return {machine.fact("hostname"): [*examine(machine), *measured]}
+    answers = ask_hosts(hosts, namespace.ssh, namespace.python) if hosts else ask_job(in_job)
+    return _examine_several(answers)
+
+
+def _hosts(given: str | None) -> list[str]:
+    hosts = [part.strip() for part in (given or "").split(",") if part.strip()]
+    if given is not None and not hosts:
+        raise UsageError(f"--hosts {given!r} names no host", hint="Write: --hosts node1,node2")
+    if len(set(hosts)) < len(hosts):
+        raise UsageError(f"--hosts {given}: a host is named twice")
+    return hosts
+
+
+def _examine_several(answers: Mapping[str, HostReader | str]) -> dict[str, list[CheckResult]]:
+    machines = {host: answer for host, answer in answers.items() if isinstance(answer, HostReader)}
+    found = {host: list(examine(machine)) for host, machine in machines.items()}
+    for host, answer in answers.items():
+        if isinstance(answer, str):
+            fix = f"ssh {host} true; phalanx must be installed there for the interpreter of --python"
+            found[host] = [CheckResult("error", "host", f"it could not be checked: {answer}", fix)]
+    return {**found, "all hosts": list(compare_hosts(machines))}
+
+
+def examine(machine: HostReader) -> Iterator[CheckResult]:
+    """Run all checks of one machine."""
+    yield from check_gpus(machine)
+    yield from check_network(machine)
+    yield from check_host(machine)
+
+
+def _measure() -> Iterator[CheckResult]:
+    """Measure an all-reduce of the ranks that fit on this machine, and compare it with what its links allow."""
+    from phalanx.bench.comm.expected import gpu_links
+    from phalanx.bench.comm.plan import BenchPlan
+    from phalanx.bench.comm.report import make_row
+    from phalanx.bench.comm.run import run_bench
+    from phalanx.host.gpus import count_gpus
+    from phalanx.launch.output import PlainConsole
+
+    gpus = count_gpus()
+    algos = ("nccl",) if gpus > 1 else ("gloo", "shm")
+    plan = BenchPlan(op="all_reduce", algos=algos, sizes=(16 << 20,), p2p=True)
+    with open(os.devnull, "w") as nowhere:
+        found = run_bench(plan, max(2, gpus), PlainConsole(out=nowhere)) or {}
+    links = [link.expected_gbs for link in gpu_links() if link.expected_gbs] if gpus > 1 else []
+    expected, what = (max(links), "link of a GPU") if links else (found["copy_gbs"], "copy by one core")
+    for row in map(make_row, found["rows"]):
+        share = row.busbw_gbs / expected if expected else 0.0
+        text = f"all_reduce of 16 MiB by {row.algo}: {row.busbw_gbs:.2f} GB/s"
+        text += f", {share:.0%} of a {what} ({expected:.1f} GB/s)"
+        slow = share < _SLOW_SHARE and row.algo != "gloo"  # which goes through the kernel's sockets
+        fix = "phalanx bench comm --link-report; other jobs on this machine; NCCL_DEBUG=INFO" if slow else ""
+        yield CheckResult("warning" if slow else "ok", "bandwidth", text, fix)
+
+
+def _record(path: str) -> int:
+    machine = HostReader()
+    for _ in examine(machine):
+        pass
+    machine.fact("time")  # last: the clock is compared with that of the host that asked
+    text = json.dumps(machine.answers, sort_keys=True)
+    if path == "-":
+        print(text)
+    else:
+        Path(path).write_text(text + "\n")
+        print(f"written: {path}; read it with: phalanx doctor --replay {path}")
+    return 0
+
+
+def _lines(found: Mapping[str, Sequence[CheckResult]], *, problems: bool) -> Iterator[str]:
+    for host, results in found.items():
+        shown = [result for result in results if not problems or result.level != "ok"]
+        if not shown and len(found) > 1:
+            continue
+        yield f"{host}:"
+        width = max((len(result.topic) for result in shown), default=0)
+        for result in sorted(shown, key=lambda each: -LEVELS.index(each.level)):
+            yield f"  {_MARKS[result.level]:<7}  {result.topic:<{width}}  {result.text}"
+            if result.fix:
+                yield f"  {'':<7}  {'':<{width}}  -> {result.fix}"
+    levels = [result.level for results in found.values() for result in results]
+    counts = [f"{levels.count(level)} {level}{'s' * (levels.count(level) != 1)}" for level in reversed(LEVELS[1:])]
+    yield ", ".join(counts)

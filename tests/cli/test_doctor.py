@@ -1,0 +1,134 @@
+"""`phalanx doctor` on recordings: a healthy machine, broken ones, clouds, several hosts; and on this machine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from command import ROOT, phalanx
+
+from phalanx.cli.doctor import examine
+from phalanx.doctor.gpus import topology
+from phalanx.doctor.hosts import compare_hosts
+from phalanx.doctor.reader import HostReader
+from phalanx.doctor.result import worst
+
+DATA = ROOT / "tests" / "data" / "doctor"
+
+
+def recorded(name: str, **changes) -> HostReader:
+    answers = json.loads((DATA / f"{name}.json").read_text())
+    return HostReader({**answers, **{key.replace("__", " "): value for key, value in changes.items()}})
+
+
+def said(machine: HostReader, level: str) -> str:
+    return "\n".join(f"{each.topic}: {each.text} -> {each.fix}" for each in examine(machine) if each.level == level)
+
+
+def test_a_healthy_machine_has_no_warnings_and_its_parts_are_named():
+    machine = recorded("dgx-h100")
+    assert worst(examine(machine)) == "note"
+    ok = said(machine, "ok")
+    for part in (
+        "8 x NVIDIA H100 80GB HBM3",
+        "all 8 GPUs are linked (NV18",
+        "mlx5_7: 400 Gb/sec",
+        "nvidia",
+        "amx_bf16",
+    ):
+        assert part in ok
+    assert "NCCL would choose RDMA (mlx5_0" in ok
+
+
+@pytest.mark.parametrize(
+    ("level", "part"),
+    [
+        ("error", "torch: torch 2.11.0+cu128 needs driver 525 or later, there is 520.61.05"),
+        ("error", "GPU 3 has 2 uncorrected memory errors"),
+        ("error", "the fabric manager does not run: CUDA fails with error 802 -> systemctl enable --now"),
+        ("error", "NCCL_SOCKET_IFNAME=eth7, and there is no card eth7: NCCL fails at its start -> export NCCL"),
+        ("error", "mlx5_2 is not active"),
+        ("error", "NCCL_IB_DISABLE=1 while RDMA devices are active"),
+        ("error", "/dev/shm: 67 MB is too small"),
+        ("error", "66 kB of memory may be locked"),
+        ("warning", "GPU 5 uses 8 of 16 PCIe lanes"),
+        ("warning", "GPU 6 is at 88 C"),
+        ("warning", "different rates (100 Gb/sec (4X EDR), 400 Gb/sec (4X NDR))"),
+        ("warning", "data stop in host memory on their way -> modprobe nvidia-peermem"),
+        ("warning", "port 29500 has a listener"),
+        ("warning", "libraries see 192: they start too many threads -> export OMP_NUM_THREADS=8"),
+        ("warning", "1024 open files"),
+        ("note", "persistence mode is off"),
+        ("note", "the own name dgx-broken leads to 127.0.1.1"),
+    ],
+)  # fmt: skip
+def test_each_fault_of_a_broken_machine_is_found_with_what_mends_it(level, part):
+    assert part in said(recorded("dgx-broken"), level)
+
+
+def test_clouds_and_boxes_have_findings_of_their_own():
+    assert "variables for EFA are not set -> phalanx train --nccl-env aws-efa" in said(recorded("p5-efa"), "note")
+    without = recorded("p5-efa", **{"folder__/opt/amazon/ofi-nccl": []})
+    assert "EFA cards without the aws-ofi-nccl plugin" in said(without, "error")
+    assert "built without CUDA" in said(recorded("a3-gcp"), "error")
+    assert "gVNIC limits each TCP flow" in said(recorded("a3-gcp"), "note")
+    pairs = said(recorded("a6000-pairs"), "warning")
+    assert "2 by NV4 (NV4), 4 by the link between CPUs (SYS)" in pairs
+    assert "1 pairs of GPUs have no peer access" in pairs
+    assert "CUDA_VISIBLE_DEVICES='0,1': 2 of 4" in said(recorded("a6000-pairs"), "note")
+
+
+def test_a_cpu_without_bf16_is_a_warning_where_there_are_no_gpus():
+    slow = {"file__/proc/cpuinfo": "Features\t: fp asimd", "folder__/proc/driver/nvidia/gpus": []}
+    assert "60 times slower" in said(recorded("dgx-h100", **slow), "warning")
+    assert "60 times slower" not in said(recorded("dgx-h100"), "warning")
+
+
+def test_the_topology_is_read_as_nvidia_smi_prints_it():
+    text = (DATA / "a6000-pairs.json").read_text()
+    pairs = topology(json.loads(text)["command nvidia-smi topo -m"])
+    assert pairs == {(0, 1): "NV4", (0, 2): "SYS", (0, 3): "SYS", (1, 2): "SYS", (1, 3): "SYS", (2, 3): "NV4"}
+    assert topology("no such command") == {}
+
+
+def test_hosts_that_differ_are_named():
+    usual = recorded("dgx-h100")
+    versions = {**usual.fact("versions"), "torch": "2.12.0+cu128", "kernel": "6.1"}
+    odd = recorded("dgx-h100", fact__versions=versions, clock__offset=-7.5, fact__architecture="aarch64")
+    results = list(compare_hosts({"a": usual, "b": recorded("dgx-h100"), "c": odd}))
+    text = "\n".join(f"{each.level} {each.text}" for each in results)
+    assert "error torch differs: c has 2.12.0+cu128; the others 2.11.0+cu128" in text
+    assert "note kernel differs" in text
+    assert "error architecture differs: c has aarch64" in text
+    assert "warning clocks differ from this machine's: c by -7.5 s" in text
+    assert list(compare_hosts({"a": usual})) == []
+
+
+def test_this_machine_is_recorded_and_replayed_alike(tmp_path, monkeypatch):
+    monkeypatch.setenv("NCCL_FAKE_TOKEN", "hidden")
+    path = tmp_path / "here.json"
+    assert phalanx("doctor", "--record", path).code == 0
+    assert "hidden" not in path.read_text()
+    answer = phalanx("doctor", "--replay", path, "--json")
+    assert answer.code in (0, 1, 3)
+    (results,) = json.loads(answer.out).values()
+    assert {"GPUs", "CPU", "cores", "memory"} <= {each["topic"] for each in results}
+    assert "errors," in phalanx("doctor", "--problems").out or "error," in phalanx("doctor", "--problems").out
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (("--replay", "missing.json"), "missing.json cannot be read"),
+        (("--replay", "other.json"), "other.json is not a recording of a machine"),
+        (("--hosts", ","), "names no host"),
+        (("--hosts", "a,a"), "a host is named twice"),
+    ],
+)
+def test_bad_input_is_answered(tmp_path, monkeypatch, words, error):
+    monkeypatch.chdir(tmp_path)
+    Path("other.json").write_text("{}")
+    answer = phalanx("doctor", *words)
+    assert answer.code == 2
+    assert error in answer.err
