@@ -21,6 +21,7 @@ VERBS = {
     "scale": "change the number of ranks of a run in progress",
     "runs": "list, show, compare, tag and remove past runs",
     "report": "show where the time of a run went: productive, waiting, stalled, lost",
+    "trace": "show where the time of profiled steps went, on each rank, and what limits the speed",
     "evaluate": "measure a trained model on data",
     "predict": "write a trained model's outputs for data, or continue a text",
     "export": "write a trained model as safetensors, Hugging Face folder, ONNX or TorchScript",

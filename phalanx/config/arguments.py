@@ -118,6 +118,7 @@ class CommonSettings(TypedDict, total=False):
     wandb: bool | str
     sinks: str | None
     reference_throughput: float | None
+    profile: bool | str
     log_every_n_steps: int
     progress: bool
     verbosity: Literal["quiet", "normal", "verbose"]

@@ -70,6 +70,11 @@ class Monitoring:
     reference_throughput: float | None = option(
         None, "samples per second of one rank, as measured: the speedup of the run against it is reported", above=0
     )
+    profile: bool | str = option(
+        False,
+        "record a trace of some steps for `phalanx trace`: 'steps=10:15 ranks=0,3' (default: steps 3 to 5 of all "
+        "ranks); memory: allocations too; nvtx: ranges for nsys during the whole run",
+    )
     log_every_n_steps: int = option(10, "read losses and report every this many steps", minimum=1)
     progress: bool = option(True, "show the progress bar or lines")
     verbosity: str = option(

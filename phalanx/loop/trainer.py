@@ -89,6 +89,8 @@ class TrainLoop:
         self.checks = RankChecks(formation, self.model, events.emit)
         self.restore: Callable[[], dict[str, Any] | None] = self.saving.restore
         """Restores an earlier state, if any; an elastic run replaces it by one that restores from memory."""
+        self.before_end: Callable[[], None] | None = None
+        """Called on all ranks after the last step, before the end of the run is reported."""
         self.before_stop: Callable[[], None] | None = None
         """Called when all ranks have agreed to stop, before saving; it may raise instead."""
         self.reseed = formation.reseed if self.config.fixed_order else None
@@ -308,6 +310,8 @@ class TrainLoop:
         if self.formation.average is not None:  # the result of the run
             self.formation.average.swap()
             self.formation.average = None
+        if self.before_end is not None:
+            self.before_end()
         self._report_end(self._status, self._reason)
         self.hooks.fire("on_fit_end", self)
 

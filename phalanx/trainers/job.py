@@ -22,6 +22,7 @@ from phalanx.loop.evaluate import evaluate, predict
 from phalanx.loop.faults import FaultPlan
 from phalanx.loop.formation import Formation
 from phalanx.loop.optimizer_binding import OwnSchedule, scheduler_state
+from phalanx.loop.profiling import StepProfile
 from phalanx.loop.recover import Survivor, run_recovering
 from phalanx.loop.task import TrainTask
 from phalanx.loop.trainer import TrainLoop
@@ -125,12 +126,16 @@ def _fit(formation: Formation, job: Job, survivor: Survivor | None) -> JobResult
             record = RunRecord.of_this_process(job.config.given())
             record.begin(run_dir, resumes=bool(job.config.resume_from_checkpoint))
     events = open_events(job.config, formation.world, run_dir)
+    profile = None
     try:
         loop = TrainLoop(formation, job.task, events, run_dir)
         if (board := events.find(TensorBoardSink)) is not None and (every := job.config.tensorboard_histograms):
             loop.hooks.add(HistogramCallback(board, every))
         if (plan := FaultPlan.from_environment()) is not None:
             loop.hooks.add(plan)
+        if (profile := StepProfile.wanted(formation, run_dir)) is not None:
+            loop.hooks.add(profile)
+            loop.before_end = profile.publish
         for engine in engines_here():
             for callback in engine.callbacks():
                 loop.hooks.add(callback)
@@ -140,6 +145,8 @@ def _fit(formation: Formation, job: Job, survivor: Survivor | None) -> JobResult
             _note_failure(job, run_dir, error)
         raise
     finally:
+        if profile is not None:
+            profile.close()
         events.close()
     own = loop.schedule.scheduler if isinstance(loop.schedule, OwnSchedule) else None
     return JobResult(history=history, scheduler_state=None if own is None else scheduler_state(own))

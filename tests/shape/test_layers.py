@@ -27,6 +27,7 @@ LAYERS = {
     "plan": 3,
     "comm": 3,
     "submit": 4,
+    "trace": 4,
     "runs": 4,
     "strategies": 4,
     "checkpoint": 4,
