@@ -53,7 +53,9 @@ class FlagParser(argparse.ArgumentParser):
         """Raise what argparse would print."""
         raise UsageError(message, hint=f"See {self.prog} --help")
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> tuple[argparse.Namespace, list[str]]:
         """Parse as argparse does; words of --profile may stand one by one: `--profile steps=10:15 ranks=0,3`."""
         words = list(sys.argv[1:] if args is None else args)
         for place in reversed([place for place, word in enumerate(words) if word == "--profile"]):
@@ -61,8 +63,7 @@ class FlagParser(argparse.ArgumentParser):
             while end < len(words) and is_profile_word(words[end]):
                 end += 1
             words[place + 1 : end] = [" ".join(words[place + 1 : end])] if end > place + 1 else []
-        parsed: tuple[Any, list[str]] = super().parse_known_args(words, namespace)
-        return parsed
+        return super().parse_known_args(words, namespace)
 
     def parse_all(self, arguments: Sequence[str]) -> argparse.Namespace:
         """Parse, and name every unknown flag with the nearest known one."""

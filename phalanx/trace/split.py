@@ -94,8 +94,8 @@ class Analysis:
             by_rank: dict[int, list[float]] = defaultdict(list)
             for split in self.splits:
                 by_rank[split.rank].append(split.work.get(phase, 0.0))
-            means = {each: statistics.fmean(values) for each, values in by_rank.items()}
-            extra[phase] = means.pop(rank) - statistics.median(means.values())
+            usual = {each: statistics.median(values) for each, values in by_rank.items()}
+            extra[phase] = usual.pop(rank) - statistics.median(usual.values())
         phase = max(extra, key=lambda name: extra[name])
         return phase, extra[phase]
 

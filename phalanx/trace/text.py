@@ -61,7 +61,7 @@ def document(found: Analysis, folder: Path) -> dict[str, Any]:
         "critical_path_seconds": found.path_seconds,
         "overlap": _overlap(found),
         "waits": found.waits,
-        "straggler": None if slow is None else {"rank": slow[0], "seconds": slow[1]},
+        "straggler": None if slow is None else slow._asdict(),
         "operations": {each.rank: _top(each.operations) for each in found.timelines},
         "modules": {each.rank: _top(each.modules) for each in found.timelines},
         "memory": {each.rank: owners._asdict() for each in found.timelines if (owners := _owners(each, folder))},

@@ -38,18 +38,26 @@ def what_if(found: Analysis) -> list[WhatIf]:
         ),
     ]
     if (slow := straggler(found)) is not None:
-        rank, waited = slow
-        formula = f"step - wait for rank {rank} = {_ms(step)} - {_ms(waited)}"
-        changes.append(WhatIf("no straggler", step - waited, formula))
+        formula = f"step - wait for rank {slow.rank} = {_ms(step)} - {_ms(slow.seconds)}"
+        changes.append(WhatIf("no straggler", step - slow.seconds, formula))
     return changes
 
 
-def straggler(found: Analysis) -> tuple[int, float] | None:
-    """Return the rank that the others wait for most, and for how long per step; None where that is little."""
+class Straggler(NamedTuple):
+    """A rank that the others wait for, the seconds per step, and the phase in which it works longer, by how much."""
+
+    rank: int
+    seconds: float
+    phase: str
+    extra_seconds: float
+
+
+def straggler(found: Analysis) -> Straggler | None:
+    """Return the rank that the others wait for most; None where that is little."""
     rank, waited = max(found.waits.items(), key=lambda item: item[1], default=(0, 0.0))
     back = max((seconds for other, seconds in found.waits.items() if other != rank), default=0.0)
     net = waited - back  # ranks that wait for each other in turn are not slow
-    return (rank, net) if net > _CLEAR * found.step_seconds else None
+    return Straggler(rank, net, *found.extra_work(rank)) if net > _CLEAR * found.step_seconds else None
 
 
 def verdict(found: Analysis) -> str:
@@ -59,8 +67,8 @@ def verdict(found: Analysis) -> str:
     slow = straggler(found)
     candidates = {name: shares[name] for name in ("data", "exposed", "checkpoint", "idle") if shares[name] > _CLEAR}
     if slow is not None:
-        candidates["straggler"] = slow[1] / step
-        if _phase_of(found, slow[0]) == "data":  # it is counted as the straggler's, not as everyone's
+        candidates["straggler"] = slow.seconds / step
+        if slow.phase == "data":  # it is counted as the straggler's, not as everyone's
             candidates.pop("data", None)
         candidates.pop("idle", None)
     if not candidates or max(candidates.values()) < (shares["compute"] + shares["hidden"]) / 3:
@@ -68,7 +76,7 @@ def verdict(found: Analysis) -> str:
     worst = max(candidates, key=lambda name: candidates[name])
     share = f"{candidates[worst]:.0%} of the step"
     if worst == "straggler" and slow is not None:
-        return _straggler_bound(found, slow[0], share)
+        return _straggler_bound(found, slow, share)
     return {"data": _data_bound, "exposed": _network_bound, "checkpoint": _saving_bound, "idle": _host_bound}[worst](
         found, share
     )
@@ -139,16 +147,11 @@ def _host_bound(found: Analysis, share: str) -> str:
     return f"host-bound: in {share} no operation runs. {advice}."
 
 
-def _phase_of(found: Analysis, rank: int) -> str:
-    return found.extra_work(rank)[0]
-
-
-def _straggler_bound(found: Analysis, rank: int, share: str) -> str:
-    phase, extra = found.extra_work(rank)
-    host = next(timeline.meta["host"] for timeline in found.timelines if timeline.rank == rank)
-    where = f"its {phase} phase takes {_ms(extra)} longer than that of the others"
-    advice = "look at its data" if phase == "data" else "look at that machine (`phalanx doctor`)"
-    return f"straggler-bound: for {share} the other ranks wait for rank {rank} on {host}: {where}. Straggler: {advice}."
+def _straggler_bound(found: Analysis, slow: Straggler, share: str) -> str:
+    host = next(timeline.meta["host"] for timeline in found.timelines if timeline.rank == slow.rank)
+    where = f"its {slow.phase} phase takes {_ms(slow.extra_seconds)} longer than that of the others"
+    advice = "look at its data" if slow.phase == "data" else "compare that machine with the others (`phalanx doctor`)"
+    return f"straggler-bound: for {share} the other ranks wait for rank {slow.rank} on {host}; {where}: {advice}."
 
 
 def _compute_bound(found: Analysis, shares: dict[str, float]) -> str:
