@@ -322,3 +322,58 @@ def test_words_of_the_setting(text, wanted):
 def test_wrong_words_say_what_to_write(text, said):
     with pytest.raises(ValueError, match=said):
         parse_profile(text)
+
+
+def test_traces_of_machines_that_share_no_folder_are_sent_to_rank_0(tmp_path, monkeypatch):
+    from types import SimpleNamespace
+
+    import torch
+
+    from phalanx.loop import profiling
+
+    monkeypatch.setattr(profiling, "_CHUNK", 100)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    stores = [store, *(dist.TCPStore("127.0.0.1", store.port, is_master=False) for _ in range(2))]
+    profiles = []
+    for rank in range(3):
+        env = SimpleNamespace(on_one_machine=False)
+        world = SimpleNamespace(rank=rank, world_size=3, is_main=rank == 0, store=stores[rank], env=env)
+        formation = SimpleNamespace(world=world, rank=rank, is_main=rank == 0, device=torch.device("cpu"))
+        run_dir = tmp_path / ("here" if rank != 2 else "elsewhere")
+        profiles.append(profiling.StepProfile(Profiling(3, 5), formation, run_dir))
+        run_dir.mkdir(exist_ok=True)
+        Recorded(rank).write(run_dir / "profile")
+    threads = [threading.Thread(target=profile._collect) for profile in profiles]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=20)
+    here, elsewhere = (tmp_path / name / "profile/rank-2.json.gz" for name in ("here", "elsewhere"))
+    assert here.read_bytes() == elsewhere.read_bytes()
+    assert [file.rank for file in read.find_files(here.parent)] == [0, 1, 2]
+
+
+def test_ranges_of_phases_end_where_the_next_begins():
+    from contextlib import contextmanager
+
+    from phalanx.loop.phases import StepPhases
+    from phalanx.loop.profiling import PhaseRanges, under_nsys
+
+    seen = []
+
+    @contextmanager
+    def push_and_pop(name: str):
+        seen.append(f"+{name}")
+        yield
+        seen.append(f"-{name}")
+
+    ranges, phases = PhaseRanges(push_and_pop), StepPhases()
+    phases.on_enter = ranges.enter
+    phases.enter("data")
+    phases.enter("forward")
+    phases.mark("checkpoint")
+    phases.mark(phases.current)
+    ranges.leave()
+    assert seen == ["+data", "-data", "+forward", "-forward", "+checkpoint", "-checkpoint", "+forward", "-forward"]
+    assert under_nsys({"NSYS_PROFILING_SESSION_ID": "1"})
+    assert not under_nsys({})
