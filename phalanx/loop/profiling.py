@@ -169,6 +169,8 @@ class StepProfile(Callback):
         """Begin the range of a phase; with the first data of a step also that of the step."""
         if name == "data" and self._next != self._shown:
             self._shown = self._next
+            if self._records and self._formation.device.type == "cuda":
+                torch.cuda.synchronize()  # the kernels of a step belong to it, also where the host is ahead
             self._phases.leave()
             self._steps.leave()
             if self._next > self._plan.last:
