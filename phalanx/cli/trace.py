@@ -11,6 +11,7 @@ from phalanx.errors import UsageError
 from phalanx.runs.stored import RUNS, StoredRun, find_run
 from phalanx.trace.merge import MERGED, merge
 from phalanx.trace.split import Analysis, analyse
+from phalanx.trace.svg import draw
 from phalanx.trace.text import document, lines
 
 _HELP = "Show where the time of the steps went that --profile has recorded, on each rank, and what limits the speed."
@@ -18,9 +19,12 @@ _HELP = "Show where the time of the steps went that --profile has recorded, on e
 
 def parser() -> FlagParser:
     """Return the parser of the verb."""
-    parser = FlagParser(prog="phalanx trace", usage="phalanx trace RUN [--rank N] [--json]", description=_HELP)
+    parser = FlagParser(
+        prog="phalanx trace", usage="phalanx trace RUN [--rank N] [--svg FILE] [--json]", description=_HELP
+    )
     parser.add_argument("run", metavar="RUN", help="a name, the beginning of one, a tag, a folder, or last")
     parser.add_argument("--rank", type=int, metavar="N", help="show the steps of this rank one by one")
+    parser.add_argument("--svg", metavar="FILE", help="draw the first steps of all ranks into this file")
     add_json_flag(parser, "the analysis")
     parser.add_argument("--runs-dir", default=str(RUNS), metavar="DIR", help="the folder that holds the runs [runs]")
     return parser
@@ -38,6 +42,8 @@ def run(arguments: Sequence[str]) -> int:
     merged = folder / MERGED
     if not merged.exists() or merged.stat().st_mtime < max(path.stat().st_mtime for path in traces):
         merge(folder, found)
+    if namespace.svg:
+        Path(namespace.svg).write_text(draw(found), encoding="utf-8")
     if namespace.json:
         print_json({"run": stored.name, "trace": str(merged), **document(found, folder)})
         return 0

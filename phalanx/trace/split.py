@@ -79,13 +79,13 @@ class Analysis:
 
     @property
     def waits(self) -> dict[int, float]:
-        """By rank: the mean seconds per step that each of the others waited for it."""
-        sums: dict[int, float] = defaultdict(float)
-        for split in self.splits:
-            for rank, seconds in split.waited_for.items():
-                sums[rank] += seconds
-        waiting = len(self.timelines) - 1
-        return {rank: value / len(self.paths) / waiting for rank, value in sums.items()} if waiting else {}
+        """By rank: the seconds that each of the others waited for it in a usual step (the median), on average."""
+        found: dict[int, list[float]] = defaultdict(list)
+        for waiting in (timeline.rank for timeline in self.timelines):
+            own = [split.waited_for for split in self.splits if split.rank == waiting]
+            for rank in {rank for waited in own for rank in waited}:
+                found[rank].append(statistics.median(waited.get(rank, 0.0) for waited in own))
+        return {rank: sum(values) / (len(self.timelines) - 1) for rank, values in found.items()}
 
     def extra_work(self, rank: int) -> tuple[str, float]:
         """Return the phase in which a rank works longer than the median of the others, and by how many seconds."""

@@ -35,11 +35,11 @@ def lines(found: Analysis, rank: int | None, folder: Path) -> list[str]:
         *_straggler_lines(found),
         "",
         f"operations of rank {shown.rank} that took longest, per step (without what they call)",
-        _usage_table(shown.operations, found),
+        _usage_table(shown.operations, found, "calls"),
     ]
     if shown.modules:
         title = f"modules of rank {shown.rank} that took longest, forward and backward, per step"
-        parts += ["", title, _usage_table(shown.modules, found)]
+        parts += ["", title, _usage_table(shown.modules, found, "operations")]
     parts += _memory_lines(shown, folder)
     rows = [("what would change if, at best", "step", "gain", "")]
     for each in what_if(found):
@@ -134,9 +134,9 @@ def _top(usages: dict[str, Usage]) -> list[dict[str, Any]]:
     return [{"name": name, **usage._asdict()} for name, usage in ranked]
 
 
-def _usage_table(usages: dict[str, Usage], found: Analysis) -> str:
+def _usage_table(usages: dict[str, Usage], found: Analysis, counted: str) -> str:
     count = len(found.steps)
-    rows = [("name", "ms", "calls")]
+    rows = [("name", "ms", counted)]
     rows += [
         (each["name"][:70], f"{each['seconds'] / count * 1e3:.3f}", f"{each['calls'] / count:.0f}")
         for each in _top(usages)
