@@ -62,7 +62,7 @@ class FlagParser(argparse.ArgumentParser):
             end = place + 1
             while end < len(words) and is_profile_word(words[end]):
                 end += 1
-            words[place + 1 : end] = [" ".join(words[place + 1 : end])] if end > place + 1 else []
+            words[place:end] = [f"--profile={' '.join(words[place + 1 : end]) or 'true'}"]
         return super().parse_known_args(words, namespace)
 
     def parse_all(self, arguments: Sequence[str]) -> argparse.Namespace:

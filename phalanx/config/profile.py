@@ -32,7 +32,7 @@ class Profiling(NamedTuple):
 
 def is_profile_word(text: str) -> bool:
     """Whether an argument of a command line belongs to the --profile before it."""
-    return text in _FLAGS or bool(re.match(r"[a-z_]+=", text))
+    return text in (*_FLAGS, "true", "false") or bool(re.match(r"[a-z_]+=|[^ ]+ ", text))
 
 
 def parse_profile(given: bool | str) -> Profiling | None:

@@ -26,7 +26,7 @@ from torch import nn
 from phalanx import torch_compat
 from phalanx.comm.comm_thread import mark_jobs
 from phalanx.config.profile import Profiling
-from phalanx.errors import UsageError
+from phalanx.errors import PhalanxError, UsageError
 from phalanx.host.files import replace_file, replacing
 from phalanx.loop.hooks import Callback, StepInfo
 from phalanx.world.clock import ClockReading, answer_clocks, compare_clock
@@ -145,16 +145,21 @@ class StepProfile(Callback):
         self._recording = True
         self._compare_clocks("begin")
         self._formation.phases.on_enter = self._enter
-        if not self._records:
-            return
-        self._folder.mkdir(parents=True, exist_ok=True)
+        if self._records and torch_compat.is_profiling():
+            self._records = False
+            self._loop.report.say("nothing is recorded for `profile`: another torch.profiler is active here", "warning")
+        if self._records:
+            self._start()
+
+    def _start(self) -> None:
         activities, on_gpu = [torch.profiler.ProfilerActivity.CPU], self._formation.device.type == "cuda"
         if on_gpu:
             activities.append(torch.profiler.ProfilerActivity.CUDA)
         if on_gpu and self._plan.memory:
             torch_compat.record_allocations(_ALLOCATIONS)
         in_trace = self._plan.memory and not on_gpu
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it prints when it starts and stops
+        if self._world.is_launched:
+            os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it prints when it starts and stops
         self._profiler = torch.profiler.profile(
             activities=activities,
             profile_memory=in_trace,
@@ -217,11 +222,20 @@ class StepProfile(Callback):
         profiler, self._profiler = self._profiler, None
         profiler.add_metadata_json("phalanx", json.dumps(self._metadata()))
         profiler.stop()
+        try:
+            self._write(profiler)
+        except OSError as error:  # a full disk does not end the training
+            self._loop.report.say(f"the profile of rank {self._world.rank} was not written: {error}", "warning")
+
+    def _write(self, profiler: Any) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
         target, raw = self._path(self._world.rank), self._folder / f".rank-{self._world.rank}.json"
-        profiler.export_chrome_trace(str(raw))
-        with raw.open("rb") as source, replacing(target) as file, gzip.open(file, "wb", compresslevel=3) as packed:
-            shutil.copyfileobj(source, packed)
-        raw.unlink()
+        try:
+            profiler.export_chrome_trace(str(raw))
+            with raw.open("rb") as source, replacing(target) as file, gzip.open(file, "wb", compresslevel=3) as packed:
+                shutil.copyfileobj(source, packed)
+        finally:
+            raw.unlink(missing_ok=True)
         if self._plan.memory and self._formation.device.type == "cuda":
             self._write_allocations()
 
@@ -274,7 +288,7 @@ class StepProfile(Callback):
             self._clocks.append(ClockReading(0, 0, 0))
         elif world.is_main:
             self._clocks.append(answer_clocks(world.store, key, self._others()))
-        elif self._records:
+        elif self._plan.covers(world.rank):
             self._clocks.append(compare_clock(world.store, key, world.rank))
 
     def _others(self) -> list[int]:
@@ -299,25 +313,31 @@ class StepProfile(Callback):
 
         run_dir = self._folder.parent
         name = run_dir.name if run_dir.parent.resolve() == Path("runs").resolve() else str(run_dir)
-        self._loop.report.say(f"profile: {conclude(self._folder)}")
-        self._loop.report.next_commands.append(f"phalanx trace {shlex.quote(name)}")
+        try:
+            self._loop.report.say(f"profile: {conclude(self._folder)}")
+        except (PhalanxError, OSError) as error:  # the training itself has succeeded
+            self._loop.report.say(f"the profile was not analysed: {error}", "warning")
+        else:
+            self._loop.report.next_commands.append(f"phalanx trace {shlex.quote(name)}")
 
     def _collect(self) -> None:
         """Send the main rank the traces that it does not find in the run's folder: machines may not share it."""
         store, rank = self._world.store, self._world.rank
         assert store is not None
-        if self._records and rank:
-            store.set(f"profile/size/{rank}", str(self._path(rank).stat().st_size))
+        if self._plan.covers(rank) and rank:
+            store.set(f"profile/size/{rank}", str(self._path(rank).stat().st_size if self._path(rank).exists() else 0))
         if self._formation.is_main:
             sizes = {other: int(store.get(f"profile/size/{other}")) for other in self._others()}
             found = {other: self._path(other) for other in sizes}
-            missing = [r for r, path in found.items() if not path.exists() or path.stat().st_size != sizes[r]]
+            missing = [
+                r for r, path in found.items() if sizes[r] and not (path.exists() and path.stat().st_size == sizes[r])
+            ]
             store.set("profile/missing", json.dumps(missing))
             self._folder.mkdir(parents=True, exist_ok=True)
             for other in missing:
                 keys = [f"profile/{other}/{begin}" for begin in range(0, sizes[other], _CHUNK)]
                 replace_file(self._path(other), b"".join(store.get(key) for key in keys))
-        elif self._records and rank in json.loads(store.get("profile/missing")):
+        elif self._plan.covers(rank) and rank in json.loads(store.get("profile/missing")):
             content = self._path(rank).read_bytes()
             for begin in range(0, len(content), _CHUNK):
                 store.set(f"profile/{rank}/{begin}", content[begin : begin + _CHUNK])  # type: ignore[arg-type]  # it takes bytes

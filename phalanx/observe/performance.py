@@ -72,7 +72,7 @@ class PerformanceMonitor:
         }
 
     def __str__(self) -> str:
-        rows = [("timer", "count", "total s", "mean ms", "median ms", "p95 ms", "max ms")]
+        rows: list[tuple[str, ...]] = [("timer", "count", "total s", "mean ms", "median ms", "p95 ms", "max ms")]
         for name, row in self.summary().items():
             values = [f"{row[key] * 1e3:.2f}" for key in ("mean", "median", "p95", "max")]
             rows.append((name, str(row["count"]), f"{row['total']:.3f}", *values))

@@ -13,7 +13,7 @@ from command import phalanx, write_script
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from phalanx import PyTorchDDPTrainer
+from phalanx import PyTorchDDPTrainer, StepInfo, torch_compat
 
 SCRIPT = """
 import os, time
@@ -191,3 +191,35 @@ def test_a_profiler_around_fit_does_not_see_the_ranks():
         pytest.warns(UserWarning, match=r"2 ranks that train are other processes.*profile='steps=10:15'"),
     ):
         trainer.fit(data)
+
+
+def alone(**settings: object) -> PyTorchDDPTrainer:
+    return PyTorchDDPTrainer(
+        nn.Linear(4, 1), batch_size=4, max_steps=4, num_workers=1, device="cpu", run_dir="run", **settings
+    )
+
+
+def test_another_profiler_in_the_same_process_is_left_alone(capsys):
+    data = TensorDataset(torch.randn(32, 4), torch.randn(32, 1))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as other:
+        alone().fit(data, profile="steps=2:3")
+    assert any(event.key == "Optimizer.step#AdamW.step" for event in other.key_averages())
+    shown = capsys.readouterr()
+    assert "another torch.profiler is active here" in shown.out + shown.err
+    assert not Path("run/profile").exists()
+
+
+def test_a_run_that_fails_while_it_records_leaves_no_profiler_behind():
+    data = TensorDataset(torch.randn(32, 4), torch.randn(32, 1))
+
+    def fail(info: StepInfo) -> None:
+        if info.step == 3:
+            raise ZeroDivisionError("on purpose")
+
+    with pytest.raises(ZeroDivisionError):
+        alone(callbacks=[fail]).fit(data, profile="steps=2:4")
+    assert not torch_compat.is_profiling()
+    assert not nn.modules.module._global_forward_hooks
+    assert "ended before it was complete, at step" in phalanx("trace", "run").err
+    alone().fit(data, profile="steps=2:3", run_dir="again")
+    assert phalanx("trace", "again").code == 0
