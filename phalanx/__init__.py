@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from phalanx.models.lora import lora, merge_lora, remove_lora, unmerge_lora
     from phalanx.models.lora.files import load_adapter, save_adapter
     from phalanx.observe.history import History
+    from phalanx.observe.performance import PerformanceMonitor
     from phalanx.trainers.saved_run import load_run
     from phalanx.trainers.torch import PyTorchDDPTrainer
     from phalanx.tune.tuner import DistributedTuner
@@ -35,6 +36,7 @@ _HOMES = {
     "Formation": "phalanx.loop.formation",
     "History": "phalanx.observe.history",
     "HorovodTrainer": "phalanx.engines.horovod.trainer",
+    "PerformanceMonitor": "phalanx.observe.performance",
     "PhalanxError": "phalanx.errors",
     "PyTorchDDPTrainer": "phalanx.trainers.torch",
     "RayTrainer": "phalanx.engines.ray.trainer",
@@ -58,6 +60,7 @@ __all__ = [
     "Formation",
     "History",
     "HorovodTrainer",
+    "PerformanceMonitor",
     "PhalanxError",
     "PyTorchDDPTrainer",
     "RayTrainer",

@@ -54,6 +54,10 @@ PRIVATE = {
     "torch.utils.data._utils.worker:_worker_info": "iterable data sets with worker processes",
     "torch.utils.data.dataloader:_MultiProcessingDataLoaderIter._shutdown_workers": "stopping DataLoader workers",
     "torch.distributed.elastic.rendezvous.utils:_matches_machine_hostname": "several nodes",
+    "torch.profiler:_ExperimentalConfig": "profile",
+    "torch.autograd:_profiler_enabled": "the warning about a profiler around fit()",
+    "torch.cuda.memory:_record_memory_history": "profile = 'memory' on CUDA",
+    "torch.cuda.memory:_snapshot": "profile = 'memory' on CUDA",
     "torch._subclasses.fake_tensor:FakeTensorMode": "phalanx plan --dry-run",
     "torch._subclasses.fake_tensor:unset_fake_temporarily": "phalanx plan --dry-run",
     "torch.testing._internal.distributed.fake_pg:FakeStore": "phalanx plan --dry-run",
@@ -330,6 +334,37 @@ def flash_cuda_backward(
 def cuda_runtime() -> Any:
     """Return the CUDA runtime's functions, to page-lock memory that torch has not allocated."""
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
+# profiling
+
+
+def profiler_config(*, all_threads: bool) -> Any:
+    """Return settings of the profiler: `all_threads` records those that communicate, too, but no allocations."""
+    kind = torch.profiler._ExperimentalConfig
+    try:
+        return kind(profile_all_threads=all_threads, trace_only=True)  # no Python object per event
+    except TypeError:  # before torch 2.13
+        return kind(profile_all_threads=all_threads)
+
+
+def is_profiling() -> bool:
+    """Whether a profiler of torch records this thread."""
+    return bool(torch.autograd._profiler_enabled())
+
+
+def record_allocations(entries: int | None) -> None:
+    """Record the last allocations on CUDA devices, so many, with their Python stacks; None: stop."""
+    if entries is None:
+        torch.cuda.memory._record_memory_history(enabled=None)
+    else:
+        torch.cuda.memory._record_memory_history(max_entries=entries, stacks="python")
+
+
+def allocations() -> dict[str, Any]:
+    """Return what `record_allocations` has recorded: the segments of memory, and the history of each device."""
+    found: dict[str, Any] = torch.cuda.memory._snapshot()
+    return found
 
 
 # tensors without values

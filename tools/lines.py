@@ -22,6 +22,7 @@ CAPABILITIES = {
     "Data": ("data",),
     "Models, Hugging Face, LoRA": ("models",),
     "Events, console, TensorBoard, MLflow": ("observe",),
+    "Profiles: record, merge, analyse": ("trace", "cli/trace", "loop/profiling", "config/profile", "world/clock"),
     "phalanx verify": ("verification", "cli/verify"),
     "Tuning": ("tune", "engines/ray/tune", "cli/tune"),
     "Planner, dry run, calibration": (

@@ -22,6 +22,7 @@ VERBS = {
     "runs": "list, show, compare, tag and remove past runs",
     "top": "show the ranks of a run while it trains: speed, waiting, memory, the slowest",
     "report": "show where the time of a run went: productive, waiting, stalled, lost",
+    "trace": "show where the time of profiled steps went, on each rank, and what limits the speed",
     "evaluate": "measure a trained model on data",
     "predict": "write a trained model's outputs for data, or continue a text",
     "export": "write a trained model as safetensors, Hugging Face folder, ONNX or TorchScript",

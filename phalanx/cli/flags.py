@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import re
 import shlex
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from phalanx.cli.help import HelpAction, HelpFormatter, ValueAction, format_part
 from phalanx.config import FIELDS, GROUPS, Resolved, parse_text, resolve
 from phalanx.config.meanings import like_flag
 from phalanx.config.option import kinds
+from phalanx.config.profile import is_profile_word
 from phalanx.errors import UsageError
 from phalanx.recipes import Recipe, load_recipe, recipe_names
 from phalanx.recipes.recipe import read_changes
@@ -50,6 +52,18 @@ class FlagParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise what argparse would print."""
         raise UsageError(message, hint=f"See {self.prog} --help")
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """Parse as argparse does; words of --profile may stand one by one: `--profile steps=10:15 ranks=0,3`."""
+        words = list(sys.argv[1:] if args is None else args)
+        for place in reversed([place for place, word in enumerate(words) if word == "--profile"]):
+            end = place + 1
+            while end < len(words) and is_profile_word(words[end]):
+                end += 1
+            words[place:end] = [f"--profile={' '.join(words[place + 1 : end]) or 'true'}"]
+        return super().parse_known_args(words, namespace)
 
     def parse_all(self, arguments: Sequence[str]) -> argparse.Namespace:
         """Parse, and name every unknown flag with the nearest known one."""

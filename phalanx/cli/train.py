@@ -213,6 +213,8 @@ def _launch(
         try:  # the console of a script shows its output only
             run_on_ranks(spec, config, waiting="" if recipe is None else layout.starting)
             outcome = "finished"
+            if config.profiling and config.profiling.last and not any((run_dir / "profile").glob("rank-*.json.gz")):
+                say_to_user("no profile was recorded: a script must train with a trainer of Phalanx for --profile.")
         except PhalanxError as error:
             outcome = "preempted" if isinstance(error, PreemptedError) else outcome
             if isinstance(error, PreemptedError) and StoredRun(run_dir).checkpoints:

@@ -6,15 +6,34 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
+Mark = Callable[[str], AbstractContextManager[object]]
+
+_mark: Mark | None = None
+
+
+def mark_jobs(mark: Mark | None) -> None:
+    """Run every job of this process within `mark(label)`, so that a profiler shows it; None: as before."""
+    global _mark
+    _mark = mark
+
+
+def _run(label: str, job: Callable[[], Any]) -> Any:
+    if _mark is None:
+        return job()
+    with _mark(label):
+        return job()
+
 
 class CommThread:
-    """Runs jobs in a background thread, in the order in which they were submitted."""
+    """Runs jobs in a background thread, in the order in which they were submitted; `label` is what they do."""
 
-    def __init__(self, name: str, device: torch.device | None = None) -> None:
+    def __init__(self, name: str, device: torch.device | None = None, label: str = "all-reduce") -> None:
+        self._label = label
         on_gpu = device is not None and device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
         self.busy_s = 0.0
@@ -48,7 +67,7 @@ class CommThread:
         """Run a job in the caller's thread; all of its time counts as waiting."""
         begin = time.perf_counter()
         try:
-            return job()
+            return _run(self._label, job)
         finally:
             seconds = time.perf_counter() - begin
             self.busy_s += seconds
@@ -81,7 +100,7 @@ class CommThread:
             job, future = item
             begin = time.perf_counter()
             try:
-                result = job()
+                result = _run(self._label, job)
             except BaseException as error:  # noqa: BLE001 - it is raised where the future is waited for
                 future.set_exception(error)
             else:

@@ -121,6 +121,7 @@ class CommonSettings(TypedDict, total=False):
     metrics_host: str
     reference_throughput: float | None
     debug: Literal["nan"] | None
+    profile: bool | str
     log_every_n_steps: int
     progress: bool
     verbosity: Literal["quiet", "normal", "verbose"]

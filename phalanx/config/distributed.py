@@ -101,7 +101,7 @@ _RANGE = re.compile(r"\d+:\d+")
 
 
 def translate(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings with a pair of workers (least, most) and torch's names of sharding translated."""
+    """Return the settings with pairs of workers (least, most), torch's names of sharding and lists translated."""
     values = dict(values)
     for name in ("num_workers", "num_gpus"):
         pair = values.get(name)
@@ -109,6 +109,8 @@ def translate(values: Mapping[str, Any]) -> dict[str, Any]:
             pair = [int(part) for part in pair.split(":")]
         if isinstance(pair, (tuple, list)) and len(pair) == 2:  # another length stays, and is refused
             values |= {"min_workers": pair[0], name: pair[1]}
+    if isinstance(words := values.get("profile"), (tuple, list)) and all(isinstance(word, str) for word in words):
+        values["profile"] = " ".join(words)
     given = values.get("sharding")
     name = str(getattr(given, "name", given)).lstrip("_")  # torch's _HYBRID_SHARD_ZERO2
     if name == "NO_SHARD" and values.get("strategy", "auto") in ("auto", "fsdp", "ddp"):

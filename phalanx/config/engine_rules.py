@@ -59,6 +59,7 @@ _IGNORED_BY_KERAS = {
     *("lr_scaling", "base_batch_size", "deterministic", "eval_every", "communication_backend"),
     *("find_unused_parameters", "bucket_cap_mb", "nccl_env", "keep_last", "reference_throughput"),
     *("keep_best", "early_stopping", "patience", "min_delta", "limit_val_batches", "max_time", "ema_decay"),
+    "profile",
 }
 """Settings that a config for several backends may hold; without those that split a model over ranks."""
 _KERAS_SCHEDULES = {

@@ -83,6 +83,11 @@ class Monitoring:
         "nan: check the output and the gradient of every module, and end with the first one that is not finite (slow)",
         choices=(None, "nan"),
     )
+    profile: bool | str = option(
+        False,
+        "record a trace of some steps for `phalanx trace`: 'steps=10:15 ranks=0,3' (default: steps 3 to 5 of all "
+        "ranks); memory: allocations too; nvtx: ranges for nsys during the whole run",
+    )
     log_every_n_steps: int = option(10, "read losses and report every this many steps", minimum=1)
     progress: bool = option(True, "show the progress bar or lines")
     verbosity: str = option(

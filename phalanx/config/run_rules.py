@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from phalanx.config.rules import AXES, STRATEGY, Mistakes, rule
+from phalanx.config.rules import AXES, RANKS, STRATEGY, Mistakes, rule
 from phalanx.config.settings import Settings
 
 _AVERAGES = ("ddp", "ring", "fsdp", "horovod")
@@ -150,6 +150,29 @@ def ema_decay(settings: Settings) -> Mistakes:
         )
 
 
+@rule("profile", "max_steps", *RANKS)
+def profile(settings: Settings) -> Mistakes:
+    """Check the words, and that the run has these steps and ranks where that is known."""
+    try:
+        wanted = settings.profiling
+    except ValueError as error:
+        yield settings.mistake("profile", f": {error}")
+        return
+    if wanted is None:
+        return
+    if settings.max_steps is not None and wanted.first > settings.max_steps:
+        yield settings.mistake(
+            "profile",
+            f" records from step {wanted.first} on, but the run has {settings.max_steps} steps (max_steps): write "
+            f"steps=1:{settings.max_steps}, for example.",
+        )
+    ranks = settings.total_ranks
+    if ranks is not None and wanted.ranks and wanted.ranks[-1] >= ranks:
+        yield settings.mistake(
+            "profile", f": there is no rank {wanted.ranks[-1]}; the {ranks} ranks of this run are 0 to {ranks - 1}."
+        )
+
+
 RUN_RULES = (
     watched_metrics,
     patience,
@@ -161,4 +184,5 @@ RUN_RULES = (
     rank_checks,
     spares,
     ema_decay,
+    profile,
 )

@@ -25,6 +25,7 @@ from phalanx.config.fields import (
     Training,
 )
 from phalanx.config.option import load_entry_point
+from phalanx.config.profile import Profiling, parse_profile
 from phalanx.config.run_fields import Checkpointing, Elasticity, Monitoring
 from phalanx.errors import nearest
 
@@ -195,6 +196,11 @@ class Settings(
         if match is None or int(match[1]) == 0:
             raise ValueError(wanted)
         return Recompute(every=int(match[1]))
+
+    @property
+    def profiling(self) -> Profiling | None:
+        """What `profile` records, or None where it is off; ValueError says what to write."""
+        return parse_profile(self.profile)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the values by field name."""

@@ -157,6 +157,11 @@ class ShardedLoader:
         return count
 
     @property
+    def num_workers(self) -> int:
+        """Processes that load samples; 0: this process does it, between two steps."""
+        return self._batches.num_workers
+
+    @property
     def steps_per_epoch(self) -> int | None:
         """Optimizer steps in an epoch; None when the length of the data is unknown."""
         return self._batches.steps(self._order_epoch)

@@ -37,6 +37,7 @@ class MappedBatches:
     def __init__(self, source: Source, order: Order, layout: BatchSplit, *, seed: int, drop_last: bool) -> None:
         self._fetcher = BatchFetcher(source.dataset, source.collate_fn, seed=seed)
         self._workers = source.workers
+        self.num_workers = source.workers.num_workers
         self._order = order
         self._layout = layout
         self._drop_last = drop_last

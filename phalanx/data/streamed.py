@@ -104,7 +104,7 @@ class StreamedBatches:
         group: dist.ProcessGroup | None,
         in_order: bool = False,
     ) -> None:
-        workers = source.workers.num_workers
+        self.num_workers = workers = source.workers.num_workers
         self._stream = BlockStream(
             source.dataset,
             layout,

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from phalanx.data.loader import ShardedLoader
 from phalanx.errors import CorruptionError, StragglerError
 from phalanx.loop.formation import Formation
 from phalanx.observe.events import RankSuspected
@@ -46,8 +47,8 @@ class RankChecks:
         self._every = config.check_replicas_every
         self._on_corruption, self._on_straggler = config.on_corruption, config.on_straggler
         self._factor, self._window = config.straggler_factor, config.straggler_steps
-        self.new_shares: tuple[int, ...] | None = None
-        """How many samples of a micro-step each rank should take from now on; the loop sets it back to None."""
+        self._shares: tuple[int, ...] | None = None
+        """How many samples of a micro-step each rank should take from now on."""
         several = formation.world_size > 1
         self.is_on = several and (self._every is not None or self._factor is not None)
         self._checked = -1
@@ -101,7 +102,7 @@ class RankChecks:
         if finding is None:
             return
         if self._on_straggler == "rebalance":
-            self._rebalance(times)
+            self._balance(times)
         if self._formation.is_main:
             finding = dataclasses.replace(finding, why=f"{finding.why} ({self._hosts(finding.ranks)})")
         self._report(step, finding, self._on_straggler)
@@ -114,12 +115,22 @@ class RankChecks:
         assert store is not None, "several ranks have a store"
         return ", ".join(f"rank {rank} is on {store.get(f'host/{rank}').decode()}" for rank in ranks)
 
-    def _rebalance(self, times: list[float]) -> None:
+    def rebalance(self, loader: ShardedLoader, say: Callable[[str], None]) -> bool:
+        """Give slow ranks fewer samples of the same global batch, where that was found; return whether it changed."""
+        shares, self._shares = self._shares, None
+        if shares is None:
+            return False
+        able = loader.rebalance(shares)
+        what = f"samples of a micro-step by rank: {', '.join(map(str, shares))}"
+        say(what if able else "no rebalancing: only batches of a map-style data set can be cut otherwise")
+        return able
+
+    def _balance(self, times: list[float]) -> None:
         layout = self._formation.loaders[0].sharded.layout
         even = (layout.batch_size,) * layout.dp_size
         most = max(layout.batch_size + 1, int(_MOST_MORE * layout.batch_size))
         found = balanced_shares(times, layout.shares or even, most)
-        self.new_shares = found if found != (layout.shares or even) else None
+        self._shares = found if found != (layout.shares or even) else None
 
     def _gather(self, value: torch.Tensor) -> list[Any]:
         """Return each rank's value: a sum of vectors in which every rank has set its own place."""

@@ -31,6 +31,11 @@ class StepPhases:
         if self.on_enter is not None:
             self.on_enter(name)
 
+    def mark(self, name: str) -> None:
+        """Show a profiler that something within the current phase begins: evaluation, a checkpoint, or the rest."""
+        if self.on_enter is not None:
+            self.on_enter(name)
+
     @property
     def own(self) -> float:
         """Seconds of work that waits for no other rank: data and forward passes, where replicas hold whole models."""

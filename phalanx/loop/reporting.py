@@ -92,6 +92,8 @@ class Reporter:
         self._loss_sum = 0.0
         self._loss_count = 0
         self._said: set[str] = set()
+        self.next_commands: list[str] = []
+        """What the summary of the run proposes to run next."""
         self._token_rate = TokenRate()
         emit = events.emit if facts.world.is_main else None
         self._gauges = RankGauges(facts.world, facts.phases, facts.data_wait, self._communication, emit)
@@ -298,8 +300,11 @@ class Reporter:
         began = time.monotonic()
         self._events.emit(Phase(name, "begin", total=total))
         self._update_totals()
+        phases = self._facts.phases
+        phases.mark(name)
         with self._speed.paused(), self.ledger.phase(name):
             yield
+        phases.mark(phases.current)
         self._events.emit(Phase(name, "end", time.monotonic() - began))
 
     def ended(self, status: str, step: int, checkpoint: str | None, reason: str) -> None:
@@ -320,7 +325,7 @@ class Reporter:
             "step": step,
             "best": {name: value for name, value in best.items() if value is not None},
             "checkpoint": checkpoint,
-            "next_commands": [*commands, *self._events.next_commands],
+            "next_commands": [*self.next_commands, *commands, *self._events.next_commands],
         }
         self._events.emit(RunEnded(**{**{name: getattr(self.history, name) for name in same}, **own}))
 

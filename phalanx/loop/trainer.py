@@ -89,6 +89,8 @@ class TrainLoop:
         self.checks = RankChecks(formation, self.model, events.emit)
         self.restore: Callable[[], dict[str, Any] | None] = self.saving.restore
         """Restores an earlier state, if any; an elastic run replaces it by one that restores from memory."""
+        self.before_end: Callable[[], None] | None = None
+        """Called on all ranks after the last step, before the end of the run is reported."""
         self.before_stop: Callable[[], None] | None = None
         """Called when all ranks have agreed to stop, before saving; it may raise instead."""
         self.reseed = formation.reseed if self.config.fixed_order else None
@@ -204,21 +206,13 @@ class TrainLoop:
                 batches.close()
                 self._end_epoch(epoch)
             yield info
-            if self.checks.new_shares is not None and self._rebalance(self.checks.new_shares):
+            if self.checks.rebalance(self.train_loader.sharded, self.report.say):
                 batches.close()
                 return  # the epoch continues with other shares
         if self.epoch != epoch:  # a stream, whose end is known only when it is reached
             self._end_epoch(epoch)
             if (self.saving.due_after_epoch(epoch + 1) or self.best.is_unsaved(self.step)) and not self._finished():
                 self.saves.begin()
-
-    def _rebalance(self, shares: tuple[int, ...]) -> bool:
-        """Give a slow rank fewer samples of each batch, and the others more: the global batch stays the same."""
-        self.checks.new_shares = None
-        able = self.train_loader.sharded.rebalance(shares)
-        what = f"samples of a micro-step by rank: {', '.join(map(str, shares))}"
-        self.report.say(what if able else "no rebalancing: only batches of a map-style data set can be cut otherwise")
-        return able
 
     def _first_batch_seen(self, batches: Iterator[Any]) -> Any:
         """Decide on the first batch how the model is called, then yield all batches."""
@@ -319,6 +313,8 @@ class TrainLoop:
         if self.formation.average is not None:  # the result of the run
             self.formation.average.swap()
             self.formation.average = None
+        if self.before_end is not None:
+            self.before_end()
         self._report_end(self._status, self._reason)
         self.hooks.fire("on_fit_end", self)
 

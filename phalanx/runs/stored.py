@@ -30,6 +30,7 @@ _FRESH_SECONDS = 3600.0
 _OWN_PATTERNS = (
     *(FILE, EVENTS, "config.toml", "tracking.json", "tensorboard", "wandb", "events.out.tfevents.*", "fit-[0-9]*"),
     *("checkpoints/step-*", "checkpoints/.writing-*", "checkpoints/.run-*.lock", "logs/rank-*", "logs/heartbeats*"),
+    *("profile/rank-*", "profile/trace.json.gz"),
 )
 """The files of a run. A folder that the user had before may hold others, also in `checkpoints` and `logs`."""
 
@@ -255,7 +256,7 @@ class StoredRun:
                 shutil.rmtree(path)
             else:
                 path.unlink(missing_ok=True)
-        for name in ("checkpoints", "logs"):
+        for name in ("checkpoints", "logs", "profile"):
             with suppress(OSError):  # it is not there, or holds other files
                 (self.path / name).rmdir()
 

@@ -24,6 +24,7 @@ from phalanx.loop.formation import Formation
 from phalanx.loop.memory import MemoryWatch
 from phalanx.loop.numbers import NumberWatch
 from phalanx.loop.optimizer_binding import OwnSchedule, scheduler_state
+from phalanx.loop.profiling import StepProfile
 from phalanx.loop.recover import Survivor, run_recovering
 from phalanx.loop.task import TrainTask
 from phalanx.loop.trainer import TrainLoop
@@ -128,6 +129,7 @@ def _fit(formation: Formation, job: Job, survivor: Survivor | None) -> JobResult
             record.begin(run_dir, resumes=bool(job.config.resume_from_checkpoint))
     events = open_events(job.config, formation.world, run_dir)
     memory = MemoryWatch()
+    profile = None
     try:
         loop = TrainLoop(formation, job.task, events, run_dir)
         if (board := events.find(TensorBoardSink)) is not None and (every := job.config.tensorboard_histograms):
@@ -137,6 +139,9 @@ def _fit(formation: Formation, job: Job, survivor: Survivor | None) -> JobResult
             loop.hooks.add(NumberWatch())
         if (plan := FaultPlan.from_environment()) is not None:
             loop.hooks.add(plan)
+        if (profile := StepProfile.wanted(formation, run_dir)) is not None:
+            loop.hooks.add(profile)
+            loop.before_end = profile.publish
         for engine in engines_here():
             for callback in engine.callbacks():
                 loop.hooks.add(callback)
@@ -149,6 +154,8 @@ def _fit(formation: Formation, job: Job, survivor: Survivor | None) -> JobResult
             raise error from original
         raise
     finally:
+        if profile is not None:
+            profile.close()
         events.close()
     own = loop.schedule.scheduler if isinstance(loop.schedule, OwnSchedule) else None
     return JobResult(history=history, scheduler_state=None if own is None else scheduler_state(own))

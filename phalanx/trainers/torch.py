@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Unpack
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 import torch
 from torch import nn
 
+from phalanx import torch_compat
 from phalanx.config import DistributedConfig, resolve
 from phalanx.config.option import local_path
 from phalanx.engine import engine_of
@@ -216,6 +218,12 @@ class TorchTrainer:
         config_here = config.with_trusted(device=layout.device)
         if layout.world_size == 1:
             return run_job(Job(action, task, config_here, checked=True), in_place=True)
+        if torch_compat.is_profiling():
+            warnings.warn(
+                f"a torch.profiler is active in this process, but the {layout.world_size} ranks that train are other "
+                "processes, which it does not see. Write fit(..., profile='steps=10:15'), and then: phalanx trace last",
+                stacklevel=5,
+            )
         run_dir = make_run_dir(config, task.name) if action == "fit" else None
         if run_dir is not None:
             RunRecord.of_this_process(config.given()).begin(run_dir, resumes=bool(config.resume_from_checkpoint))

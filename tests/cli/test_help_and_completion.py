@@ -88,7 +88,7 @@ def test_completions_know_verbs_flags_values_recipes_presets_and_runs(tmp_path, 
     def values(*words: str) -> list[str]:
         return [value for value, _ in completions(words)]
 
-    assert values("tra") == ["train"]
+    assert values("trai") == ["train"]
     assert values("train", "--learning") == ["--learning-rate"]
     assert values("train", "--no-comp") == ["--no-compile"]
     assert values("train", "--device", "") == ["auto", "cuda", "cpu"]

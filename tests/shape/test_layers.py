@@ -28,6 +28,7 @@ LAYERS = {
     "comm": 3,
     "submit": 4,
     "doctor": 4,
+    "trace": 4,
     "runs": 4,
     "strategies": 4,
     "checkpoint": 4,

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorD
 
 from phalanx import torch_compat, torch_fakes
 
-NEEDS_CUDA = {"flash_cuda", "flash_cuda_backward"}
+NEEDS_CUDA = {"flash_cuda", "flash_cuda_backward", "record_allocations", "allocations"}
 
 
 @pytest.fixture
@@ -229,6 +229,17 @@ def test_the_cuda_runtime_is_there_where_cuda_is():
     else:
         with pytest.raises((AssertionError, RuntimeError)):
             torch_compat.cuda_runtime()
+
+
+def test_the_profiler():
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU],
+        experimental_config=torch_compat.profiler_config(all_threads=True),
+    ):
+        assert torch_compat.profiler_config(all_threads=False)
+    assert not torch_compat.is_profiling()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        assert torch_compat.is_profiling()
 
 
 def test_fake_tensors_are_known():

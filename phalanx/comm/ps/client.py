@@ -50,7 +50,7 @@ class ParameterClient:
         bucket_bytes: int = _BUCKET_BYTES,
     ) -> None:
         self.worker = worker
-        self.comm_thread = CommThread("phalanx-parameter-client")
+        self.comm_thread = CommThread("phalanx-parameter-client", label="parameter-server")
         self._bucket_bytes = bucket_bytes
         self._connections = [
             ServerConnection(address, token, placement.digest(shard), worker, patience, timeout)

@@ -1,0 +1,122 @@
+"""Read a rank's trace event by event, with times on rank 0's clock; memory does not grow with the file."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from phalanx.errors import UsageError
+
+FORMAT = 1
+"""The version of what `loop.profiling` adds to a trace of torch."""
+_SCHEMA = 1
+_CHUNK = 1 << 20
+_LIST = '"traceEvents":'
+_BETWEEN = re.compile(r"[\s,]*")
+_NAME = re.compile(r"rank-(\d+)\.json\.gz")
+_DECODER = json.JSONDecoder()
+
+
+@dataclass(frozen=True)
+class RankFile:
+    """A trace of one rank. `meta` is what Phalanx added to it; `base_ns`: what its times count from."""
+
+    path: Path
+    meta: dict[str, Any]
+    base_ns: int
+
+    @classmethod
+    def open(cls, path: Path) -> RankFile:
+        """Read the beginning of a file; an error says what is wrong with it."""
+        header = _header(path)
+        meta = header.get("phalanx")
+        if not isinstance(meta, dict) or meta.get("format") != FORMAT or header.get("schemaVersion") != _SCHEMA:
+            torch = meta.get("torch", "unknown") if isinstance(meta, dict) else "unknown"
+            raise UsageError(
+                f"{path} is not a trace that this version reads (torch {torch}, schema {header.get('schemaVersion')})",
+                hint="Record it again: phalanx train ... --profile steps=10:15",
+            )
+        return cls(path, meta, int(header.get("baseTimeNanoseconds", 0)))
+
+    @property
+    def rank(self) -> int:
+        """The rank that was recorded."""
+        return int(self.meta["rank"])
+
+    def seconds(self, ts: float, origin_ns: int) -> float:
+        """Return a time of the file in seconds after `origin_ns`, on rank 0's clock."""
+        local = self.base_ns + ts * 1000.0
+        return (self.base_ns - origin_ns) / 1e9 + ts / 1e6 + self._offset(local) / 1e9
+
+    def _offset(self, local: float) -> float:
+        """Return how far rank 0's clock was ahead: clocks drift, so it lies between what begin and end have shown."""
+        readings = self.meta.get("clock") or [[0, 0, 0]]
+        (first, before, _), (last, after, _) = readings[0], readings[-1]
+        if last == first:
+            return float(before)
+        share = min(1.0, max(0.0, (local - first) / (last - first)))
+        return float(before + share * (after - before))
+
+    def events(self) -> Iterator[dict[str, Any]]:
+        """Yield the events one by one."""
+        try:
+            with gzip.open(self.path, "rt", encoding="utf-8", errors="replace") as file:
+                yield from _listed(file, self.path)
+        except (OSError, EOFError, zlib.error) as error:
+            raise damaged(self.path, error) from None
+
+
+def find_files(folder: Path) -> list[RankFile]:
+    """Return the traces of a folder by rank; empty where there are none."""
+    found = [(int(match[1]), path) for path in folder.glob("rank-*.json.gz") if (match := _NAME.fullmatch(path.name))]
+    return [RankFile.open(path) for _, path in sorted(found)]
+
+
+def damaged(path: Path, error: object) -> UsageError:
+    """Return the error for a file that cannot be read to its end."""
+    return UsageError(
+        f"{path} is damaged: {error}", hint="Remove it: phalanx trace then shows the other ranks, or record it again."
+    )
+
+
+def _header(path: Path) -> dict[str, Any]:
+    """Return what stands before the list of events."""
+    text = ""
+    try:
+        with gzip.open(path, "rt", encoding="utf-8", errors="replace") as file:
+            while _LIST not in text:
+                more = file.read(_CHUNK)
+                if not more:
+                    raise ValueError("it has no traceEvents")
+                text += more
+        found: dict[str, Any] = json.loads(text.partition(_LIST)[0].rstrip().rstrip(",") + "}")
+    except (OSError, EOFError, zlib.error, ValueError) as error:
+        raise damaged(path, error) from None
+    return found
+
+
+def _listed(file: Any, path: Path) -> Iterator[dict[str, Any]]:
+    """Decode the list of events from a part of the text at a time."""
+    text = ""
+    while _LIST not in text:
+        text += file.read(_CHUNK)
+    place = text.index("[", text.index(_LIST)) + 1
+    while True:
+        place = _BETWEEN.match(text, place).end()  # type: ignore[union-attr]  # it matches nothing as well
+        if text[place : place + 1] == "]":
+            return
+        try:
+            event, place = _DECODER.raw_decode(text, place)
+        except ValueError:
+            more = file.read(_CHUNK)
+            if not more:
+                raise damaged(path, "it ends within an event") from None
+            text, place = text[place:] + more, 0
+            continue
+        yield event
