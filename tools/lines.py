@@ -22,6 +22,7 @@ CAPABILITIES = {
     "Data": ("data",),
     "Models, Hugging Face, LoRA": ("models",),
     "Events, console, TensorBoard, MLflow": ("observe",),
+    "Dashboard": ("ui", "cli/ui"),
     "phalanx verify": ("verification", "cli/verify"),
     "Tuning": ("tune", "engines/ray/tune", "cli/tune"),
     "Planner, dry run, calibration": (

@@ -20,6 +20,7 @@ VERBS = {
     "resume": "continue a run from its last checkpoint",
     "scale": "change the number of ranks of a run in progress",
     "runs": "list, show, compare, tag and remove past runs",
+    "ui": "show all runs as a web page: curves compared, ranks, time, events, settings",
     "report": "show where the time of a run went: productive, waiting, stalled, lost",
     "evaluate": "measure a trained model on data",
     "predict": "write a trained model's outputs for data, or continue a text",
