@@ -86,9 +86,13 @@ class Browser:
 
     def open(self, address: str) -> None:
         """Load a page."""
-        self.send("Page.navigate", url="about:blank")  # an address that differs in its hash alone would not load
+        self.leave()  # an address that differs in its hash alone would not load
         self.send("Page.navigate", url=address)
         self.wait("document.readyState === 'complete' && location.href !== 'about:blank'")
+
+    def leave(self) -> None:
+        """Leave the page, before its server ends."""
+        self.send("Page.navigate", url="about:blank")
 
     def run(self, script: str) -> Any:
         """Return the value of an expression in the page; a promise is awaited."""

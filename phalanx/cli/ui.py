@@ -45,6 +45,8 @@ def run(arguments: Sequence[str]) -> int:
         raise UsageError(f"--runs-dir {folder} is a file, not a folder")
     if folder != RUNS and not folder.exists():
         raise UsageError(f"--runs-dir {folder}: there is no such folder")
+    if folder.exists() and not os.access(folder, os.R_OK | os.X_OK):
+        raise UsageError(f"--runs-dir {folder} cannot be read: permission denied")
     if not 0 <= namespace.port <= 65535:
         raise UsageError(f"--port {namespace.port} is not between 0 and 65535")
     try:

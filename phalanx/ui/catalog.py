@@ -35,7 +35,7 @@ class Catalog:
         self._shown: dict[str, dict[str, Any]] = {}
 
     def paths(self) -> dict[str, Path]:
-        """Return the folders of all runs by the names that the page uses; a request can ask for these alone."""
+        """Return the folders of all runs by the names that the page uses."""
         if self._chosen:
             return {run.name: run.path for run in self._chosen}
         found = {}
@@ -48,6 +48,15 @@ class Catalog:
                 if known:
                     found[path.name] = path
         return found
+
+    def path(self, name: str) -> Path:
+        """Return the folder of one run; KeyError for a name that is not that of a run directly in the folder."""
+        if self._chosen:
+            return self.paths()[name]
+        path = self.folder / name
+        if name in ("", ".", "..") or os.sep in name or "\0" in name or not is_run(path):
+            raise KeyError(name)
+        return path
 
     def summaries(self) -> list[dict[str, Any]]:
         """Return how each run stands, the newest first. What has not changed is not read again."""
@@ -63,16 +72,16 @@ class Catalog:
             return sorted(self._shown.values(), key=lambda each: (each["started"], each["id"]), reverse=True)
 
     def events(self, name: str) -> RunEvents:
-        """Return the events of a run, up to date; KeyError for a name that is not in the folder."""
-        path = self.paths()[name] / EVENTS
+        """Return the events of a run, up to date."""
+        path = self.path(name) / EVENTS
         with self._lock:
             found = self._events.setdefault(name, RunEvents(path))
         found.refresh()
         return found
 
     def detail(self, name: str) -> dict[str, Any]:
-        """Return everything about a run except its curves; KeyError for a name that is not in the folder."""
-        run, events = StoredRun(self.paths()[name]), self.events(name)
+        """Return everything about a run except its curves."""
+        run, events = StoredRun(self.path(name)), self.events(name)
         beats = run.last_beat()
         time = events.account(beats)
         described, problem = _described(run)
@@ -146,8 +155,9 @@ def _described(run: StoredRun) -> tuple[dict[str, Any], str]:
 
 
 def _damage(events: RunEvents) -> str:
-    lines = "1 line" if events.damaged == 1 else f"{events.damaged} lines"
-    return f"{lines} of {EVENTS} cannot be read and are left out" if events.damaged else ""
+    if events.damaged == 1:
+        return f"1 line of {EVENTS} cannot be read and is left out"
+    return f"{events.damaged} lines of {EVENTS} cannot be read and are left out" if events.damaged else ""
 
 
 def _failures(run: StoredRun) -> list[dict[str, Any]]:

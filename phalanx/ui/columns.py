@@ -9,6 +9,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Iterable
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,7 +21,7 @@ from phalanx.observe.goodput import Account, account
 
 Column = NDArray[np.float64]
 
-_CHUNK_BYTES = 4 << 20
+_CHUNK_BYTES = 1 << 20
 _MOST_EVENTS = 2000
 _MOST_REPORTS = 320
 """Reports about ranks that are kept; of a longer run every second one is dropped, again and again."""
@@ -56,7 +57,7 @@ class _Table:
 
 
 def _numbers(values: list[Any]) -> Column:
-    if any(isinstance(value, str) for value in values):
+    if str in set(map(type, values)):
         values = [math.inf if isinstance(value, str) and not math.isfinite(float(value)) else value for value in values]
     return np.array(values, dtype=float)
 
@@ -72,6 +73,7 @@ class RunEvents:
         self.path = path
         self.lock = threading.RLock()
         self._file: tuple[int, int] = (0, 0)
+        self._reduced: tuple[Any, list[dict[str, Any]]] = (None, [])
         self._clear()
 
     def _clear(self) -> None:
@@ -110,10 +112,10 @@ class RunEvents:
     def _read(self, lines: list[bytes]) -> None:
         steps = []
         for event in self._parsed([line for line in lines if line]):
-            if not isinstance(event, dict) or not isinstance(event.get("time"), float | int):
-                self.damaged += 1
-            elif event.get("event") == "step":
+            if isinstance(event, dict) and event.get("event") == "step":
                 steps.append(event)
+            elif not isinstance(event, dict) or not isinstance(event.get("time"), float | int):
+                self.damaged += 1
             else:
                 self._flush(steps)
                 self._guarded(self._take, event)
@@ -145,13 +147,18 @@ class RunEvents:
                 self.damaged = before
                 for step in steps:
                     self._guarded(self._take_steps, [step])
-            self._seen = {"event": "seen", "time": steps[-1]["time"], "step": steps[-1].get("step")}
+            self._guarded(self._see, steps[-1])
             steps.clear()
 
+    def _see(self, event: dict[str, Any]) -> None:
+        step = event.get("step")
+        self._seen = {"event": "seen", "time": float(event["time"]), "step": step if isinstance(step, int) else 0}
+
     def _take_steps(self, events: list[dict[str, Any]]) -> None:
-        columns = {name: [event.get(field) for event in events] for name, field in StepDone.CURVES.items()}
-        known = {name: values for name, values in columns.items() if any(value is not None for value in values)}
-        self._table("step").add([event["step"] for event in events], [event["time"] for event in events], known)
+        known = {name: field for name, field in StepDone.CURVES.items() if field in events[0]}
+        steps, times, *columns = map(list, zip(*map(itemgetter("step", "time", *known.values()), events), strict=True))
+        found = {name: values for name, values in zip(known, columns, strict=True) if set(values) != {None}}
+        self._table("step").add(steps, times, found)
 
     def _table(self, kind: str) -> _Table:
         return self._tables.setdefault(kind, _Table())
@@ -174,8 +181,7 @@ class RunEvents:
             self._open_phases.clear()
         if kind not in _NOT_LISTED:
             self.listed.append(event)
-        step = event.get("step")
-        self._seen = {"event": "seen", "time": event["time"], "step": step if isinstance(step, int) else 0}
+        self._see(event)
 
     def _take_report(self, event: dict[str, Any]) -> None:
         self._skipped += 1
@@ -226,9 +232,12 @@ class RunEvents:
 
         Columns are base64 of little-endian floats: 64 bits for steps and times, 32 for values.
         """
+        asked = (self._file, self._offset, width, low, high, by)
         with self.lock:
-            tables = [table.columns() for table in self._tables.values()]
-        return [_reduced(table, width, low, high, by) for table in tables if table]
+            if self._reduced[0] != asked:
+                tables = [table.columns() for table in self._tables.values()]
+                self._reduced = asked, [_reduced(table, width, low, high, by) for table in tables if table]
+            return self._reduced[1]
 
     def timeline(self) -> list[tuple[str, float, float]]:
         """Return phases as (name, begin, end); neighbours of one name that a chart cannot separate become one."""

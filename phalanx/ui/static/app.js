@@ -8,15 +8,23 @@ const VIEWS = {
 };
 const at = id => document.getElementById(id);
 const isChart = () => state.tab === "curves" || state.tab === "system";
-let waiting = false, asked = 0;
+const REST = 300;
+let asked = 0, timer = null, drawn = 0;
 
-/** Show the state: load what is missing, draw what is there, once per frame. */
+/** Show the state: load what is missing, and draw what is there; while much arrives, not for each piece of it. */
 function changed() {
   writeAddress();
-  for (const run of chosen()) need(isChart() ? "curves" : "detail", run.id, changed);
-  if (waiting) return;
-  waiting = true;
-  requestAnimationFrame(() => { waiting = false; draw(); });
+  for (const run of chosen()) need(isChart() ? "curves" : "detail", run.id, arrived);
+  soon(0);
+}
+
+function arrived() {
+  soon(chosen().some(run => cache[isChart() ? "curves" : "detail"].get(run.id)?.loading) ? drawn + REST - performance.now() : 0);
+}
+
+function soon(milliseconds) {
+  clearTimeout(timer);
+  timer = setTimeout(() => requestAnimationFrame(() => { draw(); drawn = performance.now(); }), Math.max(0, milliseconds));
 }
 
 function draw() {
@@ -157,9 +165,19 @@ async function start() {
   state.runs = new Map();
   take({ changed: runs, all: runs.map(run => run.id) });
   if (stored) { at("link").textContent = "a file: it does not change"; return; }
-  const source = new EventSource("api/live");
+  connect();
+}
+
+let source = null;
+/** Follow the server, while the page is visible: a browser opens six connections to a server at most, for all its tabs. */
+function connect() {
+  source?.close();
+  if (stored || document.hidden) return;
+  source = new EventSource("api/live");
   source.onopen = () => { at("link").textContent = "live"; at("link").className = "good"; };
   source.onerror = () => { at("link").textContent = "no connection: is phalanx ui still running?"; at("link").className = "bad"; };
   source.onmessage = event => take(JSON.parse(event.data));
 }
+document.addEventListener("visibilitychange", connect);
+window.addEventListener("pagehide", () => source?.close());
 start().catch(error => at("problems").replaceChildren(h("p", { className: "bad" }, error.message)));

@@ -92,7 +92,7 @@ function options(name, lines, width) {
     cursor: { sync: { key: "x" }, drag: { x: true, y: false, setScale: false }, points: { show: false }, bind: { dblclick: () => () => zoom(null) } },
     series: [{}, ...lines.map(line => {
       const { colour, dash } = look(line.run.id);
-      return { stroke: line.faint ? colour + "40" : colour, width: line.faint ? 1 : 1.6, dash: line.faint ? [] : dash, spanGaps: true, points: { show: line.x.length === 1 } };
+      return { stroke: line.faint ? colour + "40" : colour, width: line.faint || lines.length > 8 ? 1 : 1.6, dash: line.faint ? [] : dash, spanGaps: true, points: { show: line.x.length === 1 } };
     })],
     hooks: {
       setSelect: [u => { if (u === hovered && u.select.width > 3) zoom([u.posToVal(u.select.left, "x"), u.posToVal(u.select.left + u.select.width, "x")]); }],

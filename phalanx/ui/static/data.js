@@ -89,11 +89,12 @@ function beganAt(id) {
 const chosen = () => [...state.runs.values()].filter(run => state.selected.has(run.id));
 const details = () => chosen().map(run => cache.detail.get(run.id)?.value).filter(Boolean);
 
-const COLOURS = ["#3b7ddd", "#e8710a", "#1e9e54", "#d6336c", "#8250df", "#0d99a8", "#b7791f", "#6b7280", "#c2410c", "#4d7c0f"];
+const COLOURS = ["#3b7ddd", "#e8710a", "#1e9e54", "#d6336c", "#8250df", "#0d99a8", "#b7791f", "#6b7280", "#c2410c", "#4d7c0f",
+  "#7aa7f0", "#f2a65a", "#6cc494", "#ec87ab", "#b18ff0", "#5fc3cf", "#d9b25f", "#a3a9b3", "#e08a68", "#93b85a"];
 /** Return colour and dashes of a run: by its age, so that a new run does not change those of the others. */
 function look(id) {
   const place = state.runs.size - 1 - [...state.runs.keys()].indexOf(id);
-  return { colour: COLOURS[place % 10], dash: [[], [8, 4], [2, 3], [12, 3, 2, 3]][Math.floor(place / 10) % 4] };
+  return { colour: COLOURS[place % 20], dash: [[], [8, 4], [2, 3], [12, 3, 2, 3]][Math.floor(place / 20) % 4] };
 }
 
 function number(value) {
