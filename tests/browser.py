@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import pytest
 
 if TYPE_CHECKING:
@@ -136,9 +137,11 @@ def browser() -> Iterator[Browser]:
         try:
             yield Browser(ours_out, ours_in)
         finally:
+            parts = psutil.Process(process.pid).children(recursive=True)
             process.terminate()
             try:
                 process.wait(timeout=20)
+                psutil.wait_procs(parts, timeout=20)  # they write into the folder until they end
             finally:
                 os.close(ours_out)
                 os.close(ours_in)

@@ -67,32 +67,34 @@ function aligned(lines) {
 }
 
 function linesOf(name) {
-  const lines = [];
+  const faint = [], lines = [];
   for (const run of chosen()) {
     const curve = cache.curves.get(run.id)?.value?.get(name);
     if (!curve) continue;
     const x = places(run.id, curve);
-    lines.push({ run, x, low: curve.low, high: curve.high, merged: curve.merged, faint: state.smooth > 0 });
-    if (state.smooth > 0) {
+    const twice = state.smooth > 0 || curve.merged;  // all values faintly, and their mean
+    (twice ? faint : lines).push({ run, x, low: curve.low, high: curve.high, merged: curve.merged, faint: twice });
+    if (twice) {
       const mean = smoothed(curve.mean);
       lines.push({ run, x, low: mean, high: mean, merged: curve.merged, faint: false });
     }
   }
-  return lines;
+  return [...faint, ...lines];
 }
 
 function options(name, lines, width) {
   const axis = { stroke: css("--soft"), grid: { stroke: css("--line"), width: 1 }, ticks: { stroke: css("--line"), width: 1 }, font: "11px system-ui" };
+  const alpha = Math.round(64 / Math.max(1, lines.length / 6)).toString(16).padStart(2, "0");
   const onX = { step: number, time: duration }[state.x];
   return {
     width, height: 230, legend: { show: false }, padding: [10, 10, 0, 0],
     scales: { x: { time: state.x === "clock", range: (u, low, high) => state.range || (low === null ? [0, 1] : [low, high > low ? high : low + 1]) }, y: { distr: state.log ? 3 : 1 } },
     axes: [{ ...axis, size: 34, ...(onX ? { values: (u, values) => values.map(onX) } : {}) },
            { ...axis, size: 58, values: (u, values) => values.map(value => value === null ? "" : valueOf(name, value)) }],
-    cursor: { sync: { key: "x" }, drag: { x: true, y: false, setScale: false }, points: { show: false }, bind: { dblclick: () => () => zoom(null) } },
+    cursor: { y: false, sync: { key: "x" }, drag: { x: true, y: false, setScale: false }, points: { show: false }, bind: { dblclick: () => () => zoom(null) } },
     series: [{}, ...lines.map(line => {
       const { colour, dash } = look(line.run.id);
-      return { stroke: line.faint ? colour + "40" : colour, width: line.faint || lines.length > 8 ? 1 : 1.6, dash: line.faint ? [] : dash, spanGaps: true, points: { show: line.x.length === 1 } };
+      return { stroke: line.faint ? colour + alpha : colour, width: line.faint || lines.length > 8 ? 1 : 1.6, dash: line.faint ? [] : dash, spanGaps: true, points: { show: line.x.length === 1 } };
     })],
     hooks: {
       setSelect: [u => { if (u === hovered && u.select.width > 3) zoom([u.posToVal(u.select.left, "x"), u.posToVal(u.select.left + u.select.width, "x")]); }],
@@ -134,6 +136,7 @@ const swatch = id => h("i", { className: "swatch", style: { background: look(id)
 
 function zoom(range) {
   state.range = range;
+  for (const { plot } of charts.values()) plot?.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
   changed();
 }
 

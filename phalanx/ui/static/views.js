@@ -97,7 +97,9 @@ function goodput(detail) {
 }
 
 function timeline(detail) {
-  const marked = detail.events.filter(event => event.event in MARKS);
+  const laned = detail.spans.map(span => span[0]);
+  const marked = detail.events.filter(event => event.event in MARKS && !laned.includes(event.event));
+  if (!detail.starts.length && !marked.length) return h("div", { className: "card" }, heading(detail.id), h("p", { className: "soft" }, "It has written no events."));
   const begin = Math.min(...detail.starts, ...detail.spans.map(span => span[1]), ...marked.map(event => event.time), detail.until);
   const end = Math.max(detail.until, ...detail.spans.map(span => span[2]), begin + 1e-3);
   const at = time => `${100 * (time - begin) / (end - begin)}%`;
@@ -106,9 +108,9 @@ function timeline(detail) {
   const lane = (name, inside) => h("div", { className: "lane" }, h("span", { className: "soft" }, name), h("div", { className: "track" }, inside));
   const stops = detail.events.filter(event => event.event === "run_ended").map(event => event.time);
   const runs = detail.starts.map((from, i) => span("training", from, Math.min(stops.find(time => time >= from) ?? end, detail.starts[i + 1] ?? end), "#1e9e5499"));
-  const phases = [...new Set(detail.spans.map(each => each[0]))].map(name =>
+  const phases = [...new Set(laned)].map(name =>
     lane(name, detail.spans.filter(each => each[0] === name).map(each => span(name, each[1], each[2], PHASE_COLOURS[name] || "#6b7280"))));
-  const events = marked.map(event => h("b", { className: SEVERE.includes(event.event) ? "mark bad" : "mark", style: { left: at(event.time) }, title: `${duration(event.time - begin)}: ${event.event} ${textOf(event)}` }, MARKS[event.event]));
+  const events = marked.map(event => h("b", { className: SEVERE.includes(event.event) ? "mark bad" : "mark", style: { left: `clamp(7px, ${at(event.time)}, calc(100% - 7px))` }, title: `${duration(event.time - begin)}: ${event.event} ${textOf(event)}` }, MARKS[event.event]));
   return h("div", { className: "card" }, heading(detail.id, `from ${clock(begin)}`), lane("training", runs), phases, lane("events", events),
     h("div", { className: "ends soft inset" }, h("span", {}, "0"), h("span", {}, duration(end - begin))),
     h("p", { className: "soft legend" }, Object.entries(MARKS).filter(([kind]) => marked.some(event => event.event === kind)).map(([kind, mark]) => h("span", {}, `${mark} ${kind.replace("_", " ")}`))));
@@ -116,13 +118,15 @@ function timeline(detail) {
 
 // Events --------------------------------------------------------------------------------------------------------------
 
-const HIDDEN = ["event", "time", "rank", "step", "job", "mesh", "next_commands", "goodput", "shards", "run_dir", "log_dir", "tensorboard_dir"];
+const HIDDEN = ["event", "time", "rank", "step"];
 /** Return an event in words: what it says itself, or its fields. */
 function textOf(event) {
   if (event.event === "message") return `${event.level}: ${event.text}`;
   if (event.event === "failure") return `rank ${event.rank} on ${event.host}: ${event.error}: ${event.message}`;
   if (event.event === "rank_lost") return `rank ${event.lost} ${event.how}; ${event.action}, ${event.size} ranks (${event.why})`;
   if (event.event === "checkpoint") return `${event.best ? "best, " : ""}${bytes(event.bytes)} in ${duration(event.seconds)}: ${event.path}`;
+  if (event.event === "run_started") return `${event.world_size} x ${event.device}, ${event.layout || event.strategy}, ${event.precision}, ${number(event.parameters)} parameters${event.resumed_from ? `, resumed from ${event.resumed_from}` : ""}`;
+  if (event.event === "run_ended") return `${event.status}${event.reason ? `: ${event.reason}` : ""}; ${number(event.step)} steps in ${duration(event.total_time)}, ${number(event.throughput)} samples/s`;
   return Object.entries(event).filter(([name, value]) => !HIDDEN.includes(name) && value !== null && value !== "" && !(typeof value === "object" && !Object.keys(value).length))
     .map(([name, value]) => `${name.replaceAll("_", " ")} ${typeof value === "object" ? JSON.stringify(value) : number(value)}`).join(", ");
 }
