@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from phalanx.errors import PhalanxError
+from phalanx.host.remote import RemotePath
+from phalanx.observe.best import latest_mark
 from phalanx.observe.goodput import CATEGORIES, EVENTS
 from phalanx.runs.facts import facts
 from phalanx.runs.record import FILE
@@ -67,8 +69,10 @@ class Catalog:
                 self._events.pop(gone, None)
             for name, path in paths.items():
                 version, known = _version(path), self._shown.get(name)
-                if known is None or known["version"] != version or known["status"] in _CHANGING:
+                if known is None or known["version"] != version:
                     self._shown[name] = {"id": name, "version": version, **_summary(path)}
+                elif known["status"] in _CHANGING:
+                    self._shown[name] = {**known, "status": StoredRun(path).status}
             return sorted(self._shown.values(), key=lambda each: (each["started"], each["id"]), reverse=True)
 
     def events(self, name: str) -> RunEvents:
@@ -120,7 +124,8 @@ def _summary(path: Path) -> dict[str, Any]:
     run = StoredRun(path)
     try:
         os.listdir(path)
-        best, (steps, total), begun, last = run.best, run.steps, run.begun, run.last_step
+        best = None if _is_remote(run) else run.best
+        (steps, total), begun, last = run.steps, run.begun, run.last_step
         layout = begun.get("layout") or begun.get("strategy") or ""
         found = {
             "status": run.status,
@@ -138,6 +143,11 @@ def _summary(path: Path) -> dict[str, Any]:
     except (OSError, PhalanxError, ValueError, KeyError, TypeError) as error:
         why = error.strerror if isinstance(error, OSError) else str(error)
         return {"status": "unreadable", "started": 0.0, "steps": 0, "reason": str(why), "tags": []}
+
+
+def _is_remote(run: StoredRun) -> bool:
+    """Whether checkpoints are at a URL: they are not listed there at every look."""
+    return isinstance(run.checkpoint_dir, RemotePath)
 
 
 def _cause(run: StoredRun) -> str:
@@ -184,16 +194,16 @@ def _tail(path: Path) -> str:
 def _checkpoints(run: StoredRun, events: RunEvents) -> list[dict[str, Any]]:
     """Return the checkpoints that events tell of, the newest first, and which of them still exist."""
     try:
-        existing = {path.name for path in run.checkpoints}
-        best = run.best_checkpoint
+        found = [] if _is_remote(run) else run.checkpoints
+        best = latest_mark(found)
     except (OSError, PhalanxError):
-        existing, best = set(), None
+        found, best = [], None
     told = {Path(event["path"]).name: event for event in events.listed if event["event"] == "checkpoint"}
     rows = [
         {
             **{key: event.get(key) for key in ("step", "time", "bytes", "seconds", "stall", "path")},
-            "exists": name in existing,
-            "best": best is not None and name == best.name,
+            "exists": _is_remote(run) or name in {path.name for path in found},
+            "best": best is not None and name == best.path.name,
         }
         for name, event in told.items()
     ]

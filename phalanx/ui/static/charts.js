@@ -37,9 +37,10 @@ function smoothed(values) {
   return found;
 }
 
-/** Put lines of different x values on one x axis: their own values where these are few, else buckets with lowest and highest. */
+/** Put lines on one x axis: with their own x values where these are few, else in buckets, lowest and highest. */
 function aligned(lines) {
-  const all = lines.some(line => line.merged) ? null : [...new Set(lines.flatMap(line => [...line.x]))].sort((a, b) => a - b);
+  const all = lines.some(line => line.merged) ? null
+    : [...new Set(lines.flatMap(line => [...line.x]))].sort((a, b) => a - b);
   const keep = value => !Number.isNaN(value) && (!state.log || value > 0);
   if (all && all.length <= EXACT) {
     const at = new Map(all.map((x, i) => [x, i]));
@@ -51,7 +52,8 @@ function aligned(lines) {
   }
   let low = Infinity, high = -Infinity;
   for (const { x } of lines) if (x.length) { low = Math.min(low, x[0]); high = Math.max(high, x[x.length - 1]); }
-  if (state.range) [low, high] = [Math.max(low, state.range[0] - 0.1 * (state.range[1] - state.range[0])), Math.min(high, state.range[1] + 0.1 * (state.range[1] - state.range[0]))];
+  if (state.range) [low, high] = [Math.max(low, state.range[0] - 0.1 * (state.range[1] - state.range[0])),
+    Math.min(high, state.range[1] + 0.1 * (state.range[1] - state.range[0]))];
   const width = (high - low) / BUCKETS || 1;
   const xs = Array.from({ length: 2 * BUCKETS }, (_, i) => low + (i / 2 + 0.25) * width);
   return [xs, ...lines.map(line => {
@@ -60,7 +62,8 @@ function aligned(lines) {
       const at = 2 * Math.min(BUCKETS - 1, Math.floor((line.x[i] - low) / width));
       if (at < 0 || line.x[i] > high) continue;
       if (keep(line.low[i]) && (column[at] === null || line.low[i] < column[at])) column[at] = line.low[i];
-      if (keep(line.high[i]) && (column[at + 1] === null || line.high[i] > column[at + 1])) column[at + 1] = line.high[i];
+      if (keep(line.high[i]) && (column[at + 1] === null ||
+        line.high[i] > column[at + 1])) column[at + 1] = line.high[i];
     }
     return column;
   })];
@@ -83,23 +86,30 @@ function linesOf(name) {
 }
 
 function options(name, lines, width) {
-  const axis = { stroke: css("--soft"), grid: { stroke: css("--line"), width: 1 }, ticks: { stroke: css("--line"), width: 1 }, font: "11px system-ui" };
+  const axis = { stroke: css("--soft"), grid: { stroke: css("--line"), width: 1 },
+    ticks: { stroke: css("--line"), width: 1 }, font: "11px system-ui" };
   const alpha = Math.round(64 / Math.max(1, lines.length / 6)).toString(16).padStart(2, "0");
   const onX = { step: number, time: duration }[state.x];
   return {
     width, height: 230, legend: { show: false }, padding: [10, 10, 0, 0],
-    scales: { x: { time: state.x === "clock", range: (u, low, high) => state.range || (low === null ? [0, 1] : [low, high > low ? high : low + 1]) }, y: { distr: state.log ? 3 : 1 } },
+    scales: { x: { time: state.x === "clock", range: (u, low, high) => state.range ||
+      (low === null ? [0, 1] : [low, high > low ? high : low + 1]) }, y: { distr: state.log ? 3 : 1 } },
     axes: [{ ...axis, size: 34, ...(onX ? { values: (u, values) => values.map(onX) } : {}) },
-           { ...axis, size: 58, values: (u, values) => values.map(value => value === null ? "" : valueOf(name, value)) }],
-    cursor: { y: false, sync: { key: "x" }, drag: { x: true, y: false, setScale: false }, points: { show: false }, bind: { dblclick: () => () => zoom(null) } },
+           { ...axis, size: 58, values: (u, values) => values.map(value => value === null ? ""
+             : valueOf(name, value)) }],
+    cursor: { y: false, sync: { key: "x" }, drag: { x: true, y: false, setScale: false }, points: { show: false },
+      bind: { dblclick: () => () => zoom(null) } },
     series: [{}, ...lines.map(line => {
       const { colour, dash } = look(line.run.id);
-      return { stroke: line.faint ? colour + alpha : colour, width: line.faint || lines.length > 8 ? 1 : 1.6, dash: line.faint ? [] : dash, spanGaps: true, points: { show: line.x.length === 1 } };
+      return { stroke: line.faint ? colour + alpha : colour, width: line.faint || lines.length > 8 ? 1 : 1.6,
+        dash: line.faint ? [] : dash, spanGaps: true, points: { show: line.x.length === 1 } };
     })],
     hooks: {
-      setSelect: [u => { if (u === hovered && u.select.width > 3) zoom([u.posToVal(u.select.left, "x"), u.posToVal(u.select.left + u.select.width, "x")]); }],
+      setSelect: [u => { if (u === hovered && u.select.width > 3) zoom([u.posToVal(u.select.left, "x"),
+        u.posToVal(u.select.left + u.select.width, "x")]); }],
       setCursor: [u => { if (u === hovered) showTip(u, name, lines); }],
-      ready: [u => { u.over.addEventListener("mouseenter", () => { hovered = u; }); u.over.addEventListener("mouseleave", () => { hovered = null; tip.hidden = true; }); }],
+      ready: [u => { u.over.addEventListener("mouseenter", () => { hovered = u; });
+        u.over.addEventListener("mouseleave", () => { hovered = null; tip.hidden = true; }); }],
     },
   };
 }
@@ -114,13 +124,16 @@ function showTip(u, name, lines) {
     const column = u.data[i + 1];
     for (let away = 0; away < 40; away++) {
       const value = column[idx - away] ?? column[idx + away];
-      if (value !== null && value !== undefined) { rows.push({ run: line.run, value, far: Math.abs(u.valToPos(value, "y") - top) }); break; }
+      if (value !== null && value !== undefined) { rows.push({ run: line.run, value,
+        far: Math.abs(u.valToPos(value, "y") - top) }); break; }
     }
   });
   const near = rows.sort((a, b) => a.far - b.far).slice(0, 10).sort((a, b) => b.value - a.value);
   const x = u.data[0][idx];
-  const head = state.x === "step" ? `step ${Math.round(x).toLocaleString("en")}` : state.x === "time" ? duration(x) : clock(x);
-  tip.replaceChildren(h("b", {}, head), ...near.map(row => h("div", {}, swatch(row.run.id), `${valueOf(name, row.value)}  ${row.run.id}`)),
+  const head = state.x === "step" ? `step ${Math.round(x).toLocaleString("en")}` : state.x === "time" ? duration(x)
+    : clock(x);
+  tip.replaceChildren(h("b", {}, head),
+    ...near.map(row => h("div", {}, swatch(row.run.id), `${valueOf(name, row.value)}  ${row.run.id}`)),
     rows.length > near.length ? h("div", { className: "soft" }, `and ${rows.length - near.length} more`) : "");
   place(tip, u.over.getBoundingClientRect(), left, top);
 }
@@ -142,12 +155,16 @@ function zoom(range) {
 
 /** Write under a chart where each run stands, or what is wrong with its values. */
 function caption(name) {
-  const runs = chosen().map(run => ({ run, curve: cache.curves.get(run.id)?.value?.get(name) })).filter(each => each.curve);
-  const last = curve => { for (let i = curve.mean.length - 1; i >= 0; i--) if (!Number.isNaN(curve.mean[i])) return curve.mean[i]; return null; };
+  const runs = chosen().map(run => ({ run, curve: cache.curves.get(run.id)?.value?.get(name) })).filter(each =>
+    each.curve);
+  const last = curve => { for (let i = curve.mean.length - 1; i >= 0;
+    i--) if (!Number.isNaN(curve.mean[i])) return curve.mean[i]; return null; };
   const bad = runs.filter(({ curve }) => curve.notFinite).map(({ run, curve }) =>
-    h("div", { className: "bad" }, `${run.id}: ${curve.notFinite === 1 ? "1 value is" : `${curve.notFinite} values are`} not finite, the first at step ${number(curve.first)}`));
+    h("div", { className: "bad" }, `${run.id}: ${curve.notFinite === 1 ? "1 value is" : `${curve.notFinite} values are`}`
+      + ` not finite, the first at step ${number(curve.first)}`));
   if (runs.length > 6) return [h("span", { className: "soft" }, `${runs.length} runs`), ...bad];
-  return [...runs.map(({ run, curve }) => h("span", { className: "last", title: run.id }, swatch(run.id), valueOf(name, last(curve)))), ...bad];
+  return [...runs.map(({ run, curve }) => h("span", { className: "last", title: run.id }, swatch(run.id),
+    valueOf(name, last(curve)))), ...bad];
 }
 
 function drawCharts(view, system) {
@@ -157,7 +174,8 @@ function drawCharts(view, system) {
     view.replaceChildren(h("div", { className: "charts" }));
   }
   const grid = view.querySelector(".charts");
-  for (const [name, chart] of charts) if (!wanted.includes(name)) { chart.plot?.destroy(); chart.figure.remove(); charts.delete(name); }
+  for (const [name, chart] of charts) if (!wanted.includes(name)) { chart.plot?.destroy(); chart.figure.remove();
+    charts.delete(name); }
   wanted.forEach((name, place) => {
     let chart = charts.get(name);
     if (!chart) {
@@ -174,7 +192,8 @@ function drawCharts(view, system) {
 
 function drawChart(name, chart) {
   const lines = linesOf(name), data = aligned(lines);
-  const key = JSON.stringify([lines.map(line => [line.run.id, line.faint, look(line.run.id)]), state.log, state.x, dark.matches]);
+  const key = JSON.stringify([lines.map(line => [line.run.id, line.faint, line.x.length === 1, look(line.run.id)]),
+    state.log, state.x, dark.matches]);
   if (chart.plot && chart.key === key) {
     chart.lines.splice(0, chart.lines.length, ...lines);
     chart.plot.setData(data);
@@ -195,5 +214,6 @@ function dropCharts() {
 
 const dark = matchMedia("(prefers-color-scheme: dark)");
 new ResizeObserver(() => {
-  for (const { plot, box } of charts.values()) if (plot && box.clientWidth && plot.width !== box.clientWidth) plot.setSize({ width: box.clientWidth, height: 230 });
+  for (const { plot, box } of charts.values()) if (plot && box.clientWidth &&
+    plot.width !== box.clientWidth) plot.setSize({ width: box.clientWidth, height: 230 });
 }).observe(document.getElementById("view"));

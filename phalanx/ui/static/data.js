@@ -26,8 +26,10 @@ function h(tag, properties, ...children) {
 async function ask(kind, id, query) {
   if (stored) return kind === "runs" ? stored.runs : stored[kind][id];
   const path = { runs: "api/runs", detail: "api/run/", curves: "api/curves/" }[kind];
-  const answer = await fetch(path + (id === undefined ? "" : encodeURIComponent(id)) + (query ? "?" + new URLSearchParams(query) : ""));
-  const body = answer.headers.get("content-type")?.includes("json") ? await answer.json() : { error: await answer.text() };
+  const answer = await fetch(path + (id === undefined ? "" : encodeURIComponent(id)) + (query
+    ? "?" + new URLSearchParams(query) : ""));
+  const body = answer.headers.get("content-type")?.includes("json") ? await answer.json()
+    : { error: await answer.text() };
   if (!answer.ok) throw new Error(body.error);
   return body;
 }
@@ -37,7 +39,7 @@ function decoded(text, Kind) {
   return new Kind(bytes.buffer, 0, bytes.byteLength / Kind.BYTES_PER_ELEMENT);
 }
 
-/** Return the curves of a run by name: {step, time, low, high, mean}; `high` and `mean` equal `low` where no points were merged. */
+/** Return a run's curves by name: {step, time, low, high, mean}; the last three are equal where nothing was merged. */
 function unpacked(tables) {
   const found = new Map();
   for (const table of tables) {
@@ -46,14 +48,15 @@ function unpacked(tables) {
       const low = decoded(curve.low, Float32Array);
       found.set(name, {
         step, time, low, merged: Boolean(curve.high), notFinite: curve.not_finite, first: curve.first,
-        high: curve.high ? decoded(curve.high, Float32Array) : low, mean: curve.mean ? decoded(curve.mean, Float32Array) : low,
+        high: curve.high ? decoded(curve.high, Float32Array) : low, mean: curve.mean ? decoded(curve.mean, Float32Array)
+          : low,
       });
     }
   }
   return found;
 }
 
-/** Load what is missing or has changed of a run, and call `then` when it has arrived; one request of a kind at a time. */
+/** Load what is missing or has changed of a run, then call `then`; one request of a kind at a time. */
 function need(kind, id, then) {
   const run = state.runs.get(id);
   if (!run || run.status === "unreadable") return;
@@ -89,7 +92,8 @@ function beganAt(id) {
 const chosen = () => [...state.runs.values()].filter(run => state.selected.has(run.id));
 const details = () => chosen().map(run => cache.detail.get(run.id)?.value).filter(Boolean);
 
-const COLOURS = ["#3b7ddd", "#e8710a", "#1e9e54", "#d6336c", "#8250df", "#0d99a8", "#b7791f", "#6b7280", "#c2410c", "#4d7c0f",
+const COLOURS = ["#3b7ddd", "#e8710a", "#1e9e54", "#d6336c", "#8250df", "#0d99a8", "#b7791f", "#6b7280", "#c2410c",
+  "#4d7c0f",
   "#7aa7f0", "#f2a65a", "#6cc494", "#ec87ab", "#b18ff0", "#5fc3cf", "#d9b25f", "#a3a9b3", "#e08a68", "#93b85a"];
 /** Return colour and dashes of a run: by its age, so that a new run does not change those of the others. */
 function look(id) {
@@ -118,6 +122,7 @@ function bytes(count) {
 }
 
 function duration(seconds) {
+  if (typeof seconds !== "number") return "–";
   if (seconds < 60) return `${Number(seconds.toPrecision(3))} s`;
   const [hours, minutes, rest] = [Math.floor(seconds / 3600), Math.floor(seconds / 60) % 60, Math.floor(seconds) % 60];
   const two = value => String(value).padStart(2, "0");
