@@ -101,6 +101,7 @@ _EXTRAS = {
     "horovod": "the [Horovod](horovod.md) engine; compiles, so use the command below instead",
     "mlflow": "logging to [MLflow](monitoring.md#mlflow)",
     "kubernetes": "[submitting to Kubernetes](clusters/kubernetes.md), Kubeflow and docker-compose",
+    "monitor": "the [dashboard](ui.md) and other tools that watch runs",
     "s3": "[checkpoints at s3:// URLs](checkpoint-tools.md#checkpoints-at-urls)",
     "wandb": "logging to [Weights & Biases](monitoring.md#weights-biases)",
     "ray": "the [Ray](ray.md) engine, and searches on a Ray cluster",

@@ -160,7 +160,10 @@ def _new_processes(before: set[int]) -> list[str]:
         if child.pid in before or child.pid == own:
             continue
         try:
-            found.append(f"{child.pid}: {' '.join(child.cmdline()) or child.name()}")
+            words = child.cmdline()
+            if any(word.startswith("--type=") for word in words):  # a part of a browser, whose main process counts
+                continue
+            found.append(f"{child.pid}: {' '.join(words) or child.name()}")
         except psutil.NoSuchProcess:
             continue
     return found

@@ -23,6 +23,7 @@ CAPABILITIES = {
     "Models, Hugging Face, LoRA": ("models",),
     "Events, console, TensorBoard, MLflow": ("observe",),
     "Profiles: record, merge, analyse": ("trace", "cli/trace", "loop/profiling", "config/profile", "world/clock"),
+    "Dashboard": ("ui", "cli/ui"),
     "phalanx verify": ("verification", "cli/verify"),
     "Tuning": ("tune", "engines/ray/tune", "cli/tune"),
     "Planner, dry run, calibration": (

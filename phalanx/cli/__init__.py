@@ -21,6 +21,7 @@ VERBS = {
     "scale": "change the number of ranks of a run in progress",
     "runs": "list, show, compare, tag and remove past runs",
     "top": "show the ranks of a run while it trains: speed, waiting, memory, the slowest",
+    "ui": "show all runs as a web page: curves compared, ranks, time, events, settings",
     "report": "show where the time of a run went: productive, waiting, stalled, lost",
     "trace": "show where the time of profiled steps went, on each rank, and what limits the speed",
     "evaluate": "measure a trained model on data",

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from phalanx.cli.flags import FlagParser
 from phalanx.cli.json_output import add_json_flag, print_json
 from phalanx.errors import UsageError
+from phalanx.host.files import replace_file
 from phalanx.observe.format import duration, rate, table
 from phalanx.observe.goodput import CATEGORIES, Account, account
-from phalanx.observe.heartbeat import HeartbeatBoard, board_path
 from phalanx.runs.stored import RUNS, StoredRun, find_run
 
 if TYPE_CHECKING:
@@ -24,9 +23,11 @@ _BAR = 40
 
 def parser() -> FlagParser:
     """Return the parser of the verb."""
-    parser = FlagParser(prog="phalanx report", usage="phalanx report RUN [--json]", description=_HELP)
-    parser.add_argument("run", metavar="RUN", help="a name, the beginning of one, a tag, a folder, or last")
+    usage = "phalanx report RUN [--json] | RUN ... --html FILE"
+    parser = FlagParser(prog="phalanx report", usage=usage, description=_HELP)
+    parser.add_argument("runs", metavar="RUN", nargs="+", help="a name, the beginning of one, a tag, a folder, or last")
     add_json_flag(parser, "the report")
+    parser.add_argument("--html", metavar="FILE", help="write the page of `phalanx ui` for these runs as one file")
     parser.add_argument("--runs-dir", default=str(RUNS), metavar="DIR", help="the folder that holds the runs [runs]")
     return parser
 
@@ -34,8 +35,14 @@ def parser() -> FlagParser:
 def run(arguments: Sequence[str]) -> int:
     """Run the verb."""
     namespace = parser().parse_all(arguments)
-    stored = find_run(namespace.run, Path(namespace.runs_dir))
-    found = account(_events(stored))
+    named = [find_run(name, Path(namespace.runs_dir)) for name in namespace.runs]
+    runs = list({run.path: run for run in named}.values())
+    if namespace.html is not None:
+        return _write_page(runs, Path(namespace.html))
+    if len(runs) > 1:
+        raise UsageError(f"{len(runs)} runs were named, and the table is of one", hint="To compare runs: --html FILE")
+    stored = runs[0]
+    found = account((*stored.events(), *stored.last_beat()))
     comparison, problem = _comparison(stored, found)
     if found is None:
         raise UsageError(
@@ -48,6 +55,18 @@ def run(arguments: Sequence[str]) -> int:
         print_json({**_document(stored, found), "predicted": shown})
     else:
         print("\n".join([*_lines(stored, found), *_comparison_lines(comparison), *problem]))
+    return 0
+
+
+def _write_page(runs: list[StoredRun], path: Path) -> int:
+    from phalanx.ui.page import page_of
+
+    if path.is_dir():
+        raise UsageError(f"--html {path} is a folder", hint=f"Write --html {path / 'report.html'}")
+    if not path.absolute().parent.is_dir():
+        raise UsageError(f"--html {path}: the folder {path.parent} does not exist")
+    replace_file(path, page_of(runs))
+    print(path)
     return 0
 
 
@@ -78,17 +97,6 @@ def _comparison_lines(comparison: RunComparison | None) -> list[str]:
         rows.append((each.name, predicted, measured, f"{each.factor:.2f}" if each.predicted else "-"))
     note = "To plan with what was measured: phalanx plan --calibrate-from RUN"
     return ["", f"predicted by `phalanx plan` for {comparison.gpu}", table(rows), note]
-
-
-def _events(stored: StoredRun) -> Iterator[dict[str, Any]]:
-    """Yield the run's events, and for one that runs or was killed the main rank's last heartbeat."""
-    yield from stored.events()
-    if stored.ended:
-        return
-    with suppress(FileNotFoundError, IndexError, ValueError):  # no launcher has made the file
-        beat = HeartbeatBoard(board_path(stored.path / "logs")).read(0)
-        if beat is not None:
-            yield {"event": "heartbeat", "time": beat.time, "step": beat.step}
 
 
 def _document(stored: StoredRun, found: Account) -> dict[str, Any]:

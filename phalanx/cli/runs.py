@@ -14,9 +14,9 @@ from typing import Any
 
 from phalanx.cli.flags import FlagParser
 from phalanx.cli.json_output import add_json_flag, print_json
-from phalanx.config.sources import read_settings
 from phalanx.errors import UsageError, unknown_name
 from phalanx.observe.format import duration, of_total, size, table
+from phalanx.runs.facts import differences, facts
 from phalanx.runs.resume import refuse_whole_project
 from phalanx.runs.stored import RUNS, StoredRun, find_run, list_runs
 
@@ -143,37 +143,11 @@ def _show(namespace: argparse.Namespace) -> None:
         print("next:", *lines, sep="\n")
 
 
-def _flat(table: Any, prefix: str) -> dict[str, Any]:
-    if not isinstance(table, dict):
-        return {prefix: table}
-    return {name: value for key, inner in table.items() for name, value in _flat(inner, f"{prefix}.{key}").items()}
-
-
-def _facts(run: StoredRun) -> dict[str, Any]:
-    """Return everything by which two runs may differ."""
-    config = run.path / "config.toml"
-    facts: dict[str, Any] = dict(read_settings(config)) if config.is_file() else {}
-    facts = {name: value for name, value in facts.items() if name not in ("run_dir", "node_rank", "rdzv_endpoint")}
-    recipe, record = run.recipe, run.record
-    if recipe is not None:
-        facts |= _flat(recipe.model, "model") | _flat(recipe.data, "data")
-    if record is not None:
-        target = record.script or record.module
-        facts |= {"script": target, "arguments": " ".join(record.arguments), "git commit": record.commit}
-        facts |= {"phalanx": record.phalanx, "python": record.python}
-    facts |= {name: run.begun.get(name) for name in ("parameters", "world_size", "device", "precision")}
-    facts |= {"status": run.status, "steps": run.steps[0]}
-    facts |= {name: run.ended.get(name) for name in ("total_time", "throughput")}
-    return facts | {f"best {name}": value for name, value in run.ended.get("best", {}).items()}
-
-
 def _diff(namespace: argparse.Namespace) -> None:
     both = [find_run(name, Path(namespace.runs_dir)) for name in namespace.runs]
-    left, right = (_facts(run) for run in both)
-    differs = {n: (left.get(n), right.get(n)) for n in [*left, *(n for n in right if n not in left)]}
-    differs = {name: pair for name, pair in differs.items() if pair[0] != pair[1]}
+    differs = differences([facts(run) for run in both])
     if namespace.json:
-        print_json({name: list(pair) for name, pair in differs.items()})
+        print_json(differs)
         return
     rows: list[tuple[str, ...]] = [("", both[0].name, both[1].name)]
     for name, pair in differs.items():

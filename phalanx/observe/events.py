@@ -92,23 +92,24 @@ class StepDone(Event):
     gpu_utilization: float | None = None
     """The share of time in which rank 0's GPU ran a kernel, from 0 to 1; None on the CPU."""
 
+    CURVES: ClassVar[dict[str, str]] = {
+        "train/loss": "loss",
+        "train/learning_rate": "learning_rate",
+        "train/grad_norm": "grad_norm",
+        "perf/samples_per_second": "samples_per_second",
+        "perf/step_seconds": "step_seconds",
+        "perf/tokens_per_second": "tokens_per_second",
+        "perf/mfu": "mfu",
+        "perf/speedup": "speedup",
+        "system/memory_bytes": "memory_bytes",
+        "system/gpu_utilization": "gpu_utilization",
+    }
+    """The curves that a step is a point of, by the names that dashboards show, and their fields."""
+
     def scalars(self) -> dict[str, float]:
-        """Return the curves that this step is a point of, by the names that dashboards show."""
-        values = {
-            "train/loss": self.loss,
-            "train/learning_rate": self.learning_rate,
-            "perf/samples_per_second": self.samples_per_second,
-            "perf/step_seconds": self.step_seconds,
-            "system/memory_bytes": float(self.memory_bytes),
-        }
-        rest = {
-            "train/grad_norm": self.grad_norm,
-            "perf/tokens_per_second": self.tokens_per_second,
-            "perf/mfu": self.mfu,
-            "perf/speedup": self.speedup,
-            "system/gpu_utilization": self.gpu_utilization,
-        }
-        return values | {name: value for name, value in rest.items() if value is not None}
+        """Return the values of `CURVES` that are known."""
+        values = {name: getattr(self, field) for name, field in self.CURVES.items()}
+        return {name: float(value) for name, value in values.items() if value is not None}
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import shutil
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -21,6 +21,7 @@ from phalanx.host.remote import RemotePath, as_path
 from phalanx.observe.best import latest_mark
 from phalanx.observe.format import duration
 from phalanx.observe.goodput import EVENTS, read_events
+from phalanx.observe.heartbeat import HeartbeatBoard, board_path
 from phalanx.recipes import Recipe
 from phalanx.runs.record import FILE, RunRecord, is_own_file, read_record
 
@@ -102,6 +103,11 @@ class StoredRun:
     def begun(self) -> dict[str, Any]:
         """The last event `run_started`, or the first of a long run."""
         return self._last("run_started")
+
+    @property
+    def last_step(self) -> dict[str, Any]:
+        """The last event `step`; empty before the first."""
+        return self._last("step")
 
     @property
     def ended(self) -> dict[str, Any]:
@@ -248,6 +254,16 @@ class StoredRun:
     def events(self, start: int = 0) -> Iterator[dict[str, Any]]:
         """Return all events, or those after so many bytes of the file, the oldest first."""
         return read_events(self.path / EVENTS, start)
+
+    def last_beat(self) -> list[dict[str, Any]]:
+        """Return the main rank's last heartbeat as an event, for a run that goes on or was killed; else nothing."""
+        if self.ended:
+            return []
+        with suppress(OSError, IndexError, ValueError):  # no launcher has made the file, or another user's
+            with closing(HeartbeatBoard(board_path(self.path / "logs"))) as board:
+                beat = board.read(0)
+            return [] if beat is None else [{"event": "heartbeat", "time": beat.time, "step": beat.step}]
+        return []
 
     def clear(self) -> None:
         """Remove the run's own files; other files in its folder stay."""

@@ -7,23 +7,18 @@ The rules:
 - On a phone a code block or a wide table may scroll in its own box, but what does not fit must be reachable: an element
   that hides its overflow must not have any.
 
-One browser opens a page of ours, which loads every page of the site in frames of both widths, measures them and sends
-the result back to the server of this test.
+One browser opens a page of ours, which loads every page of the site in frames of both widths and measures them.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import subprocess
-import tempfile
 import threading
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-import pytest
+from browser import browser
 from long_proofs import long_proof
 
 WIDTHS = {"laptop": 1280, "phone": 390}
@@ -59,20 +54,18 @@ async function load(page, screen) {
     const some = pages.splice(0, 4).flatMap(page => Object.keys(widths).map(screen => load(page, screen)));
     for (const count of await Promise.all(some)) blocks += count;
   }
-  await fetch("/result", {method: "POST", body: JSON.stringify({blocks, found})});
+  window.result = JSON.stringify({blocks, found});
 })();
 </script>"""
 
 
 class _Server(ThreadingHTTPServer):
-    """Serves the site and the measuring page, and takes its result."""
+    """Serves the site and the measuring page."""
 
     def __init__(self, site: Path) -> None:
         super().__init__(("127.0.0.1", 0), partial(_Handler, directory=str(site)))
         pages = sorted(str(page.relative_to(site)) for page in site.rglob("*.html"))
         self.measure = MEASURE.replace("PAGES", json.dumps(pages)).replace("WIDTHS", json.dumps(WIDTHS))
-        self.result: dict | None = None
-        self.arrived = threading.Event()
 
 
 class _Handler(SimpleHTTPRequestHandler):
@@ -85,11 +78,6 @@ class _Handler(SimpleHTTPRequestHandler):
             self.send_error(404)  # a search index in each frame would take most of the time
         else:
             super().do_GET()
-
-    def do_POST(self) -> None:
-        self.server.result = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self._answer(b"")
-        self.server.arrived.set()
 
     def _answer(self, body: bytes) -> None:
         self.send_response(200)
@@ -104,40 +92,17 @@ class _Handler(SimpleHTTPRequestHandler):
 
 def measured(site: Path) -> dict:
     """Return what the browser found on all pages of a folder of HTML files."""
-    browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if browser is None:
-        pytest.skip("Chromium is not installed: apt install chromium")
-    server = _Server(site)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:  # short: a socket's path is in it
-            _open(browser, f"http://127.0.0.1:{server.server_address[1]}/measure", folder, server.arrived)
-    finally:
-        server.shutdown()
-        server.server_close()
-    assert server.result is not None
-    return server.result
-
-
-def _open(browser: str, address: str, folder: str, until: threading.Event) -> None:
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"]
-    flags += ["--window-size=1700,900", "--remote-debugging-port=0", f"--user-data-dir={folder}"]
-    process = subprocess.Popen(
-        [browser, *flags, address],
-        env={**os.environ, "TMPDIR": folder},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    said = ""
-    try:
-        for _ in range(90):
-            if until.wait(1) or process.poll() is not None:
-                break
-    finally:
-        process.terminate()
-        said = process.communicate(timeout=20)[1]
-    assert until.is_set(), f"the browser has not measured the pages\n{said[-2000:]}"
+    with browser() as page:
+        server = _Server(site)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            page.resize(1700)
+            page.open(f"http://127.0.0.1:{server.server_address[1]}/measure")
+            return json.loads(page.wait("window.result", 90))
+        finally:
+            page.leave()
+            server.shutdown()
+            server.server_close()
 
 
 @long_proof

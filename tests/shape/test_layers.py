@@ -39,6 +39,7 @@ LAYERS = {
     "tune": 7,
     "verification": 7,
     "bench": 7,
+    "ui": 7,
     "engines": 7,
     "worker": 8,
     "cli": 8,

@@ -1,0 +1,87 @@
+"""`phalanx ui`: a web page of all runs of a folder, while they run and afterwards."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import secrets
+import socket
+import sys
+import webbrowser
+from collections.abc import Sequence
+from pathlib import Path
+
+from phalanx.cli.flags import FlagParser
+from phalanx.errors import UsageError
+from phalanx.runs.stored import RUNS
+
+_HELP = """Show all runs of a folder as a web page: curves compared, system metrics, ranks, time, events, settings.
+
+The page follows runs while they go on. It listens on this machine alone; with another --host it needs a token, which is
+part of the address that is printed. From elsewhere, without opening a port: ssh -L 7007:localhost:7007 HOST"""
+_PORT = 7007
+_LOOPBACK_NAMES = {"localhost", "127.0.0.1", "::1"}
+
+
+def parser() -> FlagParser:
+    """Return the parser of the verb."""
+    parser = FlagParser(prog="phalanx ui", usage="phalanx ui [--runs-dir DIR] [options]", description=_HELP)
+    add = parser.add_argument
+    add("--runs-dir", default=str(RUNS), metavar="DIR", help="the folder that holds the runs [runs]")
+    add(
+        "--host", default="127.0.0.1", metavar="HOST", help="the name or address to listen on; 0.0.0.0: all [127.0.0.1]"
+    )
+    add("--port", type=int, default=_PORT, metavar="N", help=f"the port to listen on; 0: any free one [{_PORT}]")
+    add("--token", action="store_true", help="ask for a token on this machine too: others may have accounts on it")
+    add("--no-browser", action="store_true", help="print the address, and open no browser")
+    return parser
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run the verb."""
+    namespace = parser().parse_all(arguments)
+    folder = Path(namespace.runs_dir)
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"--runs-dir {folder} is a file, not a folder")
+    if folder != RUNS and not folder.exists():
+        raise UsageError(f"--runs-dir {folder}: there is no such folder")
+    if folder.exists() and not os.access(folder, os.R_OK | os.X_OK):
+        raise UsageError(f"--runs-dir {folder} cannot be read: permission denied")
+    if not 0 <= namespace.port <= 65535:
+        raise UsageError(f"--port {namespace.port} is not between 0 and 65535")
+    try:
+        from phalanx.ui.server import listen, make_app, serve
+    except ImportError as error:
+        raise UsageError(
+            f"the dashboard needs {error.name}, which is not installed", hint="pip install 'phalanx[monitor]'"
+        ) from None
+    from phalanx.ui.catalog import Catalog
+
+    listener = listen(namespace.host, namespace.port)
+    port = int(listener.getsockname()[1])
+    local = _is_loopback(namespace.host)
+    token = secrets.token_urlsafe(24) if namespace.token or not local else ""
+    names = _LOOPBACK_NAMES | (set() if local else {socket.gethostname().lower(), socket.getfqdn().lower()})
+    app = make_app(Catalog(folder), token=token, port=port, names=names | {namespace.host.lower()})
+    address = _address(namespace.host, port, token)
+    print(f"runs of {folder.resolve()}: {address}\nCtrl-C ends it.", flush=True)
+    if not namespace.no_browser and sys.stdout.isatty() and (os.environ.get("DISPLAY") or sys.platform == "darwin"):
+        webbrowser.open(address)
+    try:
+        serve(app, listener)
+    except KeyboardInterrupt:
+        print()
+    return 0
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _address(host: str, port: int, token: str) -> str:
+    """Return the address to open; a listener on all addresses is reached by the machine's name."""
+    name = socket.gethostname() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
+    return f"http://{name}:{port}/" + (f"?token={token}" if token else "")

@@ -1,0 +1,219 @@
+// Curves of the chosen runs: one chart per name, all with one x axis.
+"use strict";
+
+const BUCKETS = 700;
+const EXACT = 3000;
+const ORDER = ["train/loss", "val/loss", "val/accuracy", "train/grad_norm", "train/learning_rate", "train/epoch_loss"];
+const charts = new Map();
+let hovered = null;
+
+const css = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+
+function names(system) {
+  const found = new Set(chosen().flatMap(run => [...(cache.curves.get(run.id)?.value?.keys() || [])]));
+  const rank = name => ORDER.includes(name) ? ORDER.indexOf(name) : name.startsWith("perf/") ? 200 : 100;
+  return [...found].filter(name => name.startsWith("system/") === system)
+    .sort((a, b) => rank(a) - rank(b) || (a < b ? -1 : 1));
+}
+
+/** Return the x values of a curve on the chosen axis. */
+function places(id, curve) {
+  if (state.x === "step") return curve.step;
+  const began = state.x === "time" ? beganAt(id) : 0;
+  return began ? curve.time.map(time => time - began) : curve.time;
+}
+
+/** Average with what came before, as much as the slider says; the start is not drawn to zero. */
+function smoothed(values) {
+  const found = new Float64Array(values.length);
+  let sum = 0, weight = 0;
+  for (let i = 0; i < values.length; i++) {
+    if (!Number.isNaN(values[i])) {
+      sum = state.smooth * sum + (1 - state.smooth) * values[i];
+      weight = state.smooth * weight + 1 - state.smooth;
+    }
+    found[i] = Number.isNaN(values[i]) ? NaN : sum / weight;
+  }
+  return found;
+}
+
+/** Put lines on one x axis: with their own x values where these are few, else in buckets, lowest and highest. */
+function aligned(lines) {
+  const all = lines.some(line => line.merged) ? null
+    : [...new Set(lines.flatMap(line => [...line.x]))].sort((a, b) => a - b);
+  const keep = value => !Number.isNaN(value) && (!state.log || value > 0);
+  if (all && all.length <= EXACT) {
+    const at = new Map(all.map((x, i) => [x, i]));
+    return [all, ...lines.map(line => {
+      const column = new Array(all.length).fill(null);
+      line.x.forEach((x, i) => { if (keep(line.low[i])) column[at.get(x)] = line.low[i]; });
+      return column;
+    })];
+  }
+  let low = Infinity, high = -Infinity;
+  for (const { x } of lines) if (x.length) { low = Math.min(low, x[0]); high = Math.max(high, x[x.length - 1]); }
+  if (state.range) [low, high] = [Math.max(low, state.range[0] - 0.1 * (state.range[1] - state.range[0])),
+    Math.min(high, state.range[1] + 0.1 * (state.range[1] - state.range[0]))];
+  const width = (high - low) / BUCKETS || 1;
+  const xs = Array.from({ length: 2 * BUCKETS }, (_, i) => low + (i / 2 + 0.25) * width);
+  return [xs, ...lines.map(line => {
+    const column = new Array(2 * BUCKETS).fill(null);
+    for (let i = 0; i < line.x.length; i++) {
+      const at = 2 * Math.min(BUCKETS - 1, Math.floor((line.x[i] - low) / width));
+      if (at < 0 || line.x[i] > high) continue;
+      if (keep(line.low[i]) && (column[at] === null || line.low[i] < column[at])) column[at] = line.low[i];
+      if (keep(line.high[i]) && (column[at + 1] === null ||
+        line.high[i] > column[at + 1])) column[at + 1] = line.high[i];
+    }
+    return column;
+  })];
+}
+
+function linesOf(name) {
+  const faint = [], lines = [];
+  for (const run of chosen()) {
+    const curve = cache.curves.get(run.id)?.value?.get(name);
+    if (!curve) continue;
+    const x = places(run.id, curve);
+    const twice = state.smooth > 0 || curve.merged;  // all values faintly, and their mean
+    (twice ? faint : lines).push({ run, x, low: curve.low, high: curve.high, merged: curve.merged, faint: twice });
+    if (twice) {
+      const mean = smoothed(curve.mean);
+      lines.push({ run, x, low: mean, high: mean, merged: curve.merged, faint: false });
+    }
+  }
+  return [...faint, ...lines];
+}
+
+function options(name, lines, width) {
+  const axis = { stroke: css("--soft"), grid: { stroke: css("--line"), width: 1 },
+    ticks: { stroke: css("--line"), width: 1 }, font: "11px system-ui" };
+  const alpha = Math.round(64 / Math.max(1, lines.length / 6)).toString(16).padStart(2, "0");
+  const onX = { step: number, time: duration }[state.x];
+  return {
+    width, height: 230, legend: { show: false }, padding: [10, 10, 0, 0],
+    scales: { x: { time: state.x === "clock", range: (u, low, high) => state.range ||
+      (low === null ? [0, 1] : [low, high > low ? high : low + 1]) }, y: { distr: state.log ? 3 : 1 } },
+    axes: [{ ...axis, size: 34, ...(onX ? { values: (u, values) => values.map(onX) } : {}) },
+           { ...axis, size: 58, values: (u, values) => values.map(value => value === null ? ""
+             : valueOf(name, value)) }],
+    cursor: { y: false, sync: { key: "x" }, drag: { x: true, y: false, setScale: false }, points: { show: false },
+      bind: { dblclick: () => () => zoom(null) } },
+    series: [{}, ...lines.map(line => {
+      const { colour, dash } = look(line.run.id);
+      return { stroke: line.faint ? colour + alpha : colour, width: line.faint || lines.length > 8 ? 1 : 1.6,
+        dash: line.faint ? [] : dash, spanGaps: true, points: { show: line.x.length === 1 } };
+    })],
+    hooks: {
+      setSelect: [u => { if (u === hovered && u.select.width > 3) zoom([u.posToVal(u.select.left, "x"),
+        u.posToVal(u.select.left + u.select.width, "x")]); }],
+      setCursor: [u => { if (u === hovered) showTip(u, name, lines); }],
+      ready: [u => { u.over.addEventListener("mouseenter", () => { hovered = u; });
+        u.over.addEventListener("mouseleave", () => { hovered = null; tip.hidden = true; }); }],
+    },
+  };
+}
+
+const tip = document.getElementById("tip");
+function showTip(u, name, lines) {
+  const { left, top, idx } = u.cursor;
+  if (left < 0 || idx === null || idx === undefined) { tip.hidden = true; return; }
+  const rows = [];
+  lines.forEach((line, i) => {
+    if (line.faint) return;
+    const column = u.data[i + 1];
+    for (let away = 0; away < 40; away++) {
+      const value = column[idx - away] ?? column[idx + away];
+      if (value !== null && value !== undefined) { rows.push({ run: line.run, value,
+        far: Math.abs(u.valToPos(value, "y") - top) }); break; }
+    }
+  });
+  const near = rows.sort((a, b) => a.far - b.far).slice(0, 10).sort((a, b) => b.value - a.value);
+  const x = u.data[0][idx];
+  const head = state.x === "step" ? `step ${Math.round(x).toLocaleString("en")}` : state.x === "time" ? duration(x)
+    : clock(x);
+  tip.replaceChildren(h("b", {}, head),
+    ...near.map(row => h("div", {}, swatch(row.run.id), `${valueOf(name, row.value)}  ${row.run.id}`)),
+    rows.length > near.length ? h("div", { className: "soft" }, `and ${rows.length - near.length} more`) : "");
+  place(tip, u.over.getBoundingClientRect(), left, top);
+}
+
+function place(box, bounds, left, top) {
+  box.hidden = false;
+  const x = bounds.left + left, flip = x + box.offsetWidth + 24 > window.innerWidth;
+  box.style.left = `${Math.max(4, flip ? x - box.offsetWidth - 12 : x + 14)}px`;
+  box.style.top = `${Math.min(bounds.top + top + 12, window.innerHeight - box.offsetHeight - 4)}px`;
+}
+
+const swatch = id => h("i", { className: "swatch", style: { background: look(id).colour }, ariaHidden: "true" });
+
+function zoom(range) {
+  state.range = range;
+  for (const { plot } of charts.values()) plot?.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
+  changed();
+}
+
+/** Write under a chart where each run stands, or what is wrong with its values. */
+function caption(name) {
+  const runs = chosen().map(run => ({ run, curve: cache.curves.get(run.id)?.value?.get(name) })).filter(each =>
+    each.curve);
+  const last = curve => { for (let i = curve.mean.length - 1; i >= 0;
+    i--) if (!Number.isNaN(curve.mean[i])) return curve.mean[i]; return null; };
+  const bad = runs.filter(({ curve }) => curve.notFinite).map(({ run, curve }) =>
+    h("div", { className: "bad" }, `${run.id}: ${curve.notFinite === 1 ? "1 value is" : `${curve.notFinite} values are`}`
+      + ` not finite, the first at step ${number(curve.first)}`));
+  if (runs.length > 6) return [h("span", { className: "soft" }, `${runs.length} runs`), ...bad];
+  return [...runs.map(({ run, curve }) => h("span", { className: "last", title: run.id }, swatch(run.id),
+    valueOf(name, last(curve)))), ...bad];
+}
+
+function drawCharts(view, system) {
+  const wanted = names(system);
+  if (!view.querySelector(".charts")) {
+    dropCharts();
+    view.replaceChildren(h("div", { className: "charts" }));
+  }
+  const grid = view.querySelector(".charts");
+  for (const [name, chart] of charts) if (!wanted.includes(name)) { chart.plot?.destroy(); chart.figure.remove();
+    charts.delete(name); }
+  wanted.forEach((name, place) => {
+    let chart = charts.get(name);
+    if (!chart) {
+      const plot = h("div", { className: "plot" }), notes = h("div", { className: "notes" });
+      chart = { figure: h("figure", { ariaLabel: name }, h("figcaption", {}, name), plot, notes), box: plot, notes };
+      charts.set(name, chart);
+    }
+    if (grid.children[place] !== chart.figure) grid.insertBefore(chart.figure, grid.children[place] || null);
+  });
+  for (const name of wanted) drawChart(name, charts.get(name));
+  if (!wanted.length) return false;
+  return true;
+}
+
+function drawChart(name, chart) {
+  const lines = linesOf(name), data = aligned(lines);
+  const key = JSON.stringify([lines.map(line => [line.run.id, line.faint, line.x.length === 1, look(line.run.id)]),
+    state.log, state.x, dark.matches]);
+  if (chart.plot && chart.key === key) {
+    chart.lines.splice(0, chart.lines.length, ...lines);
+    chart.plot.setData(data);
+  } else {
+    chart.plot?.destroy();
+    chart.plot = new uPlot(options(name, lines, chart.box.clientWidth || 400), data, chart.box);
+    chart.key = key;
+    chart.lines = lines;
+  }
+  chart.notes.replaceChildren(...caption(name));
+}
+
+function dropCharts() {
+  for (const chart of charts.values()) chart.plot?.destroy();
+  charts.clear();
+  tip.hidden = true;
+}
+
+const dark = matchMedia("(prefers-color-scheme: dark)");
+new ResizeObserver(() => {
+  for (const { plot, box } of charts.values()) if (plot && box.clientWidth &&
+    plot.width !== box.clientWidth) plot.setSize({ width: box.clientWidth, height: 230 });
+}).observe(document.getElementById("view"));

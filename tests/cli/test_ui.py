@@ -1,0 +1,312 @@
+"""`phalanx ui` as a user starts it: in real Chromium, over HTTP, and as one file."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import math
+import os
+import shutil
+import socket
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from browser import browser
+from command import phalanx, start
+
+from phalanx.observe.events import Failure, MetricsReported, RanksReported, RunEnded, RunStarted, StepDone
+
+WIDTHS = (1280, 400)
+MANY, POINTS = 20, 100_000
+
+
+@pytest.fixture(scope="module")
+def page():
+    with browser() as found:
+        found.resize(1280)
+        yield found
+
+
+@contextmanager
+def served(*words, cwd):
+    """Run `phalanx ui` on a port that the system chooses, and give its address."""
+    process = start("ui", "--no-browser", "--port", 0, *words, cwd=cwd)
+    try:
+        line = process.stdout.readline()
+        assert "http://" in line, process.communicate(timeout=20)
+        yield "http://" + line.strip().split("http://")[1]
+    finally:
+        process.terminate()
+        process.communicate(timeout=20)
+
+
+def started(name: str = "x", **more) -> RunStarted:
+    sizes = {"parameters": 1, "batch_size": 1, "accumulation": 1, "global_batch": 2, "world_size": 2}
+    texts = {"name": name, "run_dir": name, "device": "cpu", "strategy": "ddp", "precision": "fp32"}
+    return RunStarted(**texts, **sizes, total_steps=100, rank=0, **{"time": 1000.0, **more})
+
+
+def step(number: int, loss: float) -> StepDone:
+    return StepDone(step=number, epoch=1, loss=loss, learning_rate=0.1, time=1000.0 + number, rank=0)
+
+
+def append(folder: Path, *events) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "events.jsonl").open("a") as file:
+        file.writelines(each if isinstance(each, str) else each.to_json() + "\n" for each in events)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A folder with a run that goes on, one that failed, and one whose name is markup."""
+    folder = tmp_path_factory.mktemp("ui") / "runs"
+    gauges = {"step_seconds": [0.1, 0.2]}
+    ranks = RanksReported(
+        step=5, ranks=[0, 1], values=gauges, percentiles={"step_seconds": [0.1] * 5}, slowest=1, time=1006.0
+    )
+    val = MetricsReported(step=5, epoch=1, split="val", values={"accuracy": 0.75}, time=1006.0)
+    append(folder / "first", started(), *(step(number, 2.0 / number) for number in range(1, 6)), ranks, val)
+    failed = RunEnded(status="failed", step=2, total_time=2.0, throughput=1.0, reason="rank 1 raised", time=1003.0)
+    lost = Failure(rank=1, host="h", step=2, error="ValueError", message="bad <b>sample</b>", time=1002.5)
+    append(folder / "second", started(time=900.0), step(1, 2.0), step(2, float("nan")), lost, "half a li\n", failed)
+    (folder / "second" / "logs").mkdir()
+    error = {
+        "rank": 1,
+        "host": "h",
+        "time": 1002.5,
+        "step": 2,
+        "type": "ValueError",
+        "message": "bad",
+        "traceback": ["Traceback"],
+    }
+    (folder / "second" / "logs" / "rank-1.error.json").write_text(json.dumps(error))
+    append(folder / "<img src=x onerror=alert(1)>", started(time=800.0), step(1, 3.0))
+    (folder / "config").mkdir()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def address(runs):
+    with served(cwd=runs.parent) as found:
+        yield found
+
+
+def shown(page, tab: str) -> str:
+    """Open a tab and return the text of the page."""
+    page.run(f"delete document.body.dataset.drawn; openTab('{tab}')")
+    page.wait("document.body.dataset.drawn")
+    return page.run("document.body.innerText")
+
+
+def test_every_view_shows_the_runs_without_errors(page, address):
+    page.open(f"{address}#runs=*")
+    page.wait("document.body.dataset.drawn")
+    assert "first" in page.run("document.getElementById('list').innerText")
+    assert shown(page, "curves").count("train/loss") == 1
+    assert "second: 1 value is not finite, the first at step 2" in page.run("document.body.innerText")
+    assert "rank 1" in shown(page, "ranks")
+    assert "Timeline" in shown(page, "time")
+    text = shown(page, "events")
+    assert "rank 1 on h: ValueError: bad <b>sample</b>" in text
+    assert "1 line of events.jsonl cannot be read" in text
+    assert "of 8 differ" in shown(page, "config")
+    assert "No checkpoint" in shown(page, "checkpoints")
+    assert page.run("document.querySelectorAll('img').length") == 0, "a name was taken as markup"
+    assert page.problems == []
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_no_view_scrolls_sideways(page, address, width):
+    page.resize(width)
+    page.open(f"{address}#runs=*")
+    page.wait("document.body.dataset.drawn")
+    try:
+        for tab in ("curves", "ranks", "time", "events", "config", "checkpoints"):
+            shown(page, tab)
+            assert page.run("document.documentElement.scrollWidth <= innerWidth"), tab
+    finally:
+        page.resize(1280)
+
+
+def test_a_run_that_goes_on_is_followed(page, address, runs):
+    page.open(f"{address}#tab=curves&runs=first")
+    page.wait("document.body.dataset.drawn")
+    page.wait("document.getElementById('link').innerText === 'live'")
+    half = step(6, 0.125).to_json() + "\n"
+    append(runs / "first", half[:40])
+    append(runs / "first", half[40:])
+    page.wait("document.querySelector('[aria-label=\"train/loss\"] .last').innerText === '0.125'")
+    page.wait("document.getElementById('list').innerText.includes('6 of 100 steps')")
+    append(runs / "late", started(time=2000.0), step(1, 1.0))
+    page.wait("document.getElementById('list').innerText.includes('late')")
+    shutil.rmtree(runs / "late")
+    page.wait("!document.getElementById('list').innerText.includes('late')")
+    assert page.problems == []
+
+
+def test_the_page_is_usable_by_keyboard(page, address):
+    page.open(f"{address}#tab=curves&runs=first")
+    page.wait("document.body.dataset.drawn")
+
+    def press(key: str) -> None:
+        for kind in ("keyDown", "keyUp"):
+            page.send("Input.dispatchKeyEvent", type=kind, key=key, code=key)
+
+    page.run("document.getElementById('tab-curves').focus()")
+    press("ArrowRight")
+    assert page.wait("document.activeElement.id") == "tab-system"
+    press("/")
+    assert page.wait("document.activeElement.id") == "filter"
+    assert page.run("[...document.querySelectorAll('#list input')].every(box => box.tabIndex === 0)")
+
+
+def test_many_long_runs_are_drawn_in_less_than_a_second(page, tmp_path):
+    lines = (
+        f'{{"event":"step","time":{1000 + number},"step":{number},"loss":{number * 7919 % 1000 / 1000},'
+        f'"learning_rate":{number % 97}}}\n'
+        for number in range(1, POINTS + 1)
+    )
+    append(tmp_path / "runs" / "long-00", started(), *lines)
+    for number in range(1, MANY):
+        (tmp_path / "runs" / f"long-{number:02d}").mkdir()
+        os.link(tmp_path / "runs/long-00/events.jsonl", tmp_path / f"runs/long-{number:02d}/events.jsonl")
+    with served(cwd=tmp_path) as address:
+        page.open(f"{address}#tab=curves&runs=*")
+        page.wait("document.body.dataset.drawn", 60)  # the server reads the files
+        took = [math.inf]
+        while min(took) >= 1000 and len(took) < 10:  # the machine may do other work
+            page.run("delete document.body.dataset.drawn; cache.curves.clear(); document.getElementById('all').click()")
+            took.append(int(page.wait("document.body.dataset.drawn")))
+        assert min(took) < 1000, took
+        assert page.run("[...charts.values()].map(chart => chart.plot.series.length - 1)") == [2 * MANY] * 2, (
+            "values and their mean"
+        )
+        peaks = "Math.max(...charts.get('train/loss').plot.data[1].filter(value => value !== null)).toFixed(3)"
+        assert page.run(peaks) == "0.999"
+        page.leave()
+    assert page.problems == []
+
+
+def test_a_file_of_its_own_shows_the_runs_without_a_network(page, runs, tmp_path, monkeypatch):
+    monkeypatch.chdir(runs.parent)
+    answer = phalanx("report", "first", "second", "--html", tmp_path / "report.html")
+    assert (answer.code, answer.out.strip()) == (0, str(tmp_path / "report.html"))
+    page.open(f"file://{tmp_path}/report.html")
+    page.wait("document.body.dataset.drawn")
+    assert page.run("charts.size") > 2
+    text = page.run("document.body.innerText")
+    assert "second" in text
+    assert "it does not change" in text
+    page.run("openTab('events')")
+    page.wait("document.body.innerText.includes('bad <b>sample</b>')")
+    assert page.run("performance.getEntriesByType('resource').length") == 0
+    assert page.problems == []
+
+
+def get(address: str, host: str | None = None, cookie: str = "") -> tuple[int, str, str]:
+    """Return the status, the text and the cookie of an answer; redirections are not followed."""
+    place = address.removeprefix("http://")
+    name, _, path = place.partition("/")
+    connection = http.client.HTTPConnection(name, timeout=20)
+    try:
+        headers = {"Cookie": cookie} | ({"Host": host} if host else {})
+        connection.request("GET", f"/{path}", headers=headers)
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode(), answer.getheader("Set-Cookie") or ""
+    finally:
+        connection.close()
+
+
+def test_requests_outside_the_folder_and_under_foreign_names_are_refused(address, runs):
+    assert get(address)[0] == 200
+    assert get(address, host="localhost:1")[0] == get(address, host="[::1]:7007")[0] == 200
+    for name in ("evil.example", "evil.example:80", "", "localhost.evil.example"):
+        assert get(address, host=name or " ")[0] == 421, name
+    for path in ("..", "%2e%2e", "../first", "%2e%2e%2fruns%2ffirst", "config", "missing", "first%00"):
+        assert get(f"{address}api/run/{path}")[0] == 404, path
+    for path in ("../server.py", "%2e%2e/server.py", "..%2f..%2f__init__.py"):
+        assert get(f"{address}static/{path}")[0] == 404, path
+    assert get(f"{address}api/curves/first?width=x")[0] == get(f"{address}api/curves/first?from=nan")[0] == 400
+    assert get(f"{address}api/curves/first?width=999999999")[0] == 200
+
+
+def test_other_addresses_need_the_token(page, runs):
+    with served("--host", "0.0.0.0", cwd=runs.parent) as printed:
+        port, token = printed.split(":")[2].split("/?token=")
+        base = f"http://127.0.0.1:{port}/"
+        assert len(token) >= 32
+        for path in ("", "api/runs", "static/app.js", "?token=", f"?token={token[:-1]}"):
+            assert get(base + path)[0] == 401, path
+        status, _, cookie = get(f"{base}?token={token}")
+        assert status == 303
+        assert "HttpOnly" in cookie
+        assert get(f"{base}api/runs", cookie=cookie.split(";")[0])[0] == 200
+        assert get(f"{base}?token={token}", host="evil.example")[0] == 421
+        page.open(f"{base}?token={token}")
+        page.wait("document.body.dataset.drawn")
+        assert "token" not in page.run("location.href")
+        page.leave()
+    assert page.problems == []
+
+
+def test_two_dashboards_read_one_folder_and_a_port_in_use_is_said(runs, address):
+    with served(cwd=runs.parent) as second:
+        assert json.loads(get(f"{second}api/runs")[1]) == json.loads(get(f"{address}api/runs")[1])
+    port = address.split(":")[2].strip("/")
+    answer = phalanx("ui", "--no-browser", "--port", port, "--runs-dir", runs)
+    assert answer.code == 2
+    assert f"port {port} of 127.0.0.1 is in use" in answer.err
+    free = int(answer.err.split("--port ")[1].split(",")[0])
+    with socket.create_server(("127.0.0.1", free)):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--runs-dir", "missing"], "there is no such folder"),
+        (["--runs-dir", __file__], "is a file, not a folder"),
+        (["--port", "70000"], "not between 0 and 65535"),
+        (["--host", "192.0.2.1"], "cannot listen on 192.0.2.1"),
+        (["--host", "no such host"], "cannot listen on no such host"),
+        (["--prot", "1"], "Did you mean --port?"),
+    ],
+)
+def test_wrong_arguments_are_explained(words, said):
+    answer = phalanx("ui", "--no-browser", *words)
+    assert answer.code == 2
+    assert said in answer.err
+
+
+def test_a_missing_package_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    monkeypatch.delitem(sys.modules, "phalanx.ui.server", raising=False)
+    answer = phalanx("ui", "--no-browser")
+    assert (answer.code, "pip install 'phalanx[monitor]'" in answer.err) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["first", "second"], "To compare runs: --html FILE"),
+        (["first", "--html", "."], "is a folder"),
+        (["first", "--html", "missing/report.html"], "does not exist"),
+        (["config", "--html", "x.html"], "is not the folder of a run"),
+    ],
+)
+def test_wrong_reports_are_explained(runs, monkeypatch, words, said):
+    monkeypatch.chdir(runs.parent)
+    monkeypatch.chdir(runs)
+    answer = phalanx("report", *words, "--runs-dir", runs)
+    assert answer.code == 2
+    assert said in answer.err
+
+
+def test_a_folder_without_runs_says_how_to_begin(page, tmp_path):
+    with served(cwd=tmp_path) as address:
+        page.open(address)
+        page.wait("document.body.innerText.includes('phalanx train digits')")
+        page.leave()
+    assert page.problems == []

@@ -1,0 +1,132 @@
+"""The folder of runs as the page sees it: also where runs are damaged, closed, or not runs at all."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from test_ui_columns import started, step
+
+from phalanx.observe.events import CheckpointSaved, RunEnded
+from phalanx.runs.stored import StoredRun
+from phalanx.ui.catalog import Catalog
+from phalanx.ui.page import page_of
+
+
+def make_run(path, *events, record=None):
+    path.mkdir(parents=True)
+    (path / "events.jsonl").write_text("".join(each.to_json() + "\n" for each in events or (started(), step(1, 2.0))))
+    if record is not None:
+        (path / "run.json").write_text(record)
+    return path
+
+
+def test_a_folder_without_runs_is_empty(tmp_path):
+    assert Catalog(tmp_path).summaries() == []
+    assert Catalog(tmp_path / "missing").summaries() == []
+    (tmp_path / "notes.txt").write_text("")
+    (tmp_path / "a folder").mkdir()
+    assert Catalog(tmp_path).summaries() == []
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "../other", "/etc", "a/../../other", "missing", "run\0", "folder"])
+def test_only_runs_of_the_folder_can_be_asked_for(tmp_path, name):
+    make_run(tmp_path / "other")
+    make_run(tmp_path / "runs" / "run")
+    (tmp_path / "runs" / "folder").mkdir()
+    catalog = Catalog(tmp_path / "runs")
+    assert catalog.detail("run")["id"] == "run"
+    with pytest.raises(KeyError):
+        catalog.detail(name)
+    with pytest.raises(KeyError):
+        catalog.events(name)
+
+
+def test_a_damaged_record_and_a_damaged_line_are_reported(tmp_path):
+    path = make_run(tmp_path / "run", record="{")
+    with (path / "events.jsonl").open("a") as file:
+        file.write("no json\n")
+    (path / "config.toml").write_text("= nothing")
+    problems = Catalog(tmp_path).detail("run")["problems"]
+    assert len(problems) == 3
+    assert "run.json" in problems[0]
+    assert "config.toml" in problems[1]
+    assert problems[2] == "1 line of events.jsonl cannot be read and is left out"
+
+
+def test_runs_of_another_user_are_named_and_not_shown(tmp_path, monkeypatch):
+    if os.geteuid() != 0:
+        pytest.skip("only root can act as another user")
+    make_run(tmp_path / "closed").chmod(0o700)
+    make_run(tmp_path / "open")
+    make_run(tmp_path / "events")
+    (tmp_path / "events" / "events.jsonl").chmod(0o600)
+    tmp_path.chmod(0o755)
+    monkeypatch.chdir(tmp_path)  # the other user cannot enter the folders above it
+    os.seteuid(65534)
+    try:
+        found = {run["id"]: run for run in Catalog(Path()).summaries()}
+        with pytest.raises(PermissionError):
+            Catalog(Path()).detail("events")
+    finally:
+        os.seteuid(0)
+    assert found["closed"]["status"] == "unreadable"
+    assert found["closed"]["reason"] == "Permission denied"
+    assert found["open"]["steps"] == 1
+
+
+def test_what_a_run_holds_is_shown(tmp_path):
+    saved = CheckpointSaved(step=1, path=str(tmp_path / "run/checkpoints/step-1"), seconds=0.1, bytes=5, time=2.0)
+    ended = RunEnded(status="failed", step=1, total_time=3.0, throughput=1.0, reason="the loss is nan", time=3.0)
+    path = make_run(tmp_path / "run", started(), step(1, float("nan")), saved, ended)
+    (path / "logs").mkdir()
+    for rank, time in ((0, 3.0), (1, 2.5)):
+        error = {
+            "rank": rank,
+            "host": "h",
+            "time": time,
+            "step": 1,
+            "type": "ValueError",
+            "message": "x",
+            "traceback": [],
+        }
+        (path / "logs" / f"rank-{rank}.error.json").write_text(json.dumps(error))
+        (path / "logs" / f"rank-{rank}.log").write_text("\n".join(f"line {number}" for number in range(500)))
+    catalog = Catalog(tmp_path)
+    (shown,) = catalog.summaries()
+    assert (shown["status"], shown["loss"], shown["reason"]) == ("failed", "nan", "the loss is nan")
+    detail = catalog.detail("run")
+    assert [failure["rank"] for failure in detail["failures"]] == [1, 0], "the first one is the cause"
+    assert detail["failures"][0]["output"].splitlines()[-1] == "line 499"
+    (checkpoint,) = detail["checkpoints"]
+    assert (checkpoint["step"], checkpoint["exists"], checkpoint["best"]) == (1, False, False)
+    json.dumps([shown, detail], allow_nan=False)
+
+
+def test_a_run_that_is_removed_leaves_the_list_and_its_columns(tmp_path):
+    path, catalog = make_run(tmp_path / "run"), Catalog(tmp_path)
+    catalog.events("run")
+    assert len(catalog.summaries()) == 1
+    (path / "events.jsonl").unlink()
+    path.rmdir()
+    assert catalog.summaries() == []
+    assert not catalog._events
+
+
+def test_a_page_of_its_own_holds_no_address_and_no_open_script(tmp_path):
+    name = "a</script><script>alert(1)</script>"
+    folder = tmp_path / "<b>&"
+    text = page_of(
+        [
+            StoredRun(
+                make_run(
+                    folder, started(), step(1), record=json.dumps({"command": [name], "directory": "", "settings": {}})
+                )
+            )
+        ]
+    )
+    assert "/static/" not in text
+    assert name not in text
+    assert "alert(1)\\u003c/script>" in text
