@@ -84,25 +84,21 @@ def _without(machine: HostReader) -> Iterator[CheckResult]:
 
 def _software(machine: HostReader, driver: str) -> Iterator[CheckResult]:
     versions = machine.fact("versions")
-    build = re.search(r"\+(cu(\d\d)\d|cpu)", versions.get("torch", ""))
-    if build is None:
-        yield CheckResult(
-            "note", "torch", f"torch {versions.get('torch', 'is not installed')}: its CUDA version is not in its name"
-        )
-    elif build[1] == "cpu":
-        text = f"torch {versions['torch']} was built without CUDA: the GPUs are not used"
-        yield CheckResult(
-            "error", "torch", text, "pip install torch --index-url https://download.pytorch.org/whl/cu128"
-        )
+    cuda = versions.get("cuda of torch")
+    torch = f"torch {versions.get('torch', '')} ({'CPU only' if cuda == 'none' else f'CUDA {cuda}'})"
+    if cuda is None:
+        yield CheckResult("warning", "torch", "torch is not installed", "pip install torch")
+    elif cuda == "none":
+        fix = "pip install torch --index-url https://download.pytorch.org/whl/cu128"
+        yield CheckResult("error", "torch", f"{torch}: the GPUs are not used", fix)
     else:
-        least, major = _DRIVERS.get(int(build[2]), 0), driver.split(".")[0]
+        wanted, major = int(cuda.split(".")[0]), driver.split(".")[0]
+        least = _DRIVERS.get(wanted, 0)
         if major.isdecimal() and int(major) < least:
-            text = f"torch {versions['torch']} needs driver {least} or later, there is {driver}"
-            yield CheckResult(
-                "error", "torch", text, f"upgrade the driver, or install a torch for CUDA {int(build[2]) - 1}"
-            )
+            text = f"{torch} needs driver {least} or later, there is {driver}"
+            yield CheckResult("error", "torch", text, f"upgrade the driver, or install a torch for CUDA {wanted - 1}")
         else:
-            yield CheckResult("ok", "torch", f"torch {versions['torch']} fits driver {driver}")
+            yield CheckResult("ok", "torch", f"{torch} fits driver {driver}")
     if "nccl" in versions:
         yield CheckResult("ok", "NCCL", versions["nccl"])
 

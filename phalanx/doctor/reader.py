@@ -6,9 +6,11 @@ A recording is one JSON file. It stands for the machine in tests, and in a repor
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import json
 import os
 import platform
+import re
 import resource
 import socket
 import subprocess
@@ -116,8 +118,18 @@ def _versions() -> dict[str, str]:
     found = {"phalanx": __version__, "python": platform.python_version(), "kernel": platform.release()}
     installed = {each.name.lower(): each.version for each in importlib.metadata.distributions() if each.name}
     found |= {name: installed[name] for name in _PACKAGES if name in installed}
+    if (cuda := _cuda_of_torch()) is not None:
+        found["cuda of torch"] = cuda
     nccl = [version for name, version in installed.items() if name.startswith("nvidia-nccl-cu")]
     return {**found, "nccl": nccl[0]} if nccl else found
+
+
+def _cuda_of_torch() -> str | None:
+    """Return the CUDA version that torch was built for, "none" for the CPU; None where torch is not installed."""
+    spec = importlib.util.find_spec("torch")
+    text = _read(Path(spec.origin).with_name("version.py")) if spec is not None and spec.origin else None
+    found = re.search(r"^cuda\b.*= *(?:'([\d.]+)'|None)", text or "", re.MULTILINE)
+    return None if found is None else found[1] or "none"
 
 
 def _own_addresses() -> list[str]:

@@ -44,7 +44,7 @@ def test_a_healthy_machine_has_no_warnings_and_its_parts_are_named():
 @pytest.mark.parametrize(
     ("level", "part"),
     [
-        ("error", "torch: torch 2.11.0+cu128 needs driver 525 or later, there is 520.61.05"),
+        ("error", "torch: torch 2.11.0 (CUDA 12.8) needs driver 525 or later, there is 520.61.05"),
         ("error", "GPU 3 has 2 uncorrected memory errors"),
         ("error", "the fabric manager does not run: CUDA fails with error 802 -> systemctl enable --now"),
         ("error", "NCCL_SOCKET_IFNAME=eth7, and there is no card eth7: NCCL fails at its start -> export NCCL"),
@@ -71,12 +71,18 @@ def test_clouds_and_boxes_have_findings_of_their_own():
     assert "variables for EFA are not set -> phalanx train --nccl-env aws-efa" in said(recorded("p5-efa"), "note")
     without = recorded("p5-efa", **{"folder__/opt/amazon/ofi-nccl": []})
     assert "EFA cards without the aws-ofi-nccl plugin" in said(without, "error")
-    assert "built without CUDA" in said(recorded("a3-gcp"), "error")
+    assert "(CPU only): the GPUs are not used" in said(recorded("a3-gcp"), "error")
     assert "gVNIC limits each TCP flow" in said(recorded("a3-gcp"), "note")
     pairs = said(recorded("a6000-pairs"), "warning")
     assert "2 by NV4 (NV4), 4 by the link between CPUs (SYS)" in pairs
     assert "1 pairs of GPUs have no peer access" in pairs
     assert "CUDA_VISIBLE_DEVICES='0,1': 2 of 4" in said(recorded("a6000-pairs"), "note")
+
+
+def test_a_recording_of_a_real_gpu_machine():
+    machine = recorded("h200")
+    assert worst(examine(machine)) == "note"
+    assert "torch 2.11.0 (CUDA 13.0) fits driver 580.159.04" in said(machine, "ok")
 
 
 def test_a_cpu_without_bf16_is_a_warning_where_there_are_no_gpus():
@@ -94,11 +100,11 @@ def test_the_topology_is_read_as_nvidia_smi_prints_it():
 
 def test_hosts_that_differ_are_named():
     usual = recorded("dgx-h100")
-    versions = {**usual.fact("versions"), "torch": "2.12.0+cu128", "kernel": "6.1"}
+    versions = {**usual.fact("versions"), "torch": "2.12.0", "kernel": "6.1"}
     odd = recorded("dgx-h100", fact__versions=versions, clock__offset=-7.5, fact__architecture="aarch64")
     results = list(compare_hosts({"a": usual, "b": recorded("dgx-h100"), "c": odd}))
     text = "\n".join(f"{each.level} {each.text}" for each in results)
-    assert "error torch differs: c has 2.12.0+cu128; the others 2.11.0+cu128" in text
+    assert "error torch differs: c has 2.12.0; the others 2.11.0" in text
     assert "note kernel differs" in text
     assert "error architecture differs: c has aarch64" in text
     assert "warning clocks differ from this machine's: c by -7.5 s" in text
