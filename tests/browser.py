@@ -123,7 +123,7 @@ def browser() -> Iterator[Browser]:
     theirs_in, ours_out, ours_in, theirs_out = (fcntl.fcntl(end, fcntl.F_DUPFD, 50) for end in ends)
     for end in ends:
         os.close(end)
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:  # short: a socket's path is in it
+    with tempfile.TemporaryDirectory(dir="/tmp", ignore_cleanup_errors=True) as folder:  # short: for a socket's path
         command = f'exec "$0" "$@" 3<&{theirs_in} 4>&{theirs_out} {theirs_in}<&- {theirs_out}>&-'
         process = subprocess.Popen(
             ["bash", "-c", command, program, *FLAGS, "--remote-debugging-pipe", f"--user-data-dir={folder}"],

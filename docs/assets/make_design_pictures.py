@@ -13,7 +13,7 @@ sys.path[:0] = [str(HERE.parents[1] / "tests"), str(HERE.parents[1] / "tests" / 
 
 PARENT, RANK, BOTH = "#cfe2f3", "#d9ead3", "#eeeeee"
 _SIDES = {
-    PARENT: {"cli", "runs", "launch", "tune", "bench", "verification"},
+    PARENT: {"cli", "runs", "launch", "tune", "bench", "verification", "ui"},
     RANK: {"worker", "trainers", "loop", "strategies", "checkpoint", "data", "models", "comm", "world"},
 }
 

@@ -9,9 +9,10 @@ import os
 import threading
 from collections import deque
 from collections.abc import Iterable
+from contextlib import nullcontext
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +27,8 @@ _MOST_EVENTS = 2000
 _MOST_REPORTS = 320
 """Reports about ranks that are kept; of a longer run every second one is dropped, again and again."""
 _MOST_SPANS = 1500
+_one_at_a_time = threading.Lock()
+"""Long files are read one after the other: the first is shown sooner, and the last not later."""
 _NOT_LISTED = ("step", "ranks", "phase", "goodput", "epoch", "metrics")
 """Events with a curve, a heat map, a timeline or a bar of their own."""
 
@@ -102,12 +105,17 @@ class RunEvents:
                 if (status.st_dev, status.st_ino) != self._file or status.st_size < self._offset:
                     self._clear()
                     self._file = (status.st_dev, status.st_ino)
-                file.seek(self._offset)
-                rest = b""
-                while chunk := file.read(_CHUNK_BYTES):
-                    whole, newline, rest = (rest + chunk).rpartition(b"\n")
-                    self._offset += len(whole) + len(newline)
-                    self._read(whole.split(b"\n") if newline else [])
+                long = status.st_size - self._offset > _CHUNK_BYTES
+                with _one_at_a_time if long else nullcontext():
+                    self._continue(file)
+
+    def _continue(self, file: BinaryIO) -> None:
+        file.seek(self._offset)
+        rest = b""
+        while chunk := file.read(_CHUNK_BYTES):
+            whole, newline, rest = (rest + chunk).rpartition(b"\n")
+            self._offset += len(whole) + len(newline)
+            self._read(whole.split(b"\n") if newline else [])
 
     def _read(self, lines: list[bytes]) -> None:
         steps = []

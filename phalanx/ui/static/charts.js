@@ -91,7 +91,7 @@ function options(name, lines, width) {
   const alpha = Math.round(64 / Math.max(1, lines.length / 6)).toString(16).padStart(2, "0");
   const onX = { step: number, time: duration }[state.x];
   return {
-    width, height: 230, legend: { show: false }, padding: [10, 10, 0, 0],
+    width, height: 230, legend: { show: false }, padding: [10, 18, 0, 0],
     scales: { x: { time: state.x === "clock", range: (u, low, high) => state.range ||
       (low === null ? [0, 1] : [low, high > low ? high : low + 1]) }, y: { distr: state.log ? 3 : 1 } },
     axes: [{ ...axis, size: 34, ...(onX ? { values: (u, values) => values.map(onX) } : {}) },

@@ -134,5 +134,5 @@ const isBytes = name => /bytes$|memory/.test(name);
 const isShare = name => /(utilization|data_wait|communication|mfu|accuracy)$/.test(name);
 function valueOf(name, value) {
   if (isBytes(name)) return bytes(value);
-  return isShare(name) && value >= 0 && value <= 1 ? `${Number((100 * value).toPrecision(3))}%` : number(value);
+  return isShare(name) && Math.abs(value) <= 2 ? `${Number((100 * value).toPrecision(3))}%` : number(value);
 }

@@ -35,7 +35,7 @@ function viewRanks() {
   const found = details().filter(detail => detail.heat);
   if (!found.length) return [empty("No rank has reported yet: ranks report about themselves every 10 seconds.")];
   const gauges = [...new Set(found.flatMap(detail => Object.keys(detail.heat.gauges)))];
-  if (!gauges.includes(state.gauge)) state.gauge = gauges.includes("step_seconds") ? "step_seconds" : gauges[0];
+  if (!gauges.includes(state.gauge)) state.gauge = gauges.includes("own_seconds") ? "own_seconds" : gauges[0];
   const choice = h("select", { id: "gauge", onchange: event => { state.gauge = event.target.value; changed(); } },
     gauges.map(name => h("option", { selected: name === state.gauge }, name)));
   return [h("div", { className: "tools" }, h("label", {}, "colour by ", choice)), ...found.map(heatMap)];
@@ -57,12 +57,15 @@ function heatMap(detail) {
     const value = matrix[r * times.length + t];
     if (!Number.isFinite(value)) return;
     pen.fillStyle = ramp(high > low ? (value - low) / (high - low) : 0.5);
-    pen.fillRect(t * column, r * row, column - (column > 4), row - (row > 4));
-    if (slowest[t] !== rank) return;
-    pen.strokeStyle = css("--text");
-    pen.lineWidth = 2;
-    pen.strokeRect(t * column + 1, r * row + 1, column - 2, row - 2);
+    pen.fillRect(t * column, r * row, column - (column > 9), row - (row > 9));
   }));
+  pen.strokeStyle = css("--text");
+  ranks.forEach((rank, r) => {  // one frame around reports that follow each other
+    for (let from = 0, to; from < times.length; from = to) {
+      for (to = from + 1; to < times.length && (slowest[to] === rank) === (slowest[from] === rank);) to++;
+      if (slowest[from] === rank) pen.strokeRect(from * column + 0.5, r * row + 0.5, (to - from) * column - 1, row - 1);
+    }
+  });
   canvas.addEventListener("mousemove", event => {
     const t = Math.floor(event.offsetX / canvas.clientWidth * times.length),
       r = Math.floor(event.offsetY / canvas.clientHeight * ranks.length);
