@@ -114,7 +114,12 @@ def read_record(log_dir: Path, rank: int) -> dict[str, Any] | None:
     return record
 
 
+def recorded_ranks(log_dir: Path) -> list[int]:
+    """Return the ranks that have an error record."""
+    return sorted(int(path.name.split(".")[0].removeprefix("rank-")) for path in log_dir.glob("rank-*.error.json"))
+
+
 def any_record(log_dir: Path) -> dict[str, Any] | None:
     """Return the record of the lowest rank that has one: ranks that were asked to stop all write the same."""
-    ranks = sorted(int(path.name.split(".")[0].removeprefix("rank-")) for path in log_dir.glob("rank-*.error.json"))
+    ranks = recorded_ranks(log_dir)
     return read_record(log_dir, ranks[0]) if ranks else None

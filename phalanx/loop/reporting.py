@@ -77,7 +77,7 @@ class Reporter:
             communication=self._communication,
         )
         self._facts = facts
-        self._events = events
+        self.events = events
         self._every = facts.config.log_every_n_steps
         self._first_steps = _FIRST_STEPS_COMPILED if facts.config.compile else 1
         self.history = History()
@@ -132,7 +132,7 @@ class Reporter:
         self._began = self._epoch_began = time.monotonic()
         if not announce:
             return
-        self._events.emit(
+        self.events.emit(
             RunStarted(
                 name=facts.name,
                 run_dir=str(facts.run_dir),
@@ -161,7 +161,7 @@ class Reporter:
         for note in notes:
             self.say(note)
         if config.compile:
-            self._events.emit(Phase("compile", "begin"))
+            self.events.emit(Phase("compile", "begin"))
         if total_steps is not None and step >= total_steps:
             left = f"the checkpoint is at step {step}, and the run ends at step {total_steps}"
             self.say(f"nothing is left to train: {left}. Raise epochs or max_steps to go on.", "warning")
@@ -180,7 +180,7 @@ class Reporter:
 
     def recovered(self, event: Recovered) -> None:
         """Report that the group of ranks changed in place."""
-        self._events.emit(event)
+        self.events.emit(event)
         self._report_goodput()
 
     def interrupted(self) -> None:
@@ -204,7 +204,7 @@ class Reporter:
         """Show a message to the user, once."""
         if text and text not in self._said:
             self._said.add(text)
-            self._events.emit(Message(level, text))
+            self.events.emit(Message(level, text))
 
     def is_due(self, step: int) -> bool:
         """Whether losses are read after this step: the first, every n-th, and the last."""
@@ -221,7 +221,7 @@ class Reporter:
             self._speed.warmed_up()
             self.ledger.first_steps_done(self._speed.warm_up_seconds)
             if self._facts.config.compile:
-                self._events.emit(Phase("compile", "end", self._speed.warm_up_seconds))
+                self.events.emit(Phase("compile", "end", self._speed.warm_up_seconds))
         self.samples += samples
         self._epoch_samples += samples
         if self.ledger.is_due:
@@ -262,13 +262,13 @@ class Reporter:
         self.history.steps.append(
             {key: value for key, value in event.to_dict().items() if key not in {"event", "time", "rank"}}
         )
-        self._events.emit(event)
+        self.events.emit(event)
         if skipped:
             self.say(f"{skipped} step{'s' * (skipped > 1)} skipped so far: the gradient was not finite", "warning")
 
     def evaluated(self, step: int, epoch: int, values: dict[str, float], *, ends_epoch: bool) -> None:
         """Report what was measured on the validation data, at the end of an epoch or within one."""
-        self._events.emit(MetricsReported(step, epoch + 1, "val", values, ends_epoch))
+        self.events.emit(MetricsReported(step, epoch + 1, "val", values, ends_epoch))
 
     def epoch_done(self, step: int, epoch: int, learning_rate: float, metrics: dict[str, float]) -> None:
         """Close an epoch's record, once: where ranks were lost at its end, the remaining ones call this again."""
@@ -278,8 +278,8 @@ class Reporter:
         loss = self.epoch_loss
         speed = self._epoch_samples / seconds if seconds else 0.0
         self.history.epochs.append(EpochRecord(epoch + 1, step, loss, metrics, learning_rate, seconds, speed))
-        self._events.emit(MetricsReported(step, epoch + 1, "train", {"loss": loss}, ends_epoch=True))
-        self._events.emit(EpochDone(step, epoch + 1, loss, metrics, seconds, speed))
+        self.events.emit(MetricsReported(step, epoch + 1, "train", {"loss": loss}, ends_epoch=True))
+        self.events.emit(EpochDone(step, epoch + 1, loss, metrics, seconds, speed))
         self._loss_sum, self._loss_count, self._epoch_samples = 0.0, 0, 0
         self._epoch_began = time.monotonic()
         self._update_totals()
@@ -288,7 +288,7 @@ class Reporter:
         """Report a published checkpoint."""
         self.history.checkpoint = str(saved.path)
         self.history.checkpoint_stall += saved.stall
-        self._events.emit(
+        self.events.emit(
             CheckpointSaved(saved.step, str(saved.path), saved.seconds, saved.bytes, best, saved.stall, saved.written)
         )
         for note in saved.notes:
@@ -298,14 +298,14 @@ class Reporter:
     def phase(self, name: str, total: int | None = None) -> Iterator[None]:
         """Time something that is not training, outside the throughput; `total`: its batches, where it has some."""
         began = time.monotonic()
-        self._events.emit(Phase(name, "begin", total=total))
+        self.events.emit(Phase(name, "begin", total=total))
         self._update_totals()
         phases = self._facts.phases
         phases.mark(name)
         with self._speed.paused(), self.ledger.phase(name):
             yield
         phases.mark(phases.current)
-        self._events.emit(Phase(name, "end", time.monotonic() - began))
+        self.events.emit(Phase(name, "end", time.monotonic() - began))
 
     def ended(self, status: str, step: int, checkpoint: str | None, reason: str) -> None:
         """Close the run's record and show what can be done next."""
@@ -316,7 +316,7 @@ class Reporter:
         if status in ("finished", "stopped"):
             event = self._facts.strategy.closing_event() if self._facts.world.is_main else None
             if event is not None:
-                self._events.emit(event)
+                self.events.emit(event)
         folder = tensorboard_dir(self._facts.config, self._facts.run_dir)
         commands = [f"{_command('tensorboard')} --logdir {folder}"] if folder else []
         best = {"accuracy": self.history.best_accuracy, "loss": self.history.best_loss}
@@ -325,9 +325,9 @@ class Reporter:
             "step": step,
             "best": {name: value for name, value in best.items() if value is not None},
             "checkpoint": checkpoint,
-            "next_commands": [*self.next_commands, *commands, *self._events.next_commands],
+            "next_commands": [*self.next_commands, *commands, *self.events.next_commands],
         }
-        self._events.emit(RunEnded(**{**{name: getattr(self.history, name) for name in same}, **own}))
+        self.events.emit(RunEnded(**{**{name: getattr(self.history, name) for name in same}, **own}))
 
     def _update_totals(self) -> None:
         history = self.history
@@ -353,7 +353,7 @@ class Reporter:
         step = self._first_step + self._speed.steps
         samples = (self._first_samples, self.samples)
         event = self.ledger.event(step, self._first_step, samples, rate, self._token_rate.mfu(rate))
-        self._events.emit(event)
+        self.events.emit(event)
         return event
 
     def _close_goodput(self) -> None:

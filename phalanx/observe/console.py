@@ -93,6 +93,8 @@ class Console:
             self._view.line(format.recovered_line(event), kind="warning")
         elif isinstance(event, events.RankSuspected):
             self._view.line(f"warning: step {event.step}: {event.why}", kind="warning")
+        elif isinstance(event, events.SampleDrawn):
+            self._show_message(events.Message("info", f"sample:\n{event.text}"))
         elif self._progress and not self._is_quiet:
             self._show_progress(event)
 

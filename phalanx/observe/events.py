@@ -182,6 +182,15 @@ class Message(Event):
 
 
 @dataclass(frozen=True)
+class SampleDrawn(Event):
+    """A text that the model has written, as a sample of what it has learned."""
+
+    kind: ClassVar[str] = "sample"
+    step: int
+    text: str
+
+
+@dataclass(frozen=True)
 class Failure(Event):
     """A rank failed. `rank` is the guilty one."""
 

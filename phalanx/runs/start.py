@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import signal
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 from phalanx import errors
 from phalanx.config import DistributedConfig
 from phalanx.engine import engine_of
+from phalanx.host.files import replace_file
 from phalanx.launch import LaunchResult, LaunchSpec, launch, prestart
-from phalanx.launch.error_file import any_record, read_record
+from phalanx.launch.error_file import any_record, read_record, record_path, recorded_ranks
+from phalanx.launch.failure import FailureReport
 from phalanx.launch.output import PlainConsole, RankConsole
 from phalanx.observe.console import Console
 from phalanx.observe.events import KINDS, Phase, from_dict
@@ -38,7 +42,30 @@ def run_on_ranks(
         if waiting:
             shown.handle(Phase(waiting, "begin").to_dict())
         result = launch(spec, shown)
+    if result.failure is not None:
+        _record_for(result.failure, spec.log_dir)
     raise_failure(result, spec.log_dir)
+
+
+def _record_for(failure: FailureReport, log_dir: Path) -> None:
+    """Write the record of a rank that could not do so itself: it was killed, or has not answered."""
+    if failure.rank is None or record_path(log_dir, failure.rank).exists():
+        return
+    others = [read_record(log_dir, rank) for rank in recorded_ranks(log_dir)]
+    when = min((float(record["time"]) for record in others if record), default=time.time())
+    record = {
+        "rank": failure.rank,
+        "host": failure.host,
+        "time": when - 1e-3,  # it is the cause of what the others report
+        "step": failure.step,
+        "type": "RankFailed",
+        "message": failure.cause,
+        "hint": failure.hint,
+        "exit_code": failure.exit_code,
+        "traceback": list(failure.details),
+    }
+    with suppress(OSError):  # a full or lost disk was reported already
+        replace_file(record_path(log_dir, failure.rank), json.dumps(record))
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from phalanx.loop.task import TrainTask
 from phalanx.loop.trainer import TrainLoop
 from phalanx.models.contract import InitialisesWeights, implements
 from phalanx.models.registry import build, build_options, names
+from phalanx.observe.events import SampleDrawn
 from phalanx.recipes import Recipe
 from phalanx.recipes.imports import extend_path, is_import_path, load_import
 from phalanx.trainers.auto import is_large, rank_bytes
@@ -54,7 +55,7 @@ class SampleText(Callback):
                 multiple=mesh.tp * (2 * mesh.cp if mesh.cp > 1 else 1),
                 through=trainer.model if formation.strategy.shards else None,
             )
-        trainer.report.say(f"sample:\n{as_text(drawn[0].tolist())}")
+        trainer.report.events.emit(SampleDrawn(trainer.step, as_text(drawn[0].tolist())))
 
 
 def as_text(tokens: list[int]) -> str:

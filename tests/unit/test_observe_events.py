@@ -24,6 +24,7 @@ ALL = [
     events.EpochDone(3, 1, math.nan, {"accuracy": 0.5}, 1.5, 64.0),
     events.CheckpointSaved(3, "ckpt/step-00000003", 0.1, 99),
     events.Message("warning", "nan"),
+    events.SampleDrawn(3, "To be"),
     events.Failure(1, "host", 3, "ValueError", "bad"),
     events.RankLost(1, "was killed", "replace", 2, "failure 1 of at most 3"),
     events.Recovered(7, 0, 0.4, "rank 1 was killed", 2, [1]),

@@ -6,7 +6,7 @@ const VIEWS = {
     "No curves yet: a point is written every log_every_n_steps steps."],
   system: ["System", view => drawCharts(view, true) || "No system metrics yet."],
   ranks: ["Ranks", viewRanks], time: ["Time", viewTime], events: ["Events", viewEvents], config: ["Config", viewConfig],
-    checkpoints: ["Checkpoints", viewCheckpoints],
+    checkpoints: ["Checkpoints", viewCheckpoints], samples: ["Samples", viewSamples],
 };
 const at = id => document.getElementById(id);
 const isChart = () => state.tab === "curves" || state.tab === "system";

@@ -158,6 +158,10 @@ const WORDS = {
   message: event => `${event.level}: ${event.text}`,
   failure: event => `rank ${event.rank} on ${event.host}: ${event.error}: ${event.message}`,
   rank_lost: event => `rank ${event.lost} ${event.how}; ${event.action}, ${event.size} ranks (${event.why})`,
+  sample: event => event.text,
+  recovered: event => `after step ${number(event.step)}: ${event.world_size} ranks go on after ${duration(event.seconds)} `
+    + `(${event.reason})`,
+  rank_suspected: event => `${event.what}: ${event.why}; ${event.action}`,
   checkpoint: event =>
     `${event.best ? "best, " : ""}${bytes(event.bytes)} in ${duration(event.seconds)}: ${event.path}`,
   run_started: event => [`${event.world_size} x ${event.device}`, event.layout || event.strategy, event.precision,
@@ -235,6 +239,14 @@ function viewConfig() {
       shown.map(name => [h("th", { scope: "row" }, name),
       ...found.map(detail => h("td", { className: found.length > 1 && !same(name) ? "differs" : "" },
         shownValue(detail.facts[name])))]))];
+}
+
+function viewSamples() {
+  const found = details().flatMap(detail => detail.events.filter(event => event.event === "sample")
+    .map(event => h("div", { className: "card" }, heading(detail.id, `step ${number(event.step)}`),
+      h("pre", { className: "end", tabIndex: 0 }, event.text))));
+  return found.length ? found.reverse()
+    : [empty("No samples: the recipes of language models write a text at their end.")];
 }
 
 function viewCheckpoints() {
