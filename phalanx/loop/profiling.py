@@ -180,10 +180,9 @@ class StepProfile(Callback):
             self._steps.leave()
             if self._next > self._plan.last:
                 self._finish()
-                return
-            if self._records:
+            elif self._records:
                 self._steps.enter(str(self._next))
-        if self._records:
+        if self._records and self._recording:
             self._phases.enter(name)
         if self._nvtx is not None:
             self._nvtx.enter(name)
