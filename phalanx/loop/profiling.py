@@ -117,7 +117,8 @@ class StepProfile(Callback):
 
     def _arm(self, step: int) -> None:
         self._next = step
-        if step == self._plan.first and not self._finished:
+        # From a later step on where ranks were replaced, or the run was resumed, within these steps.
+        if self._plan.first <= step <= self._plan.last and not (self._recording or self._finished):
             self._begin()
 
     def _check(self, trainer: Any) -> None:
@@ -133,8 +134,7 @@ class StepProfile(Callback):
                 f"profile = {given!r} records from step {plan.first} on, but the run has {total} steps",
                 hint=f"Write steps=1:{total}, for example.",
             )
-        if 0 < plan.first <= trainer.step:
-            self._finished = True
+        if 0 < plan.last <= trainer.step:
             trainer.report.say(
                 f"profile = {given!r}: nothing is recorded, for the run continues after step {trainer.step}", "warning"
             )
@@ -180,10 +180,9 @@ class StepProfile(Callback):
             self._steps.leave()
             if self._next > self._plan.last:
                 self._finish()
-                return
-            if self._records:
+            elif self._records:
                 self._steps.enter(str(self._next))
-        if self._records:
+        if self._records and self._recording:
             self._phases.enter(name)
         if self._nvtx is not None:
             self._nvtx.enter(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterable
 
 Span = tuple[float, float]
@@ -34,6 +35,13 @@ def both(first: Spans, second: Spans) -> Spans:
         else:
             j += 1
     return found
+
+
+def clip(spans: Spans, begin: float, end: float) -> Spans:
+    """Return the times of a set between two times; what lies outside is not looked at."""
+    first = bisect.bisect_right(spans, begin, key=lambda span: span[1])
+    last = bisect.bisect_left(spans, end, lo=first, key=lambda span: span[0])
+    return [(max(a, begin), min(b, end)) for a, b in spans[first:last]]
 
 
 def without(first: Spans, second: Spans) -> Spans:

@@ -27,9 +27,9 @@ def merge(folder: Path, found: Analysis) -> Path:
     target = folder / MERGED
     with replacing(target) as file, gzip.open(file, "wt", compresslevel=3, encoding="utf-8") as packed:
         packed.write('{"displayTimeUnit":"ms","traceEvents":[\n')
-        before = ""
+        before, encode = "", json.JSONEncoder(separators=(",", ":")).encode
         for event in _events(files, origin, found):
-            packed.write(before + json.dumps(event, separators=(",", ":")))
+            packed.write(before + encode(event))
             before = ",\n"
         packed.write("\n]}\n")
     return target

@@ -58,7 +58,7 @@ class RankFile:
         """Return how far rank 0's clock was ahead: clocks drift, so it lies between what begin and end have shown."""
         readings = self.meta.get("clock") or [[0, 0, 0]]
         (first, before, _), (last, after, _) = readings[0], readings[-1]
-        if last == first:
+        if last == first or before == after:
             return float(before)
         share = min(1.0, max(0.0, (local - first) / (last - first)))
         return float(before + share * (after - before))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.errors import UsageError
-from phalanx.trace.intervals import Span, Spans, both, total, union, without
+from phalanx.trace.intervals import Span, Spans, both, clip, total, union, without
 from phalanx.trace.read import find_files
 from phalanx.trace.timeline import RankTimeline, read_timeline
 
@@ -169,8 +169,8 @@ class _View:
     def __init__(self, timeline: RankTimeline, step: int) -> None:
         self.rank, self.span = timeline.rank, timeline.steps[step]
         window: Spans = [self.span]
-        data, saving = (both(timeline.phases.get(name, []), window) for name in ("data", "checkpoint"))
-        talk, busy = both(timeline.communication, window), both(timeline.busy, window)
+        data, saving = (clip(timeline.phases.get(name, []), *self.span) for name in ("data", "checkpoint"))
+        talk, busy = clip(timeline.communication, *self.span), clip(timeline.busy, *self.span)
         if not timeline.on_gpu:  # the loop's own thread loads and saves: what it runs meanwhile is a part of that
             apart = union([*data, *saving])
             talk, busy = without(talk, apart), without(busy, apart)
@@ -182,7 +182,7 @@ class _View:
         rest = without(window, union([*talk, *busy]))
         self.parts["data"], self.parts["checkpoint"] = both(rest, data), both(rest, saving)
         self.parts["idle"] = without(rest, union([*data, *saving]))
-        self._phases = {name: both(timeline.phases.get(name, []), window) for name in _PHASES}
+        self._phases = {name: clip(timeline.phases.get(name, []), *self.span) for name in _PHASES}
 
     def waits(self, links: list[LinkedCall]) -> dict[int, Spans]:
         """Return by rank when this one waited until that one entered a collective."""
@@ -200,7 +200,7 @@ class _View:
 
     def within(self, begin: float, end: float) -> dict[str, float]:
         """Return the seconds by category between two times."""
-        return {name: total(both(self.parts[name], [(begin, end)])) for name in CATEGORIES}
+        return {name: total(clip(self.parts[name], begin, end)) for name in CATEGORIES}
 
 
 def _critical_path(views: dict[int, _View], links: list[LinkedCall]) -> list[PathPart]:
@@ -211,7 +211,7 @@ def _critical_path(views: dict[int, _View], links: list[LinkedCall]) -> list[Pat
         if rank not in link.spans or link.last == rank:
             continue
         entered, left = link.spans[link.last][0], link.spans[rank][1]
-        waited = both([(link.spans[rank][0], entered)], views[rank].parts["exposed"])
+        waited = clip(views[rank].parts["exposed"], link.spans[rank][0], entered)
         if left > now or entered < views[link.last].span[0] or total(waited) < _NOTICEABLE:
             continue
         path.append(PathPart(rank, views[rank].within(entered, now)))

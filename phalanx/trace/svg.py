@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from html import escape
 
-from phalanx.trace.intervals import both
+from phalanx.trace.intervals import clip
 from phalanx.trace.split import Analysis, find_links
 
 _COLOURS = {
@@ -36,7 +36,7 @@ def draw(found: Analysis) -> str:
             yield f'<text x="8" y="{top + 24}">rank {timeline.rank}</text>'
             lanes = [(name, timeline.phases.get(name, []), top) for name in _COLOURS if name != "communication"]
             for name, spans, y in [*lanes, ("communication", timeline.communication, top + _LANE)]:
-                for first, last in both(spans, [(begin, end)]):
+                for first, last in clip(spans, begin, end):
                     if (width := (last - first) * scale) >= _SMALLEST:
                         title = f"<title>{escape(name)} {(last - first) * 1e3:.2f} ms</title>"
                         shape = f'x="{x(first)}" y="{y}" width="{width:.2f}" height="{_LANE - 2}"'

@@ -113,9 +113,16 @@ class _Builder:
 
     def _take(self, event: dict[str, Any]) -> None:
         name, kind, thread = str(event["name"]), event.get("cat"), event.get("tid")
+        if kind == "gpu_user_annotation":  # a range of the host once more, as long as its kernels ran
+            return
         span = self._span(event)
         args = event.get("args") or {}
-        if kind in _DEVICE:
+        if kind == "cpu_op":  # most are
+            if name.startswith(_HOST_COLLECTIVE):
+                self._calls.append((thread, name, span))
+            else:
+                self._threads[thread].append(_Item(*span, name, args.get("Sequence number"), args.get("External id")))
+        elif kind in _DEVICE:
             item = _Item(*span, name, None, args.get("External id"))
             if "nccl" in name.lower():
                 self._calls.append((thread, str(args.get("Collective name") or name) + _group(args), span))
@@ -131,10 +138,6 @@ class _Builder:
             self._calls.append((thread, name, span))
         elif name.startswith(MODULE):
             self._threads[thread].append(_Item(*span, name, None, None))
-        elif kind == "cpu_op" and name.startswith(_HOST_COLLECTIVE):
-            self._calls.append((thread, name, span))
-        elif kind == "cpu_op":
-            self._threads[thread].append(_Item(*span, name, args.get("Sequence number"), args.get("External id")))
 
     def _take_memory(self, event: dict[str, Any]) -> None:
         begin, args = self._span(event)[0], event["args"]
@@ -190,7 +193,8 @@ class _Builder:
         if found.on_gpu:
             found.busy = union((item.begin, item.end) for item in self._kernels)
         else:
-            own = union(span for thread, _, span in calls if thread == self._main)
+            # A call on the loop's thread blocks it; a range of gloo (send, recv) lasts until the data has moved.
+            own = union(span for thread, name, span in calls if thread == self._main and not name.startswith("gloo:"))
             items = self._threads.get(self._main, [])
             operations = union((i.begin, i.end) for i in items if not i.name.startswith(MODULE))
             found.busy = without(operations, own)  # what runs within a collective is a part of it

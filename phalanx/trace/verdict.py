@@ -10,7 +10,7 @@ from phalanx.trace.split import Analysis, analyse
 
 _CLEAR = 0.1
 """A smaller share of the step is not worth a verdict of its own."""
-_AT_ONCE_BYTES = 64 << 20
+_AT_ONCE_BYTES = 8 << 20
 """Larger traces are analysed by `phalanx trace` only, not by the run itself, whose ranks would wait."""
 
 

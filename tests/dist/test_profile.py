@@ -6,6 +6,7 @@ import gzip
 import json
 import statistics
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -125,7 +126,9 @@ def test_a_slow_rank_a_slow_loader_and_a_slow_disk_are_told_apart():
     assert "phalanx trace run" in printed
     assert {"inner", "outer", "Model"} >= {each["name"] for each in found["modules"]["0"]} >= {"inner", "outer"}
     check_merged(Path("run/profile/trace.json.gz"))
-    shown = phalanx("trace", "run", "--rank", 1)
+    shown = phalanx("trace", "run", "--rank", 1, "--svg", "steps.svg")
+    drawn = "".join(ElementTree.parse("steps.svg").getroot().itertext())
+    assert all(text in drawn for text in ("rank 0", "rank 1", "step 3, ", "backward"))
     assert "step 8" in shown.out
     assert "critical path" in shown.out
     assert phalanx("trace", "run", "--rank", 7).err.strip().endswith("Recorded ranks: 0, 1")

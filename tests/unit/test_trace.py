@@ -14,7 +14,7 @@ from command import phalanx
 from phalanx.config.profile import Profiling, parse_profile
 from phalanx.errors import UsageError
 from phalanx.trace import read
-from phalanx.trace.intervals import both, total, union, without
+from phalanx.trace.intervals import both, clip, total, union, without
 from phalanx.trace.memory import owners_at_peak, top_owners
 from phalanx.trace.merge import merge
 from phalanx.trace.split import Analysis, analyse
@@ -176,6 +176,17 @@ def test_a_checkpoint_and_python_between_operations(tmp_path):
     assert verdict(found).startswith("checkpoint-bound: 60% of the step waits for checkpoints. Save less often")
 
 
+def test_a_message_under_way_hides_behind_what_the_loop_computes(tmp_path):
+    recorded = Recorded(0, world_size=1, ranks=[0])
+    recorded.loop("step 10", 0, 100)
+    recorded.add("c10d::send", 0, 10)
+    recorded.add("gloo:send", 5, 60, "user_annotation")  # on the loop's own thread, as torch records it
+    recorded.add("aten::mm", 10, 50)
+    recorded.write(tmp_path)
+    found = analyse(tmp_path)
+    assert seconds(found, 0) == {"compute": 0, "hidden": 40, "exposed": 20, "data": 0, "checkpoint": 0, "idle": 40}
+
+
 def test_a_gpu_is_judged_by_its_kernels(tmp_path):
     recorded = Recorded(0, device="cuda", world_size=1, ranks=[0], comm_backend="nccl")
     recorded.loop("step 10", 0, 100)
@@ -184,6 +195,7 @@ def test_a_gpu_is_judged_by_its_kernels(tmp_path):
     recorded.add("aten::linear", 31, 35, **{"External id": 5, "Sequence number": 9})
     backward = "autograd::engine::evaluate_function: AddmmBackward0"
     recorded.add(backward, 40, 42, tid=300, **{"External id": 6, "Sequence number": 9})
+    recorded.add("phalanx:step 10", 5, 95, "gpu_user_annotation", STREAM)
     recorded.add("gemm", 0, 10, "kernel", STREAM)
     recorded.add("gemm", 40, 60, "kernel", STREAM, **{"External id": 5})
     recorded.add("gemm_backward", 60, 90, "kernel", STREAM, **{"External id": 6})
@@ -241,6 +253,8 @@ def test_sets_of_time():
     spans = union([(3, 4), (0, 1), (0.5, 2), (5, 5)])
     assert spans == [(0, 2), (3, 4)]
     assert both(spans, [(1, 3.5)]) == [(1, 2), (3, 3.5)]
+    assert clip(spans, 1, 3.5) == [(1, 2), (3, 3.5)]
+    assert clip(spans, 2, 3) == []
     assert without([(0, 10)], spans) == [(2, 3), (4, 10)]
     assert total(without(spans, [(0, 10)])) == 0
 
