@@ -37,9 +37,10 @@ def test_a_recipe_tells_tokens_a_second_and_samples_text(name, more):
     assert step["tokens_per_second"] == pytest.approx(64 * step["samples_per_second"])
     assert ended["tokens_per_second"] > 0
     assert ended["mfu"] is None
-    (said,) = [event["text"] for event in events("message") if event["text"].startswith("sample:")]
-    assert said.startswith("sample:\ndef ")
-    assert said.splitlines()[1] in answer.out
+    (sample,) = events("sample")
+    assert sample["step"] == ended["step"]
+    assert sample["text"].startswith("def ")
+    assert f"sample:\n{sample['text'].splitlines()[0]}" in answer.out
 
 
 @pytest.mark.parametrize("name", ["gpt", "llama", "moe"])
