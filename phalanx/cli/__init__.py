@@ -21,6 +21,7 @@ VERBS = {
     "scale": "change the number of ranks of a run in progress",
     "runs": "list, show, compare, tag and remove past runs",
     "report": "show where the time of a run went: productive, waiting, stalled, lost",
+    "stacks": "print where every rank of a run is, ranks with equal stacks together",
     "evaluate": "measure a trained model on data",
     "predict": "write a trained model's outputs for data, or continue a text",
     "export": "write a trained model as safetensors, Hugging Face folder, ONNX or TorchScript",
