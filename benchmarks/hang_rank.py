@@ -40,14 +40,18 @@ SAMPLES = 3 * STEPS
 class Samples(Dataset):
     """Random samples; the loader of the guilty rank stops in its worker process."""
 
+    def __init__(self) -> None:
+        self._drawn = -1
+
     def __len__(self) -> int:
         return SAMPLES
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         fault = Fault.from_environment()
-        if fault.is_due("loader", index):
+        self._drawn = step = self._drawn + 1
+        if fault.is_due("loader", step):
             time.sleep(1000)
-        if fault.is_due("killed loader", index):
+        if fault.is_due("killed loader", step):
             os.kill(os.getpid(), signal.SIGKILL)
         return torch.ones(16), torch.zeros(4)
 

@@ -23,10 +23,11 @@ def reports_lost_peer(text: str) -> bool:
     return _LOST_PEER.search(text) is not None
 
 
-# What gloo and Phalanx report where ranks call different collectives, or with other shapes.
+# What gloo and Phalanx report where ranks call different collectives, or with other shapes; the store of the ranks,
+# where one of them has not come to write what the others read.
 _MISMATCH = re.compile(
     r"enforce fail at .{0,120}gloo|gloo::EnforceNotMet|preamble\.|ranks called different collectives"
-    r"|ranks disagree on a collective",
+    r"|ranks disagree on a collective|wait timeout after \d+ ?ms, keys",
     re.IGNORECASE,
 )
 

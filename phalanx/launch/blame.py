@@ -104,14 +104,14 @@ def _explain_mismatch(
 def _difference(own: Call, right: Call, others: Sequence[int], *, skipped: bool) -> str:
     """Say how a call differs from that of the other ranks."""
     them = f"{ranks_text(others)} called"
+    if skipped and own.where != right.where:
+        entered = f"{_numbered(right)} that {ranks_text(others)} entered at {right.where}"
+        return f"never entered {entered}; it went on to {own.text} at {own.where}"
     if own.op == right.op and own.detail != right.detail:
         return (
             f"called {own.op} #{own.number} with {own.detail or 'no tensor'} at {own.where}, "
             f"{them} it with {right.detail or 'no tensor'} at {right.where}"
         )
-    if skipped:
-        entered = f"{_numbered(right)} that {ranks_text(others)} entered at {right.where}"
-        return f"never entered {entered}; it went on to {own.text} at {own.where}"
     return f"called {own.text} at {own.where} as #{own.number}, where {them} {right.text} at {right.where}"
 
 

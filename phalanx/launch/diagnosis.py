@@ -129,11 +129,18 @@ class Evidence:
             found.append(dataclasses.replace(calls, aborted=aborted, position=self._whereabouts(state)))
         return found
 
-    def has_answered(self, state: RankState, since: float) -> bool:
-        """Whether a rank has written its record since a time, or cannot."""
+    def has_answered(self, state: RankState, since: float, stack_bytes: int | None) -> bool:
+        """Whether a rank has written its record and, after so many bytes, its stack since a time, or cannot."""
         if not state.alive or (state.pid is not None and is_stopped(state.pid)):
             return True
+        if stack_bytes is not None and self.stack_bytes(state) <= stack_bytes:
+            return False
         return read_calls(self._spec.log_dir, state.slot, since) is not None
+
+    def stack_bytes(self, state: RankState) -> int:
+        """Return how much a rank has written to its file of stacks."""
+        path = stack_path(self._spec.log_dir, state.slot)
+        return path.stat().st_size if path.exists() else 0
 
     def _whereabouts(self, state: RankState) -> str:
         """Return where a rank is or how it ended, as the end of a sentence that begins with its name."""

@@ -64,6 +64,7 @@ class Inquiry:
 
     def _ask_ranks(self, then: Callable[[list[RankCalls]], None], *, stacks: bool) -> None:
         asked = time.time()
+        before = {state.key: self._evidence.stack_bytes(state) if stacks else None for state in self._group.alive}
         self._group.signal(ASK)
         if stacks:
             self._group.signal(signal.SIGQUIT)
@@ -71,13 +72,12 @@ class Inquiry:
         def poll() -> None:
             states = list(self._group.ranks.values())
             waited = time.time() - asked
-            written = waited >= STACK_SECONDS or not (stacks and self._group.alive)
-            if (written and all(self._evidence.has_answered(state, asked) for state in states)) or (
-                waited > _ANSWER_SECONDS
-            ):
-                then(self._evidence.collect_calls(states, asked))
-            else:
+            due = [state for state in states if not self._evidence.has_answered(state, asked, before.get(state.key))]
+            is_early = stacks and self._group.alive and waited < STACK_SECONDS
+            if (due or is_early) and waited < _ANSWER_SECONDS:
                 self._later(_POLL_SECONDS, poll)
+            else:
+                then(self._evidence.collect_calls(states, asked))
 
         poll()
 

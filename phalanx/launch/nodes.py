@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from phalanx.errors import PhalanxError, UsageError
 from phalanx.host.messages import Message
 from phalanx.host.signed_store import VARIABLE, sign_store
+from phalanx.launch.blame import ranks_text
 from phalanx.launch.spec import split_endpoint
 
 if TYPE_CHECKING:
@@ -113,9 +114,10 @@ class NodeGroup:
         except (DistNetworkError, RuntimeError) as error:
             raise self._host_is_lost() from error
         node_rank = self._node_rank = order.index(own)
-        self._names = [f"{rank} ({nodes[index]['host']})" for rank, index in enumerate(order)]
-        self._census, self._silent = Census(seconds=_LOST_SECONDS), []
         sizes = [nodes[index]["ranks"] for index in order]
+        ranks = [ranks_text(range(sum(sizes[:node]), sum(sizes[: node + 1]))) for node in range(len(order))]
+        self._names = [f"{node} ({nodes[index]['host']}, {ranks[node]})" for node, index in enumerate(order)]
+        self._census, self._silent = Census(seconds=_LOST_SECONDS), []
         return {
             "node_rank": node_rank,
             "num_nodes": self._num_nodes,

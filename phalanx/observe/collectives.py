@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import sys
 import sysconfig
+import threading
 import time
 from collections import deque
-from collections.abc import Iterable
-from types import CodeType
+from collections.abc import Callable, Iterable, Sequence
+from types import FrameType
 from typing import Any
 
 from phalanx.host.processes import PACKAGE
@@ -22,10 +24,12 @@ from phalanx.host.processes import PACKAGE
 VARIABLE = "TORCH_FR_BUFFER_SIZE"
 """How many collectives are kept, by torch and here; 0: none."""
 KEPT = 1000
+_MAIN = threading.main_thread()
 _LIBRARIES = tuple(
     {os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "purelib", "platlib")}
     | {os.path.join(PACKAGE, ""), "<frozen", "<string>"}
 )
+_BEFORE_SHAPE = re.compile(r" of (?=\()| (?=\(\d*,?)")
 _PACKAGES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 _BELOW = tuple(os.path.join(PACKAGE, name, "") for name in ("comm", "launch", "observe", "world", "host"))
 
@@ -52,57 +56,76 @@ def pick_line(frames: Iterable[tuple[str, int]]) -> str:
     return f"{os.path.basename(found[0][0])}:{found[0][1]}" if found else "an unknown line"
 
 
-@functools.cache
-def _is_users_code(code: CodeType) -> bool:
-    return is_users(code.co_filename)
-
-
-def _caller() -> list[tuple[CodeType, int]]:
-    """Return the frames down to the user's code, innermost first: cheap, and no frame is kept alive."""
-    frame = sys._getframe(2)
+def _all_lines(frame: FrameType | None) -> list[tuple[str, int]]:
     found = []
     while frame is not None:
-        found.append((frame.f_code, frame.f_lineno))
-        if _is_users_code(frame.f_code):
-            break
-        frame = frame.f_back  # type: ignore[assignment]
+        found.append((frame.f_code.co_filename, frame.f_lineno))
+        frame = frame.f_back
     return found
+
+
+class GroupCalls:
+    """The calls of one group. All of them are made in one order, so that a number says which are done."""
+
+    __slots__ = ("_append", "done", "name", "number", "ranks")
+
+    def __init__(self, name: str, ranks: Sequence[int], append: Callable[[tuple[Any, ...]], None]) -> None:
+        self.name, self.ranks = name, list(ranks)
+        self.number = self.done = 0
+        self._append = append
+
+    def enter(self, what: bytes) -> None:
+        """Note that a collective is entered: `what` is its name, operation, shape and dtype.
+
+        Kept short, and one tuple per call: what a step does in between has cleared the caches.
+        """
+        self.number = number = self.number + 1
+        frame: FrameType | None = sys._getframe(2)
+        while frame is not None:
+            code = frame.f_code
+            if is_users(code.co_filename):
+                self._append((self, number, what, code, frame.f_lineno, time.time()))
+                return
+            frame = frame.f_back
+        # No frame is kept alive. A thread that communicates in the background adds the lines of the main thread.
+        lines = _all_lines(sys._getframe(2))
+        if threading.get_ident() != _MAIN.ident:
+            lines += _all_lines(sys._current_frames().get(_MAIN.ident or 0))
+        self._append((self, number, what, lines, 0, time.time()))
+
+    def leave(self) -> None:
+        """Note that all ranks have entered the last one."""
+        self.done = self.number
 
 
 class CallRing:
     """The latest calls of this process that torch does not record."""
 
     def __init__(self, kept: int) -> None:
-        self._calls: deque[list[Any]] = deque(maxlen=kept)
-        self._numbers: dict[str, int] = {}
-        self.groups: dict[str, list[int]] = {}
+        self._calls: deque[tuple[Any, ...]] = deque(maxlen=kept)
+        self._groups: dict[str, GroupCalls] = {}
+
+    def group(self, name: str, ranks: Sequence[int]) -> GroupCalls:
+        """Return the calls of the group with a name that all of its ranks give, and its global ranks."""
+        if name not in self._groups:
+            self._groups[name] = GroupCalls(name, ranks, self._calls.append)
+        return self._groups[name]
+
+    @property
+    def groups(self) -> dict[str, list[int]]:
         """The global ranks of each group, by its name."""
-
-    def enter(self, group: str, what: bytes) -> list[Any]:
-        """Note that a collective is entered: `what` is its name, operation, shape and dtype."""
-        number = self._numbers[group] = self._numbers.get(group, 0) + 1
-        call = [group, number, what, _caller(), time.time(), False]
-        self._calls.append(call)
-        return call
-
-    def leave(self, call: list[Any]) -> None:
-        """Note that all ranks have entered it."""
-        call[-1] = True
+        return {name: group.ranks for name, group in self._groups.items()}
 
     def to_dicts(self) -> list[dict[str, Any]]:
         """Return the calls as the ranks' records have them."""
-        return [
-            {
-                "group": group,
-                "number": number,
-                "op": what.decode(errors="replace").partition(" of ")[0],
-                "detail": what.decode(errors="replace").partition(" of ")[2],
-                "where": pick_line((code.co_filename, line) for code, line in frames),
-                "began": began,
-                "done": done,
-            }
-            for group, number, what, frames, began, done in list(self._calls)
-        ]
+        found = []
+        for group, number, what, code, line, began in list(self._calls):
+            op, *detail = _BEFORE_SHAPE.split(what.decode(errors="replace"), maxsplit=1)
+            where = pick_line(code if isinstance(code, list) else [(code.co_filename, line)])
+            call = {"group": group.name, "number": number, "op": op, "where": where}
+            detail = detail if op != "barrier" else []
+            found.append({**call, "detail": "".join(detail), "began": began, "done": number <= group.done})
+        return found
 
 
 @functools.cache

@@ -19,7 +19,7 @@ from phalanx.comm.collectives.reduction import combine_in_order
 from phalanx.comm.shm.barrier import SLOT, ShmBarrier
 from phalanx.comm.shm.bootstrap import AllGatherText, group_text_gatherer, text_gatherer
 from phalanx.comm.shm.memory import SharedPages, SymmetricTensors, round_up
-from phalanx.observe.collectives import CallRing, call_ring
+from phalanx.observe.collectives import CallRing, GroupCalls, call_ring
 
 HALF = 2 << 20
 """Bytes of half a rank's staging area: small enough for the cache, large enough that a barrier costs little."""
@@ -64,9 +64,8 @@ class SharedGroup:
         self._turn = 0
         self._signatures: dict[tuple[object, ...], bytes] = {}
         self._others = [peer for peer in range(size) if peer != rank]
-        self._ring = call_ring()
-        if self._ring is not None:
-            self._name = _join_ring(self._ring, gather_text, rank)
+        ring = call_ring()
+        self._records = None if ring is None else _join_ring(ring, gather_text, rank)
 
         def all_gather(gathered: list[torch.Tensor], own: torch.Tensor) -> None:
             rows = torch.empty(size, own.numel(), dtype=own.dtype)
@@ -222,12 +221,13 @@ class SharedGroup:
         self._meet(signature)
 
     def _meet(self, signature: bytes) -> None:
-        if self._ring is None:
+        records = self._records
+        if records is None:
             self._barrier.wait(signature)
             return
-        call = self._ring.enter(self._name, signature)
+        records.enter(signature)
         self._barrier.wait(signature)
-        self._ring.leave(call)
+        records.leave()
 
     def _segment(self, numel: int, rank: int) -> tuple[int, int]:
         """Return the range of `numel` elements that a rank combines: equal parts, the last may be shorter."""
@@ -263,13 +263,11 @@ class SharedGroup:
 _groups = itertools.count()
 
 
-def _join_ring(ring: CallRing, gather_text: AllGatherText, rank: int) -> str:
+def _join_ring(ring: CallRing, gather_text: AllGatherText, rank: int) -> GroupCalls:
     """Agree with the other ranks on a name under which this group's calls are recorded."""
     own = dist.get_rank() if dist.is_initialized() else rank
     texts = [text.split() for text in gather_text(f"{own} {next(_groups)}")]
-    name = f"shared memory {texts[0][0]}.{texts[0][1]}"
-    ring.groups[name] = [int(text[0]) for text in texts]
-    return name
+    return ring.group(f"shared memory {texts[0][0]}.{texts[0][1]}", [int(text[0]) for text in texts])
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
