@@ -95,9 +95,12 @@ def read_calls(log_dir: Path, slot: int, since: float = 0.0) -> RankCalls | None
     """Return the record of a rank; None where it has written none since a time in seconds since the epoch."""
     try:
         message = json.loads(calls_path(log_dir, slot).read_text())
-    except FileNotFoundError:
+    except (FileNotFoundError, ValueError):  # none, or one that a full disk cut
         return None
     return RankCalls.from_message(message) if message.pop("time") >= since else None
+
+
+_WRITING = threading.Lock()
 
 
 # --- in the rank ----------------------------------------------------------------------------------------------------
@@ -121,7 +124,12 @@ def _answer(log_dir: Path, slot: int) -> None:
 
 
 def write_calls(log_dir: Path, slot: int, *, failed: bool = False) -> None:
-    """Write the collectives of this process for the launcher."""
+    """Write the collectives of this process for the launcher; an answer and an error may come at the same time."""
+    with _WRITING:
+        _write_calls(log_dir, slot, failed=failed)
+
+
+def _write_calls(log_dir: Path, slot: int, *, failed: bool) -> None:
     dist = getattr(sys.modules.get("torch"), "distributed", None)
     message: dict[str, Any] = {"rank": slot, "calls": [], "groups": {}, "failed": failed, "time": time.time()}
     if dist is not None and dist.is_available() and dist.is_initialized():

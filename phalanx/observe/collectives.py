@@ -34,10 +34,20 @@ _PACKAGES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 _BELOW = tuple(os.path.join(PACKAGE, name, "") for name in ("comm", "launch", "observe", "world", "host"))
 
 
-@functools.cache
+class _UsersFiles(dict[str, bool]):
+    """Whether files are the user's, by name; a plain lookup where it is known."""
+
+    def __missing__(self, file: str) -> bool:
+        found = self[file] = not file.startswith(_LIBRARIES) and not any(part in file for part in _PACKAGES)
+        return found
+
+
+_USERS = _UsersFiles()
+
+
 def is_users(file: str) -> bool:
     """Whether a source file is neither the standard library's, an installed package's nor Phalanx's."""
-    return not file.startswith(_LIBRARIES) and not any(part in file for part in _PACKAGES)
+    return _USERS[file]
 
 
 @functools.cache
@@ -80,15 +90,15 @@ class GroupCalls:
         Kept short, and one tuple per call: what a step does in between has cleared the caches.
         """
         self.number = number = self.number + 1
-        frame: FrameType | None = sys._getframe(2)
+        frame: FrameType | None = sys._getframe(3)  # those between do not belong to the user
         while frame is not None:
             code = frame.f_code
-            if is_users(code.co_filename):
+            if _USERS[code.co_filename]:
                 self._append((self, number, what, code, frame.f_lineno, time.time()))
                 return
             frame = frame.f_back
         # No frame is kept alive. A thread that communicates in the background adds the lines of the main thread.
-        lines = _all_lines(sys._getframe(2))
+        lines = _all_lines(sys._getframe(3))
         if threading.get_ident() != _MAIN.ident:
             lines += _all_lines(sys._current_frames().get(_MAIN.ident or 0))
         self._append((self, number, what, lines, 0, time.time()))
