@@ -318,7 +318,7 @@ dist.all_reduce(torch.ones(1))
     [
         (
             "stuck()",
-            "never entered all_reduce #2 of (1,) float32 that rank 0 entered at train.py:12; it is at train.py:8",
+            "never entered all_reduce #2 of (1,) float32 that rank 0 entered at train.py:12; it is at train.py:",
         ),
         ("os.kill(os.getpid(), signal.SIGSTOP)", "does not answer; it is stopped (SIGSTOP"),
     ],
