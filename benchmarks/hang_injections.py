@@ -96,7 +96,7 @@ def is_right(report: str, mode: str, kind: str, rank: int) -> bool:
     if not re.match(rf"rank {rank}\b", head):
         return False
     if "loader" in kind and mode == "trainer":  # the user's code is not on the stack: the loader's is
-        return re.search(r"(it is at \S+\.py:\d+|DataLoader worker)", head) is not None
+        return re.search(r"(it (is|raised .*) at \S+\.py:\d+|DataLoader worker)", head) is not None
     name, _, line = marked_line(KINDS[kind]).partition(":")
     return f"{name}:{line}" in head or f'{name}", line {line},' in rest
 

@@ -146,8 +146,8 @@ class Evidence:
         """Return where a rank is or how it ended, as the end of a sentence that begins with its name."""
         found = self.of(state)
         if found.record:
-            lines = [frame for line in found.record["traceback"] if (frame := parse_frame(line)) and frame.is_users]
-            return self.describe(state) + (f" at {lines[-1]}" if lines else "")
+            frames = [frame for line in reversed(found.record["traceback"]) if (frame := parse_frame(line)) is not None]
+            return self.describe(state) + (f" {describe_frames(frames)}" if frames else "")
         if state.alive:
             return f"is {self._position(state)}"
         stack = main_stack("\n".join(found.log_tail)) if state.code == -signal.SIGABRT else []
