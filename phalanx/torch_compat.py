@@ -8,6 +8,7 @@ group's `_allgather_base`) stay in their classes and are listed here.
 from __future__ import annotations
 
 import functools
+import pickle
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
@@ -42,6 +43,8 @@ PRIVATE = {
     "torch._C._distributed_c10d:Reducer._push_all_rebuilt_params": "gradient compression under ddp",
     "torch._C._distributed_c10d:Reducer._rebuild_buckets": "gradient compression under ddp",
     "torch.nn.parallel:DistributedDataParallel._build_params_for_reducer": "gradient compression under ddp",
+    "torch._C._distributed_c10d:_dump_fr_trace": "the reports of hangs",
+    "torch.distributed.distributed_c10d:_world.pg_names": "the reports of hangs",
     "torch:ops.aten._scaled_dot_product_flash_attention_for_cpu": "context parallelism on CPUs",
     "torch:ops.aten._scaled_dot_product_flash_attention_for_cpu_backward": "context parallelism on CPUs",
     "torch:ops.aten._scaled_dot_product_flash_attention": "context parallelism on GPUs",
@@ -195,6 +198,20 @@ def finished_work(tensors: list[Tensor]) -> Any:
     future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
     future.set_result(tensors)
     return _create_work_from_future(future)
+
+
+def flight_records() -> list[dict[str, Any]]:
+    """Return the collectives that torch's flight recorder has kept, the oldest first, with their Python frames."""
+    from torch._C._distributed_c10d import _dump_fr_trace  # type: ignore[attr-defined]
+
+    found: list[dict[str, Any]] = pickle.loads(_dump_fr_trace(True, True, False)).get("entries", [])
+    return found
+
+
+def group_ranks() -> dict[str, list[int]]:
+    """Return the global ranks of every process group of this process, by torch's name of the group."""
+    names = dict(dist.distributed_c10d._world.pg_names)
+    return {name: dist.get_process_group_ranks(group) for group, name in names.items()}
 
 
 def rebuild_buckets(reducer: Any) -> None:

@@ -24,6 +24,7 @@ VERBS = {
     "ui": "show all runs as a web page: curves compared, ranks, time, events, settings",
     "report": "show where the time of a run went: productive, waiting, stalled, lost",
     "trace": "show where the time of profiled steps went, on each rank, and what limits the speed",
+    "stacks": "print where every rank of a run is, ranks with equal stacks together",
     "evaluate": "measure a trained model on data",
     "predict": "write a trained model's outputs for data, or continue a text",
     "export": "write a trained model as safetensors, Hugging Face folder, ONNX or TorchScript",

@@ -65,7 +65,7 @@ SUBCOMMANDS = {
 """The words that follow a verb."""
 JOB_VERBS = ("status", "logs", "cancel", "resume")
 """Verbs whose argument is the name of a submitted job."""
-RUN_VERBS = ("runs", "ckpt", "report", "top", "resume", "scale", "evaluate", "predict", "export", "trace")
+RUN_VERBS = ("runs", "ckpt", "report", "top", "resume", "scale", "evaluate", "predict", "export", "trace", "stacks")
 """Verbs whose arguments are names of runs, also where a verb has no function `parser`."""
 
 

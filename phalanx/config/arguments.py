@@ -80,6 +80,7 @@ class CommonSettings(TypedDict, total=False):
     nccl_env: Literal["gcp", "aws-efa", "infiniband", "ethernet"] | None
     timeout: float
     start_timeout: float | None
+    stall_notice: float
     fixed_order: bool
     compression_ratio: float
     powersgd_rank: int

@@ -258,6 +258,9 @@ class Communication:
     start_timeout: float | None = option(
         None, "seconds until every rank must have started (default: no limit for scripts)", above=0
     )
+    stall_notice: float = option(
+        60.0, "seconds that ranks wait before a notice names the rank they wait for (0: no notice)", minimum=0
+    )
 
 
 @dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)

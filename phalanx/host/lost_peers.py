@@ -23,6 +23,20 @@ def reports_lost_peer(text: str) -> bool:
     return _LOST_PEER.search(text) is not None
 
 
+# What gloo and Phalanx report where ranks call different collectives, or with other shapes; the store of the ranks,
+# where one of them has not come to write what the others read.
+_MISMATCH = re.compile(
+    r"enforce fail at .{0,120}gloo|gloo::EnforceNotMet|preamble\.|ranks called different collectives"
+    r"|ranks disagree on a collective|wait timeout after \d+ ?ms, keys",
+    re.IGNORECASE,
+)
+
+
+def reports_mismatch(text: str) -> bool:
+    """Whether an error's message says that ranks called different collectives, or shows it without saying so."""
+    return _MISMATCH.search(text) is not None
+
+
 def lost_peers(error: BaseException) -> bool:
     """Whether an error, or an error that led to it, says that other ranks were lost."""
     seen: BaseException | None = error

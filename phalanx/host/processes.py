@@ -9,6 +9,8 @@ import socket
 import struct
 import sys
 import time
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
@@ -81,6 +83,26 @@ def is_stopped(pid: int) -> bool:
     except OSError:
         return False
     return fields[0] in ("T", "t")
+
+
+def holders(paths: Iterable[Path]) -> dict[Path, int]:
+    """Return which process of this user has each of these files open; of a process and its forks, the first."""
+    wanted = {os.path.realpath(path): path for path in paths}
+    found: dict[Path, set[int]] = {}
+    for folder in Path("/proc").glob("[0-9]*/fd"):
+        with suppress(OSError):  # it has ended, or belongs to another user
+            for entry in os.scandir(folder):
+                if (path := wanted.get(os.readlink(entry.path))) is not None:
+                    found.setdefault(path, set()).add(int(folder.parent.name))
+    return {path: next((pid for pid in pids if parent_of(pid) not in pids), min(pids)) for path, pids in found.items()}
+
+
+def parent_of(pid: int) -> int:
+    """Return the process that started a process; 0 where it has ended."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
 
 
 def kill_group(leader: int) -> None:

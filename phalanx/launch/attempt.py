@@ -12,6 +12,7 @@ from typing import Any
 from phalanx.errors import EXIT_PREEMPTED, EXIT_USAGE, ForkServerDiedError
 from phalanx.host.processes import how_it_ended
 from phalanx.host.signals import SignalInbox
+from phalanx.launch.blame import Blame
 from phalanx.launch.diagnosis import STACK_SECONDS, Evidence, StallWatch
 from phalanx.launch.environment import NodeInfo
 from phalanx.launch.failure import YIELD_SECONDS, FailureReport
@@ -19,6 +20,7 @@ from phalanx.launch.follower import SUCCESS_CODES, Follower, Outcome, ended_well
 from phalanx.launch.following import Following
 from phalanx.launch.forkserver.client import Session
 from phalanx.launch.group import RankGroup, RankState
+from phalanx.launch.inquiry import Inquiry, StallNotice
 from phalanx.launch.output import RankConsole
 from phalanx.launch.rendezvous import Rendezvous
 from phalanx.launch.resize import answer_requests
@@ -64,6 +66,8 @@ class Attempt(Follower):
         self._watch: StartWatch | None = None
         self._notices = StartupNotices(spec, time.monotonic(), serving=session.server.is_serving)
         self._evidence: Evidence | None = None
+        self._inquiry: Inquiry | None = None
+        self._stall_notice: StallNotice | None = None
         self._silent_nodes: list[str] = []
         self._failure: FailureReport | None = None
         self._blaming = False
@@ -107,6 +111,9 @@ class Attempt(Follower):
         ranks = tuple(state.rank for state in self._group.ranks.values())
         self._evidence.clear(ranks, self._number)
         self._watch = StartWatch(self._spec, ranks, node.world_size)
+        self._inquiry = Inquiry(node, self._group, self._evidence, self._rendezvous, self._later)
+        parts = (self._group, self._evidence, self._inquiry, self._console)
+        self._stall_notice = StallNotice(self._spec, node, *parts)
         self._group.on_event = self._take_event
         self._group.start(self._number, self._shared_env, self._selector, self._scratch)
         if self._spec.elastic is not None:
@@ -186,6 +193,10 @@ class Attempt(Follower):
             self._role.take_lost_nodes(message["lost_nodes"])
         elif "leader" in message and isinstance(self._role, Following):
             self._take_leader(message)
+        elif "question" in message and self._inquiry is not None:
+            self._inquiry.take_question(message["question"], own=message["own"])
+        elif "answer" in message and self._inquiry is not None:
+            self._inquiry.take_answer(message["answer"])
         elif "silent_nodes" in message:
             self._silent_nodes = message["silent_nodes"]
         elif "all_ended" in message:
@@ -251,28 +262,21 @@ class Attempt(Follower):
         if self._is_stopping or self._group is None or self._diagnosing:
             return
         assert self._evidence is not None
+        assert self._inquiry is not None
         states = list(self._group.ranks.values())
         if not self._evidence.only_waited(states):
             self._fail(self._evidence.find_failure(states))
-        elif silent := self._evidence.silent(states):  # report where the ranks are that the others waited for
-            self._diagnosing = True
-            self._group.signal(signal.SIGQUIT, silent)
-            self._later(STACK_SECONDS, lambda: self._report_silence(silent))
-        elif self._rendezvous.has_other_nodes:
-            self._fail(self._evidence.explain_lost_nodes(states, self._silent_nodes))
-        else:
-            self._fail(self._evidence.find_failure(states))
+        else:  # compare what all ranks have called, and where they are
+            self._diagnosing = self._blaming = True
+            self._inquiry.find_blame(self._report)
 
-    def _report_silence(self, silent: list[RankState]) -> None:
+    def _report(self, blame: Blame | None) -> None:
         assert self._evidence is not None
         assert self._group is not None
+        assert self._stall_notice is not None
+        nodes = self._silent_nodes if self._rendezvous.has_other_nodes else None
         states = list(self._group.ranks.values())
-        still = [state for state in silent if state in self._evidence.silent(states)]
-        if still and self._evidence.only_waited(states):
-            self._fail(self._evidence.explain_silence(states, still))
-        else:  # one of them has reported its cause meanwhile
-            self._diagnosing = False
-            self._blame()
+        self._fail(self._evidence.explain_waiting(states, blame or self._stall_notice.blame, nodes))
 
     def _fail(self, failure: FailureReport, *, publish: bool = True) -> None:
         if self._is_stopping:
@@ -313,6 +317,7 @@ class Attempt(Follower):
             self._notices.next_deadline,
             self._watch.next_deadline() if self._watch else None,
             self._role.next_deadline if self._role else None,
+            self._stall_notice.next_deadline if self._stall_notice else None,
         )
         return [deadline for deadline in starting if deadline is not None]
 
@@ -334,6 +339,8 @@ class Attempt(Follower):
             if self._takeover is not None and self._takeover.is_complete:
                 self._lead()
             self._stall_watch.check(self._role.unchanged_since)
+        if self._stall_notice is not None:
+            self._stall_notice.check(now)
         hang = watch.find_hang(now)
         if hang is not None:
             self._diagnosing = True

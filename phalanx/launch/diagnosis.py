@@ -11,15 +11,18 @@ from collections.abc import Callable, Sequence
 
 from phalanx.errors import EXIT_PREEMPTED
 from phalanx.host.cgroups import oom_kills
+from phalanx.host.lost_peers import reports_lost_peer
 from phalanx.host.processes import how_it_ended, is_stopped
 from phalanx.host.reminders import duration_text
+from phalanx.launch.blame import Blame
+from phalanx.launch.collectives import RankCalls, calls_path, read_calls
 from phalanx.launch.environment import NodeInfo
 from phalanx.launch.error_file import read_record, record_path
 from phalanx.launch.failure import FailureReport, RankExit, explain, find_first_cause
 from phalanx.launch.group import RankGroup, RankState, stack_path
 from phalanx.launch.output import RankConsole, log_path, log_tail
 from phalanx.launch.spec import Elastic, LaunchSpec
-from phalanx.launch.stacks import is_waiting, whereabouts
+from phalanx.launch.stacks import describe_frames, is_waiting, main_stack, parse_frame, whereabouts
 from phalanx.launch.startup_watch import Hang
 from phalanx.observe.heartbeat import HeartbeatBoard, board_path
 from phalanx.observe.memory_bill import read_bill
@@ -44,6 +47,7 @@ class Evidence:
         """Remove what earlier runs left under this node's ranks; the log continues across restarts."""
         for rank in ranks:
             record_path(self._spec.log_dir, rank).unlink(missing_ok=True)
+            calls_path(self._spec.log_dir, rank).unlink(missing_ok=True)
             log = log_path(self._spec.log_dir, rank)
             if attempt == 0:
                 log.unlink(missing_ok=True)
@@ -84,9 +88,77 @@ class Evidence:
         return dataclasses.replace(failure, others_stopped=self._others(states))
 
     def only_waited(self, states: Sequence[RankState]) -> bool:
-        """Whether every rank that failed reports only that it lost another rank, or waited too long for it."""
+        """Whether every rank that failed reports only that a collective failed: other ranks were lost or disagree."""
         suspects = [self.of(state) for state in states if self._is_suspect(state)]
-        return bool(suspects) and all(suspect.lost_peer for suspect in suspects)
+        return bool(suspects) and all(suspect.is_about_collectives for suspect in suspects)
+
+    def collect_calls(self, states: Sequence[RankState], since: float) -> list[RankCalls]:
+        """Return the records of collectives that ranks have written since a time, or before an error ended them."""
+        found = []
+        for state in states:
+            begin = 0.0 if self._is_suspect(state) else since
+            calls = read_calls(self._spec.log_dir, state.slot, begin) or RankCalls(state.rank, answered=False)
+            aborted = self._is_suspect(state) and self.of(state).has_mismatch and not calls.answered
+            found.append(dataclasses.replace(calls, aborted=aborted, position=self._whereabouts(state)))
+        return found
+
+    def has_answered(self, state: RankState, since: float, stack_bytes: int | None) -> bool:
+        """Whether a rank has written its record and, after so many bytes, its stack since a time, or cannot."""
+        if not state.alive or (state.pid is not None and is_stopped(state.pid)):
+            return True
+        if stack_bytes is not None and self.stack_bytes(state) <= stack_bytes:
+            return False
+        return read_calls(self._spec.log_dir, state.slot, since) is not None
+
+    def stack_bytes(self, state: RankState) -> int:
+        """Return how much a rank has written to its file of stacks."""
+        path = stack_path(self._spec.log_dir, state.slot)
+        return path.stat().st_size if path.exists() else 0
+
+    def _whereabouts(self, state: RankState) -> str:
+        """Return where a rank is or how it ended, as the end of a sentence that begins with its name."""
+        found = self.of(state)
+        if found.record:
+            frames = [frame for line in reversed(found.record["traceback"]) if (frame := parse_frame(line)) is not None]
+            return self.describe(state) + (f" {describe_frames(frames)}" if frames else "")
+        if state.alive:
+            return f"is {self._position(state)}"
+        stack = main_stack("\n".join(found.log_tail)) if state.code == -signal.SIGABRT else []
+        return how_it_ended(state.code or 0) + (f" {describe_frames(stack)}" if stack else "")
+
+    def explain_waiting(
+        self, states: Sequence[RankState], blame: Blame | None, nodes: Sequence[str] | None
+    ) -> FailureReport:
+        """Report why ranks waited; `nodes`: other machines without a heartbeat, None where there is one machine."""
+        silent = self.silent(states)
+        if not self.only_waited(states):  # a rank has reported its cause meanwhile
+            return self.find_failure(states)
+        if nodes:
+            return self.explain_lost_nodes(states, nodes, blame)
+        if blame is not None:
+            return self.explain_blame(states, blame)
+        if silent:
+            return self.explain_silence(states, silent)
+        return self.find_failure(states) if nodes is None else self.explain_lost_nodes(states, ())
+
+    def explain_blame(self, states: Sequence[RankState], blame: Blame) -> FailureReport:
+        """Report the rank that a comparison of all ranks' collectives has found."""
+        found = self.find_failure(states)
+        guilty = next((state for state in states if state.rank == blame.rank), None)
+        verb = "gave up waiting" if reports_lost_peer(found.cause) else "reported"
+        raised = f"rank {found.rank} {verb}: {_first_line(found.cause)}"
+        return FailureReport(
+            cause=blame.cause,
+            details=(*blame.details, raised),
+            exit_code=found.exit_code,
+            rank=blame.rank,
+            label=self._spec.label(blame.rank),
+            host=socket.gethostname() if guilty is not None else "",
+            step=self._step(guilty.slot) if guilty is not None else None,
+            hint="The records of all ranks are in the .collectives.json files next to their logs.",
+            others_stopped=self._others(states),
+            logs=str(log_path(self._spec.log_dir, guilty.slot) if guilty is not None else self._spec.log_dir),
+        )
 
     def silent(self, states: Sequence[RankState]) -> list[RankState]:
         """Return the ranks that run and have reported no error."""
@@ -122,23 +194,31 @@ class Evidence:
         beats = [beat.time for state in states if (beat := self._board.read(state.slot)) is not None]
         return max(beats, default=None)
 
+    def usual_step(self, states: Sequence[RankState]) -> float:
+        """Return the seconds of a step, as the slowest of these ranks has measured; 0 where none has."""
+        beats = [beat for state in states if (beat := self._board.read(state.slot)) is not None]
+        return max((beat.gauges.known().get("step_seconds", 0.0) for beat in beats), default=0.0)
+
     def find_stalled(self, states: Sequence[RankState]) -> list[tuple[RankState, str]]:
         """Return the ranks that do not wait, with where they are, where all others wait in a collective."""
         waiting = [state for state in states if is_waiting(stack_path(self._spec.log_dir, state.slot))]
         rest = [state for state in states if state not in waiting]
         return [(state, self._position(state)) for state in rest] if waiting else []
 
-    def explain_lost_nodes(self, states: Sequence[RankState], nodes: Sequence[str]) -> FailureReport:
+    def explain_lost_nodes(
+        self, states: Sequence[RankState], nodes: Sequence[str], blame: Blame | None = None
+    ) -> FailureReport:
         """Name the nodes without a heartbeat; where there are none, say that the cause is on another node."""
         found = self.find_failure(states)
-        waited = f"rank {found.rank} here gave up waiting: {_first_line(found.cause)}"
+        lines = [f"rank {found.rank} here gave up waiting: {_first_line(found.cause)}"]
+        lines += [str(blame)] if blame is not None else []
         if nodes:
             lost = f"node{'s' * (len(nodes) > 1)} {', '.join(nodes)}"
             cause = f"{lost} sent no heartbeat: the machine, its network or its launcher was lost"
         else:
             cause = "a rank of another node was lost or did not answer"
         hint = "Look at the output of the launcher there, and at the network between the nodes."
-        return FailureReport(cause=cause, details=(waited,), exit_code=1, hint=hint, others_stopped=0, logs=found.logs)
+        return FailureReport(cause=cause, details=tuple(lines), exit_code=1, hint=hint, logs=found.logs)
 
     def _position(self, state: RankState) -> str:
         if state.pid is not None and is_stopped(state.pid):
@@ -237,4 +317,4 @@ def _extra_slots(spec: LaunchSpec) -> int:
 
 
 def _first_line(cause: str) -> str:
-    return cause.removeprefix("raised ").splitlines()[0]
+    return cause.removeprefix("raised ").removeprefix("stopped: ").splitlines()[0]

@@ -10,6 +10,7 @@ from typing import Any
 
 from phalanx.host.addresses import loopback_environment, network_environment
 from phalanx.launch.spec import LaunchSpec
+from phalanx.observe.collectives import KEPT, VARIABLE
 from phalanx.observe.goodput import LAUNCHED_AT
 
 
@@ -62,6 +63,7 @@ def rank_environment(
     world_size = str(max(node.world_size, node.first_rank + local_rank + 1))  # a spare rank gets its place later
     log_dir = spec.log_dir.absolute()
     return {
+        VARIABLE: str(KEPT),
         **shared,
         **(network_environment(node.master_addr, shared) if node.num_nodes > 1 else loopback_environment(shared)),
         "RANK": rank,

@@ -5,13 +5,14 @@ from __future__ import annotations
 import linecache
 import re
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from phalanx.host.lost_peers import reports_lost_peer
+from phalanx.host.lost_peers import reports_lost_peer, reports_mismatch
 from phalanx.launch.stacks import main_stack
+from phalanx.observe.collectives import is_users
 from phalanx.observe.memory_bill import MemoryBill
 
 
@@ -148,6 +149,9 @@ def _shortened(lines: list[str]) -> list[str]:
     start = len(lines) - _TRACEBACK_LINES + 2
     start = next((index for index in range(start, len(lines)) if _BEGINS.match(lines[index])), start)
     head = [] if "Traceback" in lines[start] else [lines[0]]
+    users = [number for number, line in enumerate(lines) if (frame := _FRAME.match(line)) and is_users(frame["file"])]
+    if users and users[-1] < start:  # the user's own line says more than the library's
+        head += lines[users[-1] : users[-1] + 2]
     return [*head, f"  ... {start - len(head)} lines are left out here: the log has them", *lines[start:]]
 
 
@@ -214,10 +218,23 @@ class RankExit:
     @property
     def lost_peer(self) -> bool:
         """Whether it reports only that another rank was lost."""
+        return self._reports(reports_lost_peer)
+
+    @property
+    def is_about_collectives(self) -> bool:
+        """Whether it reports that another rank was lost, or called another collective: the cause may be elsewhere."""
+        return self.lost_peer or self.has_mismatch
+
+    @property
+    def has_mismatch(self) -> bool:
+        """Whether it reports that the ranks called different collectives."""
+        return self._reports(reports_mismatch)
+
+    def _reports(self, what: Callable[[str], bool]) -> bool:
         if self.record:
-            return bool(reports_lost_peer(self.record["message"]))
-        # A watchdog thread aborts the process without an exception of Python's.
-        return self.code == -6 and any(reports_lost_peer(line) for line in self.log_tail)
+            return what(self.record["message"])
+        # A thread of a library aborts the process without an exception of Python's.
+        return self.code == -6 and any(what(line) for line in self.log_tail)
 
 
 def find_first_cause(exits: Sequence[RankExit]) -> RankExit:

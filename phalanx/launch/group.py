@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 from phalanx.host import messages
 from phalanx.host.processes import kill_group
+from phalanx.launch.collectives import calls_path
 from phalanx.launch.environment import NodeInfo, rank_environment, threads_per_rank
 from phalanx.launch.error_file import record_path
 from phalanx.launch.forkserver.client import Session
@@ -42,8 +43,10 @@ def open_stack(log_dir: Path, rank: int) -> int:
 
 
 def remove_empty(log_dir: Path, ranks: Iterable[int], *, logs: bool) -> None:
-    """Remove the empty stack files of ranks that have ended and, with `logs`, their empty logs."""
+    """Remove the empty stack files of ranks that have ended and, with `logs`, their empty logs and their records."""
     for rank in ranks:
+        if logs:
+            calls_path(log_dir, rank).unlink(missing_ok=True)
         for path in (stack_path(log_dir, rank), *([log_path(log_dir, rank)] if logs else [])):
             with contextlib.suppress(OSError):  # a full or lost disk is reported by those who write there
                 if path.stat().st_size == 0:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from phalanx.errors import PhalanxError, UsageError
 from phalanx.host.messages import Message
 from phalanx.host.signed_store import VARIABLE, sign_store
+from phalanx.launch.blame import ranks_text
 from phalanx.launch.spec import split_endpoint
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ _ARRIVAL_POLL_SECONDS = 0.05
 _ENDS, _LEFT, _FAILURE = "ends", "left", "failure"
 _ARRIVED, _NODE, _BEAT, _MEMBERS = "arrived", "node", "beat", "members"
 _ALIVE, _PRESENT = "alive", "present"
+_QUESTIONS, _CALLS = "questions", "calls"
 _BEAT_SECONDS = 1.0
 """A node that waits for the others sends a heartbeat and looks how many there are so often."""
 _LOST_SECONDS = 2.0
@@ -54,6 +56,12 @@ class NodeGroup:
         self._names: list[str] = []
         self._census, self._silent = Census(), []  # type: tuple[Census, list[str]]
         self._knows_failure = self._published_end = False
+        self._forget_questions()
+
+    def _forget_questions(self) -> None:
+        self._asked: list[int] = []
+        self._answered: dict[int, set[int]] = {}
+        self._questions = 0
 
     def _connect(self) -> TCPStore:
         """Host the store at the endpoint if this node has to, else connect to it."""
@@ -94,6 +102,7 @@ class NodeGroup:
         prefix = f"phalanx/{self._request['run_id']}/{attempt}"
         self._board = self._sign(PrefixStore(prefix, self._store))
         self._knows_failure = self._published_end = False
+        self._forget_questions()
         try:
             nodes, own = self._await_all(self._board, send, time.monotonic() + self._seconds)
             order = order_nodes([node["node_rank"] for node in nodes], [node["host"] for node in nodes])
@@ -105,9 +114,10 @@ class NodeGroup:
         except (DistNetworkError, RuntimeError) as error:
             raise self._host_is_lost() from error
         node_rank = self._node_rank = order.index(own)
-        self._names = [f"{rank} ({nodes[index]['host']})" for rank, index in enumerate(order)]
-        self._census, self._silent = Census(seconds=_LOST_SECONDS), []
         sizes = [nodes[index]["ranks"] for index in order]
+        ranks = [ranks_text(range(sum(sizes[:node]), sum(sizes[: node + 1]))) for node in range(len(order))]
+        self._names = [f"{node} ({nodes[index]['host']}, {ranks[node]})" for node, index in enumerate(order)]
+        self._census, self._silent = Census(seconds=_LOST_SECONDS), []
         return {
             "node_rank": node_rank,
             "num_nodes": self._num_nodes,
@@ -209,6 +219,31 @@ class NodeGroup:
             self._knows_failure = True
             self._board.compare_set(_FAILURE, "", json.dumps(failure))
 
+    def ask_calls(self) -> None:
+        """Ask all launchers for the collectives of their ranks."""
+        if self._board is not None:
+            self._asked.append(self._board.add(_QUESTIONS, 1))
+
+    def publish_calls(self, number: int, calls: list[Message]) -> None:
+        """Publish what this node's ranks have answered to a question."""
+        if self._board is not None:
+            self._board.set(f"{_CALLS}/{number}/{self._node_rank}", json.dumps(calls))
+
+    def _read_calls(self) -> list[Message]:
+        """Return new questions of any launcher, and the other nodes' answers to this one's."""
+        assert self._board is not None
+        count = self._board.add(_QUESTIONS, 0)
+        new = range(self._questions + 1, count + 1)
+        found: list[Message] = [{"question": n, "own": n in self._asked, "attempt": self._attempt} for n in new]
+        self._questions = count
+        for number in self._asked:
+            for node in set(range(self._num_nodes)) - {self._node_rank} - self._answered.setdefault(number, set()):
+                if self._board.check([key := f"{_CALLS}/{number}/{node}"]):
+                    self._answered[number].add(node)
+                    answer = {"number": number, "from": node, "calls": json.loads(self._board.get(key))}
+                    found.append({"answer": answer, "attempt": self._attempt})
+        return found
+
     def publish_end(self) -> None:
         """Publish that all ranks of this node have succeeded."""
         if self._board is not None:
@@ -222,7 +257,7 @@ class NodeGroup:
         if self._board is None:
             return []
         try:
-            return [*self._read_ends(), *self._check_heartbeats()]
+            return [*self._read_ends(), *self._read_calls(), *self._check_heartbeats()]
         except (DistNetworkError, RuntimeError) as error:
             self._board = None
             raise self._host_is_lost() from error

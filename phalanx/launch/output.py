@@ -37,7 +37,7 @@ def open_log(log_dir: Path, rank: int) -> int:
     return os.open(log_path(log_dir, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
 
 
-def log_tail(log_dir: Path, rank: int, lines: int = 40) -> tuple[str, ...]:
+def log_tail(log_dir: Path, rank: int, lines: int = 200) -> tuple[str, ...]:
     """Return the last lines of a rank's log."""
     path = log_path(log_dir, rank)
     if not path.exists():

@@ -14,10 +14,13 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NoReturn
 
 from phalanx.host import messages
+from phalanx.launch.collectives import answer_launcher, write_calls
 from phalanx.launch.error_file import exit_code_of, record_exception
 from phalanx.launch.forkserver.preload import set_compute_threads
 from phalanx.launch.target import call, from_message, run_target
@@ -66,6 +69,10 @@ def record_to_log(error: BaseException, request: messages.Message, log: int | No
         with contextlib.suppress(OSError, ValueError):
             sys.stderr.flush()
         os.dup2(log, 2)
+    try:
+        write_calls(Path(request["log_dir"]), request["rank"], failed=True)
+    except Exception:  # noqa: BLE001 - it must not hide the exception that is being recorded
+        traceback.print_exc()
     record_exception(error, request)
 
 
@@ -78,6 +85,7 @@ def _set_up(request: messages.Message, log: int, stack: int, events: int, contro
     os.chdir(request["cwd"])
     buffer_lines()
     write_stacks(log, stack)
+    answer_launcher(Path(request["log_dir"]), request["rank"])
     if request["writes_log"]:
         guard_own_output(lambda text: _warn_launcher(request["rank"], text))
     # The fork server fixed these while it imported.

@@ -78,8 +78,8 @@ class Rendezvous:
     def receive(self) -> messages.Message | None:
         """Return the agent's next message, None when it has ended.
 
-        It is one of "arrived", "node", "remote_failure", "silent_nodes", "all_ended" and "error"; where the number of
-        machines may change, also "mail", "lost_nodes" and "leader".
+        It is one of "arrived", "node", "remote_failure", "silent_nodes", "question", "answer", "all_ended" and "error";
+        where the number of machines may change, also "mail", "lost_nodes" and "leader".
         """
         assert self.agent is not None
         received = messages.receive(self.agent)
@@ -92,6 +92,14 @@ class Rendezvous:
         """Publish to the other nodes why this one stops."""
         if self.has_other_nodes:
             self._send({"failed": failure.to_message()})
+
+    def ask_calls(self) -> None:
+        """Ask all launchers, this one included, for the collectives of their ranks."""
+        self._send({"ask_calls": True})
+
+    def send_calls(self, number: int, calls: list[messages.Message]) -> None:
+        """Send what this machine's ranks have answered to a question."""
+        self._send({"calls": calls, "number": number})
 
     def publish_end(self) -> None:
         """Publish to the other nodes that all ranks of this one have succeeded."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import re
 import runpy
-import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.launch.error_file import LAUNCHER_FILES
+from phalanx.observe.collectives import is_loops, is_users
 
-_FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<function>.*)$')
+_FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?),? in (?P<function>.*)$')
 
 
 @dataclass(frozen=True)
@@ -28,13 +28,12 @@ class Frame:
     @property
     def is_launchers(self) -> bool:
         """Whether it belongs to this package or to the way modules are run."""
-        return self.file.startswith((*LAUNCHER_FILES, "<frozen runpy")) or self.file == runpy.__file__
+        return self.file.startswith((*LAUNCHER_FILES, "<frozen runpy", "<string>")) or self.file == runpy.__file__
 
     @property
     def is_users(self) -> bool:
-        """Whether it is neither the standard library's, an installed package's nor the launcher's."""
-        libraries = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), *LAUNCHER_FILES, "<frozen")
-        return not self.file.startswith(libraries)
+        """Whether it is neither the standard library's, an installed package's nor Phalanx's."""
+        return is_users(self.file)
 
 
 _WAITING = (
@@ -52,6 +51,12 @@ def is_waiting(path: Path) -> bool:
     return any(part in frame.file for frame in innermost for part in _WAITING)
 
 
+def parse_frame(line: str) -> Frame | None:
+    """Return the frame that a line of a stack or traceback shows; None for another line."""
+    match = _FRAME.match(line)
+    return Frame(match["file"], match["line"], match["function"]) if match else None
+
+
 def main_stack(text: str) -> list[Frame]:
     """Return the stack of the thread that took the signal, innermost first, out of the latest dump in `text`."""
     frames: list[Frame] = []
@@ -61,20 +66,34 @@ def main_stack(text: str) -> list[Frame]:
             if line.startswith("Current thread"):
                 frames = []
             inside = line.startswith("Current thread")
-        elif inside and (match := _FRAME.match(line)):
-            frames.append(Frame(match["file"], match["line"], match["function"]))
+        elif inside and (frame := parse_frame(line)) is not None:
+            frames.append(frame)
     # What is left at the outer end is how the launcher got to the user's program.
     while frames and frames[-1].is_launchers:
         frames.pop()
     return frames
 
 
+def latest_dump(text: str, threads: bool) -> str:
+    """Return the stack of the main thread in the latest dump of `text`, or of all threads, for a reader."""
+    if not threads:
+        return "\n".join(f"  {frame.file}:{frame.line} in {frame.function}" for frame in main_stack(text))
+    begin = text.rfind("Current thread")
+    before = text.rfind("\n\n\n", 0, begin)
+    numberless = re.sub(r"(Current thread|Thread) 0x[0-9a-f]+", r"\1", text[before + 1 :])
+    return "\n".join(f"  {line}" for line in numberless.strip().splitlines())
+
+
 def whereabouts(path: Path) -> str:
-    """Say where a rank is: the innermost line of the user's code, and the library call it made where that differs."""
+    """Say where a rank is, from the stack that it wrote."""
     frames = _read(path)
-    if not frames:
-        return "at an unknown place: it did not answer with a stack"
+    return describe_frames(frames) if frames else "at an unknown place: it did not answer with a stack"
+
+
+def describe_frames(frames: list[Frame]) -> str:
+    """Say where the innermost line of the user's code, else of Phalanx is, and which library call it made."""
     own = next((frame for frame in frames if frame.is_users), None)
+    own = own or next((frame for frame in frames if is_loops(frame.file)), None)
     if own is None or own == frames[0]:
         return f"at {frames[0]}"
     return f"at {own} (in {frames[0].function}, {Path(frames[0].file).name}:{frames[0].line})"

@@ -81,6 +81,10 @@ def _follow(supervisor: socket.socket, nodes: NodeGroup) -> None:
             nodes.post(request["to"], request["post"])
         elif "failed" in request:
             nodes.publish_failure(request["failed"])
+        elif "ask_calls" in request:
+            nodes.ask_calls()
+        elif "calls" in request:
+            nodes.publish_calls(request["number"], request["calls"])
         elif "finished" in request:
             nodes.publish_end()
         for message in nodes.news():

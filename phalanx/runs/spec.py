@@ -68,6 +68,7 @@ def launch_spec(
         grace_seconds=config.stop_grace,
         join_timeout=config.timeout,
         start_timeout=start_timeout,
+        stall_notice=config.stall_notice,
         threads_per_rank=config.threads_per_rank,
         data=data or {},
         prelude=engine_of(config).prelude,
@@ -80,7 +81,7 @@ def launch_spec(
 _OF_A_MACHINE = {
     *("data_dir", "nvme_path", "deepspeed_config", "nccl_env", "timeout", "start_timeout", "address", "hosts"),
     *("host_discovery_script", "horovod_timeline", "cpus_per_worker", "resources_per_worker", "placement"),
-    *("checkpoint_dir", "resume_from_checkpoint", "preemption_file", "stop_grace"),
+    *("checkpoint_dir", "resume_from_checkpoint", "preemption_file", "stop_grace", "stall_notice"),
 }
 """Settings, besides those of resources and monitoring, that may differ between the machines of a run."""
 

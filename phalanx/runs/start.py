@@ -129,6 +129,8 @@ def raise_failure(result: LaunchResult, log_dir: Path) -> None:
     record = any_record(log_dir) if failure is None else None if rank is None else read_record(log_dir, rank)
     kind = getattr(errors, record["type"], None) if record is not None else None
     if record is not None and isinstance(kind, type) and issubclass(kind, errors.PhalanxError):
+        if failure is not None and issubclass(kind, errors.CommunicationError):  # the report has compared the ranks
+            raise errors.rebuild(kind, str(failure), "")
         raise errors.rebuild(kind, record["message"], record["hint"])
     if failure is not None:
         raise errors.RankFailedError(str(failure), exit_code=result.exit_code)

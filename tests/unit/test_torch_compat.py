@@ -114,6 +114,8 @@ def test_process_groups(group):
     torch_compat.default_store().set("key", "value")
     assert torch_compat.is_alive(group)
     assert torch_compat.finished_work([tensor]).wait()
+    assert [0] in torch_compat.group_ranks().values()
+    assert isinstance(torch_compat.flight_records(), list)  # empty where TORCH_FR_BUFFER_SIZE was not set
 
 
 def test_a_destroyed_group_is_not_alive(group):

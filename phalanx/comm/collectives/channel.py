@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.errors import CommunicationError
+from phalanx.observe.collectives import GroupCalls
 
 _THREAD_NAME = "gloo_tcp_loop"
 _TASKS = Path("/proc/self/task")
@@ -92,6 +93,8 @@ class ChannelState:
     """Messages sent before the check is complete; kept after a mismatch, as gloo may still read their memory."""
     locations: dict[tuple[int, ...], Any] = field(default_factory=dict)
     """The locations of the ranks, by peers, where `topology` has found them."""
+    records: dict[tuple[int, ...], GroupCalls] = field(default_factory=dict)
+    """Where calls are recorded, by peers."""
 
 
 class P2PChannel:

@@ -8,13 +8,16 @@ undefined after a mismatch.
 from __future__ import annotations
 
 import struct
+import threading
 import zlib
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
 from phalanx.comm.collectives.channel import Handle, P2PChannel
 from phalanx.errors import CommunicationError
+from phalanx.observe.collectives import CallRing, GroupCalls, call_ring
 
 _TEXT_BYTES = 124
 _LAYOUT = struct.Struct(f"<ii{_TEXT_BYTES}s{_TEXT_BYTES}s")
@@ -63,7 +66,11 @@ def start_check(
     messages of a failed call are never received later.
     """
     channel.finish_check()  # an earlier collective that failed on this rank before it waited
-    if channel.size == 1 or not (channel.checked or always):
+    if channel.size == 1:
+        return
+    if (ring := call_ring()) is not None:
+        _records(channel, ring).enter(description.encode())
+    if not (channel.checked or always):
         return
     channel.calls += 1
     if channel.checked:
@@ -74,6 +81,17 @@ def start_check(
     channel.state.inline = check if inline is not None else None
     if channel.is_batched:
         channel.finish_check()
+
+
+def _records(channel: P2PChannel, ring: CallRing) -> GroupCalls:
+    """Return where the calls of these ranks are recorded; a thread of its own has its own order."""
+    records = channel.state.records.get(channel.peers)
+    if records is None:
+        ranks = dist.get_process_group_ranks(channel.group or dist.group.WORLD)
+        members = [ranks[peer] for peer in channel.peers]
+        name = f"messages of {members} in {threading.current_thread().name}"
+        records = channel.state.records[channel.peers] = ring.group(name, members)
+    return records
 
 
 class MismatchCheck:

@@ -8,6 +8,7 @@ no rank overwrites what a slower one still reads.
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Sequence
 
@@ -18,6 +19,7 @@ from phalanx.comm.collectives.reduction import combine_in_order
 from phalanx.comm.shm.barrier import SLOT, ShmBarrier
 from phalanx.comm.shm.bootstrap import AllGatherText, group_text_gatherer, text_gatherer
 from phalanx.comm.shm.memory import SharedPages, SymmetricTensors, round_up
+from phalanx.observe.collectives import CallRing, GroupCalls, call_ring
 
 HALF = 2 << 20
 """Bytes of half a rank's staging area: small enough for the cache, large enough that a barrier costs little."""
@@ -62,6 +64,8 @@ class SharedGroup:
         self._turn = 0
         self._signatures: dict[tuple[object, ...], bytes] = {}
         self._others = [peer for peer in range(size) if peer != rank]
+        ring = call_ring()
+        self._records = None if ring is None else _join_ring(ring, gather_text, rank)
 
         def all_gather(gathered: list[torch.Tensor], own: torch.Tensor) -> None:
             rows = torch.empty(size, own.numel(), dtype=own.dtype)
@@ -196,7 +200,7 @@ class SharedGroup:
 
     def announce(self, what: str) -> None:
         """Check that all ranks call the same collective, before one that does not use shared memory."""
-        self._barrier.wait(what.encode())
+        self._meet(what.encode())
 
     def close(self) -> None:
         """Release the pages; their memory is freed when no tensor uses it."""
@@ -214,7 +218,16 @@ class SharedGroup:
                 self._signatures.clear()
             text = f"{kind} {op} of {tuple(shape)} {str(dtype).removeprefix('torch.')}".replace("  ", " ")
             signature = self._signatures[key] = text.encode()
+        self._meet(signature)
+
+    def _meet(self, signature: bytes) -> None:
+        records = self._records
+        if records is None:
+            self._barrier.wait(signature)
+            return
+        records.enter(signature)
         self._barrier.wait(signature)
+        records.leave()
 
     def _segment(self, numel: int, rank: int) -> tuple[int, int]:
         """Return the range of `numel` elements that a rank combines: equal parts, the last may be shorter."""
@@ -245,6 +258,16 @@ class SharedGroup:
             views = [self._staging[self._turn, peer].view(dtype) for peer in range(self.size)]
             self._views[dtype, self._turn] = views
         return views
+
+
+_groups = itertools.count()
+
+
+def _join_ring(ring: CallRing, gather_text: AllGatherText, rank: int) -> GroupCalls:
+    """Agree with the other ranks on a name under which this group's calls are recorded."""
+    own = dist.get_rank() if dist.is_initialized() else rank
+    texts = [text.split() for text in gather_text(f"{own} {next(_groups)}")]
+    return ring.group(f"shared memory {texts[0][0]}.{texts[0][1]}", [int(text[0]) for text in texts])
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

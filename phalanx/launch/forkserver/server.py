@@ -20,13 +20,14 @@ from typing import NoReturn
 
 from phalanx.host import messages
 from phalanx.host.processes import die_with, kill_group, outlive_parent, send_signal, set_name
+from phalanx.launch.collectives import ASK
 from phalanx.launch.forkserver.preload import preload, preload_for
 
 Job = Callable[[], NoReturn]
 
 # Some schedulers signal every process of a job: the ranks and the supervisor handle it, and need this process.
-# SIGQUIT stays ignored in a fresh rank until it can answer with a stack.
-_LEFT_TO_THE_SUPERVISOR = (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT)
+# SIGQUIT and ASK stay ignored in a fresh rank until it can answer with a stack and a record.
+_LEFT_TO_THE_SUPERVISOR = (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, ASK)
 
 
 @dataclass(frozen=True)

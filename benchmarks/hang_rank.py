@@ -1,0 +1,138 @@
+"""A small training loop with one fault in one rank: what `hang_injections.py` runs, as a plain torch script or trainer.
+
+The comments `# at: name` mark the lines that the report of a fault must name.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import signal
+import sys
+import threading
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset
+
+from phalanx.loop.hooks import Callback, StepInfo
+
+KINDS = {
+    "missing": "metric",
+    "order": "metric",
+    "shape": "metric",
+    "dtype": "metric",
+    "eval": "eval",
+    "swallowed": "metric",
+    "loader": "data",
+    "killed loader": "data",
+    "stopped": "metric",
+    "loop": "loop",
+    "lock": "lock",
+}
+"""Kinds of faults, and the line that must be named."""
+STEPS = 12
+SAMPLES = 3 * STEPS
+
+
+class Samples(Dataset):
+    """Random samples; the loader of the guilty rank stops in its worker process."""
+
+    def __init__(self) -> None:
+        self._drawn = -1
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        fault = Fault.from_environment()
+        self._drawn = step = self._drawn + 1
+        if fault.is_due("loader", step):
+            time.sleep(1000)
+        if fault.is_due("killed loader", step):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return torch.ones(16), torch.zeros(4)
+
+
+class Fault:
+    """One fault: its kind, the rank and the step at which it happens."""
+
+    def __init__(self, kind: str, rank: int, step: int) -> None:
+        self.kind, self.rank, self.step = kind, rank, step
+        self.own = int(os.environ["RANK"])
+        self.lock = threading.Lock()
+
+    @classmethod
+    def from_environment(cls) -> Fault:
+        kind, rank, step = os.environ["HANG"].split(",")
+        return cls(kind, int(rank), int(step))
+
+    def is_due(self, kind: str, step: int) -> bool:
+        return (self.kind, self.rank, self.step) == (kind, self.own, step)
+
+    def communicate(self, step: int) -> None:
+        """Call the collectives of a step, except for what the fault changes."""
+        if self.is_due("stopped", step):
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if self.is_due("loop", step):
+            while True: step += 0  # at: loop  # fmt: skip  # noqa: E701
+        if self.is_due("lock", step):
+            self.lock.acquire()
+            self.lock.acquire()  # at: lock
+        if self.is_due("eval", step):
+            gathered = [torch.zeros(2) for _ in range(dist.get_world_size())]
+            dist.all_gather(gathered, torch.zeros(2))  # at: eval
+        try:
+            self.check(step)
+            metric = torch.ones(4 + self.is_due("shape", step))
+            if self.is_due("dtype", step):
+                metric = metric.double()
+            if self.is_due("order", step):
+                dist.broadcast(torch.zeros(3), 0)
+            if not self.is_due("missing", step):
+                dist.all_reduce(metric)  # at: metric
+        except ValueError:
+            pass  # the fault "swallowed"
+        dist.broadcast(torch.zeros(3), 0)
+
+    def check(self, step: int) -> None:
+        if self.is_due("swallowed", step):
+            raise ValueError("a bad sample")
+
+
+def total(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Return a loss."""
+    return (output - target).sum()
+
+
+class FaultyStep(Callback):
+    """Calls the collectives of a step, with the fault, in a run of the trainer."""
+
+    def on_fit_start(self, trainer: Any) -> None:
+        self._fault = Fault.from_environment()
+
+    def on_step_end(self, trainer: Any, info: StepInfo) -> None:
+        self._fault.communicate(info.step - 1)
+
+
+def main() -> None:
+    """Train as a plain torch script would."""
+    fault = Fault.from_environment()
+    seconds = float(os.environ.get("HANG_TIMEOUT", "3"))
+    dist.init_process_group(os.environ.get("HANG_BACKEND", "gloo"), timeout=datetime.timedelta(seconds=seconds))
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(16, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    workers = int("loader" in fault.kind)
+    loader = DataLoader(Samples(), batch_size=1, num_workers=workers)
+    for step, (batch, _) in enumerate(loader):  # at: data
+        model(batch).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        fault.communicate(step)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,153 @@
+"""`phalanx stacks RUN`: print where every rank of a run is, ranks with equal stacks together."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from phalanx.cli.flags import FlagParser
+from phalanx.errors import UsageError
+from phalanx.host.processes import holders, is_stopped
+from phalanx.launch.blame import ranks_text
+from phalanx.launch.stacks import latest_dump
+from phalanx.runs.stored import StoredRun, find_run
+
+_HELP = """Print where the ranks of a run are: the stacks of those on this machine, ranks with equal stacks together.
+
+The ranks write their stacks themselves and go on training. --native uses py-spy, which also shows frames of C++ and
+works while a rank holds the interpreter lock. For a run that has ended, the stacks that its ranks left are shown."""
+_ANSWER_SECONDS = 2.0
+_STACK = re.compile(r"rank-(\d+)\.stack")
+
+
+def parser() -> FlagParser:
+    """Return the parser of the verb."""
+    parser = FlagParser(prog="phalanx stacks", usage="phalanx stacks RUN [--threads | --native]", description=_HELP)
+    parser.add_argument("run", metavar="RUN", help="a name, the beginning of one, a tag, a folder, or last")
+    parser.add_argument("--threads", action="store_true", help="show all threads, not only the main one")
+    parser.add_argument("--native", action="store_true", help="use py-spy, with the frames of C++ (all threads)")
+    return parser
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run the verb."""
+    namespace = parser().parse_all(arguments)
+    stored = find_run(namespace.run)
+    logs = stored.path / "logs"
+    named = [(path, match) for path in logs.glob("rank-*.stack") if (match := _STACK.fullmatch(path.name))]
+    found = {int(match[1]): path for path, match in named}
+    held = holders(found.values())
+    pids = {rank: held[path] for rank, path in sorted(found.items()) if path in held}
+    if not pids:
+        return _show_ended(stored, found, namespace.threads)
+    if namespace.native:
+        texts = {rank: _native_stack(rank, pid) for rank, pid in pids.items()}
+    else:
+        texts = _ask({rank: (pids[rank], found[rank]) for rank in pids}, namespace.threads)
+    _print_groups(texts)
+    _note_others(stored, pids)
+    return 0
+
+
+def _show_ended(stored: StoredRun, found: dict[int, Path], threads: bool) -> int:
+    """Show what the ranks of a run have left that has ended, or say why there is nothing."""
+    if stored.status == "running":
+        owner = _owner(stored.path)
+        if owner is not None:
+            raise UsageError(
+                f"the ranks of {stored.name} belong to the user {owner}, and their stacks cannot be asked for",
+                hint=f"Run: sudo -u {owner} phalanx stacks {stored.name}",
+            )
+        host = stored.record.host if stored.record is not None else "another machine"
+        raise UsageError(f"no rank of {stored.name} runs on this machine", hint=f"Run it on {host}, or in a moment.")
+    texts = {rank: latest_dump(path.read_text(errors="replace"), threads) for rank, path in sorted(found.items())}
+    texts = {rank: text for rank, text in texts.items() if text}
+    if not texts:
+        raise UsageError(
+            f"{stored.name} does not run (status: {stored.status}), and its ranks left no stacks",
+            hint=f"Its logs are in {stored.path / 'logs'}.",
+        )
+    print(f"{stored.name} does not run (status: {stored.status}); these stacks were written before it ended:")
+    _print_groups(texts)
+    return 0
+
+
+def _owner(path: Path) -> str | None:
+    """Return the name of another user to whom a run belongs, None where it is this user's."""
+    uid = path.stat().st_uid
+    if uid == os.geteuid():
+        return None
+    import pwd
+
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
+
+
+def _ask(ranks: dict[int, tuple[int, Path]], threads: bool) -> dict[int, str]:
+    """Return each rank's stack, which it appends to its file when it gets SIGQUIT."""
+    before = {rank: path.stat().st_size for rank, (_, path) in ranks.items()}
+    for pid, _ in ranks.values():
+        try:
+            os.kill(pid, signal.SIGQUIT)
+        except ProcessLookupError:  # it has ended meanwhile
+            continue
+    deadline, sizes = time.monotonic() + _ANSWER_SECONDS, dict(before)
+    while time.monotonic() < deadline:
+        time.sleep(0.1)
+        now = {rank: path.stat().st_size for rank, (_, path) in ranks.items()}
+        if now == sizes and all(now[rank] > before[rank] or is_stopped(pid) for rank, (pid, _) in ranks.items()):
+            break
+        sizes = now
+    found = {}
+    for rank, (pid, path) in ranks.items():
+        text = latest_dump(path.read_bytes()[before[rank] :].decode(errors="replace"), threads)
+        silence = "stopped (SIGSTOP or a debugger)" if is_stopped(pid) else "no answer; try --native"
+        found[rank] = text or f"  {silence}"
+    return found
+
+
+def _native_stack(rank: int, pid: int) -> str:
+    """Return the stack that py-spy reads out of a process."""
+    spy = shutil.which("py-spy") or shutil.which("py-spy", path=os.path.dirname(sys.executable))
+    if spy is None:
+        raise UsageError("--native needs py-spy, which is not installed", hint="Run: pip install 'phalanx[monitor]'")
+    command = [spy, "dump", "--pid", str(pid)]
+    done = subprocess.run([*command, "--native"], capture_output=True, text=True, check=False)
+    if "not supported" in done.stderr.lower() or "native" in done.stderr.lower():  # not on this architecture
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode == 0:
+        # The process and the numbers of threads differ between ranks that are at the same place.
+        lines = done.stdout.splitlines()[3:]
+        return "\n".join(re.sub(r"^Thread \S+ ", "Thread ", line) for line in lines).rstrip()
+    error = (done.stderr.strip() or done.stdout.strip()).splitlines()[-1:]
+    if "ermission" in done.stderr or "EPERM" in done.stderr or "not permitted" in done.stderr:
+        raise UsageError(
+            f"py-spy may not read the process {pid} of rank {rank}: {' '.join(error)}",
+            hint="Run it as root, or: sudo sysctl kernel.yama.ptrace_scope=0; in a container add --cap-add SYS_PTRACE "
+            "(CAP_SYS_PTRACE). Without --native no such right is needed.",
+        )
+    raise UsageError(f"py-spy cannot read the process {pid} of rank {rank}: {' '.join(error)}")
+
+
+def _print_groups(texts: dict[int, str]) -> None:
+    ranks_by_text: dict[str, list[int]] = {}
+    for rank, text in texts.items():
+        ranks_by_text.setdefault(text, []).append(rank)
+    for text, ranks in sorted(ranks_by_text.items(), key=lambda item: (-len(item[1]), item[1])):
+        print(f"{ranks_text(ranks)}:\n{text}\n")
+
+
+def _note_others(stored: StoredRun, pids: dict[int, int]) -> None:
+    """Say that ranks on other machines are not shown."""
+    total = int(stored.begun.get("world_size", 0))
+    if len(pids) < total:
+        print(f"{len(pids)} of {total} ranks are on this machine; run the same command on the others for theirs")

@@ -1,0 +1,228 @@
+"""Compare the collectives of all ranks: the first one on which they disagree, the rank to blame, and one sentence."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from phalanx.launch.collectives import Call, RankCalls
+
+_UNEVEN = ("all_gather", "all_to_all", "gather", "scatter", "reduce_scatter", "alltoall", "allgather")
+"""Collectives whose shapes may differ between ranks without an error."""
+_LISTED = 4
+
+Key = tuple[str, tuple[int, ...]]
+"""A group: its name and its ranks."""
+Calls = Mapping[int, Mapping[int, Call]]
+"""The calls of one group by rank and number."""
+
+
+@dataclass(frozen=True)
+class Blame:
+    """The rank that the others wait for, or that called something else, and why."""
+
+    rank: int
+    cause: str
+    """The sentence, without the rank's name at its beginning."""
+    details: tuple[str, ...] = ()
+    since: float = 0.0
+    """When the first rank began to wait, in seconds since the epoch."""
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} {self.cause}"
+
+
+def find_blame(ranks: Sequence[RankCalls]) -> Blame | None:
+    """Return the rank to blame; None where no rank waits in a collective and all called the same."""
+    known = {each.rank: each for each in ranks}
+    groups = _by_group(ranks)
+    mismatches = [found for key, calls in groups.items() if (found := _find_mismatch(known, key, calls)) is not None]
+    if mismatches:
+        return min(mismatches, key=lambda found: found.since)
+    return _find_missing(known, groups)
+
+
+def _by_group(ranks: Sequence[RankCalls]) -> dict[Key, dict[int, dict[int, Call]]]:
+    """Return each group's calls by rank and number; only ranks that have answered."""
+    found: dict[Key, dict[int, dict[int, Call]]] = {}
+    for each in ranks:
+        for name, members in each.groups.items():
+            found.setdefault((name, members), {})[each.rank] = {}
+        for call in each.calls:
+            if (members_of := each.groups.get(call.group)) is not None:
+                found[call.group, members_of][each.rank][call.number] = call
+    return found
+
+
+# --- ranks that call something else -----------------------------------------------------------------------------------
+
+
+def _find_mismatch(known: Mapping[int, RankCalls], key: Key, calls: Calls) -> Blame | None:
+    """Return who called another collective first in a group: the smaller part of the ranks."""
+    with_calls = {rank: own for rank, own in calls.items() if own}
+    if len(with_calls) < 2:
+        return None
+    last = {rank: max(own) for rank, own in with_calls.items()}
+    begin = max(min(own) for own in with_calls.values())
+    for number in range(begin, sorted(last.values())[-2] + 1):
+        there = {rank: own[number] for rank, own in with_calls.items() if number in own}
+        is_end = any(last[rank] == number for rank in there)
+        kinds = {rank: _kind(call, exact=is_end) for rank, call in there.items()}
+        if len(set(kinds.values())) > 1:
+            return _explain_mismatch(known, calls, there, kinds)
+    return None
+
+
+def _kind(call: Call, *, exact: bool) -> tuple[str, str]:
+    may_differ = call.op.split(" ")[0].startswith(_UNEVEN) and not exact
+    return call.op, "" if may_differ else call.detail
+
+
+def _explain_mismatch(
+    known: Mapping[int, RankCalls],
+    calls: Calls,
+    there: Mapping[int, Call],
+    kinds: Mapping[int, tuple[str, str]],
+) -> Blame:
+    counts = Counter(kinds.values())
+
+    def doubt(rank: int) -> tuple[int, bool, int]:
+        return -counts[kinds[rank]], not _is_usual(calls[rank], there[rank]), rank
+
+    guilty = max(there, key=doubt)
+    own = there[guilty]
+    usual = min(there, key=doubt)
+    others = [rank for rank in there if kinds[rank] == kinds[usual]]
+    right = there[usual]
+    cause = _difference(own, right, others, skipped=_followed(calls[usual], right, own))
+    rest = [rank for rank in there if rank != guilty and rank not in others]
+    lines = [f"rank {rank} called {there[rank].text} at {there[rank].where}" for rank in rest[:_LISTED]]
+    return Blame(guilty, cause, tuple(lines), min(call.began for call in there.values()))
+
+
+def _difference(own: Call, right: Call, others: Sequence[int], *, skipped: bool) -> str:
+    """Say how a call differs from that of the other ranks."""
+    them = f"{ranks_text(others)} called"
+    if skipped and own.where != right.where:
+        entered = f"{_numbered(right)} that {ranks_text(others)} entered at {right.where}"
+        return f"never entered {entered}; it went on to {own.text} at {own.where}"
+    if own.op == right.op and own.detail != right.detail:
+        return (
+            f"called {own.op} #{own.number} with {own.detail or 'no tensor'} at {own.where}, "
+            f"{them} it with {right.detail or 'no tensor'} at {right.where}"
+        )
+    return f"called {own.text} at {own.where} as #{own.number}, where {them} {right.text} at {right.where}"
+
+
+def _numbered(call: Call) -> str:
+    return f"{call.op} #{call.number}" + (f" of {call.detail}" if call.detail else "")
+
+
+def _identity(call: Call) -> tuple[str, str, str]:
+    return call.op, call.detail, call.where
+
+
+def _followed(calls: Mapping[int, Call], first: Call, second: Call) -> bool:
+    """Whether a call like `second` came right after one like `first` before: then `first` was left out now."""
+    pairs = ((calls[n], calls.get(n + 1)) for n in calls if n + 1 < first.number)
+    return any(
+        _identity(one) == _identity(first) and two is not None and _identity(two) == _identity(second)
+        for one, two in pairs
+    )
+
+
+def _is_usual(calls: Mapping[int, Call], call: Call) -> bool:
+    """Whether a rank made this call after the same call as before: of two ranks, the other one is at fault."""
+    before = calls.get(call.number - 1)
+    if before is None:
+        return False
+    pair = (_identity(before), _identity(call))
+    return any(
+        (_identity(calls[n - 1]), _identity(calls[n])) == pair for n in calls if n < call.number and n - 1 in calls
+    )
+
+
+# --- ranks that do not come -------------------------------------------------------------------------------------------
+
+
+def _find_missing(
+    known: Mapping[int, RankCalls], groups: Mapping[Key, Mapping[int, Mapping[int, Call]]]
+) -> Blame | None:
+    """Follow who waits for which rank, to a rank that is waited for and does not wait itself."""
+    waits = [wait for key, calls in groups.items() for wait in _waits(known, key, calls)]
+    if not waits:
+        return None
+    waiting = {rank for _, entered, _ in waits for rank in entered}
+    roots = [wait for wait in waits if any(rank not in waiting for rank in wait[2])]
+    call, entered, absent = min(roots or waits, key=lambda wait: wait[0].began)
+    # Where all of them wait for each other, the one that has made fewer calls is the one behind.
+    idle = [rank for rank in absent if rank not in waiting] or list(absent)
+    guilty = min(idle, key=lambda rank: (rank in known and known[rank].answered, _progress(known.get(rank)), rank))
+    if guilty in known and known[guilty].aborted:
+        for rank in entered:
+            if (other := _has_changed(known[rank].calls, call.group, call.number)) is not None:
+                cause = f"called {_numbered(other)} at {other.where}, unlike before; rank {guilty} aborted in it"
+                return Blame(rank, cause, since=call.began)
+    return Blame(guilty, _absence(call, entered, known.get(guilty)), _bystanders(guilty, idle, known), call.began)
+
+
+def _waits(known: Mapping[int, RankCalls], key: Key, calls: Calls) -> list[tuple[Call, list[int], list[int]]]:
+    """Return the call in which some ranks of a group wait, these ranks, and those that have not entered it."""
+    last = {rank: max(own, default=0) for rank, own in calls.items()}
+    pending = {number for rank, own in calls.items() for number in _pending(known[rank], own, last[rank])}
+    for number in sorted(pending):
+        absent = [rank for rank in key[1] if last.get(rank, 0) < number]
+        if absent:
+            first = min((last[rank] + 1 for rank in absent if rank in calls), default=number)
+            entered = sorted(rank for rank, own in calls.items() if first in own)
+            return [(calls[entered[0]][first], entered, [rank for rank in absent if last.get(rank, 0) < first])]
+    return []
+
+
+def _pending(rank: RankCalls, calls: Mapping[int, Call], last: int) -> list[int]:
+    """Return the numbers of the calls that a rank has entered and not left."""
+    is_end = rank.failed and bool(rank.calls) and rank.calls[-1] == calls.get(last)
+    return [number for number, call in calls.items() if not call.done or (is_end and number == last)]
+
+
+def _has_changed(calls: Sequence[Call], group: str, number: int) -> Call | None:
+    """Return a rank's call where an earlier one from the same line had another shape or dtype, and none had this."""
+    own = [call for call in calls if call.group == group]
+    last = next(call for call in own if call.number == number)
+    before = [call.detail for call in own if call.number < number and (call.op, call.where) == (last.op, last.where)]
+    return last if before and last.detail not in before else None
+
+
+def _progress(rank: RankCalls | None) -> int:
+    return sum(call.number for call in rank.calls[-1:]) if rank is not None else 0
+
+
+def _absence(call: Call, entered: Sequence[int], guilty: RankCalls | None) -> str:
+    position = guilty.position if guilty is not None else ""
+    it_is = f"; it {position}" if position else ""
+    what = _numbered(call)
+    if guilty is None or not guilty.answered:
+        wait = "waits" if len(entered) == 1 else "wait"
+        return f"does not answer{it_is}; {ranks_text(entered)} {wait} for it in {what} at {call.where}"
+    return f"never entered {what} that {ranks_text(entered)} entered at {call.where}{it_is}"
+
+
+def _bystanders(guilty: int, idle: Sequence[int], known: Mapping[int, RankCalls]) -> tuple[str, ...]:
+    rest = [rank for rank in idle if rank != guilty]
+    shown = [f"rank {rank} did not enter it either; it {known[rank].position}" for rank in rest if rank in known]
+    more = [f"and {len(rest) - _LISTED} more ranks"] if len(rest) > _LISTED else []
+    return (*shown[:_LISTED], *more)
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Return ranks in words: "rank 3", "ranks 0-2, 5"."""
+    ordered = sorted(ranks)
+    parts: list[list[int]] = []
+    for rank in ordered:
+        if parts and rank == parts[-1][-1] + 1:
+            parts[-1].append(rank)
+        else:
+            parts.append([rank])
+    shown = [f"{part[0]}-{part[-1]}" if len(part) > 2 else ", ".join(map(str, part)) for part in parts]
+    return f"rank{'s' * (len(ordered) > 1)} {', '.join(shown)}"

@@ -1,0 +1,158 @@
+"""A rank's record of its collectives, in the log folder: written when the launcher asks, and when an error ends it.
+
+The launcher asks by a signal that a thread of the rank waits for. The thread answers while the main thread waits in a
+collective or runs an endless loop, and costs nothing until then.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from phalanx.host.files import replace_file
+from phalanx.observe.collectives import call_ring, pick_line
+
+ASK = signal.SIGRTMIN + 9
+"""Asks a rank for its record. The fork server ignores it, and so does a rank until it can answer."""
+_DTYPES = {
+    "Float": "float32",
+    "Double": "float64",
+    "Half": "float16",
+    "BFloat16": "bfloat16",
+    "Long": "int64",
+    "Int": "int32",
+    "Byte": "uint8",
+    "Bool": "bool",
+}
+
+
+@dataclass(frozen=True)
+class Call:
+    """One collective that a rank has entered."""
+
+    group: str
+    number: int
+    """Its number among the calls in this group."""
+    op: str
+    detail: str
+    """Shape and dtype."""
+    where: str
+    """The line that called it, such as train.py:88."""
+    began: float
+    done: bool
+
+    @property
+    def text(self) -> str:
+        """Operation, shape and dtype."""
+        return f"{self.op} of {self.detail}" if self.detail else self.op
+
+
+@dataclass(frozen=True)
+class RankCalls:
+    """What is known of one rank when ranks are compared."""
+
+    rank: int
+    calls: tuple[Call, ...] = ()
+    groups: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """The ranks of each group, by its name."""
+    answered: bool = True
+    """Whether `calls` are known: a rank that is stopped, was killed, or holds the interpreter lock does not answer."""
+    failed: bool = False
+    """Whether an error in a collective ended it: then the last call of each group may be marked as done and is not."""
+    aborted: bool = False
+    """Whether a library ended it because another size arrived than its collective expected."""
+    position: str = ""
+    """Where it is or how it ended, as the end of a sentence that begins with its name."""
+
+    def to_message(self, kept: int) -> dict[str, Any]:
+        """Return it as a message to another launcher, with so many of its latest calls in each group."""
+        last = {call.group: call.number for call in self.calls}
+        recent = [vars(call) for call in self.calls if call.number > last[call.group] - kept]
+        return {**vars(self), "calls": recent, "groups": {name: list(ranks) for name, ranks in self.groups.items()}}
+
+    @classmethod
+    def from_message(cls, message: Mapping[str, Any]) -> RankCalls:
+        """Read back what `to_message` or a rank wrote."""
+        calls = tuple(Call(**call) for call in message["calls"])
+        groups = {name: tuple(ranks) for name, ranks in message["groups"].items()}
+        return cls(**{**message, "calls": calls, "groups": groups})
+
+
+def calls_path(log_dir: Path, slot: int) -> Path:
+    """Return where a rank writes its record."""
+    return log_dir / f"rank-{slot}.collectives.json"
+
+
+def read_calls(log_dir: Path, slot: int, since: float = 0.0) -> RankCalls | None:
+    """Return the record of a rank; None where it has written none since a time in seconds since the epoch."""
+    try:
+        message = json.loads(calls_path(log_dir, slot).read_text())
+    except (FileNotFoundError, ValueError):  # none, or one that a full disk cut
+        return None
+    return RankCalls.from_message(message) if message.pop("time") >= since else None
+
+
+_WRITING = threading.Lock()
+
+
+# --- in the rank ----------------------------------------------------------------------------------------------------
+
+
+def answer_launcher(log_dir: Path, slot: int) -> None:
+    """Answer the launcher from now on; called before any other thread exists, which would take the signal."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {ASK})
+    threading.Thread(target=_answer, args=(log_dir, slot), name="phalanx-records", daemon=True).start()
+
+
+def _answer(log_dir: Path, slot: int) -> None:
+    # Other signals are for the main thread: a dump names the thread that took SIGQUIT as the current one.
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    while True:
+        signal.sigwait({ASK})
+        try:
+            write_calls(log_dir, slot)
+        except Exception:  # noqa: BLE001 - training goes on without the answer; the log says why there is none
+            traceback.print_exc()
+
+
+def write_calls(log_dir: Path, slot: int, *, failed: bool = False) -> None:
+    """Write the collectives of this process for the launcher; an answer and an error may come at the same time."""
+    with _WRITING:
+        _write_calls(log_dir, slot, failed=failed)
+
+
+def _write_calls(log_dir: Path, slot: int, *, failed: bool) -> None:
+    dist = getattr(sys.modules.get("torch"), "distributed", None)
+    message: dict[str, Any] = {"rank": slot, "calls": [], "groups": {}, "failed": failed, "time": time.time()}
+    if dist is not None and dist.is_available() and dist.is_initialized():
+        from phalanx.torch_compat import flight_records, group_ranks
+
+        ring = call_ring()
+        calls = [_from_torch(record) for record in flight_records() if not record["is_p2p"]]
+        calls += ring.to_dicts() if ring is not None else []
+        message["rank"] = dist.get_rank()
+        message["calls"] = sorted(calls, key=lambda call: call["began"])
+        message["groups"] = {**group_ranks(), **(ring.groups if ring is not None else {})}
+    replace_file(calls_path(log_dir, slot), json.dumps(message))
+
+
+def _from_torch(record: dict[str, Any]) -> dict[str, Any]:
+    shapes = ", ".join(f"({', '.join(map(str, shape))}{',' * (len(shape) == 1)})" for shape in record["input_sizes"])
+    dtypes = ", ".join(dict.fromkeys(_DTYPES.get(name, name) for name in record["input_dtypes"]))
+    return {
+        "group": record["process_group"][0],
+        "number": record["collective_seq_id"],
+        "op": record["profiling_name"].partition(":")[2],
+        "detail": f"{shapes} {dtypes}".strip(),
+        "where": pick_line((frame["filename"], frame["line"]) for frame in record.get("frames", ())),
+        "began": record["time_created_ns"] / 1e9,
+        "done": bool(record["retired"]),
+    }

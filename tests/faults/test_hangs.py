@@ -1,0 +1,153 @@
+"""Hangs: the report names the rank that the others wait for, or that called something else, and the line."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from command import ROOT, clean_environment, end, finish, start, write_script
+from long_proofs import long_proof
+from network_hosts import network
+from ranks import RecordingConsole
+
+from phalanx.launch import LaunchSpec, ScriptTarget, launch
+
+PROGRAM = ROOT / "benchmarks" / "hang_rank.py"
+"""A training loop with one fault; `# at: name` marks the lines that a report must name."""
+
+STUCK = """
+import sys, time
+from datetime import timedelta
+import torch, torch.distributed as dist
+dist.init_process_group("gloo", timeout=timedelta(seconds=float(sys.argv[1])))
+for step in range(int(sys.argv[2])):
+    if step == 3 and dist.get_rank() == dist.get_world_size() - 1:
+        time.sleep(60)  # stuck
+    dist.all_reduce(torch.ones(4))  # waits
+    time.sleep(0.05)
+"""
+
+
+def line_of(source: str, mark: str) -> int:
+    return next(number for number, line in enumerate(source.splitlines(), 1) if f"# {mark}" in line)
+
+
+def inject(tmp_path, monkeypatch, kind, backend, rank, *, ranks=2):
+    """Run the program with a fault in a rank at the fifth step, and return the report."""
+    for name, value in {"HANG": f"{kind},{rank},4", "HANG_BACKEND": backend, "HANG_TIMEOUT": "1.5"}.items():
+        monkeypatch.setenv(name, value)
+    spec = LaunchSpec(target=ScriptTarget(PROGRAM), ranks_per_node=ranks, log_dir=tmp_path / "logs")
+    return str(launch(spec, RecordingConsole()).failure)
+
+
+@pytest.mark.parametrize(
+    ("kind", "backend", "rank", "words"),
+    [
+        ("missing", "gloo", 1, "rank 1 .*never entered all_reduce #.* that rank 0 entered at {metric}; it went on to"),
+        ("order", "phalanx", 0, "rank 0 .*called broadcast .* where rank 1 called all_reduce .* at {metric}"),
+        ("dtype", "phalanx", 1, r"rank 1 .*with \(4,\) float64 at {metric}, rank 0 called it with \(4,\) float32"),
+        ("shape", "gloo", 1, r"rank 1 .*all_reduce #\d+ .*\(5,\) float32 at {metric}"),
+        ("loader", "gloo", 0, "rank 0 .*never entered all_reduce .*; it is at {data}"),
+        ("lock", "phalanx", 1, "rank 1 .*never entered .* that rank 0 entered at {metric}; it is at {lock}"),
+        ("stopped", "gloo", 1, "rank 1 .*it is stopped .*; rank 0 waits for it in all_reduce .* at {metric}"),
+    ],
+)
+def test_the_guilty_rank_and_its_line_are_named(tmp_path, monkeypatch, fork_server, kind, backend, rank, words):
+    report = inject(tmp_path, monkeypatch, kind, backend, rank)
+    source = PROGRAM.read_text()
+    lines = {name: f"hang_rank.py:{line_of(source, f'at: {name}')}" for name in ("metric", "data", "lock")}
+    assert re.match(words.format(**lines), report), report
+
+
+@long_proof
+@pytest.mark.timeout(1200)
+def test_more_than_a_hundred_faults_are_all_explained():
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / "hang_injections.py")], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout
+    assert int(re.search(r"(\d+) of \d+ injections", done.stdout)[1]) > 100
+
+
+def test_a_notice_names_the_rank_while_the_others_still_wait(launch_script):
+    console = RecordingConsole()
+    run = launch_script(STUCK, console, ranks_per_node=3, args=("6", "9"), stall_notice=1.5)
+    waits, stuck = (line_of(STUCK, mark) for mark in ("waits", "stuck"))
+    words = f"rank 2 never entered all_reduce #4 of (4,) float32 that ranks 0, 1 entered at train.py:{waits}"
+    assert [f"{words}; it is at train.py:{stuck}" in notice for notice in console.notices] == [True], console.notices
+    assert words.removeprefix("rank 2 ") in run.report.splitlines()[0]
+
+
+def test_ranks_that_make_progress_cause_no_notice(launch_script):
+    console = RecordingConsole()
+    source = STUCK.replace("time.sleep(60)", "pass")
+    run = launch_script(source, console, args=("6", "40"), stall_notice=0.5)
+    assert run.result.exit_code == 0
+    assert console.notices == []
+
+
+def test_the_records_of_two_machines_are_compared(tmp_path):
+    script = write_script(tmp_path / "train.py", STUCK)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+    words = ["train", "--script", script, "--num-nodes", 2, "--num-workers", 2, "--rdzv-endpoint", endpoint]
+    nodes = [
+        start(*words, "--node-rank", rank, "--", 3, 9, cwd=tmp_path, TMPDIR=str(tmp_path), PHALANX_RUN_DIR=f"run{rank}")
+        for rank in range(2)
+    ]
+    try:
+        answers = [finish(node) for node in nodes]
+    finally:
+        for node in nodes:
+            end(node)
+            node.communicate()
+    waits, stuck = (line_of(Path(script).read_text(), mark) for mark in ("waits", "stuck"))
+    never = f"never entered all_reduce #4 of (4,) float32 that rank 0 entered at train.py:{waits}"
+    assert f"{never}; it is at train.py:{stuck}" in answers[0].err + answers[1].err, [answer.text for answer in answers]
+
+
+def test_a_link_that_is_cut_is_reported_with_its_ranks_and_the_line(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(STUCK.replace("time.sleep(60)", "pass"))
+    with network(2) as hosts:
+        launchers = []
+        for number, host in enumerate(hosts):
+            own = tmp_path / f"tmp{number}"
+            own.mkdir()
+            words = ["-m", "phalanx", "train", "--script", str(script), "--num-nodes", "2", "--num-workers", "2"]
+            words += ["--node-rank", str(number), "--rdzv-endpoint", f"{hosts[0].address}:29416", "--", "3", "1000"]
+            variables = {"PYTHONPATH": str(ROOT), "TMPDIR": str(own), "PHALANX_RUN_DIR": str(tmp_path / f"run{number}")}
+            launchers.append(
+                subprocess.Popen(
+                    host.command(sys.executable, *words),
+                    cwd=tmp_path,
+                    env={**clean_environment(), **variables},
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                    start_new_session=True,
+                )
+            )
+        try:
+            deadline = time.monotonic() + 60
+            while not (tmp_path / "run1" / "logs" / "rank-1.stack").exists():
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
+            time.sleep(3)
+            hosts[1].cut()
+            answer, _ = launchers[0].communicate(timeout=60)
+        finally:
+            for launcher in launchers:
+                if launcher.poll() is None:
+                    os.killpg(launcher.pid, signal.SIGKILL)
+                launcher.communicate()
+    assert re.search(r"node 1 \(.*, rank 1\) sent no heartbeat", answer), answer
+    waits = line_of(script.read_text(), "waits")
+    assert re.search(rf"rank 1 does not answer; rank 0 waits for it in all_reduce #\d+ .* at train.py:{waits}", answer)
