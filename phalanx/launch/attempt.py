@@ -252,7 +252,8 @@ class Attempt(Follower):
         assert self._evidence is not None
         if self._role is not None and self._role.take_loss(ended, self._evidence.describe(ended)):
             return
-        if not self._evidence.of(ended).lost_peer:
+        aborted = ended.code == -signal.SIGABRT  # its last words, which say why, may still be in its pipe
+        if not aborted and not self._evidence.of(ended).lost_peer:
             self._blame()
         elif not self._blaming:
             self._blaming = True
