@@ -202,10 +202,12 @@ def finished_work(tensors: list[Tensor]) -> Any:
 
 def flight_records() -> list[dict[str, Any]]:
     """Return the collectives that torch's flight recorder has kept, the oldest first, with their Python frames."""
-    from torch._C._distributed_c10d import _dump_fr_trace  # type: ignore[attr-defined]
+    from torch._C import _distributed_c10d as c10d
 
-    found: list[dict[str, Any]] = pickle.loads(_dump_fr_trace(True, True, False)).get("entries", [])
-    return found
+    # torch 2.11 keeps those of nccl apart.
+    dumps = [getattr(c10d, name) for name in ("_dump_fr_trace", "_dump_nccl_trace") if hasattr(c10d, name)]
+    kept = [entry for dump in dumps for entry in pickle.loads(dump(True, True, False)).get("entries", [])]
+    return list({(str(each["process_group"]), each["profiling_name"], each["op_id"]): each for each in kept}.values())
 
 
 def group_ranks() -> dict[str, list[int]]:

@@ -224,14 +224,15 @@ class Attempt(Follower):
             return
         self._takeover = TakingOver(self._hands, self._role, message["lost"], message["others"])
         self._address = message["address"]
-        waiting, self._waiting_mail = self._waiting_mail, []
-        for mail in waiting:
-            self._take_mail(mail)
+        self._take_waiting_mail()
 
     def _lead(self) -> None:
         takeover, self._takeover = self._takeover, None
         assert takeover is not None, "called while taking over"
         self._role = takeover.lead(self._failures_before, self._address)
+        self._take_waiting_mail()
+
+    def _take_waiting_mail(self) -> None:
         waiting, self._waiting_mail = self._waiting_mail, []
         for mail in waiting:
             self._take_mail(mail)
@@ -272,9 +273,7 @@ class Attempt(Follower):
             self._inquiry.find_blame(self._report)
 
     def _report(self, blame: Blame | None) -> None:
-        assert self._evidence is not None
-        assert self._group is not None
-        assert self._stall_notice is not None
+        assert self._evidence and self._group and self._stall_notice
         nodes = self._silent_nodes if self._rendezvous.has_other_nodes else None
         states = list(self._group.ranks.values())
         self._fail(self._evidence.explain_waiting(states, blame or self._stall_notice.blame, nodes))
