@@ -265,18 +265,20 @@ class Attempt(Follower):
             return
         assert self._evidence is not None
         assert self._inquiry is not None
-        states = list(self._group.ranks.values())
-        if not self._evidence.only_waited(states):
-            self._fail(self._evidence.find_failure(states))
+        if not self._evidence.only_waited(self._states()):
+            self._fail(self._evidence.find_failure(self._states()))
         else:  # compare what all ranks have called, and where they are
             self._diagnosing = self._blaming = True
             self._inquiry.find_blame(self._report)
 
     def _report(self, blame: Blame | None) -> None:
-        assert self._evidence and self._group and self._stall_notice
+        assert self._evidence is not None
+        assert self._stall_notice is not None
         nodes = self._silent_nodes if self._rendezvous.has_other_nodes else None
-        states = list(self._group.ranks.values())
-        self._fail(self._evidence.explain_waiting(states, blame or self._stall_notice.blame, nodes))
+        self._fail(self._evidence.explain_waiting(self._states(), blame or self._stall_notice.blame, nodes))
+
+    def _states(self) -> list[RankState]:
+        return [] if self._group is None else list(self._group.ranks.values())
 
     def _fail(self, failure: FailureReport, *, publish: bool = True) -> None:
         if self._is_stopping:
@@ -313,13 +315,12 @@ class Attempt(Follower):
     def _deadlines(self) -> list[float]:
         if self._diagnosing or self._is_stopping:
             return []
-        starting = (
-            self._notices.next_deadline,
+        watched = (self._notices, self._role, self._stall_notice)
+        found = [
             self._watch.next_deadline() if self._watch else None,
-            self._role.next_deadline if self._role else None,
-            self._stall_notice.next_deadline if self._stall_notice else None,
-        )
-        return [deadline for deadline in starting if deadline is not None]
+            *(each and each.next_deadline for each in watched),
+        ]
+        return [deadline for deadline in found if deadline is not None]
 
     def _check(self) -> None:
         """Name the rank that the others wait for; while nothing happens for long, report where rank 0 is."""
@@ -367,9 +368,7 @@ class Attempt(Follower):
             return False
         if self._role is not None and self._rendezvous.has_other_nodes:
             return self._is_stopping or self._all_ended or self._role.all_ended()
-        if not self._rendezvous.has_other_nodes and not ended_well(
-            [state.code for state in self._group.ranks.values()]
-        ):
+        if not self._rendezvous.has_other_nodes and not ended_well([state.code for state in self._states()]):
             # No rank is left that could bring a better cause, or answer with its stack.
             self._diagnosing = False
             self._blame()
@@ -381,7 +380,7 @@ class Attempt(Follower):
         return self._all_ended
 
     def _outcome(self) -> Outcome:
-        codes = [state.code for state in self._group.ranks.values()] if self._group else []
+        codes = [state.code for state in self._states()]
         survived = max(self._failures_before, self._role.failures if self._role is not None else 0)
         if self._failure is not None:
             interrupted = self._requested is not None
