@@ -315,12 +315,10 @@ class Attempt(Follower):
     def _deadlines(self) -> list[float]:
         if self._diagnosing or self._is_stopping:
             return []
-        watched = (self._notices, self._role, self._stall_notice)
-        found = [
-            self._watch.next_deadline() if self._watch else None,
-            *(each and each.next_deadline for each in watched),
-        ]
-        return [deadline for deadline in found if deadline is not None]
+        role = None if self._role is None else self._role.next_deadline
+        stall = None if self._stall_notice is None else self._stall_notice.next_deadline
+        watch = None if self._watch is None else self._watch.next_deadline()
+        return [each for each in (self._notices.next_deadline, watch, role, stall) if each is not None]
 
     def _check(self) -> None:
         """Name the rank that the others wait for; while nothing happens for long, report where rank 0 is."""

@@ -21,8 +21,9 @@ from phalanx.plan.estimator import Estimator
 from phalanx.plan.layout import Goal, Layout
 from phalanx.plan.model import ModelShape
 from phalanx.plan.planner import reliability_of
+from phalanx.plan.rules import layout_of
+from phalanx.plan.search import kernels_of
 from phalanx.world.mesh import Mesh
-from phalanx.world.schedules import SCHEDULES, choose_microbatches
 
 GIB = 2.0**30
 
@@ -56,7 +57,7 @@ def job_of(
     shape: ModelShape, config: DistributedConfig, mesh: Mesh, batch_size: int, gpu: tuple[str, float]
 ) -> dict[str, Any]:
     """Return what a run records of itself for the planner, as plain data; `gpu`: name and GiB, empty on the CPU."""
-    layout = _layout(config, mesh, batch_size)
+    layout = dataclasses.replace(layout_of(config, mesh, batch_size), attention="flash")
     return {
         "shape": _changed(shape),
         "layout": _changed(layout),
@@ -73,38 +74,6 @@ def _changed(value: Any) -> dict[str, Any]:
     own = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     defaults = {field.name: field.default for field in dataclasses.fields(value)}
     return {name: each for name, each in own.items() if each != defaults[name]}
-
-
-def _layout(config: DistributedConfig, mesh: Mesh, batch_size: int) -> Layout:
-    schedule = SCHEDULES[config.pipeline_schedule]
-    parts = choose_microbatches(config.microbatches, batch_size, mesh.pp, schedule) if mesh.pp > 1 else 1
-    recompute = config.activation_checkpointing
-    return Layout(
-        tp=mesh.tp,
-        pp=mesh.pp,
-        cp=mesh.cp,
-        dp_replicate=mesh.dp_replicate,
-        dp_shard=mesh.dp_shard,
-        ep=config.expert_parallel,
-        virtual_stages=schedule.stages_per_rank if mesh.pp > 1 else 1,
-        micro_batch=max(1, batch_size // parts),
-        sequence_parallel=mesh.tp > 1,
-        recompute="none" if recompute is False else "selective" if recompute == "selective" else "full",
-        zero_stage=_stage(config),
-        schedule=config.pipeline_schedule,
-        attention="flash",
-        kernels="fused" if config.compile else "eager",
-        offload="none" if config.offload == "none" else "cpu",
-        lora_rank=config.lora_rank,
-    )
-
-
-def _stage(config: DistributedConfig) -> int:
-    if config.resolved_strategy == "deepspeed":
-        return config.zero_stage or 0
-    if config.resolved_strategy != "fsdp":
-        return 0
-    return 3 if config.resolved_sharding in ("full", "hybrid") else config.zero_stage or 2
 
 
 def compare(started: Mapping[str, Any], steps: Iterable[Mapping[str, Any]], found: Account) -> RunComparison | None:
@@ -127,6 +96,7 @@ def compare(started: Mapping[str, Any], steps: Iterable[Mapping[str, Any]], foun
         optimizer=job["optimizer"],
         compile=job["compile"],
     )
+    layout = dataclasses.replace(layout, kernels=kernels_of(goal))
     components = _components(Estimator(shape, cluster, goal), layout, logged, found, on_gpu=bool(job["gpu"]))
     return RunComparison(str(cluster.gpu), tuple(components))
 

@@ -152,10 +152,15 @@ def _micro_batches(per_rank: int, limits: Constraints) -> list[int]:
     return [size for size in range(1, min(per_rank, MAX_MICRO_BATCH) + 1) if per_rank % size == 0]
 
 
+def kernels_of(goal: Goal) -> str:
+    """Return the kind of kernels that a run of Phalanx uses."""
+    return "fused" if goal.compile else "eager" if goal.precision == "fp32" else "autocast"
+
+
 def _meshes(model: ModelShape | TracedShape, cluster: Cluster, goal: Goal, limits: Constraints) -> Iterator[Layout]:
     """Return every split of the GPUs over the axes, with each way to share the data axis and each schedule."""
     gpus = cluster.gpus
-    kernels = "fused" if goal.compile else "eager" if goal.precision == "fp32" else "autocast"
+    kernels = kernels_of(goal)
     sizes = _axis_sizes(model, cluster, goal, limits)
     for tp in sizes["tp"]:
         for pp in sizes["pp"]:
