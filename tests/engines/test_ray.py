@@ -141,6 +141,7 @@ def test_a_killed_worker_restarts_from_the_checkpoint_and_ends_with_the_weights_
     assert f"step-{STEPS:08d}" in json.dumps(told_to_ray)
 
 
+@long_proof
 def test_more_workers_than_fit_are_refused_with_what_is_there(machines, tmp_path):
     write_script(tmp_path / "train.py", SCRIPT)
     answer = train(machines, tmp_path, "--script", "train.py", "--num-workers", "3", "--", "live")

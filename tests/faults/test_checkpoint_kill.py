@@ -13,7 +13,9 @@ SCRIPT = Path(__file__).parents[1] / "kill_points.py"
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("kind", ["sharded", pytest.param("full", marks=long_proof), "incremental"])
+@pytest.mark.parametrize(
+    "kind", ["sharded", *(pytest.param(kind, marks=long_proof) for kind in ("full", "incremental"))]
+)
 def test_a_kill_at_any_write_point_leaves_a_whole_checkpoint(tmp_path, kind):
     done = subprocess.run([sys.executable, SCRIPT, tmp_path, kind], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from long_proofs import long_proof
 
 from phalanx.config import FIELDS
 from phalanx.config.arguments import AllSettings, TrainerSettings
@@ -57,6 +58,7 @@ def test_no_program_imports_the_types():
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0
 
 
+@long_proof
 def test_a_type_checker_accepts_right_calls_and_names_wrong_ones(tmp_path):
     pytest.importorskip("mypy")
     (tmp_path / "right.py").write_text(RIGHT)
