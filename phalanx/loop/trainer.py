@@ -364,7 +364,7 @@ class TrainLoop:
         path = self.saving.last_path
         last = f"the last good checkpoint is {path}" if path else "there is no checkpoint before it"
         self._report_end("failed", what)
-        hint = "Lower learning_rate, set gradient_clipping, or on_nonfinite='skip'; debug='nan' names the module at fault."
+        hint = "Lower learning_rate, set gradient_clipping, or on_nonfinite='skip'; debug='nan' names the module."
         return NonFiniteLossError(f"{what}; {last}", hint=hint)
 
     def losses_checked(self) -> None:
