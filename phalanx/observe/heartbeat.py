@@ -143,12 +143,12 @@ class LocalBoard:
 
     def beat(self, step: int) -> None:
         """Keep the step."""
-        self._beat = Beat(step, time.time())
+        self._beat = Beat(step, time.time(), 0, _NO_GAUGES if self._beat is None else self._beat.gauges)
 
     def count(self, part: int) -> None:
         """Keep how many batches of an evaluation are done."""
         if self._beat is not None:
-            self._beat = Beat(self._beat.step, time.time(), part)
+            self._beat = Beat(self._beat.step, time.time(), part, self._beat.gauges)
 
     def gauge(self, gauges: Gauges) -> None:
         """Keep what this rank measured about itself."""
