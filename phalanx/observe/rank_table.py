@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, fields
+from typing import Any
 
 from phalanx.observe.events import RanksReported
 from phalanx.observe.heartbeat import Beat, Gauges
@@ -77,3 +78,14 @@ def report(beats: Mapping[int, Beat]) -> RanksReported:
         counted=len(beats),
         slowest=slowest_of(beats),
     )
+
+
+def beats_of(event: Mapping[str, Any]) -> dict[int, Beat]:
+    """Return the ranks that a report shows one by one; `event`: as it is read from a file, empty for none."""
+    names = {each.name for each in fields(Gauges)} & event.get("values", {}).keys()
+    found = {}
+    for place, rank in enumerate(event.get("ranks", ())):
+        values = {name: event["values"][name][place] for name in names}
+        known = {name: float(value) for name, value in values.items() if value is not None}
+        found[rank] = Beat(event["step"], event["time"], 0, Gauges(**known))
+    return found
