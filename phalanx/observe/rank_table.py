@@ -81,11 +81,13 @@ def report(beats: Mapping[int, Beat]) -> RanksReported:
 
 
 def beats_of(event: Mapping[str, Any]) -> dict[int, Beat]:
-    """Return the ranks that a report shows one by one; `event`: as it is read from a file, empty for none."""
-    names = {each.name for each in fields(Gauges)} & event.get("values", {}).keys()
-    found = {}
-    for place, rank in enumerate(event.get("ranks", ())):
-        values = {name: event["values"][name][place] for name in names}
-        known = {name: float(value) for name, value in values.items() if value is not None}
-        found[rank] = Beat(event["step"], event["time"], 0, Gauges(**known))
-    return found
+    """Return the ranks that a report shows one by one, from the event in a file; none where that is damaged."""
+    names, found = [each.name for each in fields(Gauges)], {}
+    try:
+        for place, rank in enumerate(event.get("ranks", ())):
+            values = {name: event["values"][name][place] for name in names if name in event["values"]}
+            known = {name: float(value) for name, value in values.items() if value is not None}
+            found[int(rank)] = Beat(int(event["step"]), float(event["time"]), 0, Gauges(**known))
+    except (LookupError, TypeError, ValueError, OverflowError):
+        return {}
+    return found if all(math.isfinite(beat.time) for beat in found.values()) else {}
