@@ -110,7 +110,7 @@ class MetricsSink(Sink):
             raise UsageError(
                 f"metrics_port = {port}: {host}:{port} cannot be served ({error.strerror})", hint=hint
             ) from error
-        self.url = f"http://{host}:{self._server.server_port}/metrics"
+        self.url = f"http://{f'[{host}]' if ':' in host else host}:{self._server.server_port}/metrics"
 
     def close(self) -> None:
         """End the endpoint."""
@@ -183,12 +183,12 @@ class MetricsSink(Sink):
             yield self._family(core.GaugeMetricFamily, name, _VALUES[name], {(): value})
         for name, value in counters.items():
             yield self._family(core.CounterMetricFamily, name, _COUNTERS[name], {(): value})
-        phases = {(each,): float(each == phase) for each in _PHASES}
-        yield self._family(core.GaugeMetricFamily, "phalanx_phase", "1 for the current phase.", phases, "phase")
         spent = {(category,): seconds for category, seconds in goodput.items()}
         text = "Seconds of this attempt by what they were spent on."
         yield self._family(core.GaugeMetricFamily, "phalanx_goodput_seconds", text, spent, "category")
         if info:
+            phases = {(each,): float(each == phase) for each in _PHASES}
+            yield self._family(core.GaugeMetricFamily, "phalanx_phase", "1 for the current phase.", phases, "phase")
             labels, text = tuple(info), "The run, as labels."
             yield self._family(core.GaugeMetricFamily, "phalanx_run_info", text, {tuple(info.values()): 1.0}, *labels)
         yield from self._ranks(core, own, beats)

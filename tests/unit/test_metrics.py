@@ -99,6 +99,7 @@ def test_a_machine_serves_its_own_ranks_and_the_main_one_compares_all(sink, tmp_
         board.gauge(Gauges(own_seconds=seconds))
         board.close()
     found = scrape(sink)
+    assert not any(name.startswith("phalanx_phase") for name in found), "only the main rank's events say it"
     assert {name for name in found if name.startswith("phalanx_rank_step{")} == {
         f'phalanx_rank_step{{rank="{rank}",run="a"}}' for rank in (2, 3)
     }
