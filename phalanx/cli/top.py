@@ -69,7 +69,8 @@ def run(arguments: Sequence[str]) -> int:
         raise UsageError(f"--interval {namespace.interval:g}: give seconds above 0, such as 1")
     stored = _choose(namespace)
     beats = _beats(stored)
-    if not beats:
+    follows = sys.stdout.isatty() and not (namespace.once or namespace.json)
+    if not beats and not (follows and stored.status in _LIVE):
         raise UsageError(
             f"no rank of {stored.name} has given a heartbeat (status: {stored.status})",
             hint="It has not begun to train, or it is a loop of your own, which gives none. Its log is in "
@@ -77,10 +78,10 @@ def run(arguments: Sequence[str]) -> int:
         )
     if namespace.json:
         print_json(_document(stored, beats))
-    elif namespace.once or not sys.stdout.isatty():
-        print("\n".join(lines(stored, beats)))
-    else:
+    elif follows:
         _follow(stored.path, namespace.interval)
+    else:
+        print("\n".join(lines(stored, beats)))
     return 0
 
 
@@ -108,7 +109,8 @@ def _follow(path: Path, interval: float) -> None:
             while True:
                 stored = StoredRun(path)  # a new one: it keeps what it has read
                 shown = lines(stored, _beats(stored))
-                live.update(Text("\n".join([*shown, "", "Ctrl-C ends this display, not the run."])), refresh=True)
+                text = "\n".join([*shown, "", "Ctrl-C ends this display, not the run."])
+                live.update(Text(text, no_wrap=True, overflow="ellipsis"), refresh=True)
                 if stored.status not in _LIVE:
                     break
                 time.sleep(interval)
@@ -120,7 +122,7 @@ def _follow(path: Path, interval: float) -> None:
 def lines(stored: StoredRun, beats: Mapping[int, Beat], now: float | None = None) -> list[str]:
     """Return the display as lines."""
     now = time.time() if now is None else now
-    if not beats:  # the ranks have been started again
+    if not beats:  # the ranks begin, or have been started again
         return [f"{stored.name}: {stored.status}, no rank has given a heartbeat yet"]
     steps, total = max(beat.step for beat in beats.values()), stored.steps[1]
     head = f"{stored.name}: {stored.status}, step {of_total(steps, total)}, {len(beats)} rank{'s' * (len(beats) > 1)}"
@@ -146,7 +148,7 @@ def _known_columns(beats: Mapping[int, Beat]) -> list[str]:
 
 
 def _header(shown: list[str]) -> tuple[str, ...]:
-    return ("rank", "step", *(_COLUMNS[name][0] for name in shown), "heartbeat", "")
+    return ("rank", "step", *(_COLUMNS[name][0] for name in shown), "heartbeat")
 
 
 def _marks(beats: Mapping[int, Beat], slowest: int | None, now: float) -> dict[int | None, str]:
@@ -165,7 +167,8 @@ def _row(
     beat = beats[rank]
     values = ((name, getattr(beat.gauges, name)) for name in shown)
     cells = ("-" if math.isnan(value) else _COLUMNS[name][1](value) for name, value in values)
-    return (str(rank), f"{beat.step:,}", *cells, f"{_age(now - beat.time)} ago", marks.get(rank, ""))
+    shown_rank = f"{rank} {marks.get(rank, '')}".rstrip()  # on the left: a narrow terminal has no room for all columns
+    return (shown_rank, f"{beat.step:,}", *cells, f"{_age(now - beat.time)} ago")
 
 
 def _age(seconds: float) -> str:
