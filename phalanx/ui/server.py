@@ -47,7 +47,7 @@ _HEADERS = {
 
 
 class _AsciiJson(JSONResponse):
-    """JSON with escapes for all other characters: UTF-8 has no form for half of a pair, which a model may write."""
+    """JSON with escapes: UTF-8 has no form for half of a surrogate pair, which a text or a folder's name may hold."""
 
     def render(self, content: Any) -> bytes:
         """Return the body."""

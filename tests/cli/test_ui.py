@@ -68,7 +68,7 @@ def runs(tmp_path_factory):
     )
     val = MetricsReported(step=5, epoch=1, split="val", values={"accuracy": 0.75}, time=1006.0)
     append(folder / "first", started(), *(step(number, 2.0 / number) for number in range(1, 6)), ranks, val)
-    half_of_a_pair = "\ud83d"  # a model writes tokens, and may end within a character
+    half_of_a_pair = "\ud83d"  # of surrogates, which UTF-8 cannot hold
     append(folder / "first", SampleDrawn(step=5, text=f"once <b>upon</b> {half_of_a_pair}", time=1006.5))
     failed = RunEnded(status="failed", step=2, total_time=2.0, throughput=1.0, reason="rank 1 raised", time=1003.0)
     lost = Failure(rank=1, host="h", step=2, error="ValueError", message="bad <b>sample</b>", time=1002.5)
