@@ -53,7 +53,10 @@ def _installed_gpus() -> int:
 
 
 def count_visible(visible: str, installed: int) -> int:
-    """Count the entries of CUDA_VISIBLE_DEVICES as the CUDA runtime does: it stops at the first one that names no device, and at a repeated one."""
+    """Count the entries of CUDA_VISIBLE_DEVICES as the CUDA runtime does.
+
+    It stops at the first one that names no device, and at a repeated one.
+    """
     seen: set[str] = set()
     for entry in (part.strip() for part in visible.split(",")):
         is_index = entry.isdecimal() and int(entry) < installed
