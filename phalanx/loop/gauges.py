@@ -23,6 +23,8 @@ from phalanx.world.world import World
 
 _EVERY = 1.0
 _REPORT_SECONDS = 10.0
+_MOST_OF_TIME = 0.005
+"""The share of the time that reports may take: of ten thousand ranks one takes a third of a second."""
 _FIRST_REPORT = 3.0
 """Short runs have a report as well."""
 
@@ -100,15 +102,17 @@ class RankGauges:
 
     def report(self) -> None:
         """Report all ranks that can be seen from here; without a launcher this one."""
-        self._report_at = time.monotonic() + _REPORT_SECONDS
         if self._emit is None:
             return
+        began = time.monotonic()
         folder = os.environ.get("PHALANX_LOG_DIR", "")
         beats = read_beats(Path(folder)) if folder else {}
         if not beats and (own := current().read(0)) is not None:
             beats = {0: own}
         if beats:
             self._emit(rank_table.report(beats))
+        ended = time.monotonic()
+        self._report_at = ended + max(_REPORT_SECONDS, (ended - began) / _MOST_OF_TIME)
 
     def end(self) -> None:
         """Report once more, where steps were taken since the last time."""

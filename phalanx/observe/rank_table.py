@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import fields
 from typing import Any
 
 from phalanx.observe.events import RanksReported
@@ -62,13 +62,12 @@ def slowest_first(beats: Mapping[int, Beat], number: int = SHOWN_RANKS) -> list[
 def report(beats: Mapping[int, Beat]) -> RanksReported:
     """Return the ranks as an event; `beats` as `read_beats` returns them."""
     shown = sorted(slowest_first(beats))
-    gauges = {rank: asdict(beat.gauges) for rank, beat in beats.items()}
     values: dict[str, list[float]] = {}
     spread: dict[str, Sequence[float]] = {}
     for name in (each.name for each in fields(Gauges)):
-        found = percentiles(gauges[rank][name] for rank in beats)
+        found = percentiles(getattr(beat.gauges, name) for beat in beats.values())
         if found:
-            values[name] = [gauges[rank][name] for rank in shown]
+            values[name] = [getattr(beats[rank].gauges, name) for rank in shown]
             spread[name] = found
     return RanksReported(
         step=max((beat.step for beat in beats.values()), default=0),

@@ -49,3 +49,17 @@ def test_evaluation_and_the_end_of_a_run_do_not_count_as_steps(clock):
     measured.end()
     assert reports[-1].values["step_seconds"] == [pytest.approx(0.1)]
     assert reports[-1].values["data_wait_seconds"] == [30.0]
+
+
+def test_reports_that_take_long_come_less_often(clock):
+    """The main rank gathers them between two steps, and the others wait for it."""
+    reports = []
+
+    def emit(event):
+        reports.append(clock.now)
+        clock.now += 0.2
+
+    world = SimpleNamespace(world_size=2, device=torch.device("cpu"))
+    measured = gauges.RankGauges(world, StepPhases(), lambda: 0.0, lambda: None, emit)
+    steps(measured, clock, 1, 600)
+    assert [round(when - 100) for when in reports] == [3, 44]
