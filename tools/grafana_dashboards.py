@@ -17,6 +17,8 @@ from grafana_foundation_sdk.models.dashboard import DataSourceRef
 FOLDER = Path(__file__).resolve().parents[1] / "deploy" / "monitoring" / "grafana" / "dashboards"
 SOURCE = DataSourceRef(type_val="prometheus", uid="prometheus")
 RUN = '{run=~"$run"}'
+GPU = '{run=~"$run|"}'  # series of NVIDIA's DCGM exporter have no label run
+GPU_LEGEND = "rank {{rank}} {{Hostname}} {{gpu}}"
 
 
 class Curve(NamedTuple):
@@ -81,10 +83,10 @@ RANKS = {
             f"phalanx_rank_memory_bytes{RUN} / phalanx_rank_memory_limit_bytes{RUN}",
             "rank {{rank}}",
         ),
-        one("GPU utilization", "percent", f"DCGM_FI_DEV_GPU_UTIL{RUN}", "rank {{rank}}"),
-        one("GPU memory", "mbytes", f"DCGM_FI_DEV_FB_USED{RUN}", "rank {{rank}}"),
-        one("Power", "watt", f"DCGM_FI_DEV_POWER_USAGE{RUN}", "rank {{rank}}"),
-        one("Temperature", "celsius", f"DCGM_FI_DEV_GPU_TEMP{RUN}", "rank {{rank}}"),
+        one("GPU utilization", "percent", f"DCGM_FI_DEV_GPU_UTIL{GPU}", GPU_LEGEND),
+        one("GPU memory", "mbytes", f"DCGM_FI_DEV_FB_USED{GPU}", GPU_LEGEND),
+        one("Power", "watt", f"DCGM_FI_DEV_POWER_USAGE{GPU}", GPU_LEGEND),
+        one("Temperature", "celsius", f"DCGM_FI_DEV_GPU_TEMP{GPU}", GPU_LEGEND),
     ],
 }
 STATS = (

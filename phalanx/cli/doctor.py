@@ -63,11 +63,14 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _examine(namespace: argparse.Namespace) -> dict[str, list[CheckResult]]:
+    hosts = _hosts(namespace.hosts)
+    in_job = job_hosts() if not hosts and namespace.replay is None else []
+    if namespace.measure and (namespace.replay is not None or hosts or in_job):
+        hint = "Call it on each of the others; in a Slurm job: srun --ntasks-per-node=1 phalanx doctor --measure"
+        raise UsageError("--measure is for this machine alone", hint=hint)
     if namespace.replay is not None:
         machine = HostReader.load(Path(namespace.replay))
         return {machine.fact("hostname"): list(examine(machine))}
-    hosts = _hosts(namespace.hosts)
-    in_job = job_hosts() if not hosts else []
     if not hosts and not in_job:
         measured = _measure() if namespace.measure else []
         machine = HostReader()

@@ -16,15 +16,17 @@ from phalanx.cli.json_output import add_json_flag, print_json
 from phalanx.errors import UsageError
 from phalanx.observe.format import duration, of_total, rate, size, table
 from phalanx.observe.heartbeat import Beat, Gauges, read_beats
-from phalanx.observe.rank_table import PERCENTILES, percentiles, slowest_first, slowest_of, slowness
+from phalanx.observe.rank_table import PERCENTILES, beats_of, percentiles, slowest_first, slowest_of, slowness
 from phalanx.runs.stored import RUNS, StoredRun, find_run, list_runs
 
 _HELP = "Show the ranks of a run while it trains: step, speed, waiting, memory, GPU, age of the heartbeat."
 _ONE_BY_ONE = 40
 """With more ranks than these the table has percentiles, and the slowest ranks."""
 _SLOWEST = 10
-_OLD = 10.0
+_OLD = 15.0
 """A heartbeat that is older than this, and than ten steps, is marked."""
+_LIVE = ("running", "unknown")
+"""Statuses of a run that may go on; unknown: on another machine."""
 
 
 def _share(value: float) -> str:
@@ -66,8 +68,9 @@ def run(arguments: Sequence[str]) -> int:
     if not namespace.interval > 0:
         raise UsageError(f"--interval {namespace.interval:g}: give seconds above 0, such as 1")
     stored = _choose(namespace)
-    beats = read_beats(stored.path / "logs")
-    if not beats:
+    beats = _beats(stored)
+    follows = sys.stdout.isatty() and not (namespace.once or namespace.json)
+    if not beats and not (follows and stored.status in _LIVE):
         raise UsageError(
             f"no rank of {stored.name} has given a heartbeat (status: {stored.status})",
             hint="It has not begun to train, or it is a loop of your own, which gives none. Its log is in "
@@ -75,10 +78,10 @@ def run(arguments: Sequence[str]) -> int:
         )
     if namespace.json:
         print_json(_document(stored, beats))
-    elif namespace.once or not sys.stdout.isatty():
-        print("\n".join(lines(stored, beats)))
-    else:
+    elif follows:
         _follow(stored.path, namespace.interval)
+    else:
+        print("\n".join(lines(stored, beats)))
     return 0
 
 
@@ -88,6 +91,11 @@ def _choose(namespace: argparse.Namespace) -> StoredRun:
         return find_run(namespace.run, folder)
     running = [each for each in list_runs(folder) if each.status == "running"]
     return running[0] if running else find_run("last", folder)
+
+
+def _beats(stored: StoredRun) -> Mapping[int, Beat]:
+    """Return the ranks' heartbeats; of a run without a launcher, which has no file of them, what it last reported."""
+    return read_beats(stored.path / "logs") or beats_of(stored.last_report)
 
 
 def _follow(path: Path, interval: float) -> None:
@@ -100,9 +108,10 @@ def _follow(path: Path, interval: float) -> None:
         try:
             while True:
                 stored = StoredRun(path)  # a new one: it keeps what it has read
-                shown = lines(stored, read_beats(path / "logs"))
-                live.update(Text("\n".join([*shown, "", "Ctrl-C ends this display, not the run."])), refresh=True)
-                if stored.status != "running":
+                shown = lines(stored, _beats(stored))
+                text = "\n".join([*shown, "", "Ctrl-C ends this display, not the run."])
+                live.update(Text(text, no_wrap=True, overflow="ellipsis"), refresh=True)
+                if stored.status not in _LIVE:
                     break
                 time.sleep(interval)
         except KeyboardInterrupt:
@@ -113,21 +122,24 @@ def _follow(path: Path, interval: float) -> None:
 def lines(stored: StoredRun, beats: Mapping[int, Beat], now: float | None = None) -> list[str]:
     """Return the display as lines."""
     now = time.time() if now is None else now
+    if not beats:  # the ranks begin, or have been started again
+        return [f"{stored.name}: {stored.status}, no rank has given a heartbeat yet"]
     steps, total = max(beat.step for beat in beats.values()), stored.steps[1]
     head = f"{stored.name}: {stored.status}, step {of_total(steps, total)}, {len(beats)} rank{'s' * (len(beats) > 1)}"
     slowest, ratio = slowest_of(beats), slowness(beats)
     if slowest is not None and ratio is not None:
         head += f"; rank {slowest} is the slowest: its own work takes {ratio:.2f} times that of the others"
     shown = _known_columns(beats)
+    marks = {slowest: "slowest"} if stored.status not in _LIVE else _marks(beats, slowest, now)
     if len(beats) <= _ONE_BY_ONE:
-        return [head, "", table([_header(shown), *(_row(rank, beats, shown, now) for rank in beats)])]
+        return [head, "", table([_header(shown), *(_row(rank, beats, shown, now, marks) for rank in beats)])]
     rows = [("", *(_COLUMNS[name][0] for name in shown), "heartbeat")]
     values = {name: percentiles(getattr(beat.gauges, name) for beat in beats.values()) for name in shown}
     ages = percentiles(now - beat.time for beat in beats.values())
     for at, share in enumerate(PERCENTILES):
         name = {0: "lowest", 50: "median", 100: "highest"}.get(share, f"{share}th percentile")
         rows.append((name, *(_COLUMNS[each][1](values[each][at]) for each in shown), f"{_age(ages[at])} ago"))
-    last = [_row(rank, beats, shown, now) for rank in slowest_first(beats, _SLOWEST)]
+    last = [_row(rank, beats, shown, now, marks) for rank in slowest_first(beats, _SLOWEST)]
     return [head, "", table(rows), "", f"the {_SLOWEST} slowest:", table([_header(shown), *last])]
 
 
@@ -136,18 +148,27 @@ def _known_columns(beats: Mapping[int, Beat]) -> list[str]:
 
 
 def _header(shown: list[str]) -> tuple[str, ...]:
-    return ("rank", "step", *(_COLUMNS[name][0] for name in shown), "heartbeat", "")
+    return ("rank", "step", *(_COLUMNS[name][0] for name in shown), "heartbeat")
 
 
-def _row(rank: int, beats: Mapping[int, Beat], shown: list[str], now: float) -> tuple[str, ...]:
+def _marks(beats: Mapping[int, Beat], slowest: int | None, now: float) -> dict[int | None, str]:
+    """Return what is said of single ranks: the slowest one, and those that should have given a heartbeat by now."""
+    found: dict[int | None, str] = {slowest: "slowest"}
+    for rank, beat in beats.items():
+        usual = beat.gauges.step_seconds
+        if now - beat.time > max(_OLD, 10 * (0.0 if math.isnan(usual) else usual)):
+            found[rank] = "slowest, silent" if rank == slowest else "silent"
+    return found
+
+
+def _row(
+    rank: int, beats: Mapping[int, Beat], shown: list[str], now: float, marks: Mapping[int | None, str]
+) -> tuple[str, ...]:
     beat = beats[rank]
     values = ((name, getattr(beat.gauges, name)) for name in shown)
     cells = ("-" if math.isnan(value) else _COLUMNS[name][1](value) for name, value in values)
-    age = now - beat.time
-    marks = ["slowest"] if rank == slowest_of(beats) else []
-    usual = beat.gauges.step_seconds
-    marks += ["silent"] if age > max(_OLD, 10 * (0.0 if math.isnan(usual) else usual)) else []
-    return (str(rank), f"{beat.step:,}", *cells, f"{_age(age)} ago", ", ".join(marks))
+    shown_rank = f"{rank} {marks.get(rank, '')}".rstrip()  # on the left: a narrow terminal has no room for all columns
+    return (shown_rank, f"{beat.step:,}", *cells, f"{_age(now - beat.time)} ago")
 
 
 def _age(seconds: float) -> str:

@@ -52,8 +52,9 @@ def run(arguments: Sequence[str]) -> int:
     try:
         from phalanx.ui.server import listen, make_app, serve
     except ImportError as error:
+        package = str(error.name).partition(".")[0]
         raise UsageError(
-            f"the dashboard needs {error.name}, which is not installed", hint="pip install 'phalanx[monitor]'"
+            f"the dashboard needs {package}, which is not installed", hint="Run: pip install 'phalanx[monitor]'"
         ) from None
     from phalanx.ui.catalog import Catalog
 

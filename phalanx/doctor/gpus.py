@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from phalanx.doctor.reader import HostReader
 from phalanx.doctor.result import CheckResult, Level
+from phalanx.host.gpus import count_visible
 
 _FIELDS = (
     "index",
@@ -55,7 +56,7 @@ def check_gpus(machine: HostReader) -> Iterator[CheckResult]:
         yield CheckResult("warning", "GPUs", text, "CUDA_VISIBLE_DEVICES with GPUs of one kind")
     visible = machine.fact("environment").get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
-        count = len([part for part in visible.split(",") if part.strip()])
+        count = count_visible(visible, len(gpus))
         level: Level = "error" if not count else "note" if count < len(gpus) else "ok"
         yield CheckResult(
             level, "GPUs", f"CUDA_VISIBLE_DEVICES={visible!r}: {count} of {len(gpus)}", "unset CUDA_VISIBLE_DEVICES"
@@ -152,7 +153,8 @@ def _links(machine: HostReader, count: int) -> Iterator[CheckResult]:
         r"\b(CNS|GNS|TNS|NS)\b", (machine.command("nvidia-smi", "topo", "-p2p", "r") or "").partition("Legend")[0]
     )
     if refused:
-        text = f"{len(refused) // 2} pairs of GPUs have no peer access: copies between them pass the host"
+        number = len(refused) // 2
+        text = f"{number} pair{'s' * (number != 1)} of GPUs without peer access: copies between them pass the host"
         yield CheckResult(
             "warning",
             "NVLink",

@@ -17,6 +17,7 @@ from phalanx.doctor.gpus import read_gpus
 from phalanx.doctor.network import cards, default_card, rdma_devices
 from phalanx.doctor.reader import HostReader
 from phalanx.doctor.result import CheckResult
+from phalanx.errors import UsageError
 
 _SECONDS = 60
 _MANY = 16
@@ -26,13 +27,19 @@ _SKEW = 1.0
 
 def ask_hosts(hosts: Sequence[str], ssh: str, python: str) -> dict[str, HostReader | str]:
     """Return each host as a recorded machine, or why it could not be asked."""
+    try:
+        command = shlex.split(ssh)
+    except ValueError as error:
+        raise UsageError(f"--ssh {ssh!r} is not a command: {error}") from error
+    if not command:
+        raise UsageError("--ssh is empty", hint='Write: --ssh "ssh -p 2222"')
     with ThreadPoolExecutor(_MANY) as pool:
-        return dict(zip(hosts, pool.map(lambda host: _ask(host, ssh, python), hosts), strict=True))
+        return dict(zip(hosts, pool.map(lambda host: _ask(host, command, python), hosts), strict=True))
 
 
-def _ask(host: str, ssh: str, python: str) -> HostReader | str:
+def _ask(host: str, ssh: Sequence[str], python: str) -> HostReader | str:
     remote = shlex.join([python, "-P", "-m", "phalanx", "doctor", "--record", "-"])
-    words = [*shlex.split(ssh), "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", host, remote]
+    words = [*ssh, "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", host, remote]
     began = time.time()
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=_SECONDS, check=False)
@@ -48,11 +55,11 @@ def _recorded(done: subprocess.CompletedProcess[str], began: float, ended: float
         last = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
         return last[0]
     try:
-        answers = json.loads(done.stdout)
-    except ValueError:
+        answers = json.loads(done.stdout.strip().splitlines()[-1])  # a shell's start file may print lines before it
+        there = float(answers["fact time"])
+    except (ValueError, LookupError, TypeError):
         return "its answer is not a recording: another version of phalanx?"
     # The host read its clock between these two moments, so its offset is outside of that interval or not known.
-    there = float(answers["fact time"])
     answers["clock offset"] = there - began if there < began else there - ended if there > ended else 0.0
     return HostReader(answers)
 
@@ -62,17 +69,22 @@ def job_hosts(environ: Mapping[str, str] = os.environ) -> list[str]:
     nodes = environ.get("SLURM_JOB_NODELIST", "")
     if not nodes or int(environ.get("SLURM_JOB_NUM_NODES", "1")) < 2 or environ.get("SLURM_STEP_NODELIST"):
         return []
-    done = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=False)
+    except OSError:  # a container without Slurm's commands
+        return []
     return done.stdout.split()
 
 
 def ask_job(hosts: Sequence[str]) -> dict[str, HostReader | str]:
     """Return the hosts of this Slurm job as recorded machines, by one step."""
     words = ["srun", f"--nodes={len(hosts)}", "--ntasks-per-node=1", "--overlap", "--label", sys.executable]
+    words += ["-P", "-m", "phalanx", "doctor", "--record", "-"]
     began = time.time()
-    done = subprocess.run(
-        [*words, "-P", "-m", "phalanx", "doctor", "--record", "-"], capture_output=True, text=True, check=False
-    )
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=_SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return dict.fromkeys(hosts, f"srun: {error}")
     found: dict[str, HostReader | str] = dict.fromkeys(hosts, (done.stderr.strip().splitlines() or ["no answer"])[-1])
     for line in done.stdout.splitlines():
         number, _, text = line.partition(": ")

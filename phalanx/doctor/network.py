@@ -187,7 +187,8 @@ def _cloud(machine: HostReader) -> Iterator[CheckResult]:
 
 def _ports(machine: HostReader) -> Iterator[CheckResult]:
     port = machine.fact("environment").get("MASTER_PORT", str(_RENDEZVOUS_PORT))
-    listening = [line.split() for line in (machine.text("/proc/net/tcp") or "").splitlines()[1:]]
+    tables = [machine.text(f"/proc/net/{name}") or "" for name in ("tcp", "tcp6")]  # torch listens on IPv6
+    listening = [line.split() for table in tables for line in table.splitlines()[1:]]
     taken = {int(parts[1].split(":")[1], 16) for parts in listening if len(parts) > 3 and parts[3] == "0A"}
     if port.isdecimal() and int(port) in taken:
         text = f"port {port} has a listener: a rendezvous there fails, or meets another job"

@@ -58,8 +58,8 @@ class HostReader:
         return found
 
     def names(self, folder: str) -> list[str]:
-        """Return what a folder holds; empty where there is none."""
-        return self._ask(f"folder {folder}", lambda: sorted(os.listdir(folder)) if Path(folder).is_dir() else []) or []
+        """Return what a folder holds; empty where there is none, or it cannot be read."""
+        return self._ask(f"folder {folder}", lambda: _list(folder)) or []
 
     def command(self, *words: str) -> str | None:
         """Return what a command prints; None where it is missing or fails."""
@@ -85,6 +85,13 @@ def _read(path: Path) -> str | None:
         return path.read_text(errors="replace").strip()
     except OSError:
         return None
+
+
+def _list(folder: str) -> list[str]:
+    try:
+        return sorted(os.listdir(folder))
+    except OSError:
+        return []
 
 
 def _run(words: tuple[str, ...]) -> str | None:

@@ -18,7 +18,7 @@ def count_gpus() -> int:
     """Return how many GPUs a rank would see: NVML's count, limited by CUDA_VISIBLE_DEVICES; 0 without a driver."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     installed = _installed_gpus()
-    return installed if visible is None else min(installed, _count_visible(visible, installed))
+    return installed if visible is None else min(installed, count_visible(visible, installed))
 
 
 def gpu_memory() -> int:
@@ -52,8 +52,11 @@ def _installed_gpus() -> int:
         nvml.nvmlShutdown()
 
 
-def _count_visible(visible: str, installed: int) -> int:
-    """Count entries as the CUDA runtime does: it stops at the first one that names no device, and at a repeated one."""
+def count_visible(visible: str, installed: int) -> int:
+    """Count the entries of CUDA_VISIBLE_DEVICES as the CUDA runtime does.
+
+    It stops at the first one that names no device, and at a repeated one.
+    """
     seen: set[str] = set()
     for entry in (part.strip() for part in visible.split(",")):
         is_index = entry.isdecimal() and int(entry) < installed

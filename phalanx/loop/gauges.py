@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from phalanx.world.world import World
 
 _EVERY = 1.0
 _REPORT_SECONDS = 10.0
+_MOST_OF_TIME = 0.005
+"""The share of the time that reports may take: of ten thousand ranks one takes a third of a second."""
 _FIRST_REPORT = 3.0
 """Short runs have a report as well."""
 
@@ -45,19 +48,32 @@ class RankGauges:
         self._sensor = _sensor(world.device)
         self.gpu = GpuReading()
         self._samples = self._steps = 0
-        self._mark = (time.monotonic(), 0, 0, 0.0, 0.0, 0.0)
-        self._due = self._mark[0] + _EVERY
-        self._report_at = self._mark[0] + _FIRST_REPORT
+        self._last_step = time.monotonic()
+        self._mark = (self._last_step, 0, 0, 0.0, 0.0, 0.0)
+        self._due = self._last_step + _EVERY
+        self._report_at = self._last_step + _FIRST_REPORT
 
     def step_done(self, samples: int) -> None:
         """Count a step and the samples that all ranks saw in it."""
         self._samples += samples
         self._steps += 1
-        if time.monotonic() >= self._due:
+        self._last_step = time.monotonic()
+        if self._last_step >= self._due:
             self._write()
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave out the time of evaluation and checkpoints: a step would seem as long as these."""
+        before = time.monotonic(), self._data_wait(), self._communication() or 0.0
+        yield
+        seconds, waited, talked = time.monotonic(), self._data_wait(), self._communication() or 0.0
+        now, samples, steps, data, talk, own = self._mark
+        spent = seconds - before[0]
+        self._mark = (now + spent, samples, steps, data + waited - before[1], talk + talked - before[2], own)
+        self._last_step += spent
+
     def _write(self) -> None:
-        now, own = time.monotonic(), self._phases.own
+        now, own = self._last_step, self._phases.own
         waited, talked = self._data_wait(), self._communication()
         mark = (now, self._samples, self._steps, waited, talked or 0.0, own)
         seconds, samples, steps, data, talk, work = (new - old for new, old in zip(mark, self._mark, strict=True))
@@ -86,15 +102,17 @@ class RankGauges:
 
     def report(self) -> None:
         """Report all ranks that can be seen from here; without a launcher this one."""
-        self._report_at = time.monotonic() + _REPORT_SECONDS
         if self._emit is None:
             return
+        began = time.monotonic()
         folder = os.environ.get("PHALANX_LOG_DIR", "")
         beats = read_beats(Path(folder)) if folder else {}
         if not beats and (own := current().read(0)) is not None:
             beats = {0: own}
         if beats:
             self._emit(rank_table.report(beats))
+        ended = time.monotonic()
+        self._report_at = ended + max(_REPORT_SECONDS, (ended - began) / _MOST_OF_TIME)
 
     def end(self) -> None:
         """Report once more, where steps were taken since the last time."""

@@ -302,7 +302,7 @@ class Reporter:
         self._update_totals()
         phases = self._facts.phases
         phases.mark(name)
-        with self._speed.paused(), self.ledger.phase(name):
+        with self._speed.paused(), self._gauges.paused(), self.ledger.phase(name):
             yield
         phases.mark(phases.current)
         self.events.emit(Phase(name, "end", time.monotonic() - began))

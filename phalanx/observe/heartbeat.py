@@ -86,6 +86,10 @@ def board_path(log_dir: Path, node_rank: int = 0) -> Path:
     return log_dir / ("heartbeats" if node_rank == 0 else f"heartbeats-{node_rank}")
 
 
+_MADE_HERE: dict[Path, Path] = {}
+"""The board that this process made, by log folder: on the launcher of a machine that of its own ranks."""
+
+
 class HeartbeatBoard:
     """One entry per global rank. A rank calls `beat`, the launcher reads."""
 
@@ -105,6 +109,7 @@ class HeartbeatBoard:
         with suppress(FileNotFoundError):
             os.replace(path, _previous(path))
         replace_file(path, _EMPTY * world_size)
+        _MADE_HERE[path.parent.resolve()] = path
         return cls(path)
 
     def beat(self, step: int) -> None:
@@ -143,12 +148,12 @@ class LocalBoard:
 
     def beat(self, step: int) -> None:
         """Keep the step."""
-        self._beat = Beat(step, time.time())
+        self._beat = Beat(step, time.time(), 0, _NO_GAUGES if self._beat is None else self._beat.gauges)
 
     def count(self, part: int) -> None:
         """Keep how many batches of an evaluation are done."""
         if self._beat is not None:
-            self._beat = Beat(self._beat.step, time.time(), part)
+            self._beat = Beat(self._beat.step, time.time(), part, self._beat.gauges)
 
     def gauge(self, gauges: Gauges) -> None:
         """Keep what this rank measured about itself."""
@@ -196,13 +201,14 @@ def current() -> Board:
     return _open(log_dir, os.environ.get("GROUP_RANK", "0"), slot)
 
 
-def read_beats(log_dir: Path) -> dict[int, Beat]:
+def read_beats(log_dir: Path, *, own: bool = False) -> dict[int, Beat]:
     """Return the last beat of every rank of a run, from the files of all machines that share its log folder.
 
-    A machine's file has entries for all ranks, and beats for its own.
+    A machine's file has entries for all ranks, and beats for its own. `own`: only the file that this process made.
     """
     found: dict[int, Beat] = {}
-    for path in _boards(log_dir):
+    made = _MADE_HERE.get(log_dir.resolve()) if own else None
+    for path in _boards(log_dir) if made is None else [made]:
         with suppress(OSError, ValueError), closing(HeartbeatBoard(path)) as board:  # it is being replaced
             for rank in range(len(board)):
                 beat = board.read(rank)

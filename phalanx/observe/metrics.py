@@ -1,11 +1,12 @@
 """A Prometheus endpoint of one run: a sink that keeps the latest values, and reads the ranks' gauges when scraped.
 
-The launcher of each machine serves its own ranks; the one of the main rank also what its events say. The number of
-series is bounded: ranks beyond the first 64 appear in quantiles only.
+The launcher of each machine serves its own ranks; the one of the main rank also what its events say, and quantiles
+of all ranks that it can see. The number of series is bounded: of a machine's ranks 64 are shown one by one.
 """
 
 from __future__ import annotations
 
+import errno
 import math
 import threading
 from collections.abc import Iterator, Mapping
@@ -101,11 +102,15 @@ class MetricsSink(Sink):
         try:
             self._server, _ = client.start_http_server(port, addr=host, registry=registry)
         except OSError as error:
+            hint = "metrics_host is 127.0.0.1, 0.0.0.0 (all), or an address of this machine: ip addr shows them."
+            if error.errno == errno.EADDRINUSE:
+                hint = "Another process has that port: ss -ltnp shows which one. Give another, or 0 for a free one."
+            elif error.errno == errno.EACCES:
+                hint = "Ports below 1024 need root. Give a higher one, or 0 for a free one."
             raise UsageError(
-                f"metrics_port = {port}: {host}:{port} cannot be served ({error.strerror})",
-                hint="Another process has that port: ss -ltnp shows which one. Give another, or 0 for a free one.",
+                f"metrics_port = {port}: {host}:{port} cannot be served ({error.strerror})", hint=hint
             ) from error
-        self.url = f"http://{host}:{self._server.server_port}/metrics"
+        self.url = f"http://{f'[{host}]' if ':' in host else host}:{self._server.server_port}/metrics"
 
     def close(self) -> None:
         """End the endpoint."""
@@ -166,10 +171,11 @@ class MetricsSink(Sink):
     def collect(self) -> Iterator[Any]:
         """Yield all metrics; the client calls this at each scrape."""
         core = import_client().core
-        beats = self._beats()
         with self._lock:
             values, counters = dict(self._values), dict(self._counters)
             goodput, phase, info = dict(self._goodput), self._phase, dict(self._info)
+        own = self._beats(own=True)
+        beats = self._beats(own=False) if info else own  # once per run, on the machine of the main rank
         values["phalanx_step"] = max([values.get("phalanx_step", 0), *(beat.step for beat in beats.values())])
         if (ratio := rank_table.slowness(beats)) is not None:
             values["phalanx_slowest_rank_ratio"] = ratio
@@ -177,18 +183,18 @@ class MetricsSink(Sink):
             yield self._family(core.GaugeMetricFamily, name, _VALUES[name], {(): value})
         for name, value in counters.items():
             yield self._family(core.CounterMetricFamily, name, _COUNTERS[name], {(): value})
-        phases = {(each,): float(each == phase) for each in _PHASES}
-        yield self._family(core.GaugeMetricFamily, "phalanx_phase", "1 for the current phase.", phases, "phase")
         spent = {(category,): seconds for category, seconds in goodput.items()}
         text = "Seconds of this attempt by what they were spent on."
         yield self._family(core.GaugeMetricFamily, "phalanx_goodput_seconds", text, spent, "category")
         if info:
+            phases = {(each,): float(each == phase) for each in _PHASES}
+            yield self._family(core.GaugeMetricFamily, "phalanx_phase", "1 for the current phase.", phases, "phase")
             labels, text = tuple(info), "The run, as labels."
             yield self._family(core.GaugeMetricFamily, "phalanx_run_info", text, {tuple(info.values()): 1.0}, *labels)
-        yield from self._ranks(core, beats)
+        yield from self._ranks(core, own, beats)
 
-    def _ranks(self, core: Any, beats: Mapping[int, Beat]) -> Iterator[Any]:
-        shown = {(str(rank),): beat for rank, beat in list(beats.items())[: rank_table.SHOWN_RANKS]}
+    def _ranks(self, core: Any, own: Mapping[int, Beat], beats: Mapping[int, Beat]) -> Iterator[Any]:
+        shown = {(str(rank),): beat for rank, beat in list(own.items())[: rank_table.SHOWN_RANKS]}
         gauge = core.GaugeMetricFamily
         steps = {key: float(beat.step) for key, beat in shown.items()}
         yield self._family(gauge, "phalanx_rank_step", "The last complete step.", steps, "rank")
@@ -216,11 +222,11 @@ class MetricsSink(Sink):
             family.add_metric((self._run, *key), value)
         return family
 
-    def _beats(self) -> Mapping[int, Beat]:
+    def _beats(self, *, own: bool) -> Mapping[int, Beat]:
         if self._log_dir is not None:
-            return read_beats(self._log_dir)
-        own = current().read(0)
-        return {} if own is None else {0: own}
+            return read_beats(self._log_dir, own=own)
+        found = current().read(0)
+        return {} if found is None else {0: found}
 
 
 def open_metrics(run: str, log_dir: Path | None, host: str, port: int | None) -> MetricsSink | None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import fields
+from typing import Any
 
 from phalanx.observe.events import RanksReported
 from phalanx.observe.heartbeat import Beat, Gauges
@@ -61,13 +62,12 @@ def slowest_first(beats: Mapping[int, Beat], number: int = SHOWN_RANKS) -> list[
 def report(beats: Mapping[int, Beat]) -> RanksReported:
     """Return the ranks as an event; `beats` as `read_beats` returns them."""
     shown = sorted(slowest_first(beats))
-    gauges = {rank: asdict(beat.gauges) for rank, beat in beats.items()}
     values: dict[str, list[float]] = {}
     spread: dict[str, Sequence[float]] = {}
     for name in (each.name for each in fields(Gauges)):
-        found = percentiles(gauges[rank][name] for rank in beats)
+        found = percentiles(getattr(beat.gauges, name) for beat in beats.values())
         if found:
-            values[name] = [gauges[rank][name] for rank in shown]
+            values[name] = [getattr(beats[rank].gauges, name) for rank in shown]
             spread[name] = found
     return RanksReported(
         step=max((beat.step for beat in beats.values()), default=0),
@@ -77,3 +77,16 @@ def report(beats: Mapping[int, Beat]) -> RanksReported:
         counted=len(beats),
         slowest=slowest_of(beats),
     )
+
+
+def beats_of(event: Mapping[str, Any]) -> dict[int, Beat]:
+    """Return the ranks that a report shows one by one, from the event in a file; none where that is damaged."""
+    names, found = [each.name for each in fields(Gauges)], {}
+    try:
+        for place, rank in enumerate(event.get("ranks", ())):
+            values = {name: event["values"][name][place] for name in names if name in event["values"]}
+            known = {name: float(value) for name, value in values.items() if value is not None}
+            found[int(rank)] = Beat(int(event["step"]), float(event["time"]), 0, Gauges(**known))
+    except (LookupError, TypeError, ValueError, OverflowError):
+        return {}
+    return found if all(math.isfinite(beat.time) for beat in found.values()) else {}

@@ -110,6 +110,11 @@ class StoredRun:
         return self._last("step")
 
     @property
+    def last_report(self) -> dict[str, Any]:
+        """The last event `ranks`; empty before the first."""
+        return self._last("ranks")
+
+    @property
     def ended(self) -> dict[str, Any]:
         """The event `run_ended`; empty while it runs, also after a resumption."""
         last = self._last("run_started", "run_ended")

@@ -22,6 +22,8 @@ from phalanx.ui.columns import RunEvents
 
 _CHANGING = ("running", "unknown")
 """Statuses that may change although no file does: the process has ended."""
+_UNREADABLE = (OSError, PhalanxError, ValueError, KeyError, TypeError, AttributeError, OverflowError)
+"""What reading a run raises: no rights, a version that is not known, an event with other values than ours have."""
 _TAIL_BYTES = 16 << 10
 _TAIL_LINES = 60
 
@@ -86,6 +88,10 @@ class Catalog:
     def detail(self, name: str) -> dict[str, Any]:
         """Return everything about a run except its curves."""
         run, events = StoredRun(self.path(name)), self.events(name)
+        with events.lock:  # another request may read on meanwhile
+            return self._detail(name, run, events)
+
+    def _detail(self, name: str, run: StoredRun, events: RunEvents) -> dict[str, Any]:
         beats = run.last_beat()
         time = events.account(beats)
         described, problem = _described(run)
@@ -140,8 +146,8 @@ def _summary(path: Path) -> dict[str, Any]:
             "reason": str(run.ended.get("reason", "")) or _cause(run),
         }
         return cast("dict[str, Any]", finite(found))
-    except (OSError, PhalanxError, ValueError, KeyError, TypeError) as error:
-        why = error.strerror if isinstance(error, OSError) else str(error)
+    except _UNREADABLE as error:
+        why = error.strerror if isinstance(error, OSError) else error
         return {"status": "unreadable", "started": 0.0, "steps": 0, "reason": str(why), "tags": []}
 
 
@@ -160,7 +166,7 @@ def _described(run: StoredRun) -> tuple[dict[str, Any], str]:
     """Return the run's facts, or why they cannot be read."""
     try:
         return facts(run), ""
-    except (PhalanxError, OSError) as error:
+    except _UNREADABLE as error:
         return {}, str(error)
 
 
@@ -198,7 +204,7 @@ def _checkpoints(run: StoredRun, events: RunEvents) -> list[dict[str, Any]]:
         best = latest_mark(found)
     except (OSError, PhalanxError):
         found, best = [], None
-    told = {Path(event["path"]).name: event for event in events.listed if event["event"] == "checkpoint"}
+    told = {Path(str(event.get("path"))).name: event for event in events.listed if event["event"] == "checkpoint"}
     rows = [
         {
             **{key: event.get(key) for key in ("step", "time", "bytes", "seconds", "stall", "path")},

@@ -42,6 +42,8 @@ class _Table:
     def add(self, steps: list[Any], times: list[Any], values: dict[str, list[Any]]) -> None:
         """Append points: None is a value that is not known, and what is not finite ("nan", "inf") becomes infinite."""
         found = {name: _numbers(each) for name, each in {"step": steps, "time": times, **values}.items()}
+        if not (np.isfinite(found["step"]).all() and np.isfinite(found["time"]).all()):
+            raise ValueError("a point without a step or a time")
         self._parts.append(found)
 
     def columns(self) -> dict[str, Column]:
@@ -62,7 +64,10 @@ class _Table:
 def _numbers(values: list[Any]) -> Column:
     if str in set(map(type, values)):
         values = [math.inf if isinstance(value, str) and not math.isfinite(float(value)) else value for value in values]
-    return np.array(values, dtype=float)
+    found = np.array(values, dtype=float)
+    if found.ndim != 1:
+        raise ValueError("a list in the place of a number")
+    return found
 
 
 def _column(part: dict[str, Column], name: str) -> Column:
@@ -143,7 +148,7 @@ class RunEvents:
         """Call a function, and count what it cannot read: a writer that was killed, or another one's file."""
         try:
             return function(argument)
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
             self.damaged += 1
             return None
 
@@ -199,7 +204,8 @@ class RunEvents:
         values = {name: _numbers(each) for name, each in event["values"].items()}
         if any(len(each) != len(event["ranks"]) for each in values.values()):
             raise ValueError("a report with another number of values than ranks")
-        self.reports.append({**event, "values": values, "ranks": [int(rank) for rank in event["ranks"]]})
+        whole = {"ranks": [int(rank) for rank in event["ranks"]], "counted": int(event.get("counted", 0))}
+        self.reports.append({**event, **whole, "values": values})
         if len(self.reports) > _MOST_REPORTS:
             self.reports = self.reports[::2]
             self._skip = 2 * self._skip + 1
@@ -282,7 +288,7 @@ class RunEvents:
             "times": [each["time"] for each in reports],
             "steps": [each["step"] for each in reports],
             "slowest": [each.get("slowest") for each in reports],
-            "counted": max(int(each.get("counted", 0)) for each in reports),
+            "counted": max(each["counted"] for each in reports),
             "gauges": {name: packed(matrix) for name, matrix in matrices.items()},
         }
 

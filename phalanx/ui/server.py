@@ -46,6 +46,14 @@ _HEADERS = {
 }
 
 
+class _AsciiJson(JSONResponse):
+    """JSON with escapes: UTF-8 has no form for half of a surrogate pair, which a text or a folder's name may hold."""
+
+    def render(self, content: Any) -> bytes:
+        """Return the body."""
+        return json.dumps(content, allow_nan=False, separators=(",", ":")).encode("ascii")
+
+
 class Gate:
     """Refuses requests under a host name that is not this machine's (DNS rebinding), and those without the token."""
 
@@ -108,7 +116,7 @@ def make_app(catalog: Catalog, *, token: str, port: int, names: set[str]) -> ASG
     def answer(work: Callable[[Request], Any]) -> Callable[[Request], Response]:
         def endpoint(request: Request) -> Response:
             try:
-                return JSONResponse(work(request))
+                return _AsciiJson(work(request))
             except KeyError as error:
                 return JSONResponse({"error": f"there is no run {error.args[0]}"}, status_code=404)
             except (OSError, ValueError) as error:
@@ -157,8 +165,7 @@ async def _changes(catalog: Catalog, request: Request) -> AsyncIterator[str]:
 def listen(host: str, port: int) -> socket.socket:
     """Return a socket that listens, or say what to write where it cannot."""
     try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        return socket.create_server(address[:2], family=family)
+        return _listener(host, port)
     except (OSError, OverflowError) as error:
         if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
             raise UsageError(
@@ -168,8 +175,13 @@ def listen(host: str, port: int) -> socket.socket:
         raise UsageError(f"cannot listen on {host} port {port}: {error}") from None
 
 
+def _listener(host: str, port: int) -> socket.socket:
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    return socket.create_server(address[:2], family=family)
+
+
 def _free_port(host: str) -> int:
-    with socket.create_server((host, 0)) as server:
+    with _listener(host, 0) as server:
         return int(server.getsockname()[1])
 
 

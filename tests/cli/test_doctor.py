@@ -75,8 +75,21 @@ def test_clouds_and_boxes_have_findings_of_their_own():
     assert "gVNIC limits each TCP flow" in said(recorded("a3-gcp"), "note")
     pairs = said(recorded("a6000-pairs"), "warning")
     assert "2 by NV4 (NV4), 4 by the link between CPUs (SYS)" in pairs
-    assert "1 pairs of GPUs have no peer access" in pairs
+    assert "1 pair of GPUs without peer access" in pairs
     assert "CUDA_VISIBLE_DEVICES='0,1': 2 of 4" in said(recorded("a6000-pairs"), "note")
+
+
+@pytest.mark.parametrize(("visible", "count"), [("-1", 0), ("", 0), ("9", 0), ("0,1,-1,2", 2)])
+def test_visible_devices_are_counted_as_cuda_does(visible, count):
+    machine = recorded("dgx-h100", fact__environment={"CUDA_VISIBLE_DEVICES": visible})
+    level = "note" if count else "error"
+    assert f"CUDA_VISIBLE_DEVICES={visible!r}: {count} of 8" in said(machine, level)
+
+
+def test_a_listener_on_an_address_of_ipv6_is_found():
+    line = f"  0: {'0' * 32}:733C {'0' * 32}:0000 0A 00000000:00000000"  # 29500
+    machine = recorded("dgx-h100", **{"file__/proc/net/tcp6": f"  sl  local_address\n{line}"})
+    assert "port 29500 has a listener" in said(machine, "warning")
 
 
 def test_a_recording_of_a_real_gpu_machine():
@@ -111,6 +124,18 @@ def test_hosts_that_differ_are_named():
     assert list(compare_hosts({"a": usual})) == []
 
 
+@pytest.mark.parametrize(("printed", "ok"), [("welcome\n{}", True), ("5", False), ('{"a": 1}', False), ("", False)])
+def test_an_answer_of_a_host_may_follow_what_its_shell_prints(tmp_path, printed, ok):
+    answer = printed.replace("{}", (DATA / "dgx-h100.json").read_text().replace("\n", " "))
+    (tmp_path / "answer").write_text(answer)
+    shell = tmp_path / "ssh"
+    shell.write_text(f"#!/bin/sh\ncat {tmp_path}/answer\n")
+    shell.chmod(0o755)
+    out = phalanx("doctor", "--hosts", "node1", "--ssh", shell).out
+    assert ("8 x NVIDIA H100" in out) == ok
+    assert ("its answer is not a recording" in out) != ok
+
+
 def test_this_machine_is_recorded_and_replayed_alike(tmp_path, monkeypatch):
     monkeypatch.setenv("NCCL_FAKE_TOKEN", "hidden")
     path = tmp_path / "here.json"
@@ -130,6 +155,8 @@ def test_this_machine_is_recorded_and_replayed_alike(tmp_path, monkeypatch):
         (("--replay", "other.json"), "other.json is not a recording of a machine"),
         (("--hosts", ","), "names no host"),
         (("--hosts", "a,a"), "a host is named twice"),
+        (("--hosts", "a", "--ssh", "'x"), "is not a command: No closing quotation"),
+        (("--hosts", "a", "--measure"), "--measure is for this machine alone"),
     ],
 )
 def test_bad_input_is_answered(tmp_path, monkeypatch, words, error):

@@ -8,7 +8,10 @@ import time
 import pytest
 from command import phalanx
 
-from phalanx.observe.heartbeat import Gauges, HeartbeatBoard
+from phalanx.cli import top
+from phalanx.observe import rank_table
+from phalanx.observe.heartbeat import Beat, Gauges, HeartbeatBoard
+from phalanx.runs.stored import StoredRun
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +39,7 @@ def test_few_ranks_are_shown_one_by_one_and_the_slowest_is_marked(tmp_path):
     assert "step 50/100, 4 ranks; rank 2 is the slowest: its own work takes 3.00 times that of the others" in lines[0]
     assert lines[2].split()[:4] == ["rank", "step", "samples/s", "step"]
     assert [line.split()[0] for line in lines[3:]] == ["0", "1", "2", "3"]
-    assert lines[5].rstrip().endswith("slowest")
+    assert lines[5].startswith("2 slowest ")
     assert "exposed comm." not in lines[2], "what no rank knows has no column"
 
 
@@ -49,6 +52,28 @@ def test_ten_thousand_ranks_are_percentiles_and_the_slowest_in_a_second(tmp_path
     assert "99th percentile" in answer.out
     assert len(answer.out.splitlines()) < 25
     assert any(line.startswith("777 ") and "slowest" in line for line in answer.out.splitlines())
+
+
+def test_a_rank_is_silent_only_while_the_run_goes_on_and_a_restart_has_no_ranks(tmp_path):
+    record(tmp_path, 2, slow=0)
+    path, later = tmp_path / "runs" / "seen", time.time() + 60
+    beats = top.read_beats(path / "logs")
+    assert top.lines(StoredRun(path), beats, later)[2].count("silent") == 2
+    assert top.lines(StoredRun(path), {}) == ["seen: unknown, no rank has given a heartbeat yet"]
+    ended = {"event": "run_ended", "time": time.time(), "status": "finished"}
+    (path / "events.jsonl").write_text(json.dumps(ended) + "\n")
+    shown = top.lines(StoredRun(path), beats, later)
+    assert "seen: finished" in shown[0]
+    assert "silent" not in shown[2]
+
+
+def test_a_run_without_a_launcher_is_shown_by_its_last_report(tmp_path):
+    path = tmp_path / "runs" / "alone"
+    path.mkdir(parents=True)
+    event = rank_table.report({0: Beat(7, 1.0, 0, Gauges(step_seconds=0.5, memory=2e9))})
+    (path / "events.jsonl").write_text(json.dumps(event.to_dict()) + "\n")
+    [rank] = json.loads(phalanx("top", "alone", "--json").out)["ranks"]
+    assert (rank["rank"], rank["step"], rank["step_seconds"], rank["memory"]) == (0, 7, 0.5, 2e9)
 
 
 def test_bad_input_is_answered(tmp_path):

@@ -16,7 +16,7 @@ import pytest
 from browser import browser
 from command import phalanx, start
 
-from phalanx.observe.events import Failure, MetricsReported, RanksReported, RunEnded, RunStarted, StepDone
+from phalanx.observe.events import Failure, MetricsReported, RanksReported, RunEnded, RunStarted, SampleDrawn, StepDone
 
 WIDTHS = (1280, 400)
 MANY, POINTS = 20, 100_000
@@ -68,6 +68,8 @@ def runs(tmp_path_factory):
     )
     val = MetricsReported(step=5, epoch=1, split="val", values={"accuracy": 0.75}, time=1006.0)
     append(folder / "first", started(), *(step(number, 2.0 / number) for number in range(1, 6)), ranks, val)
+    half_of_a_pair = "\ud83d"  # of surrogates, which UTF-8 cannot hold
+    append(folder / "first", SampleDrawn(step=5, text=f"once <b>upon</b> {half_of_a_pair}", time=1006.5))
     failed = RunEnded(status="failed", step=2, total_time=2.0, throughput=1.0, reason="rank 1 raised", time=1003.0)
     lost = Failure(rank=1, host="h", step=2, error="ValueError", message="bad <b>sample</b>", time=1002.5)
     append(folder / "second", started(time=900.0), step(1, 2.0), step(2, float("nan")), lost, "half a li\n", failed)
@@ -113,6 +115,7 @@ def test_every_view_shows_the_runs_without_errors(page, address):
     assert "1 line of events.jsonl cannot be read" in text
     assert "of 8 differ" in shown(page, "config")
     assert "No checkpoint" in shown(page, "checkpoints")
+    assert "once <b>upon</b>" in shown(page, "samples")
     assert page.run("document.querySelectorAll('img').length") == 0, "a name was taken as markup"
     assert page.problems == []
 
@@ -123,7 +126,7 @@ def test_no_view_scrolls_sideways(page, address, width):
     page.open(f"{address}#runs=*")
     page.wait("document.body.dataset.drawn")
     try:
-        for tab in ("curves", "ranks", "time", "events", "config", "checkpoints"):
+        for tab in ("curves", "ranks", "time", "events", "config", "checkpoints", "samples"):
             shown(page, tab)
             assert page.run("document.documentElement.scrollWidth <= innerWidth"), tab
     finally:
@@ -261,6 +264,9 @@ def test_two_dashboards_read_one_folder_and_a_port_in_use_is_said(runs, address)
     free = int(answer.err.split("--port ")[1].split(",")[0])
     with socket.create_server(("127.0.0.1", free)):
         pass
+    with socket.create_server(("::1", 0), family=socket.AF_INET6) as taken:
+        answer = phalanx("ui", "--no-browser", "--host", "::1", "--port", taken.getsockname()[1], "--runs-dir", runs)
+    assert "of ::1 is in use" in answer.err
 
 
 @pytest.mark.parametrize(
@@ -281,10 +287,13 @@ def test_wrong_arguments_are_explained(words, said):
 
 
 def test_a_missing_package_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    monkeypatch.setitem(sys.modules, "starlette", None)
+    for name in [name for name in sys.modules if name.startswith("starlette.")]:
+        monkeypatch.delitem(sys.modules, name)
     monkeypatch.delitem(sys.modules, "phalanx.ui.server", raising=False)
     answer = phalanx("ui", "--no-browser")
     assert (answer.code, "pip install 'phalanx[monitor]'" in answer.err) == (2, True)
+    assert "the dashboard needs starlette, which" in answer.err
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from ranks import RecordingConsole
 
 from phalanx.errors import UsageError
 from phalanx.host.cgroups import oom_kills
-from phalanx.host.gpus import _count_visible, count_gpus
+from phalanx.host.gpus import count_gpus, count_visible
 from phalanx.launch import CallTarget, FailureReport, LaunchSpec, ModuleTarget, PlainConsole, ScriptTarget
 from phalanx.launch.environment import threads_per_rank
 from phalanx.launch.failure import RankExit, explain, find_first_cause
@@ -150,7 +150,7 @@ def test_node_order_fills_the_gaps():
 
 
 def test_visible_gpus_are_counted_as_cuda_counts_them(monkeypatch):
-    assert [_count_visible(text, 4) for text in ("", "0,1", "2,-1,3", "0,9,1", "1,1", "GPU-a,GPU-b")] == [
+    assert [count_visible(text, 4) for text in ("", "0,1", "2,-1,3", "0,9,1", "1,1", "GPU-a,GPU-b")] == [
         0,
         2,
         1,

@@ -18,7 +18,7 @@ from command import ROOT
 from phalanx.config import DistributedConfig
 from phalanx.errors import ConfigError, UsageError
 from phalanx.observe import events, metrics
-from phalanx.observe.heartbeat import Gauges, HeartbeatBoard
+from phalanx.observe.heartbeat import Gauges, HeartbeatBoard, board_path
 
 pytest.importorskip("prometheus_client", reason="pip install 'phalanx[monitor]'")
 MONITORING = ROOT / "deploy" / "monitoring"
@@ -90,10 +90,32 @@ def test_the_number_of_series_is_bounded(sink, tmp_path):
     assert len(found) < 1000
 
 
+def test_a_machine_serves_its_own_ranks_and_the_main_one_compares_all(sink, tmp_path):
+    beat(tmp_path, 2)
+    HeartbeatBoard.create(board_path(tmp_path, 1), 4).close()  # this process is now the launcher of the second machine
+    for rank, seconds in ((2, 0.1), (3, 0.4)):
+        board = HeartbeatBoard(board_path(tmp_path, 1), rank)
+        board.beat(7)
+        board.gauge(Gauges(own_seconds=seconds))
+        board.close()
+    found = scrape(sink)
+    assert not any(name.startswith("phalanx_phase") for name in found), "only the main rank's events say it"
+    assert {name for name in found if name.startswith("phalanx_rank_step{")} == {
+        f'phalanx_rank_step{{rank="{rank}",run="a"}}' for rank in (2, 3)
+    }
+    assert found['phalanx_ranks_quantile{gauge="own_seconds",quantile="0.5",run="a"}'] == pytest.approx(0.1)
+    sink.handle(events.RunStarted("digits", "runs/1", 4, "cpu", "ddp", "fp32", 10, 32, 1, 64, 100, 5))
+    assert scrape(sink)['phalanx_slowest_rank_ratio{run="a"}'] == pytest.approx(4.0)
+    assert sum(name.startswith("phalanx_rank_step{") for name in scrape(sink)) == 2
+
+
 def test_a_port_in_use_and_wrong_settings_are_answered(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         with pytest.raises(UsageError, match=r"cannot be served \(Address already in use\)"):
             metrics.MetricsSink("a", tmp_path, port=taken.getsockname()[1])
+    with pytest.raises(UsageError, match="Cannot assign requested address") as caught:
+        metrics.MetricsSink("a", tmp_path, host="192.0.2.1")
+    assert "an address of this machine" in caught.value.hint
     with pytest.raises(ConfigError, match=r"metrics_host = '0\.0\.0\.0' without metrics_port"):
         DistributedConfig(metrics_host="0.0.0.0")
     with pytest.raises(ConfigError, match="a port is a number up to 65535"):

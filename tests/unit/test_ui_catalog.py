@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from test_ui_columns import started, step
 
 from phalanx.observe.events import CheckpointSaved, RunEnded
+from phalanx.observe.rank_table import beats_of
 from phalanx.runs.stored import StoredRun
 from phalanx.ui.catalog import Catalog
 from phalanx.ui.page import page_of
@@ -54,6 +56,26 @@ def test_a_damaged_record_and_a_damaged_line_are_reported(tmp_path):
     assert "run.json" in problems[0]
     assert "config.toml" in problems[1]
     assert problems[2] == "1 line of events.jsonl cannot be read and is left out"
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        {"event": "run_ended", "time": 3.0, "best": "x"},
+        {"event": "checkpoint", "time": 3.0, "path": None},
+        {"event": "metrics", "time": 3.0, "step": math.inf, "epoch": 1, "split": "val", "values": {"x": 1.0}},
+        {"event": "step", "time": 3.0, "step": [2], "epoch": 1, "loss": [1.0], "learning_rate": 0.1},
+        {"event": "ranks", "time": 3.0, "step": 2, "ranks": [0], "values": {"memory": []}, "percentiles": {}},
+    ],
+)
+def test_an_event_with_wrong_values_harms_no_other_run(tmp_path, event):
+    make_run(tmp_path / "good")
+    with (make_run(tmp_path / "bad") / "events.jsonl").open("a") as file:
+        file.write(json.dumps(event) + "\n")
+    catalog = Catalog(tmp_path)
+    assert {run["id"] for run in catalog.summaries()} == {"good", "bad"}
+    assert beats_of(event) == {}
+    json.dumps([catalog.detail("bad"), catalog.events("bad").curves(600)], allow_nan=False)
 
 
 def test_runs_of_another_user_are_named_and_not_shown(tmp_path, monkeypatch):

@@ -246,7 +246,7 @@ function viewSamples() {
     .map(event => h("div", { className: "card" }, heading(detail.id, `step ${number(event.step)}`),
       h("pre", { className: "end", tabIndex: 0 }, event.text))));
   return found.length ? found.reverse()
-    : [empty("No samples: the recipes of language models write a text at their end.")];
+    : [empty("No samples: the recipes gpt, llama and moe write a text at their end.")];
 }
 
 function viewCheckpoints() {
