@@ -44,7 +44,7 @@ class RankGauges:
         self._phases, self._data_wait, self._communication, self._emit = phases, data_wait, communication, emit
         self._ranks = world.world_size
         self.memory = PeakMemory(world.device)
-        self._limit = _memory_limit(world.device)
+        self._limit = _memory_limit(world)
         self._sensor = _sensor(world.device)
         self.gpu = GpuReading()
         self._samples = self._steps = 0
@@ -125,10 +125,10 @@ def _known(value: float | None) -> float:
     return math.nan if value is None else float(value)
 
 
-def _memory_limit(device: torch.device) -> float:
-    if device.type == "cuda":
-        return float(torch.cuda.get_device_properties(device).total_memory)
-    return float(host_memory())
+def _memory_limit(world: World) -> float:
+    if world.device.type == "cuda":
+        return float(torch.cuda.get_device_properties(world.device).total_memory)
+    return host_memory() / world.env.local_world_size  # ranks of a machine share it
 
 
 def _sensor(device: torch.device) -> GpuSensor | None:

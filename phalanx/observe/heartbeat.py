@@ -43,7 +43,7 @@ class Gauges:
     memory: float = _UNKNOWN
     """Peak bytes, of the device on CUDA, of the process on the CPU."""
     memory_limit: float = _UNKNOWN
-    """What it may use at most."""
+    """What the device has, or on the CPU this rank's share of the machine."""
     gpu_utilization: float = _UNKNOWN
     """From 0 to 1."""
     gpu_memory: float = _UNKNOWN
