@@ -30,7 +30,7 @@ def steps(measured: gauges.RankGauges, clock: SimpleNamespace, first: int, last:
 
 
 def test_evaluation_and_the_end_of_a_run_do_not_count_as_steps(clock):
-    world = SimpleNamespace(world_size=2, device=torch.device("cpu"))
+    world = SimpleNamespace(world_size=2, device=torch.device("cpu"), env=SimpleNamespace(local_world_size=2))
     waited, reports = [0.0], []
     measured = gauges.RankGauges(world, StepPhases(), lambda: waited[0], lambda: None, reports.append)
     steps(measured, clock, 1, 5)
@@ -59,7 +59,7 @@ def test_reports_that_take_long_come_less_often(clock):
         reports.append(clock.now)
         clock.now += 0.2
 
-    world = SimpleNamespace(world_size=2, device=torch.device("cpu"))
+    world = SimpleNamespace(world_size=2, device=torch.device("cpu"), env=SimpleNamespace(local_world_size=2))
     measured = gauges.RankGauges(world, StepPhases(), lambda: 0.0, lambda: None, emit)
     steps(measured, clock, 1, 600)
     assert [round(when - 100) for when in reports] == [3, 44]
