@@ -54,12 +54,18 @@ def time_gloo(repeat: int) -> float:
     return seconds
 
 
-def time_shared_memory(steps: int) -> tuple[float, float]:
-    """Return the seconds of the collectives of a step with and without records."""
+def time_shared_memory(steps: int, *, in_trainer: bool) -> tuple[float, float]:
+    """Return the seconds of the collectives of a step with and without records.
+
+    In a trainer no frame of the stack is the user's.
+    """
     import torch
 
     os.environ["TORCH_FR_BUFFER_SIZE"] = "1000"
     from phalanx.comm.shm import SharedGroup
+    from phalanx.observe.collectives import _USERS
+
+    _USERS[__file__] = not in_trainer
 
     group = SharedGroup(lambda text: [text], 0, 1)
     records, tensor, weights = group._records, torch.ones(256), torch.ones(256, 256)
@@ -104,7 +110,8 @@ def main() -> None:
     print(f"{'over':<14} {'on':>9} {'off':>9} {'per call':>9}  share of a step of 2 ms with {CALLS} collectives")
     on, off = measure_gloo(options.rounds)
     _print("gloo", on * CALLS, off * CALLS)
-    _print("shared memory", *time_shared_memory(3000))
+    _print("shared memory", *time_shared_memory(3000, in_trainer=False))
+    _print("in a trainer", *time_shared_memory(3000, in_trainer=True))
 
 
 def _print(name: str, on: float, off: float) -> None:

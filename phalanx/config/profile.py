@@ -32,7 +32,8 @@ class Profiling(NamedTuple):
 
 def is_profile_word(text: str) -> bool:
     """Whether an argument of a command line belongs to the --profile before it."""
-    return text in (*_FLAGS, "true", "false") or bool(re.match(r"[a-z_]+=|[^ ]+ ", text))
+    is_meant = text.isalpha() and nearest(text, _WORDS) is not None  # a mistake is then explained; not a script's name
+    return is_meant or text in ("true", "false") or bool(re.match(r"[a-z_]+=|[^ ]+ ", text))
 
 
 def parse_profile(given: bool | str) -> Profiling | None:

@@ -32,7 +32,7 @@ Later = Callable[[float, Callable[[], None]], None]
 
 @dataclass
 class _Question:
-    then: Callable[[list[RankCalls]], None]
+    then: list[Callable[[list[RankCalls]], None]]
     number: int = 0
     """The number that other machines know it by."""
     answers: dict[int, list[RankCalls]] = field(default_factory=dict)
@@ -58,7 +58,10 @@ class Inquiry:
         if local:
             self._ask_ranks(then, stacks=stacks)
             return
-        question = self._remote = _Question(then)
+        if self._remote is not None:  # a notice and a failure may ask at the same time: both get the answers
+            self._remote.then.append(then)
+            return
+        question = self._remote = _Question([then])
         self._rendezvous.ask_calls()
         self._later(_NODES_SECONDS, lambda: self._finish(question))
 
@@ -108,7 +111,9 @@ class Inquiry:
     def _finish(self, question: _Question) -> None:
         if self._remote is question:
             self._remote = None
-            question.then([each for calls in question.answers.values() for each in calls])
+            found = [each for calls in question.answers.values() for each in calls]
+            for then in question.then:
+                then(found)
 
 
 class StallNotice:

@@ -13,17 +13,21 @@ import re
 import sys
 import sysconfig
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from types import FrameType
-from typing import Any
+from sys import _getframe
+from time import time as now
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
 
 from phalanx.host.processes import PACKAGE
 
 VARIABLE = "TORCH_FR_BUFFER_SIZE"
 """How many collectives are kept, by torch and here; 0: none."""
 KEPT = 1000
+_MAX_PLACES = 512
+_OWN_FRAMES = 2
+"""Frames of the communication between `GroupCalls.enter` and the caller, at least."""
 _MAIN = threading.main_thread()
 _LIBRARIES = tuple(
     {os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "purelib", "platlib")}
@@ -66,46 +70,82 @@ def pick_line(frames: Iterable[tuple[str, int]]) -> str:
     return f"{os.path.basename(found[0][0])}:{found[0][1]}" if found else "an unknown line"
 
 
-def _all_lines(frame: FrameType | None) -> list[tuple[str, int]]:
-    found = []
+class _Place(NamedTuple):
+    """Where calls with one description came from the last time: the frame at a depth, and the one that it called."""
+
+    depth: int
+    """Of the frame inside it, counted from `GroupCalls.enter`."""
+    inner: CodeType
+    code: CodeType
+    outermost: int
+    """The depth of the last frame where none of the stack is the user's, else 0."""
+
+
+def _walk(start: FrameType, skipped: int) -> tuple[_Place, int, bool]:
+    """Return the frame that called, its line, and whether it is the user's: `pick_line` for frames."""
+    depth, inner, frame = 0, start, start.f_back if skipped else start
+    kept: tuple[int, FrameType, FrameType] | None = None
+    is_kept_loops = False
     while frame is not None:
-        found.append((frame.f_code.co_filename, frame.f_lineno))
-        frame = frame.f_back
-    return found
+        file = frame.f_code.co_filename
+        if depth >= skipped and _USERS[file]:
+            return _Place(depth, inner.f_code, frame.f_code, 0), frame.f_lineno, True
+        if depth >= skipped and not is_kept_loops and (kept is None or is_loops(file)):
+            kept, is_kept_loops = (depth, inner, frame), is_loops(file)
+        depth, inner, frame = depth + 1, frame, frame.f_back
+    at, below, chosen = kept or (0, start, start)
+    return _Place(at, below.f_code, chosen.f_code, depth), chosen.f_lineno, False
 
 
 class GroupCalls:
     """The calls of one group. All of them are made in one order, so that a number says which are done."""
 
-    __slots__ = ("_append", "done", "name", "number", "ranks")
+    __slots__ = ("_append", "_places", "done", "name", "number", "ranks")
 
     def __init__(self, name: str, ranks: Sequence[int], append: Callable[[tuple[Any, ...]], None]) -> None:
         self.name, self.ranks = name, list(ranks)
-        self.number = self.done = 0
+        self.number = 0
+        self.done = 0
+        """The number of the last call that all ranks have entered."""
         self._append = append
+        self._places: dict[bytes, _Place] = {}
 
     def enter(self, what: bytes) -> None:
         """Note that a collective is entered: `what` is its name, operation, shape and dtype.
 
-        Kept short, and one tuple per call: what a step does in between has cleared the caches.
+        Kept short, for what a step does in between has cleared the caches. Training repeats its calls: the frame is
+        first looked for where it was the last time, as to walk through a stack makes an object of each frame.
         """
         self.number = number = self.number + 1
-        frame: FrameType | None = sys._getframe(3)  # those between do not belong to the user
-        while frame is not None:
-            code = frame.f_code
-            if _USERS[code.co_filename]:
-                self._append((self, number, what, code, frame.f_lineno, time.time()))
-                return
-            frame = frame.f_back
-        # No frame is kept alive. A thread that communicates in the background adds the lines of the main thread.
-        lines = _all_lines(sys._getframe(3))
-        if threading.get_ident() != _MAIN.ident:
-            lines += _all_lines(sys._current_frames().get(_MAIN.ident or 0))
-        self._append((self, number, what, lines, 0, time.time()))
+        place = self._places.get(what)
+        if place is not None:
+            depth, code_inside, code, outermost = place
+            try:
+                inner = _getframe(depth)
+                frame = inner.f_back
+                if (
+                    frame is not None
+                    and frame.f_code is code
+                    and inner.f_code is code_inside
+                    and (not outermost or _getframe(outermost).f_back is None)
+                ):
+                    self._append((self, number, what, code, frame.f_lineno, now()))
+                    return
+            except ValueError:  # the stack is not that deep
+                pass
+        self._append((self, number, what, *self._locate(what, _getframe()), now()))
 
-    def leave(self) -> None:
-        """Note that all ranks have entered the last one."""
-        self.done = self.number
+    def _locate(self, what: bytes, start: FrameType) -> tuple[CodeType, int]:
+        """Return the code and line of the caller, and remember the place; no frame is kept alive."""
+        place, line, is_users_line = _walk(start, _OWN_FRAMES)
+        if threading.get_ident() == _MAIN.ident:
+            if len(self._places) >= _MAX_PLACES:
+                self._places.clear()
+            self._places[what] = place
+        elif not is_users_line and (main := sys._current_frames().get(_MAIN.ident or 0)) is not None:
+            # A thread that communicates in the background works for the line at which the main thread is.
+            place, line, _ = _walk(main, 0)
+        return place.code, line
 
 
 class CallRing:
@@ -131,7 +171,7 @@ class CallRing:
         found = []
         for group, number, what, code, line, began in list(self._calls):
             op, *detail = _BEFORE_SHAPE.split(what.decode(errors="replace"), maxsplit=1)
-            where = pick_line(code if isinstance(code, list) else [(code.co_filename, line)])
+            where = f"{os.path.basename(code.co_filename)}:{line}"
             call = {"group": group.name, "number": number, "op": op, "where": where}
             detail = detail if op != "barrier" else []
             found.append({**call, "detail": "".join(detail), "began": began, "done": number <= group.done})

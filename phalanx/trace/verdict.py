@@ -150,13 +150,17 @@ def _host_bound(found: Analysis, share: str) -> str:
 def _straggler_bound(found: Analysis, slow: Straggler, share: str) -> str:
     host = next(timeline.meta["host"] for timeline in found.timelines if timeline.rank == slow.rank)
     where = f"its {slow.phase} phase takes {_ms(slow.extra_seconds)} longer than that of the others"
-    advice = "look at its data" if slow.phase == "data" else "compare that machine with the others (`phalanx doctor`)"
+    advice = "compare that machine with the others (`phalanx doctor`)"
+    if slow.phase == "data":
+        advice = "look at its data"
+    elif len({timeline.meta["host"] for timeline in found.timelines}) == 1:
+        advice = "look at what else uses its cores or its GPU"
     return f"straggler-bound: for {share} the other ranks wait for rank {slow.rank} on {host}; {where}: {advice}."
 
 
 def _compute_bound(found: Analysis, shares: dict[str, float]) -> str:
     meta, busy = _meta(found), shares["compute"] + shares["hidden"]
-    advice = "more ranks, or a smaller model, would shorten the step"
+    advice = "a smaller model or batch_size shortens the step, more ranks share the samples of an epoch"
     if meta["device"] == "cuda" and meta["precision"] == "fp32":
         advice = "mixed_precision='bf16' computes faster"
     elif meta["device"] == "cuda" and not _setting(found, "compile"):

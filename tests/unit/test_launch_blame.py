@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from phalanx.launch.blame import find_blame, ranks_text
 from phalanx.launch.collectives import Call, RankCalls
+from phalanx.launch.inquiry import Inquiry
 
 STEP = [("all_reduce", "(68,) float32", "train.py:10"), ("all_reduce", "(4,) float32", "train.py:12")]
 """The collectives of a step: the gradients and a metric."""
@@ -148,3 +151,20 @@ def test_ranks_in_words():
         "ranks 0-2, 5",
         "ranks 0-9999",
     ]
+
+
+def test_a_failure_that_asks_while_a_notice_waits_for_answers_gets_them_too():
+    node = SimpleNamespace(node_rank=0, num_nodes=2)
+    group = SimpleNamespace(ranks={}, alive=[], signal=lambda number: None)
+    evidence = SimpleNamespace(collect_calls=lambda states, asked: [])
+    rendezvous = SimpleNamespace(has_other_nodes=True, ask_calls=lambda: None, send_calls=lambda number, calls: None)
+    later: list[object] = []
+    inquiry = Inquiry(node, group, evidence, rendezvous, lambda seconds, call: later.append(call))
+    answered: list[str] = []
+    inquiry.find_blame(lambda blame: answered.append("failure"))
+    inquiry.find_blame(lambda blame: answered.append("notice"))
+    inquiry.take_question(7, own=True)
+    inquiry.take_answer({"number": 7, "from": 1, "calls": []})
+    for call in later:  # the limits of time
+        call()
+    assert answered == ["failure", "notice"]

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 from command import phalanx
 
-from phalanx.config.profile import Profiling, parse_profile
+from phalanx.config.profile import Profiling, is_profile_word, parse_profile
 from phalanx.errors import UsageError
 from phalanx.trace import read
 from phalanx.trace.intervals import both, clip, total, union, without
@@ -104,6 +104,7 @@ def test_ranks_whose_clocks_differ_by_seconds_are_aligned(tmp_path, behind):
     said = verdict(found)
     assert said.startswith("straggler-bound: for 60% of the step the other ranks wait for rank 1 on node1"), said
     assert "its forward phase takes 30.0 ms longer" in said
+    assert "compare that machine with the others" in said
     gains = {each.change: each.seconds for each in what_if(found)}
     wanted = {"no data wait": 0.048, "network twice as fast": 0.0485, "perfect overlap": 0.047, "no straggler": 0.02}
     assert gains == pytest.approx(wanted, abs=1e-5)
@@ -336,6 +337,13 @@ def test_words_of_the_setting(text, wanted):
 def test_wrong_words_say_what_to_write(text, said):
     with pytest.raises(ValueError, match=said):
         parse_profile(text)
+
+
+@pytest.mark.parametrize(
+    ("word", "is_its"), [("memroy", True), ("step", True), ("ranks", True), ("ranks.py", False), ("gpt", False)]
+)
+def test_a_misspelt_word_of_the_flag_is_explained_and_a_recipe_or_script_is_not_taken_for_one(word, is_its):
+    assert is_profile_word(word) is is_its
 
 
 def test_traces_of_machines_that_share_no_folder_are_sent_to_rank_0(tmp_path, monkeypatch):

@@ -227,7 +227,7 @@ class SharedGroup:
             return
         records.enter(signature)
         self._barrier.wait(signature)
-        records.leave()
+        records.done = records.number
 
     def _segment(self, numel: int, rank: int) -> tuple[int, int]:
         """Return the range of `numel` elements that a rank combines: equal parts, the last may be shorter."""
