@@ -17,7 +17,7 @@ from phalanx.errors import UsageError
 from phalanx.host.processes import holders, is_stopped
 from phalanx.launch.blame import ranks_text
 from phalanx.launch.stacks import latest_dump
-from phalanx.runs.stored import StoredRun, find_run
+from phalanx.runs.stored import RUNS, StoredRun, find_run
 
 _HELP = """Print where the ranks of a run are: the stacks of those on this machine, ranks with equal stacks together.
 
@@ -33,13 +33,14 @@ def parser() -> FlagParser:
     parser.add_argument("run", metavar="RUN", help="a name, the beginning of one, a tag, a folder, or last")
     parser.add_argument("--threads", action="store_true", help="show all threads, not only the main one")
     parser.add_argument("--native", action="store_true", help="use py-spy, with the frames of C++ (all threads)")
+    parser.add_argument("--runs-dir", default=str(RUNS), metavar="DIR", help="the folder that holds the runs [runs]")
     return parser
 
 
 def run(arguments: Sequence[str]) -> int:
     """Run the verb."""
     namespace = parser().parse_all(arguments)
-    stored = find_run(namespace.run)
+    stored = find_run(namespace.run, Path(namespace.runs_dir))
     logs = stored.path / "logs"
     named = [(path, match) for path in logs.glob("rank-*.stack") if (match := _STACK.fullmatch(path.name))]
     found = {int(match[1]): path for path, match in named}
