@@ -54,6 +54,7 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the slow files, and keep what belongs together in one process where tests run in several."""
     items.sort(key=lambda item: _SLOW_FIRST.index(_folder(item)) if _folder(item) in _SLOW_FIRST else len(_SLOW_FIRST))
