@@ -21,6 +21,8 @@ from phalanx.launch.spec import LaunchSpec
 _POLL_SECONDS = 0.05
 _ANSWER_SECONDS = 1.5
 """How long ranks may take to answer; one that holds the interpreter lock never does."""
+_STACKS_FIRST = 0.1
+"""Seconds in which ranks write their stacks, before they are asked for their calls."""
 _NODES_SECONDS = 2.5
 """How long other machines may take to send what their ranks have answered."""
 _SENT_CALLS = 64
@@ -68,9 +70,13 @@ class Inquiry:
     def _ask_ranks(self, then: Callable[[list[RankCalls]], None], *, stacks: bool) -> None:
         asked = time.time()
         before = {state.key: self._evidence.stack_bytes(state) if stacks else None for state in self._group.alive}
-        self._group.signal(ASK)
         if stacks:
+            # One after the other: faulthandler reads the frames of all threads without the interpreter lock, and a rank
+            # crashed while the thread that answers ran.
             self._group.signal(signal.SIGQUIT)
+            self._later(_STACKS_FIRST, lambda: self._group.signal(ASK))
+        else:
+            self._group.signal(ASK)
 
         def poll() -> None:
             states = list(self._group.ranks.values())
