@@ -8,7 +8,7 @@ UV := $(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constrai
 RANKS ?=
 # Processes that run tests: most tests wait more than they compute.
 JOBS ?= 2
-PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadscope --no-loadscope-reorder
 # Tests share the cores: compute threads that wait must not spin.
 test test-all: export OMP_WAIT_POLICY = PASSIVE
 # Tests start hundreds of Python processes: without bytecode on the disk each compiles all that it imports.

@@ -54,14 +54,24 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the slow files, and keep what belongs together in one process where tests run in several."""
+    """Begin with the slow files."""
     items.sort(key=lambda item: _SLOW_FIRST.index(_folder(item)) if _folder(item) in _SLOW_FIRST else len(_SLOW_FIRST))
-    for item in items:
-        name = item.path.stem
-        group = next((engine for engine in _ONE_AT_A_TIME if engine in name), name)
-        item.add_marker(pytest.mark.xdist_group(group))
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Keep what belongs together in one process: a file, whose fixtures are then made once, and the files of an engine.
+
+    `--dist loadgroup` would do it by marks, but xdist 3.8 writes them into a name that pytest 9.2 no longer reads.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            name = Path(nodeid.split("::", 1)[0]).stem
+            return next((engine for engine in _ONE_AT_A_TIME if engine in name), name)
+
+    return ByFile(config, log)
 
 
 def _folder(item: pytest.Item) -> str:

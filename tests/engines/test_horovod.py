@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -132,6 +133,8 @@ def test_ranks_of_another_starter_are_refused(ranks):
         first = refusal(HorovodTrainer)
         import horovod.torch as hvd
 
+        # With MPI each rank would start a daemon of Open MPI for its world of one, which does not always succeed.
+        os.environ["HOROVOD_CONTROLLER"] = os.environ["HOROVOD_CPU_OPERATIONS"] = "gloo"
         hvd.init()
         second = refusal(PyTorchDDPTrainer)
         hvd.shutdown()
