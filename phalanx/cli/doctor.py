@@ -14,7 +14,8 @@ from phalanx.cli.flags import FlagParser
 from phalanx.cli.json_output import add_json_flag, print_json
 from phalanx.doctor.gpus import check_gpus
 from phalanx.doctor.host import check_host
-from phalanx.doctor.hosts import ask_hosts, ask_job, compare_hosts, job_hosts
+from phalanx.doctor.hosts import ask_hosts, ask_job, compare_hosts, job_hosts, ssh_words
+from phalanx.doctor.links import by_srun, check_links, over_ssh
 from phalanx.doctor.network import check_network
 from phalanx.doctor.reader import HostReader
 from phalanx.doctor.result import EXIT_CODES, LEVELS, CheckResult, worst
@@ -38,7 +39,11 @@ def parser() -> FlagParser:
     parser.add_argument(
         "--python", default=sys.executable, metavar="PATH", help="the interpreter on the hosts [this one]"
     )
-    parser.add_argument("--measure", action="store_true", help="also measure memory, loopback and collectives (15 s)")
+    parser.add_argument(
+        "--measure",
+        action="store_true",
+        help="also measure collectives on this machine (15 s), or the links between the hosts",
+    )
     parser.add_argument("--problems", action="store_true", help="leave out what is in order")
     parser.add_argument(
         "--record", metavar="FILE", help="write what the checks read, for another person ('-': print it)"
@@ -65,9 +70,8 @@ def run(arguments: Sequence[str]) -> int:
 def _examine(namespace: argparse.Namespace) -> dict[str, list[CheckResult]]:
     hosts = _hosts(namespace.hosts)
     in_job = job_hosts() if not hosts and namespace.replay is None else []
-    if namespace.measure and (namespace.replay is not None or hosts or in_job):
-        hint = "Call it on each of the others; in a Slurm job: srun --ntasks-per-node=1 phalanx doctor --measure"
-        raise UsageError("--measure is for this machine alone", hint=hint)
+    if namespace.measure and namespace.replay is not None:
+        raise UsageError("--measure needs the machine itself, and --replay reads a recording")
     if namespace.replay is not None:
         machine = HostReader.load(Path(namespace.replay))
         return {machine.fact("hostname"): list(examine(machine))}
@@ -75,8 +79,14 @@ def _examine(namespace: argparse.Namespace) -> dict[str, list[CheckResult]]:
         measured = _measure() if namespace.measure else []
         machine = HostReader()
         return {machine.fact("hostname"): [*examine(machine), *measured]}
-    answers = ask_hosts(hosts, namespace.ssh, namespace.python) if hosts else ask_job(in_job)
-    return _examine_several(answers)
+    ssh = ssh_words(namespace.ssh)
+    answers = ask_hosts(hosts, ssh, namespace.python) if hosts else ask_job(in_job)
+    machines = {host: answer for host, answer in answers.items() if isinstance(answer, HostReader)}
+    found = _examine_several(answers, machines)
+    if namespace.measure:
+        run = over_ssh(machines, ssh, namespace.python) if hosts else by_srun(len(in_job))
+        found["all hosts"] += check_links(machines, run)
+    return found
 
 
 def _hosts(given: str | None) -> list[str]:
@@ -88,8 +98,9 @@ def _hosts(given: str | None) -> list[str]:
     return hosts
 
 
-def _examine_several(answers: Mapping[str, HostReader | str]) -> dict[str, list[CheckResult]]:
-    machines = {host: answer for host, answer in answers.items() if isinstance(answer, HostReader)}
+def _examine_several(
+    answers: Mapping[str, HostReader | str], machines: Mapping[str, HostReader]
+) -> dict[str, list[CheckResult]]:
     found = {host: list(examine(machine)) for host, machine in machines.items()}
     for host, answer in answers.items():
         if isinstance(answer, str):
@@ -134,6 +145,7 @@ def _record(path: str) -> int:
     machine = HostReader()
     for _ in examine(machine):
         pass
+    machine.fact("address")
     machine.fact("time")  # last: the clock is compared with that of the host that asked
     text = json.dumps(machine.answers, sort_keys=True)
     if path == "-":

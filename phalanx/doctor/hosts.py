@@ -25,21 +25,26 @@ _SKEW = 1.0
 """Seconds between clocks that are worth a warning; NTP keeps them within milliseconds."""
 
 
-def ask_hosts(hosts: Sequence[str], ssh: str, python: str) -> dict[str, HostReader | str]:
-    """Return each host as a recorded machine, or why it could not be asked."""
+def ssh_words(ssh: str) -> list[str]:
+    """Return the ssh command of --ssh, which never asks for a password."""
     try:
         command = shlex.split(ssh)
     except ValueError as error:
         raise UsageError(f"--ssh {ssh!r} is not a command: {error}") from error
     if not command:
         raise UsageError("--ssh is empty", hint='Write: --ssh "ssh -p 2222"')
+    return [*command, "-o", "BatchMode=yes", "-o", "ConnectTimeout=10"]
+
+
+def ask_hosts(hosts: Sequence[str], command: Sequence[str], python: str) -> dict[str, HostReader | str]:
+    """Return each host as a recorded machine, or why it could not be asked."""
     with ThreadPoolExecutor(_MANY) as pool:
         return dict(zip(hosts, pool.map(lambda host: _ask(host, command, python), hosts), strict=True))
 
 
 def _ask(host: str, ssh: Sequence[str], python: str) -> HostReader | str:
     remote = shlex.join([python, "-P", "-m", "phalanx", "doctor", "--record", "-"])
-    words = [*ssh, "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", host, remote]
+    words = [*ssh, host, remote]
     began = time.time()
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=_SECONDS, check=False)

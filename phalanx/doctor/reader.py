@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.errors import UsageError
+from phalanx.host.addresses import ssh_address
 from phalanx.host.cgroups import host_memory
 from phalanx.version import __version__
 
@@ -148,6 +149,7 @@ def _own_addresses() -> list[str]:
 
 _FACTS: dict[str, Callable[[], Any]] = {
     "hostname": socket.gethostname,
+    "address": ssh_address,
     "architecture": platform.machine,
     "time": time.time,
     "cpus": os.cpu_count,

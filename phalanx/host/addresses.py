@@ -59,6 +59,12 @@ def own_address(master: str, *, one_machine: bool = False) -> str:
     return address or LOOPBACK
 
 
+def ssh_address() -> str:
+    """Return where the other end of this ssh session reached this machine; its name where it is not inside of one."""
+    address = (os.environ.get("SSH_CONNECTION", "").split() + [""] * 4)[2]
+    return socket.gethostname() if address in ("", LOOPBACK, "::1") else address
+
+
 def free_port(local_rank: int = 0) -> int:
     """Return a free TCP port for a library that listens later and does not accept an open socket.
 

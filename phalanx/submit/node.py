@@ -21,6 +21,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import phalanx
+from phalanx.host.addresses import ssh_address
 
 SILENCE_SECONDS = 300.0
 """The submitting machine writes every few seconds; after this silence it is lost."""
@@ -32,12 +33,16 @@ def facts(folder: str) -> dict[str, Any]:
         torch = version("torch")
     except PackageNotFoundError:
         torch = "missing"
-    address = (os.environ.get("SSH_CONNECTION", "").split() + [""] * 4)[2]
     with socket.create_server(("", 0)) as listener:
         port = listener.getsockname()[1]
-    name = socket.gethostname() if address in ("", "127.0.0.1", "::1") else address
     has_folder = os.path.isdir(os.path.expanduser(folder))
-    return {"phalanx": phalanx.__version__, "torch": torch, "address": name, "port": port, "has_folder": has_folder}
+    return {
+        "phalanx": phalanx.__version__,
+        "torch": torch,
+        "address": ssh_address(),
+        "port": port,
+        "has_folder": has_folder,
+    }
 
 
 def run_script() -> int:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.errors import UsageError
+from phalanx.host.addresses import loopback_environment, network_environment
 
 _DERIVED_PORTS = (29500, 20000)
 """First port and number of ports for starters that set no port; the id of the job picks one, equal on every rank."""
@@ -79,6 +80,13 @@ def export_rank_env(rank_env: RankEnv) -> None:
     )
     if rank_env.master_port:  # ranks of horovodrun agree on an address at their rendezvous
         os.environ.update(MASTER_ADDR=rank_env.master_addr, MASTER_PORT=str(rank_env.master_port))
+
+
+def card_environment(rank_env: RankEnv) -> dict[str, str]:
+    """Return the variables by which gloo and nccl choose a card that the other ranks reach, and no wider one."""
+    if rank_env.on_one_machine:
+        return loopback_environment(os.environ)
+    return network_environment(rank_env.master_addr, os.environ)
 
 
 @contextmanager

@@ -17,10 +17,9 @@ from phalanx import torch_compat
 from phalanx.config import DistributedConfig
 from phalanx.engine import engines_here
 from phalanx.errors import UsageError
-from phalanx.host.addresses import loopback_environment, network_environment
 from phalanx.host.signed_store import sign_store
 from phalanx.world.abort import abortable_store
-from phalanx.world.env import RankEnv, export_rank_env, read_rank_env
+from phalanx.world.env import RankEnv, card_environment, export_rank_env, read_rank_env
 from phalanx.world.groups import forget_groups, open_loopback_store
 from phalanx.world.layout import check_device
 from phalanx.world.mesh import Mesh, plan_mesh
@@ -113,9 +112,7 @@ def join_world(config: DistributedConfig) -> World:
     if "nccl" not in backend:
         store = abortable_store(store)
     export_rank_env(env)
-    os.environ.update(
-        loopback_environment(os.environ) if env.on_one_machine else network_environment(env.master_addr, os.environ)
-    )
+    os.environ.update(card_environment(env))
     dist.init_process_group(
         backend,
         store=dist.PrefixStore(f"{name}/group", store),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,10 @@ from command import ROOT, phalanx
 from phalanx.cli.doctor import examine
 from phalanx.doctor.gpus import topology
 from phalanx.doctor.hosts import compare_hosts
+from phalanx.doctor.links import check_links
 from phalanx.doctor.reader import HostReader
 from phalanx.doctor.result import worst
+from phalanx.errors import UsageError
 
 DATA = ROOT / "tests" / "data" / "doctor"
 
@@ -136,6 +139,22 @@ def test_an_answer_of_a_host_may_follow_what_its_shell_prints(tmp_path, printed,
     assert ("its answer is not a recording" in out) != ok
 
 
+def test_slow_links_are_named_against_the_card_and_the_other_links():
+    machine = HostReader(json.loads((DATA / "dgx-h100.json").read_text()))
+    names = ["a", "b", "c"]
+    rates = [[0.0, 2.0, 2.1], [2.0, 0.0, 0.1], [2.1, 0.1, 0.0]]
+    done = subprocess.CompletedProcess([], 0, json.dumps({"bandwidth_gbs": rates}), "")
+    found = list(check_links(dict.fromkeys(names, machine), lambda: [done]))
+    assert [each.text for each in found] == [
+        "b - c: 0.1 GB/s by TCP; 2 GB/s are expected",
+        "0.1 to 2.1 GB/s by TCP between 3 hosts, one stream per pair",
+    ]
+    (alone,) = check_links({"a": machine, "b": machine}, lambda: [subprocess.CompletedProcess([], 1, "", "x\nrefused")])
+    assert (alone.level, alone.text) == ("error", "the links were not measured: refused")
+    with pytest.raises(UsageError, match="33 hosts are too many"):
+        list(check_links({str(number): machine for number in range(33)}, list))
+
+
 def test_this_machine_is_recorded_and_replayed_alike(tmp_path, monkeypatch):
     monkeypatch.setenv("NCCL_FAKE_TOKEN", "hidden")
     path = tmp_path / "here.json"
@@ -156,7 +175,7 @@ def test_this_machine_is_recorded_and_replayed_alike(tmp_path, monkeypatch):
         (("--hosts", ","), "names no host"),
         (("--hosts", "a,a"), "a host is named twice"),
         (("--hosts", "a", "--ssh", "'x"), "is not a command: No closing quotation"),
-        (("--hosts", "a", "--measure"), "--measure is for this machine alone"),
+        (("--replay", "other.json", "--measure"), "--measure needs the machine itself"),
     ],
 )
 def test_bad_input_is_answered(tmp_path, monkeypatch, words, error):

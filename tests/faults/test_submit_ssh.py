@@ -240,3 +240,17 @@ def test_doctor_checks_both_hosts_and_says_what_differs(hosts: SshHosts, phalanx
     assert [result["text"] for result in found["all hosts"] if result["level"] == "ok"] == [
         "2 hosts, clocks within 1 s"
     ]
+
+
+def test_doctor_measures_the_link_between_hosts_and_names_a_slow_one(hosts: SshHosts, phalanx):
+    ssh = f"ssh -p 2222 -i {hosts.folder / 'key'} -o UserKnownHostsFile={hosts.folder / 'known_hosts'}"
+    hosts.hosts[1].slow("100mbit")
+    try:
+        said = phalanx("doctor", "--hosts", ",".join(hosts.names[:2]), "--ssh", ssh, "--measure", "--json", code=1)
+    finally:
+        hosts.hosts[1].slow("10gbit")
+    (slow,) = [each for each in json.loads(said)["all hosts"] if each["level"] == "warning"]
+    pair, rate = re.match(r"(.+): ([\d.e-]+) GB/s by TCP; 1.25 GB/s are expected", slow["text"]).groups()
+    assert pair == f"{hosts.names[0]} - {hosts.names[1]}"
+    assert float(rate) < 0.03  # 100 Mb/s one way, the other way is fast
+    nothing_is_left(hosts)

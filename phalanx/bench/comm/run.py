@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from typing import Any
 
 from phalanx.bench.comm.plan import BenchPlan
@@ -10,7 +11,7 @@ from phalanx.errors import UsageError
 from phalanx.launch import CallTarget, LaunchSpec, RankConsole
 from phalanx.launch.scratch import scratch_folder
 from phalanx.runs.start import run_on_ranks
-from phalanx.world.env import export_rank_env, read_rank_env
+from phalanx.world.env import card_environment, export_rank_env, read_rank_env
 
 _PLAN, _RESULT = "plan.json", "result.json"
 
@@ -27,6 +28,7 @@ def run_bench(
         from phalanx.bench.comm.rank import measure
 
         export_rank_env(started)
+        os.environ.update(card_environment(started))
         found = measure(plan, lambda text: console.rank_output(0, "r0", f"{text}\n"))
         return found if started.rank == 0 else None
     if ranks < 1:
