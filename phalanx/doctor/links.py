@@ -16,6 +16,7 @@ from phalanx.doctor.reader import HostReader
 from phalanx.doctor.result import CheckResult
 from phalanx.errors import UsageError
 from phalanx.host.addresses import free_port
+from phalanx.world.env import RankEnv, torchrun_variables
 
 MOST_HOSTS = 32
 """Pairs are measured one after the other, 0.1 s or more each."""
@@ -31,11 +32,10 @@ Run = Callable[[], list["subprocess.CompletedProcess[str]"]]
 def over_ssh(machines: Mapping[str, HostReader], ssh: Sequence[str], python: str) -> Run:
     """Return the measurement with one rank per host, each started by ssh; the first host has the store."""
     first = next(iter(machines.values()))
-    shared = {"WORLD_SIZE": len(machines), "MASTER_ADDR": first.fact("address"), "MASTER_PORT": free_port()}
-    alone = {"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+    address, port = first.fact("address"), free_port()
 
     def command(rank: int, host: str) -> list[str]:
-        variables = {**shared, **alone, "RANK": rank, "GROUP_RANK": rank}
+        variables = torchrun_variables(RankEnv(rank, 0, len(machines), 1, rank, address, port, started_by="ssh"))
         # `timeout` ends the rank where this side ends early: ssh without a terminal does not.
         words = ["timeout", str(_SECONDS), "env", *(f"{name}={value}" for name, value in variables.items()), python]
         return [*ssh, host, shlex.join([*words, *_BENCH])]

@@ -71,15 +71,21 @@ def read_rank_env(environ: Mapping[str, str] | None = None) -> RankEnv | None:
 
 def export_rank_env(rank_env: RankEnv) -> None:
     """Set torchrun's variables, so that torch and the user's code see one convention under any starter."""
-    os.environ.update(
-        RANK=str(rank_env.rank),
-        LOCAL_RANK=str(rank_env.local_rank),
-        WORLD_SIZE=str(rank_env.world_size),
-        LOCAL_WORLD_SIZE=str(rank_env.local_world_size),
-        GROUP_RANK=str(rank_env.node_rank),
-    )
+    os.environ.update(torchrun_variables(rank_env))
+
+
+def torchrun_variables(rank_env: RankEnv) -> dict[str, str]:
+    """Return the variables by which torchrun describes a rank."""
+    found: dict[str, object] = {
+        "RANK": rank_env.rank,
+        "LOCAL_RANK": rank_env.local_rank,
+        "WORLD_SIZE": rank_env.world_size,
+        "LOCAL_WORLD_SIZE": rank_env.local_world_size,
+        "GROUP_RANK": rank_env.node_rank,
+    }
     if rank_env.master_port:  # ranks of horovodrun agree on an address at their rendezvous
-        os.environ.update(MASTER_ADDR=rank_env.master_addr, MASTER_PORT=str(rank_env.master_port))
+        found |= {"MASTER_ADDR": rank_env.master_addr, "MASTER_PORT": rank_env.master_port}
+    return {name: str(value) for name, value in found.items()}
 
 
 def card_environment(rank_env: RankEnv) -> dict[str, str]:
