@@ -71,8 +71,8 @@ def why_lost(layout: Layout, estimate: Estimate, best: Estimate, cluster: Cluste
     grew = {part: estimate.breakdown[part] - best.breakdown[part] for part in estimate.breakdown}
     part = max(grew, key=lambda key: grew[key])
     if slower <= 0.0005:
-        faster = f"{-slower:.1%} faster, which is" if slower < -0.0005 else "as fast, that is,"
-        return f"{faster} within the error of the prediction, but more to set up"
+        faster = f"{-slower:.1%} faster" if slower < -0.0005 else "as fast"
+        return f"{faster}, which is too little for a layout with more to set up"
     if part == "tensor_comm" and layout.tp > cluster.gpus_per_node:
         return f"TP{layout.tp} crosses machines: +{grew[part] / best.step_seconds:.0%} exposed communication"
     words = PARTS[part]

@@ -16,9 +16,9 @@ from phalanx.world.schedules import SCHEDULES
 
 STRATEGIES = ("ddp", "fsdp", "tensor", "pipeline", "context", "expert", "3d")
 MAX_MICRO_BATCH = 64
-AXIS_GAIN = 1.12
-"""How much faster each further axis must make a step: less is within the error of the prediction, and not worth a
-layout that is harder to run."""
+ERROR, EFFORT = 0.03, 0.09
+"""What each further axis must save: more than the error of the prediction, and on one machine also more than the effort
+of a layout that is harder to run. That effort is the same for many machines, where each percent is worth more."""
 ALIKE = 1.02
 """A way to shard that is simpler is preferred while it is not slower than this."""
 EQUAL = 1.003
@@ -100,7 +100,8 @@ def simplest(found: Found) -> Layout | None:
     """Return the fastest layout, or one with fewer axes that is about as fast."""
     if not found.fitting:
         return None
-    fewest = _axes(min(found.fitting, key=lambda pair: pair[0] * AXIS_GAIN ** _axes(pair[1]))[1])
+    needed = _axis_gain(found.fitting[0][1].gpus)
+    fewest = _axes(min(found.fitting, key=lambda pair: pair[0] * (1 + needed) ** _axes(pair[1]))[1])
     near = [pair for pair in found.fitting if _axes(pair[1]) == fewest]
     for count, slower in ((_sharding, ALIKE), (lambda layout: layout.recompute != "none", EQUAL)):
         near = [pair for pair in near if pair[0] <= slower * near[0][0]]
@@ -108,6 +109,11 @@ def simplest(found: Found) -> Layout | None:
         near = [pair for pair in near if count(pair[1]) == fewest]
     alike = [layout for seconds, layout in near if seconds <= EQUAL * near[0][0]]
     return max(alike, key=lambda layout: layout.micro_batch)
+
+
+def _axis_gain(gpus: int) -> float:
+    """Return how much faster each further axis must make a step, as a share."""
+    return ERROR + EFFORT * min(1.0, 8 / gpus)
 
 
 def _axes(layout: Layout) -> int:
