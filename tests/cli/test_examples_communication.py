@@ -118,7 +118,9 @@ def test_messages_arrive_on_three_ranks_and_a_deadlock_is_shown(show):
     for way in ("by turns", "batched", "isend first"):
         assert picture(text, f"ring, {way}") == ["2 2", "0 0", "1 1"]
     assert picture(text, "pipeline of 3") == ["0 1 2 . .", ". 0 1 2 .", ". . 0 1 2"]
-    assert all(line.startswith("stuck: Timed out") for line in picture(text, "ring, all ranks send first"))
+    stuck = picture(text, "ring, all ranks send first")
+    assert all(line.startswith("stuck: ") for line in stuck)
+    assert any(line.startswith("stuck: Timed out") for line in stuck), "a later one may see a closed connection instead"
 
 
 def test_messages_arrive_on_two_ranks(show):

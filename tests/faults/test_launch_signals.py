@@ -156,7 +156,8 @@ def test_a_stopped_fork_server_does_not_keep_the_ranks_running(launch_script, mo
     assert (run.result.exit_code, run.result.failure) == (143, None)
     assert seconds < 4
     _, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=2)
-    assert alive == []
+    # The parent of an orphan may be slow to collect its exit code.
+    assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
     assert launch_script("pass").result.exit_code == 0
 
 
