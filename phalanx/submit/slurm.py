@@ -113,7 +113,7 @@ class Slurm(Target[SlurmOptions]):
     def _head(self, job: ClusterJob) -> Iterator[str]:
         options, tasks = self.options, job.ranks_per_node if self.options.start == "srun" else 1
         yield "#!/bin/bash"
-        yield f"# {job.origin(self.name)}"
+        yield f"# {job.origin(self.name, self.options)}"
         lines = [
             (f"--job-name={job.name}", "name in squeue"),
             (f"--nodes={job.nodes}", "machines"),
@@ -155,7 +155,8 @@ class Slurm(Target[SlurmOptions]):
         yield 'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
         yield ("MASTER_ADDR=$(scontrol show node \"$head\" --oneliner | sed -n 's/.*NodeAddr=\\([^ ]*\\).*/\\1/p')")
         yield 'export MASTER_ADDR="${MASTER_ADDR:-$head}"'
-        yield "export MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))"
+        yield "# A port for each job, below those that the kernel gives to connections (32768 and above)."
+        yield "export MASTER_PORT=$((10000 + SLURM_JOB_ID % 19000))"
         yield ""
         if self.options.ship == "archive":
             yield from unpack_lines("${SLURM_TMPDIR:-/tmp}/phalanx-$SLURM_JOB_ID", "srun --ntasks-per-node=1 ")

@@ -25,6 +25,16 @@ TARGETS = {
     "ssh": ("phalanx.submit.ssh:Ssh", "hosts that ssh reaches, without a scheduler"),
 }
 """Name to `module:Class` and summary."""
+CANCEL = {
+    "slurm": "scancel {id}",
+    "kubernetes": "kubectl delete job {name}",
+    "jobset": "kubectl delete jobset {name}",
+    "kubeflow": "kubectl delete trainjob,pytorchjob,mpijob {name}",
+    "ray": "ray job stop {id}",
+    "compose": "docker compose --project-name {name} down",
+    "ssh": "kill {id}",
+}
+"""Name to the command that ends a job without `phalanx cancel`."""
 
 
 @dataclass(frozen=True, kw_only=True)
