@@ -23,6 +23,7 @@ from phalanx.launch.nccl import nccl_variables
 from phalanx.observe.guard import say_to_user
 from phalanx.plan.presets import of_recipe
 from phalanx.recipes import Recipe
+from phalanx.submit import uv
 from phalanx.submit.job import ENDED, ClusterJob, JobRecord, job_name, jobs_folder, new_record, records, write_record
 from phalanx.submit.ship import archive
 from phalanx.submit.target import CANCEL, TARGETS, CommonOptions, Target, read_options, target_class
@@ -66,7 +67,7 @@ def _joined(words: list[str]) -> Iterator[str]:
     """Join flags with values that argparse would take for flags: --sbatch --reservation=x."""
     rest = iter(words)
     for word in rest:
-        value = next(rest, None) if word in ("--sbatch", "--ssh") else None
+        value = next(rest, None) if word in ("--sbatch", "--ssh", "--uv-sync") else None
         yield word if value is None else f"{word}={value}"
 
 
@@ -237,6 +238,7 @@ def hand_over(
     name: str, target: Target[Any], job: ClusterJob, namespace: argparse.Namespace, *, resumes: str = ""
 ) -> int:
     """Render, check, submit and record a job; `resumes`: the job that it continues."""
+    uv.check(target)
     files = target.render(job)
     if namespace.render:
         print("\n".join(_with_names(files)))
@@ -325,7 +327,10 @@ def target_of(record: JobRecord) -> Target[Any]:
 def _shipped(target: Target[Any], job: ClusterJob) -> str:
     where = f"{target.options.directory or '/workspace'} in the container" if target.is_contained else job.directory
     code = "a copy of this folder" if target.options.ship == "archive" else f"nothing: the nodes read {where}"
-    return f"{code}; data and environment are those of the nodes"
+    others = "data and environment are those of the nodes"
+    if target.options.uv:
+        others = "the nodes make the environment from uv.lock; data is not shipped"
+    return f"{code}; {others}"
 
 
 def _with_names(files: dict[str, str]) -> list[str]:

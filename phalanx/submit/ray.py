@@ -46,6 +46,7 @@ class RayJobs(Target[RayOptions]):
 
     name = "ray"
     options_class = RayOptions
+    lacks_uv = "ray: its machines run ranks in the environment that Ray runs in"
 
     def render(self, job: ClusterJob) -> dict[str, str]:
         """Return the command that the cluster runs, or KubeRay's objects."""
